@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.spec import CODECS
 
 # Values to test of options whose valid values cannot be listed, or are many; otherwise all choices are tested.
@@ -66,7 +67,7 @@ def option_sets(name: str) -> list[Codec]:
 
 def everything() -> list[Codec]:
     """Every codec with its defaults and with its `option_sets`."""
-    return list(dict.fromkeys(each for name in CODECS for each in [codec(name), *option_sets(name)]))
+    return list(dict.fromkeys(codec for name in CODECS for codec in [parse(name), *option_sets(name)]))
 
 
 def few() -> list[Codec]:
@@ -86,10 +87,10 @@ def few() -> list[Codec]:
             for value in VALUES[option]
             if value != field.default
         ]
-        codecs += [codec(name) for name in (first, *others)]
-        codecs += [dataclasses.replace(codec(first), **change, **_with(first, change)) for change in changes]
+        codecs += [parse(name) for name in (first, *others)]
+        codecs += [dataclasses.replace(parse(first), **change, **_with(first, change)) for change in changes]
         turns = zip(itertools.cycle(others), changes) if others else ()
-        codecs += [dataclasses.replace(codec(name), **change) for name, change in turns]
+        codecs += [dataclasses.replace(parse(name), **change) for name, change in turns]
     return codecs
 
 

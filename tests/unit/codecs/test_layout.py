@@ -6,43 +6,46 @@ import pytest
 import torch
 
 from dtcomm import _C
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from tests.unit.codecs.cases import everything, few
 
 SIZES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 1023, 1024, 1025, 4095, 4096, 4097, 8192, 100_003)
 
 
-@pytest.mark.parametrize("each", everything(), ids=str)
-def test_the_native_core_agrees(each: Codec) -> None:
-    assert len(each.native()) == 16
-    assert _C.granule_elements(each.native()) == each.granularity
-    for dtype in each.dtypes:
+@pytest.mark.parametrize("codec", everything(), ids=str)
+def test_the_native_core_agrees(codec: Codec) -> None:
+    assert len(codec.native()) == 16
+    assert _C.granule_elements(codec.native()) == codec.granularity
+    for dtype in codec.dtypes:
         for numel in SIZES:
-            assert _C.wire_bytes(each.native(), numel, ELEMENT_TYPES[dtype]) == each.wire_bytes(numel, dtype)
+            assert _C.wire_bytes(codec.native(), numel, ELEMENT_TYPES[dtype]) == codec.wire_bytes(
+                numel, dtype
+            )
 
 
-@pytest.mark.parametrize("each", everything(), ids=str)
-def test_a_payload_may_be_cut_at_granules(each: Codec) -> None:
-    for dtype in each.dtypes:
+@pytest.mark.parametrize("codec", everything(), ids=str)
+def test_a_payload_may_be_cut_at_granules(codec: Codec) -> None:
+    for dtype in codec.dtypes:
         for numel in SIZES:
             for granules in (1, 3):
-                head = granules * each.granularity
-                whole = each.wire_bytes(head + numel, dtype)
-                assert whole == each.wire_bytes(head, dtype) + each.wire_bytes(numel, dtype)
+                head = granules * codec.granularity
+                whole = codec.wire_bytes(head + numel, dtype)
+                assert whole == codec.wire_bytes(head, dtype) + codec.wire_bytes(numel, dtype)
 
 
-@pytest.mark.parametrize("each", everything(), ids=str)
-def test_sizes_are_multiples_of_16_and_grow(each: Codec) -> None:
-    sizes = [each.wire_bytes(numel) for numel in range(0, 3000, 7)]
+@pytest.mark.parametrize("codec", everything(), ids=str)
+def test_sizes_are_multiples_of_16_and_grow(codec: Codec) -> None:
+    sizes = [codec.wire_bytes(numel) for numel in range(0, 3000, 7)]
     assert all(size % 16 == 0 for size in sizes)
     assert sizes == sorted(sizes) and sizes[0] == 0
 
 
-@pytest.mark.parametrize("each", few(), ids=str)
-def test_the_tensor_type_matters_to_none_alone(each: Codec) -> None:
-    sizes = {each.wire_bytes(1000, dtype) for dtype in FLOAT_TYPES}
-    assert len(sizes) == (2 if each.name == "none" else 1)
+@pytest.mark.parametrize("codec", few(), ids=str)
+def test_the_tensor_type_matters_to_none_alone(codec: Codec) -> None:
+    sizes = {codec.wire_bytes(1000, dtype) for dtype in FLOAT_TYPES}
+    assert len(sizes) == (2 if codec.name == "none" else 1)
 
 
 @pytest.mark.parametrize(
@@ -73,28 +76,28 @@ def test_the_tensor_type_matters_to_none_alone(each: Codec) -> None:
     ],
 )
 def test_known_sizes(spec: str, numel: int, expected: int) -> None:
-    assert codec(spec).wire_bytes(numel) == expected
+    assert parse(spec).wire_bytes(numel) == expected
 
 
 def test_types_of_none() -> None:
-    assert [codec("none").wire_bytes(16, dtype) for dtype in (torch.bool, torch.int64)] == [16, 128]
+    assert [parse("none").wire_bytes(16, dtype) for dtype in (torch.bool, torch.int64)] == [16, 128]
     with pytest.raises(TypeError, match=r"complex64.*float32, float16"):
-        codec("none").wire_bytes(16, torch.complex64)
+        parse("none").wire_bytes(16, torch.complex64)
 
 
 def test_wrong_sizes() -> None:
     with pytest.raises(ValueError, match="numel: expected 0 or more, got -1"):
-        codec("int8").wire_bytes(-1)
+        parse("int8").wire_bytes(-1)
     for wrong in (1.0, True, "1"):
         with pytest.raises(TypeError, match="numel"):
-            codec("int8").wire_bytes(wrong)  # type: ignore[arg-type]
+            parse("int8").wire_bytes(wrong)  # type: ignore[arg-type]
 
 
 def test_lossless() -> None:
-    assert codec("none").lossless(torch.float64)
-    assert codec("fp16").lossless(torch.float16) and not codec("fp16").lossless(torch.bfloat16)
-    assert codec("bf16").lossless(torch.bfloat16) and not codec("bf16").lossless(torch.float32)
-    assert not codec("int8").lossless(torch.float16)
+    assert parse("none").lossless(torch.float64)
+    assert parse("fp16").lossless(torch.float16) and not parse("fp16").lossless(torch.bfloat16)
+    assert parse("bf16").lossless(torch.bfloat16) and not parse("bf16").lossless(torch.float32)
+    assert not parse("int8").lossless(torch.float16)
 
 
 @pytest.mark.parametrize("length", [0, 12, 15, 17])
@@ -117,7 +120,7 @@ def test_the_native_core_refuses_other_lengths(length: int) -> None:
     ],
 )
 def test_the_native_core_refuses_what_it_does_not_know(at: int, value: int, says: str) -> None:
-    wrong = bytearray(codec("int8").native())
+    wrong = bytearray(parse("int8").native())
     wrong[at] = value
     with pytest.raises(ValueError, match=says):
         _C.granule_elements(bytes(wrong))

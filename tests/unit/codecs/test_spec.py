@@ -6,22 +6,23 @@ import dataclasses
 
 import pytest
 
-from dtcomm.codecs import Codec, codec, names
+from dtcomm.codecs import Codec, names
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import LARGEST_BLOCK, SMALLEST_BLOCK
 from dtcomm.codecs.spec import CODECS
 from tests.unit.codecs.cases import VALUES, everything
 
 
-@pytest.mark.parametrize("each", everything(), ids=str)
-def test_a_spec_parses_back(each: Codec) -> None:
-    assert codec(str(each)) == each
-    assert hash(codec(str(each))) == hash(each)
-    assert codec(each) is each
+@pytest.mark.parametrize("codec", everything(), ids=str)
+def test_a_spec_parses_back(codec: Codec) -> None:
+    assert parse(str(codec)) == codec
+    assert hash(parse(str(codec))) == hash(codec)
+    assert parse(codec) is codec
 
 
 @pytest.mark.parametrize("name", names())
 def test_a_default_prints_as_its_name(name: str) -> None:
-    assert str(codec(name)) == name == codec(name).name
+    assert str(parse(name)) == name == parse(name).name
 
 
 @pytest.mark.parametrize("name", names())
@@ -32,20 +33,20 @@ def test_every_option_has_values_to_test(name: str) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_the_class_documents_options_and_reference(name: str) -> None:
-    text = type(codec(name)).__doc__ or ""
-    assert f"dtcomm.kernels.reference.{codec(name).reference}" in " ".join(text.split())
+    text = type(parse(name)).__doc__ or ""
+    assert f"dtcomm.kernels.reference.{parse(name).reference}" in " ".join(text.split())
     assert all(f"{option}: " in text for option in CODECS[name].options())
 
 
 def test_only_what_differs_is_printed() -> None:
-    assert str(codec("int8:block=32,round=stochastic,symmetric=true")) == "int8:round=stochastic"
-    assert str(codec(" int8:scale=fp32, block=64 ")) == "int8:block=64,scale=fp32"
+    assert str(parse("int8:block=32,round=stochastic,symmetric=true")) == "int8:round=stochastic"
+    assert str(parse(" int8:scale=fp32, block=64 ")) == "int8:block=64,scale=fp32"
 
 
 def test_all_blocks() -> None:
     block = SMALLEST_BLOCK
     while block <= LARGEST_BLOCK:
-        assert codec(f"int8:block={block}").layout().block == block
+        assert parse(f"int8:block={block}").layout().block == block
         block *= 2
 
 
@@ -90,39 +91,39 @@ def test_all_blocks() -> None:
 )
 def test_wrong_specs(spec: str, says: str) -> None:
     with pytest.raises(ValueError) as error:
-        codec(spec)
+        parse(spec)
     assert says in str(error.value)
 
 
 @pytest.mark.parametrize("given", [None, 8, b"int8", ["int8"]])
 def test_what_is_no_spec(given: object) -> None:
     with pytest.raises(TypeError, match=type(given).__name__):
-        codec(given)  # type: ignore[arg-type]
+        parse(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "ratio", [0.01, 0.1, 1 / 3, 1e-7, 5e-324, 0.1 + 0.2, 1.0, 2**-12, 0.3333333333333333]
 )
 def test_ratios_print_exactly(ratio: float) -> None:
-    each = codec(f"topk:ratio={ratio!r}")
-    assert each.ratio == ratio  # type: ignore[attr-defined]
-    assert codec(str(each)) == each and codec(str(each)).ratio == ratio  # type: ignore[attr-defined]
+    codec = parse(f"topk:ratio={ratio!r}")
+    assert codec.ratio == ratio  # type: ignore[attr-defined]
+    assert parse(str(codec)) == codec and parse(str(codec)).ratio == ratio  # type: ignore[attr-defined]
 
 
 def test_ratios_as_people_write_them() -> None:
     assert (
-        codec("topk:ratio=.5")
-        == codec("topk:ratio=0.50")
-        == codec("topk:ratio=5e-1")
-        == codec("topk:ratio=5E-01")
+        parse("topk:ratio=.5")
+        == parse("topk:ratio=0.50")
+        == parse("topk:ratio=5e-1")
+        == parse("topk:ratio=5E-01")
     )
     assert (
-        codec("randk:ratio=1") == codec("randk:ratio=1.0")
-        and str(codec("randk:ratio=1")) == "randk:ratio=1.0"
+        parse("randk:ratio=1") == parse("randk:ratio=1.0")
+        and str(parse("randk:ratio=1")) == "randk:ratio=1.0"
     )
-    assert str(codec("topk:ratio=0.01")) == "topk"
-    whole = dataclasses.replace(codec("topk"), ratio=1)  # type: ignore[call-arg]
-    assert str(whole) == "topk:ratio=1.0" and hash(whole) == hash(codec("topk:ratio=1"))
+    assert str(parse("topk:ratio=0.01")) == "topk"
+    whole = dataclasses.replace(parse("topk"), ratio=1)  # type: ignore[call-arg]
+    assert str(whole) == "topk:ratio=1.0" and hash(whole) == hash(parse("topk:ratio=1"))
 
 
 @pytest.mark.parametrize(
@@ -130,15 +131,15 @@ def test_ratios_as_people_write_them() -> None:
 )
 def test_values_of_sparse_codecs_are_checked_without_a_spec_too(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        dataclasses.replace(codec("topk"), **wrong)  # type: ignore[arg-type]
+        dataclasses.replace(parse("topk"), **wrong)  # type: ignore[arg-type]
 
 
 def test_codecs_are_frozen_and_keyword_only() -> None:
-    each = codec("int8")
+    codec = parse("int8")
     with pytest.raises(dataclasses.FrozenInstanceError):
-        each.block = 64  # type: ignore[attr-defined]
+        codec.block = 64  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
-        type(each)(8)  # type: ignore[call-arg]
+        type(codec)(8)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -146,4 +147,4 @@ def test_codecs_are_frozen_and_keyword_only() -> None:
 )
 def test_values_are_checked_without_a_spec_too(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        dataclasses.replace(codec("int8"), **wrong)
+        dataclasses.replace(parse("int8"), **wrong)

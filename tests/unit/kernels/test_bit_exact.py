@@ -69,13 +69,15 @@ def compare(codec: Codec, x: torch.Tensor, y: torch.Tensor, kernels: Sequence[st
 
 
 def cases() -> list[tuple[Codec, str]]:
-    """Every codec with every kind of input where its options are the defaults, with three by turns otherwise: the
-    reference takes seconds for all."""
-    kinds, found = list(KINDS), []
-    for number, each in enumerate(everything()):
+    """Codecs with kinds of input: every kind for codecs without options, three kinds in turn for the others.
+
+    The reference would take minutes for all pairs.
+    """
+    kinds, pairs = list(KINDS), []
+    for number, codec in enumerate(everything()):
         turn = [kinds[(3 * number + i) % len(kinds)] for i in range(3)]
-        found += [(each, kind) for kind in (turn if each.options() else kinds)]
-    return found
+        pairs += [(codec, kind) for kind in (turn if codec.options() else kinds)]
+    return pairs
 
 
 @pytest.mark.parametrize(("codec", "kind"), cases(), ids=str)
@@ -84,7 +86,7 @@ def test_inputs(codec: Codec, kind: str) -> None:
     compare(codec, floats(kind, n, seed=1), floats(kind, n, seed=2))
 
 
-@pytest.mark.parametrize(("number", "codec"), enumerate(few()), ids=str)
+@pytest.mark.parametrize(("number", "codec"), list(enumerate(few())), ids=str)
 def test_types_and_sizes(number: int, codec: Codec) -> None:
     """Every size and every type for each codec; every pair of a size, a type and a kind for some codec."""
     kinds = ("normal", "nonfinite", "bits")

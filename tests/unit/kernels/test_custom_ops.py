@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dtcomm
-from dtcomm.codecs import codec
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import custom_ops, ops
 from dtcomm.kernels.ops import quantize
 from tests.unit.kernels.inputs import floats
@@ -94,7 +94,7 @@ def test_compiled_by_inductor() -> None:
 def every_verb(x: torch.Tensor, residual: torch.Tensor) -> list[torch.Tensor]:
     """With every argument that is written into."""
     decoded, again, sums, floats = (torch.empty_like(x) for _ in range(4))
-    wire = x.new_empty(codec("int8").wire_bytes(N), dtype=torch.uint8)
+    wire = x.new_empty(parse("int8").wire_bytes(N), dtype=torch.uint8)
     p = dtcomm.encode("int8", x, 1, 2, residual, decoded=decoded)
     q = dtcomm.encode("int8", x, 1, 2, residual, wire, decoded=again)
     dtcomm.decode("int8", q, N, out=floats)

@@ -42,8 +42,8 @@ def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
                 )
                 alone = epilogue(which, runs, torch.empty_like(out))
             results[kernel] = out, normed, alone
-        for kernel, found in results.items():
-            for mine, theirs in zip(found, results["reference"], strict=True):
+        for kernel, outputs in results.items():
+            for mine, theirs in zip(outputs, results["reference"], strict=True):
                 assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), (kernel, rows, features)
         out, normed, alone = results["reference"]
         assert torch.equal(alone, plain)

@@ -8,7 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from dtcomm.codecs import Exact, codec
+from dtcomm.codecs import Exact
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available, local_tasks, use
 from tests.unit.kernels.inputs import KINDS, floats
 
@@ -17,7 +18,7 @@ GRIDS = [Exact(bits=bits, block=block) for bits in (16, 32) for block in (16, 32
 
 
 def on_grid(
-    each: Exact,
+    codec: Exact,
     ranks: int,
     x: torch.Tensor,
     residual: torch.Tensor | None = None,
@@ -25,58 +26,58 @@ def on_grid(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(exponents, integers) of a contribution; its own exponents where none are given."""
     if grid is None:
-        grid = torch.empty(each.blocks(x.numel()), dtype=torch.uint8)
-        local_tasks.measure_exponents(each, x, residual, grid)()
-    codes = torch.empty(x.numel(), dtype=each.code_type)
-    local_tasks.quantize_to_exponents(each, ranks, x, residual, grid, codes)()
+        grid = torch.empty(codec.blocks(x.numel()), dtype=torch.uint8)
+        local_tasks.measure_exponents(codec, x, residual, grid)()
+    codes = torch.empty(x.numel(), dtype=codec.code_type)
+    local_tasks.quantize_to_exponents(codec, ranks, x, residual, grid, codes)()
     return grid, codes
 
 
-def units(each: Exact, ranks: int, grid: torch.Tensor, numel: int) -> list[Fraction]:
-    digits = each.digits(ranks)
-    return [Fraction(2) ** (int(grid[i // each.block]) - 126 - digits) for i in range(numel)]
+def units(codec: Exact, ranks: int, grid: torch.Tensor, numel: int) -> list[Fraction]:
+    digits = codec.digits(ranks)
+    return [Fraction(2) ** (int(grid[i // codec.block]) - 126 - digits) for i in range(numel)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 128])
 @pytest.mark.parametrize("kind", ["normal", "wide", "blocks_apart", "extremes", "zeros", "ties", "outlier"])
 def test_an_integer_is_within_a_unit(kind: str, ranks: int) -> None:
     """Half a unit, or less than one where the clamp acts: only at the very top of a block; zeros stay zeros."""
-    for each in GRIDS:
+    for codec in GRIDS:
         x = floats(kind, 700, seed=ranks).nan_to_num(0.0, posinf=FLT_MAX, neginf=-FLT_MAX)
-        grid, codes = on_grid(each, ranks, x)
-        most = 2 ** each.digits(ranks) - 1
-        for value, code, unit in zip(x.tolist(), codes.tolist(), units(each, ranks, grid, 700), strict=True):
+        grid, codes = on_grid(codec, ranks, x)
+        most = 2 ** codec.digits(ranks) - 1
+        for value, code, unit in zip(x.tolist(), codes.tolist(), units(codec, ranks, grid, 700), strict=True):
             error = abs(Fraction(value) - code * unit)
             assert abs(code) <= most and (code == 0 or value != 0)
-            assert error <= unit / 2 or (abs(code) == most and error < unit), (each, value, code)
+            assert error <= unit / 2 or (abs(code) == most and error < unit), (codec, value, code)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8, 9, 64, 1000, 2048])
-@pytest.mark.parametrize("each", GRIDS[::2], ids=str)
-def test_no_sum_overflows(each: Exact, ranks: int) -> None:
+@pytest.mark.parametrize("codec", GRIDS[::2], ids=str)
+def test_no_sum_overflows(codec: Exact, ranks: int) -> None:
     """All ranks at the ends of the range: FLT_MAX, a block's top that rounds up, the smallest numbers there are."""
     just_below = torch.tensor([1.0]).nextafter(torch.tensor([0.0])).item()
     for sign, value in itertools.product((1, -1), (FLT_MAX, just_below, 1.0, 1e-45, 1.1754942e-38)):
-        _, codes = on_grid(each, ranks, torch.full((each.block,), sign * value))
+        _, codes = on_grid(codec, ranks, torch.full((codec.block,), sign * value))
         total = int(codes[0]) * ranks
-        assert -(2 ** (each.bits - 1)) < total < 2 ** (each.bits - 1)
+        assert -(2 ** (codec.bits - 1)) < total < 2 ** (codec.bits - 1)
         assert int(codes[0]) * sign > 0 or value < 1e-38
 
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_the_result_is_the_quotient_rounded_once(bits: int) -> None:
     """Any integers and exponents: to the nearest fp32 of the true quotient, ties to even, subnormals and Inf too."""
-    each, generator = Exact(bits=bits, block=16), torch.Generator().manual_seed(bits)
+    codec, generator = Exact(bits=bits, block=16), torch.Generator().manual_seed(bits)
     grid = torch.arange(0, 255, dtype=torch.uint8)
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (255 * 16,), generator=generator).to(
-        each.code_type
+        codec.code_type
     )
     codes[::16], codes[1::16], codes[2::16] = 0, 1, -(2 ** (bits - 1))
     for ranks, divisor in ((1, 1), (3, 3), (8, 1), (100, 100)):
         out = torch.empty(codes.numel())
-        local_tasks.dequantize(each, ranks, codes, grid, divisor, out)()
+        local_tasks.dequantize(codec, ranks, codes, grid, divisor, out)()
         for code, got, unit in zip(
-            codes.tolist(), out.tolist(), units(each, ranks, grid, len(codes)), strict=True
+            codes.tolist(), out.tolist(), units(codec, ranks, grid, len(codes)), strict=True
         ):
             assert got == nearest(code * unit / divisor), (code, unit)
 
@@ -106,38 +107,38 @@ def test_subnormals_are_exact_where_the_integers_hold_them() -> None:
 @pytest.mark.parametrize("kernel", available())
 def test_bad_numbers_take_their_block(kernel: str) -> None:
     """A NaN or Inf of any rank makes the block NaN for all and leaves residuals as they were; others are untouched."""
-    each = Exact(bits=16)
+    codec = Exact(bits=16)
     with use(kernel):
         for bad in (torch.nan, torch.inf, -torch.inf):
             x, residual = torch.ones(96), torch.full((96,), 0.25)
             x[40] = bad
-            grid, codes = on_grid(each, 2, x, residual)
+            grid, codes = on_grid(codec, 2, x, residual)
             assert grid.tolist() == [127, 255, 127] and codes[32:64].tolist() == [0] * 32
             assert residual[32:64].tolist() == [0.25] * 32 and residual[:32].tolist() == [0.0] * 32
             out = torch.empty(96, dtype=torch.bfloat16)
-            local_tasks.dequantize(each, 2, codes, grid, 1, out)()
+            local_tasks.dequantize(codec, 2, codes, grid, 1, out)()
             assert out[32:64].isnan().all() and (out[:32] == 1.25).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel_makes_the_same_numbers(kind: str, dtype: torch.dtype) -> None:
-    for each, n in itertools.product(GRIDS, (1, 33, 4096, 5000)):
+    for codec, n in itertools.product(GRIDS, (1, 33, 4096, 5000)):
         x = floats(kind, n, seed=n).to(dtype)
-        found = []
+        results = []
         for kernel in available():
             with use(kernel):
                 residual = torch.linspace(-1, 1, n)
-                grid, codes = on_grid(each, 5, x, residual)
+                grid, codes = on_grid(codec, 5, x, residual)
                 sums = torch.empty(-(-n // local_tasks.AUDIT_RUN), dtype=torch.int64)
                 out = torch.empty(n, dtype=dtype)
-                local_tasks.audit_checksums(each, codes, sums)()
-                local_tasks.dequantize(each, 5, codes, grid, 3, out)()
+                local_tasks.audit_checksums(codec, codes, sums)()
+                local_tasks.dequantize(codec, 5, codes, grid, 3, out)()
                 parts = (grid, codes, sums, residual, out)
-                found.append([part.view(torch.uint8) for part in parts])
-        for other in found[1:]:
-            for a, b in zip(found[0], other, strict=True):
-                assert torch.equal(a, b), (each, n)
+                results.append([part.view(torch.uint8) for part in parts])
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                assert torch.equal(a, b), (codec, n)
 
 
 SHARED = ["", "ratio=0.3,values=fp32,", "ratio=1.0,"]
@@ -146,26 +147,26 @@ SHARED = ["", "ratio=0.3,values=fp32,", "ratio=1.0,"]
 @pytest.mark.parametrize("options", SHARED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_positions_are_the_same_in_every_kernel(kind: str, options: str) -> None:
-    each = codec(f"randk:{options}positions=shared")
+    codec = parse(f"randk:{options}positions=shared")
     for n, feed, dtype in itertools.product(
         (1, 100, 4097, 9000), (False, True), (torch.float32, torch.bfloat16)
     ):
         x = floats(kind, n, seed=n).to(dtype)
-        found = []
+        results = []
         for kernel in available():
             with use(kernel):
-                kept = each.kept_in(n)  # type: ignore[attr-defined]
+                kept = codec.kept_in(n)  # type: ignore[attr-defined]
                 values, owed, out = torch.empty(kept), torch.zeros(kept), torch.empty(n, dtype=dtype)
                 residual = torch.linspace(-1, 1, n) if feed else None
-                local_tasks.gather_values(each, 99, 7, x, residual, values, owed)()  # type: ignore[arg-type]
-                local_tasks.scatter_values(each, 99, 7, not feed, values, out)()  # type: ignore[arg-type]
+                local_tasks.gather_values(codec, 99, 7, x, residual, values, owed)()  # type: ignore[arg-type]
+                local_tasks.scatter_values(codec, 99, 7, not feed, values, out)()  # type: ignore[arg-type]
                 if residual is not None:
-                    local_tasks.restore_residual(each, 99, 7, owed * 2, residual)()  # type: ignore[arg-type]
+                    local_tasks.restore_residual(codec, 99, 7, owed * 2, residual)()  # type: ignore[arg-type]
                 parts = (values, owed, out, *(() if residual is None else (residual,)))
-                found.append([part.view(torch.uint8) for part in parts])
-        for other in found[1:]:
-            for a, b in zip(found[0], other, strict=True):
-                assert torch.equal(a, b), (each, n, feed, dtype)
+                results.append([part.view(torch.uint8) for part in parts])
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                assert torch.equal(a, b), (codec, n, feed, dtype)
 
 
 def test_devices_have_no_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

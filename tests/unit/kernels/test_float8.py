@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from dtcomm import _C
-from dtcomm.codecs import Float8, codec
+from dtcomm.codecs import Float8
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available
 from dtcomm.kernels.ops import decode, encode, reduce
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
-FLOAT8 = [each for each in everything() if isinstance(each, Float8)]
+FLOAT8 = [codec for codec in everything() if isinstance(codec, Float8)]
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 SUBNORMAL = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}  # the smallest number above zero
@@ -30,9 +31,9 @@ def payload_of(codes: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.cat([field, codes, torch.zeros(12, dtype=torch.uint8)])
 
 
-def codes_of(x: torch.Tensor, each: str) -> torch.Tensor:
+def codes_of(x: torch.Tensor, codec: str) -> torch.Tensor:
     """The codes of one block whose scale is 1."""
-    payload = encode(each, x)
+    payload = encode(codec, x)
     assert payload[:4].view(torch.float32).item() == 1.0
     return payload[4 : 4 + x.numel()]
 
@@ -42,14 +43,14 @@ def codes_of(x: torch.Tensor, each: str) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, -0.37, 2.0**-126, 1e-40, 3e38, float("inf"), float("nan"), 0.0])
 def test_every_code_is_torch_s_number(element: str, scale: float) -> None:
     """Also under scales that no encoder makes; sums too."""
-    each = f"fp8_{element}:block=256,scale=fp32"
+    codec = f"fp8_{element}:block=256,scale=fp32"
     payload = payload_of(ALL, scale)
     expected = ALL.view(TORCH[element]).float() * torch.tensor(scale)
-    got = decode(each, payload, 256)
+    got = decode(codec, payload, 256)
     nan = expected.isnan()
     assert torch.equal(got[~nan].view(torch.int32), expected[~nan].view(torch.int32))
     assert (got.view(torch.int32)[nan] == 0x7FC00000).all()
-    total = reduce(each, [payload, payload], 256)
+    total = reduce(codec, [payload, payload], 256)
     assert torch.equal(total.nan_to_num(1.5), (got + got).nan_to_num(1.5))
 
 
@@ -72,36 +73,36 @@ def test_casts_are_torch_s(element: str) -> None:
         assert torch.equal(got, block.to(TORCH[element]).view(torch.uint8))
 
 
-@pytest.mark.parametrize("each", FLOAT8, ids=str)
-def test_error_is_within_a_unit(each: Float8) -> None:
+@pytest.mark.parametrize("codec", FLOAT8, ids=str)
+def test_error_is_within_a_unit(codec: Float8) -> None:
     """Half a unit of the last place to nearest, a unit at random, plus what rounding of the product adds."""
     for kind in ("normal", "offset", "negative", "constant", "blocks_apart"):
-        x = floats(kind, 2 * each.granularity + 11)
-        y = decode(each, encode(each, x), x.numel())
+        x = floats(kind, 2 * codec.granularity + 11)
+        y = decode(codec, encode(codec, x), x.numel())
         assert y.isfinite().all()
-        missing = -len(x) % each.block
-        rows, got = (torch.cat([t, t.new_zeros(missing)]).view(-1, each.block).double() for t in (x, y))
-        scale = rows.abs().amax(1, keepdim=True) / LARGEST[each.element] * (1 + 2**-7)
-        unit = torch.maximum(2 * PRECISION[each.element] * rows.abs(), SUBNORMAL[each.element] * scale)
-        allowed = unit * (0.5 if each.round == "nearest" else 1.0) * (1 + 2**-6) + rows.abs() * 2**-22
+        missing = -len(x) % codec.block
+        rows, got = (torch.cat([t, t.new_zeros(missing)]).view(-1, codec.block).double() for t in (x, y))
+        scale = rows.abs().amax(1, keepdim=True) / LARGEST[codec.element] * (1 + 2**-7)
+        unit = torch.maximum(2 * PRECISION[codec.element] * rows.abs(), SUBNORMAL[codec.element] * scale)
+        allowed = unit * (0.5 if codec.round == "nearest" else 1.0) * (1 + 2**-6) + rows.abs() * 2**-22
         # A block below the smallest normal scale is zeros.
         allowed = torch.where(scale < 2.0**-125, rows.abs(), allowed)
         assert ((got - rows).abs() <= allowed).all(), kind
 
 
-@pytest.mark.parametrize("each", [each for each in FLOAT8 if each.round == "nearest"], ids=str)
-def test_a_decoded_payload_encodes_to_itself(each: Float8) -> None:
+@pytest.mark.parametrize("codec", [codec for codec in FLOAT8 if codec.round == "nearest"], ids=str)
+def test_a_decoded_payload_encodes_to_itself(codec: Float8) -> None:
     x = floats("normal", 3000)
-    once = encode(each, x)
-    assert torch.equal(encode(each, decode(each, once, 3000)), once)
+    once = encode(codec, x)
+    assert torch.equal(encode(codec, decode(codec, once, 3000)), once)
 
 
-@pytest.mark.parametrize("each", FLOAT8, ids=str)
-def test_bad_numbers_stay_in_their_block(each: Float8) -> None:
+@pytest.mark.parametrize("codec", FLOAT8, ids=str)
+def test_bad_numbers_stay_in_their_block(codec: Float8) -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
-        x = floats("normal", 4 * each.block)
-        x[each.block + 3] = bad
-        y = decode(each, encode(each, x), x.numel()).view(-1, each.block)
+        x = floats("normal", 4 * codec.block)
+        x[codec.block + 3] = bad
+        y = decode(codec, encode(codec, x), x.numel()).view(-1, codec.block)
         assert y[1].isnan().all() and y[[0, 2, 3]].isfinite().all()
 
 
@@ -112,23 +113,23 @@ def test_blocks_too_small_for_a_scale_are_plain_zeros(element: str) -> None:
     assert not payload.any()
 
 
-@pytest.mark.parametrize("each", [each for each in FLOAT8 if each.round == "stochastic"], ids=str)
-def test_unbiased(each: Float8) -> None:
+@pytest.mark.parametrize("codec", [codec for codec in FLOAT8 if codec.round == "stochastic"], ids=str)
+def test_unbiased(codec: Float8) -> None:
     """Means over keys lie within five standard errors of x, of each element and, sharper, of all together."""
     n, keys = 4096, 300
     x = floats("normal", n, seed=1) ** 5 + 0.3  # of many sizes
     mean = torch.zeros(n, dtype=torch.float64)
     for key in range(keys):
-        mean += decode(each, encode(each, x, key=_C.mix_key(1, 0, key)), n).double() / keys
-    table = ALL[:127].view(TORCH[each.element]).double()
+        mean += decode(codec, encode(codec, x, key=_C.mix_key(1, 0, key)), n).double() / keys
+    table = ALL[:127].view(TORCH[codec.element]).double()
     table = table[table.isfinite()]
-    payload = encode(each, x)
-    layout = each.layout()
+    payload = encode(codec, x)
+    layout = codec.layout()
     scales = []
     for granule in payload.view(-1, layout.bytes(layout.granule)):
         field = granule[: layout.codes_at(layout.granule)]
-        scales.append(field.view(torch.bfloat16 if each.scale == "bf16" else torch.float32).double())
-    scale = torch.cat(scales).repeat_interleave(each.block)
+        scales.append(field.view(torch.bfloat16 if codec.scale == "bf16" else torch.float32).double())
+    scale = torch.cat(scales).repeat_interleave(codec.block)
     t = x.double().abs() / scale
     below = (torch.searchsorted(table, t, right=True) - 1).clamp(max=len(table) - 2)
     step = table[below + 1] - table[below]
@@ -141,14 +142,14 @@ def test_unbiased(each: Float8) -> None:
 
 
 def test_defaults() -> None:
-    assert codec("fp8_e4m3") == Float8(element="e4m3", block=128, scale="bf16", round="nearest")
-    assert codec("fp8_e5m2").wire_bytes(1024) == 1024 + 16
+    assert parse("fp8_e4m3") == Float8(element="e4m3", block=128, scale="bf16", round="nearest")
+    assert parse("fp8_e5m2").wire_bytes(1024) == 1024 + 16
 
 
 @pytest.mark.parametrize("spec", ["fp8_e4m3:element=e5m2", "fp8_e4m3:symmetric=false", "fp8_e5m2:block=100"])
 def test_wrong_options(spec: str) -> None:
     with pytest.raises(ValueError, match=r"option"):
-        codec(spec)
+        parse(spec)
 
 
 def test_wrong_element() -> None:

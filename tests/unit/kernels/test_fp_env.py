@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from dtcomm.codecs import Codec, codec, names
+from dtcomm.codecs import Codec, names
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from tests.unit.kernels.inputs import floats
@@ -47,24 +48,24 @@ def run(which: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
 
 @pytest.mark.parametrize("kernel", FAST)
 def test_flushed_subnormals(kernel: str, request: pytest.FixtureRequest) -> None:
-    expected = {name: results_by_default(codec(name), kernel) for name in names()}
+    expected = {name: results_by_default(parse(name), kernel) for name in names()}
     request.getfixturevalue("flushing")
     for name, (x, y, results) in expected.items():
         with use(kernel):
-            assert run(codec(name), x, y) == results, name
+            assert run(parse(name), x, y) == results, name
         assert (torch.tensor([1e-40]) * 1).item() == 0, f"{name} ended the flushing"
 
 
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("name", names())
 def test_rounding_modes(name: str, kernel: str) -> None:
-    x, y, expected = results_by_default(codec(name), kernel)
+    x, y, expected = results_by_default(parse(name), kernel)
     for mode in ROUNDINGS:
         before = LIBM.fegetround()
         try:
             assert LIBM.fesetround(mode) == 0
             with use(kernel):
-                got = run(codec(name), x, y)
+                got = run(parse(name), x, y)
             after = LIBM.fegetround()
         finally:
             LIBM.fesetround(before)
@@ -72,7 +73,7 @@ def test_rounding_modes(name: str, kernel: str) -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    which = codec(names()[-1])
+    which = parse(names()[-1])
     x, y, expected = results_by_default(which, available()[0])
     with use(available()[0]), ThreadPoolExecutor(4) as pool:
         assert all(got == expected for got in pool.map(lambda _: run(which, x, y), range(40)))

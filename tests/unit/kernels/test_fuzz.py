@@ -15,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtcomm import _C
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, LARGEST_BLOCK
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import available, use
@@ -31,9 +32,9 @@ def noise(size: int, seed: int) -> torch.Tensor:
 
 
 @settings(max_examples=100, deadline=None)
-@given(each=st.sampled_from(few()), numel=st.just(0) | LENGTHS, error=st.integers(-5000, 5000).filter(bool))
-def test_payloads_of_another_length_are_refused_by_name(each: Codec, numel: int, error: int) -> None:
-    right = each.wire_bytes(numel)
+@given(codec=st.sampled_from(few()), numel=st.just(0) | LENGTHS, error=st.integers(-5000, 5000).filter(bool))
+def test_payloads_of_another_length_are_refused_by_name(codec: Codec, numel: int, error: int) -> None:
+    right = codec.wire_bytes(numel)
     wrong = torch.zeros(max(0, right + error), dtype=torch.uint8)
     if len(wrong) == right:
         return
@@ -41,13 +42,13 @@ def test_payloads_of_another_length_are_refused_by_name(each: Codec, numel: int,
     x = torch.zeros(numel)
     before = torch.full((numel,), 7.0)
     out, residual = before.clone(), before.clone()
-    says = f"{numel} elements in codec '{each}' are {right} bytes, got {len(wrong)}"
+    says = f"{numel} elements in codec '{codec}' are {right} bytes, got {len(wrong)}"
     calls: list[tuple[str, Callable[[], object]]] = [
-        ("payload", lambda: decode(each, wrong, numel, out=out)),
-        ("payloads[1]", lambda: reduce(each, [good, wrong], numel, x, out=out)),
-        ("payloads[0]", lambda: reduce_encode(each, [wrong], numel, x, residual=residual)),
-        ("out", lambda: encode(each, x, residual=residual, out=wrong)),
-        ("out", lambda: reduce_encode(each, [good], numel, x, residual=residual, out=wrong)),
+        ("payload", lambda: decode(codec, wrong, numel, out=out)),
+        ("payloads[1]", lambda: reduce(codec, [good, wrong], numel, x, out=out)),
+        ("payloads[0]", lambda: reduce_encode(codec, [wrong], numel, x, residual=residual)),
+        ("out", lambda: encode(codec, x, residual=residual, out=wrong)),
+        ("out", lambda: reduce_encode(codec, [good], numel, x, residual=residual, out=wrong)),
     ]
     for name, call in calls:
         with pytest.raises(ValueError) as refused:
@@ -57,35 +58,35 @@ def test_payloads_of_another_length_are_refused_by_name(each: Codec, numel: int,
 
 
 @settings(max_examples=200, deadline=None)
-@given(each=st.sampled_from(everything()), numel=st.integers(1, 300) | LENGTHS, seed=st.integers(0, 2**32))
-def test_noise_is_decoded_or_refused_alike(each: Codec, numel: int, seed: int) -> None:
-    wire = noise(each.wire_bytes(numel), seed)
-    found = {name: _outcome(name, lambda: decode(each, wire, numel)) for name in available()}
-    assert all(outcome == found["reference"] for outcome in found.values())
+@given(codec=st.sampled_from(everything()), numel=st.integers(1, 300) | LENGTHS, seed=st.integers(0, 2**32))
+def test_noise_is_decoded_or_refused_alike(codec: Codec, numel: int, seed: int) -> None:
+    wire = noise(codec.wire_bytes(numel), seed)
+    results = {name: _outcome(name, lambda: decode(codec, wire, numel)) for name in available()}
+    assert all(outcome == results["reference"] for outcome in results.values())
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    each=st.sampled_from(everything()),
+    codec=st.sampled_from(everything()),
     numel=st.integers(1, 300) | LENGTHS,
     seed=st.integers(0, 2**32),
     flips=st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 7)), max_size=3),
 )
 def test_damaged_payloads_are_summed_or_refused_alike(
-    each: Codec, numel: int, seed: int, flips: list[tuple[int, int]]
+    codec: Codec, numel: int, seed: int, flips: list[tuple[int, int]]
 ) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    wire = encode(each, x, key=seed)
+    wire = encode(codec, x, key=seed)
     for place, bit in flips:
         wire[place % len(wire)] ^= 1 << bit
-    found = {
+    results = {
         name: (
-            _outcome(name, lambda: reduce(each, [wire, wire], numel, x, 1, 3)),
-            _outcome(name, lambda: reduce_encode(each, [wire], numel, x, 0, key=seed)),
+            _outcome(name, lambda: reduce(codec, [wire, wire], numel, x, 1, 3)),
+            _outcome(name, lambda: reduce_encode(codec, [wire], numel, x, 0, key=seed)),
         )
         for name in available()
     }
-    assert all(outcome == found["reference"] for outcome in found.values())
+    assert all(outcome == results["reference"] for outcome in results.values())
 
 
 def _outcome(kernel: str, call: Callable[[], torch.Tensor]) -> bytes | str:
@@ -128,7 +129,7 @@ def test_codec_bytes_from_elsewhere_are_refused_or_have_sizes(raw: bytes) -> Non
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.parametrize("each", everything(), ids=str)
-def test_a_codec_that_is_described_is_one_that_runs(each: Codec) -> None:
-    assert _C.granule_elements(each.native()) == each.granularity
-    assert codec(str(each)).native() == each.native()
+@pytest.mark.parametrize("codec", everything(), ids=str)
+def test_a_codec_that_is_described_is_one_that_runs(codec: Codec) -> None:
+    assert _C.granule_elements(codec.native()) == codec.granularity
+    assert parse(str(codec)).native() == codec.native()

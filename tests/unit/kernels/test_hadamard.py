@@ -9,32 +9,33 @@ import numpy as np
 import pytest
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import reference
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
-ROTATING = [each for each in everything() if reference.rotates(each)]
+ROTATING = [codec for codec in everything() if reference.rotates(codec)]
 NAN, INF = float("nan"), float("inf")
 
 
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def plain(each: Codec) -> Codec:
-    return dataclasses.replace(each, rotate="none")  # type: ignore[call-arg]
+def plain(codec: Codec) -> Codec:
+    return dataclasses.replace(codec, rotate="none")  # type: ignore[call-arg]
 
 
-def into(each: Codec, x: torch.Tensor) -> torch.Tensor:
+def into(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     with np.errstate(all="ignore"):
-        return torch.from_numpy(reference.rotate(each, x.numpy()))
+        return torch.from_numpy(reference.rotate(codec, x.numpy()))
 
 
-def back(each: Codec, x: torch.Tensor, numel: int) -> torch.Tensor:
+def back(codec: Codec, x: torch.Tensor, numel: int) -> torch.Tensor:
     with np.errstate(all="ignore"):
-        return torch.from_numpy(reference.rotate_back(each, x.numpy(), numel))
+        return torch.from_numpy(reference.rotate_back(codec, x.numpy(), numel))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -44,71 +45,71 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("block", (16, 32, 64, 512, 2048))
 def test_the_matrix_is_hadamard_s(block: int) -> None:
     """Sylvester's, with signs; orthogonal, and its own inverse up to them."""
-    each = codec(f"int8:block={block},rotate=hadamard")
+    codec = parse(f"int8:block={block},rotate=hadamard")
     matrix = np.ones((1, 1))
     while len(matrix) < block:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = into(each, torch.eye(block).reshape(-1)).view(block, block)[:, 0].sign().double().numpy()
+    signs = into(codec, torch.eye(block).reshape(-1)).view(block, block)[:, 0].sign().double().numpy()
     x = floats("normal", block)
     exact = matrix @ (x.double().numpy() * signs) / block**0.5
-    assert np.abs(into(each, x).numpy() - exact).max() < 4e-6
-    assert (back(each, into(each, x), block) - x).abs().max() < 4e-6
+    assert np.abs(into(codec, x).numpy() - exact).max() < 4e-6
+    assert (back(codec, into(codec, x), block) - x).abs().max() < 4e-6
 
 
 @pytest.mark.parametrize(("block", "most"), [(16, 4), (32, 8), (64, 12), (128, 36), (4096, 204)])
 def test_constants_are_spread(block: int, most: int) -> None:
     """The signs are far from every row of the matrix: no element gathers a constant block."""
-    each = codec(f"int8:block={block},rotate=hadamard")
-    spread = into(each, torch.ones(block)) * block**0.5
+    codec = parse(f"int8:block={block},rotate=hadamard")
+    spread = into(codec, torch.ones(block)) * block**0.5
     assert spread.abs().max().round() == most
 
 
 @pytest.mark.parametrize(
-    ("each", "kind"), list(zip(ROTATING, itertools.cycle(["normal", "nonfinite", "wide"]))), ids=str
+    ("codec", "kind"), list(zip(ROTATING, itertools.cycle(["normal", "nonfinite", "wide"]))), ids=str
 )
-def test_it_is_the_plain_codec_of_rotated_blocks(each: Codec, kind: str) -> None:
+def test_it_is_the_plain_codec_of_rotated_blocks(codec: Codec, kind: str) -> None:
     """The payload and the decoded floats are those of the plain codec for rotated blocks, whole and cut."""
-    for n in (each.granularity, each.granularity + 5, 2 * each.layout().block - 1, 1):
+    for n in (codec.granularity, codec.granularity + 5, 2 * codec.layout().block - 1, 1):
         x, y = floats(kind, n, seed=1), floats(kind, n, seed=2)
-        whole = into(each, x).numel()
-        p, q = encode(each, x, 5, 3), encode(each, y, 6, 3)
-        assert torch.equal(p, encode(plain(each), into(each, x), 5, 3))
-        assert torch.equal(bits(decode(each, p, n)), bits(back(each, decode(plain(each), p, whole), n)))
-        total = reduce(plain(each), [p, q], whole, into(each, y), 1, 3)
-        assert torch.equal(bits(reduce(each, [p, q], n, y, 1, 3)), bits(back(each, total, n)))
+        whole = into(codec, x).numel()
+        p, q = encode(codec, x, 5, 3), encode(codec, y, 6, 3)
+        assert torch.equal(p, encode(plain(codec), into(codec, x), 5, 3))
+        assert torch.equal(bits(decode(codec, p, n)), bits(back(codec, decode(plain(codec), p, whole), n)))
+        total = reduce(plain(codec), [p, q], whole, into(codec, y), 1, 3)
+        assert torch.equal(bits(reduce(codec, [p, q], n, y, 1, 3)), bits(back(codec, total, n)))
         assert torch.equal(
-            reduce_encode(each, [p, q], n, y, 1, 3, key=7),
-            reduce_encode(plain(each), [p, q], whole, into(each, y), 1, 3, key=7),
+            reduce_encode(codec, [p, q], n, y, 1, 3, key=7),
+            reduce_encode(plain(codec), [p, q], whole, into(codec, y), 1, 3, key=7),
         )
 
 
-@pytest.mark.parametrize("each", ROTATING, ids=str)
-def test_linear(each: Codec) -> None:
+@pytest.mark.parametrize("codec", ROTATING, ids=str)
+def test_linear(codec: Codec) -> None:
     """The sum in the rotated domain is the sum of what the payloads decode to."""
-    n = each.granularity + 77
+    n = codec.granularity + 77
     x, y, z = (floats("normal", n, seed=seed) for seed in range(3))
-    p, q = encode(each, x), encode(each, y)
-    expected = decode(each, p, n).double() + decode(each, q, n).double() + z.double()
-    assert (reduce(each, [p, q], n, z, 0) - expected).abs().max() < 1e-5
+    p, q = encode(codec, x), encode(codec, y)
+    expected = decode(codec, p, n).double() + decode(codec, q, n).double() + z.double()
+    assert (reduce(codec, [p, q], n, z, 0) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("each", "dtype"), list(zip(ROTATING, itertools.cycle(FLOAT_TYPES))), ids=str)
-def test_nothing_is_lost_beside_the_residual(each: Codec, dtype: torch.dtype) -> None:
-    n = each.granularity + 77
+@pytest.mark.parametrize(("codec", "dtype"), list(zip(ROTATING, itertools.cycle(FLOAT_TYPES))), ids=str)
+def test_nothing_is_lost_beside_the_residual(codec: Codec, dtype: torch.dtype) -> None:
+    n = codec.granularity + 77
     x, old = floats("normal", n, seed=1).to(dtype), floats("normal", n, seed=2)
     residual = old.clone()
-    decoded = decode(each, encode(each, x, residual=residual), n)
+    decoded = decode(codec, encode(codec, x, residual=residual), n)
     assert (decoded.double() + residual - x.double() - old).abs().max() < 5e-6
 
 
-@pytest.mark.parametrize("each", ROTATING, ids=str)
-def test_bad_numbers_fill_their_block(each: Codec) -> None:
-    block = each.layout().block
+@pytest.mark.parametrize("codec", ROTATING, ids=str)
+def test_bad_numbers_fill_their_block(codec: Codec) -> None:
+    block = codec.layout().block
     for bad in (NAN, INF, -INF):
         x, old = floats("normal", 3 * block), floats("normal", 3 * block, seed=1)
         x[block + 3] = bad
         residual = old.clone()
-        y = decode(each, encode(each, x, residual=residual), 3 * block)
+        y = decode(codec, encode(codec, x, residual=residual), 3 * block)
         assert y[block : 2 * block].isnan().all()
         assert y[:block].isfinite().all() and y[2 * block :].isfinite().all()
         assert torch.equal(residual[block : 2 * block], old[block : 2 * block])

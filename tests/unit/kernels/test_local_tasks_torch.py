@@ -59,15 +59,15 @@ def test_verdicts(block: int) -> None:
     numel = 3 * _C.AUDIT_RUN + 5
     for at, in_exponents in ((None, False), (0, False), (2, False), (1, True), (3, True)):
         sums = torch.arange(4)
-        found, exponents = sums.clone(), torch.zeros(which.blocks(numel), dtype=torch.uint8)
+        actual, exponents = sums.clone(), torch.zeros(which.blocks(numel), dtype=torch.uint8)
         again = exponents.clone()
         if at is not None and in_exponents:
             again[at * _C.AUDIT_RUN // block] = 1
         elif at is not None:
-            found[at:] += 1
+            actual[at:] += 1
         verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        local_tasks.audit_verdict(which, numel, sums, found, exponents, again, verdicts[0])()
-        local_tasks_torch.audit_verdict(which, sums, found, exponents, again, verdicts[1])
+        local_tasks.audit_verdict(which, numel, sums, actual, exponents, again, verdicts[0])()
+        local_tasks_torch.audit_verdict(which, sums, actual, exponents, again, verdicts[1])
         assert torch.equal(*verdicts)
         out = [torch.ones(numel), torch.ones(numel)]
         codes = torch.full((numel,), 5, dtype=which.code_type)

@@ -104,11 +104,11 @@ def test_many_at_once(kernel: str) -> None:
     shapes = [(3, 40), (2, 0), (1, 7), (4, 3)]
     many = [torch.randn(shape, generator=dice) for shape in shapes]
     many[0][1] = 0.0
-    alone = [each.clone() for each in many]
+    alone = [tensor.clone() for tensor in many]
     with use(kernel):
         low_rank.orthonormalise_all(many, [9, 8, 7, 6])
-        for each, key in zip(alone, (9, 8, 7, 6)):
-            low_rank.orthonormalise(each, key)
+        for codec, key in zip(alone, (9, 8, 7, 6)):
+            low_rank.orthonormalise(codec, key)
     assert all(map(torch.equal, many, alone))
 
 

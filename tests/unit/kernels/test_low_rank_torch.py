@@ -20,10 +20,10 @@ def test_passes(
     lost = torch.randn(rows * columns, generator=dice) if feedback else None
     left, right = torch.randn(rank, rows, generator=dice), torch.randn(rank, columns, generator=dice)
     for project, other, out in (("project_rows", right, left), ("project_columns", left, right)):
-        found = torch.empty_like(out)
+        result = torch.empty_like(out)
         getattr(low_rank, project)(gradient, lost, other, out)
-        getattr(low_rank_torch, project)(gradient, lost, other, found)
-        torch.testing.assert_close(found, out, rtol=1e-4, atol=1e-3)
+        getattr(low_rank_torch, project)(gradient, lost, other, result)
+        torch.testing.assert_close(result, out, rtol=1e-4, atol=1e-3)
     both = [(gradient.clone(), None if lost is None else lost.clone()) for _ in range(3)]
     low_rank.expand(*both[0], left, right)
     low_rank_torch.expand(*both[1], left, right, torch.tensor(True))
@@ -47,21 +47,21 @@ def orthonormal(vectors: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_rows_become_orthonormal_and_span_what_they_did(scale: float) -> None:
-    given = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * scale
-    found = given.clone()
-    low_rank_torch.orthonormalise([found], [3])
-    orthonormal(found)
-    unit = given / given.abs().amax()
-    torch.testing.assert_close(unit @ found.t() @ found, unit, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[0], unit[0] / unit[0].norm(), rtol=1e-5, atol=1e-6)
+    original = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * scale
+    result = original.clone()
+    low_rank_torch.orthonormalise([result], [3])
+    orthonormal(result)
+    unit = original / original.abs().amax()
+    torch.testing.assert_close(unit @ result.t() @ result, unit, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result[0], unit[0] / unit[0].norm(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_depends_on_others_gives_place() -> None:
-    given = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
-    given[1], given[2], given[4] = 0.0, given[0], 3 * given[3] - given[0]
-    found = given.clone()
-    low_rank_torch.orthonormalise([found], [7])
-    orthonormal(found)
+    original = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
+    original[1], original[2], original[4] = 0.0, original[0], 3 * original[3] - original[0]
+    result = original.clone()
+    low_rank_torch.orthonormalise([result], [7])
+    orthonormal(result)
     zeros = [torch.zeros(8, 8), torch.zeros(8, 8)]  # all directions that there are
     for key, vectors in enumerate(zeros):
         low_rank_torch.orthonormalise([vectors], [key])
@@ -70,9 +70,9 @@ def test_what_depends_on_others_gives_place() -> None:
 
 
 def test_rows_that_are_no_numbers_stay() -> None:
-    given = torch.randn(3, 10)
-    given[1, 2], given[2, 0] = torch.nan, torch.inf
-    found = given.clone()
-    low_rank_torch.orthonormalise([found], [0])
-    assert torch.allclose(found[1:], given[1:], rtol=0, atol=0, equal_nan=True)
-    assert bool(torch.isfinite(found[0]).all())
+    original = torch.randn(3, 10)
+    original[1, 2], original[2, 0] = torch.nan, torch.inf
+    result = original.clone()
+    low_rank_torch.orthonormalise([result], [0])
+    assert torch.allclose(result[1:], original[1:], rtol=0, atol=0, equal_nan=True)
+    assert bool(torch.isfinite(result[0]).all())

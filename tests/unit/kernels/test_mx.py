@@ -7,14 +7,15 @@ import math
 import pytest
 import torch
 
-from dtcomm.codecs import Mxfp4, Mxfp8, codec
+from dtcomm.codecs import Mxfp4, Mxfp8
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.minifloat import Mx
 from dtcomm.kernels import available
 from dtcomm.kernels.ops import decode, encode, reduce
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
-MX = [each for each in everything() if isinstance(each, Mx) and each.rotate == "none"]
+MX = [codec for codec in everything() if isinstance(codec, Mx) and codec.rotate == "none"]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # table 5 of the specification
 EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
@@ -49,15 +50,15 @@ def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
         (torch.nextafter(halves, torch.tensor(INF)), E2M1[1:]),
         (torch.nextafter(halves, torch.tensor(0.0)), E2M1[:7]),
     ]
-    for given, expected in cases:
+    for inputs, expected in cases:
         for sign in (1.0, -1.0):
-            x = block_of((sign * torch.cat([given, ends])).tolist())
+            x = block_of((sign * torch.cat([inputs, ends])).tolist())
             got = decode("mxfp4", encode("mxfp4", x), 32)
             assert got[:10].tolist() == [sign * value for value in [*expected, 6.0, 6.0, 6.0]]
 
 
 @every_kernel
-@pytest.mark.parametrize("each", MX, ids=str)
+@pytest.mark.parametrize("codec", MX, ids=str)
 @pytest.mark.parametrize(
     ("top", "exponent"),
     [
@@ -71,86 +72,86 @@ def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
         (1e30, 99),
     ],
 )
-def test_scales(each: Mx, top: float, exponent: int) -> None:
-    payload = encode(each, block_of([top / 8, -top, 0.0]))
-    assert payload[0] == 127 + exponent - EMAX[each.element]
+def test_scales(codec: Mx, top: float, exponent: int) -> None:
+    payload = encode(codec, block_of([top / 8, -top, 0.0]))
+    assert payload[0] == 127 + exponent - EMAX[codec.element]
 
 
 @every_kernel
-@pytest.mark.parametrize("each", MX, ids=str)
-def test_scales_at_the_ends(each: Mx) -> None:
-    emax = EMAX[each.element]
-    assert not encode(each, torch.full((32,), -0.0)).any()
-    assert not encode(each, torch.full((32,), -(2.0**-126))).any()  # 2^(1 - emax) is no byte
-    assert not encode(each, torch.full((32,), -1e-45)).any()
-    smallest = encode(each, torch.full((32,), 2.0 ** (emax - 126)))
+@pytest.mark.parametrize("codec", MX, ids=str)
+def test_scales_at_the_ends(codec: Mx) -> None:
+    emax = EMAX[codec.element]
+    assert not encode(codec, torch.full((32,), -0.0)).any()
+    assert not encode(codec, torch.full((32,), -(2.0**-126))).any()  # 2^(1 - emax) is no byte
+    assert not encode(codec, torch.full((32,), -1e-45)).any()
+    smallest = encode(codec, torch.full((32,), 2.0 ** (emax - 126)))
     assert smallest[0] == 1 and smallest[1:17].all()
     for bad in (NAN, INF, -INF):
         x = floats("normal", 96)
         x[40] = bad
-        payload = encode(each, x)
-        codes = payload[3 : 3 + 96 * each.code_bits // 8].view(3, -1)
+        payload = encode(codec, x)
+        codes = payload[3 : 3 + 96 * codec.code_bits // 8].view(3, -1)
         assert payload[1] == 255 and not codes[1].any() and codes[0].any() and codes[2].any()
-        got = decode(each, payload, 96).view(3, 32)
+        got = decode(codec, payload, 96).view(3, 32)
         assert (got[1].view(torch.int32) == 0x7FC00000).all() and got[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("each", MX, ids=str)
-def test_error(each: Mx) -> None:
+@pytest.mark.parametrize("codec", MX, ids=str)
+def test_error(codec: Mx) -> None:
     """Half a unit, or what is cut off above the largest number: an eighth or a quarter at most."""
     for kind in ("normal", "offset", "negative", "constant", "blocks_apart"):
         x = floats(kind, 4096)
-        y = decode(each, encode(each, x), 4096)
+        y = decode(codec, encode(codec, x), 4096)
         rows, got = x.view(-1, 32).double(), y.view(-1, 32).double()
         top = rows.abs().amax(1, keepdim=True)
-        scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-140))) - EMAX[each.element])
+        scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-140))) - EMAX[codec.element])
         unit = torch.maximum(
-            2 * PRECISION[each.element] * rows.abs(), scale * LARGEST[each.element] * 2.0**-24
+            2 * PRECISION[codec.element] * rows.abs(), scale * LARGEST[codec.element] * 2.0**-24
         )
-        smallest = {"e4m3": 2.0**-9, "e5m2": 2.0**-16, "e2m1": 0.5}[each.element]
+        smallest = {"e4m3": 2.0**-9, "e5m2": 2.0**-16, "e2m1": 0.5}[codec.element]
         allowed = torch.maximum(unit, smallest * scale) / 2
-        allowed = torch.maximum(allowed, rows.abs() - LARGEST[each.element] * scale)
+        allowed = torch.maximum(allowed, rows.abs() - LARGEST[codec.element] * scale)
         allowed = torch.where(scale < 2.0**-126, rows.abs(), allowed)
         assert ((got - rows).abs() <= allowed).all(), kind
 
 
-@pytest.mark.parametrize("each", MX, ids=str)
-def test_a_decoded_payload_encodes_to_itself(each: Mx) -> None:
-    once = encode(each, floats("normal", 3000))
-    assert torch.equal(encode(each, decode(each, once, 3000)), once)
+@pytest.mark.parametrize("codec", MX, ids=str)
+def test_a_decoded_payload_encodes_to_itself(codec: Mx) -> None:
+    once = encode(codec, floats("normal", 3000))
+    assert torch.equal(encode(codec, decode(codec, once, 3000)), once)
 
 
 @every_kernel
-@pytest.mark.parametrize("each", MX, ids=str)
-def test_any_byte_decodes(each: Mx) -> None:
+@pytest.mark.parametrize("codec", MX, ids=str)
+def test_any_byte_decodes(codec: Mx) -> None:
     """Every scale with every code: the product, or the canonical NaN."""
-    if each.element == "e2m1":
+    if codec.element == "e2m1":
         table = torch.tensor(E2M1 + [-value for value in E2M1])
         codes = torch.arange(16, dtype=torch.int32).repeat(2)
         raw = (codes[0::2] | codes[1::2] << 4).to(torch.uint8)
         places, numbers = 1, table[codes]
     else:
-        kind = torch.float8_e4m3fn if each.element == "e4m3" else torch.float8_e5m2
+        kind = torch.float8_e4m3fn if codec.element == "e4m3" else torch.float8_e5m2
         raw = torch.arange(256, dtype=torch.int32).to(torch.uint8)
         places, numbers = 8, raw.view(kind).float()
     for k in range(256):
         fields = torch.full((places,), k, dtype=torch.uint8)
         payload = torch.cat([fields, raw])
         payload = torch.cat([payload, torch.zeros(-len(payload) % 16, dtype=torch.uint8)])
-        got = decode(each, payload, len(numbers))
+        got = decode(codec, payload, len(numbers))
         scale = math.nan if k == 255 else math.ldexp(1.0, k - 127)
         expected = (numbers.double() * scale).float()
         nan = expected.isnan()
         assert torch.equal(got[~nan].view(torch.int32), expected[~nan].view(torch.int32))
         assert (got.view(torch.int32)[nan] == 0x7FC00000).all()
-        total = reduce(each, [payload, payload], len(numbers))
+        total = reduce(codec, [payload, payload], len(numbers))
         assert torch.equal(total.nan_to_num(1.5), (expected + expected).nan_to_num(1.5))
 
 
 def test_defaults_and_sizes() -> None:
-    assert codec("mxfp8") == Mxfp8(element="e4m3") and str(Mxfp8(element="e5m2")) == "mxfp8:element=e5m2"
-    assert codec("mxfp8").wire_bytes(1024) == 1024 + 32
-    assert codec("mxfp4") == Mxfp4() and codec("mxfp4").wire_bytes(1024) == 512 + 32
+    assert parse("mxfp8") == Mxfp8(element="e4m3") and str(Mxfp8(element="e5m2")) == "mxfp8:element=e5m2"
+    assert parse("mxfp8").wire_bytes(1024) == 1024 + 32
+    assert parse("mxfp4") == Mxfp4() and parse("mxfp4").wire_bytes(1024) == 512 + 32
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_defaults_and_sizes() -> None:
 )
 def test_wrong_options(spec: str) -> None:
     with pytest.raises(ValueError, match="option"):
-        codec(spec)
+        parse(spec)
 
 
 def test_wrong_element() -> None:

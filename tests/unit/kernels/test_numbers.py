@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtcomm.codecs import Codec, Float8, Integer, codec
+from dtcomm.codecs import Codec, Float8, Integer
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.codecs.minifloat import Mx
 from dtcomm.kernels import available, use
@@ -16,8 +17,8 @@ from tests.unit.codecs.cases import everything, few
 from tests.unit.kernels.inputs import floats
 
 KERNELS = available()
-INTEGERS = [each for each in everything() if isinstance(each, Integer)]
-PLAIN = [each for each in INTEGERS if each.rotate == "none" and not each.spikes]
+INTEGERS = [codec for codec in everything() if isinstance(codec, Integer)]
+PLAIN = [codec for codec in INTEGERS if codec.rotate == "none" and not codec.spikes]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -25,62 +26,62 @@ every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def round_trip(each: Codec | str, x: torch.Tensor) -> torch.Tensor:
-    return decode(each, encode(each, x), x.numel(), x.dtype)
+def round_trip(codec: Codec | str, x: torch.Tensor) -> torch.Tensor:
+    return decode(codec, encode(codec, x), x.numel(), x.dtype)
 
 
-def coarseness(each: Codec) -> float:
+def coarseness(codec: Codec) -> float:
     """The largest error of equal numbers in a block of their own, relative to them."""
-    if isinstance(each, Float8) and each.round == "stochastic":
-        return 2**-3 if each.element == "e4m3" else 2**-2
-    if isinstance(each, Integer) and each.round == "stochastic":
-        return 2**-6 + 1 / each.levels
-    if isinstance(each, Mx):  # the largest number is not the largest that the scale's power of two allows
-        return 2**-2 if each.element == "e2m1" else 2**-3
+    if isinstance(codec, Float8) and codec.round == "stochastic":
+        return 2**-3 if codec.element == "e4m3" else 2**-2
+    if isinstance(codec, Integer) and codec.round == "stochastic":
+        return 2**-6 + 1 / codec.levels
+    if isinstance(codec, Mx):  # the largest number is not the largest that the scale's power of two allows
+        return 2**-2 if codec.element == "e2m1" else 2**-3
     return 2**-6
 
 
-@pytest.mark.parametrize("each", PLAIN, ids=str)
-def test_error_is_within_a_step(each: Integer) -> None:
+@pytest.mark.parametrize("codec", PLAIN, ids=str)
+def test_error_is_within_a_step(codec: Integer) -> None:
     """Half a step to nearest, one step at random; a step is the block's largest magnitude or range over the levels,
     which rounding of the scale stretches by 2^-7 at most, and that of the zero point by the magnitude's 2^-8. A scale
     below the normal numbers makes zeros."""
     for kind in ("normal", "ties", "offset", "negative", "constant", "blocks_apart"):
-        x = floats(kind, 2 * each.granularity + 11)
-        if not each.symmetric:
+        x = floats(kind, 2 * codec.granularity + 11)
+        if not codec.symmetric:
             x = x.clamp(-1e38, 1e38)  # a range that fp32 cannot hold makes the block NaN
-        y = round_trip(each, x)
+        y = round_trip(codec, x)
         assert y.isfinite().all()
-        missing = -len(x) % each.block
-        blocks = torch.cat([x, x[-1:].expand(missing)]).view(-1, each.block).double()
-        errors = (torch.cat([y, y[-1:].expand(missing)]).view(-1, each.block).double() - blocks).abs()
+        missing = -len(x) % codec.block
+        blocks = torch.cat([x, x[-1:].expand(missing)]).view(-1, codec.block).double()
+        errors = (torch.cat([y, y[-1:].expand(missing)]).view(-1, codec.block).double() - blocks).abs()
         size = blocks.abs().amax(1)
-        span = size if each.symmetric else blocks.amax(1) - blocks.amin(1)
-        if not each.symmetric and each.scale == "bf16":
+        span = size if codec.symmetric else blocks.amax(1) - blocks.amin(1)
+        if not codec.symmetric and codec.scale == "bf16":
             span = span + size * 2**-7
-        step = span / each.levels * (1 + 2**-7)
-        allowed = step * (0.5 if each.round == "nearest" else 1.0) + size * 2**-22 + each.levels * 2**-126
+        step = span / codec.levels * (1 + 2**-7)
+        allowed = step * (0.5 if codec.round == "nearest" else 1.0) + size * 2**-22 + codec.levels * 2**-126
         assert (errors.amax(1) <= allowed).all(), kind
 
 
 @pytest.mark.parametrize(
-    "each", [each for each in PLAIN if each.round == "nearest" and each.symmetric], ids=str
+    "codec", [codec for codec in PLAIN if codec.round == "nearest" and codec.symmetric], ids=str
 )
-def test_a_decoded_payload_encodes_to_itself(each: Integer) -> None:
+def test_a_decoded_payload_encodes_to_itself(codec: Integer) -> None:
     x = floats("normal", 3000)
-    once = encode(each, x)
-    assert torch.equal(encode(each, decode(each, once, 3000)), once)
+    once = encode(codec, x)
+    assert torch.equal(encode(codec, decode(codec, once, 3000)), once)
 
 
-@pytest.mark.parametrize("each", INTEGERS, ids=str)
-def test_bad_numbers_stay_in_their_block(each: Integer) -> None:
-    n = 4 * each.block
+@pytest.mark.parametrize("codec", INTEGERS, ids=str)
+def test_bad_numbers_stay_in_their_block(codec: Integer) -> None:
+    n = 4 * codec.block
     for bad in (NAN, INF, -INF):
         x = floats("normal", n)
-        x[each.block + 3] = bad
-        y = round_trip(each, x)
-        assert y[each.block : 2 * each.block].isnan().all()
-        assert y[: each.block].isfinite().all() and y[2 * each.block :].isfinite().all()
+        x[codec.block + 3] = bad
+        y = round_trip(codec, x)
+        assert y[codec.block : 2 * codec.block].isnan().all()
+        assert y[: codec.block].isfinite().all() and y[2 * codec.block :].isfinite().all()
 
 
 @every_kernel
@@ -116,9 +117,9 @@ def test_known_bytes_of_int3() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
     """Also those that no encoder makes: two's complement without and with the most negative code."""
-    each = Integer(bits=bits, block=256, scale="fp32", symmetric=symmetric)
+    codec = Integer(bits=bits, block=256, scale="fp32", symmetric=symmetric)
     codes = torch.arange(256) % 2**bits
-    payload = torch.zeros(each.wire_bytes(256), dtype=torch.uint8)
+    payload = torch.zeros(codec.wire_bytes(256), dtype=torch.uint8)
     fields = torch.tensor([0.25] if symmetric else [0.25, -3.0])
     payload[: 4 * len(fields)] = fields.view(torch.uint8)
     bytes_, low = bytearray(), 0
@@ -132,28 +133,28 @@ def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
     payload[4 * len(fields) : 4 * len(fields) + 32 * bits] = torch.tensor(list(bytes_), dtype=torch.uint8)
     signed = torch.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes) if symmetric else codes
     expected = signed * 0.25 + (0.0 if symmetric else -3.0)
-    assert torch.equal(decode(each, payload, 256), expected)
+    assert torch.equal(decode(codec, payload, 256), expected)
 
 
 @every_kernel
 @pytest.mark.parametrize(
-    "each", [each for each in few() if isinstance(each, Integer) and not each.spikes], ids=str
+    "codec", [codec for codec in few() if isinstance(codec, Integer) and not codec.spikes], ids=str
 )
-def test_fields_that_are_no_numbers_decode_to_the_one_nan(each: Integer) -> None:
+def test_fields_that_are_no_numbers_decode_to_the_one_nan(codec: Integer) -> None:
     """Whatever else stands in the payload: no encoder writes an infinite scale or a NaN of other bits."""
-    n, layout = 2 * each.granularity, each.layout()
+    n, layout = 2 * codec.granularity, codec.layout()
     size = layout.field_bytes
-    generator = torch.Generator().manual_seed(each.bits)
-    payload = torch.randint(0, 256, (each.wire_bytes(n),), dtype=torch.uint8, generator=generator)
+    generator = torch.Generator().manual_seed(codec.bits)
+    payload = torch.randint(0, 256, (codec.wire_bytes(n),), dtype=torch.uint8, generator=generator)
     words = {2: (0x7F80, 0xFF80, 0x7F81, 0xFFFF), 4: (0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF)}[size]
-    fields = payload[: layout.fields * layout.blocks(each.granularity) * size]
+    fields = payload[: layout.fields * layout.blocks(codec.granularity) * size]
     fields[size - 1 :: size] &= 0x3F  # numbers, all of them
-    for i, word in enumerate(words[: layout.fields * layout.blocks(each.granularity)]):
+    for i, word in enumerate(words[: layout.fields * layout.blocks(codec.granularity)]):
         fields[i * size : (i + 1) * size] = torch.tensor(list(word.to_bytes(size, "little")))
-    got = decode(each, payload, n)
+    got = decode(codec, payload, n)
     with use("reference"):
-        assert torch.equal(got.view(torch.int32), decode(each, payload, n).view(torch.int32))
-    bad = got[: min(len(words), layout.blocks(each.granularity)) * each.block]
+        assert torch.equal(got.view(torch.int32), decode(codec, payload, n).view(torch.int32))
+    bad = got[: min(len(words), layout.blocks(codec.granularity)) * codec.block]
     assert (bad.view(torch.int32) == 0x7FC00000).all()
 
 
@@ -166,18 +167,17 @@ def test_a_range_beyond_fp32_is_nan() -> None:
     assert round_trip("int8", x).isfinite().all()
 
 
-@pytest.mark.parametrize("each", few(), ids=str)
-def test_zeros_are_exact(each: Codec) -> None:
-    y = round_trip(each, floats("zeros", 1500))
+@pytest.mark.parametrize("codec", few(), ids=str)
+def test_zeros_are_exact(codec: Codec) -> None:
+    y = round_trip(codec, floats("zeros", 1500))
     assert not y.any()
 
 
-@every_kernel
-@pytest.mark.parametrize("each", few(), ids=str)
-def test_every_nan_is_the_same_one(each: Codec) -> None:
-    """But for copies by `none`."""
+@pytest.mark.parametrize("codec", few(), ids=str)
+def test_every_nan_is_the_same_one(codec: Codec) -> None:
+    """Sums hold the canonical NaN only; `none` copies other NaNs."""
     x = floats("bits", 3000)
-    sums = reduce(each, [encode(each, x), encode(each, -x)], 3000)
+    sums = reduce(codec, [encode(codec, x), encode(codec, -x)], 3000)
     words = sums.view(torch.int32)[sums.isnan()]
     assert len(words) and (words == 0x7FC00000).all()
 
@@ -186,32 +186,32 @@ def test_every_nan_is_the_same_one(each: Codec) -> None:
 def test_none_copies_bits() -> None:
     x = floats("bits", 1000)
     for dtype in ELEMENT_TYPES:
-        each = x.view(torch.uint8).clone().view(dtype) if dtype != torch.bool else x > 0
-        payload = encode("none", each)
-        size = each.numel() * each.itemsize
-        assert torch.equal(payload[:size], each.view(torch.uint8))
+        values = x.view(torch.uint8).clone().view(dtype) if dtype != torch.bool else x > 0
+        payload = encode("none", values)
+        size = values.numel() * values.itemsize
+        assert torch.equal(payload[:size], values.view(torch.uint8))
         assert torch.equal(
-            decode("none", payload, each.numel(), dtype).view(torch.uint8), each.view(torch.uint8)
+            decode("none", payload, values.numel(), dtype).view(torch.uint8), values.view(torch.uint8)
         )
         assert torch.equal(
-            reduce("none", [payload], each.numel(), dtype=dtype).view(torch.uint8), each.view(torch.uint8)
+            reduce("none", [payload], values.numel(), dtype=dtype).view(torch.uint8), values.view(torch.uint8)
         )
 
 
 @pytest.mark.parametrize(
-    "each",
+    "codec",
     [
-        each
-        for each in few()
-        if each.name != "fp16" and getattr(each, "rotate", "none") == "none" and not each.layout().kept
+        codec
+        for codec in few()
+        if codec.name != "fp16" and getattr(codec, "rotate", "none") == "none" and not codec.layout().kept
     ],
     ids=str,
 )
-def test_extremes_survive_in_blocks_of_their_own(each: Codec) -> None:
-    size = max(each.layout().block, 16)
+def test_extremes_survive_in_blocks_of_their_own(codec: Codec) -> None:
+    size = max(codec.layout().block, 16)
     for value in (1e-30, 1e30, -3.38e38):
         x = torch.full((size,), value)
-        assert torch.allclose(round_trip(each, x), x, rtol=coarseness(each), atol=0)
+        assert torch.allclose(round_trip(codec, x), x, rtol=coarseness(codec), atol=0)
 
 
 @every_kernel
@@ -242,10 +242,10 @@ def test_the_default_position_is_last() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     x = [floats("normal", 700, seed=seed).to(dtype) for seed in range(5)]
-    got = reduce("none", [encode("none", each) for each in x[1:]], 700, x[0], 0)
+    got = reduce("none", [encode("none", term) for term in x[1:]], 700, x[0], 0)
     exact = x[0].float()
-    for each in x[1:]:
-        exact = exact + each.float()
+    for term in x[1:]:
+        exact = exact + term.float()
     assert got.dtype == dtype and torch.equal(got, exact.to(dtype))
 
 
@@ -293,20 +293,20 @@ def test_nan_wins_min_and_max(dtype: torch.dtype) -> None:
         assert torch.signbit(got)[3:5].tolist() == [False, True]  # of two zeros the first stays
 
 
-@pytest.mark.parametrize("each", few(), ids=str)
-def test_mass_is_conserved(each: Codec) -> None:
+@pytest.mark.parametrize("codec", few(), ids=str)
+def test_mass_is_conserved(codec: Codec) -> None:
     """decoded + new residual = x + old residual, and for a divided sum divisor times the residual counts."""
-    n = 2 * each.granularity + 5
+    n = 2 * codec.granularity + 5
     x, old = floats("normal", n), floats("normal", n, seed=4) * 0.01
     residual = old.clone()
-    y = decode(each, encode(each, x, residual=residual), n)
+    y = decode(codec, encode(codec, x, residual=residual), n)
     assert torch.allclose(y + residual, x + old, rtol=0, atol=1e-6)
-    assert each.name == "none" or residual.any()
+    assert codec.name == "none" or residual.any()
 
-    other = encode(each, floats("normal", n, seed=6))
+    other = encode(codec, floats("normal", n, seed=6))
     residual = old.clone()
-    mean = decode(each, reduce_encode(each, [other], n, x, 0, 4, residual), n)
-    total = x.double() + old + decode(each, other, n)
+    mean = decode(codec, reduce_encode(codec, [other], n, x, 0, 4, residual), n)
+    total = x.double() + old + decode(codec, other, n)
     # randk's decoded elements are n / k times as large, and so is the rounding of their sum.
     assert torch.allclose(mean * 4.0 + residual, total.float(), rtol=2**-22, atol=2e-6)
 
@@ -327,33 +327,33 @@ def test_a_residual_that_is_no_number_stays() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.floats(width=32), max_size=150),
-    each=st.sampled_from(few()),
+    codec=st.sampled_from(few()),
     cut=st.integers(0, 3),
 )
-def test_any_floats_round_trip_alike_in_every_kernel(values: list[float], each: Codec, cut: int) -> None:
+def test_any_floats_round_trip_alike_in_every_kernel(values: list[float], codec: Codec, cut: int) -> None:
     x = torch.tensor(values, dtype=torch.float32)[cut:]
     payloads = []
     for name in KERNELS:
         with use(name):
-            payloads.append((encode(each, x), round_trip(each, x)))
+            payloads.append((encode(codec, x), round_trip(codec, x)))
     wire, floats_ = payloads[-1]
-    assert len(wire) == each.wire_bytes(x.numel())
+    assert len(wire) == codec.wire_bytes(x.numel())
     for got_wire, got_floats in payloads:
         assert torch.equal(got_wire, wire)
         assert torch.equal(got_floats.view(torch.int32), floats_.view(torch.int32))
 
 
-@pytest.mark.parametrize("each", few(), ids=str)
-def test_granules_do_not_know_each_other(each: Codec) -> None:
+@pytest.mark.parametrize("codec", few(), ids=str)
+def test_granules_do_not_know_each_other(codec: Codec) -> None:
     """A payload cut at a granule decodes, and the granules of a longer tensor are those of its parts."""
-    g = each.granularity
+    g = codec.granularity
     x = floats("blocks_apart", 3 * g + 9)
-    whole = encode(each, x, key=8)
-    parts = [encode(each, x[:g], key=8), encode(each, x[g:], key=8, offset=g)]
+    whole = encode(codec, x, key=8)
+    parts = [encode(codec, x[:g], key=8), encode(codec, x[g:], key=8, offset=g)]
     assert torch.equal(torch.cat(parts), whole)
-    tail = decode(each, whole[each.wire_bytes(g) :].clone(), 2 * g + 9)
-    assert torch.equal(tail.view(torch.int32), decode(each, whole, 3 * g + 9)[g:].view(torch.int32))
+    tail = decode(codec, whole[codec.wire_bytes(g) :].clone(), 2 * g + 9)
+    assert torch.equal(tail.view(torch.int32), decode(codec, whole, 3 * g + 9)[g:].view(torch.int32))
 
 
 def test_defaults() -> None:
-    assert codec("int8") == Integer(bits=8, block=32, scale="bf16", symmetric=True, round="nearest")
+    assert parse("int8") == Integer(bits=8, block=32, scale="bf16", symmetric=True, round="nearest")

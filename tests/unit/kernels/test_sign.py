@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
-from dtcomm.codecs import Sign, codec
+from dtcomm.codecs import Sign
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available
 from dtcomm.kernels.ops import decode, encode
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
-SIGNS = [each for each in everything() if isinstance(each, Sign) and each.rotate == "none"]
+SIGNS = [codec for codec in everything() if isinstance(codec, Sign) and codec.rotate == "none"]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -34,8 +35,8 @@ def tree(parts: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("missing", [0, 1, 9])
 def test_the_mean_is_taken_in_the_fixed_order(block: int, missing: int) -> None:
     x = floats("normal", block - missing, seed=block) ** 3
-    each = f"sign:block={block},scale=fp32"
-    scale = encode(each, x)[:4].view(torch.float32)
+    codec = f"sign:block={block},scale=fp32"
+    scale = encode(codec, x)[:4].view(torch.float32)
     parts = [value.abs() / block for value in x] + [torch.tensor(0.0)] * missing
     expected = tree(parts)
     if missing:
@@ -54,31 +55,31 @@ def test_bits() -> None:
     assert torch.equal(got.signbit(), x.signbit()) and got[16:].tolist() == [3.0, -3.0]
 
 
-@pytest.mark.parametrize("each", SIGNS, ids=str)
-def test_magnitudes_are_the_mean(each: Sign) -> None:
-    x = floats("normal", 3 * each.block)
-    y = decode(each, encode(each, x), x.numel())
-    mean = x.view(3, -1).abs().mean(1, keepdim=True).expand(3, each.block).reshape(-1)
+@pytest.mark.parametrize("codec", SIGNS, ids=str)
+def test_magnitudes_are_the_mean(codec: Sign) -> None:
+    x = floats("normal", 3 * codec.block)
+    y = decode(codec, encode(codec, x), x.numel())
+    mean = x.view(3, -1).abs().mean(1, keepdim=True).expand(3, codec.block).reshape(-1)
     assert torch.allclose(y, torch.copysign(mean, x), rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("each", SIGNS, ids=str)
-def test_bad_numbers_stay_in_their_block(each: Sign) -> None:
+@pytest.mark.parametrize("codec", SIGNS, ids=str)
+def test_bad_numbers_stay_in_their_block(codec: Sign) -> None:
     for bad in (NAN, -NAN, INF, -INF):
-        x = -floats("normal", 4 * each.block).abs()
-        x[each.block + 3] = bad
-        payload = encode(each, x)
-        y = decode(each, payload, x.numel()).view(4, each.block)
+        x = -floats("normal", 4 * codec.block).abs()
+        x[codec.block + 3] = bad
+        payload = encode(codec, x)
+        y = decode(codec, payload, x.numel()).view(4, codec.block)
         assert (y[1].view(torch.int32) == 0x7FC00000).all() and (y[[0, 2, 3]] < 0).all()
 
 
 @every_kernel
-@pytest.mark.parametrize("each", SIGNS, ids=str)
-def test_sums_do_not_overflow(each: Sign) -> None:
+@pytest.mark.parametrize("codec", SIGNS, ids=str)
+def test_sums_do_not_overflow(codec: Sign) -> None:
     """Nor does a block that is cut, whose sum is divided by its share."""
     largest = 3.4028234663852886e38
-    for n in (each.block, each.block - 3):
-        y = decode(each, encode(each, torch.full((n,), -largest)), n)
+    for n in (codec.block, codec.block - 3):
+        y = decode(codec, encode(codec, torch.full((n,), -largest)), n)
         assert y.isfinite().all() and (y <= -largest * (1 - 2**-7)).all()
 
 
@@ -114,11 +115,11 @@ def test_feedback_sends_everything_in_the_end() -> None:
 
 
 def test_defaults_and_sizes() -> None:
-    assert codec("sign") == Sign(block=256, scale="bf16")
-    assert codec("sign").wire_bytes(1024) == 144  # 4 scales of 2 bytes, 128 bytes of bits, padded
+    assert parse("sign") == Sign(block=256, scale="bf16")
+    assert parse("sign").wire_bytes(1024) == 144  # 4 scales of 2 bytes, 128 bytes of bits, padded
 
 
 @pytest.mark.parametrize("spec", ["sign:round=stochastic", "sign:block=8", "sign:scale=fp16"])
 def test_wrong_options(spec: str) -> None:
     with pytest.raises(ValueError, match="option"):
-        codec(spec)
+        parse(spec)

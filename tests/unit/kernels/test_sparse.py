@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtcomm import _C
-from dtcomm.codecs import RandK, TopK, codec
+from dtcomm.codecs import RandK, TopK
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import available, current, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
@@ -19,8 +20,8 @@ from dtcomm.kernels.reference import sparse
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import KINDS, floats
 
-SPARSE = [each for each in everything() if isinstance(each, (TopK, RandK))]
-EXACT = [each for each in SPARSE if each.values == "fp32"]
+SPARSE = [codec for codec in everything() if isinstance(codec, (TopK, RandK))]
+EXACT = [codec for codec in SPARSE if codec.values == "fp32"]
 NAN, INF = float("nan"), float("inf")
 
 
@@ -28,8 +29,8 @@ every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def round_trip(each: TopK | RandK | str, x: torch.Tensor, key: int = 0) -> torch.Tensor:
-    return decode(each, encode(each, x, key), x.numel())
+def round_trip(codec: TopK | RandK | str, x: torch.Tensor, key: int = 0) -> torch.Tensor:
+    return decode(codec, encode(codec, x, key), x.numel())
 
 
 def largest(x: torch.Tensor, kept: int) -> list[int]:
@@ -41,11 +42,11 @@ def largest(x: torch.Tensor, kept: int) -> list[int]:
 @every_kernel
 @pytest.mark.parametrize("ratio", [0.0003, 0.01, 0.02, 0.03, 0.1, 0.3, 0.5, 0.99])
 def test_the_largest_are_kept(ratio: float) -> None:
-    each = TopK(ratio=ratio, values="fp32")
+    codec = TopK(ratio=ratio, values="fp32")
     for kind, n in zip(KINDS, itertools.cycle([4096, 700])):
         x = floats(kind, n, seed=5)
-        y = round_trip(each, x)
-        kept = largest(x, each.layout().kept_of(n))
+        y = round_trip(codec, x)
+        kept = largest(x, codec.layout().kept_of(n))
         expected = torch.zeros(n)
         expected[kept] = x[kept]
         assert torch.equal(y.nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))
@@ -65,9 +66,9 @@ def test_ties_go_to_the_lowest_index(values: list[float], ratio: float, repeats:
     x = torch.tensor(values).repeat(repeats)[:4096]
     if x.numel():
         payload = encode(TopK(ratio=ratio, values="fp32"), x)
-        each = TopK(ratio=ratio, values="fp32")
-        y = decode(each, payload, x.numel())
-        kept = largest(x, each.layout().kept_of(x.numel()))
+        codec = TopK(ratio=ratio, values="fp32")
+        y = decode(codec, payload, x.numel())
+        kept = largest(x, codec.layout().kept_of(x.numel()))
         left = torch.ones(x.numel(), dtype=torch.bool)
         left[kept] = False
         assert torch.equal(y[kept].nan_to_num(7), x[kept].nan_to_num(7)) and not y[left].any()
@@ -129,40 +130,40 @@ def test_a_residual_stays_where_there_is_no_number(spec: str) -> None:
         assert torch.equal(residual[:4096], old[:4096])
 
 
-@pytest.mark.parametrize("each", EXACT, ids=str)
-def test_mass_is_conserved_exactly(each: TopK | RandK) -> None:
+@pytest.mark.parametrize("codec", EXACT, ids=str)
+def test_mass_is_conserved_exactly(codec: TopK | RandK) -> None:
     """With fp32 values decoded + new residual is x + old residual, element by element and bit by bit."""
     for n in (4096, 3 * 4096 + 5, 77):
         x, old = floats("wide", n).clamp(-1e37, 1e37), floats("normal", n, seed=4)
         residual = old.clone()
-        y = decode(each, encode(each, x, residual=residual, key=n), n)
+        y = decode(codec, encode(codec, x, residual=residual, key=n), n)
         assert torch.equal(y + residual, x + old)
         assert not (y * residual).any()  # the residual is zero where an element was sent
 
 
-@pytest.mark.parametrize("each", EXACT, ids=str)
-def test_mass_of_a_sum_is_conserved_exactly(each: TopK | RandK) -> None:
+@pytest.mark.parametrize("codec", EXACT, ids=str)
+def test_mass_of_a_sum_is_conserved_exactly(codec: TopK | RandK) -> None:
     """The same of reduce_encode: the sum of the decodings, encoded anew, and what that leaves out. Small integers, so
     that fp32 sums are exact; divided by a power of two, of which the residual counts times the divisor."""
     n = 2 * 4096 + 9
     terms = [floats("normal", n, seed=seed).mul(64).round() for seed in range(4)]
-    payloads = [encode(each, term, key=seed) for seed, term in enumerate(terms[:3])]
-    if isinstance(each, RandK):  # unscaled: n / k is no power of two
-        payloads = [encode(each, t, key=i, residual=torch.zeros(n)) for i, t in enumerate(terms[:3])]
-    decoded = [decode(each, payload, n) for payload in payloads]
-    assert torch.equal(reduce(each, payloads, n), decoded[0] + decoded[1] + decoded[2])
+    payloads = [encode(codec, term, key=seed) for seed, term in enumerate(terms[:3])]
+    if isinstance(codec, RandK):  # unscaled: n / k is no power of two
+        payloads = [encode(codec, t, key=i, residual=torch.zeros(n)) for i, t in enumerate(terms[:3])]
+    decoded = [decode(codec, payload, n) for payload in payloads]
+    assert torch.equal(reduce(codec, payloads, n), decoded[0] + decoded[1] + decoded[2])
     for divisor in (1, 4):
         residual = floats("normal", n, seed=9).mul(16).round()
         total = decoded[0] + decoded[1] + decoded[2] + (terms[3] + residual)
-        out = reduce_encode(each, payloads, n, terms[3], divisor=divisor, residual=residual, key=11)
-        result = decode(each, out, n)
+        out = reduce_encode(codec, payloads, n, terms[3], divisor=divisor, residual=residual, key=11)
+        result = decode(codec, out, n)
         assert torch.equal(result * divisor + residual, total)
-        if isinstance(each, TopK):
-            assert torch.equal(out, encode(each, total / divisor, key=11))
+        if isinstance(codec, TopK):
+            assert torch.equal(out, encode(codec, total / divisor, key=11))
 
 
-@pytest.mark.parametrize("each", SPARSE, ids=str)
-def test_mass_is_conserved_over_steps(each: TopK | RandK) -> None:
+@pytest.mark.parametrize("codec", SPARSE, ids=str)
+def test_mass_is_conserved_over_steps(codec: TopK | RandK) -> None:
     """Every input is either decoded or in the residual: to the rounding of the sums where values are rounded."""
     n = 4096 + 100
     residual, out, into = (
@@ -173,7 +174,7 @@ def test_mass_is_conserved_over_steps(each: TopK | RandK) -> None:
     for step in range(6):
         x = floats("normal", n, seed=step)
         into += x
-        out += decode(each, encode(each, x, key=step, residual=residual), n)
+        out += decode(codec, encode(codec, x, key=step, residual=residual), n)
     assert torch.allclose(out + residual, into, rtol=0, atol=1e-5)
 
 
@@ -187,14 +188,14 @@ def test_feedback_in_one_go_gives_the_same_bytes(spec: str, dtype: torch.dtype) 
     n = 3 * 4096 + 50
     for kind, size in itertools.product(KINDS, (1.0, 3e4)):
         x, old = (floats(kind, n, seed=1) * size).to(dtype), floats("ties", n, seed=2) * size
-        found = []
+        results = []
         for name in ("reference", current()):
             with use(name):
                 residual = old.clone()
                 wire = encode(spec, x, 7, 100, residual)
                 wire2 = encode(spec, x, 8, 100, residual)
-                found.append((wire, wire2, residual.view(torch.int32)))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True)), (kind, size)
+                results.append((wire, wire2, residual.view(torch.int32)))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), (kind, size)
 
 
 def test_feedback_sends_everything_in_the_end() -> None:
@@ -255,19 +256,19 @@ def test_randk_scales_unless_the_error_is_fed_back() -> None:
         assert set(y.tolist()) <= {0.0, 1.0}
 
 
-@pytest.mark.parametrize("each", SPARSE, ids=str)
-def test_a_short_granule_keeps_its_share(each: TopK | RandK) -> None:
+@pytest.mark.parametrize("codec", SPARSE, ids=str)
+def test_a_short_granule_keeps_its_share(codec: TopK | RandK) -> None:
     for n in (1, 2, 15, 100, 4095, 4096):
         x = torch.full((n,), 3.0)
-        assert int((round_trip(each, x) != 0).sum()) == -(-each.kept * n // 4096)
+        assert int((round_trip(codec, x) != 0).sum()) == -(-codec.kept * n // 4096)
 
 
 def test_all_is_kept_at_a_ratio_of_one() -> None:
     x = floats("wide", 5000).clamp(-1e37, 1e37)
     for name in ("topk", "randk"):
         assert torch.equal(round_trip(f"{name}:ratio=1,values=fp32", x), x)
-    assert codec("topk:ratio=1,values=fp32").lossless(torch.float32)
-    assert codec("topk:ratio=1").lossless(torch.bfloat16) and not codec("topk:ratio=1").lossless(
+    assert parse("topk:ratio=1,values=fp32").lossless(torch.float32)
+    assert parse("topk:ratio=1").lossless(torch.bfloat16) and not parse("topk:ratio=1").lossless(
         torch.float32
     )
-    assert not codec("randk:ratio=1,values=fp32").lossless(torch.float32)  # an Inf takes its granule along
+    assert not parse("randk:ratio=1,values=fp32").lossless(torch.float32)  # an Inf takes its granule along

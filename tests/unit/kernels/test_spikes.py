@@ -7,14 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from dtcomm.codecs import Codec, Integer, codec
+from dtcomm.codecs import Codec, Integer
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available, use
 from dtcomm.kernels.ops import decode, encode, reduce
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
-SPIKED = [each for each in everything() if isinstance(each, Integer) and each.spikes]
-PLAIN = [each for each in SPIKED if each.rotate == "none"]
+SPIKED = [codec for codec in everything() if isinstance(codec, Integer) and codec.spikes]
+PLAIN = [codec for codec in SPIKED if codec.rotate == "none"]
 NAN, INF = float("nan"), float("inf")
 LARGEST = 3.3895313892515355e38  # of bf16
 
@@ -23,9 +24,9 @@ every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def section(each: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float], list[int]]:
+def section(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float], list[int]]:
     """Values and places of a payload of one granule."""
-    layout = each.layout()
+    layout = codec.layout()
     count, start = 2 * layout.blocks(numel), layout.spikes_at(numel)
     middle = start + count * layout.field_bytes
     values = payload[start:middle].clone().view({2: torch.bfloat16, 4: torch.float32}[layout.field_bytes])
@@ -51,8 +52,8 @@ def section(each: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float]
     ],
 )
 def test_known_sections(x: list[float], values: list[float], places: list[int]) -> None:
-    each = codec("int8:spikes=1")
-    got, where = section(each, encode(each, torch.tensor(x)), len(x))
+    codec = parse("int8:spikes=1")
+    got, where = section(codec, encode(codec, torch.tensor(x)), len(x))
     expected = torch.tensor(values).to(torch.bfloat16)
     assert torch.equal(torch.tensor(got).nan_to_num(7), expected.float().nan_to_num(7))
     assert torch.equal(torch.signbit(torch.tensor(got)), torch.signbit(expected)) or expected.isnan().any()
@@ -60,33 +61,35 @@ def test_known_sections(x: list[float], values: list[float], places: list[int]) 
 
 
 def test_long_blocks_have_two_bytes_a_place() -> None:
-    each = codec("int8:block=1024,scale=fp32,spikes=1")
+    codec = parse("int8:block=1024,scale=fp32,spikes=1")
     x = floats("normal", 1024)
     x[1000], x[777] = 1e9 + 0.0, -123456.789
-    values, places = section(each, encode(each, x), 1024)
+    values, places = section(codec, encode(codec, x), 1024)
     assert places == [777, 1000] and torch.equal(torch.tensor(values), x[[777, 1000]])
 
 
-@pytest.mark.parametrize("each", PLAIN, ids=str)
-def test_the_rest_is_the_plain_codec(each: Integer) -> None:
+@pytest.mark.parametrize("codec", PLAIN, ids=str)
+def test_the_rest_is_the_plain_codec(codec: Integer) -> None:
     """The bytes around the section are those of the blocks with both places filled."""
-    n = each.granularity
+    n = codec.granularity
     x = floats("normal", n) * 10 + floats("offset", n)
-    filled = x.clone().view(-1, each.block)
+    filled = x.clone().view(-1, codec.block)
     for row in filled:
         low, high = int(row.argmin()), int(row.argmax())
         row[low] = row[high] = row[next(i for i in range(3) if i not in (low, high))]
-    other = dataclasses.replace(each, spikes=0)
-    p, q = encode(each, x, 4, 2), encode(other, filled.reshape(-1), 4, 2)
-    start = each.layout().spikes_at(n)
+    other = dataclasses.replace(codec, spikes=0)
+    p, q = encode(codec, x, 4, 2), encode(other, filled.reshape(-1), 4, 2)
+    start = codec.layout().spikes_at(n)
     assert torch.equal(p[:start], q[:start])
     codes = q[start : other.layout().used(n)]
-    assert torch.equal(p[each.layout().codes_at(n) : each.layout().used(n)], codes)
-    y = decode(each, p, n).view(-1, each.block)
-    relative = 2**-8 if each.round == "nearest" else 2**-7
-    for at in (x.view(-1, each.block).argmin(1), x.view(-1, each.block).argmax(1)):
-        got, given = (t.gather(1, at[:, None]) for t in (y, x.view(-1, each.block)))
-        assert ((got - given).abs() <= given.abs() * (0 if each.scale == "fp32" else relative)).all()
+    assert torch.equal(p[codec.layout().codes_at(n) : codec.layout().used(n)], codes)
+    y = decode(codec, p, n).view(-1, codec.block)
+    relative = 2**-8 if codec.round == "nearest" else 2**-7
+    for at in (x.view(-1, codec.block).argmin(1), x.view(-1, codec.block).argmax(1)):
+        decoded, original = (t.gather(1, at[:, None]) for t in (y, x.view(-1, codec.block)))
+        assert (
+            (decoded - original).abs() <= original.abs() * (0 if codec.scale == "fp32" else relative)
+        ).all()
 
 
 def test_an_outlier_does_not_spoil_its_block() -> None:
@@ -99,17 +102,17 @@ def test_an_outlier_does_not_spoil_its_block() -> None:
 
 
 @every_kernel
-@pytest.mark.parametrize("each", SPIKED, ids=str)
-def test_any_bytes_decode_alike_and_stay_inside(each: Integer) -> None:
+@pytest.mark.parametrize("codec", SPIKED, ids=str)
+def test_any_bytes_decode_alike_and_stay_inside(codec: Integer) -> None:
     """Places outside of their block change nothing; every NaN is the one NaN."""
-    n = each.granularity + each.block + 3
+    n = codec.granularity + codec.block + 3
     generator = torch.Generator().manual_seed(1)
-    payload = torch.randint(0, 256, (each.wire_bytes(n),), generator=generator, dtype=torch.int32)
+    payload = torch.randint(0, 256, (codec.wire_bytes(n),), generator=generator, dtype=torch.int32)
     payload = payload.to(torch.uint8)
     local = floats("normal", n)
     with use("reference"):
-        expected = decode(each, payload, n), reduce(each, [payload, payload], n, local, 1)
-    got = decode(each, payload, n), reduce(each, [payload, payload], n, local, 1)
+        expected = decode(codec, payload, n), reduce(codec, [payload, payload], n, local, 1)
+    got = decode(codec, payload, n), reduce(codec, [payload, payload], n, local, 1)
     for a, b in zip(got, expected, strict=True):
         nan = a.isnan()
         assert torch.equal(nan, b.isnan()) and torch.equal(

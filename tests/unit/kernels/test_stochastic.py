@@ -13,41 +13,41 @@ from dtcomm.kernels.reference import integer
 from tests.unit.codecs.cases import everything
 from tests.unit.kernels.inputs import floats
 
-STOCHASTIC = [each for each in everything() if isinstance(each, Integer) and each.round == "stochastic"]
+STOCHASTIC = [codec for codec in everything() if isinstance(codec, Integer) and codec.round == "stochastic"]
 
 
-def spread(each: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def spread(codec: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The variance of every decoded element, and how far apart the two values lie that it rounds to."""
-    domain = reference.rotate(each, x.numpy()) if reference.rotates(each) else x.numpy()
-    coded, _ = integer.take_outliers(each, domain, 0, 0) if each.spikes else (domain, None)
-    fields, _ = integer.encode_blocks(each, coded, 0, 0)
-    step, *zero = (torch.from_numpy(field).double().repeat_interleave(each.block) for field in fields)
+    domain = reference.rotate(codec, x.numpy()) if reference.rotates(codec) else x.numpy()
+    coded, _ = integer.take_outliers(codec, domain, 0, 0) if codec.spikes else (domain, None)
+    fields, _ = integer.encode_blocks(codec, coded, 0, 0)
+    step, *zero = (torch.from_numpy(field).double().repeat_interleave(codec.block) for field in fields)
     t = (torch.from_numpy(coded) - (zero[0] if zero else 0)) / step
-    if each.spikes:
+    if codec.spikes:
         apart = torch.from_numpy(domain != coded)
         value = torch.from_numpy(domain).double()
         spacing = (
-            2.0 ** (value.abs().log2().floor() - 7) if each.scale == "bf16" else torch.full_like(value, 1e-9)
+            2.0 ** (value.abs().log2().floor() - 7) if codec.scale == "bf16" else torch.full_like(value, 1e-9)
         )
         step, t = torch.where(apart, spacing, step), torch.where(apart, value / spacing, t)
     fraction = t - t.floor()
     variance = fraction * (1 - fraction) * step**2
-    if reference.rotates(each):  # an element is a sum over its block, every term times 1 / sqrt(block)
-        rows = variance.view(-1, each.block)
-        variance = rows.mean(1).repeat_interleave(each.block)
-        step = step.view(-1, each.block).amax(1).repeat_interleave(each.block)
+    if reference.rotates(codec):  # an element is a sum over its block, every term times 1 / sqrt(block)
+        rows = variance.view(-1, codec.block)
+        variance = rows.mean(1).repeat_interleave(codec.block)
+        step = step.view(-1, codec.block).amax(1).repeat_interleave(codec.block)
     return variance, step
 
 
-@pytest.mark.parametrize("each", STOCHASTIC, ids=str)
-def test_unbiased(each: Integer) -> None:
+@pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
+def test_unbiased(codec: Integer) -> None:
     """Means over keys lie within five standard errors of x, of each element and, sharper, of all together."""
     n, keys = 4096, 300
     x = floats("normal", n, seed=1) + 0.3
     mean = torch.zeros(n, dtype=torch.float64)
     for key in range(keys):
-        mean += decode(each, encode(each, x, key=_C.mix_key(1, 0, key)), n).double() / keys
-    variance, step = spread(each, x)
+        mean += decode(codec, encode(codec, x, key=_C.mix_key(1, 0, key)), n).double() / keys
+    variance, step = spread(codec, x)
     variance = variance / keys
     error = mean - x.double()
     # A landing that is expected less than once in all keys is not normally distributed: allow for a few.
@@ -99,8 +99,8 @@ def test_streams_of_near_keys_are_unrelated(bit: int) -> None:
 def test_ranks_round_apart() -> None:
     """What every rank rounds at random must not add up: the mean of 64 ranks is 8 times nearer than one."""
     x = floats("normal", 2048)
-    each = "int8:round=stochastic"
-    errors = [decode(each, encode(each, x, key=_C.mix_key(7, rank, 0)), 2048) - x for rank in range(64)]
+    codec = "int8:round=stochastic"
+    errors = [decode(codec, encode(codec, x, key=_C.mix_key(7, rank, 0)), 2048) - x for rank in range(64)]
     alone = torch.stack(errors).square().mean().sqrt()
     together = torch.stack(errors).mean(0).square().mean().sqrt()
     assert 6.5 < alone / together < 9.5
@@ -108,5 +108,5 @@ def test_ranks_round_apart() -> None:
 
 def test_keys_are_mixed_alike() -> None:
     words = [(0, 0, 0), (1, 2, 3), (2**64 - 1, 2**32 - 1, 2**32 - 1), (5, 0, 1), (5, 1, 0)]
-    keys = [_C.mix_key(*each) for each in words]
-    assert keys == [counter_rng.mix_key(*each) for each in words] and len(set(keys)) == len(words)
+    keys = [_C.mix_key(*triple) for triple in words]
+    assert keys == [counter_rng.mix_key(*triple) for triple in words] and len(set(keys)) == len(words)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtcomm.codecs import codec, names
+from dtcomm.codecs import codec as parse
+from dtcomm.codecs import names
 from dtcomm.codecs.base import ELEMENTS
 from dtcomm.kernels.ops import decode, encode
 from tests.unit.codecs.cases import everything
@@ -24,17 +25,17 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "wire-format.md"
 @pytest.mark.parametrize("name", SPECS)
 def test_golden_files_decode_by_the_text(name: str) -> None:
     raw = (FOLDER / f"{name}.bin").read_bytes()
-    ours = wire_decoder.decode(codec(SPECS[name]).native(), raw, NUMEL)
+    ours = wire_decoder.decode(parse(SPECS[name]).native(), raw, NUMEL)
     theirs = decode(SPECS[name], torch.frombuffer(bytearray(raw), dtype=torch.uint8), NUMEL)
     assert ours == theirs.numpy().view(np.uint32).tolist()
 
 
-@pytest.mark.parametrize("each", everything(), ids=str)
-def test_every_option_decodes_by_the_text(each) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("codec", everything(), ids=str)
+def test_every_option_decodes_by_the_text(codec) -> None:  # type: ignore[no-untyped-def]
     for numel in (1, 37, 700):
-        wire = encode(each, floats("nonfinite", numel, seed=numel), key=5)
-        ours = wire_decoder.decode(each.native(), wire.numpy().tobytes(), numel)
-        assert ours == decode(each, wire, numel).numpy().view(np.uint32).tolist()
+        wire = encode(codec, floats("nonfinite", numel, seed=numel), key=5)
+        ours = wire_decoder.decode(codec.native(), wire.numpy().tobytes(), numel)
+        assert ours == decode(codec, wire, numel).numpy().view(np.uint32).tolist()
 
 
 def test_the_decoder_knows_nothing_of_us() -> None:
@@ -56,7 +57,7 @@ def test_the_decoder_knows_nothing_of_us() -> None:
 def test_a_payload_of_another_length_is_refused_here_too() -> None:
     wire = encode("int8", torch.ones(100)).numpy().tobytes()
     with pytest.raises(ValueError, match="100 elements are 144 bytes, not 128"):
-        wire_decoder.decode(codec("int8").native(), wire[:-16], 100)
+        wire_decoder.decode(parse("int8").native(), wire[:-16], 100)
 
 
 def test_the_document_names_every_codec_and_option() -> None:
@@ -64,8 +65,8 @@ def test_the_document_names_every_codec_and_option() -> None:
     headings = " ".join(line for line in text.splitlines() if line.startswith("#"))
     for name in names():
         assert f"`{name}`" in headings, f"no section is about {name}"
-    for each in everything():
-        for option in each.options():
+    for codec in everything():
+        for option in codec.options():
             assert re.search(rf"`{option}=", text), f"the option {option} is not described"
     elements = text[text.index("The codec as sixteen bytes") :]
     for element, number in ELEMENTS.items():

@@ -6,14 +6,15 @@ import dataclasses
 
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.codecs.spec import CODECS
 from dtcomm.kernels import triton
 from tests.unit.codecs.cases import VALUES, covering
 from tests.unit.kernels.inputs import KINDS, floats
 
 FIRST_TIER = {"fp16", "bf16", "int8", "int4", "fp8_e4m3"}
-PLAIN = [codec(name) for name in CODECS if triton.supports(codec(name))]
+PLAIN = [parse(name) for name in CODECS if triton.supports(parse(name))]
 
 
 def mixed(n: int, seed: int) -> torch.Tensor:
@@ -36,4 +37,4 @@ def option_sets(plain: Codec) -> list[Codec]:
 
 def everything() -> list[Codec]:
     """Each codec with its defaults and with its sets of options."""
-    return list(dict.fromkeys(each for plain in PLAIN for each in [plain, *option_sets(plain)]))
+    return list(dict.fromkeys(codec for plain in PLAIN for codec in [plain, *option_sets(plain)]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available, current, use
 from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
@@ -18,21 +19,21 @@ from tests.unit.kernels.inputs import floats
 from tests.unit.kernels.test_bit_exact import compare, raw
 from tests.unit.triton.cases import FIRST_TIER, PLAIN, everything, mixed
 
-MIXED = [codec("int8:block=16,symmetric=false"), codec("fp16")]
+MIXED = [parse("int8:block=16,symmetric=false"), parse("fp16")]
 
 
 def test_this_is_the_interpreter() -> None:
     assert launch.INTERPRETED and available()[-2:] == ("reference", "triton")
-    assert {str(each) for each in PLAIN} == FIRST_TIER
+    assert {str(codec) for codec in PLAIN} == FIRST_TIER
     with use("triton"):
         assert current() == "triton"
 
 
-@pytest.mark.parametrize("each", everything(), ids=str)
-def test_options(each: Codec) -> None:
-    tile = max(launch.TILE, each.granularity)
-    n = tile + each.granularity + 37 if tile < 4096 else tile + 37
-    compare(each, mixed(n, seed=1), mixed(n, seed=2), ["triton"])
+@pytest.mark.parametrize("codec", everything(), ids=str)
+def test_options(codec: Codec) -> None:
+    tile = max(launch.TILE, codec.granularity)
+    n = tile + codec.granularity + 37 if tile < 4096 else tile + 37
+    compare(codec, mixed(n, seed=1), mixed(n, seed=2), ["triton"])
 
 
 @pytest.mark.parametrize(
@@ -47,19 +48,19 @@ def test_options(each: Codec) -> None:
     ],
 )
 def test_types(spec: str, dtype: torch.dtype) -> None:
-    compare(codec(spec), mixed(500, seed=3).to(dtype), mixed(500, seed=4).to(dtype), ["triton"])
+    compare(parse(spec), mixed(500, seed=3).to(dtype), mixed(500, seed=4).to(dtype), ["triton"])
 
 
-@pytest.mark.parametrize("each", PLAIN, ids=str)
-def test_sizes(each: Codec) -> None:
+@pytest.mark.parametrize("codec", PLAIN, ids=str)
+def test_sizes(codec: Codec) -> None:
     for n in (0, 1, 17, 127, 1024, 1025, 2048):
         x, old = mixed(n, seed=5), floats("normal", n, seed=6)
         results = []
         for kernel in ("reference", "triton"):
             with use(kernel):
                 residual, decoded = old.clone(), torch.empty_like(x)
-                payload = encode(each, x, 1, 2, residual, decoded=decoded)
-                results.append([raw(t) for t in (payload, residual, decoded, decode(each, payload, n))])
+                payload = encode(codec, x, 1, 2, residual, decoded=decoded)
+                results.append([raw(t) for t in (payload, residual, decoded, decode(codec, payload, n))])
         assert results[0] == results[1], n
 
 
@@ -71,19 +72,19 @@ def test_any_number_of_terms(count: int, position: int) -> None:
     """Among them more than a launch takes, with the local term in every part."""
     n = 300
     x, old = mixed(n, seed=50), floats("normal", n, seed=51)
-    for each in MIXED:
-        wires = [encode(each, mixed(n, seed=s)) for s in range(count)]
-        for op in each.operations if count == 9 else ("sum",):
+    for codec in MIXED:
+        wires = [encode(codec, mixed(n, seed=s)) for s in range(count)]
+        for op in codec.operations if count == 9 else ("sum",):
             results = []
             for kernel in ("reference", "triton"):
                 with use(kernel):
                     residual, decoded = old.clone(), torch.empty(n)
-                    total = reduce(each, wires, n, x, position, 3, op=op)
+                    total = reduce(codec, wires, n, x, position, 3, op=op)
                     wire = reduce_encode(
-                        each, wires, n, x, position, 3, residual, op=op, decoded=decoded, key=9
+                        codec, wires, n, x, position, 3, residual, op=op, decoded=decoded, key=9
                     )
                 results.append([raw(t) for t in (total, wire, residual, decoded)])
-            assert results[0] == results[1], (each, op)
+            assert results[0] == results[1], (codec, op)
 
 
 @pytest.mark.parametrize(
@@ -116,28 +117,28 @@ def test_every_half_and_every_code() -> None:
     assert raw(results[0][2]) == raw(results[1][2])  # a lone term is copied with its NaNs
 
 
-@pytest.mark.parametrize("each", MIXED, ids=str)
-def test_memory(each: Codec) -> None:
+@pytest.mark.parametrize("codec", MIXED, ids=str)
+def test_memory(codec: Codec) -> None:
     """Elements at any alignment, nothing touched outside; `decoded` may be x; `out` may be local."""
-    n, guard = each.granularity + 45, 0xA5
+    n, guard = codec.granularity + 45, 0xA5
     x, old = mixed(n, seed=7), floats("normal", n, seed=8)
     with use("reference"):
         residual, decoded = old.clone(), torch.empty(n)
-        payload = encode(each, x, 3, 4, residual, decoded=decoded)
-        total = reduce(each, [payload], n, x)
+        payload = encode(codec, x, 3, 4, residual, decoded=decoded)
+        total = reduce(codec, [payload], n, x)
     room = torch.full((4 * n + 64,), guard, dtype=torch.uint8)
     wire = torch.full((len(payload) + 64,), guard, dtype=torch.uint8)
     for skew in (0, 4):
         mine = room[skew : skew + 4 * n].view(torch.float32).copy_(x)
         with use("triton"):
             kept = old.clone()
-            encode(each, mine, 3, 4, kept, wire[: len(payload)], decoded=mine)
+            encode(codec, mine, 3, 4, kept, wire[: len(payload)], decoded=mine)
         assert torch.equal(wire[: len(payload)], payload) and (wire[len(payload) :] == guard).all()
         assert raw(mine) == raw(decoded) and raw(kept) == raw(residual)
         assert (room[:skew] == guard).all() and (room[skew + 4 * n :] == guard).all()
         mine.copy_(x)
         with use("triton"):
-            reduce(each, [payload], n, mine, out=mine)
+            reduce(codec, [payload], n, mine, out=mine)
         assert raw(mine) == raw(total)
         room.fill_(guard)
 
@@ -155,18 +156,18 @@ def test_what_follows_a_sum(rows: int, features: int, dtype: torch.dtype) -> Non
     )
     payload = encode("int8", x.view(-1))
     terms = [{}, {"bias": bias}, {"bias": bias, "residual": stream}]
-    for given in terms:
+    for arguments in terms:
         results = []
         for kernel in ("reference", "triton"):
             with use(kernel):
                 out, normed, again = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
                 epilogue(
-                    "int8", [(payload, x.numel())], out, **given, weight=weight, eps=1e-5, norm_out=normed
+                    "int8", [(payload, x.numel())], out, **arguments, weight=weight, eps=1e-5, norm_out=normed
                 )
                 sums = x.clone()
-                epilogue_task(sums, **given, eps=1e-5, norm_out=again)()
-                results.append([raw(each) for each in (out, normed, sums, again)])
-        assert results[0] == results[1], given
+                epilogue_task(sums, **arguments, eps=1e-5, norm_out=again)()
+                results.append([raw(tensor) for tensor in (out, normed, sums, again)])
+        assert results[0] == results[1], arguments
 
 
 def test_what_it_cannot_run_raises() -> None:
