@@ -116,21 +116,26 @@ tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, with
 # The core of the in-place build is reused, so only the test itself is compiled.
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
 
+<<<<<<< HEAD
 # By default 10,000 interleavings of the fused collectives; `make device ORDERS="fused 100000"` runs only those, in so many.
+=======
+# 10,000 orders of the fused collectives; `make device ORDERS="fused 100000"`: only the fused collectives, in so many orders;
+# `make device ORDERS=kernels`: only the codec and low-rank kernels.
+>>>>>>> 60339de (Take the codecs of the emulated-device tests from the registry; name outliers, permutations and the tests of the CUDA kernels in plain terms)
 ORDERS ?=
 
 device: $(NATIVE)  ## run the CUDA kernels' source on this CPU, and compare bytes with the CPU's kernels
 	cmake --build $(INPLACE) --target cuda_emulated_test
-	$(PY) -m tests.cuda.program_files $(INPLACE)/programs.txt
-	$(INPLACE)/cuda_emulated_test $(INPLACE)/programs.txt $(ORDERS)
+	$(PY) -m tests.cuda.emulator_inputs $(INPLACE)
+	$(INPLACE)/cuda_emulated_test $(INPLACE) $(ORDERS)
 
 # By default 330 calls of the fused collectives and some codec kernels; `make races CALLS=5000`: so many, and all codec kernels.
 CALLS ?=
 
 races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ranks, found on this CPU
 	cmake --build $(INPLACE) --target race_detector_test
-	$(PY) -m tests.cuda.program_files $(INPLACE)/programs.txt
-	$(INPLACE)/race_detector_test $(INPLACE)/programs.txt $(CALLS)
+	$(PY) -m tests.cuda.emulator_inputs $(INPLACE)
+	$(INPLACE)/race_detector_test $(INPLACE) $(CALLS)
 
 # --- with a GPU -----------------------------------------------------------------------------------------------
 

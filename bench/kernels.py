@@ -25,12 +25,10 @@ from bench.common.pool import pin
 from bench.common.stats import Timing, iterations
 from dtcomm import _C, codecs
 from dtcomm.codecs import Codec, codec
-from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import available, cpu, dispatch
 
 SKEW = 276 << 10  # buffers whose addresses are equal modulo the cache size evict each other
 PLACEMENTS = 4  # allocations of the buffers: which pages they get changes a result by up to a fifth
-F32 = ELEMENT_TYPES[torch.float32]
 MORE = ("int8:symmetric=false", "int8:round=stochastic", "int4:symmetric=false", "int4:round=stochastic")
 MORE += ("int8:rotate=hadamard", "int4:rotate=hadamard", "int4:block=128,rotate=hadamard", "int4:spikes=1")
 SLOW = 0.03  # seconds; what takes longer runs once for each placement
@@ -78,26 +76,9 @@ def combine(
     """Call the native kernel `repeats` times, without Python between the calls."""
     address = [0 if t is None else t.data_ptr() for t in (local, residual, payload_out, out)]
     streams = [t is not None and t.numel() * t.itemsize >= cpu.STREAM_BYTES for t in (payload_out, out)]
-    _C.combine(
-        kernel,
-        tested.native(),
-        [payload.data_ptr() for payload in payloads],
-        len(payloads),
-        address[0],
-        F32,
-        address[1],
-        address[1],
-        n,
-        1,
-        0,
-        7,
-        0,
-        address[2],
-        address[3],
-        F32,
-        F32,
-        *streams,
-        repeats,
+    addresses = [payload.data_ptr() for payload in payloads]
+    _C.repeat_kernel(
+        kernel, tested.native(), addresses, *address[:2], n, *address[2:], *streams, repeats=repeats
     )
 
 
@@ -105,7 +86,10 @@ def decode(
     kernel: str, tested: Codec, n: int, stream: bool, payload: torch.Tensor, out: torch.Tensor, repeats: int
 ) -> None:
     """Decode `repeats` times; codec `none` without `stream` is libc's memcpy."""
-    _C.decode(kernel, tested.native(), payload.data_ptr(), n, F32, out.data_ptr(), F32, stream, repeats)
+    addresses = [payload.data_ptr()]
+    _C.repeat_kernel(
+        kernel, tested.native(), addresses, 0, 0, n, 0, out.data_ptr(), False, stream, repeats=repeats
+    )
 
 
 def repeated(function: Callable[[], object], repeats: int) -> None:

@@ -35,7 +35,6 @@ def combine(
     out_dtype: int,
     stream_payload: bool,
     stream_out: bool,
-    repeats: int = 1,
 ) -> None: ...
 def decode(
     kernel: str,
@@ -46,7 +45,19 @@ def decode(
     out: int,
     out_dtype: int,
     stream: bool,
-    repeats: int = 1,
+) -> None: ...
+def repeat_kernel(
+    kernel: str,
+    codec: bytes,
+    payloads: list[int],
+    local: int,
+    residual: int,
+    numel: int,
+    payload_out: int,
+    out: int,
+    stream_payload: bool,
+    stream_out: bool,
+    repeats: int,
 ) -> None: ...
 
 # csrc/python/epilogue.cpp

@@ -1,5 +1,5 @@
 // rotate=hadamard: the randomized Hadamard transform of a block, and its inverse. An outlier is spread over its block,
-// whose elements become nearly Gaussian whatever they were (docs/reference/wire-format.md names the sources).
+// whose elements become nearly Gaussian for any input (docs/reference/wire-format.md names the sources).
 #pragma once
 
 #include "codec/counter_rng.h"
@@ -21,8 +21,8 @@ DTCOMM_HD constexpr float rotation_norm(std::uint32_t block) {
   return block == 2 ? norm * 0x1.6a09e6p-1f : norm;
 }
 
-// Signs and norm: applied before the butterflies on the way in, before and after them on the way back. The norm comes
-// first both times, so that sums do not overflow.
+// Signs and norm: applied before the butterflies of the transform, and around those of its inverse. The norm comes
+// first in both, so that sums do not overflow.
 DTCOMM_HD float rotation_in(float x, std::uint32_t i, float norm) {
   return float_of(bits_of(x) ^ rotation_sign(i)) * norm;
 }

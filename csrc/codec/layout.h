@@ -29,16 +29,16 @@ struct Layout {
   std::size_t field_bytes;  // of one scale or zero point
   std::size_t fields;       // values per block: 0 casts, 1 symmetric, 2 asymmetric
   std::size_t code_bits;
-  std::size_t spike_bytes;    // per block: two values and two positions, or 0
+  std::size_t outlier_bytes;  // per block: two values and two positions, or 0
   std::size_t kept;           // of a whole granule; 0: dense, and the rest is 0 too
   std::size_t head;           // bytes before the values
   std::size_t position_bits;  // 12: a list of positions; 1: a bitmap of the granule; 0: they come from the head
 
   DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) >> block_shift; }
   DTCOMM_HD std::size_t zeros_at(std::size_t elements) const { return blocks(elements) * field_bytes; }
-  DTCOMM_HD std::size_t spikes_at(std::size_t elements) const { return blocks(elements) * field_bytes * fields; }
+  DTCOMM_HD std::size_t outliers_at(std::size_t elements) const { return blocks(elements) * field_bytes * fields; }
   DTCOMM_HD std::size_t codes_at(std::size_t elements) const {
-    return blocks(elements) * (field_bytes * fields + spike_bytes);
+    return blocks(elements) * (field_bytes * fields + outlier_bytes);
   }
   DTCOMM_HD std::size_t dense(std::size_t elements) const {
     return codes_at(elements) + (blocks(elements) * block * code_bits + 7) / 8;
@@ -89,8 +89,8 @@ DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::
   unsigned shift = 0;
   while (codec.block >> shift > 1) ++shift;
   const std::size_t granule = codec.block > kGranule ? codec.block : kGranule;
-  const std::size_t spike_bytes = codec.spikes ? 2 * field_bytes + positions : 0;
-  return {granule, codec.block, shift, field_bytes, fields, bits, spike_bytes, 0, 0, 0};
+  const std::size_t outlier_bytes = codec.spikes ? 2 * field_bytes + positions : 0;
+  return {granule, codec.block, shift, field_bytes, fields, bits, outlier_bytes, 0, 0, 0};
 }
 
 DTCOMM_HD Layout integer_layout(const Codec& codec) {

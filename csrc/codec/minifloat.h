@@ -38,11 +38,11 @@ DTCOMM_HD std::uint32_t exponent_of(std::uint32_t size) {
 template <class F>
 DTCOMM_HD std::uint32_t nearest_minifloat(float t) {
   const float size = float_of(magnitude(t));
-  const float held = size < F::kLargest ? size : F::kLargest;
-  const std::uint32_t exponent = exponent_of<F>(bits_of(held));
+  const float clipped = size < F::kLargest ? size : F::kLargest;
+  const std::uint32_t exponent = exponent_of<F>(bits_of(clipped));
   // A number whose last place is the wanted unit: adding it rounds, and the sum's bits grow by the number of units.
   const std::uint32_t large = exponent + (std::uint32_t{23 - F::kMantissa} << 23);
-  const std::uint32_t units = bits_of(held + float_of(large)) - large;
+  const std::uint32_t units = bits_of(clipped + float_of(large)) - large;
   const std::uint32_t sign = (bits_of(t) >> (31 - F::kSign)) & (1U << F::kSign);
   return (units + ((exponent - F::kNormal) >> (23 - F::kMantissa))) | sign;
 }
@@ -53,10 +53,10 @@ template <class F>
 DTCOMM_HD std::uint32_t stochastic_minifloat(float t, float random) {
   const std::uint32_t top = bits_of(F::kLargest), size = magnitude(t);
   const std::uint32_t above = size > top ? size - top : 0;
-  const std::uint32_t held = size - above;
-  const std::uint32_t exponent = exponent_of<F>(held);
+  const std::uint32_t clipped = size - above;
+  const std::uint32_t exponent = exponent_of<F>(clipped);
   // 1 / unit, a power of two: the product is exact.
-  const float scaled = float_of(held) * float_of((std::uint32_t{254 + F::kMantissa} << 23) - exponent);
+  const float scaled = float_of(clipped) * float_of((std::uint32_t{254 + F::kMantissa} << 23) - exponent);
   const std::int32_t floor = static_cast<std::int32_t>(scaled);
   const std::uint32_t up = random < scaled - static_cast<float>(floor) ? 1 : 0;
   const std::uint32_t units = static_cast<std::uint32_t>(floor) + up;

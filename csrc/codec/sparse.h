@@ -42,54 +42,55 @@ DTCOMM_HD std::uint64_t granule_key(std::uint64_t key, std::uint64_t index) {
 }
 
 // A permutation of [0, count): rounds of multiplying, adding and folding the upper half of the bits onto the lower,
-// each a bijection of [0, 2^m), the smallest power of two that holds `count`; repeated until the result is below
-// `count`; then turned by a number that alone makes every position equally likely.
-constexpr int kShuffleRounds = 5;
+// each a bijection of [0, 2^m), where 2^m is the smallest power of two that is at least `count`. They are repeated
+// until the result is below `count`, which is then rotated by a random number, so that every position is equally
+// likely.
+constexpr int kPermutationRounds = 5;
 
-struct Shuffle {
-  std::uint32_t multiply[kShuffleRounds], add[kShuffleRounds];
-  std::uint32_t mask, shift, count, turn;
+struct Permutation {
+  std::uint32_t multiply[kPermutationRounds], add[kPermutationRounds];
+  std::uint32_t mask, shift, count, rotation;
 };
 
-DTCOMM_HD Shuffle make_shuffle(std::uint64_t granule_key, std::size_t count) {
+DTCOMM_HD Permutation make_permutation(std::uint64_t granule_key, std::size_t count) {
   const std::uint32_t low = static_cast<std::uint32_t>(granule_key),
                       high = static_cast<std::uint32_t>(granule_key >> 32);
-  Shuffle shuffle;
+  Permutation permutation;
   std::uint32_t bits = 0;
   while ((std::size_t{1} << bits) < count) ++bits;
-  shuffle.mask = (1U << bits) - 1;
-  shuffle.shift = bits < 2 ? 1 : (bits + 1) / 2;
-  shuffle.count = static_cast<std::uint32_t>(count);
-  for (std::uint32_t round = 0; round < kShuffleRounds; ++round) {
+  permutation.mask = (1U << bits) - 1;
+  permutation.shift = bits < 2 ? 1 : (bits + 1) / 2;
+  permutation.count = static_cast<std::uint32_t>(count);
+  for (std::uint32_t round = 0; round < kPermutationRounds; ++round) {
     const std::uint32_t word = mix32(low + mix32(high + round));
-    shuffle.multiply[round] = (word & 0xffffU) | 1U;
-    shuffle.add[round] = word >> 16;
+    permutation.multiply[round] = (word & 0xffffU) | 1U;
+    permutation.add[round] = word >> 16;
   }
-  const std::uint64_t last = mix32(low + mix32(high + kShuffleRounds));
-  shuffle.turn = static_cast<std::uint32_t>((last * count) >> 32);
-  return shuffle;
+  const std::uint64_t last = mix32(low + mix32(high + kPermutationRounds));
+  permutation.rotation = static_cast<std::uint32_t>((last * count) >> 32);
+  return permutation;
 }
 
 // The image of `at` < 2^m in [0, 2^m).
-DTCOMM_HD std::uint32_t shuffled_once(const Shuffle& shuffle, std::uint32_t at) {
-  for (int round = 0; round < kShuffleRounds; ++round) {
-    at = (at * shuffle.multiply[round] + shuffle.add[round]) & shuffle.mask;
-    at ^= at >> shuffle.shift;
+DTCOMM_HD std::uint32_t permuted_in_range(const Permutation& permutation, std::uint32_t at) {
+  for (int round = 0; round < kPermutationRounds; ++round) {
+    at = (at * permutation.multiply[round] + permutation.add[round]) & permutation.mask;
+    at ^= at >> permutation.shift;
   }
   return at;
 }
 
-DTCOMM_HD std::uint32_t turned(const Shuffle& shuffle, std::uint32_t at) {
-  at += shuffle.turn;
-  return at >= shuffle.count ? at - shuffle.count : at;
+DTCOMM_HD std::uint32_t rotated_position(const Permutation& permutation, std::uint32_t at) {
+  at += permutation.rotation;
+  return at >= permutation.count ? at - permutation.count : at;
 }
 
 // The position of value `i` < count. The loop ends, because the cycle of `i` returns to `i`.
-DTCOMM_HD std::uint32_t shuffled(const Shuffle& shuffle, std::uint32_t i) {
+DTCOMM_HD std::uint32_t permuted(const Permutation& permutation, std::uint32_t i) {
   do {
-    i = shuffled_once(shuffle, i);
-  } while (i >= shuffle.count);
-  return turned(shuffle, i);
+    i = permuted_in_range(permutation, i);
+  } while (i >= permutation.count);
+  return rotated_position(permutation, i);
 }
 
 // The factor of randk's values. It makes the decoding unbiased; with error feedback it is 1, and the residual holds in

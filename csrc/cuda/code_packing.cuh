@@ -12,10 +12,10 @@ DTCOMM_DEVICE std::uint32_t permute_bytes(std::uint32_t low, std::uint32_t high,
   return __byte_perm(low, high, select);
 #else
   const std::uint64_t both = static_cast<std::uint64_t>(high) << 32 | low;
-  std::uint32_t picked = 0;
+  std::uint32_t selected = 0;
   for (int i = 0; i < 4; ++i)
-    picked |= static_cast<std::uint32_t>(both >> (8 * (select >> (4 * i) & 7)) & 0xff) << (8 * i);
-  return picked;
+    selected |= static_cast<std::uint32_t>(both >> (8 * (select >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return selected;
 #endif
 }
 

@@ -110,6 +110,16 @@ DTCOMM_DEVICE void store_output(const Lanes& lanes, const KernelParams& params, 
   store_vec8(lanes, params.out_dtype, x, params.out, pos.first, pos.present, params.out_aligned, pos.whole);
 }
 
+// Stores the results of a sum that is not encoded: the output, and a residual of zeros.
+template <class Lanes>
+DTCOMM_DEVICE void store_decoded_sum(const Lanes& lanes, const KernelParams& params, const Vec8Position& pos,
+                                     float (&x)[kVec8]) {
+  if (params.out) store_output(lanes, params, pos, x);
+  if (!params.residual_out) return;
+  float zeros[kVec8] = {};
+  store_vec8(lanes, DType::f32, zeros, params.residual_out, pos.first, pos.present, params.residual_aligned, pos.whole);
+}
+
 // Stores residual = error * divisor, except where that is not finite: there the old residual stays.
 template <class Lanes>
 DTCOMM_DEVICE void store_residual(const Lanes& lanes, const KernelParams& params, const Vec8Position& pos,
@@ -154,12 +164,7 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
     if constexpr (Family::kCanRotate) {
       if (rotates) rotate_back(lanes, family.group(), pos.at, x);
     }
-    if (params.out) store_output(lanes, params, pos, x);
-    if (params.residual_out) {
-      float none[kVec8] = {};
-      store_vec8(lanes, DType::f32, none, params.residual_out, pos.first, pos.present, params.residual_aligned,
-                 pos.whole);
-    }
+    store_decoded_sum(lanes, params, pos, x);
     return;
   }
   // Elements that take part in the encoding; a rotated block is always whole.

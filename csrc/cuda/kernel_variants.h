@@ -44,7 +44,7 @@ auto with_payload_count(const KernelParams& params, const Use& use) {
 }
 
 // use(CombineVariant<...>()). Codecs whose speed matters most (`kSpecialized`) have a kernel for each of the usual
-// numbers of payloads, and one that keeps no decoded floats; all others have two that ask as they go.
+// numbers of payloads, and one that keeps no decoded floats; all others have two, which decide at run time.
 template <class Family, class Use>
 auto with_kernel_variant(const KernelParams& params, const Use& use) {
   if constexpr (Family::kSpecialized) {

@@ -1,6 +1,6 @@
-// The steps of low-rank compression (cpu/kernels.h's LowRank) whose bits ranks have to share, on a CUDA device. No CUDA
-// type appears here. All memory is the device's, aligned to its elements. Work is queued on `stream` (a cudaStream_t)
-// of the current device: nothing is allocated, nothing waits, and a CUDA graph may capture it.
+// The steps of low-rank compression on a CUDA device that must give the same bits on all ranks (LowRank in
+// cpu/kernels.h). No CUDA type appears here. All memory is the device's, aligned to its elements. Functions queue work
+// on `stream` (a cudaStream_t) of the current device; they neither allocate nor wait, so a CUDA graph may capture it.
 #pragma once
 
 #include <cstddef>
@@ -12,32 +12,32 @@
 
 namespace dtcomm::cuda {
 
-// `count` vectors of n elements, one after the other, and what is drawn where directions are missing.
+// `count` contiguous vectors of n elements, and the key of the random vectors that replace dependent ones.
 struct Vectors {
   float* first;
   std::uint64_t count, n, key;
 };
 
-// So count, or factors of so count matrices, travel as the arguments of one kernel.
+// The most matrices that one kernel launch takes: their descriptions are kernel arguments.
 constexpr std::size_t kMaxVectors = 64;
 
-// LowRank::orthonormalise for each of `count`: a kernel for every kMaxVectors of them. An error holds CUDA's reason
+// LowRank::orthonormalise of `count` matrices, with one kernel for every kMaxVectors. An error holds CUDA's reason
 // why a kernel was not queued.
 Status orthonormalise(const Vectors* of, std::size_t count, void* stream);
 
-// The factors of a matrix, whose elements are so count, and the bool that says whether all of them are finite.
+// The factors of a matrix, their sizes in elements, and the flag that is set if all elements are finite.
 struct Factors {
   float *left, *right;
   std::uint64_t left_size, right_size;
   std::uint8_t* finite;
 };
 
-// Sets `finite` of each of `count`; factors of which some element is not finite become zeros. A kernel for every
-// kMaxVectors.
+// Sets the flag of each of `count` matrices; factors with an element that is not finite become zeros. One kernel for
+// every kMaxVectors matrices.
 Status check_finite(const Factors* of, std::size_t count, void* stream);
 
-// The arguments of LowRank::expand; the gradient becomes the product. `finite`, where given, is a bool on the device:
-// where it says no the gradient becomes NaN and the residual stays.
+// The arguments of LowRank::expand, which overwrites the gradient with the product. If `finite` is not null and points
+// to 0 in device memory, the gradient becomes NaN and the residual stays.
 struct Expansion {
   void* gradient;
   float* residual;  // or nullptr

@@ -13,21 +13,21 @@ template <DType dtype>
 struct Element;
 template <>
 struct Element<DType::f32> {
-  float held;
-  DTCOMM_DEVICE static Element from(float value) { return {value}; }
-  DTCOMM_DEVICE float wide() const { return held; }
+  float value;
+  DTCOMM_DEVICE static Element from(float x) { return {x}; }
+  DTCOMM_DEVICE float to_float() const { return value; }
 };
 template <>
 struct Element<DType::f16> {
-  std::uint16_t held;
+  std::uint16_t bits;
   DTCOMM_DEVICE static Element from(float value) { return {fp16_from_float(value)}; }
-  DTCOMM_DEVICE float wide() const { return float_from_fp16(held); }
+  DTCOMM_DEVICE float to_float() const { return float_from_fp16(bits); }
 };
 template <>
 struct Element<DType::bf16> {
-  std::uint16_t held;
+  std::uint16_t bits;
   DTCOMM_DEVICE static Element from(float value) { return {bf16_from_float(value)}; }
-  DTCOMM_DEVICE float wide() const { return float_from_bf16(held); }
+  DTCOMM_DEVICE float to_float() const { return float_from_bf16(bits); }
 };
 
 // Threads that a call needs; neighbouring threads have neighbouring columns.
@@ -60,7 +60,7 @@ DTCOMM_DEVICE void expand_rows(const Expansion& call, std::uint64_t index) {
   float term[kRowsPerThread] = {};
   DTCOMM_UNROLL
   for (unsigned j = 0; j < kRowsPerThread; ++j) {
-    if (residual && j < rows) term[j] = gradient[j * call.columns].wide() + residual[j * call.columns];
+    if (residual && j < rows) term[j] = gradient[j * call.columns].to_float() + residual[j * call.columns];
   }
   DTCOMM_UNROLL
   for (unsigned j = 0; j < kRowsPerThread; ++j) {

@@ -14,7 +14,7 @@ struct GranuleShape {
   std::uint32_t n;       // elements
   std::uint32_t blocks;  // of elements that share a scale
   std::uint32_t stored;  // codes, including those of missing elements in the last block
-  std::uint32_t zeros_at, spikes_at, codes_at;
+  std::uint32_t zeros_at, outliers_at, codes_at;
   std::uint32_t used, bytes;  // bytes without and with the padding
 };
 
@@ -24,7 +24,7 @@ DTCOMM_HD GranuleShape granule_shape_of(const Layout& layout, std::size_t n) {
           word(layout.blocks(n)),
           word(layout.blocks(n) * layout.block),
           word(layout.zeros_at(n)),
-          word(layout.spikes_at(n)),
+          word(layout.outliers_at(n)),
           word(layout.codes_at(n)),
           word(layout.used(n)),
           word(layout.bytes(n))};

@@ -94,7 +94,7 @@ DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const
   if (family.draws()) {
     for (std::uint32_t b = 0; b < kRandkHead; ++b) own |= static_cast<std::uint64_t>(from[b]) << 8 * b;
   }
-  const Shuffle shuffle = family.draws() ? make_shuffle(own, n) : Shuffle{};
+  const Permutation permutation = family.draws() ? make_permutation(own, n) : Permutation{};
   DTCOMM_UNROLL
   for (std::uint32_t j = 0; j < kVec8; ++j) slots[slot_of(first + j)] = 0.0f;
   if (thread == 0) slots[kSlots - 1] = v[0];
@@ -103,7 +103,7 @@ DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const
   for (std::uint32_t j = 0; j < kVec8; ++j) {
     if (first + j >= part.kept) continue;
     const std::uint32_t to =
-        family.draws() ? shuffled(shuffle, first + j) : position_at(from + part.positions_at, first + j);
+        family.draws() ? permuted(permutation, first + j) : position_at(from + part.positions_at, first + j);
     if (to < n) slots[slot_of(to)] = v[j];
   }
   lanes.sync_block();
@@ -195,7 +195,7 @@ DTCOMM_DEVICE void encode_sparse(const Lanes& lanes, const KernelParams& params,
   lanes.sync_block();
   if (family.draws()) {
     const std::uint64_t own = granule_key(params.key, params.offset + start);
-    const Shuffle shuffle = make_shuffle(own, n);
+    const Permutation permutation = make_permutation(own, n);
     const bool bad = group_max_magnitude(lanes, kMaxBlockThreads, x) >= kInfinity32;
     const float factor = randk_factor(n, part.kept, params.residual_out != nullptr);
     store_vec8_shared(x);
@@ -203,7 +203,7 @@ DTCOMM_DEVICE void encode_sparse(const Lanes& lanes, const KernelParams& params,
     std::uint32_t from[kVec8];
     DTCOMM_LOOP
     for (std::uint32_t j = 0; j < kVec8; ++j) {
-      from[j] = first + j < part.kept ? shuffled(shuffle, first + j) : n;
+      from[j] = first + j < part.kept ? permuted(permutation, first + j) : n;
       v[j] = from[j] >= n ? 0.0f : bad ? float_of(kNaN32) : slots[slot_of(from[j])] * factor;
     }
     if (thread < kRandkHead) to[thread] = static_cast<std::uint8_t>(own >> 8 * thread);
@@ -287,12 +287,7 @@ DTCOMM_DEVICE void combine_sparse(const Lanes& lanes, const KernelParams& params
     if (j >= pos.present) x[j] = 0.0f;
   }
   if constexpr (!Encodes) {
-    if (params.out) store_output(lanes, params, pos, x);
-    if (params.residual_out) {
-      float none[kVec8] = {};
-      store_vec8(lanes, DType::f32, none, params.residual_out, pos.first, pos.present, params.residual_aligned,
-                 pos.whole);
-    }
+    store_decoded_sum(lanes, params, pos, x);
     return;
   }
   std::uint8_t* granule = params.payload_out + pos.granule;

@@ -43,29 +43,30 @@ struct Logical {
   std::uint8_t byte;
 };
 
-DTCOMM_DEVICE double settled(double value) {
+// The value with the bits of the one NaN that payloads hold; other types have no NaN.
+DTCOMM_DEVICE double canonical_native(double value) {
   std::uint64_t bits = 0x7ff8000000000000ULL;
   double nan;
   std::memcpy(&nan, &bits, sizeof nan);
   return value == value ? value : nan;
 }
 template <class T>
-DTCOMM_DEVICE T settled(T value) {
+DTCOMM_DEVICE T canonical_native(T value) {
   return value;
 }
 
 template <class T>
 DTCOMM_DEVICE T join_native(ReduceOp op, T a, T b) {
   if (op == ReduceOp::sum)
-    return settled(static_cast<T>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b)));
+    return canonical_native(static_cast<T>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b)));
   const bool second = op == ReduceOp::min ? b < a : b > a;
-  return settled(second || b != b ? b : a);
+  return canonical_native(second || b != b ? b : a);
 }
 template <>
 DTCOMM_DEVICE double join_native(ReduceOp op, double a, double b) {
-  if (op == ReduceOp::sum) return settled(a + b);
+  if (op == ReduceOp::sum) return canonical_native(a + b);
   const bool second = op == ReduceOp::min ? b < a : b > a;
-  return settled(second || b != b ? b : a);
+  return canonical_native(second || b != b ? b : a);
 }
 template <>
 DTCOMM_DEVICE Logical join_native(ReduceOp op, Logical a, Logical b) {
@@ -80,7 +81,7 @@ DTCOMM_DEVICE T divide_native(T a, std::size_t by) {
 }
 template <>
 DTCOMM_DEVICE double divide_native(double a, std::size_t by) {
-  return settled(a / static_cast<double>(by));
+  return canonical_native(a / static_cast<double>(by));
 }
 template <>
 DTCOMM_DEVICE Logical divide_native(Logical a, std::size_t) {

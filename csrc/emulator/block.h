@@ -1,5 +1,5 @@
-// EmulatedWarp and EmulatedBlock: what cuda/warp.cuh's WarpLanes and cuda/fused/peer_memory.cuh's DeviceBlock are on a
-// device, for the threads of a Scheduler. Fault says what tests leave out of a launch.
+// EmulatedWarp and EmulatedBlock: the interfaces of WarpLanes (cuda/warp.cuh) and DeviceBlock
+// (cuda/fused/peer_memory.cuh) for the threads of a Scheduler. A Fault is a part of a launch that tests leave out.
 #pragma once
 
 #include "cuda/fused/peer_memory.cuh"

@@ -29,10 +29,9 @@ class Emulator {
   Emulator& operator=(const Emulator&) = delete;
 
   // Runs several calls of the same ranks to their end, on the CPU's memory. The calls of a rank follow each other as on
-  // a stream; every rank has a stream of its own. An error says why nothing was run. A wait whose signal
-  // can no longer come ends at once, so ranks that miss another rank end as after a timeout. `seed` decides the order
-  // of the threads, the blocks of rank `absent` never start, and `fault` says what is left out, to show that tests find
-  // it (block.h).
+  // a stream; every rank has a stream of its own. An error means that nothing was run. A wait whose signal can no
+  // longer come ends at once, so ranks that miss another rank end as after a timeout. `seed` decides the order of the
+  // threads, the blocks of rank `absent` never start, and `fault` is injected (block.h).
   Status launch(const std::vector<EmulatedCall>& calls, std::uint64_t seed, int absent, const Fault& fault);
   Status launch(const EmulatedCall& call, std::uint64_t seed, int absent = -1);
 

@@ -10,11 +10,11 @@
 namespace dtcomm::emulator {
 
 // Runs kernel(EmulatedWarp, shared, argument(block), block) on all threads of `blocks` blocks of `threads` threads;
-// `Shared` is what the threads of a block share. The observer, if there is one, has been told of the kernel's other
-// memory by `tell`, which is called when its run has begun. Aborts where the lanes of a warp diverge.
-template <class Shared, class ArgumentOf, class Kernel, class Tell>
+// `Shared` is the shared memory of a block. If there is an observer, report(observer) is called once at the start to
+// register the kernel's other memory. Aborts if the lanes of a warp diverge.
+template <class Shared, class ArgumentOf, class Kernel, class Report>
 void launch_kernel(Scheduler& scheduler, MemoryObserver* observer, unsigned blocks, unsigned threads,
-                   const ArgumentOf& argument_of, Kernel kernel, const Tell& tell) {
+                   const ArgumentOf& argument_of, Kernel kernel, const Report& report) {
   const auto shared = std::make_unique<Shared[]>(blocks);
   scheduler.observe(observer);
   if (observer) {
@@ -22,11 +22,11 @@ void launch_kernel(Scheduler& scheduler, MemoryObserver* observer, unsigned bloc
     for (unsigned block = 0; block < blocks; ++block) {
       observer->shared(&shared[block], sizeof(Shared), "block", block);
     }
-    tell(*observer);
+    report(*observer);
   }
   for (unsigned block = 0; block < blocks; ++block) {
     const auto body = [&, block](unsigned) {
-      // What a lane uses lies on its own stack, or in memory that the observer was told of.
+      // A lane's variables lie on its own stack or in memory that is registered with the observer.
       const auto& argument = argument_of(block);
       Shared& own = shared[block];
       Scheduler& lanes = scheduler;

@@ -6,9 +6,9 @@
 namespace dtcomm {
 namespace {
 
-// The scheduler moves processes between cores while a program runs, so the round trip is measured again and again: in
+// The scheduler moves processes between cores while a program runs, so the round trip is measured repeatedly: in
 // the first operation, then in every 1024th of up to 16 KiB and every 8th of 2 MiB and more. Small operations, too,
-// take longer if cores are far apart and the staging does not know it.
+// take longer if cores are far apart and the staging does not take that into account.
 constexpr std::size_t kProbeBytes = 16 * 1024;    // of input
 constexpr std::uint64_t kProbeInterval = 1024;    // times kProbeBytes
 constexpr std::uint64_t kMaxProbeProgress = 128;  // times kProbeBytes that one operation counts for

@@ -1,4 +1,4 @@
-// What a process shares with its peers, whatever the communicator: a futex by which they wake it, and the table of its
+// What a process shares with its peers in all communicators: a futex by which they wake it, and the table of its
 // tensors that lie in shared memory (dtcomm.empty).
 #pragma once
 

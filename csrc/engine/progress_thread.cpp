@@ -153,9 +153,9 @@ void ProgressThread::loop() {
       continue;
     }
     const bool on_sockets = sleep_fds_.size() > 1;
-    const bool tired = (on_sockets ? socket_backoff : memory_backoff).should_sleep();
+    const bool should_sleep = (on_sockets ? socket_backoff : memory_backoff).should_sleep();
     // An emulated link that knows when it delivers decides how long to sleep; otherwise the backoff does.
-    if (max_sleep_ns_ == kSleepNs || on_sockets ? !tired : max_sleep_ns_ == 0) continue;
+    if (max_sleep_ns_ == kSleepNs || on_sockets ? !should_sleep : max_sleep_ns_ == 0) continue;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       for (Communicator* communicator : communicators_) communicator->check_front();

@@ -91,7 +91,9 @@ class SimulatedWorld::Rank final : public Transport {
     return true;
   }
 
-  bool running() const { return alive && outcome.fate == Fate::done && (interpreter || next_call < calls.size()); }
+  bool running() const {
+    return alive && outcome.kind == OutcomeKind::done && (interpreter || next_call < calls.size());
+  }
 
   PeerView own_view;
   std::vector<Event> log;
@@ -151,7 +153,7 @@ void SimulatedWorld::step(Rank& rank) {
   ++steps_;
   if (rank.rank == options_.crash_rank && rank.steps++ >= options_.crash_after) {
     rank.alive = false;
-    rank.outcome.fate = Fate::died;
+    rank.outcome.kind = OutcomeKind::died;
     return;
   }
   if (!rank.interpreter) {
@@ -166,10 +168,10 @@ void SimulatedWorld::step(Rank& rank) {
     for (auto& other : ranks_) other->blocked = false;
   }
   if (const auto& corrupt = rank.interpreter->corrupt()) {
-    rank.outcome.fate = Fate::corrupt;
+    rank.outcome.kind = OutcomeKind::corrupt;
     rank.outcome.failed_rank = corrupt->sender;
   } else if (rank.interpreter->mismatch()) {
-    rank.outcome.fate = Fate::mismatch;
+    rank.outcome.kind = OutcomeKind::mismatch;
     rank.outcome.failed_rank = rank.interpreter->waiting_for();
   } else if (progress == Progress::done) {
     rank.outcome.wire_bytes += rank.interpreter->wire_bytes();
@@ -180,7 +182,7 @@ void SimulatedWorld::step(Rank& rank) {
 }
 
 // Decides how ranks end that are blocked although they have seen everything.
-void SimulatedWorld::settle_deadlock(const std::vector<Rank*>& blocked) {
+void SimulatedWorld::resolve_deadlock(const std::vector<Rank*>& blocked) {
   const bool any_dead = std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return !rank->alive; });
   for (Rank* rank : blocked) {
     bool disagree = false;
@@ -188,11 +190,11 @@ void SimulatedWorld::settle_deadlock(const std::vector<Rank*>& blocked) {
       const OpHeader& header = other->own_view.header->ops[rank->number % kOpRing];
       disagree |= header.number == rank->number && header.fingerprint != rank->interpreter->fingerprint();
     }
-    rank->outcome.fate = any_dead ? Fate::peer_lost : disagree ? Fate::mismatch : Fate::stuck;
+    rank->outcome.kind = any_dead ? OutcomeKind::peer_lost : disagree ? OutcomeKind::mismatch : OutcomeKind::deadlock;
     rank->outcome.failed_rank = rank->interpreter->waiting_for();
     for (auto& other : ranks_) {  // in the engine, this rank would read that one's failure
-      if (other->outcome.fate != Fate::corrupt) continue;
-      rank->outcome.fate = Fate::corrupt;
+      if (other->outcome.kind != OutcomeKind::corrupt) continue;
+      rank->outcome.kind = OutcomeKind::corrupt;
       rank->outcome.failed_rank = other->outcome.failed_rank;
     }
   }
@@ -205,7 +207,7 @@ std::vector<SimulationOutcome> SimulatedWorld::run(std::vector<std::vector<Call>
     rank.calls = std::move(calls[i]);
     rank.next_call = 0;
     rank.outcome = SimulationOutcome{};
-    if (!rank.alive) rank.outcome.fate = Fate::died;
+    if (!rank.alive) rank.outcome.kind = OutcomeKind::died;
   }
   bool everything_delivered = false;  // since a rank moved last
   for (;;) {
@@ -216,7 +218,7 @@ std::vector<SimulationOutcome> SimulatedWorld::run(std::vector<std::vector<Call>
     if (candidates.empty()) break;
     if (std::all_of(candidates.begin(), candidates.end(), [](const Rank* rank) { return rank->blocked; })) {
       if (everything_delivered) {
-        settle_deadlock(candidates);
+        resolve_deadlock(candidates);
         break;
       }
       deliver(true);

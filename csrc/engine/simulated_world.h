@@ -22,10 +22,10 @@ struct SimulationOptions {
 };
 
 // How a rank ended. The numbers are part of the Python binding.
-enum class Fate : std::uint8_t { done = 0, died = 1, peer_lost = 2, mismatch = 3, stuck = 4, corrupt = 5 };
+enum class OutcomeKind : std::uint8_t { done = 0, died = 1, peer_lost = 2, mismatch = 3, deadlock = 4, corrupt = 5 };
 
 struct SimulationOutcome {
-  Fate fate = Fate::done;
+  OutcomeKind kind = OutcomeKind::done;
   int failed_rank = -1;        // peer_lost: the rank waited for; corrupt: the rank whose payload was damaged
   std::uint64_t finished = 0;  // operations
   std::uint64_t wire_bytes = 0;
@@ -45,7 +45,7 @@ class SimulatedWorld {
   std::uint64_t random();
   void deliver(bool everything);
   void step(Rank& rank);
-  void settle_deadlock(const std::vector<Rank*>& blocked);
+  void resolve_deadlock(const std::vector<Rank*>& blocked);
 
   SimulationOptions options_;
   std::uint64_t random_state_;

@@ -45,11 +45,11 @@ void spin_yield_sleep(PeerSet& peers, const FailureMonitor& failures, const Wait
   WakeupFutex& wakeup = LocalProcess::instance().page().wakeup;
   Backoff backoff(policy);
   for (;;) {
-    const bool tired = backoff.should_sleep();
+    const bool should_sleep = backoff.should_sleep();
     // If an emulated link knows when the next payload arrives, the thread sleeps until then, whatever the policy.
     const std::uint64_t pause = peers.max_sleep_ns(kSleepNs);
     Progress progress = Progress::blocked;
-    if (pause == kSleepNs ? tired : pause > 0) {
+    if (pause == kSleepNs ? should_sleep : pause > 0) {
       before_sleep();
       const ScopedSleeper sleeper(wakeup);
       const std::uint32_t seen = wakeup.counter.load(std::memory_order_acquire);

@@ -1,5 +1,16 @@
 // Zero copy: ranks read and write each other's tensors themselves (codec none), mapped from shared memory or copied
 // out of their owner's private memory, and synchronise only at the start and at the end.
+//
+// Which side decides which copy is made:
+//
+//   - Python decides for each plan, alike on all ranks, what the operation may use: PlanOptions::zero_copy and
+//     single_copy, from the operation's size, codec and algorithm, the environment and the machine
+//     (dtcomm/runtime/native/copy_policy.py). The engine does not check any of that again.
+//   - The engine decides for each call, from where the tensors lie, whether the operation does use it. A rank announces
+//     its input's place in shared memory or, if the plan allows single copy, its address. If a rank that publishes has
+//     announced neither, all ranks use the slots (slot_pipeline.h).
+//   - In the slots, the engine chooses between ordinary and non-temporal stores by the measured round trip between the
+//     cores (StagingPolicy in transport.h), unless DTCOMM_STAGING sets it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Each binding file of `_cuda` adds its part to the module; cuda.cpp calls them. What they say of wrong arguments and
-// of CUDA's errors.
+// The functions by which each binding file of `_cuda` adds its part to the module; cuda.cpp calls them. Checks and
+// exceptions that they share.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Where vectors lie, how many they are, of how many elements, and the key.
+// The address of the vectors, their number, their length and the key.
 using Numbers = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 
 void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) {
@@ -28,7 +28,7 @@ void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) 
   raise_if_not_queued(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream)));
 }
 
-// Where factors and their verdict lie, and how many elements they have.
+// The addresses of both factors, their sizes in elements, and the address of the bool.
 using FactorNumbers = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
 
 void check_finite(const std::vector<FactorNumbers>& factors, std::uintptr_t stream) {
@@ -73,15 +73,15 @@ void bind_cuda_low_rank(py::module_& module) {
   module.attr("MAX_VECTORS") = cuda::kMaxVectors;
   module.def("orthonormalise", &orthonormalise, py::arg("vectors"), py::arg("stream"),
              "Gram-Schmidt of each of `vectors` (address, count, elements, key), queued on the stream of the current "
-             "device, MAX_VECTORS a kernel.");
+             "device. One kernel for MAX_VECTORS matrices.");
   module.def("check_finite", &check_finite, py::arg("factors"), py::arg("stream"),
-             "For each of `factors` (left, right, elements of both, bool) whether all is finite; what is not becomes "
-             "zeros, as the other factor. MAX_VECTORS a kernel.");
+             "Sets the bool of each of `factors` (left, right, their elements, address of the bool) to whether all of "
+             "them are finite; if not, both become zeros. One kernel for MAX_VECTORS matrices.");
   module.def("expand", &expand, py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
              py::arg("columns"), py::arg("rank"), py::arg("left"), py::arg("right"), py::arg("finite"),
              py::arg("stream"),
-             "The gradient becomes the factors' product and the residual, where given, what that lost; where the bool "
-             "at `finite`, if given, says no, the gradient becomes NaN.");
+             "Overwrites the gradient with the product of the factors and the residual, if it is not 0, with the "
+             "error. If `finite` is not 0 and the bool at it is false, the gradient becomes NaN.");
 }
 
 }  // namespace dtcomm::python

@@ -1,5 +1,5 @@
-// What `_C` knows of fused CUDA collectives: limits, and the layout of the memory that peers reach. Available without a
-// GPU, so that ranks can agree on them.
+// Limits of fused CUDA collectives and the layout of the memory that peers reach. They are part of `_C`, so that ranks
+// without a GPU can agree on them.
 #include "python/bindings.h"
 #include "python/fused_plan.h"
 

@@ -1,6 +1,5 @@
 // Bindings of the CPU kernels. They take addresses and release the GIL. dtcomm/kernels/cpu.py checks the arguments;
-// only what would otherwise be undefined behaviour is checked here. `repeats` runs a call several times, so that
-// benchmarks of microseconds do not time Python.
+// only what would otherwise be undefined behaviour is checked here.
 #include <string>
 #include <vector>
 
@@ -22,7 +21,7 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
              int position, std::uintptr_t local, int local_dtype, std::uintptr_t residual_in,
              std::uintptr_t residual_out, std::size_t numel, std::size_t divisor, int op, std::uint64_t key,
              std::uint64_t offset, std::uintptr_t payload_out, std::uintptr_t out, int dtype, int out_dtype,
-             bool stream_payload, bool stream_out, int repeats) {
+             bool stream_payload, bool stream_out) {
   const Kernels& kernels = kernels_of(kernel);
   const Codec codec = codec_of(codec_bytes);
   Combine call = combine_call(payloads, position, local, local_dtype, residual_in, residual_out, numel, divisor, op,
@@ -30,17 +29,39 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
   call.stream_payload = stream_payload;
   call.stream_out = stream_out;
   const py::gil_scoped_release release;
-  for (int i = 0; i < repeats; ++i) kernels.combine(codec, call);
+  kernels.combine(codec, call);
 }
 
 void decode(const char* kernel, const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype,
-            std::uintptr_t out, int out_dtype, bool stream, int repeats) {
+            std::uintptr_t out, int out_dtype, bool stream) {
   const Kernels& kernels = kernels_of(kernel);
   const Codec codec = codec_of(codec_bytes);
   const DType from = dtype_of(dtype), to = dtype_of(out_dtype);
   const py::gil_scoped_release release;
+  kernels.decode(codec, pointer<const std::uint8_t>(payload), numel, from, pointer<void>(out), to, stream);
+}
+
+// For benchmarks: `repeats` calls on fp32 tensors without Python between them, which takes longer than a call on a
+// kilobyte. A single payload that is only decoded goes through Kernels::decode, everything else is a sum.
+void repeat_kernel(const char* kernel, const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& payloads,
+                   std::uintptr_t local, std::uintptr_t residual, std::size_t numel, std::uintptr_t payload_out,
+                   std::uintptr_t out, bool stream_payload, bool stream_out, int repeats) {
+  const Kernels& kernels = kernels_of(kernel);
+  const Codec codec = codec_of(codec_bytes);
+  constexpr int kF32 = static_cast<int>(DType::f32), kSum = static_cast<int>(ReduceOp::sum);
+  constexpr std::uint64_t kKey = 7;
+  Combine call = combine_call(payloads, static_cast<int>(payloads.size()), local, kF32, residual, residual, numel, 1,
+                              kSum, kKey, 0, payload_out, out, kF32, kF32);
+  call.stream_payload = stream_payload;
+  call.stream_out = stream_out;
+  const bool decodes = call.count == 1 && !local && !residual && !payload_out;
+  const py::gil_scoped_release release;
   for (int i = 0; i < repeats; ++i) {
-    kernels.decode(codec, pointer<const std::uint8_t>(payload), numel, from, pointer<void>(out), to, stream);
+    if (decodes) {
+      kernels.decode(codec, call.payloads[0], numel, DType::f32, call.out, DType::f32, stream_out);
+    } else {
+      kernels.combine(codec, call);
+    }
   }
 }
 
@@ -81,10 +102,14 @@ void bind_kernels(py::module_& module) {
              py::arg("local"), py::arg("local_dtype"), py::arg("residual_in"), py::arg("residual_out"),
              py::arg("numel"), py::arg("divisor"), py::arg("op"), py::arg("key"), py::arg("offset"),
              py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"), py::arg("stream_payload"),
-             py::arg("stream_out"), py::arg("repeats") = 1, "One call of Kernels::combine on raw addresses.");
+             py::arg("stream_out"), "One call of Kernels::combine on raw addresses.");
   module.def("decode", &decode, py::arg("kernel"), py::arg("codec"), py::arg("payload"), py::arg("numel"),
-             py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"), py::arg("repeats") = 1,
+             py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "One call of Kernels::decode on raw addresses.");
+  module.def("repeat_kernel", &repeat_kernel, py::arg("kernel"), py::arg("codec"), py::arg("payloads"),
+             py::arg("local"), py::arg("residual"), py::arg("numel"), py::arg("payload_out"), py::arg("out"),
+             py::arg("stream_payload"), py::arg("stream_out"), py::arg("repeats"),
+             "For benchmarks: runs one combine or decode of fp32 tensors `repeats` times.");
 }
 
 }  // namespace dtcomm::python

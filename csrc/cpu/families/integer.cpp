@@ -9,11 +9,11 @@ namespace dtcomm::DTCOMM_ISA {
 namespace {
 
 void encode(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args, std::uint8_t* to) {
-  alignas(kLine) float filled[kLargestBlock];
+  alignas(kLine) float without_outliers[kLargestBlock];
   if (params.codec.spikes) {
-    __builtin_memcpy(filled, x, n * sizeof(float));
-    take_spikes(params, filled, n, args, to);
-    x = filled;
+    __builtin_memcpy(without_outliers, x, n * sizeof(float));
+    encode_outliers(params, without_outliers, n, args, to);
+    x = without_outliers;
   }
   if (params.codec.block == 32) {
     encode_integer<32>(params.codec, params.rules, params.layout, x, n, args, to);
@@ -28,7 +28,7 @@ void decode(const CodecParams& params, const std::uint8_t* from, std::size_t n, 
     alignas(kLine) float floats[kLargestBlock];
     float* const room = stream ? floats : to;
     decode_integer<false>(params.codec, params.layout, from, n, room);
-    put_outliers_back(params, from, n, room);
+    restore_outliers(params, from, n, room);
     if (stream) stream_copy(to, floats, n * sizeof(float));
     return;
   }

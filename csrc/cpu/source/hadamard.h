@@ -188,9 +188,9 @@ inline void rotate_long_blocks(std::size_t block, const float* x, std::size_t n,
   }
 }
 
-// Whole blocks from `x` to `to`; `work` is written where a block is long, and on the way in it is `to`.
+// Transforms whole blocks from `x` to `to`. Long blocks overwrite `work`, which may be `to` in the forward direction.
 template <Direction Which, bool Stream>
-inline void turn(std::size_t block, const float* x, std::size_t n, float* to, float* work) {
+inline void rotate_whole_blocks(std::size_t block, const float* x, std::size_t n, float* to, float* work) {
   const float norm = rotation_norm(static_cast<std::uint32_t>(block));
   if (kMaxVectors == 16 && block == 16 * kLanes) return rotate_blocks<kMaxVectors, Which, Stream>(x, n, to, norm);
   switch (block / kLanes) {
@@ -210,11 +210,11 @@ inline void turn(std::size_t block, const float* x, std::size_t n, float* to, fl
 // n floats into whole rotated blocks, the last one filled up with zeros. `to` has room for these and may be `x`.
 inline void rotate(std::size_t block, const float* x, std::size_t n, float* to) {
   const std::size_t rest = n % block, whole = n - rest;
-  turn<Direction::in, false>(block, x, whole, to, to);
+  rotate_whole_blocks<Direction::in, false>(block, x, whole, to, to);
   if (rest == 0) return;
   if (x != to) __builtin_memcpy(to + whole, x + whole, rest * sizeof(float));
   __builtin_memset(to + n, 0, (block - rest) * sizeof(float));
-  turn<Direction::in, false>(block, to + whole, block, to + whole, to + whole);
+  rotate_whole_blocks<Direction::in, false>(block, to + whole, block, to + whole, to + whole);
 }
 
 // The n floats of whole rotated blocks. `to` may be `x`, and so may `work`, which has room for whole blocks; a streamed
@@ -222,9 +222,9 @@ inline void rotate(std::size_t block, const float* x, std::size_t n, float* to) 
 template <bool Stream>
 inline void rotate_back(std::size_t block, const float* x, std::size_t n, float* to, float* work) {
   const std::size_t rest = n % block, whole = n - rest;
-  turn<Direction::back, Stream>(block, x, whole, to, work);
+  rotate_whole_blocks<Direction::back, Stream>(block, x, whole, to, work);
   if (rest == 0) return;
-  turn<Direction::back, false>(block, x + whole, block, work + whole, work + whole);
+  rotate_whole_blocks<Direction::back, false>(block, x + whole, block, work + whole, work + whole);
   if (work != to) __builtin_memcpy(to + whole, work + whole, rest * sizeof(float));
 }
 

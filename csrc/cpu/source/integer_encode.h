@@ -76,13 +76,13 @@ inline __attribute__((always_inline)) __m512i codes_of(const Rounding& args, con
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i h = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(index)), lane);
   h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(args.stream.before)));
-  const auto stir = [](__m512i v, unsigned by) {
+  const auto xorshift_right = [](__m512i v, unsigned by) {
     return _mm512_xor_si512(v, _mm512_maskz_srl_epi32(0xffff, v, _mm_cvtsi32_si128(static_cast<int>(by))));
   };
-  h = _mm512_mullo_epi32(stir(h, 16), _mm512_set1_epi32(0x7feb352d));
+  h = _mm512_mullo_epi32(xorshift_right(h, 16), _mm512_set1_epi32(0x7feb352d));
   h = _mm512_add_epi32(h, _mm512_set1_epi32(static_cast<int>(args.stream.between)));
-  h = _mm512_mullo_epi32(stir(h, 15), _mm512_set1_epi32(static_cast<int>(0x846ca68bU)));
-  h = _mm512_maskz_srli_epi32(0xffff, stir(h, 16), 8);
+  h = _mm512_mullo_epi32(xorshift_right(h, 15), _mm512_set1_epi32(static_cast<int>(0x846ca68bU)));
+  h = _mm512_maskz_srli_epi32(0xffff, xorshift_right(h, 16), 8);
   const __m512 random = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, h), _mm512_set1_ps(0x1p-24f));
   const __m512 floor = _mm512_maskz_roundscale_ps(0xffff, t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   const __mmask16 up = _mm512_cmp_ps_mask(random, _mm512_sub_ps(t, floor), _CMP_LT_OQ);
@@ -107,11 +107,13 @@ inline __attribute__((always_inline)) __m256i codes_of(const Rounding& args, con
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i h = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(index)), lane);
   h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int>(args.stream.before)));
-  const auto stir = [](__m256i v, int by) { return _mm256_xor_si256(v, _mm256_srl_epi32(v, _mm_cvtsi32_si128(by))); };
-  h = _mm256_mullo_epi32(stir(h, 16), _mm256_set1_epi32(0x7feb352d));
+  const auto xorshift_right = [](__m256i v, int by) {
+    return _mm256_xor_si256(v, _mm256_srl_epi32(v, _mm_cvtsi32_si128(by)));
+  };
+  h = _mm256_mullo_epi32(xorshift_right(h, 16), _mm256_set1_epi32(0x7feb352d));
   h = _mm256_add_epi32(h, _mm256_set1_epi32(static_cast<int>(args.stream.between)));
-  h = _mm256_mullo_epi32(stir(h, 15), _mm256_set1_epi32(static_cast<int>(0x846ca68bU)));
-  h = _mm256_srli_epi32(stir(h, 16), 8);
+  h = _mm256_mullo_epi32(xorshift_right(h, 15), _mm256_set1_epi32(static_cast<int>(0x846ca68bU)));
+  h = _mm256_srli_epi32(xorshift_right(h, 16), 8);
   const __m256 random = _mm256_mul_ps(_mm256_cvtepi32_ps(h), _mm256_set1_ps(0x1p-24f));
   const __m256 floor = _mm256_floor_ps(t);
   const __m256 up = _mm256_cmp_ps(random, _mm256_sub_ps(t, floor), _CMP_LT_OQ);

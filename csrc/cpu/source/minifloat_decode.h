@@ -1,6 +1,6 @@
-// Decodes small floats to fp32; float8 and mx share it. Normal numbers by a shift and their scale; vectors
-// with subnormal ones by way of fp16, whose conversion instruction knows them. Payloads from elsewhere may hold any
-// byte: vectors with Inf or NaN go the long way.
+// Decodes small floats to fp32, for float8 and mx. Normal numbers take a shift and their scale. Vectors with subnormal
+// numbers are converted through fp16, whose conversion instruction handles them. Payloads from elsewhere may hold any
+// byte: vectors with Inf or NaN take the slow path.
 #pragma once
 
 #include "codec/minifloat.h"

@@ -10,13 +10,13 @@ namespace dtcomm::DTCOMM_ISA {
 
 constexpr std::size_t kMaxOutliers = 2 * kGranule / kSmallestBlock;
 
-// Two outliers per block, in the order of the payload section.
-struct Spikes {
+// The outliers of a granule, two per block, in the order of the payload section.
+struct GranuleOutliers {
   float values[kMaxOutliers];
-  std::uint32_t places[kMaxOutliers];
+  std::uint32_t positions[kMaxOutliers];
 };
 
-// The smallest and the largest element of whole blocks, in spike_order.
+// The smallest and the largest element of whole blocks, in float_order.
 struct Ranges {
   std::int32_t least[kMaxOutliers / 2], most[kMaxOutliers / 2];
 };
@@ -77,69 +77,70 @@ inline __attribute__((always_inline)) std::uint32_t first_equal(const float* x, 
   }
 }
 
-// take_spikes of whole blocks.
+// Extracts the outliers of whole blocks.
 template <std::size_t Block>
-inline void take_blocks(float* x, std::size_t blocks, std::size_t length, Spikes& spikes) {
+inline void extract_block_outliers(float* x, std::size_t blocks, std::size_t length, GranuleOutliers& outliers) {
   const std::size_t block = Block ? Block : length;
   Ranges ranges;
   measure_ranges<Block>(x, blocks, block, ranges);
   for (std::size_t b = 0; b < blocks; ++b, x += block) {
     const std::int32_t least = ranges.least[b], most = ranges.most[b];
-    float* values = spikes.values + 2 * b;
-    SpikePlaces at = {0, 0};
-    if (least <= kSpikeLowest || most >= kSpikeHighest) {
+    float* values = outliers.values + 2 * b;
+    OutlierPositions at = {0, 0};
+    if (least <= kLowestOrder || most >= kHighestOrder) {
       values[0] = values[1] = float_of(kNaN32);
     } else {
-      const std::int32_t low = spike_bits(least), high = spike_bits(most);
+      const std::int32_t low = bits_of_order(least), high = bits_of_order(most);
       at = {first_equal(x, block, low), first_equal(x, block, high)};
       values[0] = float_of(static_cast<std::uint32_t>(low));
       values[1] = float_of(static_cast<std::uint32_t>(high));
-      x[at.low] = x[at.high] = x[spike_filler(at)];
+      x[at.low] = x[at.high] = x[filler_position(at)];
     }
-    spikes.places[2 * b] = at.low;
-    spikes.places[2 * b + 1] = at.high;
+    outliers.positions[2 * b] = at.low;
+    outliers.positions[2 * b + 1] = at.high;
   }
 }
 #endif
 
 // Writes the outlier section of a granule whose elements are x[0, n), which become the elements to encode.
-inline void take_spikes(const CodecParams& params, float* x, std::size_t n, const EncodeArgs& args, std::uint8_t* to) {
+inline void encode_outliers(const CodecParams& params, float* x, std::size_t n, const EncodeArgs& args,
+                            std::uint8_t* to) {
   const std::size_t block = params.layout.block, blocks = params.layout.blocks(n);
-  Spikes spikes;
+  GranuleOutliers outliers;
   std::size_t b = 0;
 #if defined(__AVX2__)
   b = n / block;
-  block == 32 ? take_blocks<32>(x, b, block, spikes) : take_blocks<0>(x, b, block, spikes);
+  block == 32 ? extract_block_outliers<32>(x, b, block, outliers) : extract_block_outliers<0>(x, b, block, outliers);
 #endif
   for (; b < blocks; ++b) {
-    SpikePlaces at;
-    float* values = spikes.values + 2 * b;
     const std::size_t length = smaller(block, n - b * block);
-    take_spikes(x + b * block, static_cast<std::uint32_t>(length), at, values[0], values[1]);
-    spikes.places[2 * b] = at.low;
-    spikes.places[2 * b + 1] = at.high;
+    const Outliers extracted = extract_outliers(x + b * block, static_cast<std::uint32_t>(length));
+    outliers.values[2 * b] = extracted.low;
+    outliers.values[2 * b + 1] = extracted.high;
+    outliers.positions[2 * b] = extracted.at.low;
+    outliers.positions[2 * b + 1] = extracted.at.high;
   }
   const bool random = params.codec.stochastic && params.codec.scale != Scale::fp32;
   for (std::size_t i = 0; random && i < 2 * blocks; ++i) {
-    const std::uint64_t index = args.index + i / 2 * block + spikes.places[i];
+    const std::uint64_t index = args.index + i / 2 * block + outliers.positions[i];
     const float u = uniform(make_stream(args.key, index), static_cast<std::uint32_t>(index));
-    spikes.values[i] = spike_value(params.codec, spikes.values[i], u);
+    outliers.values[i] = round_outlier(params.codec, outliers.values[i], u);
   }
-  std::uint8_t* values = to + params.layout.spikes_at(n);
-  std::uint8_t* places = to + spike_places_at(params.layout, n);
+  std::uint8_t* values = to + params.layout.outliers_at(n);
+  std::uint8_t* positions = to + outlier_positions_at(params.layout, n);
   if (params.codec.scale == Scale::fp32) {
-    __builtin_memcpy(values, spikes.values, 2 * blocks * sizeof(float));
+    __builtin_memcpy(values, outliers.values, 2 * blocks * sizeof(float));
   } else {
     for (std::size_t i = 0; i < 2 * blocks; ++i) {
-      const float value = random ? spikes.values[i] : spike_value(params.codec, spikes.values[i], 0.0f);
+      const float value = random ? outliers.values[i] : round_outlier(params.codec, outliers.values[i], 0.0f);
       unaligned<std::uint16_t>(values)[i].value = static_cast<std::uint16_t>(bits_of(value) >> 16);
     }
   }
   for (std::size_t i = 0; i < 2 * blocks; ++i) {
-    if (spike_place_bytes(params.layout) == 1) {
-      places[i] = static_cast<std::uint8_t>(spikes.places[i]);
+    if (outlier_position_bytes(params.layout) == 1) {
+      positions[i] = static_cast<std::uint8_t>(outliers.positions[i]);
     } else {
-      unaligned<std::uint16_t>(places)[i].value = static_cast<std::uint16_t>(spikes.places[i]);
+      unaligned<std::uint16_t>(positions)[i].value = static_cast<std::uint16_t>(outliers.positions[i]);
     }
   }
 }
@@ -148,20 +149,20 @@ inline void take_spikes(const CodecParams& params, float* x, std::size_t n, cons
 template <class Put>
 inline void for_each_outlier(const CodecParams& params, const std::uint8_t* from, std::size_t n, const Put& put) {
   const Layout& layout = params.layout;
-  const std::uint8_t* values = from + layout.spikes_at(n);
-  const std::uint8_t* places = from + spike_places_at(layout, n);
-  const bool bytes = spike_place_bytes(layout) == 1, narrow = params.codec.scale == Scale::bf16;
+  const std::uint8_t* values = from + layout.outliers_at(n);
+  const std::uint8_t* positions = from + outlier_positions_at(layout, n);
+  const bool bytes = outlier_position_bytes(layout) == 1, narrow = params.codec.scale == Scale::bf16;
   for (std::size_t i = 0; i < 2 * layout.blocks(n); ++i) {
-    const std::size_t place = bytes ? places[i] : unaligned<std::uint16_t>(places)[i].value;
-    const std::size_t at = i / 2 * layout.block + place;
+    const std::size_t position = bytes ? positions[i] : unaligned<std::uint16_t>(positions)[i].value;
+    const std::size_t at = i / 2 * layout.block + position;
     const float value =
         narrow ? float_from_bf16(unaligned<std::uint16_t>(values)[i].value) : unaligned<float>(values)[i].value;
-    if (place < layout.block && at < n) put(canonical(value), at);
+    if (position < layout.block && at < n) put(canonical(value), at);
   }
 }
 
 // Writes the granule's outliers over its decoded floats.
-inline void put_outliers_back(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to) {
+inline void restore_outliers(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to) {
   auto* out = unaligned<float>(to);
   for_each_outlier(params, from, n, [=](float value, std::size_t i) { out[i].value = value; });
 }

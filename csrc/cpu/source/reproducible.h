@@ -1,5 +1,5 @@
-// Codec `exact`: floats to integers and back. It has the loops over one block, and the passes over tensors that a
-// collective makes where its ranks agree on the grid (cpu/kernels.h says what they mean).
+// Codec `exact`: floats to integers and back. It has the loops over one block, and the passes over tensors of a
+// collective whose ranks agree on the exponents (LocalKernels in cpu/kernels.h).
 #pragma once
 
 #include "codec/reproducible.h"

@@ -1,5 +1,5 @@
-// randk at positions that all ranks draw_positions alike: what is added up is the values alone (cpu/kernels.h says
-// how).
+// Sums of randk at positions that are the same on all ranks, so that ranks exchange only the values
+// (LocalKernels in cpu/kernels.h).
 #pragma once
 
 #include "cpu/kernels.h"

@@ -77,13 +77,14 @@ inline void scatter_error(KeptElements& kept, std::size_t n, const float* sum, f
 
 // Draws randk's positions of the first kept.count values of a granule of n elements.
 inline void draw_positions(std::uint64_t granule_key, std::size_t n, KeptElements& kept) {
-  const Shuffle shuffle = make_shuffle(granule_key, n);
-  if (n == shuffle.mask + std::size_t{1}) {  // every output is a position
+  const Permutation permutation = make_permutation(granule_key, n);
+  if (n == permutation.mask + std::size_t{1}) {  // every output is a position
     for (std::uint32_t i = 0; i < kept.count; ++i) {
-      kept.position[i] = static_cast<std::uint16_t>(turned(shuffle, shuffled_once(shuffle, i)));
+      kept.position[i] = static_cast<std::uint16_t>(rotated_position(permutation, permuted_in_range(permutation, i)));
     }
   } else {
-    for (std::uint32_t i = 0; i < kept.count; ++i) kept.position[i] = static_cast<std::uint16_t>(shuffled(shuffle, i));
+    for (std::uint32_t i = 0; i < kept.count; ++i)
+      kept.position[i] = static_cast<std::uint16_t>(permuted(permutation, i));
   }
 }
 

@@ -70,18 +70,15 @@ struct Integer : Blocks<Group> {
     std::int32_t low = 0x7fffffff, high = -0x7fffffff - 1;
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
-      const std::int32_t order = spike_order(x[j]);
+      const std::int32_t order = float_order(x[j]);
       low = j < live && order < low ? order : low;
       high = j < live && order > high ? order : high;
     }
     low = group_reduce(lanes, group(), low, [](std::int32_t a, std::int32_t b) { return a < b ? a : b; });
     high = group_reduce(lanes, group(), high, [](std::int32_t a, std::int32_t b) { return a > b ? a : b; });
     if (top >= kInfinity32) return 0.0f;
-    const auto from_order = [](std::int32_t order) {
-      return float_of(static_cast<std::uint32_t>(order ^ ((order >> 31) & 0x7fffffff)));
-    };
-    const float zero = zero_of(rules, from_order(low));
-    top = magnitude(from_order(high) - zero);
+    const float zero = zero_of(rules, float_from_order(low));
+    top = magnitude(float_from_order(high) - zero);
     return top >= kInfinity32 ? 0.0f : zero;
   }
 

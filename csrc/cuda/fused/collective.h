@@ -18,8 +18,8 @@ constexpr int kMaxRanks = 8;         // of a host
 constexpr unsigned kMaxBlocks = 64;  // thread blocks of a rank
 constexpr unsigned kSignalStages = 5, kCounters = 3;
 
-// For a program it only says how chunks lie in the tensors: a broadcast's as an all_reduce's, a gather's as an
-// all_gather's.
+// For a program it only determines how chunks lie in the tensors: a broadcast counts as all_reduce, a gather as
+// all_gather.
 enum class Collective : unsigned { all_reduce = 0, reduce_scatter = 1, all_gather = 2, all_to_all = 3 };
 
 // two_shot serves all_reduce. one_shot serves every collective and is the only direct algorithm of the other three.

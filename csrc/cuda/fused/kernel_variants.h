@@ -26,8 +26,8 @@ struct FusedKernel {
   }
 };
 
-// Sums of eight ranks, a host's usual number, have kernels of their own; those of any number ask for residuals as they
-// go.
+// Sums of eight ranks, the usual number of a host, have kernels of their own. The kernels for any number of ranks test
+// at run time whether there are residuals.
 template <Algorithm Which, bool Feedback, class Use>
 auto with_all_reduce_variant(const FusedParams& fused, const Use& use) {
   const bool plain = fused.states[0].params[static_cast<unsigned>(Pass::reduce)].op == ReduceOp::sum &&
@@ -38,7 +38,7 @@ auto with_all_reduce_variant(const FusedParams& fused, const Use& use) {
   return use(FusedKernel<Collective::all_reduce, Which, kAnyCount, true>());
 }
 
-// use(FusedKernel<...>()). What is not a sum of everything asks for residuals as it goes.
+// use(FusedKernel<...>()). Only all_reduce has kernels without residuals; the others test for them at run time.
 template <class Use>
 auto with_fused_variant(const FusedParams& fused, const Use& use) {
   switch (fused.collective) {

@@ -131,7 +131,7 @@ std::uint64_t presence_of(const FusedSpec& spec, const LaunchTensors& tensors) {
   return present;
 }
 
-// Replaces the addresses of tensors that a kernel uses. Whether they are aligned the kernel asks for each section.
+// Replaces the addresses of tensors that a kernel uses. The kernel tests their alignment in each section.
 void set_addresses(const RankTensors& tensors, KernelParams& params) {
   if (params.local) params.local = tensors.input;
   if (params.out) params.out = tensors.output;
@@ -241,18 +241,18 @@ Status FusedPlan::check(const LaunchTensors& tensors) const {
 
 const FusedPlan::Prepared& FusedPlan::prepare(const LaunchTensors& tensors) {
   const std::uint64_t present = presence_of(spec_, tensors);
-  const auto same = [&](const auto& prepared) { return prepared->present == present; };
+  const auto same = [&](const auto& entry) { return entry->present == present; };
   auto found = std::find_if(prepared_.begin(), prepared_.end(), same);
   if (found == prepared_.end()) {
-    auto made = std::make_unique<Prepared>();
-    made->present = present;
+    auto entry = std::make_unique<Prepared>();
+    entry->present = present;
     if (spec_.algorithm == Algorithm::program) {
-      made->steps = make_step_params(spec_, tensors);
+      entry->steps = make_step_params(spec_, tensors);
     } else {
-      made->fused.push_back(make_fused_params(spec_, tensors));
-      if (made->fused[0].sections == 0) made->fused.clear();
+      entry->fused.push_back(make_fused_params(spec_, tensors));
+      if (entry->fused[0].sections == 0) entry->fused.clear();
     }
-    found = prepared_.insert(prepared_.end(), std::move(made));
+    found = prepared_.insert(prepared_.end(), std::move(entry));
   }
   Prepared& prepared = **found;
   for (int i = 0; i < spec_.local_ranks; ++i) {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "core/chunk_layout.h"
 #include "cuda/fused/program_step.cuh"
 #include "cuda/make_params.h"
 
@@ -59,6 +60,20 @@ class FusedPlan {
 FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors);
 std::vector<StepParams> make_step_params(const FusedSpec& spec, const LaunchTensors& tensors);
 Status check_programs(const FusedSpec& spec);
+// How the chunks of a collective's programs lie in the caller's tensors.
+inline Geometry geometry_of(Collective collective) {
+  switch (collective) {
+    case Collective::reduce_scatter:
+      return Geometry::scatter;
+    case Collective::all_gather:
+      return Geometry::gather;
+    case Collective::all_to_all:
+      return Geometry::exchange;
+    default:
+      return Geometry::whole;
+  }
+}
+
 // Whether some local rank sums, and whether the i-th of them reads its input.
 bool has_sums(const FusedSpec& spec);
 bool reads_input(const FusedSpec& spec, int i);

@@ -1,7 +1,6 @@
 // Turns lowered programs into the parameters of one kernel launch for each of their steps.
 #include <algorithm>
 
-#include "core/chunk_layout.h"
 #include "cuda/fused/plan.h"
 
 namespace dtcomm::cuda {
@@ -12,19 +11,6 @@ constexpr int kMaxChunks = 65535, kMaxBoxes = 32767;  // that a Task can name
 
 std::uint64_t granules_of(const Layout& layout, std::uint64_t numel) {
   return (numel + layout.granule - 1) / layout.granule;
-}
-
-Geometry geometry_of(Collective collective) {
-  switch (collective) {
-    case Collective::reduce_scatter:
-      return Geometry::scatter;
-    case Collective::all_gather:
-      return Geometry::gather;
-    case Collective::all_to_all:
-      return Geometry::exchange;
-    default:
-      return Geometry::whole;
-  }
 }
 
 // Where a chunk lies in the caller's tensors.
@@ -203,7 +189,8 @@ std::uint64_t box_bytes(const FusedSpec& spec) {
 bool has_sums(const FusedSpec& spec) {
   return std::any_of(spec.programs.begin(), spec.programs.end(), [](const LoweredProgram& lowered) {
     const auto& all = lowered.program.instructions;
-    return std::any_of(all.begin(), all.end(), [](const Instruction& each) { return each.op == Op::reduce; });
+    return std::any_of(all.begin(), all.end(),
+                       [](const Instruction& instruction) { return instruction.op == Op::reduce; });
   });
 }
 

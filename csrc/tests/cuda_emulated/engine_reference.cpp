@@ -13,19 +13,6 @@ using cuda::Collective;
 
 namespace {
 
-Geometry geometry_of(Collective collective) {
-  switch (collective) {
-    case Collective::reduce_scatter:
-      return Geometry::scatter;
-    case Collective::all_gather:
-      return Geometry::gather;
-    case Collective::all_to_all:
-      return Geometry::exchange;
-    default:
-      return Geometry::whole;
-  }
-}
-
 float* floats(Bytes& bytes) { return reinterpret_cast<float*>(bytes.data()); }
 
 }  // namespace
@@ -65,9 +52,9 @@ void run_on_engine(const Programs& programs, const Scenario& scenario, std::vect
   world.ranks = shape.ranks;
   world.seed = scenario.seed;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
-    auto plan =
-        std::make_shared<const Plan>(lowering.programs[r], geometry_of(shape.collective), shape.op, shape.divisor != 1,
-                                     std::vector<Segment>{{most, shape.dtype, shape.codec, shape.codec}}, options, "");
+    auto plan = std::make_shared<const Plan>(
+        lowering.programs[r], cuda::geometry_of(shape.collective), shape.op, shape.divisor != 1,
+        std::vector<Segment>{{most, shape.dtype, shape.codec, shape.codec}}, options, "");
     world.max_boxes = std::max(world.max_boxes, static_cast<std::uint32_t>(plan->max_boxes()));
     world.slot_bytes = std::max(world.slot_bytes, plan->box_stride() * static_cast<std::size_t>(plan->max_boxes()));
     dtcomm::Call call;
@@ -78,7 +65,7 @@ void run_on_engine(const Programs& programs, const Scenario& scenario, std::vect
     calls[r].push_back(std::move(call));
   }
   for (const SimulationOutcome& outcome : SimulatedWorld(world).run(std::move(calls))) {
-    if (outcome.fate != Fate::done) throw std::runtime_error("the engine did not finish: " + describe(scenario));
+    if (outcome.kind != OutcomeKind::done) throw std::runtime_error("the engine did not finish: " + describe(scenario));
   }
 }
 

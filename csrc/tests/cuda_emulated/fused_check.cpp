@@ -83,7 +83,7 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
   }
   // All calls first, as they would be queued; residuals pass from one to the next.
   std::vector<Bytes> expected_residuals = residuals;
-  std::vector<std::vector<Tensors>> ours(scenario.calls), theirs(scenario.calls);
+  std::vector<std::vector<Tensors>> emulated(scenario.calls), expected(scenario.calls);
   std::vector<emulator::EmulatedCall> calls(scenario.calls);
   for (unsigned number = 0; number < scenario.calls; ++number) {
     calls[number].plan = plans[number % plans.size()].get();
@@ -92,33 +92,33 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
       const auto rank = static_cast<int>(r);
       const unsigned seed = scenario.seed + 9 * static_cast<unsigned>(r) + 1000 * number;
       const std::size_t in = input_numel(spec, rank), out = output_numel(spec, rank);
-      for (auto* side : {&ours[number], &theirs[number]}) {
+      for (auto* side : {&emulated[number], &expected[number]}) {
         side->push_back({Bytes(in * size), Bytes(out * size), Bytes(), Bytes(out * size)});
         fill(spec.dtype, seed + 5, out, side->back().addend.data());
       }
-      const Place place = place_of(scenario, ours[number][r], r);
+      const Place place = place_of(scenario, emulated[number][r], r);
       fill(spec.dtype, seed, in, place.input);
-      std::memcpy(theirs[number][r].input.data(), place.input, in * size);
-      theirs[number][r].residual = expected_residuals[r];
+      std::memcpy(expected[number][r].input.data(), place.input, in * size);
+      expected[number][r].residual = expected_residuals[r];
       calls[number].tensors.ranks[r] = {
           place.input, place.output, scenario.residual ? reinterpret_cast<float*>(residuals[r].data()) : nullptr,
-          scenario.bias ? bias.data() : nullptr, scenario.addend ? ours[number][r].addend.data() : nullptr};
+          scenario.bias ? bias.data() : nullptr, scenario.addend ? emulated[number][r].addend.data() : nullptr};
     }
     if (scenario.bias || scenario.addend || spec.encodes_own) {
-      run_on_kernels(scenario, theirs[number], bias.data());
+      run_on_kernels(scenario, expected[number], bias.data());
     } else {
-      run_on_engine(bench.programs, scenario, theirs[number]);
+      run_on_engine(bench.programs, scenario, expected[number]);
     }
-    for (std::size_t r = 0; r < count; ++r) expected_residuals[r] = theirs[number][r].residual;
+    for (std::size_t r = 0; r < count; ++r) expected_residuals[r] = expected[number][r].residual;
   }
   if (bench.observer) {
     bench.observer->constant(bias.data(), bias.size());
     for (unsigned r = 0; r < count; ++r) {
       bench.observer->shared(residuals[r].data(), residuals[r].size(), "residual", r);
-      for (auto& each : ours) {
-        bench.observer->shared(each[r].input.data(), each[r].input.size(), "input", r);
-        bench.observer->shared(each[r].output.data(), each[r].output.size(), "output", r);
-        bench.observer->constant(each[r].addend.data(), each[r].addend.size());
+      for (auto& call : emulated) {
+        bench.observer->shared(call[r].input.data(), call[r].input.size(), "input", r);
+        bench.observer->shared(call[r].output.data(), call[r].output.size(), "output", r);
+        bench.observer->constant(call[r].addend.data(), call[r].addend.size());
       }
     }
   }
@@ -134,8 +134,8 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
       return "the residual of rank " + std::to_string(r);
     bool whole = memory[r].guarded() && residuals[r].guarded();
     for (unsigned number = 0; number < scenario.calls; ++number) {
-      Tensors& rank = ours[number][r];
-      Bytes& out = theirs[number][r].output;
+      Tensors& rank = emulated[number][r];
+      Bytes& out = expected[number][r].output;
       if (std::memcmp(place_of(scenario, rank, r).output, out.data(), out.size()) != 0) {
         return at_rank("the output", r, number);
       }

@@ -5,7 +5,7 @@
 
 #include "emulator/block.h"
 #include "emulator/emulator.h"
-#include "tests/cuda_emulated/program_files.h"
+#include "tests/cuda_emulated/test_inputs.h"
 
 namespace dtcomm::cuda_emulated {
 
@@ -24,7 +24,7 @@ struct Scenario {
 // A scenario with the kernel that serves `algorithm`.
 Scenario make_scenario(cuda::Collective collective, const std::string& algorithm, int ranks);
 
-// What every check works with.
+// What all checks share.
 struct TestBench {
   emulator::Emulator emulator;
   Programs programs;
@@ -39,7 +39,7 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
 std::string describe(const Scenario& scenario);
 const char* name_of(cuda::Collective collective);
 
-// Prints what failed and returns false where a test failed.
-bool fused_tests(const std::string& programs, unsigned orders);
+// The fused collectives, with the inputs of `folder`. Prints the first failure and returns false if there is one.
+bool fused_tests(const std::string& folder, unsigned orders);
 
 }  // namespace dtcomm::cuda_emulated

@@ -1,7 +1,5 @@
 #include "tests/cuda_emulated/fused_scenarios.h"
 
-#include "tests/cuda_emulated/kernel_cases.h"
-
 namespace dtcomm::cuda_emulated {
 
 using cuda::BarrierId;
@@ -21,12 +19,12 @@ const std::vector<Kind>& collective_kinds() {
   return all;
 }
 
-std::vector<Codec> first_tier() {
-  std::vector<Codec> found;
-  for (const Codec& codec : codecs()) {
-    if (cuda::fusible(codec, DType::f32)) found.push_back(codec);
+std::vector<Codec> first_tier(const std::vector<Codec>& codecs) {
+  std::vector<Codec> fusible;
+  for (const Codec& codec : codecs) {
+    if (cuda::fusible(codec, DType::f32)) fusible.push_back(codec);
   }
-  return found;
+  return fusible;
 }
 
 namespace {
@@ -111,7 +109,8 @@ std::vector<BarrierId> barriers_of(const Kind& kind) {
 }
 
 const char* name_of(BarrierId barrier) {
-  const char* const names[] = {"aimed", "stored", "arrived", "reduced", "pushed", "gathered", "entered", "done"};
+  const char* const names[] = {"pointers_set",    "payloads_stored",   "payloads_arrived", "sum_encoded",
+                               "payloads_pushed", "payloads_gathered", "peers_entered",    "section_done"};
   return names[static_cast<unsigned>(barrier)];
 }
 

@@ -21,8 +21,8 @@ bool is_program(const Kind& kind);
 // Whether faults are injected for this kind. All programs share one kernel: a ring and a tree show what it needs.
 bool shows_its_kernel(const Kind& kind);
 
-// The codecs with fused kernels: casts, and the usual blocks of int8, int4 and e4m3.
-std::vector<Codec> first_tier();
+// Those of `codecs` that have fused kernels: casts, and the usual blocks of int8, int4 and e4m3.
+std::vector<Codec> first_tier(const std::vector<Codec>& codecs);
 
 // A random scenario of a kind.
 Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kind& kind, int ranks);

@@ -1,11 +1,11 @@
-// What the fused collectives are tried with, and in which orders; and that each of their barriers is needed.
+// Tests of the fused collectives: random scenarios in random orders of threads, and faults that must be detected.
 #include "tests/cuda_emulated/fused_scenarios.h"
 
 namespace dtcomm::cuda_emulated {
 
 namespace {
 
-constexpr unsigned kMaxOrders = 4000;  // orders in which a fault has to show
+constexpr unsigned kMaxOrders = 4000;  // a fault must be detected within so many orders
 using cuda::BarrierId;
 using cuda::Collective;
 using emulator::Fault;
@@ -19,7 +19,7 @@ bool passes(TestBench& bench, const Scenario& scenario, std::uint64_t order) {
   return what.empty();
 }
 
-bool found(TestBench& bench, const Kind& kind, const Fault& fault, const char* what) {
+bool is_detected(TestBench& bench, const Kind& kind, const Fault& fault, const char* what) {
   for (unsigned order = 0; order < kMaxOrders; ++order) {
     Scenario scenario = small_scenario(kind, order % 2 ? 3 : 2);
     scenario.seed = 9 * order;
@@ -30,18 +30,18 @@ bool found(TestBench& bench, const Kind& kind, const Fault& fault, const char* w
   return false;
 }
 
-bool faults_are_found(TestBench& bench, const Kind& kind) {
+bool faults_are_detected(TestBench& bench, const Kind& kind) {
   bool all = true;
   for (const BarrierId barrier : barriers_of(kind)) {
     Fault fault;
     fault.barrier = static_cast<int>(barrier);
-    all &= found(bench, kind, fault, name_of(barrier));
+    all &= is_detected(bench, kind, fault, name_of(barrier));
   }
-  Fault deaf, same_half;
-  deaf.waits = false;
+  Fault without_waits, same_half;
+  without_waits.waits = false;
   same_half.alternates = false;
-  all &= found(bench, kind, deaf, "its waits");
-  if (std::string(kind.algorithm) == "one_shot") all &= found(bench, kind, same_half, "its second half");
+  all &= is_detected(bench, kind, without_waits, "its waits");
+  if (std::string(kind.algorithm) == "one_shot") all &= is_detected(bench, kind, same_half, "its second half");
   return all;
 }
 
@@ -61,10 +61,10 @@ bool absent_ranks_are_named(TestBench& bench, const Kind& kind) {
 
 }  // namespace
 
-bool fused_tests(const std::string& programs, unsigned orders) {
-  TestBench bench{{}, Programs(programs)};
+bool fused_tests(const std::string& folder, unsigned orders) {
+  TestBench bench{{}, Programs(folder)};
   std::minstd_rand random(5);
-  const std::vector<Codec> tier = first_tier();
+  const std::vector<Codec> tier = first_tier(read_codecs(folder));
   const std::size_t count = collective_kinds().size();
   unsigned runs = 0;
   for (const Codec& codec : tier) {
@@ -85,7 +85,7 @@ bool fused_tests(const std::string& programs, unsigned orders) {
       return false;
   }
   for (const Kind& kind : collective_kinds()) {
-    if (shows_its_kernel(kind) && !faults_are_found(bench, kind)) return false;
+    if (shows_its_kernel(kind) && !faults_are_detected(bench, kind)) return false;
     if (!absent_ranks_are_named(bench, kind)) return false;
   }
   std::printf("%u fused collectives in as many orders: the engine's bytes; every missing barrier and rank was found\n",

@@ -73,20 +73,20 @@ void fill(DType dtype, unsigned seed, std::size_t numel, std::uint8_t* to) {
   }
 }
 
-std::uint8_t* Memory::room(std::vector<std::uint8_t>& bytes, std::size_t size, std::size_t shift) {
+std::uint8_t* Memory::reserve(std::vector<std::uint8_t>& bytes, std::size_t size, std::size_t shift) {
   bytes.assign(size + 2 * kGuard + kAlign, 0xA5);
   const auto start = reinterpret_cast<std::uintptr_t>(bytes.data()) + kGuard;
   return reinterpret_cast<std::uint8_t*>(aligned(start) + shift);
 }
 
-Memory::Memory(const Codec& codec, const Case& which) : made_(static_cast<std::size_t>(which.count)) {
+Memory::Memory(const Codec& codec, const Case& which) : payload_memory_(static_cast<std::size_t>(which.count)) {
   const Kernels& cpu = *find_kernels("generic");
   const std::size_t bytes = wire_bytes(codec, which.numel, which.dtype);
-  for (std::size_t t = 0; t < made_.size(); ++t) {
+  for (std::size_t t = 0; t < payload_memory_.size(); ++t) {
     const unsigned seed = which.seed + 100 * static_cast<unsigned>(t + 1);
     std::vector<std::uint8_t> x(which.numel * size_of(which.dtype));
     fill(which.dtype, t % 3 == 2 ? seed / 9 * 9 : seed, which.numel, x.data());  // a third of them tame
-    std::uint8_t* payload = room(made_[t], bytes, 0);
+    std::uint8_t* payload = reserve(payload_memory_[t], bytes, 0);
     Combine encode;
     encode.local = x.data();
     encode.local_dtype = encode.dtype = encode.out_dtype = which.dtype;
@@ -97,7 +97,7 @@ Memory::Memory(const Codec& codec, const Case& which) : made_(static_cast<std::s
     payloads_.push_back(payload);
   }
   const auto tensor = [&](std::vector<std::uint8_t>& memory, DType dtype, unsigned seed) {
-    std::uint8_t* at = room(memory, which.numel * size_of(dtype), which.shift * size_of(dtype));
+    std::uint8_t* at = reserve(memory, which.numel * size_of(dtype), which.shift * size_of(dtype));
     fill(dtype, seed, which.numel, at);
     return at;
   };
@@ -116,7 +116,7 @@ Memory::Memory(const Codec& codec, const Case& which) : made_(static_cast<std::s
   if (which.residual)
     call.residual_in = call.residual_out =
         reinterpret_cast<float*>(tensor(residual_, DType::f32, which.seed / 9 * 9 + 5 * (which.seed % 2)));
-  if (which.encodes) call.payload_out = room(payload_, bytes, 0);
+  if (which.encodes) call.payload_out = reserve(payload_, bytes, 0);
   if (which.out) call.out = which.in_place ? const_cast<void*>(call.local) : tensor(out_, which.out_dtype, 0);
 }
 
@@ -133,94 +133,10 @@ const char* Memory::differs(const Memory& other) const {
   if (!same(out_, other.out_)) return "the output";
   if (!same(residual_, other.residual_)) return "the residual";
   if (!same(local_, other.local_)) return "the local tensor";
-  for (std::size_t t = 0; t < made_.size(); ++t) {
-    if (!same(made_[t], other.made_[t])) return "an input payload";
+  for (std::size_t t = 0; t < payload_memory_.size(); ++t) {
+    if (!same(payload_memory_[t], other.payload_memory_[t])) return "an input payload";
   }
   return nullptr;
-}
-
-std::vector<Codec> codecs() {
-  std::vector<Codec> all;
-  Codec codec;
-  for (const Family family : {Family::none, Family::fp16, Family::bf16}) {
-    codec.family = family;
-    all.push_back(codec);
-  }
-  const std::uint32_t blocks[] = {16, 32, 64, 128, 256, 512, 1024, 2048, 4096};
-  codec.family = Family::integer;
-  for (std::uint8_t bits = 2; bits <= 8; ++bits) {
-    for (unsigned options = 0; options < 32; ++options) {
-      if ((options + bits) % 4 > 1) continue;
-      codec.bits = bits;
-      codec.block = blocks[(options + bits) % 9];
-      codec.symmetric = options & 1;
-      codec.stochastic = options >> 1 & 1;
-      codec.scale = static_cast<Scale>(options >> 2 & 1);
-      codec.rotate = options >> 3 & 1;
-      codec.spikes = options >> 4 & 1;
-      all.push_back(codec);
-    }
-  }
-  for (const std::uint32_t block : blocks) {  // 8 bits with everything
-    codec.block = block;
-    all.push_back(codec);
-  }
-  for (const std::uint8_t bits : {8, 4}) {  // and with nothing
-    codec = Codec();
-    codec.family = Family::integer;
-    codec.bits = bits;
-    for (const std::uint32_t block : {32U, 128U}) {
-      codec.block = block;
-      all.push_back(codec);
-    }
-  }
-  codec = Codec();
-  codec.family = Family::sign;
-  for (unsigned i = 0; i < 18; ++i) {
-    codec.block = blocks[i % 9];
-    codec.rotate = i / 9;
-    codec.scale = static_cast<Scale>(i % 2);
-    all.push_back(codec);
-  }
-  codec = Codec();
-  codec.family = Family::mx;
-  codec.block = 32;
-  for (const Element element : {Element::e4m3, Element::e5m2, Element::e2m1}) {
-    for (std::uint8_t rotate = 0; rotate < 2; ++rotate) {
-      codec.element = element;
-      codec.rotate = rotate;
-      all.push_back(codec);
-    }
-  }
-  codec = Codec();
-  codec.family = Family::float8;
-  for (const Element element : {Element::e4m3, Element::e5m2}) {
-    for (unsigned i = 0; i < 9; ++i) {
-      codec.element = element;
-      codec.block = blocks[i];
-      codec.stochastic = i % 3 == 2;
-      codec.scale = static_cast<Scale>(i / 2 % 2);
-      all.push_back(codec);
-    }
-  }
-  codec = Codec();
-  for (const Family family : {Family::topk, Family::randk}) {
-    const Element elements[] = {Element::bf16, Element::fp16, Element::fp32, Element::integer, Element::integer};
-    const std::uint32_t kept[] = {1, 41, 341, 342, 1500, 4096};
-    for (unsigned i = 0; i < 30; ++i) {
-      codec = Codec();
-      codec.family = family;
-      codec.element = elements[i % 5];
-      codec.kept = kept[i % 6];
-      if (codec.element == Element::integer) {
-        codec.bits = static_cast<std::uint8_t>(i % 5 == 3 ? 8 : 2 + i % 7);
-        codec.block = 32;
-        codec.stochastic = i % 2;
-      }
-      all.push_back(codec);
-    }
-  }
-  return all;
 }
 
 std::vector<Case> cases(const Codec& codec) {
@@ -232,28 +148,29 @@ std::vector<Case> cases(const Codec& codec) {
     // Long tensors take as long as all the others together.
     if (numel > 2000 && one_of(3)) continue;
     for (int variant = 0; variant < 3; ++variant) {
-      Case each;
-      each.numel = numel;
-      each.seed = one_of(100000);
-      each.dtype = floats[one_of(3)];
-      if (codec.family == Family::none && one_of(2)) each.dtype = static_cast<DType>(one_of(10));
-      const bool exact = size_of(each.dtype) != 2 && each.dtype != DType::f32;
-      const bool floating = !exact && each.dtype != DType::i16;
+      Case test_case;
+      test_case.numel = numel;
+      test_case.seed = one_of(100000);
+      test_case.dtype = floats[one_of(3)];
+      if (codec.family == Family::none && one_of(2)) test_case.dtype = static_cast<DType>(one_of(10));
+      const bool exact = size_of(test_case.dtype) != 2 && test_case.dtype != DType::f32;
+      const bool floating = !exact && test_case.dtype != DType::i16;
       const int counts[] = {0, 1, 1, 2, 3, 4, 5, 8, 9, 17};
-      each.count = variant < 1 ? 0 : counts[one_of(10)];
-      each.local = each.count == 0 || one_of(2);
-      each.position = static_cast<int>(one_of(static_cast<unsigned>(each.count) + 1));
-      each.encodes = variant < 2;
-      each.residual = floating && one_of(2) && (each.local || each.encodes);
-      each.out = !each.encodes || one_of(2);
-      each.local_dtype = floating && one_of(3) == 0 ? DType::f32 : each.dtype;
-      each.out_dtype = floating && one_of(3) == 0 ? DType::f32 : each.dtype;
-      each.in_place = each.out && each.local && each.local_dtype == each.out_dtype && one_of(3) == 0;
-      each.divisor = floating && one_of(2) ? 1 + one_of(9) : 1;
-      each.shift = one_of(2) ? 0 : one_of(4);
-      if (elementwise(codec) && each.count && !each.residual) each.op = static_cast<ReduceOp>(one_of(3));
-      if (each.count == 0 && !each.encodes && exact) each.local = true;
-      all.push_back(each);
+      test_case.count = variant < 1 ? 0 : counts[one_of(10)];
+      test_case.local = test_case.count == 0 || one_of(2);
+      test_case.position = static_cast<int>(one_of(static_cast<unsigned>(test_case.count) + 1));
+      test_case.encodes = variant < 2;
+      test_case.residual = floating && one_of(2) && (test_case.local || test_case.encodes);
+      test_case.out = !test_case.encodes || one_of(2);
+      test_case.local_dtype = floating && one_of(3) == 0 ? DType::f32 : test_case.dtype;
+      test_case.out_dtype = floating && one_of(3) == 0 ? DType::f32 : test_case.dtype;
+      test_case.in_place =
+          test_case.out && test_case.local && test_case.local_dtype == test_case.out_dtype && one_of(3) == 0;
+      test_case.divisor = floating && one_of(2) ? 1 + one_of(9) : 1;
+      test_case.shift = one_of(2) ? 0 : one_of(4);
+      if (elementwise(codec) && test_case.count && !test_case.residual) test_case.op = static_cast<ReduceOp>(one_of(3));
+      if (test_case.count == 0 && !test_case.encodes && exact) test_case.local = true;
+      all.push_back(test_case);
     }
     Case decode;
     decode.numel = numel;

@@ -1,4 +1,4 @@
-// Cases for the tests of codec kernels: codecs, calls, and memory for both sides with guards around every output.
+// Cases for the tests of codec kernels: calls, and memory for both sides with guards around every output.
 #pragma once
 
 #include <cstdlib>
@@ -10,9 +10,6 @@
 #include "cpu/kernels.h"
 
 namespace dtcomm::cuda_emulated {
-
-// Every family, with options such that every kernel is used.
-std::vector<Codec> codecs();
 
 // Fills a tensor with numbers of one of nine kinds, which `seed` modulo nine chooses.
 void fill(DType dtype, unsigned seed, std::size_t numel, std::uint8_t* to);
@@ -47,9 +44,10 @@ class Memory {
   const char* differs(const Memory& other) const;  // names what does, or nullptr
 
  private:
-  std::uint8_t* room(std::vector<std::uint8_t>& bytes, std::size_t size, std::size_t shift);
+  // Resizes `bytes` for `size` bytes between guards; returns where they begin, at `shift` from an aligned address.
+  std::uint8_t* reserve(std::vector<std::uint8_t>& bytes, std::size_t size, std::size_t shift);
 
-  std::vector<std::vector<std::uint8_t>> made_;
+  std::vector<std::vector<std::uint8_t>> payload_memory_;
   std::vector<const std::uint8_t*> payloads_;
   std::vector<std::uint8_t> local_, residual_, out_, payload_;
 };

@@ -16,20 +16,20 @@ emulator::Scheduler& scheduler() {
   return scheduler;
 }
 
-// A block for each of `of`; tell(observer, block) reports the memory of one.
-template <class Shared, class Each, class Kernel, class Tell>
-void launch(const Each* of, std::size_t count, MemoryObserver* observer, int hidden_barrier, Kernel kernel,
-            const Tell& tell) {
+// Runs a kernel with one thread block for each item; report(observer, block) reports the memory of an item.
+template <class Shared, class Item, class Kernel, class Report>
+void launch(const Item* items, std::size_t count, MemoryObserver* observer, int hidden_barrier, Kernel kernel,
+            const Report& report) {
   const auto blocks = static_cast<unsigned>(count);
   scheduler().hide_barrier(hidden_barrier);
   emulator::launch_kernel<Shared>(
-      scheduler(), observer, blocks, cuda::kMaxBlockThreads, [&](unsigned block) { return of[block]; }, kernel,
-      [&](MemoryObserver& reported_missing) {
-        for (unsigned block = 0; block < blocks; ++block) tell(reported_missing, block);
+      scheduler(), observer, blocks, cuda::kMaxBlockThreads, [&](unsigned block) { return items[block]; }, kernel,
+      [&](MemoryObserver& active) {
+        for (unsigned block = 0; block < blocks; ++block) report(active, block);
       });
 }
 
-struct CheckShared {
+struct FiniteShared {
   cuda::WarpMaxima maxima;
 };
 
@@ -37,7 +37,7 @@ void orthonormalise(const EmulatedWarp& lanes, cuda::GramSchmidtShared& shared, 
   cuda::orthonormalise_block(lanes, shared, of);
 }
 
-void check_finite(const EmulatedWarp& lanes, CheckShared& shared, const cuda::Factors& of, unsigned) {
+void check_finite(const EmulatedWarp& lanes, FiniteShared& shared, const cuda::Factors& of, unsigned) {
   cuda::check_finite_block(lanes, shared.maxima, of);
 }
 
@@ -45,22 +45,21 @@ void check_finite(const EmulatedWarp& lanes, CheckShared& shared, const cuda::Fa
 
 int orthonormalise_emulated(const cuda::Vectors* of, std::size_t count, MemoryObserver* observer, int hidden_barrier) {
   launch<cuda::GramSchmidtShared>(
-      of, count, observer, hidden_barrier, orthonormalise, [&](MemoryObserver& reported_missing, unsigned block) {
-        reported_missing.shared(of[block].first, of[block].count * of[block].n * sizeof(float), "vectors", block);
+      of, count, observer, hidden_barrier, orthonormalise, [&](MemoryObserver& active, unsigned block) {
+        active.shared(of[block].first, of[block].count * of[block].n * sizeof(float), "vectors", block);
       });
   return scheduler().barriers();
 }
 
 void check_finite_emulated(const cuda::Factors* of, std::size_t count, MemoryObserver* observer, int hidden_barrier) {
-  launch<CheckShared>(of, count, observer, hidden_barrier, check_finite,
-                      [&](MemoryObserver& reported_missing, unsigned block) {
-                        reported_missing.shared(of[block].left, of[block].left_size * sizeof(float), "left", block);
-                        reported_missing.shared(of[block].right, of[block].right_size * sizeof(float), "right", block);
-                        reported_missing.shared(of[block].finite, 1, "finite", block);
-                      });
+  launch<FiniteShared>(of, count, observer, hidden_barrier, check_finite, [&](MemoryObserver& active, unsigned block) {
+    active.shared(of[block].left, of[block].left_size * sizeof(float), "left", block);
+    active.shared(of[block].right, of[block].right_size * sizeof(float), "right", block);
+    active.shared(of[block].finite, 1, "finite", block);
+  });
 }
 
-// Every element is one thread's, so the order does not matter.
+// Each element belongs to one thread, so the order of the threads does not matter.
 void expand_emulated(const cuda::Expansion& call) {
   cuda::with_float(call.dtype, [&](auto dtype) {
     for (std::uint64_t index = cuda::expansion_threads(call); index-- > 0;) {

@@ -29,10 +29,10 @@ void Clocks::barrier(const std::vector<unsigned>& lanes) {
   auto all = std::make_shared<Vector>(*seen_[lanes[0]]);
   std::vector<const Vector*> joined = {seen_[lanes[0]].get()};
   for (const unsigned lane : lanes) {
-    const Vector* each = seen_[lane].get();
-    if (std::find(joined.begin(), joined.end(), each) != joined.end()) continue;
-    joined.push_back(each);
-    raise(*all, *each);
+    const Vector* vector = seen_[lane].get();
+    if (std::find(joined.begin(), joined.end(), vector) != joined.end()) continue;
+    joined.push_back(vector);
+    raise(*all, *vector);
   }
   for (const unsigned lane : lanes) (*all)[lane] = now_[lane]++;
   for (const unsigned lane : lanes) seen_[lane] = all;

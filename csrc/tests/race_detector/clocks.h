@@ -1,10 +1,10 @@
-// What has happened before what: a vector clock for each lane, as DJIT+ and FastTrack keep them (Flanagan and Freund
-// 2009). Lanes that have met at a barrier share one vector, so that a barrier costs what one vector does.
+// Clocks: the happens-before order, with a vector clock for each lane, as in DJIT+ and FastTrack (Flanagan and Freund
+// 2009). Lanes that have passed a barrier share one vector, so that a barrier costs one vector.
 //
 // Orders are those of PTX's memory model: the program's within a lane; barriers; and a strong load that acquires,
-// after the strong store whose value it read, if that releases and the scope of each holds the other. They go on
-// through each other (cumulativity). The detector does not ask which value a load happened to read here: a device may
-// give it any that is good enough, so the oldest of them is taken.
+// after the strong store whose value it read, if the store releases and the scope of each contains the other's lane.
+// The orders are transitive (cumulativity). The detector ignores which value a load read in this run: on a device it
+// may read any value that ends the wait, so the oldest such store is taken.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class Clocks {
  public:
   void begin(const emulator::MemoryObserver::GridShape& shape);
 
-  // A lane's own time; what it does has this date.
+  // A lane's own time, which its next accesses have.
   std::uint32_t now(unsigned lane) const { return now_[lane]; }
   // Whether what `other` did at `when` comes before all that `lane` does from now on.
   bool before(unsigned other, std::uint32_t when, unsigned lane) const {
@@ -52,7 +52,7 @@ class Clocks {
 
   emulator::MemoryObserver::GridShape shape_ = {};
   Vector now_;
-  std::vector<std::shared_ptr<const Vector>> seen_;  // by lane: how much of every other one
+  std::vector<std::shared_ptr<const Vector>> seen_;  // by lane: the time up to which it has seen every other lane
   std::unordered_map<const std::uint32_t*, std::vector<Store>> stores_;
 };
 

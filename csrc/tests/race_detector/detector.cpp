@@ -17,7 +17,7 @@ std::vector<Race> Detector::take() {
 void Detector::begin(const GridShape& shape) {
   shape_ = shape;
   clocks_.begin(shape);
-  // Lanes look up here how to say that they leave.
+  // Lanes call leave() through this object and its virtual table.
   constant(this, sizeof *this);
   constant(*reinterpret_cast<void* const*>(static_cast<emulator::MemoryObserver*>(this)), 16 * sizeof(void*));
 }
@@ -65,7 +65,7 @@ void Detector::store(unsigned lane, const std::uint32_t* word, std::uint32_t val
   const auto at = reinterpret_cast<std::uintptr_t>(word);
   const Region* region = region_of(at);
   const Access access{__builtin_return_address(0), lane, clocks_.now(lane), 0, true, true, scope};
-  if (region) touch(at, sizeof *word, access, *region);
+  if (region) record(at, sizeof *word, access, *region);
   clocks_.store(lane, word, value, release, scope);
 }
 
@@ -73,7 +73,7 @@ void Detector::load(unsigned lane, const std::uint32_t* word, std::uint32_t valu
   const auto at = reinterpret_cast<std::uintptr_t>(word);
   const Region* region = region_of(at);
   const Access access{__builtin_return_address(0), lane, clocks_.now(lane), 0, false, true, scope};
-  if (region) touch(at, sizeof *word, access, *region);
+  if (region) record(at, sizeof *word, access, *region);
   clocks_.load(lane, word, value, acquire, scope);
 }
 
@@ -82,14 +82,14 @@ void Detector::access(const void* address, std::size_t bytes, bool stores, const
   const std::uintptr_t own = stacks_ + lane_ * stack_bytes_;
   if (at >= own && at < own + stack_bytes_) return;
   ++accesses_;
-  const Access made{site, lane_, clocks_.now(lane_), 0, stores, false, Scope::block};
+  const Access access{site, lane_, clocks_.now(lane_), 0, stores, false, Scope::block};
   const Region* region = region_of(at);
   if (!region || at + bytes > region->to) {
-    add("memory that is not a lane's to use", made, made, region ? region->what : "");
+    add("memory that is not a lane's to use", access, access, region ? region->what : "");
   } else if (region->constant) {
-    if (stores) add("constant memory is written", made, made, region->what);
+    if (stores) add("constant memory is written", access, access, region->what);
   } else {
-    touch(at, bytes, made, *region);
+    record(at, bytes, access, *region);
   }
 }
 
@@ -119,26 +119,26 @@ Detector::Page& Detector::page_of(std::uintptr_t at) {
   return *page;
 }
 
-void Detector::touch(std::uintptr_t at, std::size_t bytes, Access access, const Region& region) {
+void Detector::record(std::uintptr_t at, std::size_t bytes, Access access, const Region& region) {
   while (bytes > 0) {
-    const std::size_t within = at % kCell, local_ranks = std::min(bytes, kCell - within);
-    access.bytes = static_cast<std::uint8_t>(((1U << local_ranks) - 1) << within);
+    const std::size_t within = at % kCell, count = std::min(bytes, kCell - within);
+    access.bytes = static_cast<std::uint8_t>(((1U << count) - 1) << within);
     visit(page_of(at).cells[at % kPage / kCell], access, at, region);
-    at += local_ranks;
-    bytes -= local_ranks;
+    at += count;
+    bytes -= count;
   }
 }
 
 void Detector::visit(Cell& cell, const Access& access, std::uintptr_t at, const Region& region) {
-  // Whoever came since the lane's last access has been held against that one already.
-  const auto again = [&](const Access& old) {
+  // An access that repeats one of the same lane at the same time has been compared already.
+  const auto is_repeated = [&](const Access& old) {
     return old.lane == access.lane && old.when == access.when && (old.bytes & access.bytes) == access.bytes &&
            (old.stores || !access.stores) && old.strong == access.strong;
   };
-  if (!cell.empty() && again(cell.back())) return;
+  if (!cell.empty() && is_repeated(cell.back())) return;
   for (std::size_t i = 0; i < cell.size();) {
     const Access& old = cell[i];
-    if (again(old)) return;
+    if (is_repeated(old)) return;
     const bool ordered = clocks_.before(old.lane, old.when, access.lane);
     const bool conflict = (old.bytes & access.bytes) != 0 && (old.stores || access.stores);
     if (!ordered && conflict &&
@@ -146,7 +146,7 @@ void Detector::visit(Cell& cell, const Access& access, std::uintptr_t at, const 
       add("", old, access,
           std::string(region.what) + " " + std::to_string(region.whose) + ", byte " + std::to_string(at - region.from));
     }
-    // What races with an access that is over races with this one, too, unless that is only read or strong.
+    // A later access that races with `old` races with this one, too, unless this one only reads or is strong.
     const bool replaced =
         (old.bytes & access.bytes) == old.bytes && (access.stores || !old.stores) && (old.strong || !access.strong);
     if (ordered && replaced) {

@@ -1,9 +1,9 @@
-// Finds data races between lanes: two accesses to a byte, one of them a store, that nothing orders (clocks.h) and that
-// are not both strong. It is exact for the accesses of a run: whatever lanes did in whichever order they ran, it says
-// whether a device could have done them the other way round.
+// Detector: finds data races between lanes. A race is two accesses to a byte, one of them a store, that no order of
+// clocks.h separates and that are not both strong. For the accesses of a run the result is exact: it does not depend on
+// the order in which the emulator ran the lanes.
 //
-// Every access of instrumented code comes to it by itself: the compiler's calls for ThreadSanitizer, which the sources
-// are compiled for but not linked with, are hooks.cpp's.
+// Instrumented code reports every access: it is compiled for ThreadSanitizer, and hooks.cpp defines the functions that
+// the compiler calls.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 namespace dtcomm::race_detector {
 
 struct Access {
-  const void* site;  // the instruction behind it
+  const void* site;  // the return address of the access's hook
   unsigned lane;
   std::uint32_t when;
   std::uint8_t bytes;  // a bit for each of a cell's eight
@@ -29,8 +29,8 @@ struct Access {
   Scope scope;
 };
 
-// `earlier` is the one that came first in this run. What went wrong where there are not two: a lane that stored in
-// constant memory, or used memory that no lane may.
+// Two accesses in the order of this run. `what` is empty for a race; otherwise it names an error of one access: a store
+// to constant memory, or the use of memory that no lane may use.
 struct Race {
   const char* what;
   Access earlier, later;
@@ -44,11 +44,11 @@ class Detector : public emulator::MemoryObserver {
   Detector(const Detector&) = delete;
   Detector& operator=(const Detector&) = delete;
 
-  // Found since the last call, one for each two sites.
+  // The races found since the last call, one for each pair of sites.
   std::vector<Race> take();
-  // In words, with the source lines of both sites.
+  // A description with the source lines of both sites.
   std::string describe(const Race& race) const;
-  // Accesses that were looked at, of all runs.
+  // Accesses that were checked, over all runs.
   std::uint64_t accesses() const { return accesses_; }
 
   void begin(const GridShape& shape) override;
@@ -62,7 +62,7 @@ class Detector : public emulator::MemoryObserver {
   void store(unsigned lane, const std::uint32_t* word, std::uint32_t value, bool release, Scope scope) override;
   void load(unsigned lane, const std::uint32_t* word, std::uint32_t value, bool acquire, Scope scope) override;
 
-  // Of the lane that is inside.
+  // An access of the lane that is inside.
   void access(const void* at, std::size_t bytes, bool stores, const void* site);
 
  private:
@@ -72,7 +72,7 @@ class Detector : public emulator::MemoryObserver {
     const char* what;
     unsigned whose;
   };
-  using Cell = std::vector<Access>;  // those that a later one may race with
+  using Cell = std::vector<Access>;  // accesses to eight bytes that a later one may race with
   static constexpr std::size_t kCell = 8, kPage = 4096;
   struct Page {
     Cell cells[kPage / kCell];
@@ -82,7 +82,7 @@ class Detector : public emulator::MemoryObserver {
   void add_region(const Region& region);
   const Region* region_of(std::uintptr_t at);
   Page& page_of(std::uintptr_t at);
-  void touch(std::uintptr_t at, std::size_t bytes, Access access, const Region& region);
+  void record(std::uintptr_t at, std::size_t bytes, Access access, const Region& region);
   void visit(Cell& cell, const Access& access, std::uintptr_t at, const Region& region);
   void add(const char* what, const Access& earlier, const Access& later, std::string where);
   std::string name(unsigned lane) const;

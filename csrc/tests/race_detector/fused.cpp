@@ -14,19 +14,19 @@ using cuda_emulated::random_scenario;
 using cuda_emulated::Scenario;
 using emulator::Fault;
 
-constexpr unsigned kTries = 4;  // calls by which a fault has to show
+constexpr unsigned kTries = 4;  // a fault must be detected within so many calls
 
 struct Observed {
   Detector detector;
   TestBench bench;
 
-  explicit Observed(const std::string& programs) : bench{{}, cuda_emulated::Programs(programs)} {
+  explicit Observed(const std::string& folder) : bench{{}, cuda_emulated::Programs(folder)} {
     bench.observer = &detector;
     bench.emulator.observe(&detector);
   }
 };
 
-bool none(Observed& observed, const Scenario& scenario, std::uint64_t order, const std::string& what) {
+bool has_no_races(Observed& observed, const Scenario& scenario, std::uint64_t order, const std::string& what) {
   const std::vector<Race> races = observed.detector.take();
   if (what.empty() && races.empty()) return true;
   std::printf("FAILED: %s, order %llu: %s\n", cuda_emulated::describe(scenario).c_str(),
@@ -39,23 +39,23 @@ bool none(Observed& observed, const Scenario& scenario, std::uint64_t order, con
 
 // No races, and the engine's bytes.
 bool passes(Observed& observed, const Scenario& scenario, std::uint64_t order, int absent = -1) {
-  return none(observed, scenario, order, difference(observed.bench, scenario, order, Fault(), absent));
+  return has_no_races(observed, scenario, order, difference(observed.bench, scenario, order, Fault(), absent));
 }
 
-// A rank that is absent from one launch on: others are in the midst of a program, or have more calls in the queue. Who
-// names whom is cuda_emulated_test's matter.
-bool passes_without(Observed& observed, const Kind& kind, unsigned comes) {
+// A rank that is absent from one launch on, while others are within a program or have more calls in the queue. Which
+// rank is reported is tested by cuda_emulated_test.
+bool passes_without(Observed& observed, const Kind& kind, unsigned launches) {
   Scenario scenario = cuda_emulated::small_scenario(kind, 4);
   scenario.spec.blocks = 2;
   scenario.calls = 3;
   Fault fault;
-  fault.absent_launches = comes;
-  difference(observed.bench, scenario, comes, fault, 1);
-  return none(observed, scenario, comes, "");
+  fault.absent_launches = launches;
+  difference(observed.bench, scenario, launches, fault, 1);
+  return has_no_races(observed, scenario, launches, "");
 }
 
 // A fault is found by its races, whatever the bytes are.
-bool found(Observed& observed, const Kind& kind, const Fault& fault, const char* what, int absent = -1) {
+bool is_detected(Observed& observed, const Kind& kind, const Fault& fault, const char* what, int absent = -1) {
   for (unsigned number = 0; number < kTries; ++number) {
     Scenario scenario = cuda_emulated::small_scenario(kind, number % 2 ? 3 : 2);
     scenario.residual = number / 2 == 0;
@@ -75,11 +75,11 @@ Fault without(bool Fault::* what) {
   return fault;
 }
 
-bool faults_are_found(Observed& observed, const Kind& kind, unsigned& faults) {
+bool faults_are_detected(Observed& observed, const Kind& kind, unsigned& faults) {
   bool all = true;
   const auto try_one = [&](const Fault& fault, const char* what, int absent = -1) {
     ++faults;
-    all &= found(observed, kind, fault, what, absent);
+    all &= is_detected(observed, kind, fault, what, absent);
   };
   for (const BarrierId barrier : cuda_emulated::barriers_of(kind)) {
     Fault fault;
@@ -89,12 +89,12 @@ bool faults_are_found(Observed& observed, const Kind& kind, unsigned& faults) {
   const std::pair<bool Fault::*, const char*> left_out[] = {{&Fault::waits, "waits"},
                                                             {&Fault::releases, "releases"},
                                                             {&Fault::acquires, "acquires"},
-                                                            {&Fault::syncs_warps, "warps that come together"}};
+                                                            {&Fault::syncs_warps, "warp barriers"}};
   for (const auto& [member, what] : left_out) try_one(without(member), what);
   Fault near;
   near.scope = Scope::device;
   try_one(near, "the system's scope");
-  try_one(without(&Fault::strong), "strong notes of who is missing", 0);
+  try_one(without(&Fault::strong), "strong stores of the missing rank", 0);
   if (std::string(kind.algorithm) == "one_shot") try_one(without(&Fault::alternates), "its second half");
   if (cuda_emulated::is_program(kind)) try_one(without(&Fault::streams), "an order of its launches");
   return all;
@@ -102,10 +102,10 @@ bool faults_are_found(Observed& observed, const Kind& kind, unsigned& faults) {
 
 }  // namespace
 
-bool fused_tests(const std::string& programs, unsigned orders) {
-  Observed observed(programs);
+bool fused_tests(const std::string& folder, unsigned orders) {
+  Observed observed(folder);
   std::minstd_rand random(11);
-  const std::vector<Codec> tier = cuda_emulated::first_tier();
+  const std::vector<Codec> tier = cuda_emulated::first_tier(cuda_emulated::read_codecs(folder));
   const std::vector<Kind>& collective_kinds = cuda_emulated::collective_kinds();
   unsigned runs = 0, faults = 0;
   for (unsigned order = 0; order < orders; ++order, ++runs) {
@@ -124,10 +124,10 @@ bool fused_tests(const std::string& programs, unsigned orders) {
       scenario.spec.blocks = 2;
       all &= passes(observed, scenario, 17, absent);
     }
-    for (unsigned comes = 1; comes < 5; ++comes, ++runs) {
-      all &= passes_without(observed, kind, comes);
+    for (unsigned launches = 1; launches < 5; ++launches, ++runs) {
+      all &= passes_without(observed, kind, launches);
     }
-    if (cuda_emulated::shows_its_kernel(kind)) all &= faults_are_found(observed, kind, faults);
+    if (cuda_emulated::shows_its_kernel(kind)) all &= faults_are_detected(observed, kind, faults);
   }
   if (!all) return false;
   std::printf("%u fused collectives: no race in %llu accesses; all of %u faults were found\n", runs,

@@ -1,9 +1,10 @@
-// The codec kernels: what the lanes of a thread block share on their way to one payload.
+// Races of the codec kernels, whose lanes share memory of their thread block.
 #include <cstdio>
 
 #include "codec/layout.h"
 #include "tests/cuda_emulated/emulated_kernels.h"
 #include "tests/cuda_emulated/kernel_cases.h"
+#include "tests/cuda_emulated/test_inputs.h"
 #include "tests/race_detector/tests.h"
 
 namespace dtcomm::race_detector {
@@ -13,7 +14,7 @@ namespace {
 using cuda_emulated::Case;
 using cuda_emulated::Memory;
 
-// Memory of the caller's, as one call sees it. What is read by one lane and written by another may be the same.
+// Registers the caller's memory of one call. Inputs and outputs may be the same memory.
 void share(Detector& detector, const Codec& codec, const Case& which, Combine& call) {
   const auto tensor = [&](const void* at, DType dtype, const char* what) {
     if (at) detector.shared(at, which.numel * size_of(dtype), what, 0);
@@ -27,7 +28,7 @@ void share(Detector& detector, const Codec& codec, const Case& which, Combine& c
   if (call.payload_out) detector.shared(call.payload_out, bytes, "payload", 0);
 }
 
-// Of codecs whose lanes share most: the granule of a sum, its positions, and blocks that many warps hold.
+// The codecs whose lanes share most: the granule of a sum, its positions, and blocks that span many warps.
 std::vector<Codec> sharing() {
   Codec topk, randk, rotated;
   topk.family = Family::topk;
@@ -47,7 +48,7 @@ std::vector<Codec> sharing() {
 }
 
 // A payload, a residual and a sum that is encoded again.
-Case all_of_it() {
+Case case_with_everything() {
   Case which;
   which.numel = 4096;
   which.count = 2;
@@ -56,24 +57,24 @@ Case all_of_it() {
   return which;
 }
 
-// Left out one by one, most barriers are a race each. Some are not: before anything is shared, behind everything, and
-// where another one follows before it matters.
+// Leaving out any one barrier makes a race, for most barriers. The exceptions are barriers before anything is shared,
+// after everything, and those that another barrier follows before it matters.
 bool barriers_are_needed(Detector& detector) {
-  const Case which = all_of_it();
+  const Case which = case_with_everything();
   int all = 0, needed = 0;
   for (const Codec& codec : sharing()) {
-    int barriers = 0, found = 0, left_out = 0;
+    int barriers = 0, detected = 0, left_out = 0;
     do {
       Memory memory(codec, which);
       share(detector, codec, which, memory.call);
       cuda_emulated::combine_emulated(codec, memory.call, memory.table(), &detector, left_out);
       barriers = cuda_emulated::emulated_barriers();
-      found += !detector.take().empty();
+      detected += !detector.take().empty();
     } while (++left_out < barriers);
     all += barriers;
-    needed += found;
-    if (barriers > 1 && found * 2 > barriers) continue;
-    std::printf("FAILED: only %d of %d barriers are found to be needed, %s\n", found, barriers,
+    needed += detected;
+    if (barriers > 1 && detected * 2 > barriers) continue;
+    std::printf("FAILED: only %d of %d barriers are found to be needed, %s\n", detected, barriers,
                 cuda_emulated::describe(codec).c_str());
     return false;
   }
@@ -83,10 +84,10 @@ bool barriers_are_needed(Detector& detector) {
 
 }  // namespace
 
-bool kernel_tests(unsigned every) {
+bool kernel_tests(const std::string& folder, unsigned every) {
   Detector detector;
   unsigned calls = 0, number = 0;
-  for (const Codec& codec : cuda_emulated::codecs()) {
+  for (const Codec& codec : cuda_emulated::read_codecs(folder)) {
     for (const Case& which : cuda_emulated::cases(codec)) {
       if (number++ % every) continue;
       Memory memory(codec, which);

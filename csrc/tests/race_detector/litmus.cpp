@@ -1,5 +1,5 @@
-// What orders memory and what does not, by exchanges between the lanes of two ranks, of one block each (of one rank,
-// for scopes of a device). An answer must be the same in every order in which the lanes run.
+// Litmus tests of the detector: what orders memory and what does not, between the lanes of two ranks of one block each
+// (of one rank, for the device's scope). The result must be the same in every order in which the lanes run.
 #include <cstdio>
 #include <functional>
 
@@ -35,8 +35,8 @@ struct Lane {
   unsigned at;
 
   bool is(unsigned whose, unsigned lane) const { return rank == whose && at == lane; }
-  void tell(std::uint32_t& flag, std::uint32_t value) const { block.signal(&flag, value); }
-  void hear(const std::uint32_t& flag, std::uint32_t value) const { block.wait(&flag, value, kBudget); }
+  void signal(std::uint32_t& flag, std::uint32_t value) const { block.signal(&flag, value); }
+  void wait(const std::uint32_t& flag, std::uint32_t value) const { block.wait(&flag, value, kBudget); }
 };
 
 using Body = void (*)(const Lane& lane, Memory& memory);
@@ -65,46 +65,46 @@ Fault scoped(Scope scope) {
 void pass_message(const Lane& lane, Memory& memory) {
   if (lane.is(0, 0)) {
     memory.x = 1;
-    lane.tell(memory.flag[0], 1);
+    lane.signal(memory.flag[0], 1);
   } else if (lane.is(1, 0)) {
-    lane.hear(memory.flag[0], 1);
+    lane.wait(memory.flag[0], 1);
     memory.y = memory.x;
   }
 }
 
-// By other lanes than those that signal.
+// Other lanes than those that signal access the memory.
 template <bool Before, bool After>
-void pass_for_all(const Lane& lane, Memory& memory) {
+void pass_for_block(const Lane& lane, Memory& memory) {
   if (lane.is(0, 45)) memory.x = 1;
   if (Before) lane.block.sync_block(BarrierId::payloads_stored);
-  if (lane.is(0, 0)) lane.tell(memory.flag[0], 1);
-  if (lane.is(1, 0)) lane.hear(memory.flag[0], 1);
+  if (lane.is(0, 0)) lane.signal(memory.flag[0], 1);
+  if (lane.is(1, 0)) lane.wait(memory.flag[0], 1);
   if (After) lane.block.sync_block(BarrierId::payloads_arrived);
   if (lane.is(1, 37)) memory.y = memory.x;
 }
 
-void pass_by_way_of_a_third(const Lane& lane, Memory& memory) {
+void pass_through_third_rank(const Lane& lane, Memory& memory) {
   if (lane.is(0, 0)) {
     memory.x = 1;
-    lane.tell(memory.flag[0], 1);
+    lane.signal(memory.flag[0], 1);
   } else if (lane.is(1, 0)) {
-    lane.hear(memory.flag[0], 1);
-    lane.tell(memory.flag[1], 1);
+    lane.wait(memory.flag[0], 1);
+    lane.signal(memory.flag[1], 1);
   } else if (lane.is(2, 0)) {
-    lane.hear(memory.flag[1], 1);
+    lane.wait(memory.flag[1], 1);
     memory.y = memory.x;
   }
 }
 
-// Whoever waits for the first signal has not been told of what came before the second.
+// A wait for the first signal does not order what precedes the second one.
 template <std::uint32_t Waited>
 void run_ahead(const Lane& lane, Memory& memory) {
   if (lane.is(0, 0)) {
-    lane.tell(memory.flag[0], 1);
+    lane.signal(memory.flag[0], 1);
     memory.x = 1;
-    lane.tell(memory.flag[0], 2);
+    lane.signal(memory.flag[0], 2);
   } else if (lane.is(1, 0)) {
-    lane.hear(memory.flag[0], Waited);
+    lane.wait(memory.flag[0], Waited);
     memory.y = memory.x;
   }
 }
@@ -113,35 +113,35 @@ template <bool Waits>
 void write_after_read(const Lane& lane, Memory& memory) {
   if (lane.is(1, 0)) {
     memory.y = memory.x;
-    lane.tell(memory.flag[0], 1);
+    lane.signal(memory.flag[0], 1);
   } else if (lane.is(0, 0)) {
-    if (Waits) lane.hear(memory.flag[0], 1);
+    if (Waits) lane.wait(memory.flag[0], 1);
     memory.x = 1;
   }
 }
 
-enum class Meets { exchange, together, block };
+enum class Sync { exchange, warp, block };
 
 // From lane 0 to `Reader` of the same block.
-template <Meets How, unsigned Reader>
-void pass_within_a_block(const Lane& lane, Memory& memory) {
+template <Sync Kind, unsigned Reader>
+void pass_within_block(const Lane& lane, Memory& memory) {
   if (lane.is(0, 0)) memory.x = 1;
-  if (How == Meets::exchange) lane.block.shuffle_xor(lane.at, 1);
-  if (How == Meets::together) lane.block.sync_warp();
-  if (How == Meets::block) lane.block.sync_block(BarrierId::pointers_set);
+  if (Kind == Sync::exchange) lane.block.shuffle_xor(lane.at, 1);
+  if (Kind == Sync::warp) lane.block.sync_warp();
+  if (Kind == Sync::block) lane.block.sync_block(BarrierId::pointers_set);
   if (lane.is(0, Reader)) memory.y = memory.x;
 }
 
-void store_the_same(const Lane& lane, Memory& memory) {
+void store_same_value(const Lane& lane, Memory& memory) {
   if (lane.at == 0) memory.x = 1;
 }
 
-void note_the_same(const Lane& lane, Memory& memory) {
+void store_same_value_strongly(const Lane& lane, Memory& memory) {
   if (lane.at == 0) lane.block.store_relaxed(&memory.x, 1);
 }
 
 template <bool Strong>
-void look_at_a_note(const Lane& lane, Memory& memory) {
+void load_strong_store(const Lane& lane, Memory& memory) {
   if (lane.is(0, 0)) lane.block.store_relaxed(&memory.x, 1);
   if (lane.is(1, 0)) memory.y = Strong ? lane.block.load_acquire(&memory.x) : memory.x;
 }
@@ -161,13 +161,13 @@ void move_quads(const Lane& lane, Memory& memory) {
 }
 
 void copy_structures(const Lane& lane, Memory& memory) {
-  struct Big {
+  struct Large {
     std::uint64_t word[32];
   };
-  Big own = {};
-  if (lane.is(0, 0)) *reinterpret_cast<Big*>(memory.big) = own;
+  Large own = {};
+  if (lane.is(0, 0)) *reinterpret_cast<Large*>(memory.big) = own;
   if (lane.is(0, 1))
-    own = *reinterpret_cast<const Big*>(memory.big), memory.y = static_cast<std::uint32_t>(own.word[31]);
+    own = *reinterpret_cast<const Large*>(memory.big), memory.y = static_cast<std::uint32_t>(own.word[31]);
 }
 
 void store_x(const Lane& lane, Memory& memory) {
@@ -179,13 +179,13 @@ void load_x(const Lane& lane, Memory& memory) {
   if (lane.is(Reader, 50)) memory.y = memory.x;
 }
 
-volatile std::uint32_t nobodys;  // so that the store is made
+volatile std::uint32_t unregistered;  // so that the store is made
 
-void store_elsewhere(const Lane& lane, Memory&) {
-  if (lane.is(0, 0)) nobodys = 1;
+void store_outside(const Lane& lane, Memory&) {
+  if (lane.is(0, 0)) unregistered = 1;
 }
 
-void store_in_a_constant(const Lane& lane, Memory&) {
+void store_to_constant(const Lane& lane, Memory&) {
   if (lane.is(0, 0)) const_cast<Fault&>(lane.block.fault).barrier = 7;
 }
 
@@ -193,35 +193,35 @@ const Litmus kLitmus[] = {
     {"a message", false, pass_message},
     {"a message without a release", true, pass_message, without(&Fault::releases)},
     {"a message without an acquire", true, pass_message, without(&Fault::acquires)},
-    {"a message that nobody waits for", true, pass_message, without(&Fault::waits)},
+    {"a message without a wait", true, pass_message, without(&Fault::waits)},
     {"a message between ranks with the device's scope", true, pass_message, scoped(Scope::device)},
     {"a message between blocks with the device's scope", false, pass_message, scoped(Scope::device), true},
     {"a message between blocks with a block's scope", true, pass_message, scoped(Scope::block), true},
-    {"a message of a block", false, pass_for_all<true, true>},
-    {"a message of a block that did not meet before", true, pass_for_all<false, true>},
-    {"a message to a block that did not meet after", true, pass_for_all<true, false>},
-    {"a message by way of a third rank", false, pass_by_way_of_a_third},
-    {"an old signal is good enough, but old", true, run_ahead<1>},
-    {"the signal that says so", false, run_ahead<2>},
+    {"a message of a block", false, pass_for_block<true, true>},
+    {"a message of a block without a barrier before", true, pass_for_block<false, true>},
+    {"a message to a block without a barrier after", true, pass_for_block<true, false>},
+    {"a message through a third rank", false, pass_through_third_rank},
+    {"a wait for an earlier signal", true, run_ahead<1>},
+    {"a wait for the signal after the store", false, run_ahead<2>},
     {"a write after a read", false, write_after_read<true>},
     {"a write beside a read", true, write_after_read<false>},
-    {"an exchange within a warp", true, pass_within_a_block<Meets::exchange, 1>},
-    {"a warp that comes together", false, pass_within_a_block<Meets::together, 31>},
-    {"a warp that comes together, and another", true, pass_within_a_block<Meets::together, 32>},
-    {"a block that meets", false, pass_within_a_block<Meets::block, 63>},
-    {"the same value twice", true, store_the_same},
-    {"the same note twice", false, note_the_same},
-    {"a look at a note", false, look_at_a_note<true>},
-    {"a glance at a note", true, look_at_a_note<false>},
+    {"an exchange within a warp", true, pass_within_block<Sync::exchange, 1>},
+    {"a warp barrier", false, pass_within_block<Sync::warp, 31>},
+    {"a warp barrier, to another warp", true, pass_within_block<Sync::warp, 32>},
+    {"a block barrier", false, pass_within_block<Sync::block, 63>},
+    {"the same value twice", true, store_same_value},
+    {"the same value twice by strong stores", false, store_same_value_strongly},
+    {"a strong load of a strong store", false, load_strong_store<true>},
+    {"a weak load of a strong store", true, load_strong_store<false>},
     {"bytes beside each other", false, store_neighbours},
     {"a byte of a word", true, store_overlapping},
     {"sixteen bytes", true, move_quads},
     {"a structure", true, copy_structures},
-    {"a launch behind another", false, store_x, {}, false, load_x<0>},
+    {"a launch after another", false, store_x, {}, false, load_x<0>},
     {"a launch beside another", true, store_x, without(&Fault::streams), false, load_x<0>},
-    {"a launch behind another of another rank", true, store_x, {}, false, load_x<1>},
-    {"memory that is nobody's", true, store_elsewhere},
-    {"constant memory", true, store_in_a_constant},
+    {"a launch after another of another rank", true, store_x, {}, false, load_x<1>},
+    {"memory that is not registered", true, store_outside},
+    {"constant memory", true, store_to_constant},
 };
 
 bool run(Detector& detector, Scheduler& scheduler, const Litmus& litmus, unsigned order) {
@@ -235,24 +235,24 @@ bool run(Detector& detector, Scheduler& scheduler, const Litmus& litmus, unsigne
   const Status status = scheduler.run(kBlocks, emulator::kBlockThreads, order, [&](unsigned at) {
     const EmulatedBlock block(scheduler, shared[at], fault);
     const Lane lane{block, at, block.thread()};
-    Memory& mine = memory;
+    Memory& own_memory = memory;
     for (const Body body : {litmus.body, litmus.then}) {
       if (!body) continue;
       if (body == litmus.then) scheduler.sync_stream(at, 1, fault.streams);
       const Scheduler::LaneScope scope(scheduler);
-      body(lane, mine);
+      body(lane, own_memory);
     }
   });
   detector.end();
-  const std::vector<Race> found = detector.take();
-  const bool races = !found.empty();
+  const std::vector<Race> races_found = detector.take();
+  const bool races = !races_found.empty();
   if (status.ok() && races == litmus.races) return true;
   std::printf("FAILED: %s: %s in order %u\n", litmus.what,
               !status.ok() ? status.message().c_str()
               : races      ? "races"
                            : "does not race",
               order);
-  if (races) std::printf("  %s\n", detector.describe(found[0]).c_str());
+  if (races) std::printf("  %s\n", detector.describe(races_found[0]).c_str());
   return false;
 }
 
@@ -265,7 +265,7 @@ bool litmus_tests() {
   for (const Litmus& litmus : kLitmus) {
     for (unsigned order = 0; order < kOrders && all; ++order) all = run(detector, scheduler, litmus, order);
   }
-  if (all) std::printf("%zu small exchanges in %u orders: races where there are some\n", std::size(kLitmus), kOrders);
+  if (all) std::printf("%zu litmus tests in %u orders: the expected races\n", std::size(kLitmus), kOrders);
   return all;
 }
 

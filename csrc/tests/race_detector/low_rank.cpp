@@ -1,4 +1,4 @@
-// Gram-Schmidt of a thread block: products, sums and largest elements are what its lanes share.
+// Races of the kernels of low-rank compression, whose lanes share products, sums and largest elements.
 #include <cstdio>
 #include <vector>
 
@@ -10,7 +10,7 @@ namespace dtcomm::race_detector {
 
 namespace {
 
-// Two or three vectors, of which one has to be drawn.
+// Two or three vectors, one of which is zero and is replaced by a random one. Returns the barriers of the block.
 int orthonormalise(Detector& detector, std::size_t count, std::size_t n, int left_out) {
   std::vector<float> vectors(count * n);
   for (std::size_t i = 0; i < vectors.size(); ++i) vectors[i] = i < n ? 0 : static_cast<float>(i % 7) - 2;
@@ -18,8 +18,8 @@ int orthonormalise(Detector& detector, std::size_t count, std::size_t n, int lef
   return cuda_emulated::orthonormalise_emulated(&call, 1, &detector, left_out);
 }
 
-// Factors of which one is not finite, so that both are written after they were read.
-bool judge_races(Detector& detector, int left_out) {
+// Factors of which one is not finite, so that both are overwritten after they were read.
+bool check_finite_races(Detector& detector, int left_out) {
   std::vector<float> left(700, 1), right(900, float_of(kNaN32));
   std::uint8_t finite = 0;
   const cuda::Factors call = {left.data(), right.data(), left.size(), right.size(), &finite};
@@ -31,8 +31,8 @@ bool judge_races(Detector& detector, int left_out) {
 
 bool low_rank_tests() {
   Detector detector;
-  if (judge_races(detector, -1) || !judge_races(detector, 0)) {
-    std::printf("FAILED: who judges factors races, or does so without a barrier and is not found\n");
+  if (check_finite_races(detector, -1) || !check_finite_races(detector, 0)) {
+    std::printf("FAILED: check_finite races, or its race without a barrier is not found\n");
     return false;
   }
   constexpr std::size_t kShort = 40, kLong = 4000;  // a piece of products, and two
@@ -43,13 +43,13 @@ bool low_rank_tests() {
     std::printf("FAILED: orthonormalise of %zu\n  %s\n", n, detector.describe(races[0]).c_str());
     return false;
   }
-  int barriers = 0, found = 0, left_out = 0;
+  int barriers = 0, detected = 0, left_out = 0;
   do {
     barriers = orthonormalise(detector, 2, kLong, left_out);
-    found += !detector.take().empty();
+    detected += !detector.take().empty();
   } while (++left_out < barriers);
-  std::printf("%d of %d barriers of Gram-Schmidt, left out one by one, are a race\n", found, barriers);
-  if (barriers < 10 || found != barriers) {
+  std::printf("%d of %d barriers of Gram-Schmidt, left out one by one, are a race\n", detected, barriers);
+  if (barriers < 10 || detected != barriers) {
     std::printf("FAILED: not all barriers are needed\n");
     return false;
   }

@@ -1,5 +1,5 @@
-// Races in words. Lines of the source come from addr2line, which is where a compiler is; without it a site is its place
-// in the program.
+// Descriptions of races. Source lines come from addr2line, if it is installed; otherwise a site is an offset in the
+// program.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -20,7 +20,7 @@ std::string last_part(const std::string& path) {
 
 std::string describe_site(const void* site) {
   Dl_info program;
-  if (!dladdr(site, &program)) return "nowhere";
+  if (!dladdr(site, &program)) return "an unknown site";
   const auto at = reinterpret_cast<std::uintptr_t>(site) - reinterpret_cast<std::uintptr_t>(program.dli_fbase) - 1;
   char command[600];
   std::snprintf(command, sizeof command, "addr2line -e '%s' -i 0x%zx 2>/dev/null", program.dli_fname, at);
@@ -29,9 +29,9 @@ std::string describe_site(const void* site) {
     char line[500];
     for (int deep = 0; deep < 4 && std::fgets(line, sizeof line, pipe); ++deep) {
       std::istringstream words(line);
-      std::string place;
-      words >> place;
-      lines += (deep ? " in " : "") + last_part(place);
+      std::string location;
+      words >> location;
+      lines += (deep ? " in " : "") + last_part(location);
     }
     pclose(pipe);
   }

@@ -1,4 +1,4 @@
-// The tests of race_detector_test. Each prints why and returns false where it failed.
+// The tests of race_detector_test. Each prints the first failure and returns false if there is one.
 #pragma once
 
 #include <string>
@@ -10,17 +10,17 @@ namespace dtcomm::race_detector {
 
 using cuda_emulated::TestBench;
 
-// The detector on small exchanges between lanes that are known to race or not.
+// The detector itself: litmus tests between lanes whose result is known.
 bool litmus_tests();
 
-// The codec kernels: one of `every` cases of csrc/tests/cuda_emulated.
-bool kernel_tests(unsigned every);
+// The codec kernels have no race: one of `every` cases of csrc/tests/cuda_emulated, with the codecs of `folder`.
+bool kernel_tests(const std::string& folder, unsigned every);
 
-// Gram-Schmidt: there is no race, and every barrier that is left out is found.
+// Gram-Schmidt has no race, and has one if any barrier is left out.
 bool low_rank_tests();
 
-// The fused collectives: there is no race in `orders` random scenarios and in calls that miss a rank, and everything
-// that orders memory is found where it is left out.
-bool fused_tests(const std::string& programs, unsigned orders);
+// The fused collectives have no race in `orders` random scenarios and in calls that miss a rank, and have one if
+// anything that orders memory is left out.
+bool fused_tests(const std::string& folder, unsigned orders);
 
 }  // namespace dtcomm::race_detector

@@ -1,7 +1,10 @@
-#include "tests/cuda_emulated/program_files.h"
+#include "tests/cuda_emulated/test_inputs.h"
 
+#include <cstring>
 #include <fstream>
 #include <stdexcept>
+
+#include "codec/validate.h"
 
 namespace dtcomm::cuda_emulated {
 
@@ -10,13 +13,14 @@ namespace {
 template <class T>
 std::vector<T> numbers(std::istream& from, std::size_t count) {
   std::vector<T> all(count);
-  for (T& each : all) from >> each;
+  for (T& number : all) from >> number;
   return all;
 }
 
 }  // namespace
 
-Programs::Programs(const std::string& file) {
+Programs::Programs(const std::string& folder) {
+  const std::string file = folder + "/programs.txt";
   std::ifstream from(file);
   std::string collective, algorithm;
   int ranks, chunks, steps;
@@ -42,6 +46,26 @@ const LoweredSchedule& Programs::of(const std::string& collective, const std::st
   const auto found = all_.find({collective, algorithm, ranks});
   if (found == all_.end()) throw std::runtime_error("no program of " + collective + ", " + algorithm);
   return found->second;
+}
+
+std::vector<Codec> read_codecs(const std::string& folder) {
+  const std::string file = folder + "/codecs.txt";
+  std::ifstream from(file);
+  std::vector<Codec> codecs;
+  std::string digits;
+  while (from >> digits) {
+    std::uint8_t bytes[sizeof(Codec)] = {};
+    if (digits.size() != 2 * sizeof bytes) throw std::runtime_error(file + ": not a codec: " + digits);
+    for (std::size_t i = 0; i < sizeof bytes; ++i) {
+      bytes[i] = static_cast<std::uint8_t>(std::stoul(digits.substr(2 * i, 2), nullptr, 16));
+    }
+    Codec codec;
+    std::memcpy(&codec, bytes, sizeof codec);
+    throw_if_invalid(check_codec(codec));
+    codecs.push_back(codec);
+  }
+  if (codecs.empty()) throw std::runtime_error(file + " holds no codecs");
+  return codecs;
 }
 
 }  // namespace dtcomm::cuda_emulated

@@ -1,4 +1,4 @@
-// Lowered programs, as tests/cuda/program_files.py writes them.
+// The inputs that tests/cuda/emulator_inputs.py writes into a folder: lowered programs and codecs.
 #pragma once
 
 #include <map>
@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "codec/codec.h"
 #include "engine/program.h"
 
 namespace dtcomm::cuda_emulated {
@@ -19,11 +20,16 @@ struct LoweredSchedule {
 
 class Programs {
  public:
-  explicit Programs(const std::string& file);  // throws std::runtime_error
+  // Reads programs.txt of a folder; throws std::runtime_error.
+  explicit Programs(const std::string& folder);
   const LoweredSchedule& of(const std::string& collective, const std::string& algorithm, int ranks) const;
 
  private:
   std::map<std::tuple<std::string, std::string, int>, LoweredSchedule> all_;
 };
+
+// The codecs of codecs.txt of a folder: those of the registry that have CUDA kernels, with options such that every
+// kernel is used. Throws std::runtime_error.
+std::vector<Codec> read_codecs(const std::string& folder);
 
 }  // namespace dtcomm::cuda_emulated
