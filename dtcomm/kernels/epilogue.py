@@ -175,7 +175,7 @@ def epilogue_task(
     Example:
         Add a bias to a sum while it is received::
 
-            dtcomm.all_reduce(y, then=epilogue_task(y, bias=bias))
+            dtcomm.all_reduce(y, epilogue=epilogue_task(y, bias=bias))
     """
     _check(UNCOMPRESSED, out, bias, residual, weight, norm_out)
     others = (bias, residual, weight, norm_out)
