@@ -1,4 +1,4 @@
-"""Backends that are wrong on purpose, for ``--backend tests.ranks.cli.backends:Name``."""
+"""Backends with deliberate faults, for ``--backend tests.ranks.cli.backends:Name``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OffByOne(TorchDistributed):
 
 
 class LosesRank1(Native):
-    """With a lossy codec: what rank 1 has to say does not arrive."""
+    """With a lossy codec: the contribution of rank 1 is lost."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, asynchronous)
@@ -43,7 +43,7 @@ class LosesRank1(Native):
 
 
 class DiffersByABit(Native):
-    """With a lossy codec: inside its bound, but not the same on all ranks."""
+    """With a lossy codec: the results are within its bound, but differ between ranks."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, asynchronous)
@@ -67,7 +67,7 @@ class Raises(TorchDistributed):
 
 
 class StaysFinite(TorchDistributed):
-    """Refuses to go on with what has overflowed."""
+    """Raises if a result has overflowed."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, False)
@@ -82,7 +82,7 @@ class StaysFinite(TorchDistributed):
 
 
 class Looks(ProcessGroup):
-    """Takes a value of every result to the host."""
+    """Copies one value of every result to the host."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         run = super().bind(call, asynchronous)

@@ -21,27 +21,27 @@ from dtcomm.cli.perf.timing import Timing, percentile
 from dtcomm.cli.perf.verify import CheckResult
 
 
-def measured(microseconds: float, wrong: int = 0, error: float | None = None) -> Measurement:
+def measurement(microseconds: float, wrong: int = 0, error: float | None = None) -> Measurement:
     iterations = tuple(microseconds * factor * 1e-6 for factor in (0.5, 1.5, 1.0, 1.0))
     check = CheckResult(wrong=wrong, max_error=error, mean_error=error)
     return Measurement(timing=Timing(seconds=microseconds * 1e-6, iterations=iterations), check=check)
 
 
-def report(line: str) -> PerfReport:
+def make_report(line: str) -> PerfReport:
     options = parse(line.split())
-    found = PerfReport(
+    report = PerfReport(
         options=options,
         ranks=[RankInfo(rank=r, pid=4000 + r, hostname="host", device=f"cpu {r}") for r in range(2)],
         started=0.0,
         ended=60.0,
     )
-    found.backends = {variant.backend: "words" for variant in options.variants}
+    report.backends = {variant.backend: "words" for variant in options.variants}
     for size, time in ((1024, 12.5), (1 << 26, 123456.0)):
         for index, variant in enumerate(options.variants):
             error = 0.005 if variant.codec == "int8" else None
-            out, inside = (
-                measured(time * (index + 1), error=error),
-                measured(time / 2 * (index + 1), error=error),
+            out_of_place, in_place = (
+                measurement(time * (index + 1), error=error),
+                measurement(time / 2 * (index + 1), error=error),
             )
             row = PerfRow(
                 size=size,
@@ -51,17 +51,17 @@ def report(line: str) -> PerfReport:
                 root=-1,
                 variant=variant,
                 wire_bytes=None if variant.backend == "gloo" else size,
-                out_of_place=out,
-                in_place=inside,
+                out_of_place=out_of_place,
+                in_place=in_place,
                 ratio=len(options.variants) / (index + 1) if len(options.variants) > 1 else None,
             )
-            found.rows.append(row)
-    return found
+            report.rows.append(row)
+    return report
 
 
-def table(found: PerfReport) -> str:
-    rows = [perf_table.format_row(found.options, row, len(found.ranks)) for row in found.rows]
-    return "\n".join([*perf_table.format_header(found), *rows, *perf_table.format_footer(found)]) + "\n"
+def format_report(report: PerfReport) -> str:
+    rows = [perf_table.format_row(report.options, row, len(report.ranks)) for row in report.rows]
+    return "\n".join([*perf_table.format_header(report), *rows, *perf_table.format_footer(report)]) + "\n"
 
 
 GOLDEN = """\
@@ -98,66 +98,66 @@ ITERATIONS = """\
 
 
 def test_the_table_of_one_variant() -> None:
-    shown = table(report("all_reduce -b 1K -e 64M -f 65536"))
-    assert shown == GOLDEN.replace("VERSION", dtcomm.__version__)
+    text = format_report(make_report("all_reduce -b 1K -e 64M -f 65536"))
+    assert text == GOLDEN.replace("VERSION", dtcomm.__version__)
 
 
 def right_edges(line: str) -> list[int]:
     return [word.end() for word in re.finditer(r"[^\s#]\S*|#wrong", line)]
 
 
-def rows(shown: str) -> list[str]:
-    return [line for line in shown.splitlines() if not line.startswith("#")]
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def test_a_comparison_has_errors_ratios_and_names() -> None:
-    found = report("all_reduce -b 1K -e 1K --backend native,gloo --codec none --codec int8")
-    shown = table(found)
-    assert "\n".join(rows(shown)[:3]) + "\n" == COMPARISON
-    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
-    assert names.split()[-5:] == ["wire", "maxerr", "meanerr", "ratio", "variant"]
-    assert table(found).count("# Avg bus bandwidth") == 3
+    report = make_report("all_reduce -b 1K -e 1K --backend native,gloo --codec none --codec int8")
+    text = format_report(report)
+    assert "\n".join(rows(text)[:3]) + "\n" == COMPARISON
+    (heads,) = (line for line in text.splitlines() if line.startswith("#       size"))
+    assert heads.split()[-5:] == ["wire", "maxerr", "meanerr", "ratio", "variant"]
+    assert format_report(report).count("# Avg bus bandwidth") == 3
 
 
 def test_statistics_of_the_iterations_follow_each_placement() -> None:
-    shown = table(report("all_reduce -b 1K -e 1K -I"))
-    assert rows(shown)[0] + "\n" == ITERATIONS
-    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
-    assert names.split()[10:14] == ["i_min", "i_max", "i_p99", "i_cv%"] and names.split().count("i_cv%") == 2
+    text = format_report(make_report("all_reduce -b 1K -e 1K -I"))
+    assert rows(text)[0] + "\n" == ITERATIONS
+    (heads,) = (line for line in text.splitlines() if line.startswith("#       size"))
+    assert heads.split()[10:14] == ["i_min", "i_max", "i_p99", "i_cv%"] and heads.split().count("i_cv%") == 2
 
 
 @pytest.mark.parametrize("flags", ["", "-I", "-C -I --codec int8", "--codec int8"])
 def test_numbers_end_where_their_heads_end(flags: str) -> None:
-    shown = table(report(f"all_reduce -b 1K -e 64M -f 65536 {flags}"))
-    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
-    for row in rows(shown):
-        assert right_edges(row) == right_edges(names)
+    text = format_report(make_report(f"all_reduce -b 1K -e 64M -f 65536 {flags}"))
+    (heads,) = (line for line in text.splitlines() if line.startswith("#       size"))
+    for row in rows(text):
+        assert right_edges(row) == right_edges(heads)
 
 
 def test_numbers_end_where_the_heads_of_peers_and_of_devices_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "cuda_available", lambda: True)
-    shown = table(
-        report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,symm_one_shot")
+    text = format_report(
+        make_report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,symm_one_shot")
     )
-    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
-    assert "vs symm_one_shot" in names and "moved" in names
-    heads = right_edges(names.replace("vs ", "vs_"))
-    assert all(right_edges(row)[:17] == heads[:17] for row in rows(shown))
-    shown = table(report("all_reduce -b 1K -e 64M -f 65536 --device emulator --virtual 2"))
-    (names,) = (line for line in shown.splitlines() if line.startswith("#       size"))
-    assert names.split()[-3:] == ["wire", "floor", "moved"]
-    assert all(right_edges(row) == right_edges(names) for row in rows(shown))
+    (heads,) = (line for line in text.splitlines() if line.startswith("#       size"))
+    assert "vs symm_one_shot" in heads and "moved" in heads
+    edges = right_edges(heads.replace("vs ", "vs_"))
+    assert all(right_edges(row)[:17] == edges[:17] for row in rows(text))
+    text = format_report(make_report("all_reduce -b 1K -e 64M -f 65536 --device emulator --virtual 2"))
+    (heads,) = (line for line in text.splitlines() if line.startswith("#       size"))
+    assert heads.split()[-3:] == ["wire", "floor", "moved"]
+    assert all(right_edges(row) == right_edges(heads) for row in rows(text))
 
 
-def test_no_check_no_number_and_a_wrong_value_fails() -> None:
-    found = report("all_reduce -b 1K -e 1K -c 0 -O 0")
-    row = found.rows[0]
+def test_results_without_a_check_have_no_number_and_wrong_values_fail() -> None:
+    report = make_report("all_reduce -b 1K -e 1K -c 0 -O 0")
+    row = report.rows[0]
     unchecked = Measurement(timing=row.primary.timing, check=None)
-    line = perf_table.format_row(found.options, replace(row, out_of_place=None, in_place=unchecked), 2)
+    line = perf_table.format_row(report.options, replace(row, out_of_place=None, in_place=unchecked), 2)
     assert line.split()[5:9] == ["N/A"] * 4 and line.split()[12] == "N/A"
-    found.rows[0] = replace(row, in_place=measured(1.0, wrong=1234567))
-    assert "Out of bounds values : 1234567 FAILED" in table(found)
-    assert "1.23457e+06" in table(found)
+    report.rows[0] = replace(row, in_place=measurement(1.0, wrong=1234567))
+    assert "Out of bounds values : 1234567 FAILED" in format_report(report)
+    assert "1.23457e+06" in format_report(report)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "do not print me")
-    found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
-    found.rows[0] = replace(found.rows[0], in_place=measured(1.0, wrong=3, error=math.nan))
-    text = files.to_json(found, ["all_reduce", "-b", "1K"])
+    report = make_report("all_reduce -b 1K -e 1K --codec none --codec int8")
+    report.rows[0] = replace(report.rows[0], in_place=measurement(1.0, wrong=3, error=math.nan))
+    text = files.to_json(report, ["all_reduce", "-b", "1K"])
     assert "SECRET" not in text and "do not print" not in text
     document = json.loads(text)
     assert {"version", "start_time", "args", "config", "results", "end_time"} <= document.keys()
@@ -257,10 +257,10 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
 
 
 def test_csv_has_a_line_for_each_row() -> None:
-    found = report("all_reduce -b 1K -e 1K --codec none --codec int8")
-    found.rows[0] = replace(found.rows[0], out_of_place=None)
-    lines = list(csv.DictReader(io.StringIO(files.to_csv(found))))
-    assert len(lines) == len(found.rows)
+    report = make_report("all_reduce -b 1K -e 1K --codec none --codec int8")
+    report.rows[0] = replace(report.rows[0], out_of_place=None)
+    lines = list(csv.DictReader(io.StringIO(files.to_csv(report))))
+    assert len(lines) == len(report.rows)
     assert lines[0]["codec"] == "none" and lines[0]["out_of_place.time"] == ""
     assert float(lines[1]["in_place.time"]) == pytest.approx(12.5)
     assert float(lines[1]["in_place_per_iter.p50_us"]) == pytest.approx(12.5)
