@@ -349,8 +349,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         ["case", "other µs", "this µs", "this / other", "quartiles"],
         [comparison.cells() for comparison in comparisons],
     )
-    for case, why in measured["errors"].items():
-        print(f"left out: {case}: {why}")
+    for case, reason in measured["errors"].items():
+        print(f"left out: {case}: {reason}")
     if comparisons:
         ratio = statistics.geometric_mean([comparison.ratio.median for comparison in comparisons])
         print(f"geometric mean of the ratios of {len(comparisons)} cases: {ratio:.3f}")
@@ -361,7 +361,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rounds": options.rounds,
         "starts": options.starts,
         "rows": [comparison.as_dict() for comparison in comparisons],
-        "left_out": {str(case): why for case, why in measured["errors"].items()},
+        "left_out": {str(case): reason for case, reason in measured["errors"].items()},
     }
     if options.json:
         print(output.write("compare_checkouts", result, options.json))

@@ -137,8 +137,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", help="where to write instead of bench/results/emulated_link.json")
     options = parser.parse_args(arguments)
-    if why := netns.why_unavailable():
-        sys.exit(f"bench.emulated_link: {why}")
+    if reason := netns.why_unavailable():
+        sys.exit(f"bench.emulated_link: {reason}")
     cost = cost_of(options.repetitions)
     print(
         f"TCP through the real link takes {cost:.2f} ns a byte of either end, {tcp_ns_per_byte():.2f} on loopback"

@@ -115,7 +115,7 @@ class ShardedRank:
         state = self.models[name][2]
         if state is None:
             return []
-        reasons = [t.uncompressed_reason for t in _traffic(state) if t.uncompressed_reason]
+        reasons = [t.reason for t in _traffic(state) if t.reason]
         return [*state.report().notes, *reasons]
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ class LinkRank:
         chosen = events[-1].action if events and events[-1].action != "measure again" else ""
         return chosen, chosen in ("none", "plain DDP") and self.states[name].report().residual_bytes > 0
 
-    def why(self, name: str) -> str:
+    def reason(self, name: str) -> str:
         """Return the reason for auto's choice."""
         return str(self.states[name].events[-1])
 
@@ -164,8 +164,8 @@ def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> di
                 for _ in range(120):
                     chosen, has_residual = pool.call("chosen", name=model)[0]
                     if chosen and not has_residual:
-                        facts[model] |= {"chosen": chosen, "why": pool.call("why", name=model)[0]}
-                        print(facts[model]["why"], file=sys.stderr, flush=True)
+                        facts[model] |= {"chosen": chosen, "reason": pool.call("reason", name=model)[0]}
+                        print(facts[model]["reason"], file=sys.stderr, flush=True)
                         break
                     pool.call("step", name=model, batch=batch)
     return facts
@@ -287,8 +287,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or output.RESULTS / "slow_link.json")
-    if why := netns.why_unavailable():
-        sys.exit(f"bench.slow_link: {why}")
+    if reason := netns.why_unavailable():
+        sys.exit(f"bench.slow_link: {reason}")
     names = ["compute", *TORCH, *options.only]
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:

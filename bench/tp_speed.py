@@ -149,12 +149,12 @@ class Rank:
                 call()
             return (time.perf_counter() - start) / iters
 
-    def uncompressed_reason(self, name: str) -> str:
+    def reason(self, name: str) -> str:
         """Return why the last small sum was sent uncompressed; empty if none was."""
         from dtcomm.tp.sharded_module import ShardedModule
 
         layers = [module for module in self.models[name].modules() if isinstance(module, ShardedModule)]
-        reasons = [layer.comm.traffic.uncompressed_reason for layer in layers]
+        reasons = [layer.comm.traffic.reason for layer in layers]
         return next(filter(None, reasons), "")
 
     def close(self) -> None:
@@ -221,9 +221,7 @@ def measure(gbit: float, widths: list[int], layers: int, repetitions: int) -> li
                     contestants = names[:-1] if workload == "sums" else names
                     row = _row(pool, gbit, workload, width, contestants, repetitions)
                     row["errors"] = {name: round(error, 6) for name, error in errors.items()}
-                    row["latency_path"] = {
-                        name: pool.call("uncompressed_reason", name=name)[0] for name in CODECS
-                    }
+                    row["latency_path"] = {name: pool.call("reason", name=name)[0] for name in CODECS}
                     rows.append(row)
     return rows
 

@@ -185,8 +185,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and sizes")
     parser.add_argument("--json", help="where to write instead of bench/results/two_hosts.json")
     options = parser.parse_args(arguments)
-    if why := netns.why_unavailable():
-        sys.exit(f"bench.two_hosts: {why}")
+    if reason := netns.why_unavailable():
+        sys.exit(f"bench.two_hosts: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:

@@ -358,7 +358,7 @@ class LocalSGD:
 
         def choose(name: str, tensor: torch.Tensor) -> CodecChoice:
             if name in self._float_buffers:
-                return CodecChoice(codec=NONE, why="a buffer")
+                return CodecChoice(codec=NONE, reason="a buffer")
             if dist.get_world_size(self.group) == 1:
                 return SINGLE_RANK
             choice = self.policy.choose(name, tensor)

@@ -52,14 +52,17 @@ class Statistics(NamedTuple):
     @classmethod
     def total(cls, parts: Iterable[Statistics]) -> Statistics:
         """Add up bytes and seconds; the time is from the first start to the last end."""
-        parts = list(parts)
-        times = [part.seconds for part in parts]
-        return cls(
-            sum(part.wire_bytes for part in parts),
-            None if None in times else sum(time for time in times if time is not None),
-            min((part.started_ns for part in parts if part.started_ns), default=0),
-            max((part.finished_ns for part in parts), default=0),
-        )
+        # One loop, since the DDP hook calls this for each stage of each bucket.
+        wire_bytes, started_ns, finished_ns = 0, 0, 0
+        seconds: float | None = 0.0
+        for part_bytes, part_seconds, part_started_ns, part_finished_ns in parts:
+            wire_bytes += part_bytes
+            seconds = None if seconds is None or part_seconds is None else seconds + part_seconds
+            if part_started_ns and (not started_ns or part_started_ns < started_ns):
+                started_ns = part_started_ns
+            if part_finished_ns > finished_ns:
+                finished_ns = part_finished_ns
+        return cls(wire_bytes, seconds, started_ns, finished_ns)
 
 
 class Work:

@@ -173,12 +173,12 @@ class Yardstick:
         iters: int,
     ) -> float:
         """Return the seconds of a call, from ``iters`` calls; ``x`` and ``y`` are addresses of ``numel`` floats."""
-        why = ctypes.c_char_p()
+        reason = ctypes.c_char_p()
         seconds: float = self._lib.yardstick_time(
-            self._handle, algorithm, x, y, numel, settings, warm, iters, ctypes.byref(why)
+            self._handle, algorithm, x, y, numel, settings, warm, iters, ctypes.byref(reason)
         )
-        if why.value is not None:
-            raise ValueError(why.value.decode())
+        if reason.value is not None:
+            raise ValueError(reason.value.decode())
         return seconds
 
     def tensor(self) -> int:

@@ -129,16 +129,16 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
     def report_entry(self) -> dict[str, Any]:
         """Return this group's entry in `dtcomm.backend.report`."""
         fallbacks = [
-            {"operation": operation, "backend": backend, "why": why, "count": count}
-            for (operation, backend, why), count in sorted(self._fallback_counts.counts.items())
+            {"operation": operation, "backend": backend, "reason": reason, "count": count}
+            for (operation, backend, reason), count in sorted(self._fallback_counts.counts.items())
         ]
         communicator = existing_communicator(self)
         info: dict[str, Any] = {"operations": 0, "wire_bytes": 0}
         if communicator is None:
-            info |= {"runtime": "none", "why": "no operation yet", "ranks": self._ranks}
+            info |= {"runtime": "none", "reason": "no operation yet", "ranks": self._ranks}
         else:
             info |= communicator.info()
-        keys = ("runtime", "why", "ranks", "operations", "wire_bytes")
+        keys = ("runtime", "reason", "ranks", "operations", "wire_bytes")
         return {"name": self._name, **{key: info[key] for key in keys}, "fallbacks": fallbacks}
 
     # --- shutdown and split --------------------------------------------------------------------
@@ -260,9 +260,9 @@ class Report:
 
     Attributes:
         groups: One dict of plain values for each live group, with the keys ``name``, ``ranks`` (global), ``runtime``
-            (``"native"``, ``"process_group"``, or ``"none"`` before the first operation), ``why`` (the reason for that
+            (``"native"``, ``"process_group"``, or ``"none"`` before the first operation), ``reason`` (why that
             runtime), ``operations`` and ``wire_bytes`` (of the runtime, on this rank), and ``fallbacks``: dicts with
-            ``operation``, ``backend``, ``why`` and ``count``.
+            ``operation``, ``backend``, ``reason`` and ``count``.
     """
 
     groups: tuple[dict[str, Any], ...]
@@ -271,12 +271,12 @@ class Report:
         lines = []
         for group in self.groups:
             ranks = ", ".join(map(str, group["ranks"][:16])) + (", ..." if len(group["ranks"]) > 16 else "")
-            lines.append(f"group {group['name']} (ranks {ranks}): {group['runtime']}: {group['why']}")
+            lines.append(f"group {group['name']} (ranks {ranks}): {group['runtime']}: {group['reason']}")
             lines.append(f"  {group['operations']} operations, {group['wire_bytes']} bytes sent by this rank")
             for fallback in group["fallbacks"]:
                 lines.append(
                     f"  fallback to {fallback['backend']}: {fallback['operation']}, {fallback['count']} times: "
-                    f"{fallback['why']}"
+                    f"{fallback['reason']}"
                 )
         return "\n".join(lines) if lines else "no group of the backend dtcomm"
 

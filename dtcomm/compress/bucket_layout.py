@@ -28,11 +28,11 @@ LevelShares = tuple[float, float]
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter's gradient within a segment; ``why`` says why it is not compressed."""
+    """One parameter's gradient within a segment; ``reason`` says why it is not compressed."""
 
     name: str
     numel: int
-    why: str
+    reason: str
 
 
 @dataclass
@@ -194,7 +194,7 @@ class BucketLayout:
         for segment in map(Segment.read_errors, self.segments):
             for member in segment.members:
                 total = totals.setdefault(member.name, ParameterTotals(numel=member.numel))
-                total.codec, total.why = str(segment.codec), member.why
+                total.codec, total.reason = str(segment.codec), member.reason
                 total.dtype = str(segment.dtype).removeprefix("torch.")
                 total.lossless = total.lossless and segment.lossless
                 share = sent_per_byte * (member.numel / segment.numel if segment.numel else 0.0)
@@ -227,7 +227,7 @@ def build_layout(
         start = int(gradient.storage_offset() - origin)
         numel = gradient.numel()
         choice = choose(name, gradient)
-        member = Member(name, numel, choice.why)
+        member = Member(name, numel, choice.reason)
         lossless = choice.codec.lossless(buffer.dtype)
         last = segments[-1] if segments else None
         if last and lossless and last.codec == choice.codec and last.stop == start:

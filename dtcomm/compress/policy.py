@@ -29,20 +29,20 @@ CONDITIONS = {"ndim<": "ndim_below", "numel<": "numel_below", "name=": "name", "
 
 @dataclass(frozen=True, kw_only=True)
 class CodecChoice:
-    """What a tensor is compressed with; ``why`` is the reason if it stays uncompressed."""
+    """What a tensor is compressed with; ``reason`` is the reason if it stays uncompressed."""
 
     codec: Scheme
-    why: str = ""
+    reason: str = ""
 
     def replaced_by(self, scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
         """Return the choice after a guard asked for ``scheme``; what is uncompressed stays so."""
         if self.codec == NONE or scheme == self.codec:
             return self
-        return CodecChoice(codec=NONE, why="guard") if scheme == NONE else choose_for(scheme, tensor)
+        return CodecChoice(codec=NONE, reason="guard") if scheme == NONE else choose_for(scheme, tensor)
 
 
 #: The choice for every tensor if there is only one rank.
-SINGLE_RANK = CodecChoice(codec=NONE, why="one rank alone")
+SINGLE_RANK = CodecChoice(codec=NONE, reason="one rank alone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +166,9 @@ class Policy:
         module = self.modules.get(name, "")
         rule = next((rule for rule in self.rules if rule.matches(name, tensor, module)), None)
         if rule is None:
-            return CodecChoice(codec=NONE, why="no rule matches")
+            return CodecChoice(codec=NONE, reason="no rule matches")
         if rule.codec == NONE:
-            return CodecChoice(codec=NONE, why=f"policy: {rule.condition()}")
+            return CodecChoice(codec=NONE, reason=f"policy: {rule.condition()}")
         return choose_for(rule.codec, tensor)
 
     def __or__(self, other: Policy) -> Policy:
@@ -187,19 +187,19 @@ def choose_for(scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
     """Return ``scheme`` for a gradient of this dtype and shape, or none if it does not apply, and why."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype not in scheme.dtypes:
-        return CodecChoice(codec=NONE, why=f"{scheme} does not take {dtype}")
+        return CodecChoice(codec=NONE, reason=f"{scheme} does not take {dtype}")
     plain_bytes = NONE.wire_bytes(tensor.numel(), tensor.dtype)
     if isinstance(scheme, PowerSGD):
         if tensor.ndim < 2:
-            return CodecChoice(codec=NONE, why="powersgd needs a matrix")
+            return CodecChoice(codec=NONE, reason="powersgd needs a matrix")
         rows, columns = matrix_shape(tensor)
         if scheme.payload_bytes(rows, columns) >= plain_bytes:
-            return CodecChoice(codec=NONE, why=f"{scheme} would not make {rows}x{columns} smaller")
+            return CodecChoice(codec=NONE, reason=f"{scheme} would not make {rows}x{columns} smaller")
     else:
         codecs = (scheme.inside, scheme.between) if isinstance(scheme, LevelCodecs) else (wire_codec(scheme),)
         if any(level.wire_bytes(tensor.numel(), tensor.dtype) < plain_bytes for level in codecs):
             return CodecChoice(codec=scheme)
-        return CodecChoice(codec=NONE, why=f"{scheme} would not make {dtype} smaller")
+        return CodecChoice(codec=NONE, reason=f"{scheme} would not make {dtype} smaller")
     return CodecChoice(codec=scheme)
 
 

@@ -39,7 +39,7 @@ class ParameterTotals:
     numel: int
     codec: str = ""
     dtype: str = ""
-    why: str = ""
+    reason: str = ""
     lossless: bool = True
     wire_bytes: float = 0.0
     plain_bytes: float = 0.0
@@ -54,7 +54,7 @@ class Row:
     Attributes:
         codec: What they are compressed with.
         dtype: The dtype of their gradients.
-        why: Why they are not compressed.
+        reason: Why they are not compressed.
         names: The parameters.
         numel: Their elements.
         wire_bytes: What this rank sent.
@@ -64,7 +64,7 @@ class Row:
 
     codec: str
     dtype: str
-    why: str
+    reason: str
     names: tuple[str, ...]
     numel: int
     wire_bytes: int
@@ -213,7 +213,7 @@ class Report:
         error_help = "what encodings dropped over the gradient, of sampled steps"
         for row in self.rows:
             if row.relative_error is not None:
-                labels = {"codec": row.codec, "dtype": row.dtype, "note": row.why}
+                labels = {"codec": row.codec, "dtype": row.dtype, "note": row.reason}
                 metrics.append(Metric("dtcomm_relative_error", row.relative_error, error_help, labels=labels))
         for kind, count in self.events.items():
             metrics.append(
@@ -246,7 +246,7 @@ class Report:
                 format_bytes(row.wire_bytes),
                 f"{row.saved_bytes / row.plain_bytes:.1%}" if row.plain_bytes else "-",
                 _format_error(row.relative_error),
-                row.why or _names(row.names),
+                row.reason or _names(row.names),
             )
             for row in self.rows
         ]
@@ -272,12 +272,12 @@ def group_rows(totals: Iterable[tuple[str, ParameterTotals]]) -> tuple[Row, ...]
     """Group (name, totals) pairs by codec, dtype and reason, the largest group first."""
     groups: dict[tuple[str, str, str], list[tuple[str, ParameterTotals]]] = {}
     for name, total in totals:
-        groups.setdefault((total.codec, total.dtype, total.why), []).append((name, total))
+        groups.setdefault((total.codec, total.dtype, total.reason), []).append((name, total))
     rows = [
         Row(
             codec=key[0],
             dtype=key[1],
-            why=key[2],
+            reason=key[2],
             names=tuple(name for name, _ in members),
             numel=sum(total.numel for _, total in members),
             wire_bytes=round(sum(total.wire_bytes for _, total in members)),

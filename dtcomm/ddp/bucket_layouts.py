@@ -159,7 +159,7 @@ class BucketLayouts:
         if choice.codec == NONE:
             return choice
         if step < self._warmup:
-            return CodecChoice(codec=NONE, why=f"warm-up until step {self._warmup}")
+            return CodecChoice(codec=NONE, reason=f"warm-up until step {self._warmup}")
         scheme = self._monitor.scheme_for(name, choice.codec, step)
         if isinstance(scheme, DGC):
             scheme = scheme.at(step)

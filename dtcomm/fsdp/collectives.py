@@ -63,10 +63,7 @@ class GradientReduction:
         self.traffic = state.traffic(module, kind, state.gradients)
         spec = state.guard.current_spec(module, state.gradients) if guarded else state.gradients
         codec_spec = codec_spec_for(spec, gradient, self.traffic)
-        lossy = (
-            not all(codec.lossless(gradient.dtype) for codec in spec.codecs())
-            and not self.traffic.uncompressed_reason
-        )
+        lossy = not all(codec.lossless(gradient.dtype) for codec in spec.codecs()) and not self.traffic.reason
         self._stored_residual = state.take_residual(self._key, gradient) if lossy else None
         self._residual = self._stored_residual
         self._sample: ErrorSample | None = None
@@ -146,7 +143,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
             work = all_gather(output_tensor, input_tensor, group=group, async_op=True)
             traffic = self.state.traffic(self.module, "kept copies", spec)
             traffic.codec = "none"
-            traffic.uncompressed_reason = "decoded parameters, gathered again from this host's ranks"
+            traffic.reason = "decoded parameters, gathered again from this host's ranks"
             return self.pending("parameters", work, traffic, plain_bytes)
         if spec.prefix == "delta":
             return self._gather_differences(output_tensor, input_tensor, group, traffic, plain_bytes)

@@ -22,7 +22,7 @@ class Traffic:
         saved_calls: Number of calls that had nothing to send.
         wire_bytes: Bytes sent.
         plain_bytes: Bytes that the same calls would have sent uncompressed.
-        uncompressed_reason: Why the most recent call was not compressed, or empty.
+        reason: Why the most recent call was not compressed, or empty.
         relative_error: Error of the last sampled encoding, relative to gradient plus residual (L2 norms).
     """
 
@@ -31,7 +31,7 @@ class Traffic:
     saved_calls: int = 0
     wire_bytes: int = 0
     plain_bytes: int = 0
-    uncompressed_reason: str = ""
+    reason: str = ""
     relative_error: float | torch.Tensor | None = None
 
     def add(self, work: Work, plain_bytes: int) -> None:
@@ -102,7 +102,7 @@ class Report:
                 lines.append(
                     f"{name or '(root)':<32} {kind:<10} {traffic.codec:<28} {traffic.calls:>6} "
                     f"{format_bytes(traffic.wire_bytes):>10} {format_bytes(traffic.plain_bytes):>10} {error:>10} "
-                    f"{traffic.uncompressed_reason}".rstrip()
+                    f"{traffic.reason}".rstrip()
                 )
         lines.append(
             f"{format_bytes(self.residual_bytes)} of residuals, {format_bytes(self.reference_bytes)} of references, "

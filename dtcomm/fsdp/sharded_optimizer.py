@@ -339,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         traffic = compression.traffic(bucket.name, "parameters", compression.parameters)
         spec = compression.guard.current_spec(bucket.name, compression.parameters)
         codec_spec = codec_spec_for(spec, bucket.flat, traffic)
-        sends_differences = compression.parameters.prefix == "delta" and not traffic.uncompressed_reason
+        sends_differences = compression.parameters.prefix == "delta" and not traffic.reason
         if sends_differences:
             # All ranks have the same parameters, those that the model computes with.
             difference = bucket.master_shard.detach() - bucket.shard_of(bucket.flat).float()

@@ -314,9 +314,9 @@ def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:
 def codec_spec_for(spec: CompressionSpec, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:
     """Return the codecs of ``spec``, or ``none`` if one does not support the tensor's dtype; counted in ``traffic``."""
     unsupported = next((codec for codec in spec.codecs() if tensor.dtype not in codec.dtypes), None)
-    traffic.codec, traffic.uncompressed_reason = str(spec), ""
+    traffic.codec, traffic.reason = str(spec), ""
     if unsupported is None:
         return spec.codec_spec
     dtype = str(tensor.dtype).removeprefix("torch.")
-    traffic.codec, traffic.uncompressed_reason = "none", f"{unsupported} does not support {dtype}"
+    traffic.codec, traffic.reason = "none", f"{unsupported} does not support {dtype}"
     return codec("none")

@@ -47,16 +47,16 @@ class Decision:
 
     Attributes:
         algorithm: The algorithm's name.
-        why: Why it was chosen.
+        reason: Why it was chosen.
         seconds: (name, predicted or measured seconds) of the candidates that were compared.
     """
 
     algorithm: str
-    why: str
+    reason: str
     seconds: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.algorithm}: {self.why}"
+        return f"{self.algorithm}: {self.reason}"
 
 
 def select(
@@ -130,7 +130,7 @@ def explain(
     """
     algorithms.require(algorithm, collective, besides=CHOOSERS)
     if algorithm not in CHOOSERS:
-        return Decision(algorithm=algorithm, why="asked for by name")
+        return Decision(algorithm=algorithm, reason="asked for by name")
     lossless = codec.lossless(dtype)
     any_order = lossless or collective not in REDUCING
     default = _direct(collective, numel, dtype, codec, ranks, table, lossless)
@@ -158,8 +158,8 @@ def explain(
         name = min(costs, key=lambda candidate: costs[candidate])
         return _decision(name, f"least predicted time on {hosts} hosts ({table.source})", costs)
     if "hierarchical" in costs and costs["hierarchical"] * MIN_HIERARCHY_GAIN < costs[default.algorithm]:
-        why = f"crosses hosts once for all ranks of a host, predicted over {MIN_HIERARCHY_GAIN}x faster"
-        return _decision("hierarchical", why, costs)
+        reason = f"crosses hosts once for all ranks of a host, predicted over {MIN_HIERARCHY_GAIN}x faster"
+        return _decision("hierarchical", reason, costs)
     return default
 
 
@@ -167,14 +167,16 @@ def _direct(
     collective: str, numel: int, dtype: torch.dtype, codec: Codec, ranks: int, table: Table, lossless: bool
 ) -> Decision:
     if collective != "all_reduce":
-        return Decision(algorithm="one_shot", why="the one direct algorithm worth using")
+        return Decision(algorithm="one_shot", reason="the one direct algorithm worth using")
     if not lossless:
-        why = "a lossy sum takes two shots at every size, so that results do not depend on it"
-        return Decision(algorithm="two_shot", why=why)
+        reason = "a lossy sum takes two shots at every size, so that results do not depend on it"
+        return Decision(algorithm="two_shot", reason=reason)
     sent, limit = codec.wire_bytes(numel, dtype) * (ranks - 1), table.one_shot_bytes
     if sent <= limit:
-        return Decision(algorithm="one_shot", why=f"sends {sent} bytes a rank, up to {limit} go in one shot")
-    return Decision(algorithm="two_shot", why=f"one shot would send {sent} bytes a rank, over {limit}")
+        return Decision(
+            algorithm="one_shot", reason=f"sends {sent} bytes a rank, up to {limit} go in one shot"
+        )
+    return Decision(algorithm="two_shot", reason=f"one shot would send {sent} bytes a rank, over {limit}")
 
 
 def _fastest(default: Decision, times: list[dict[str, float]], table: Table) -> Decision:
@@ -197,8 +199,10 @@ def _fastest(default: Decision, times: list[dict[str, float]], table: Table) -> 
     return _decision(name, f"measured {costs[name] * 1e6:.3g} us{near} ({table.source})", costs)
 
 
-def _decision(name: str, why: str, costs: dict[str, float]) -> Decision:
-    return Decision(algorithm=name, why=why, seconds=tuple(sorted(costs.items(), key=lambda item: item[1])))
+def _decision(name: str, reason: str, costs: dict[str, float]) -> Decision:
+    return Decision(
+        algorithm=name, reason=reason, seconds=tuple(sorted(costs.items(), key=lambda item: item[1]))
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,7 +233,7 @@ class PayoffVerdict(NamedTuple):
     """Whether compression ``pays``, and the reason in words."""
 
     pays: bool
-    why: str
+    reason: str
 
 
 @functools.lru_cache(maxsize=4096)
@@ -273,8 +277,8 @@ def compression_pays(
     uncompressed, compressed = seconds
     if not measured:
         compressed += FIXED_OVERHEAD[hosts > 1]
-    why = (
+    reason = (
         f"{lossy} {compressed * 1e6:.3g} us, none {uncompressed * 1e6:.3g} us for {numel} elements "
         f"({'measured' if measured else 'predicted'}, {table.source})"
     )
-    return PayoffVerdict(compressed < uncompressed, why)
+    return PayoffVerdict(compressed < uncompressed, reason)

@@ -117,7 +117,7 @@ class Communicator:
         """The runtime, why it was chosen, and its own report."""
         return {
             "runtime": "none",
-            "why": self.runtime_reason,
+            "reason": self.runtime_reason,
             "ranks": self.ranks,
             "hosts": self.hosts,
             **self.runtime.info(),

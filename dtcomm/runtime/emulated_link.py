@@ -159,7 +159,7 @@ def _cost(word: str, text: str) -> float:
     return float(cost[1])
 
 
-def _wrong(text: str, why: str) -> ValueError:
+def _wrong(text: str, reason: str) -> ValueError:
     return ValueError(
-        f"DTCOMM_LINK={text!r}: {why}; valid are '10gbit,50us' and 'inside=400gbit,2us;between=10gbit,50us'"
+        f"DTCOMM_LINK={text!r}: {reason}; valid are '10gbit,50us' and 'inside=400gbit,2us;between=10gbit,50us'"
     )

@@ -32,14 +32,14 @@ class LayerTraffic:
         elements: Elements summed.
         payload_bytes: Bytes of the encoded elements.
         uncompressed: Number of calls that were sent uncompressed because that is faster (the latency path).
-        uncompressed_reason: Why the most recent of them was, with the predicted times.
+        reason: Why the most recent of them was, with the predicted times.
     """
 
     calls: int = 0
     elements: int = 0
     payload_bytes: int = 0
     uncompressed: int = 0
-    uncompressed_reason: str = ""
+    reason: str = ""
 
     def count(self, numel: int, payload_bytes: int) -> None:
         """Add one call."""
@@ -119,7 +119,7 @@ class CommConfig:
             verdict = compression_pays(chosen, numel, dtype, self.group)
             if not verdict.pays:
                 self.traffic.uncompressed += 1
-                self.traffic.uncompressed_reason = verdict.why
+                self.traffic.reason = verdict.reason
                 return NONE
         return chosen
 

@@ -117,8 +117,8 @@ def cuda() -> Check:
     details = {"built": True, **platform_info}
     built = f"_cuda built with CUDA {_version(platform_info['runtime'])}"
     if not platform_info["devices"]:
-        why = platform_info["error"] if platform_info["driver"] else "no NVIDIA driver"
-        return Check(name="cuda", summary=f"{built}; no device: {why}", details=details)
+        reason = platform_info["error"] if platform_info["driver"] else "no NVIDIA driver"
+        return Check(name="cuda", summary=f"{built}; no device: {reason}", details=details)
     devices = ", ".join(
         f"{device['name']} (sm_{device['capability'][0]}{device['capability'][1]}, {device['memory'] >> 30} GiB)"
         for device in platform_info["devices"]
@@ -204,7 +204,7 @@ def engine(ranks: int) -> Check:
         return Check(name="engine", status=FAIL, summary="; ".join(problems), details=details)
     native = first["runtime"] in ("native", "none")
     times = ", ".join(f"{codec} {us:.0f} µs" for codec, us in first["median_us"].items())
-    served = first["runtime"] if native else f"{first['runtime']}, because {first['why']}"
+    served = first["runtime"] if native else f"{first['runtime']}, because {first['reason']}"
     summary = (
         f"{ranks} ranks, {served}: sums exact with none, within int8's bound, the same bits on all ranks; "
         f"1 MiB all_reduce: {times}; {describe_placement(first['round_trip_ns'])}"
@@ -260,7 +260,7 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
         "digest": hashlib.sha256(lossy.numpy().tobytes()).hexdigest(),
         "median_us": {codec: _median_us(noise[rank], codec) for codec in ("none", "int8")},
         "runtime": info["runtime"],
-        "why": info["why"],
+        "reason": info["reason"],
         "single_copy": str(info.get("single_copy", "ranks share no memory")),
         "round_trip_ns": float(info.get("round_trip_ns", 0.0)),
     }

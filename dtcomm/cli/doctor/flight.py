@@ -75,8 +75,8 @@ def report(directory: str, *, as_json: bool) -> int:
     """Print the diagnoses; return 0 if nothing is wrong, 1 if something is, or 2 if there are no records."""
     records, unreadable = load(Path(directory))
     if not records:
-        why = "; ".join(unreadable) or "no rank-*.json in it"
-        print(f"dtcomm doctor: --flight {directory}: no flight records: {why}", file=sys.stderr)
+        reason = "; ".join(unreadable) or "no rank-*.json in it"
+        print(f"dtcomm doctor: --flight {directory}: no flight records: {reason}", file=sys.stderr)
         return 2
     diagnoses = diagnose(records)
     healthy = all(diagnosis.healthy for diagnosis in diagnoses)

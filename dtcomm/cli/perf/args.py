@@ -109,7 +109,7 @@ class PerfOptions:
     compare: tuple[str, ...]
     nproc: int
     device: str
-    device_why: str
+    device_reason: str
     virtual: int
     cudagraph: int
     pin: bool | None
@@ -286,7 +286,7 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
     compare = tuple(dict.fromkeys(_split_commas(namespace.compare)))
     if unknown := set(compare) - set(PEERS):
         raise ValueError(f"--compare {sorted(unknown)[0]!r} is not one of {', '.join(PEERS)}")
-    device, device_why = _choose_device(namespace, compare, schedule)
+    device, device_reason = _choose_device(namespace, compare, schedule)
     if namespace.nproc is None:
         namespace.nproc = _default_ranks(device) if schedule is None else schedule.ranks
     variants = tuple(_variants(namespace, schedule, compare, device))
@@ -318,7 +318,7 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
         "variants": variants,
         "compare": compare,
         "device": device,
-        "device_why": device_why,
+        "device_reason": device_reason,
     }
     return PerfOptions(**fields)
 
@@ -406,10 +406,10 @@ def _choose_device(
     """Return the device and, if it was not named, why it was chosen; ValueError names an argument that conflicts."""
     if namespace.virtual:
         return _device_of_virtual_ranks(namespace, compare, schedule), ""
-    device, why = namespace.device, ""
+    device, reason = namespace.device, ""
     names = [*_split_commas(namespace.backend), *compare]
     if device is None:
-        device, why = _default_device(names)
+        device, reason = _default_device(names)
     if device == EMULATOR:
         raise ValueError("--device emulator: needs --virtual N; valid without it: cpu, cuda")
     if device == CUDA and not placement.cuda_available():
@@ -431,7 +431,7 @@ def _choose_device(
         raise ValueError(
             f"-z 1: not possible with -G {namespace.cudagraph}; a graph has no barrier between calls"
         )
-    return device, why
+    return device, reason
 
 
 def _device_of_virtual_ranks(

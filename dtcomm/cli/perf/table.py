@@ -48,8 +48,8 @@ def format_header(report: PerfReport) -> list[str]:
         f"#  Rank {rank.rank:2d} Pid {rank.pid:6d} on {rank.hostname:>10} device {rank.device}"
         for rank in report.ranks
     ]
-    if options.device_why:
-        lines.append(f"# Device {options.device}: {options.device_why}")
+    if options.device_reason:
+        lines.append(f"# Device {options.device}: {options.device_reason}")
     lines += [
         f"# Backend {name}: {description}" for name, description in report.backends.items() if description
     ]

@@ -19,7 +19,7 @@ _HEADROOM_BITS = {torch.float16: 12, torch.bfloat16: 100, torch.float32: 100, to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Statistics:
+class IterationTimes:
     """Statistics of the iterations' times in seconds, each time that of the slowest rank."""
 
     min: float
@@ -48,9 +48,9 @@ class Timing:
     iterations: tuple[float, ...]
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> IterationTimes:
         times = sorted(self.iterations)
-        return Statistics(
+        return IterationTimes(
             min=times[0],
             max=times[-1],
             avg=statistics.fmean(times),

@@ -56,14 +56,14 @@ class Decision(Event):
         action: What was chosen.
         value: The seconds of a step's communication with it.
         limit: The seconds with plain DDP.
-        why: What else was tried.
+        reason: What else was tried.
     """
 
-    why: str
+    reason: str
 
     def __str__(self) -> str:
         times = f"{self.value * 1e3:.1f} ms (plain DDP {self.limit * 1e3:.1f}); " if self.limit else ""
-        return f"step {self.step}: auto: {self.action}; {times}{self.why}"
+        return f"step {self.step}: auto: {self.action}; {times}{self.reason}"
 
 
 @dataclass
@@ -186,8 +186,8 @@ class Tuner:
         scheme = self._scheme_of.get(name, NONE)
         if scheme != NONE:
             return default_policy(scheme).choose(name, gradient)
-        why = "auto: measuring" if self._measuring else f"auto: {BASELINE}" if self.bypass else "auto"
-        return CodecChoice(codec=NONE, why=why)
+        reason = "auto: measuring" if self._measuring else f"auto: {BASELINE}" if self.bypass else "auto"
+        return CodecChoice(codec=NONE, reason=reason)
 
     def pop_changes(self) -> list[str]:
         """Return the parameters whose scheme changes in this step, once."""
@@ -350,22 +350,26 @@ class Tuner:
         others = [
             f"{candidate} {seconds * 1e3:.1f} ms" for candidate, seconds in tried if candidate is not chosen
         ]
-        why = f"{self._gbit_per_s:.3g} Gbit/s a rank; tried {', '.join(others) or 'nothing else'}"
+        reason = f"{self._gbit_per_s:.3g} Gbit/s a rank; tried {', '.join(others) or 'nothing else'}"
         if self._over_budget:
-            why += f"; over the budget: {', '.join(self._over_budget)}"
+            reason += f"; over the budget: {', '.join(self._over_budget)}"
         text = str(chosen) if chosen.schemes else str(NONE)
-        self._add_decision(step, text, why, self._chosen_seconds, baseline)
+        self._add_decision(step, text, reason, self._chosen_seconds, baseline)
 
-    def _add_decision(self, step: int, action: str, why: str, value: float = 0.0, limit: float = 0.0) -> None:
-        decision = Decision(step=step, kind="auto", name="", value=value, limit=limit, action=action, why=why)
+    def _add_decision(
+        self, step: int, action: str, reason: str, value: float = 0.0, limit: float = 0.0
+    ) -> None:
+        decision = Decision(
+            step=step, kind="auto", name="", value=value, limit=limit, action=action, reason=reason
+        )
         _log.info("%s", decision)
         self.decisions.append(decision)
 
     def _disable(self, step: int) -> None:
         self._disabled, self._measuring = True, False
         self._uncompressed, self._scheme_of, self.bypass = list(self._scheme_of), {}, False
-        why = "all ranks share this host's memory, where bytes cost less than encoding them"
-        self._add_decision(step, str(NONE), why)
+        reason = "all ranks share this host's memory, where bytes cost less than encoding them"
+        self._add_decision(step, str(NONE), reason)
         self.revision += 1
 
     def _check(self, step: int) -> None:
@@ -380,15 +384,15 @@ class Tuner:
             link_speedup = self._probe_per_byte / probe_per_byte
         slowdown = seconds / self._chosen_seconds if self._chosen_seconds > 0 else 1.0
         if not 1 / LINK_CHANGE < link_speedup < LINK_CHANGE:
-            why = f"the link is {link_speedup:.2g} times as fast as it was"
+            reason = f"the link is {link_speedup:.2g} times as fast as it was"
         elif slowdown >= STEP_SLOWDOWN:
-            why = f"steps take {slowdown:.2g} times as long"
+            reason = f"steps take {slowdown:.2g} times as long"
         else:
             if self._runners_up and self._chosen is not None:
                 self._run(step, Trials([*self._runners_up, self._chosen]))
             self._step_seconds.clear()
             return
-        self._add_decision(step, "measure again", why, seconds, self._chosen_seconds)
+        self._add_decision(step, "measure again", reason, seconds, self._chosen_seconds)
         self._measure_again(step)
 
     def _install(self, assignment: CodecAssignment) -> None:

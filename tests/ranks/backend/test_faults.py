@@ -133,7 +133,7 @@ def test_the_report_names_fallbacks() -> None:
     for groups, text in run_ranks(reported, 2, backend="dtcomm"):
         (group,) = groups
         assert {
-            (fallback["operation"], fallback["why"], fallback["backend"], fallback["count"])
+            (fallback["operation"], fallback["reason"], fallback["backend"], fallback["count"])
             for fallback in group["fallbacks"]
         } == {
             ("all_reduce", "op PRODUCT", "gloo", 2),

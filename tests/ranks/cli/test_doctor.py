@@ -41,7 +41,7 @@ def test_text_has_a_line_per_check(
 
 
 def _self_test_result(**change: Any) -> dict[str, Any]:
-    result = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "why": "w"}
+    result = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "reason": "w"}
     return {**result, "round_trip_ns": 100.0, "single_copy": "switched off", **change}
 
 
@@ -64,7 +64,7 @@ def test_engine_status(
 
 
 def test_engine_notes_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    fallback = _self_test_result(runtime="process_group", why="no shared memory here", round_trip_ns=0.0)
+    fallback = _self_test_result(runtime="process_group", reason="no shared memory here", round_trip_ns=0.0)
     monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [fallback, fallback])
     check = checks.engine(2)
     assert check.status == "note" and "because no shared memory here" in check.summary
@@ -74,7 +74,7 @@ def test_a_wrong_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test itself, with a collective that forgets the other rank, and one that adds too much."""
     from dtcomm import collectives
 
-    monkeypatch.setattr(collectives, "info", lambda: {"runtime": "native", "why": ""})
+    monkeypatch.setattr(collectives, "info", lambda: {"runtime": "native", "reason": ""})
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": None)
     assert len(checks.self_test(0, 2)["problems"]) == 2
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": x.mul_(1.5))

@@ -89,15 +89,15 @@ def not_pulled(rank: int, n: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("variables", "why"),
+    ("variables", "reason"),
     [
         ({"DTCOMM_SINGLE_COPY": "off"}, "DTCOMM_SINGLE_COPY=off"),
         ({"DTCOMM_LINK": "100gbit,1us"}, "a link is emulated"),
     ],
 )
-def test_what_is_staged_says_why(variables: dict[str, str], why: str) -> None:
+def test_what_is_staged_says_why(variables: dict[str, str], reason: str) -> None:
     for info in run_ranks(not_pulled, 2, env=variables):
-        assert (info["single_copy"], info["pulled_bytes"]) == (why, 0)
+        assert (info["single_copy"], info["pulled_bytes"]) == (reason, 0)
 
 
 def forced_over_a_link(rank: int, n: int) -> None:
@@ -177,8 +177,8 @@ def refused(rank: int, n: int) -> str:
     errors = []
 
     def meet() -> None:  # rules hold for a thread
-        if rank == 1 and (why := forbid()):
-            errors.append(f"{UNFORBIDDEN}, {why}")
+        if rank == 1 and (reason := forbid()):
+            errors.append(f"{UNFORBIDDEN}, {reason}")
         try:
             collectives.barrier()
         except DtcommError as error:
@@ -207,6 +207,6 @@ def said(rank: int, n: int) -> str:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
 def test_with_a_core_each_ranks_stage() -> None:
     # Both copies of staging then run at once; huge pages make the kernel's no faster than the two of them.
-    for why in run_ranks(said, 2, env={"THP_MEM_ALLOC_ENABLE": "1"}):
-        assert "every rank has a core" in why or "process_vm_readv" in why, why
-        assert why != "process_vm_readv"
+    for reason in run_ranks(said, 2, env={"THP_MEM_ALLOC_ENABLE": "1"}):
+        assert "every rank has a core" in reason or "process_vm_readv" in reason, reason
+        assert reason != "process_vm_readv"

@@ -259,7 +259,7 @@ def warming(rank: int, world_size: int) -> list[set[str]]:
         backward(model, rank, step)
         assert all(gradient.isfinite().all() for gradient in gradients(model).values())
         used.append(set(chosen(state).values()))
-    assert state.report().rows[0].why in ("", "warm-up until step 3")
+    assert state.report().rows[0].reason in ("", "warm-up until step 3")
     return used
 
 

@@ -105,7 +105,7 @@ def mixed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
             model.zero_grad()
             model(batch(rank, step)).square().mean().backward()
         same(gradients(models[0]), gradients(models[1]), 0.06)
-    return [(row.dtype, row.codec, row.why) for row in state.report().rows]
+    return [(row.dtype, row.codec, row.reason) for row in state.report().rows]
 
 
 def test_a_model_of_several_dtypes_is_compressed_where_it_can_be() -> None:

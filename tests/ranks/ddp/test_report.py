@@ -25,7 +25,7 @@ def test_report_names_every_parameter_once_with_codec_bytes_and_error() -> None:
         rows = {row["codec"]: row for row in report["rows"]}
         assert sorted(rows["int8"]["names"]) == ["branch.weight", "first.weight", "last.weight"]
         assert sorted(rows["none"]["names"]) == ["first.bias", "last.bias", "norm.bias", "norm.weight"]
-        assert rows["none"]["why"] == "policy: ndim<2"
+        assert rows["none"]["reason"] == "policy: ndim<2"
         assert rows["none"]["relative_error"] == 0
         assert 1e-4 < rows["int8"]["relative_error"] < 0.05
         assert rows["int8"]["saved_bytes"] > 0.7 * rows["int8"]["plain_bytes"]
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_a_two_shot_between_two_ranks() -> None:
 
 def test_a_policy_chooses_by_name() -> None:
     report, text = run_ranks(reported, 2, "name=first.* -> fp16; name=last.* -> int8")[0]
-    by_codec = {(row["codec"], row["why"]): sorted(row["names"]) for row in report["rows"]}
+    by_codec = {(row["codec"], row["reason"]): sorted(row["names"]) for row in report["rows"]}
     assert by_codec["fp16", ""] == ["first.bias", "first.weight"]
     assert by_codec["int8", ""] == ["last.bias", "last.weight"]
     assert by_codec["none", "no rule matches"] == ["branch.weight", "norm.bias", "norm.weight"]

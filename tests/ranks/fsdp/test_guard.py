@@ -81,7 +81,7 @@ def check_collectives(rank: int, ranks: int) -> None:
                 for kind, traffic in report.modules[name].items():
                     # Anything uncompressed that should be compressed has a reason.
                     spec = str(state.parameters if kind in ("parameters", "kept copies") else state.gradients)
-                    assert traffic.codec == spec or traffic.uncompressed_reason, (name, kind, traffic)
+                    assert traffic.codec == spec or traffic.reason, (name, kind, traffic)
 
 
 def test_every_collective_is_compressed_or_has_a_reason() -> None:

@@ -54,7 +54,7 @@ def keep_copies(rank: int, ranks: int, codecs: dict[str, str], tolerance: float)
     compare(model, sharded(mesh, reshard_after_forward=2), rank, tolerance)  # type: ignore[arg-type]
     traffic = state.report().modules["blocks.0"]
     assert traffic["parameters"].calls == 3 and traffic["kept copies"].calls == 3
-    assert "gathered again from this host" in traffic["kept copies"].uncompressed_reason
+    assert "gathered again from this host" in traffic["kept copies"].reason
 
 
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)

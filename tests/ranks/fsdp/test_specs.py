@@ -66,7 +66,7 @@ def compare_to_uncompressed(rank: int, ranks: int, options: dict[str, Any], tole
     assert set(report.modules) == {"", "blocks.0", "blocks.1"} and not report.notes
     for by_kind in report.modules.values():
         assert by_kind["gradients"].calls == 6
-        assert all(not traffic.uncompressed_reason for traffic in by_kind.values())
+        assert all(not traffic.reason for traffic in by_kind.values())
     with torch.no_grad():
         output = model(torch.ones(2, WIDTH))
     outputs = [torch.empty_like(output) for _ in range(ranks)]

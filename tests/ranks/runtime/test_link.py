@@ -48,7 +48,7 @@ def test_what_a_byte_costs_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "reason"),
     [
         ("10", "'10' is not a rate"),
         ("0gbit", "'0gbit' is not a rate"),
@@ -60,10 +60,10 @@ def test_what_a_byte_costs_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         ("inside=1gbit;", "'' is not one of"),
     ],
 )
-def test_what_is_refused(text: str, why: str) -> None:
+def test_what_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=r"DTCOMM_LINK=.*valid are '10gbit,50us' and") as refused:
         parse(text)
-    assert why in str(refused.value)
+    assert reason in str(refused.value)
 
 
 def test_a_wire_is_shared_whoever_asks_first() -> None:

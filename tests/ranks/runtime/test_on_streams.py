@@ -97,7 +97,7 @@ def test_same_bits_as_the_engine() -> None:
             info = report[backend + " info"]
             assert transport in info["transport"] and info["wire_bytes"] > 3e5
             assert (
-                info["why"]
+                info["reason"]
                 == f"the group has {backend} for cpu; no fused kernels: rank 0: cpu is no CUDA device"
             )
 

@@ -45,7 +45,7 @@ def all_ways(rank: int, world_size: int) -> dict[str, Any]:
 def test_same_bits_and_bytes_as_in_shared_memory(world_size: int) -> None:
     for report in run_ranks(all_ways, world_size):
         assert report["memory"]["transport"] == "memory" and report["sockets"]["transport"] == "sockets"
-        assert "DTCOMM_TRANSPORT=sockets" in report["sockets"]["why"]
+        assert "DTCOMM_TRANSPORT=sockets" in report["sockets"]["reason"]
         assert report["different"] == []
         assert report["memory"]["wire_bytes"] == report["sockets"]["wire_bytes"]
 
@@ -118,7 +118,7 @@ def refused(rank: int, world_size: int, transport: str, nowhere: bool) -> str:
     except DtcommError as error:
         return str(error)
     info = C.info()
-    return f"{info['runtime']} {info['transport']}: {info['why']}"
+    return f"{info['runtime']} {info['transport']}: {info['reason']}"
 
 
 def test_nothing_falls_back_in_silence() -> None:

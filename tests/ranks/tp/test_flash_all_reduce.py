@@ -170,13 +170,10 @@ def check_latency_path(rank: int, ranks: int) -> None:
             variant(torch.ones(1000, 32))
     traffic = layer.comm.traffic
     assert (traffic.calls, traffic.elements, traffic.uncompressed) == (2, 1001 * FEATURES, 1)
-    reason = traffic.uncompressed_reason
+    reason = traffic.reason
     assert reason.startswith("int8 ") and f"none {reason.split('none ')[1]}" in reason
     assert traffic.payload_bytes == FEATURES * 4 + 1000 * FEATURES * 34 // 32
-    assert (
-        always_compressed.comm.traffic.uncompressed == 0
-        and always_compressed.comm.traffic.uncompressed_reason == ""
-    )
+    assert always_compressed.comm.traffic.uncompressed == 0 and always_compressed.comm.traffic.reason == ""
 
 
 def test_the_latency_path_is_chosen_and_counted() -> None:

@@ -96,6 +96,6 @@ def test_every_operation_on_a_gpu_falls_back_and_is_reported(
     kind = GroupStub.BackendType.NCCL if nccl else GroupStub.BackendType.GLOO
     assert nccl_group.registered == [("cuda", kind)]
     assert nccl_group.called == list(calls)
-    fallbacks = [(to, why, times) for (_, to, why), times in group._fallback_counts.counts.items()]
+    fallbacks = [(to, reason, times) for (_, to, reason), times in group._fallback_counts.counts.items()]
     assert len(fallbacks) == len(calls)
     assert set(fallbacks) == {("nccl" if nccl else "gloo", "on cuda", 1)}

@@ -30,14 +30,14 @@ def parse(line: str) -> args.PerfOptions:
 def test_where_torch_sees_gpus_these_are_measured_unless_something_else_is_named() -> None:
     chosen = parse("all_reduce")
     assert (chosen.device, chosen.nproc, chosen.backends) == ("cuda", 4, ["dtcomm"])
-    assert "torch sees a GPU" in chosen.device_why
+    assert "torch sees a GPU" in chosen.device_reason
     assert parse("all_reduce --device cpu").backends == ["native"]
     for line in ("--backend native", "--backend gloo,native", "--compare mpi"):
         try:
             named = parse(f"all_reduce {line}")
         except SystemExit:  # Open MPI may not be here
             continue
-        assert named.device == "cpu" and "CPU tensors only" in named.device_why
+        assert named.device == "cpu" and "CPU tensors only" in named.device_reason
     assert parse("all_reduce --nproc 2 --device cuda").nproc == 2
     peers = parse("all_reduce --compare nccl,symm_two_shot,symm_one_shot -d bfloat16")
     assert peers.backends == ["dtcomm", "nccl", "symm_two_shot", "symm_one_shot"]
@@ -46,7 +46,7 @@ def test_where_torch_sees_gpus_these_are_measured_unless_something_else_is_named
 
 def test_without_a_gpu_the_cpu_is_measured() -> None:
     chosen = parse("all_reduce")
-    assert (chosen.device, chosen.device_why, chosen.nproc) == ("cpu", "", 2)
+    assert (chosen.device, chosen.device_reason, chosen.nproc) == ("cpu", "", 2)
     assert not chosen.on_device and parse("all_reduce --virtual 2 --device emulator").on_device
 
 
@@ -141,7 +141,7 @@ def info(runtime: str, operations: int, transport: str, **more: object) -> dict[
             | {"elsewhere transport": "nccl, queued on streams of cuda:1"},
             TransportUsed("nccl", "ring has none"),
         ),
-        ({"runtime": "none"}, {"runtime": "none", "why": "one rank"}, TransportUsed("none", "one rank")),
+        ({"runtime": "none"}, {"runtime": "none", "reason": "one rank"}, TransportUsed("none", "one rank")),
     ],
 )
 def test_what_moved_the_bytes_is_read_off_two_reports(

@@ -74,7 +74,7 @@ def test_report_groups_by_codec_and_reason_and_says_why() -> None:
     assert by_codec["int8"].names == ("matrix", "other")
     assert by_codec["int8"].relative_error == pytest.approx(0.05)
     assert by_codec["int8"].saved_bytes > 0.7 * by_codec["int8"].plain_bytes
-    assert by_codec["none"].why == "policy: ndim<2"
+    assert by_codec["none"].reason == "policy: ndim<2"
     assert by_codec["none"].relative_error == 0.0
     report = Report(
         policy="p",

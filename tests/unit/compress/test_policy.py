@@ -13,7 +13,7 @@ def test_matrices_are_compressed_and_vectors_are_not() -> None:
     policy = default_policy("int8")
     assert policy.choose("w", torch.empty(64, 64)).codec == codec("int8")
     assert policy.choose("b", torch.empty(10_000)).codec == codec("none")
-    assert policy.choose("b", torch.empty(10_000)).why == "policy: ndim<2"
+    assert policy.choose("b", torch.empty(10_000)).reason == "policy: ndim<2"
 
 
 @pytest.mark.parametrize("numel", [MIN_COMPRESSED_ELEMENTS - 1, MIN_COMPRESSED_ELEMENTS])
@@ -23,16 +23,16 @@ def test_the_bound_on_small_matrices_is_exclusive(numel: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype", "why"),
+    ("spec", "dtype", "reason"),
     [
         ("int8", torch.float64, "int8 does not take float64"),
         ("fp16", torch.bfloat16, "fp16 would not make bfloat16 smaller"),
         ("bf16", torch.float16, "bf16 would not make float16 smaller"),
     ],
 )
-def test_what_cannot_be_compressed_says_why(spec: str, dtype: torch.dtype, why: str) -> None:
+def test_what_cannot_be_compressed_says_why(spec: str, dtype: torch.dtype, reason: str) -> None:
     choice = default_policy(spec).choose("w", torch.empty(64, 64, dtype=dtype))
-    assert (str(choice.codec), choice.why) == ("none", why)
+    assert (str(choice.codec), choice.reason) == ("none", reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -49,7 +49,7 @@ def test_the_first_rule_that_matches_decides() -> None:
 
 def test_what_no_rule_matches_stays_uncompressed() -> None:
     choice = Policy.parse("name=head* -> int8").choose("body", torch.empty(64, 64))
-    assert (str(choice.codec), choice.why) == ("none", "no rule matches")
+    assert (str(choice.codec), choice.reason) == ("none", "no rule matches")
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,11 @@ def test_a_codec_for_each_level_is_a_scheme() -> None:
     assert torch.float64 not in scheme.dtypes and torch.bfloat16 in scheme.dtypes
     assert choose_for(scheme, torch.empty(64, 64)).codec == scheme
     assert (
-        choose_for(scheme, torch.empty(64, 64, dtype=torch.float64)).why == "none/int4 does not take float64"
+        choose_for(scheme, torch.empty(64, 64, dtype=torch.float64)).reason
+        == "none/int4 does not take float64"
     )
     assert (
-        choose_for(parse_scheme("none/none"), torch.empty(64)).why
+        choose_for(parse_scheme("none/none"), torch.empty(64)).reason
         == "none/none would not make float32 smaller"
     )
 

@@ -64,7 +64,7 @@ def test_a_link_that_becomes_fast_ends_compression_and_one_that_becomes_slow_bri
     link.gbit = 400
     drive(tuner, link, range(40, 80))
     assert [decision.action for decision in tuner.decisions[1:]] == ["measure again", "none"]
-    assert "the link is" in tuner.decisions[1].why and tuner.pop_uncompressed() == ["weight"]
+    assert "the link is" in tuner.decisions[1].reason and tuner.pop_uncompressed() == ["weight"]
     link.gbit = 0.05
     drive(tuner, link, range(80, 120))
     assert [decision.action for decision in tuner.decisions[3:]] == ["measure again", "int4"]

@@ -18,7 +18,7 @@ def test_small_messages_do_not_pay_and_large_ones_between_hosts_do() -> None:
     for hosts in (1, 2):
         verdict = compression_pays(INT8, 1024, torch.float32, 2, hosts, "")
         assert not verdict.pays
-        assert verdict.why.startswith("int8 ") and "(predicted, dtcomm's own constants)" in verdict.why
+        assert verdict.reason.startswith("int8 ") and "(predicted, dtcomm's own constants)" in verdict.reason
     assert compression_pays(INT8, 1 << 20, torch.float32, 2, 2, "").pays
     assert not compression_pays(
         codec("fp16"), 1 << 20, torch.float16, 2, 2, ""

@@ -40,8 +40,8 @@ def map_on_all_ranks(
     def work(rank: int) -> None:
         exchange = StoreExchange(store, "test", rank, range(RANKS), timedelta(seconds=20))
         device = torch.device("cpu")
-        buffers, why = memory.map_peers(exchange, NAMES, None, device, 8, rank, ["a", "b", "c"])
-        results[rank] = "" if buffers is None else buffers.kind, why
+        buffers, reason = memory.map_peers(exchange, NAMES, None, device, 8, rank, ["a", "b", "c"])
+        results[rank] = "" if buffers is None else buffers.kind, reason
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
@@ -77,13 +77,15 @@ def test_one_rank_that_cannot_moves_all_to_the_next_kind(monkeypatch: pytest.Mon
 
 
 def test_all_ranks_report_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, why = map_on_all_ranks(
+    kind, reason = map_on_all_ranks(
         monkeypatch,
         fails(IPC, 2),
         lambda kind, rank: rank,  # offsets
     )[0]
-    assert kind == "" and "symmetric memory: the ranks' memory begins at different offsets, [0, 1, 2]" in why
-    assert "CUDA IPC: rank 2: out of memory" in why and "and more" not in why
+    assert (
+        kind == "" and "symmetric memory: the ranks' memory begins at different offsets, [0, 1, 2]" in reason
+    )
+    assert "CUDA IPC: rank 2: out of memory" in reason and "and more" not in reason
 
 
 def test_torch_is_not_called_where_ranks_would_wait_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_corruptions_that_change_the_outcome_are_refused(corrupt, data: st.DataO
                 "empty step",
                 "the same version is first sent at level",
             )
-            assert any(why in str(error) for why in known), "refused, though nothing is wrong with it"
+            assert any(reason in str(error) for reason in known), "refused, though nothing is wrong with it"
         return
     event("harmful")
     with pytest.raises(ScheduleError) as caught:

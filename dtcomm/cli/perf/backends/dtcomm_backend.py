@@ -114,7 +114,7 @@ class Dtcomm(Backend):
         return THROUGH_HOST if over_gloo else ""
 
     def describe(self) -> str:
-        fields = {key: self._info[key] for key in ("runtime", "kernels", "why") if self._info.get(key)}
+        fields = {key: self._info[key] for key in ("runtime", "kernels", "reason") if self._info.get(key)}
         return ", ".join(f"{key} {value}" for key, value in fields.items())
 
     def _info_now(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class ProcessGroup(Dtcomm):
 def transport_between(before: dict[str, Any], after: dict[str, Any]) -> TransportUsed:
     """Return what moved the bytes of the calls between two results of ``dtcomm.info``."""
     if after["runtime"] == "none":
-        return TransportUsed("none", after["why"])
+        return TransportUsed("none", after["reason"])
     if after["runtime"] != "peer":
         return TransportUsed(_transport_name(after["runtime"], after["transport"]))
     for reason, count in after["elsewhere"].items():
