@@ -90,7 +90,7 @@ def zeros(n: int, generator: torch.Generator) -> torch.Tensor:
 
 @kind
 def offset(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Far from zero: what zero points are for."""
+    """Far from zero, as zero points are meant for."""
     return _normal(n, generator) * 0.01 + 5
 
 

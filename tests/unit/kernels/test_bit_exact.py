@@ -63,9 +63,9 @@ def compare(codec: Codec, x: torch.Tensor, y: torch.Tensor, kernels: Sequence[st
         expected = all_verbs(codec, x, y)
     for kernel in kernels:
         with use(kernel):
-            got = all_verbs(codec, x, y)
+            results = all_verbs(codec, x, y)
         for name, value in expected.items():
-            assert got[name] == value, f"{kernel}: {name} of {x.numel()} {x.dtype} in {codec}"
+            assert results[name] == value, f"{kernel}: {name} of {x.numel()} {x.dtype} in {codec}"
 
 
 def cases() -> list[tuple[Codec, str]]:
@@ -81,7 +81,7 @@ def cases() -> list[tuple[Codec, str]]:
 
 
 @pytest.mark.parametrize(("codec", "kind"), cases(), ids=str)
-def test_inputs(codec: Codec, kind: str) -> None:
+def test_every_kind_of_input(codec: Codec, kind: str) -> None:
     n = 2 * codec.granularity + 37
     compare(codec, floats(kind, n, seed=1), floats(kind, n, seed=2))
 
@@ -97,20 +97,20 @@ def test_types_and_sizes(number: int, codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("kernel", FAST)
-def test_every_fp16(kernel: str) -> None:
+def test_every_fp16_value_decodes(kernel: str) -> None:
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.uint8)
     with use("reference"):
         expected = decode("fp16", halves, 2**16)
     with use(kernel):
-        got = decode("fp16", halves, 2**16)
+        decoded = decode("fp16", halves, 2**16)
     nan = expected.isnan()
-    assert torch.equal(got[~nan].view(torch.int32), expected[~nan].view(torch.int32))
-    assert got[nan].isnan().all()
+    assert torch.equal(decoded[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+    assert decoded[nan].isnan().all()
 
 
 @pytest.mark.parametrize("spec", ["fp16", "bf16"])
 @pytest.mark.parametrize("kernel", available())
-def test_casts_are_torch_s(kernel: str, spec: str) -> None:
+def test_casts_round_as_torch_does(kernel: str, spec: str) -> None:
     """Over every exponent, sign and tie, with the NaN that torch leaves to the machine made canonical."""
     low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0x18000])
     words = (torch.arange(0, 2**32, 2**15)[:, None] + low).reshape(-1)

@@ -1,4 +1,4 @@
-"""Errors for wrong arguments name the argument, what was given and what is valid, before anything is written."""
+"""Errors for wrong arguments name the argument, its value and the valid ones; nothing is written before them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "says"),
+    ("call", "error", "message"),
     [
         (lambda: encode("int9", X), ValueError, r"codec.*int9.*none, fp16, bf16, .*int8"),
         (lambda: encode(8, X), TypeError, r"codec.*int"),
@@ -102,13 +102,15 @@ def kernel(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
         (lambda: reduce_encode("int8", [P], 100, X, decoded=LONGS), TypeError, r"decoded|dtype"),
     ],
 )
-def test_refused(call: Callable[[], object], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_wrong_arguments_are_refused(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "int8"])
-def test_nothing_is_a_tensor_too(spec: str) -> None:
+def test_empty_tensors_are_accepted(spec: str) -> None:
     empty = torch.empty(0)
     payload = encode(spec, empty, residual=torch.empty(0), decoded=torch.empty(0))
     assert payload.numel() == 0 and decode(spec, payload, 0).numel() == 0
@@ -116,7 +118,7 @@ def test_nothing_is_a_tensor_too(spec: str) -> None:
     assert reduce_encode(spec, [payload], 0, empty).numel() == 0
 
 
-def test_results_go_where_they_are_told() -> None:
+def test_results_are_written_to_out() -> None:
     wire, floats, sums = torch.empty_like(P), torch.empty(10, 10), torch.empty(4, 25)
     assert encode("int8", X, out=wire) is wire and torch.equal(wire, P)
     assert decode("int8", P, 100, out=floats) is floats and torch.equal(
@@ -126,7 +128,7 @@ def test_results_go_where_they_are_told() -> None:
     assert reduce_encode("int8", [P], 100, X, out=wire) is wire
 
 
-def test_shapes_strides_and_gradients_do_not_matter() -> None:
+def test_tensors_of_any_shape_and_with_gradients_are_accepted() -> None:
     x = torch.ones(10, 10, requires_grad=True)
     assert torch.equal(encode(codec("int8"), x), P)
     assert encode("int8", torch.tensor(3.0)).numel() == codec("int8").wire_bytes(1)

@@ -23,13 +23,13 @@ LIST, BITMAP = "topk:ratio=0.01", "topk:ratio=0.3"
 SPARSE = [codec for codec in everything() if codec.layout().kept]
 
 
-def put(payload: torch.Tensor, at: int, value: int) -> torch.Tensor:
+def with_byte(payload: torch.Tensor, at: int, value: int) -> torch.Tensor:
     changed = payload.clone()
     changed[at] = value
     return changed
 
 
-def list_of(positions: list[int]) -> torch.Tensor:
+def packed_positions(positions: list[int]) -> torch.Tensor:
     bits = [position >> bit & 1 for position in positions for bit in range(12)]
     bits += [0] * (-len(bits) % 8)
     return torch.tensor(
@@ -38,15 +38,15 @@ def list_of(positions: list[int]) -> torch.Tensor:
 
 
 def with_positions(codec: Codec, n: int, positions: list[int]) -> torch.Tensor:
-    """A payload of a single granule whose list of positions is this one."""
+    """Return a payload of one granule with this list of positions."""
     layout = codec.layout()
     payload = encode(codec, floats("normal", n))
-    raw = list_of(positions)
+    raw = packed_positions(positions)
     payload[layout.values(n) : layout.values(n) + len(raw)] = raw.to(torch.uint8)
     return payload
 
 
-def refusals(codec: Codec | str, payload: torch.Tensor, n: int, says: str) -> None:
+def check_all_verbs_refuse(codec: Codec | str, payload: torch.Tensor, n: int, message: str) -> None:
     good = encode(codec, torch.ones(n))
     calls = [
         lambda: decode(codec, payload, n),
@@ -57,64 +57,64 @@ def refusals(codec: Codec | str, payload: torch.Tensor, n: int, says: str) -> No
     for name in available():
         with use(name):
             for call in calls:
-                with pytest.raises(PayloadCorrupt, match=says):
+                with pytest.raises(PayloadCorrupt, match=message):
                     call()
 
 
-def test_positions_outside() -> None:
-    refusals(
+def test_positions_outside_the_granule_are_refused() -> None:
+    check_all_verbs_refuse(
         LIST, with_positions(parse(LIST), 300, [1, 7, 299, 300]), 300, "granule 0: position 3 is 300 of 300"
     )
-    refusals(
+    check_all_verbs_refuse(
         LIST, with_positions(parse(LIST), 300, [1, 7, 299, 4095]), 300, "granule 0: position 3 is 4095 of 300"
     )
 
 
-def test_positions_that_do_not_ascend() -> None:
-    refusals(
+def test_positions_that_do_not_ascend_are_refused() -> None:
+    check_all_verbs_refuse(
         LIST, with_positions(parse(LIST), 300, [7, 7, 8, 9]), 300, "position 1 is 7 after 7: not ascending"
     )
-    refusals(
+    check_all_verbs_refuse(
         LIST, with_positions(parse(LIST), 300, [0, 9, 8, 10]), 300, "position 2 is 8 after 9: not ascending"
     )
 
 
-def test_bitmaps_of_another_count() -> None:
+def test_bitmaps_with_a_wrong_number_of_bits_are_refused() -> None:
     n, codec = 4096 + 100, parse(BITMAP)
     payload = encode(codec, floats("normal", n))
     last = codec.wire_bytes(4096) + codec.layout().values(100)
-    refusals(
+    check_all_verbs_refuse(
         codec,
-        put(payload, last, int(payload[last]) ^ 1),
+        with_byte(payload, last, int(payload[last]) ^ 1),
         n,
         "granule 1: the bitmap has 3[02] bits set for 31 values",
     )
     empty = payload.clone()
     empty[last : last + 13] = 0
-    refusals(codec, empty, n, "granule 1: the bitmap has 0 bits set for 31 values")
+    check_all_verbs_refuse(codec, empty, n, "granule 1: the bitmap has 0 bits set for 31 values")
     # Bits of elements that do not exist count nothing and are not read.
     assert codec.layout().positions(100) == 13
-    same = put(payload, last + 12, int(payload[last + 12]) | 0xF0)
+    same = with_byte(payload, last + 12, int(payload[last + 12]) | 0xF0)
     assert torch.equal(decode(codec, same, n), decode(codec, payload, n))
 
 
-def test_the_payload_and_the_granule_are_named() -> None:
+def test_the_error_names_the_payload_and_the_granule() -> None:
     n, codec = 3 * 4096, parse(LIST)
     payload = encode(codec, floats("normal", n))
     at = 2 * codec.wire_bytes(4096) + codec.layout().values(4096)
     with pytest.raises(PayloadCorrupt, match=r"payload 1 in codec 'topk', granule 2: position 1"):
-        reduce(codec, [payload, put(put(payload, at + 1, 0), at + 2, 0)], n)
+        reduce(codec, [payload, with_byte(with_byte(payload, at + 1, 0), at + 2, 0)], n)
 
 
-def test_what_encoders_make_is_fine() -> None:
+def test_payloads_of_encoders_are_accepted() -> None:
     for codec in SPARSE:
         for n in (0, 1, 2, 7, 8, 9, 4095, 4096, 4097, 9000):
             payload = encode(codec, floats("bits", n, seed=n), key=n)
             assert _C.payload_error(codec.native(), payload.data_ptr(), n) == ""
 
 
-def read(kernel: str, codec: Codec, payload: torch.Tensor, n: int) -> list[bytes]:
-    """What a kernel makes of a payload by every way of reading one, past the verbs' refusal."""
+def read_with(kernel: str, codec: Codec, payload: torch.Tensor, n: int) -> list[bytes]:
+    """Return the results of every operation of a kernel that reads the payload, without the verbs' checks."""
     x, area = floats("normal", n, seed=2), GuardedMemory(len(payload), 3, payload)
     results = []
     if kernel == "reference":
@@ -151,8 +151,8 @@ def read(kernel: str, codec: Codec, payload: torch.Tensor, n: int) -> list[bytes
 
 
 @pytest.mark.parametrize("codec", SPARSE, ids=str)
-def test_any_bytes_stay_within_memory_and_mean_the_same(codec: Codec) -> None:
-    """Random payloads, and honest ones with a few bytes changed, in every kernel."""
+def test_kernels_agree_on_random_bytes_and_stay_within_memory(codec: Codec) -> None:
+    """The payloads are random bytes, or encoded ones with a few bytes changed."""
     rng = random.Random(str(codec))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     for n in (1, 3, 100, 4095, 4096, 4096 + 33):
@@ -163,6 +163,6 @@ def test_any_bytes_stay_within_memory_and_mean_the_same(codec: Codec) -> None:
                 payload = honest.clone()
                 for _ in range(5):
                     payload[rng.randrange(len(payload))] = rng.randrange(256)
-            expected = read("reference", codec, payload, n)
+            expected = read_with("reference", codec, payload, n)
             for kernel in FAST:
-                assert read(kernel, codec, payload, n) == expected, (kernel, n, attempt)
+                assert read_with(kernel, codec, payload, n) == expected, (kernel, n, attempt)

@@ -22,15 +22,15 @@ KEY = 2**64 - 3  # a word that torch's schemas hold as a negative number
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No compiled function, and no number that became symbolic, from the test before."""
+def reset_dynamo() -> Iterator[None]:
+    """Forgets compiled functions and symbolic numbers of the test before."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def arguments(spec: str) -> dict[str, tuple[Any, ...]]:
-    """Arguments of every operator: each optional one given where the operator could write into it."""
+    """Arguments of every operator, with all optional ones that the operator may write into."""
     x, y = floats("normal", N), floats("normal", N, seed=1)
     p, q = ops.encode(spec, x), ops.encode(spec, y)
     terms = (spec, [p, q], N, x, 1, 2, "sum", torch.float32)
@@ -56,12 +56,12 @@ def arguments(spec: str) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["int8:block=16,symmetric=false,round=stochastic", "none"])
 @pytest.mark.parametrize("name", arguments("int8"))
-def test_torch_s_own_checks(name: str, spec: str) -> None:
-    """Schemas tell the truth, shapes without data are right, and so are graphs of symbolic sizes."""
+def test_operators_pass_torch_s_opcheck(name: str, spec: str) -> None:
+    """Checks schemas, the shapes of fake tensors, and graphs with symbolic sizes."""
     torch.library.opcheck(getattr(torch.ops.dtcomm, name).default, arguments(spec)[name])
 
 
-def test_every_operator_is_checked() -> None:
+def test_opcheck_covers_every_operator() -> None:
     defined = {name for name, op in vars(custom_ops).items() if isinstance(op, torch.library.CustomOpDef)}
     assert defined == set(arguments("int8"))
 
@@ -75,8 +75,8 @@ def round_trip(spec: Any) -> Callable[[torch.Tensor, int], torch.Tensor]:
 
 
 @pytest.mark.parametrize("spec", [*SPECS, dtcomm.codec("int8:block=64")], ids=str)
-def test_compiled_round_trip(spec: Any) -> None:
-    """In one graph, also once sizes and keys became symbolic."""
+def test_compiled_round_trip_has_one_graph(spec: Any) -> None:
+    """Also after sizes and keys have become symbolic."""
     function = round_trip(spec)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for n, key in ((100, 1), (3000, 2), (4001, KEY), (1024, 3), (1, 0)):
@@ -92,7 +92,7 @@ def test_compiled_by_inductor() -> None:
 
 
 def every_verb(x: torch.Tensor, residual: torch.Tensor) -> list[torch.Tensor]:
-    """With every argument that is written into."""
+    """Call every verb with every argument that it writes into."""
     decoded, again, sums, floats = (torch.empty_like(x) for _ in range(4))
     wire = x.new_empty(parse("int8").wire_bytes(N), dtype=torch.uint8)
     p = dtcomm.encode("int8", x, 1, 2, residual, decoded=decoded)
@@ -106,16 +106,16 @@ def every_verb(x: torch.Tensor, residual: torch.Tensor) -> list[torch.Tensor]:
     return [decoded, again, sums, floats, wire, p, q, total, r, s, t, residual]
 
 
-def test_compiled_mutations() -> None:
+def test_compiled_verbs_write_into_their_arguments() -> None:
     x, residual = floats("normal", N), floats("normal", N, seed=1)
     expected = every_verb(x, residual.clone())
-    got = torch.compile(every_verb, fullgraph=True, backend="aot_eager")(x, residual)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    compiled = torch.compile(every_verb, fullgraph=True, backend="aot_eager")(x, residual)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
 
 
 @pytest.mark.slow
-def test_the_first_compilation_registers_them() -> None:
-    """Importing dtcomm does not, and tracing may be what imports the module."""
+def test_the_first_compilation_registers_the_operators() -> None:
+    """Importing dtcomm does not register them; tracing may import their module."""
     program = (
         "import sys, torch, dtcomm\n"
         "dtcomm.encode; print('dtcomm.kernels.custom_ops' in sys.modules)\n"
@@ -128,7 +128,7 @@ def test_the_first_compilation_registers_them() -> None:
     assert run.stdout.split() == ["False", "48", "True"]
 
 
-def test_export() -> None:
+def test_verbs_can_be_exported() -> None:
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return dtcomm.decode("int8", dtcomm.encode("int8", x), x.numel())
@@ -136,26 +136,26 @@ def test_export() -> None:
     x = floats("normal", N)
     program = torch.export.export(Module(), (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
     for n in (N, 64, 5000):
-        other = floats("normal", n)
-        assert torch.equal(program.module()(other), Module()(other))
+        longer_input = floats("normal", n)
+        assert torch.equal(program.module()(longer_input), Module()(longer_input))
 
 
-@pytest.mark.parametrize("how", ["eager", "aot_eager"])
-def test_gradients(how: str) -> None:
-    """Verbs detach; quantize hands gradients on."""
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_only_quantize_passes_gradients(backend: str) -> None:
+    """The verbs detach their results; the gradient of quantize is the identity."""
 
-    def straight(x: torch.Tensor) -> torch.Tensor:
+    def quantized_sum(x: torch.Tensor) -> torch.Tensor:
         return (quantize("int8", x.reshape(-1), key=KEY) * weight).sum()
 
     def detached(x: torch.Tensor) -> torch.Tensor:
         return dtcomm.decode("int8", dtcomm.encode("int8", x), N) + ops.reduce("none", [], N, x)
 
-    if how != "eager":
-        straight = torch.compile(straight, fullgraph=True, backend=how)
-        detached = torch.compile(detached, fullgraph=True, backend=how)
+    if backend != "eager":
+        quantized_sum = torch.compile(quantized_sum, fullgraph=True, backend=backend)
+        detached = torch.compile(detached, fullgraph=True, backend=backend)
     weight = floats("normal", N, seed=5)
     x = floats("normal", N).requires_grad_()
-    total = straight(x)
+    total = quantized_sum(x)
     total.backward()
     assert torch.equal(x.grad, weight)
     expected = (ops.decode("int8", ops.encode("int8", x.detach(), KEY), N) * weight).sum()
@@ -165,10 +165,10 @@ def test_gradients(how: str) -> None:
 
 def test_quantize_keeps_shape_and_type() -> None:
     x = floats("normal", 60).to(torch.bfloat16).reshape(3, 4, 5)
-    got = quantize("int8:block=16", x)
-    assert got.shape == x.shape and got.dtype == x.dtype
+    quantized = quantize("int8:block=16", x)
+    assert quantized.shape == x.shape and quantized.dtype == x.dtype
     assert torch.equal(
-        got.reshape(-1), ops.decode("int8:block=16", ops.encode("int8:block=16", x), 60, x.dtype)
+        quantized.reshape(-1), ops.decode("int8:block=16", ops.encode("int8:block=16", x), 60, x.dtype)
     )
 
 

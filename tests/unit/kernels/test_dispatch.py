@@ -19,10 +19,10 @@ from dtcomm.kernels.types import Combine
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that ran, as the native core and the reference saw them."""
     names: list[str] = []
-    combine, read = _C.combine, reference.combine
+    combine, reference_original = _C.combine, reference.combine
 
     def native_combine(kernel: str, *arguments: object) -> None:
         names.append(kernel)
@@ -30,7 +30,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def reference_combine(call: object) -> None:
         names.append("reference")
-        read(call)  # type: ignore[arg-type]
+        reference_original(call)  # type: ignore[arg-type]
 
     monkeypatch.setattr(_C, "combine", native_combine)
     monkeypatch.setattr(reference, "combine", reference_combine)
@@ -38,30 +38,30 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", available())
-def test_use_forces(name: str, ran: list[str]) -> None:
+def test_use_forces_a_kernel(name: str, kernels_run: list[str]) -> None:
     with use(name):
         assert current() == name
         ops.encode("int8", torch.ones(100))
-    assert ran == [name]
+    assert kernels_run == [name]
 
 
-def test_the_best_is_first(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+def test_the_best_kernel_is_first(monkeypatch: pytest.MonkeyPatch, kernels_run: list[str]) -> None:
     monkeypatch.delenv("DTCOMM_KERNEL", raising=False)
     ops.encode("int8", torch.ones(100))
-    assert ran == [available()[0]] == [current()]
+    assert kernels_run == [available()[0]] == [current()]
     assert available()[-2:] == ("generic", "reference")
 
 
-def test_this_cpu_s_features_decide() -> None:
+def test_cpu_features_decide_which_kernels_are_available() -> None:
     with open("/proc/cpuinfo", encoding="utf-8") as lines:
         flags = next((line for line in lines if line.startswith("flags")), "").split()
     assert ("avx2" in available()) == ({"avx2", "f16c", "bmi1", "bmi2"} <= set(flags))
-    wanted = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "f16c", "bmi1", "bmi2"}
-    assert ("avx512" in available()) == (wanted <= set(flags))
+    avx512_features = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "f16c", "bmi1", "bmi2"}
+    assert ("avx512" in available()) == (avx512_features <= set(flags))
 
 
 @pytest.mark.parametrize("name", available())
-def test_the_variable_forces(name: str) -> None:
+def test_dtcomm_kernel_forces_a_kernel(name: str) -> None:
     program = (
         "import torch; from dtcomm.kernels import current, ops, reference; from dtcomm import _C\n"
         "names, old, read = [], _C.combine, reference.combine\n"
@@ -70,7 +70,7 @@ def test_the_variable_forces(name: str) -> None:
         "ops.encode('int8', torch.ones(100)); print(current(), *names)"
     )
     environment = {**os.environ, "DTCOMM_KERNEL": name}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
         capture_output=True,
@@ -78,16 +78,16 @@ def test_the_variable_forces(name: str) -> None:
         timeout=280,
         check=True,
     )
-    assert done.stdout.split() == [name, name]
+    assert process.stdout.split() == [name, name]
 
 
-def test_the_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_dtcomm_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_KERNEL", "sse9")
     with pytest.raises(ValueError, match=r"DTCOMM_KERNEL.*'sse9'.*generic, reference"):
         ops.encode("int8", torch.ones(1))
 
 
-def test_unknown_kernels() -> None:
+def test_use_refuses_unknown_kernels() -> None:
     before = current()
     with pytest.raises(ValueError, match=r"name.*'neon'.*generic, reference"), use("neon"):
         pytest.fail("the block ran without the kernel that it asks for")
@@ -96,7 +96,7 @@ def test_unknown_kernels() -> None:
         _C.decode("neon", codec("int8").native(), 0, 0, 0, 0, 0, False)
 
 
-def test_use_nests_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_nests_and_restores_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_KERNEL", "generic")
     with use("reference"):
         with pytest.raises(KeyError), use("generic"):
@@ -106,12 +106,12 @@ def test_use_nests_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_use_holds_in_other_threads() -> None:
-    seen: list[str] = []
+    kernels: list[str] = []
     with use("generic"):
-        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread = threading.Thread(target=lambda: kernels.append(current()))
         thread.start()
         thread.join()
-    assert seen == ["generic"]
+    assert kernels == ["generic"]
 
 
 def test_the_engine_gets_a_native_kernel() -> None:
@@ -122,11 +122,11 @@ def test_the_engine_gets_a_native_kernel() -> None:
             assert dispatch.native_kernel() == name
 
 
-class Elsewhere:
-    """What stands for `cuda` or `triton`: it notes what it was asked to run."""
+class RecordingBackend:
+    """Stands for the module `cuda` or `triton` and records the calls that it gets."""
 
-    def __init__(self, ran: list[str], name: str) -> None:
-        self.ran, self.name = ran, name
+    def __init__(self, kernels_run: list[str], name: str) -> None:
+        self.ran, self.name = kernels_run, name
 
     def combine(self, call: Combine) -> None:
         self.ran.append(f"{self.name} {call.codec} on {call.payload_out.device}")
@@ -136,16 +136,16 @@ class Elsewhere:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
-    """Tensors that say they are on a CUDA device, and a function that installs kernels for them."""
+def install_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
+    """In a mode of fake CUDA tensors, a function that installs recording backends for them."""
     monkeypatch.delenv("DTCOMM_KERNEL", raising=False)
-    ran: list[str] = []
+    kernels_run: list[str] = []
 
     def install(*names: str) -> list[str]:
-        modules = {name: Elsewhere(ran, name) for name in names}
+        modules = {name: RecordingBackend(kernels_run, name) for name in names}
         monkeypatch.setattr(dispatch, "_installed", lambda name: name in modules)
         monkeypatch.setattr(dispatch, "load_backend", modules.__getitem__)
-        return ran
+        return kernels_run
 
     with FakeTensorMode():
         yield install
@@ -156,17 +156,19 @@ def on_device() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("names", [("cuda",), ("triton",), ("triton", "cuda")])
-def test_devices_prefer_cuda(device: Callable[..., list[str]], names: tuple[str, ...]) -> None:
-    ran = device(*names)
+def test_device_tensors_run_cuda_before_triton(
+    install_backends: Callable[..., list[str]], names: tuple[str, ...]
+) -> None:
+    kernels_run = install_backends(*names)
     payload = ops.encode("int8", on_device())
     assert payload.device == torch.device("cuda", 0)
     assert ops.decode("int8", payload, 100).device == payload.device
-    assert ran == [f"{names[-1]} int8 on cuda:0", f"{names[-1]} decodes int8 on cuda:0"]
+    assert kernels_run == [f"{names[-1]} int8 on cuda:0", f"{names[-1]} decodes int8 on cuda:0"]
 
 
-def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
-    """What is forced runs or raises, whatever else could run."""
-    ran = device("cuda", "triton")
+def test_forcing_a_device_s_kernel(install_backends: Callable[..., list[str]]) -> None:
+    """A forced kernel runs or raises, whichever other kernels could run."""
+    kernels_run = install_backends("cuda", "triton")
     with use("triton"):
         assert current() == "triton" and dispatch.native_kernel() in available()
         ops.encode("int8", on_device())
@@ -180,37 +182,37 @@ def test_forcing_a_device_s_kernel(device: Callable[..., list[str]]) -> None:
         ops.reduce("int8", [torch.empty(144, dtype=torch.uint8)], 100)
     with use("generic"), pytest.raises(ValueError, match=r"x: is on cuda:0, .*'generic' cannot run"):
         ops.encode("int8", on_device())
-    assert ran == ["triton int8 on cuda:0"]
+    assert kernels_run == ["triton int8 on cuda:0"]
 
 
-def test_what_factors_of_low_rank_are_made_by(device: Callable[..., list[str]]) -> None:
+def test_low_rank_passes_run_in_cuda_or_torch(install_backends: Callable[..., list[str]]) -> None:
     """Low-rank passes run as CUDA kernels or operators of torch; Triton has none."""
-    device("cuda", "triton")
+    install_backends("cuda", "triton")
     assert dispatch.low_rank_backend() == "cuda"
     for name in ("cuda", "triton"):
         with use(name):
             assert dispatch.low_rank_backend() == {"cuda": "cuda", "triton": "torch"}[name]
-    device("triton")
+    install_backends("triton")
     assert dispatch.low_rank_backend() == "torch"
-    device()
+    install_backends()
     assert dispatch.low_rank_backend() == "torch"
 
 
-def test_nothing_runs_it(device: Callable[..., list[str]]) -> None:
-    """The error says what to install, and whether that would help."""
-    device()
+def test_error_when_no_kernel_runs_the_codec(install_backends: Callable[..., list[str]]) -> None:
+    """The error names the installed backends and those whose installation would help."""
+    install_backends()
     with pytest.raises(RuntimeError, match=r"x: .*'int8'.*installed: none.*DTCOMM_CUDA=1.*triton"):
         ops.encode("int8", on_device())
-    device("triton")
+    install_backends("triton")
     with pytest.raises(RuntimeError, match=r"'none' on cuda:0 \(installed: triton\); .*DTCOMM_CUDA=1[^;]*$"):
         ops.encode("none", on_device())
     with pytest.raises(ValueError, match=r"name: .*'cuda'.*valid: triton, .*reference; 'cuda' needs .*_cuda"):
         use("cuda").__enter__()
 
 
-def test_one_device(device: Callable[..., list[str]]) -> None:
-    """All tensors of a call are on one; the error names the one that is not."""
-    device("cuda")
+def test_tensors_on_two_devices_are_refused(install_backends: Callable[..., list[str]]) -> None:
+    """The error names the argument that is on another device than the others."""
+    install_backends("cuda")
     x, cuda_tensor = torch.empty(100), on_device()
     wire = torch.empty(144, dtype=torch.uint8)
     for call, name in (
@@ -230,7 +232,7 @@ def test_one_device(device: Callable[..., list[str]]) -> None:
             call()
 
 
-def test_devices_have_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_kernels_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"device: .*'tpu'; valid: cpu, cuda"):
         available("tpu")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

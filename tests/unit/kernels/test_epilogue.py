@@ -16,9 +16,9 @@ KERNELS = [name for name in available() if name != "reference"]
 
 @pytest.mark.parametrize("spec", CASES)
 def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
-    which = codec(spec)
+    tested = codec(spec)
     for rows, features, dtype in ((7, 96, torch.float32), (3, 1000, torch.bfloat16), (5, 33, torch.float16)):
-        if dtype not in which.dtypes:
+        if dtype not in tested.dtypes:
             continue
         generator = torch.Generator().manual_seed(features)
 
@@ -26,11 +26,11 @@ def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
             return torch.randn(*shape, generator=by).to(of)
 
         numel = rows * features
-        cut = min(numel, which.granularity * max(1, numel // which.granularity // 2))
+        cut = min(numel, tested.granularity * max(1, numel // tested.granularity // 2))
         x = random(numel)
-        runs = [(ops.encode(which, part), part.numel()) for part in (x[:cut], x[cut:])]
+        runs = [(ops.encode(tested, part), part.numel()) for part in (x[:cut], x[cut:])]
         bias, residual, weight = random(features), random(rows, features), random(features)
-        plain = torch.cat([ops.decode(which, payload, count, dtype) for payload, count in runs]).view(
+        plain = torch.cat([ops.decode(tested, payload, count, dtype) for payload, count in runs]).view(
             rows, features
         )
         results = {}
@@ -38,15 +38,19 @@ def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
             out, normed = (torch.empty(rows, features, dtype=dtype) for _ in range(2))
             with use(kernel):
                 epilogue(
-                    which, runs, out, bias=bias, residual=residual, weight=weight, eps=1e-5, norm_out=normed
+                    tested, runs, out, bias=bias, residual=residual, weight=weight, eps=1e-5, norm_out=normed
                 )
-                alone = epilogue(which, runs, torch.empty_like(out))
-            results[kernel] = out, normed, alone
+                decoded = epilogue(tested, runs, torch.empty_like(out))
+            results[kernel] = out, normed, decoded
         for kernel, outputs in results.items():
-            for mine, theirs in zip(outputs, results["reference"], strict=True):
-                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), (kernel, rows, features)
-        out, normed, alone = results["reference"]
-        assert torch.equal(alone, plain)
+            for result, expected_result in zip(outputs, results["reference"], strict=True):
+                assert torch.equal(result.view(torch.uint8), expected_result.view(torch.uint8)), (
+                    kernel,
+                    rows,
+                    features,
+                )
+        out, normed, decoded = results["reference"]
+        assert torch.equal(decoded, plain)
         tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
         expected = plain.float() + bias.float() + residual.float()
         torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance * 4)
@@ -61,7 +65,7 @@ def test_the_residual_may_be_the_result() -> None:
     assert torch.equal(epilogue("int8", [(payload, 256)], stream, residual=stream), expected)
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_errors_name_the_wrong_argument() -> None:
     payload = ops.encode("int8", torch.zeros(64))
     with pytest.raises(ValueError, match=r"runs: hold 64 elements, out \(3, 64\) has 192"):
         epilogue("int8", [(payload, 64)], torch.empty(3, 64))

@@ -17,14 +17,14 @@ FLT_MAX = 3.4028234663852886e38
 GRIDS = [Exact(bits=bits, block=block) for bits in (16, 32) for block in (16, 32, 1024)]
 
 
-def on_grid(
+def quantize_to_grid(
     codec: Exact,
     ranks: int,
     x: torch.Tensor,
     residual: torch.Tensor | None = None,
     grid: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exponents, integers) of a contribution; its own exponents where none are given."""
+    """Return (exponents, integers) of a contribution; without ``grid``, its own exponents are measured."""
     if grid is None:
         grid = torch.empty(codec.blocks(x.numel()), dtype=torch.uint8)
         local_tasks.measure_exponents(codec, x, residual, grid)()
@@ -33,20 +33,22 @@ def on_grid(
     return grid, codes
 
 
-def units(codec: Exact, ranks: int, grid: torch.Tensor, numel: int) -> list[Fraction]:
+def unit_of_each_element(codec: Exact, ranks: int, grid: torch.Tensor, numel: int) -> list[Fraction]:
     digits = codec.digits(ranks)
     return [Fraction(2) ** (int(grid[i // codec.block]) - 126 - digits) for i in range(numel)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 128])
 @pytest.mark.parametrize("kind", ["normal", "wide", "blocks_apart", "extremes", "zeros", "ties", "outlier"])
-def test_an_integer_is_within_a_unit(kind: str, ranks: int) -> None:
+def test_quantization_error_is_within_a_unit(kind: str, ranks: int) -> None:
     """Half a unit, or less than one where the clamp acts: only at the very top of a block; zeros stay zeros."""
     for codec in GRIDS:
         x = floats(kind, 700, seed=ranks).nan_to_num(0.0, posinf=FLT_MAX, neginf=-FLT_MAX)
-        grid, codes = on_grid(codec, ranks, x)
+        grid, codes = quantize_to_grid(codec, ranks, x)
         most = 2 ** codec.digits(ranks) - 1
-        for value, code, unit in zip(x.tolist(), codes.tolist(), units(codec, ranks, grid, 700), strict=True):
+        for value, code, unit in zip(
+            x.tolist(), codes.tolist(), unit_of_each_element(codec, ranks, grid, 700), strict=True
+        ):
             error = abs(Fraction(value) - code * unit)
             assert abs(code) <= most and (code == 0 or value != 0)
             assert error <= unit / 2 or (abs(code) == most and error < unit), (codec, value, code)
@@ -58,7 +60,7 @@ def test_no_sum_overflows(codec: Exact, ranks: int) -> None:
     """All ranks at the ends of the range: FLT_MAX, a block's top that rounds up, the smallest numbers there are."""
     just_below = torch.tensor([1.0]).nextafter(torch.tensor([0.0])).item()
     for sign, value in itertools.product((1, -1), (FLT_MAX, just_below, 1.0, 1e-45, 1.1754942e-38)):
-        _, codes = on_grid(codec, ranks, torch.full((codec.block,), sign * value))
+        _, codes = quantize_to_grid(codec, ranks, torch.full((codec.block,), sign * value))
         total = int(codes[0]) * ranks
         assert -(2 ** (codec.bits - 1)) < total < 2 ** (codec.bits - 1)
         assert int(codes[0]) * sign > 0 or value < 1e-38
@@ -77,7 +79,7 @@ def test_the_result_is_the_quotient_rounded_once(bits: int) -> None:
         out = torch.empty(codes.numel())
         local_tasks.dequantize(codec, ranks, codes, grid, divisor, out)()
         for code, got, unit in zip(
-            codes.tolist(), out.tolist(), units(codec, ranks, grid, len(codes)), strict=True
+            codes.tolist(), out.tolist(), unit_of_each_element(codec, ranks, grid, len(codes)), strict=True
         ):
             assert got == nearest(code * unit / divisor), (code, unit)
 
@@ -98,21 +100,21 @@ def nearest(x: Fraction) -> float:
 
 def test_subnormals_are_exact_where_the_integers_hold_them() -> None:
     x = torch.arange(1, 2**20, 9973).float() * 2.0**-149
-    grid, codes = on_grid(Exact(bits=32), 128, x)
+    grid, codes = quantize_to_grid(Exact(bits=32), 128, x)
     out = torch.empty_like(x)
     local_tasks.dequantize(Exact(bits=32), 128, codes, grid, 1, out)()
     assert torch.equal(out, x) and set(grid.tolist()) == {1}
 
 
 @pytest.mark.parametrize("kernel", available())
-def test_bad_numbers_take_their_block(kernel: str) -> None:
+def test_nan_and_inf_make_their_block_nan(kernel: str) -> None:
     """A NaN or Inf of any rank makes the block NaN for all and leaves residuals as they were; others are untouched."""
     codec = Exact(bits=16)
     with use(kernel):
         for bad in (torch.nan, torch.inf, -torch.inf):
             x, residual = torch.ones(96), torch.full((96,), 0.25)
             x[40] = bad
-            grid, codes = on_grid(codec, 2, x, residual)
+            grid, codes = quantize_to_grid(codec, 2, x, residual)
             assert grid.tolist() == [127, 255, 127] and codes[32:64].tolist() == [0] * 32
             assert residual[32:64].tolist() == [0.25] * 32 and residual[:32].tolist() == [0.0] * 32
             out = torch.empty(96, dtype=torch.bfloat16)
@@ -122,14 +124,14 @@ def test_bad_numbers_take_their_block(kernel: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kernel_makes_the_same_numbers(kind: str, dtype: torch.dtype) -> None:
+def test_every_kernel_gives_the_same_integers_and_results(kind: str, dtype: torch.dtype) -> None:
     for codec, n in itertools.product(GRIDS, (1, 33, 4096, 5000)):
         x = floats(kind, n, seed=n).to(dtype)
         results = []
         for kernel in available():
             with use(kernel):
                 residual = torch.linspace(-1, 1, n)
-                grid, codes = on_grid(codec, 5, x, residual)
+                grid, codes = quantize_to_grid(codec, 5, x, residual)
                 sums = torch.empty(-(-n // local_tasks.AUDIT_RUN), dtype=torch.int64)
                 out = torch.empty(n, dtype=dtype)
                 local_tasks.audit_checksums(codec, codes, sums)()
@@ -169,8 +171,8 @@ def test_shared_positions_are_the_same_in_every_kernel(kind: str, options: str) 
                 assert torch.equal(a, b), (codec, n, feed, dtype)
 
 
-def test_devices_have_no_kernel_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused by name, whatever is installed: nothing stands in for it."""
+def test_exact_is_refused_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the codec, whichever backends are installed; no other kernel replaces it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from dtcomm.kernels import dispatch, ops

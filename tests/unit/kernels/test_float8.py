@@ -41,23 +41,23 @@ def codes_of(x: torch.Tensor, codec: str) -> torch.Tensor:
 @every_kernel
 @pytest.mark.parametrize("element", TORCH)
 @pytest.mark.parametrize("scale", [1.0, -0.37, 2.0**-126, 1e-40, 3e38, float("inf"), float("nan"), 0.0])
-def test_every_code_is_torch_s_number(element: str, scale: float) -> None:
-    """Also under scales that no encoder makes; sums too."""
+def test_every_code_decodes_as_in_torch(element: str, scale: float) -> None:
+    """Also with scales that no encoder writes, and in sums."""
     codec = f"fp8_{element}:block=256,scale=fp32"
     payload = payload_of(ALL, scale)
     expected = ALL.view(TORCH[element]).float() * torch.tensor(scale)
-    got = decode(codec, payload, 256)
+    decoded = decode(codec, payload, 256)
     nan = expected.isnan()
-    assert torch.equal(got[~nan].view(torch.int32), expected[~nan].view(torch.int32))
-    assert (got.view(torch.int32)[nan] == 0x7FC00000).all()
+    assert torch.equal(decoded[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+    assert (decoded.view(torch.int32)[nan] == 0x7FC00000).all()
     total = reduce(codec, [payload, payload], 256)
-    assert torch.equal(total.nan_to_num(1.5), (got + got).nan_to_num(1.5))
+    assert torch.equal(total.nan_to_num(1.5), (decoded + decoded).nan_to_num(1.5))
 
 
 @every_kernel
 @pytest.mark.parametrize("element", TORCH)
-def test_casts_are_torch_s(element: str) -> None:
-    """Of every number, of what lies half way between neighbours and next to that, of +-0 and of subnormal floats."""
+def test_encoding_rounds_as_torch_does(element: str) -> None:
+    """For every number, the midpoints of neighbours and the floats next to them, +-0 and subnormal floats."""
     numbers = ALL[:127].view(TORCH[element]).float()
     numbers = numbers[numbers.isfinite()]
     halves = (numbers[1:] + numbers[:-1]) / 2
@@ -98,7 +98,7 @@ def test_a_decoded_payload_encodes_to_itself(codec: Float8) -> None:
 
 
 @pytest.mark.parametrize("codec", FLOAT8, ids=str)
-def test_bad_numbers_stay_in_their_block(codec: Float8) -> None:
+def test_nan_and_inf_affect_only_their_block(codec: Float8) -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = floats("normal", 4 * codec.block)
         x[codec.block + 3] = bad
@@ -108,13 +108,13 @@ def test_bad_numbers_stay_in_their_block(codec: Float8) -> None:
 
 @every_kernel
 @pytest.mark.parametrize("element", TORCH)
-def test_blocks_too_small_for_a_scale_are_plain_zeros(element: str) -> None:
+def test_blocks_too_small_for_a_scale_encode_to_zero_bytes(element: str) -> None:
     payload = encode(f"fp8_{element}", torch.full((128,), -1e-38))
     assert not payload.any()
 
 
 @pytest.mark.parametrize("codec", [codec for codec in FLOAT8 if codec.round == "stochastic"], ids=str)
-def test_unbiased(codec: Float8) -> None:
+def test_stochastic_rounding_is_unbiased(codec: Float8) -> None:
     """Means over keys lie within five standard errors of x, of each element and, sharper, of all together."""
     n, keys = 4096, 300
     x = floats("normal", n, seed=1) ** 5 + 0.3  # of many sizes

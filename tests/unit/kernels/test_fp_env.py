@@ -22,21 +22,23 @@ ROUNDINGS = (0x400, 0x800, 0xC00)  # x86's fenv.h: down, up, towards zero
 
 
 @pytest.fixture
-def flushing() -> Iterator[None]:
+def flush_subnormals() -> Iterator[None]:
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormal numbers")
     yield
     torch.set_flush_denormal(False)
 
 
-def results_by_default(which: Codec, kernel: str) -> tuple[torch.Tensor, torch.Tensor, list[bytes]]:
-    """Two inputs, made in the default environment, and what the verbs make of them there."""
+def results_in_the_default_environment(
+    codec: Codec, kernel: str
+) -> tuple[torch.Tensor, torch.Tensor, list[bytes]]:
+    """Return two inputs and the bytes that the verbs make of them in the default environment."""
     x, y = floats("wide", 3000) * 1e-20, floats("extremes", 3000)
     with use(kernel):
-        return x, y, run(which, x, y)
+        return x, y, bytes_of_verbs(codec, x, y)
 
 
-def run(which: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
+def bytes_of_verbs(which: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
     """The bytes that each verb makes of the inputs."""
     payloads = [encode(which, x, key=3), encode(which, y, key=4)]
     residual = y.clone()
@@ -47,33 +49,35 @@ def run(which: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kernel", FAST)
-def test_flushed_subnormals(kernel: str, request: pytest.FixtureRequest) -> None:
-    expected = {name: results_by_default(parse(name), kernel) for name in names()}
-    request.getfixturevalue("flushing")
+def test_flushing_subnormals_changes_no_byte(kernel: str, request: pytest.FixtureRequest) -> None:
+    expected = {name: results_in_the_default_environment(parse(name), kernel) for name in names()}
+    request.getfixturevalue("flush_subnormals")
     for name, (x, y, results) in expected.items():
         with use(kernel):
-            assert run(parse(name), x, y) == results, name
+            assert bytes_of_verbs(parse(name), x, y) == results, name
         assert (torch.tensor([1e-40]) * 1).item() == 0, f"{name} ended the flushing"
 
 
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("name", names())
-def test_rounding_modes(name: str, kernel: str) -> None:
-    x, y, expected = results_by_default(parse(name), kernel)
+def test_rounding_modes_change_no_byte(name: str, kernel: str) -> None:
+    x, y, expected = results_in_the_default_environment(parse(name), kernel)
     for mode in ROUNDINGS:
         before = LIBM.fegetround()
         try:
             assert LIBM.fesetround(mode) == 0
             with use(kernel):
-                got = run(parse(name), x, y)
+                result = bytes_of_verbs(parse(name), x, y)
             after = LIBM.fegetround()
         finally:
             LIBM.fesetround(before)
-        assert got == expected and after == mode
+        assert result == expected and after == mode
 
 
-def test_threads_do_not_disturb_each_other() -> None:
-    which = parse(names()[-1])
-    x, y, expected = results_by_default(which, available()[0])
+def test_concurrent_calls_give_the_same_bytes() -> None:
+    codec = parse(names()[-1])
+    x, y, expected = results_in_the_default_environment(codec, available()[0])
     with use(available()[0]), ThreadPoolExecutor(4) as pool:
-        assert all(got == expected for got in pool.map(lambda _: run(which, x, y), range(40)))
+        assert all(
+            result == expected for result in pool.map(lambda _: bytes_of_verbs(codec, x, y), range(40))
+        )

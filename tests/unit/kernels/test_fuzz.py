@@ -27,7 +27,7 @@ F32 = ELEMENT_TYPES[torch.float32]
 LENGTHS = st.integers(1, 2500)
 
 
-def noise(size: int, seed: int) -> torch.Tensor:
+def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
@@ -59,8 +59,8 @@ def test_payloads_of_another_length_are_refused_by_name(codec: Codec, numel: int
 
 @settings(max_examples=200, deadline=None)
 @given(codec=st.sampled_from(everything()), numel=st.integers(1, 300) | LENGTHS, seed=st.integers(0, 2**32))
-def test_noise_is_decoded_or_refused_alike(codec: Codec, numel: int, seed: int) -> None:
-    wire = noise(codec.wire_bytes(numel), seed)
+def test_kernels_agree_on_decoding_or_refusing_random_payloads(codec: Codec, numel: int, seed: int) -> None:
+    wire = random_bytes(codec.wire_bytes(numel), seed)
     results = {name: _outcome(name, lambda: decode(codec, wire, numel)) for name in available()}
     assert all(outcome == results["reference"] for outcome in results.values())
 
@@ -72,7 +72,7 @@ def test_noise_is_decoded_or_refused_alike(codec: Codec, numel: int, seed: int) 
     seed=st.integers(0, 2**32),
     flips=st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 7)), max_size=3),
 )
-def test_damaged_payloads_are_summed_or_refused_alike(
+def test_kernels_agree_on_summing_or_refusing_damaged_payloads(
     codec: Codec, numel: int, seed: int, flips: list[tuple[int, int]]
 ) -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
@@ -90,7 +90,7 @@ def test_damaged_payloads_are_summed_or_refused_alike(
 
 
 def _outcome(kernel: str, call: Callable[[], torch.Tensor]) -> bytes | str:
-    """What comes out, as bytes, or that it was refused."""
+    """Return the bytes of the result, or the refusal."""
     with use(kernel):
         try:
             return call().view(torch.uint8).numpy().tobytes()
@@ -109,8 +109,8 @@ fields = st.tuples(
 @given(raw=st.binary(min_size=16, max_size=16) | fields.map(lambda values: struct.pack("<8B2I", *values)))
 @example(raw=bytes(16))
 @example(raw=bytes([255]) * 16)
-def test_codec_bytes_from_elsewhere_are_refused_or_have_sizes(raw: bytes) -> None:
-    """And where the kernels take them, they run: every kernel decodes a payload of noise to the same floats."""
+def test_arbitrary_codec_bytes_are_refused_or_decoded_alike(raw: bytes) -> None:
+    """With accepted bytes, every kernel decodes a random payload to the same floats."""
     try:
         granule = _C.granule_elements(raw)
     except ValueError as refused:
@@ -121,7 +121,7 @@ def test_codec_bytes_from_elsewhere_are_refused_or_have_sizes(raw: bytes) -> Non
     assert 1 <= granule <= LARGEST_BLOCK
     sizes = [_C.wire_bytes(raw, numel, F32) for numel in (0, 1, granule, granule + 1)]
     assert sizes[0] == 0 < sizes[1] <= sizes[2] and sizes[3] == sizes[1] + sizes[2]
-    wire, outs = noise(sizes[3], raw[0]), []
+    wire, outs = random_bytes(sizes[3], raw[0]), []
     for name in available()[:-1]:  # the last one is the reference
         out = torch.empty(granule + 1)
         _C.decode(name, raw, wire.data_ptr(), granule + 1, F32, out.data_ptr(), F32, False)
@@ -130,6 +130,6 @@ def test_codec_bytes_from_elsewhere_are_refused_or_have_sizes(raw: bytes) -> Non
 
 
 @pytest.mark.parametrize("codec", everything(), ids=str)
-def test_a_codec_that_is_described_is_one_that_runs(codec: Codec) -> None:
+def test_native_and_text_forms_of_a_codec_agree(codec: Codec) -> None:
     assert _C.granule_elements(codec.native()) == codec.granularity
     assert parse(str(codec)).native() == codec.native()

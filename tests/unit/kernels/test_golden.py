@@ -13,7 +13,7 @@ from tests.unit.kernels.golden import FOLDER, KEY, NUMEL, OFFSET, SPECS, golden_
 
 @pytest.mark.parametrize("kernel", available())
 @pytest.mark.parametrize("name", SPECS)
-def test_bytes(name: str, kernel: str) -> None:
+def test_payloads_equal_the_golden_files(name: str, kernel: str) -> None:
     with use(kernel):
         payload = encode(SPECS[name], golden_input(), KEY, OFFSET)
         assert payload.numpy().tobytes() == (FOLDER / f"{name}.bin").read_bytes()
@@ -22,6 +22,6 @@ def test_bytes(name: str, kernel: str) -> None:
         assert torch.equal(decoded.view(torch.int32), decode(SPECS[name], payload, NUMEL).view(torch.int32))
 
 
-def test_the_files_are_these() -> None:
+def test_every_codec_has_a_golden_file() -> None:
     assert {path.stem for path in FOLDER.glob("*.bin")} == set(SPECS)
     assert {codec(spec).name for spec in SPECS.values()} == set(names())

@@ -24,16 +24,16 @@ NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def plain(codec: Codec) -> Codec:
+def without_rotation(codec: Codec) -> Codec:
     return dataclasses.replace(codec, rotate="none")  # type: ignore[call-arg]
 
 
-def into(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+def rotate(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     with np.errstate(all="ignore"):
         return torch.from_numpy(reference.rotate(codec, x.numpy()))
 
 
-def back(codec: Codec, x: torch.Tensor, numel: int) -> torch.Tensor:
+def rotate_back(codec: Codec, x: torch.Tensor, numel: int) -> torch.Tensor:
     with np.errstate(all="ignore"):
         return torch.from_numpy(reference.rotate_back(codec, x.numpy(), numel))
 
@@ -43,48 +43,51 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block", (16, 32, 64, 512, 2048))
-def test_the_matrix_is_hadamard_s(block: int) -> None:
+def test_the_matrix_is_a_hadamard_matrix(block: int) -> None:
     """Sylvester's, with signs; orthogonal, and its own inverse up to them."""
     codec = parse(f"int8:block={block},rotate=hadamard")
     matrix = np.ones((1, 1))
     while len(matrix) < block:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = into(codec, torch.eye(block).reshape(-1)).view(block, block)[:, 0].sign().double().numpy()
+    signs = rotate(codec, torch.eye(block).reshape(-1)).view(block, block)[:, 0].sign().double().numpy()
     x = floats("normal", block)
     exact = matrix @ (x.double().numpy() * signs) / block**0.5
-    assert np.abs(into(codec, x).numpy() - exact).max() < 4e-6
-    assert (back(codec, into(codec, x), block) - x).abs().max() < 4e-6
+    assert np.abs(rotate(codec, x).numpy() - exact).max() < 4e-6
+    assert (rotate_back(codec, rotate(codec, x), block) - x).abs().max() < 4e-6
 
 
 @pytest.mark.parametrize(("block", "most"), [(16, 4), (32, 8), (64, 12), (128, 36), (4096, 204)])
-def test_constants_are_spread(block: int, most: int) -> None:
-    """The signs are far from every row of the matrix: no element gathers a constant block."""
+def test_rotation_spreads_a_constant_block(block: int, most: int) -> None:
+    """The signs correlate with no row of the matrix, so that no element gets most of a constant block."""
     codec = parse(f"int8:block={block},rotate=hadamard")
-    spread = into(codec, torch.ones(block)) * block**0.5
+    spread = rotate(codec, torch.ones(block)) * block**0.5
     assert spread.abs().max().round() == most
 
 
 @pytest.mark.parametrize(
     ("codec", "kind"), list(zip(ROTATING, itertools.cycle(["normal", "nonfinite", "wide"]))), ids=str
 )
-def test_it_is_the_plain_codec_of_rotated_blocks(codec: Codec, kind: str) -> None:
+def test_rotation_equals_the_plain_codec_of_rotated_blocks(codec: Codec, kind: str) -> None:
     """The payload and the decoded floats are those of the plain codec for rotated blocks, whole and cut."""
     for n in (codec.granularity, codec.granularity + 5, 2 * codec.layout().block - 1, 1):
         x, y = floats(kind, n, seed=1), floats(kind, n, seed=2)
-        whole = into(codec, x).numel()
+        rotated_numel = rotate(codec, x).numel()
         p, q = encode(codec, x, 5, 3), encode(codec, y, 6, 3)
-        assert torch.equal(p, encode(plain(codec), into(codec, x), 5, 3))
-        assert torch.equal(bits(decode(codec, p, n)), bits(back(codec, decode(plain(codec), p, whole), n)))
-        total = reduce(plain(codec), [p, q], whole, into(codec, y), 1, 3)
-        assert torch.equal(bits(reduce(codec, [p, q], n, y, 1, 3)), bits(back(codec, total, n)))
+        assert torch.equal(p, encode(without_rotation(codec), rotate(codec, x), 5, 3))
+        assert torch.equal(
+            bits(decode(codec, p, n)),
+            bits(rotate_back(codec, decode(without_rotation(codec), p, rotated_numel), n)),
+        )
+        total = reduce(without_rotation(codec), [p, q], rotated_numel, rotate(codec, y), 1, 3)
+        assert torch.equal(bits(reduce(codec, [p, q], n, y, 1, 3)), bits(rotate_back(codec, total, n)))
         assert torch.equal(
             reduce_encode(codec, [p, q], n, y, 1, 3, key=7),
-            reduce_encode(plain(codec), [p, q], whole, into(codec, y), 1, 3, key=7),
+            reduce_encode(without_rotation(codec), [p, q], rotated_numel, rotate(codec, y), 1, 3, key=7),
         )
 
 
 @pytest.mark.parametrize("codec", ROTATING, ids=str)
-def test_linear(codec: Codec) -> None:
+def test_a_sum_in_the_rotated_domain_is_the_sum_of_the_decodings(codec: Codec) -> None:
     """The sum in the rotated domain is the sum of what the payloads decode to."""
     n = codec.granularity + 77
     x, y, z = (floats("normal", n, seed=seed) for seed in range(3))
@@ -94,7 +97,7 @@ def test_linear(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize(("codec", "dtype"), list(zip(ROTATING, itertools.cycle(FLOAT_TYPES))), ids=str)
-def test_nothing_is_lost_beside_the_residual(codec: Codec, dtype: torch.dtype) -> None:
+def test_decoding_plus_residual_equals_input(codec: Codec, dtype: torch.dtype) -> None:
     n = codec.granularity + 77
     x, old = floats("normal", n, seed=1).to(dtype), floats("normal", n, seed=2)
     residual = old.clone()
@@ -103,7 +106,7 @@ def test_nothing_is_lost_beside_the_residual(codec: Codec, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("codec", ROTATING, ids=str)
-def test_bad_numbers_fill_their_block(codec: Codec) -> None:
+def test_nan_and_inf_make_their_block_nan(codec: Codec) -> None:
     block = codec.layout().block
     for bad in (NAN, INF, -INF):
         x, old = floats("normal", 3 * block), floats("normal", 3 * block, seed=1)
@@ -116,7 +119,7 @@ def test_bad_numbers_fill_their_block(codec: Codec) -> None:
         assert not torch.equal(residual[:block], old[:block])
 
 
-def test_what_fp32_cannot_add_is_nan() -> None:
+def test_rotated_sums_beyond_fp32_are_nan() -> None:
     x = torch.full((64,), 1e38)
     x[32:] = 3.3e38
     y = decode("int8:rotate=hadamard", encode("int8:rotate=hadamard", x), 64)
@@ -130,8 +133,8 @@ def test_extremes_survive_in_blocks_of_their_own() -> None:
         assert torch.allclose(y, x, rtol=2**-6, atol=0)
 
 
-def test_a_lone_element_has_the_whole_block() -> None:
-    """All codes of the cut block hold a part of it, and the error of their mean is small."""
+def test_a_single_element_uses_the_whole_block() -> None:
+    """Every code of the padded block contributes to it, so that the error of the mean is small."""
     x = torch.tensor([1.25, -3.0])[:1]
     y = decode("int8:block=256,rotate=hadamard", encode("int8:block=256,rotate=hadamard", x), 1)
     assert (y - x).abs() < 1.25 * 2**-8

@@ -47,8 +47,8 @@ def test_every_kernel_gives_the_same_bits(rank: int, dtype: torch.dtype, with_re
             expected = passes(gradient, residual if with_residual else None, left, right)
         for kernel in FAST:
             with use(kernel):
-                got = passes(gradient, residual if with_residual else None, left, right)
-            for name, a, b in zip(("left", "right", "basis", "gradient", "residual"), got, expected):
+                results = passes(gradient, residual if with_residual else None, left, right)
+            for name, a, b in zip(("left", "right", "basis", "gradient", "residual"), results, expected):
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (kernel, rows, columns, name)
 
 
@@ -68,8 +68,8 @@ def test_the_passes_are_matrix_products(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", available())
-def test_missing_directions_are_replaced(kernel: str) -> None:
-    """Zero rows, equal rows, rows of 1e-30 and of 1e30: always orthonormal."""
+def test_linearly_dependent_rows_are_replaced(kernel: str) -> None:
+    """Zero rows, equal rows, rows of 1e-30 and of 1e30 all become orthonormal."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(50, generator=generator)
     vectors = torch.stack([torch.zeros(50), row * 1e30, row, row * 1e-30, torch.zeros(50), row * 3])
@@ -80,7 +80,7 @@ def test_missing_directions_are_replaced(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", available())
-def test_more_vectors_than_dimensions(kernel: str) -> None:
+def test_vectors_beyond_the_dimension_become_zeros(kernel: str) -> None:
     vectors = torch.ones(4, 2)
     with use(kernel):
         low_rank.orthonormalise(vectors)
@@ -89,7 +89,7 @@ def test_more_vectors_than_dimensions(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", available())
-def test_bad_numbers_stay(kernel: str) -> None:
+def test_rows_with_inf_are_not_orthonormalised(kernel: str) -> None:
     vectors = torch.randn(3, 20)
     vectors[1, 4] = float("inf")
     with use(kernel):
@@ -98,8 +98,8 @@ def test_bad_numbers_stay(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", available())
-def test_many_at_once(kernel: str) -> None:
-    """Each as it were alone, with its own key; those without elements too."""
+def test_orthonormalise_all_equals_single_calls(kernel: str) -> None:
+    """Every tensor has its own key; one has no elements."""
     dice = torch.Generator().manual_seed(4)
     shapes = [(3, 40), (2, 0), (1, 7), (4, 3)]
     many = [torch.randn(shape, generator=dice) for shape in shapes]
@@ -107,8 +107,8 @@ def test_many_at_once(kernel: str) -> None:
     alone = [tensor.clone() for tensor in many]
     with use(kernel):
         low_rank.orthonormalise_all(many, [9, 8, 7, 6])
-        for codec, key in zip(alone, (9, 8, 7, 6)):
-            low_rank.orthonormalise(codec, key)
+        for tensor_alone, key in zip(alone, (9, 8, 7, 6)):
+            low_rank.orthonormalise(tensor_alone, key)
     assert all(map(torch.equal, many, alone))
 
 

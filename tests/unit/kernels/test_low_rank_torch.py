@@ -11,7 +11,7 @@ from dtcomm.kernels import low_rank, low_rank_torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 1, 1), (64, 33, 1), (33, 700, 4), (300, 20, 9)])
 @pytest.mark.parametrize("feedback", [False, True])
-def test_passes(
+def test_passes_equal_the_native_ones(
     rows: int, columns: int, rank: int, dtype: torch.dtype, feedback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(low_rank_torch, "CHUNK", 1000)  # several pieces
@@ -33,7 +33,7 @@ def test_passes(
         assert torch.equal(both[0][1], both[1][1]) and torch.equal(both[2][1], lost)  # type: ignore[arg-type]
 
 
-def test_factors_that_are_no_numbers_become_zeros() -> None:
+def test_factors_with_nan_or_inf_become_zeros() -> None:
     lefts, rights = [torch.ones(2, 3) for _ in range(3)], [torch.ones(2, 5) for _ in range(3)]
     lefts[0][1, 1], rights[2][0, 4] = torch.nan, torch.inf
     assert low_rank_torch.factors_finite(lefts, rights).tolist() == [False, True, False]
@@ -46,7 +46,7 @@ def orthonormal(vectors: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
-def test_rows_become_orthonormal_and_span_what_they_did(scale: float) -> None:
+def test_rows_become_orthonormal_and_keep_their_span(scale: float) -> None:
     original = torch.randn(6, 500, generator=torch.Generator().manual_seed(1)) * scale
     result = original.clone()
     low_rank_torch.orthonormalise([result], [3])
@@ -56,7 +56,7 @@ def test_rows_become_orthonormal_and_span_what_they_did(scale: float) -> None:
     torch.testing.assert_close(result[0], unit[0] / unit[0].norm(), rtol=1e-5, atol=1e-6)
 
 
-def test_what_depends_on_others_gives_place() -> None:
+def test_linearly_dependent_rows_are_replaced() -> None:
     original = torch.randn(5, 40, generator=torch.Generator().manual_seed(2))
     original[1], original[2], original[4] = 0.0, original[0], 3 * original[3] - original[0]
     result = original.clone()
@@ -69,7 +69,7 @@ def test_what_depends_on_others_gives_place() -> None:
     assert not torch.equal(*zeros)
 
 
-def test_rows_that_are_no_numbers_stay() -> None:
+def test_rows_with_nan_or_inf_stay() -> None:
     original = torch.randn(3, 10)
     original[1, 2], original[2, 0] = torch.nan, torch.inf
     result = original.clone()

@@ -133,8 +133,8 @@ def test_alignment_and_streaming(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", few(), ids=str)
-def test_a_payload_and_nothing_else(codec: Codec) -> None:
-    """What may go straight past the cache, as nothing is read back; with NaN in some vectors and not in others."""
+def test_calls_that_write_only_a_payload(codec: Codec) -> None:
+    """Their stores may bypass the cache, as nothing is read back; some vectors have NaN and some have none."""
     sizes = (1, 33, 1024, 3 * codec.granularity + 77)
     for turn, (n, dtype) in enumerate(itertools.product(sizes, (torch.float32, torch.float16))):
         x = floats("nonfinite", n, seed=1).to(dtype)
@@ -153,8 +153,8 @@ def test_a_payload_and_nothing_else(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", few(), ids=str)
-def test_shorter_ways(codec: Codec) -> None:
-    """The sum of two payloads and nothing else; an encoding of which only the residual is wanted besides."""
+def test_fast_paths_of_two_payload_sums_and_residual_encoding(codec: Codec) -> None:
+    """The sum of two payloads without a local term, and an encoding that also writes its residual."""
     for turn, n in enumerate((1, 33, 1024, 2 * codec.granularity + 77)):
         x, old = floats("nonfinite", n, seed=1), floats("normal", n, seed=2)
         with use("reference"):
@@ -179,7 +179,7 @@ def test_shorter_ways(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", few(), ids=str)
-def test_decoding(codec: Codec) -> None:
+def test_decoding_at_any_alignment(codec: Codec) -> None:
     for turn, n in enumerate((1, 33, 1024, 2 * codec.granularity + 77)):
         p = encode(codec, floats("blocks_apart", n))
         with use("reference"):
@@ -192,7 +192,7 @@ def test_decoding(codec: Codec) -> None:
 
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("terms", range(2, 11))
-def test_plain_sums_of_many(kernel: str, terms: int) -> None:
+def test_sums_of_up_to_many_uncompressed_terms(kernel: str, terms: int) -> None:
     """The fast path of `none` (2 to 8 terms), and what lies beyond it."""
     none, n = parse("none"), 3001
     values = [floats("nonfinite", n, seed=seed) for seed in range(terms)]
@@ -241,30 +241,30 @@ def test_out_may_be_local(codec: Codec) -> None:
 
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("spec", ["int8", "int4:rotate=hadamard,spikes=1"])
-def test_residuals_apart(spec: str, kernel: str) -> None:
-    """residual_in without local; residual_out elsewhere; residual_out alone keeps what it cannot replace."""
+def test_residual_in_and_residual_out_may_differ(spec: str, kernel: str) -> None:
+    """Covers residual_in without local, both in separate memory, and residual_out alone."""
     codec, n = parse(spec), 1100
     old, x = floats("normal", n, seed=1), floats("nonfinite", n, seed=2)
     with use("reference"):
         expected = old.clone()
         p = encode(codec, x, 5, 3, residual=expected)
-    fresh, wire = GuardedMemory(4 * n, 4), GuardedMemory(len(p), 0)
+    separate, wire = GuardedMemory(4 * n, 4), GuardedMemory(len(p), 0)
     combine(
         kernel, codec, torch.float32, n, payloads=[], local=GuardedMemory(4 * n, 0, x),
-        residual_in=GuardedMemory(4 * n, 0, old), residual_out=fresh, payload_out=wire,
+        residual_in=GuardedMemory(4 * n, 0, old), residual_out=separate, payload_out=wire,
     )  # fmt: skip
-    assert torch.equal(wire.bytes, p) and torch.equal(fresh.bytes, expected.view(torch.uint8))
+    assert torch.equal(wire.bytes, p) and torch.equal(separate.bytes, expected.view(torch.uint8))
 
-    alone, wire = GuardedMemory(4 * n, 0), GuardedMemory(len(p), 0)
-    combine(kernel, codec, torch.float32, n, payloads=[], residual_in=GuardedMemory(4 * n, 0, old), residual_out=alone,
+    error, wire = GuardedMemory(4 * n, 0), GuardedMemory(len(p), 0)
+    combine(kernel, codec, torch.float32, n, payloads=[], residual_in=GuardedMemory(4 * n, 0, old), residual_out=error,
             payload_out=wire)  # fmt: skip
     assert torch.equal(wire.bytes, encode(codec, old, 5, 3))
-    lost = old.clone()
-    encode(codec, torch.zeros(n), 5, 3, residual=lost)
-    assert torch.equal(alone.bytes.view(torch.float32), lost)
-    assert torch.allclose(lost, old - decode(codec, wire.bytes, n), rtol=0, atol=1e-6)
+    expected_residual = old.clone()
+    encode(codec, torch.zeros(n), 5, 3, residual=expected_residual)
+    assert torch.equal(error.bytes.view(torch.float32), expected_residual)
+    assert torch.allclose(expected_residual, old - decode(codec, wire.bytes, n), rtol=0, atol=1e-6)
 
-    kept = GuardedMemory(4 * n, 0, old)
+    partial = GuardedMemory(4 * n, 0, old)
     combine(
         kernel,
         codec,
@@ -272,13 +272,13 @@ def test_residuals_apart(spec: str, kernel: str) -> None:
         n,
         payloads=[],
         local=GuardedMemory(4 * n, 0, x),
-        residual_out=kept,
+        residual_out=partial,
         payload_out=wire,
     )
     bad = ~decode(codec, encode(codec, x), n).isfinite()
-    assert bad.any() and torch.equal(kept.bytes.view(torch.float32)[bad], old[bad])
+    assert bad.any() and torch.equal(partial.bytes.view(torch.float32)[bad], old[bad])
 
-    gone = GuardedMemory(4 * n, 0, old)
-    combine(kernel, codec, torch.float32, n, payloads=[], local=GuardedMemory(4 * n, 0, x), residual_in=gone,
-            residual_out=gone, out=GuardedMemory(4 * n, 0))  # fmt: skip
-    assert not gone.bytes.any()
+    consumed = GuardedMemory(4 * n, 0, old)
+    combine(kernel, codec, torch.float32, n, payloads=[], local=GuardedMemory(4 * n, 0, x), residual_in=consumed,
+            residual_out=consumed, out=GuardedMemory(4 * n, 0))  # fmt: skip
+    assert not consumed.bytes.any()
