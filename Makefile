@@ -116,12 +116,8 @@ tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, with
 # The core of the in-place build is reused, so only the test itself is compiled.
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
 
-<<<<<<< HEAD
-# By default 10,000 interleavings of the fused collectives; `make device ORDERS="fused 100000"` runs only those, in so many.
-=======
-# 10,000 orders of the fused collectives; `make device ORDERS="fused 100000"`: only the fused collectives, in so many orders;
-# `make device ORDERS=kernels`: only the codec and low-rank kernels.
->>>>>>> 60339de (Take the codecs of the emulated-device tests from the registry; name outliers, permutations and the tests of the CUDA kernels in plain terms)
+# By default 10,000 interleavings of the fused collectives, and the codec and low-rank kernels;
+# `make device ORDERS="fused 100000"`: only the fused collectives, in so many; `make device ORDERS=kernels`: only the kernels.
 ORDERS ?=
 
 device: $(NATIVE)  ## run the CUDA kernels' source on this CPU, and compare bytes with the CPU's kernels
