@@ -59,9 +59,9 @@ def option_sets(name: str) -> list[Codec]:
     entry = CODECS[name]
     options = entry.options()
     return [
-        entry.make(**entry.fixed, **dict(zip(options, chosen, strict=True)))
-        for some in APART.get(name, ({},))
-        for chosen in covering([some.get(option, VALUES[option]) for option in options])
+        entry.make(**entry.fixed, **dict(zip(options, values, strict=True)))
+        for group in APART.get(name, ({},))
+        for values in covering([group.get(option, VALUES[option]) for option in options])
     ]
 
 
@@ -88,24 +88,27 @@ def few() -> list[Codec]:
             if value != field.default
         ]
         codecs += [parse(name) for name in (first, *others)]
-        codecs += [dataclasses.replace(parse(first), **change, **_with(first, change)) for change in changes]
+        codecs += [
+            dataclasses.replace(parse(first), **change, **_options_required_with(first, change))
+            for change in changes
+        ]
         turns = zip(itertools.cycle(others), changes) if others else ()
         codecs += [dataclasses.replace(parse(name), **change) for name, change in turns]
     return codecs
 
 
-def _with(name: str, change: dict[str, object]) -> dict[str, object]:
-    """Options that must change together with `change` in the codec called `name`."""
+def _options_required_with(name: str, change: dict[str, object]) -> dict[str, object]:
+    """Return the options that must change together with `change` in the codec called `name`."""
     if name not in APART:
         return {}
     fields = CODECS[name].options()
-    some = next(
-        some
-        for some in APART[name]
-        if all(value in some.get(option, VALUES[option]) for option, value in change.items())
+    group = next(
+        group
+        for group in APART[name]
+        if all(value in group.get(option, VALUES[option]) for option, value in change.items())
     )
     return {
-        other: valid[0]
-        for other, valid in some.items()
-        if other not in change and fields[other].default not in valid
+        required: valid[0]
+        for required, valid in group.items()
+        if required not in change and fields[required].default not in valid
     }

@@ -15,7 +15,7 @@ SIZES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 1000, 1023, 1024, 1025, 4095, 4096, 40
 
 
 @pytest.mark.parametrize("codec", everything(), ids=str)
-def test_the_native_core_agrees(codec: Codec) -> None:
+def test_native_sizes_equal_those_of_python(codec: Codec) -> None:
     assert len(codec.native()) == 16
     assert _C.granule_elements(codec.native()) == codec.granularity
     for dtype in codec.dtypes:
@@ -43,7 +43,7 @@ def test_sizes_are_multiples_of_16_and_grow(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", few(), ids=str)
-def test_the_tensor_type_matters_to_none_alone(codec: Codec) -> None:
+def test_only_none_has_sizes_that_depend_on_the_type(codec: Codec) -> None:
     sizes = {codec.wire_bytes(1000, dtype) for dtype in FLOAT_TYPES}
     assert len(sizes) == (2 if codec.name == "none" else 1)
 
@@ -79,13 +79,13 @@ def test_known_sizes(spec: str, numel: int, expected: int) -> None:
     assert parse(spec).wire_bytes(numel) == expected
 
 
-def test_types_of_none() -> None:
+def test_none_takes_every_type() -> None:
     assert [parse("none").wire_bytes(16, dtype) for dtype in (torch.bool, torch.int64)] == [16, 128]
     with pytest.raises(TypeError, match=r"complex64.*float32, float16"):
         parse("none").wire_bytes(16, torch.complex64)
 
 
-def test_wrong_sizes() -> None:
+def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="numel: expected 0 or more, got -1"):
         parse("int8").wire_bytes(-1)
     for wrong in (1.0, True, "1"):
@@ -93,7 +93,7 @@ def test_wrong_sizes() -> None:
             parse("int8").wire_bytes(wrong)  # type: ignore[arg-type]
 
 
-def test_lossless() -> None:
+def test_codecs_are_lossless_for_their_own_type() -> None:
     assert parse("none").lossless(torch.float64)
     assert parse("fp16").lossless(torch.float16) and not parse("fp16").lossless(torch.bfloat16)
     assert parse("bf16").lossless(torch.bfloat16) and not parse("bf16").lossless(torch.float32)
@@ -101,13 +101,13 @@ def test_lossless() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 12, 15, 17])
-def test_the_native_core_refuses_other_lengths(length: int) -> None:
+def test_the_native_core_refuses_codecs_of_another_length(length: int) -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         _C.granule_elements(bytes(length))
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "says"),
+    ("at", "value", "message"),
     [
         (0, 99, "family"),
         (1, 9, "bits"),
@@ -119,8 +119,8 @@ def test_the_native_core_refuses_other_lengths(length: int) -> None:
         (12, 1, "sparse"),
     ],
 )
-def test_the_native_core_refuses_what_it_does_not_know(at: int, value: int, says: str) -> None:
+def test_the_native_core_refuses_unknown_fields(at: int, value: int, message: str) -> None:
     wrong = bytearray(parse("int8").native())
     wrong[at] = value
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         _C.granule_elements(bytes(wrong))

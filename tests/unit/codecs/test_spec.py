@@ -38,12 +38,12 @@ def test_the_class_documents_options_and_reference(name: str) -> None:
     assert all(f"{option}: " in text for option in CODECS[name].options())
 
 
-def test_only_what_differs_is_printed() -> None:
+def test_only_options_that_differ_from_the_default_are_printed() -> None:
     assert str(parse("int8:block=32,round=stochastic,symmetric=true")) == "int8:round=stochastic"
     assert str(parse(" int8:scale=fp32, block=64 ")) == "int8:block=64,scale=fp32"
 
 
-def test_all_blocks() -> None:
+def test_every_power_of_two_is_a_valid_block() -> None:
     block = SMALLEST_BLOCK
     while block <= LARGEST_BLOCK:
         assert parse(f"int8:block={block}").layout().block == block
@@ -51,7 +51,7 @@ def test_all_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         ("int9", "unknown codec 'int9'; valid names: none, fp16, bf16, "),
         ("int1", "unknown codec 'int1'"),
@@ -89,16 +89,16 @@ def test_all_blocks() -> None:
         ("int8,block=32", "unknown codec 'int8,block=32'"),
     ],
 )
-def test_wrong_specs(spec: str, says: str) -> None:
+def test_wrong_specs_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(spec)
-    assert says in str(error.value)
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize("given", [None, 8, b"int8", ["int8"]])
-def test_what_is_no_spec(given: object) -> None:
-    with pytest.raises(TypeError, match=type(given).__name__):
-        parse(given)  # type: ignore[arg-type]
+@pytest.mark.parametrize("value", [None, 8, b"int8", ["int8"]])
+def test_values_of_other_types_are_refused(value: object) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        parse(value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_ratios_print_exactly(ratio: float) -> None:
     assert parse(str(codec)) == codec and parse(str(codec)).ratio == ratio  # type: ignore[attr-defined]
 
 
-def test_ratios_as_people_write_them() -> None:
+def test_notations_of_a_ratio_are_equal() -> None:
     assert (
         parse("topk:ratio=.5")
         == parse("topk:ratio=0.50")

@@ -32,13 +32,13 @@ def block_of(values: list[float]) -> torch.Tensor:
 
 
 @every_kernel
-def test_e2m1_is_the_specification_s_table() -> None:
+def test_e2m1_codes_decode_as_in_the_specification() -> None:
     x = block_of(E2M1 + [-value for value in E2M1])
     payload = encode("mxfp4", x)
     assert payload[0] == 127  # 2^0
     assert payload[1:9].tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
-    got = decode("mxfp4", payload, 32)
-    assert torch.equal(got.view(torch.int32), x.view(torch.int32))
+    decoded = decode("mxfp4", payload, 32)
+    assert torch.equal(decoded.view(torch.int32), x.view(torch.int32))
 
 
 @every_kernel
@@ -53,8 +53,8 @@ def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
     for inputs, expected in cases:
         for sign in (1.0, -1.0):
             x = block_of((sign * torch.cat([inputs, ends])).tolist())
-            got = decode("mxfp4", encode("mxfp4", x), 32)
-            assert got[:10].tolist() == [sign * value for value in [*expected, 6.0, 6.0, 6.0]]
+            decoded = decode("mxfp4", encode("mxfp4", x), 32)
+            assert decoded[:10].tolist() == [sign * value for value in [*expected, 6.0, 6.0, 6.0]]
 
 
 @every_kernel
@@ -72,7 +72,7 @@ def test_e2m1_rounds_to_nearest_even_and_saturates() -> None:
         (1e30, 99),
     ],
 )
-def test_scales(codec: Mx, top: float, exponent: int) -> None:
+def test_scales_computed_by_hand(codec: Mx, top: float, exponent: int) -> None:
     payload = encode(codec, block_of([top / 8, -top, 0.0]))
     assert payload[0] == 127 + exponent - EMAX[codec.element]
 
@@ -92,17 +92,17 @@ def test_scales_at_the_ends(codec: Mx) -> None:
         payload = encode(codec, x)
         codes = payload[3 : 3 + 96 * codec.code_bits // 8].view(3, -1)
         assert payload[1] == 255 and not codes[1].any() and codes[0].any() and codes[2].any()
-        got = decode(codec, payload, 96).view(3, 32)
-        assert (got[1].view(torch.int32) == 0x7FC00000).all() and got[[0, 2]].isfinite().all()
+        decoded = decode(codec, payload, 96).view(3, 32)
+        assert (decoded[1].view(torch.int32) == 0x7FC00000).all() and decoded[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("codec", MX, ids=str)
-def test_error(codec: Mx) -> None:
-    """Half a unit, or what is cut off above the largest number: an eighth or a quarter at most."""
+def test_error_is_within_a_unit(codec: Mx) -> None:
+    """Half a unit, or the saturation above the largest number: an eighth or a quarter at most."""
     for kind in ("normal", "offset", "negative", "constant", "blocks_apart"):
         x = floats(kind, 4096)
         y = decode(codec, encode(codec, x), 4096)
-        rows, got = x.view(-1, 32).double(), y.view(-1, 32).double()
+        rows, decoded_rows = x.view(-1, 32).double(), y.view(-1, 32).double()
         top = rows.abs().amax(1, keepdim=True)
         scale = 2.0 ** (torch.floor(torch.log2(top.clamp(min=2.0**-140))) - EMAX[codec.element])
         unit = torch.maximum(
@@ -112,7 +112,7 @@ def test_error(codec: Mx) -> None:
         allowed = torch.maximum(unit, smallest * scale) / 2
         allowed = torch.maximum(allowed, rows.abs() - LARGEST[codec.element] * scale)
         allowed = torch.where(scale < 2.0**-126, rows.abs(), allowed)
-        assert ((got - rows).abs() <= allowed).all(), kind
+        assert ((decoded_rows - rows).abs() <= allowed).all(), kind
 
 
 @pytest.mark.parametrize("codec", MX, ids=str)
@@ -123,7 +123,7 @@ def test_a_decoded_payload_encodes_to_itself(codec: Mx) -> None:
 
 @every_kernel
 @pytest.mark.parametrize("codec", MX, ids=str)
-def test_any_byte_decodes(codec: Mx) -> None:
+def test_every_scale_with_every_code_decodes(codec: Mx) -> None:
     """Every scale with every code: the product, or the canonical NaN."""
     if codec.element == "e2m1":
         table = torch.tensor(E2M1 + [-value for value in E2M1])
@@ -138,12 +138,12 @@ def test_any_byte_decodes(codec: Mx) -> None:
         fields = torch.full((places,), k, dtype=torch.uint8)
         payload = torch.cat([fields, raw])
         payload = torch.cat([payload, torch.zeros(-len(payload) % 16, dtype=torch.uint8)])
-        got = decode(codec, payload, len(numbers))
+        decoded = decode(codec, payload, len(numbers))
         scale = math.nan if k == 255 else math.ldexp(1.0, k - 127)
         expected = (numbers.double() * scale).float()
         nan = expected.isnan()
-        assert torch.equal(got[~nan].view(torch.int32), expected[~nan].view(torch.int32))
-        assert (got.view(torch.int32)[nan] == 0x7FC00000).all()
+        assert torch.equal(decoded[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+        assert (decoded.view(torch.int32)[nan] == 0x7FC00000).all()
         total = reduce(codec, [payload, payload], len(numbers))
         assert torch.equal(total.nan_to_num(1.5), (expected + expected).nan_to_num(1.5))
 

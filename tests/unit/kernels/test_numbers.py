@@ -30,8 +30,8 @@ def round_trip(codec: Codec | str, x: torch.Tensor) -> torch.Tensor:
     return decode(codec, encode(codec, x), x.numel(), x.dtype)
 
 
-def coarseness(codec: Codec) -> float:
-    """The largest error of equal numbers in a block of their own, relative to them."""
+def relative_error_bound(codec: Codec) -> float:
+    """Return the largest relative error of a block of equal numbers."""
     if isinstance(codec, Float8) and codec.round == "stochastic":
         return 2**-3 if codec.element == "e4m3" else 2**-2
     if isinstance(codec, Integer) and codec.round == "stochastic":
@@ -74,7 +74,7 @@ def test_a_decoded_payload_encodes_to_itself(codec: Integer) -> None:
 
 
 @pytest.mark.parametrize("codec", INTEGERS, ids=str)
-def test_bad_numbers_stay_in_their_block(codec: Integer) -> None:
+def test_nan_and_inf_affect_only_their_block(codec: Integer) -> None:
     n = 4 * codec.block
     for bad in (NAN, INF, -INF):
         x = floats("normal", n)
@@ -86,7 +86,7 @@ def test_bad_numbers_stay_in_their_block(codec: Integer) -> None:
 
 @every_kernel
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_codes_in_their_planes(bits: int) -> None:
+def test_codes_are_split_into_bit_planes(bits: int) -> None:
     """The bytes of known codes: 1, -1, L, -L, 0, ... of a block whose scale is 1, cut into planes by hand."""
     top = 2 ** (bits - 1) - 1
     codes = [1, -1, top, -top, 0, top, top - 1, 1 - top] * 4
@@ -116,7 +116,7 @@ def test_known_bytes_of_int3() -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
-    """Also those that no encoder makes: two's complement without and with the most negative code."""
+    """Also codes that no encoder writes: two's complement without and with the most negative code."""
     codec = Integer(bits=bits, block=256, scale="fp32", symmetric=symmetric)
     codes = torch.arange(256) % 2**bits
     payload = torch.zeros(codec.wire_bytes(256), dtype=torch.uint8)
@@ -140,8 +140,8 @@ def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
 @pytest.mark.parametrize(
     "codec", [codec for codec in few() if isinstance(codec, Integer) and not codec.spikes], ids=str
 )
-def test_fields_that_are_no_numbers_decode_to_the_one_nan(codec: Integer) -> None:
-    """Whatever else stands in the payload: no encoder writes an infinite scale or a NaN of other bits."""
+def test_nan_and_inf_fields_decode_to_the_canonical_nan(codec: Integer) -> None:
+    """No encoder writes an infinite scale or a NaN of other bits; the other bytes are random."""
     n, layout = 2 * codec.granularity, codec.layout()
     size = layout.field_bytes
     generator = torch.Generator().manual_seed(codec.bits)
@@ -151,11 +151,11 @@ def test_fields_that_are_no_numbers_decode_to_the_one_nan(codec: Integer) -> Non
     fields[size - 1 :: size] &= 0x3F  # numbers, all of them
     for i, word in enumerate(words[: layout.fields * layout.blocks(codec.granularity)]):
         fields[i * size : (i + 1) * size] = torch.tensor(list(word.to_bytes(size, "little")))
-    got = decode(codec, payload, n)
+    decoded = decode(codec, payload, n)
     with use("reference"):
-        assert torch.equal(got.view(torch.int32), decode(codec, payload, n).view(torch.int32))
-    bad = got[: min(len(words), layout.blocks(codec.granularity)) * codec.block]
-    assert (bad.view(torch.int32) == 0x7FC00000).all()
+        assert torch.equal(decoded.view(torch.int32), decode(codec, payload, n).view(torch.int32))
+    nan_blocks = decoded[: min(len(words), layout.blocks(codec.granularity)) * codec.block]
+    assert (nan_blocks.view(torch.int32) == 0x7FC00000).all()
 
 
 @every_kernel
@@ -174,7 +174,7 @@ def test_zeros_are_exact(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", few(), ids=str)
-def test_every_nan_is_the_same_one(codec: Codec) -> None:
+def test_sums_hold_only_the_canonical_nan(codec: Codec) -> None:
     """Sums hold the canonical NaN only; `none` copies other NaNs."""
     x = floats("bits", 3000)
     sums = reduce(codec, [encode(codec, x), encode(codec, -x)], 3000)
@@ -183,7 +183,7 @@ def test_every_nan_is_the_same_one(codec: Codec) -> None:
 
 
 @every_kernel
-def test_none_copies_bits() -> None:
+def test_none_copies_all_bits() -> None:
     x = floats("bits", 1000)
     for dtype in ELEMENT_TYPES:
         values = x.view(torch.uint8).clone().view(dtype) if dtype != torch.bool else x > 0
@@ -207,11 +207,11 @@ def test_none_copies_bits() -> None:
     ],
     ids=str,
 )
-def test_extremes_survive_in_blocks_of_their_own(codec: Codec) -> None:
+def test_blocks_of_one_extreme_value_keep_it(codec: Codec) -> None:
     size = max(codec.layout().block, 16)
     for value in (1e-30, 1e30, -3.38e38):
         x = torch.full((size,), value)
-        assert torch.allclose(round_trip(codec, x), x, rtol=coarseness(codec), atol=0)
+        assert torch.allclose(round_trip(codec, x), x, rtol=relative_error_bound(codec), atol=0)
 
 
 @every_kernel
@@ -233,7 +233,7 @@ def test_sums_are_taken_in_rank_order_and_divided_once() -> None:
     )
 
 
-def test_the_default_position_is_last() -> None:
+def test_the_default_position_of_the_local_term_is_last() -> None:
     payloads = [encode("none", torch.tensor([v])) for v in (1.0, 2.0**24)]
     assert reduce("none", payloads, 1, torch.tensor([-(2.0**24)])).item() == 0.0
 
@@ -242,11 +242,11 @@ def test_the_default_position_is_last() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
     x = [floats("normal", 700, seed=seed).to(dtype) for seed in range(5)]
-    got = reduce("none", [encode("none", term) for term in x[1:]], 700, x[0], 0)
+    total = reduce("none", [encode("none", term) for term in x[1:]], 700, x[0], 0)
     exact = x[0].float()
     for term in x[1:]:
         exact = exact + term.float()
-    assert got.dtype == dtype and torch.equal(got, exact.to(dtype))
+    assert total.dtype == dtype and torch.equal(total, exact.to(dtype))
 
 
 @every_kernel
@@ -277,20 +277,20 @@ def test_bool_is_logical() -> None:
     x, y = torch.tensor([False, False, True, True]), torch.tensor([False, True, False, True])
     payload = encode("none", x)
     for op, expected in (("sum", x | y), ("max", x | y), ("min", x & y)):
-        got = reduce("none", [payload], 4, y, op=op)
-        assert got.view(torch.uint8).tolist() == expected.view(torch.uint8).tolist()
+        result = reduce("none", [payload], 4, y, op=op)
+        assert result.view(torch.uint8).tolist() == expected.view(torch.uint8).tolist()
 
 
 @every_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_nan_wins_min_and_max(dtype: torch.dtype) -> None:
+def test_min_and_max_with_nan_are_nan(dtype: torch.dtype) -> None:
     x = torch.tensor([NAN, 1.0, NAN, 0.0, -0.0, INF, -INF, 2.0], dtype=dtype)
     y = torch.tensor([1.0, NAN, NAN, -0.0, 0.0, 1.0, 1.0, 3.0], dtype=dtype)
     payload = encode("none", x)
     for op, torch_s in (("min", torch.minimum), ("max", torch.maximum)):
-        got = reduce("none", [payload], 8, y, op=op)
-        assert torch.equal(got.nan_to_num(9), torch_s(x, y).nan_to_num(9))
-        assert torch.signbit(got)[3:5].tolist() == [False, True]  # of two zeros the first stays
+        result = reduce("none", [payload], 8, y, op=op)
+        assert torch.equal(result.nan_to_num(9), torch_s(x, y).nan_to_num(9))
+        assert torch.signbit(result)[3:5].tolist() == [False, True]  # of two zeros the first stays
 
 
 @pytest.mark.parametrize("codec", few(), ids=str)
@@ -312,7 +312,7 @@ def test_mass_is_conserved(codec: Codec) -> None:
 
 
 @every_kernel
-def test_a_residual_that_is_no_number_stays() -> None:
+def test_residuals_of_nan_and_inf_stay() -> None:
     x, old = torch.ones(96), torch.full((96,), 0.25)
     x[40] = INF
     residual = old.clone()
@@ -330,7 +330,9 @@ def test_a_residual_that_is_no_number_stays() -> None:
     codec=st.sampled_from(few()),
     cut=st.integers(0, 3),
 )
-def test_any_floats_round_trip_alike_in_every_kernel(values: list[float], codec: Codec, cut: int) -> None:
+def test_every_kernel_round_trips_any_floats_to_the_same_bits(
+    values: list[float], codec: Codec, cut: int
+) -> None:
     x = torch.tensor(values, dtype=torch.float32)[cut:]
     payloads = []
     for name in KERNELS:
@@ -344,7 +346,7 @@ def test_any_floats_round_trip_alike_in_every_kernel(values: list[float], codec:
 
 
 @pytest.mark.parametrize("codec", few(), ids=str)
-def test_granules_do_not_know_each_other(codec: Codec) -> None:
+def test_granules_are_independent(codec: Codec) -> None:
     """A payload cut at a granule decodes, and the granules of a longer tensor are those of its parts."""
     g = codec.granularity
     x = floats("blocks_apart", 3 * g + 9)

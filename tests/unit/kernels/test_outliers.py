@@ -31,8 +31,8 @@ def error(name: str, spec: str) -> float:
     return float((decode(spec, encode(spec, x), N) - x).double().norm() / x.double().norm())
 
 
-def gain(name: str, bits: int, block: int, symmetric: bool, options: str) -> float:
-    """How many times smaller the options make the error."""
+def error_reduction(name: str, bits: int, block: int, symmetric: bool, options: str) -> float:
+    """Return the error without the options divided by the error with them."""
     plain = f"int{bits}:block={block},symmetric={str(symmetric).lower()}"
     return error(name, plain) / error(name, f"{plain},{options}")
 
@@ -66,26 +66,28 @@ LEAST = [
 
 
 @pytest.mark.parametrize(("name", "block", "symmetric", "options", "least"), LEAST)
-def test_gain(name: str, block: int, symmetric: bool, options: str, least: tuple[float, ...]) -> None:
-    gains = [gain(name, bits, block, symmetric, options) for bits in (4, 3, 2)]
-    assert all(got >= wanted for got, wanted in zip(gains, least, strict=True)), gains
+def test_options_reduce_the_error_by_the_expected_factor(
+    name: str, block: int, symmetric: bool, options: str, least: tuple[float, ...]
+) -> None:
+    gains = [error_reduction(name, bits, block, symmetric, options) for bits in (4, 3, 2)]
+    assert all(measured >= bound for measured, bound in zip(gains, least, strict=True)), gains
 
 
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize("bits", [4, 3, 2])
-def test_rotation_is_free_of_charge_on_gaussians(bits: int, block: int) -> None:
-    """What is Gaussian stays Gaussian."""
-    assert 0.98 < gain("gaussian", bits, block, True, "rotate=hadamard") < 1.02
+def test_rotation_keeps_the_error_of_gaussians(bits: int, block: int) -> None:
+    """A rotation of Gaussian values is Gaussian."""
+    assert 0.98 < error_reduction("gaussian", bits, block, True, "rotate=hadamard") < 1.02
 
 
-def test_three_levels_do_better_unrotated() -> None:
+def test_rotation_increases_the_error_of_three_levels() -> None:
     """Symmetric int2 has codes -1, 0 and 1: it sends an outlier exactly and zeros beside it, and what rotation makes of
     a block has no zeros."""
-    assert gain("outliers", 2, 128, True, "rotate=hadamard") < 0.8
+    assert error_reduction("outliers", 2, 128, True, "rotate=hadamard") < 0.8
 
 
 @pytest.mark.parametrize("name", ["gaussian", "student"])
-def test_rotated_signs_are_drive_s(name: str) -> None:
+def test_rotated_signs_have_the_error_of_drive(name: str) -> None:
     """DRIVE (Vargaftik et al., 2021): the squared error of rotated signs under their mean magnitude is 1 - 2/pi of the
     square, 0.363, for any data; long blocks come near to that. Unrotated, it depends on the data."""
     rotated = error(name, "sign:block=4096,rotate=hadamard") ** 2

@@ -22,11 +22,11 @@ every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def tree(parts: list[torch.Tensor]) -> torch.Tensor:
+def tree_sum(parts: list[torch.Tensor]) -> torch.Tensor:
     """The sum of fp32 scalars, halves folded onto each other, written as a recursion from the top."""
     if len(parts) == 1:
         return parts[0]
-    even, odd = tree(parts[0::2]), tree(parts[1::2])
+    even, odd = tree_sum(parts[0::2]), tree_sum(parts[1::2])
     return even + odd
 
 
@@ -38,7 +38,7 @@ def test_the_mean_is_taken_in_the_fixed_order(block: int, missing: int) -> None:
     codec = f"sign:block={block},scale=fp32"
     scale = encode(codec, x)[:4].view(torch.float32)
     parts = [value.abs() / block for value in x] + [torch.tensor(0.0)] * missing
-    expected = tree(parts)
+    expected = tree_sum(parts)
     if missing:
         expected = expected / torch.tensor((block - missing) / block)
     assert scale.item() == expected.item()
@@ -46,13 +46,13 @@ def test_the_mean_is_taken_in_the_fixed_order(block: int, missing: int) -> None:
 
 
 @every_kernel
-def test_bits() -> None:
+def test_signs_are_packed_into_bits() -> None:
     x = torch.tensor([1.0, -1.0, 0.0, -0.0, 5.0, -5.0, -1e-45, 1e-45] + [-2.0] * 8 + [3.0, -3.0])
     payload = encode("sign:block=16,scale=fp32", x)
     assert payload[8:12].tolist() == [0b01101010, 0xFF, 0b10, 0]
     assert payload[4:8].view(torch.float32).item() == 3.0
-    got = decode("sign:block=16,scale=fp32", payload, 18)
-    assert torch.equal(got.signbit(), x.signbit()) and got[16:].tolist() == [3.0, -3.0]
+    decoded = decode("sign:block=16,scale=fp32", payload, 18)
+    assert torch.equal(decoded.signbit(), x.signbit()) and decoded[16:].tolist() == [3.0, -3.0]
 
 
 @pytest.mark.parametrize("codec", SIGNS, ids=str)
@@ -64,7 +64,7 @@ def test_magnitudes_are_the_mean(codec: Sign) -> None:
 
 
 @pytest.mark.parametrize("codec", SIGNS, ids=str)
-def test_bad_numbers_stay_in_their_block(codec: Sign) -> None:
+def test_nan_and_inf_affect_only_their_block(codec: Sign) -> None:
     for bad in (NAN, -NAN, INF, -INF):
         x = -floats("normal", 4 * codec.block).abs()
         x[codec.block + 3] = bad
@@ -84,7 +84,7 @@ def test_sums_do_not_overflow(codec: Sign) -> None:
 
 
 @every_kernel
-def test_blocks_too_small_for_a_scale_are_plain_zeros() -> None:
+def test_blocks_too_small_for_a_scale_encode_to_zero_bytes() -> None:
     assert not encode("sign", torch.full((256,), -1e-39)).any()
 
 
@@ -93,16 +93,16 @@ def test_blocks_too_small_for_a_scale_are_plain_zeros() -> None:
 def test_any_scale_decodes(scale: float) -> None:
     raw = torch.arange(32, dtype=torch.uint8)
     payload = torch.cat([torch.tensor([scale]).view(torch.uint8), raw, torch.zeros(12, dtype=torch.uint8)])
-    got = decode("sign:scale=fp32", payload, 256)
+    decoded = decode("sign:scale=fp32", payload, 256)
     bits = (raw[:, None] >> torch.arange(8, dtype=torch.uint8)).reshape(-1) & 1
     if math.isnan(scale):
-        assert (got.view(torch.int32) == 0x7FC00000).all()
+        assert (decoded.view(torch.int32) == 0x7FC00000).all()
     else:
         expected = torch.where(bits == 1, -torch.tensor(scale), torch.tensor(scale))
-        assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+        assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
 
 
-def test_feedback_sends_everything_in_the_end() -> None:
+def test_the_mean_under_feedback_approaches_the_gradient() -> None:
     """The mean of what is sent under a constant gradient approaches the gradient, where without memory it stays
     plus or minus the block's mean."""
     x = floats("normal", 512, seed=3)

@@ -33,7 +33,7 @@ def round_trip(codec: TopK | RandK | str, x: torch.Tensor, key: int = 0) -> torc
     return decode(codec, encode(codec, x, key), x.numel())
 
 
-def largest(x: torch.Tensor, kept: int) -> list[int]:
+def indices_of_largest(x: torch.Tensor, kept: int) -> list[int]:
     """By the definition: magnitudes downwards, of equals the lowest index first; NaN above all."""
     size = [int(word) & 0x7FFFFFFF for word in x.view(torch.int32)]
     return sorted(sorted(range(len(size)), key=lambda i: (-size[i], i))[:kept])
@@ -41,12 +41,12 @@ def largest(x: torch.Tensor, kept: int) -> list[int]:
 
 @every_kernel
 @pytest.mark.parametrize("ratio", [0.0003, 0.01, 0.02, 0.03, 0.1, 0.3, 0.5, 0.99])
-def test_the_largest_are_kept(ratio: float) -> None:
+def test_the_largest_elements_are_kept(ratio: float) -> None:
     codec = TopK(ratio=ratio, values="fp32")
     for kind, n in zip(KINDS, itertools.cycle([4096, 700])):
         x = floats(kind, n, seed=5)
         y = round_trip(codec, x)
-        kept = largest(x, codec.layout().kept_of(n))
+        kept = indices_of_largest(x, codec.layout().kept_of(n))
         expected = torch.zeros(n)
         expected[kept] = x[kept]
         assert torch.equal(y.nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))
@@ -68,10 +68,10 @@ def test_ties_go_to_the_lowest_index(values: list[float], ratio: float, repeats:
         payload = encode(TopK(ratio=ratio, values="fp32"), x)
         codec = TopK(ratio=ratio, values="fp32")
         y = decode(codec, payload, x.numel())
-        kept = largest(x, codec.layout().kept_of(x.numel()))
-        left = torch.ones(x.numel(), dtype=torch.bool)
-        left[kept] = False
-        assert torch.equal(y[kept].nan_to_num(7), x[kept].nan_to_num(7)) and not y[left].any()
+        kept = indices_of_largest(x, codec.layout().kept_of(x.numel()))
+        dropped = torch.ones(x.numel(), dtype=torch.bool)
+        dropped[kept] = False
+        assert torch.equal(y[kept].nan_to_num(7), x[kept].nan_to_num(7)) and not y[dropped].any()
 
 
 @every_kernel
@@ -88,8 +88,8 @@ def test_known_bytes() -> None:
 
 
 @every_kernel
-def test_known_positions() -> None:
-    """As they were in the first version: peers of two versions must draw alike."""
+def test_positions_are_those_of_the_first_version() -> None:
+    """Peers of two versions must draw the same positions."""
     key = 0x0123456789ABCDEF
     payload = encode("randk:ratio=0.001", torch.arange(4096.0), key, 2**32 - 500, residual=torch.zeros(4096))
     assert payload[:8].tolist() == [40, 152, 33, 10, 242, 25, 143, 124]
@@ -102,7 +102,7 @@ def test_known_positions() -> None:
 
 @every_kernel
 @pytest.mark.parametrize("spec", ["topk:ratio=0.02", "randk:ratio=0.02", "topk:ratio=0.2,values=int4"])
-def test_what_is_not_finite_reaches_everybody(spec: str) -> None:
+def test_nan_and_inf_are_kept(spec: str) -> None:
     for bad in (NAN, INF, -INF):
         x = floats("normal", 3 * 4096)
         x[4096 + 1234] = bad
@@ -116,8 +116,8 @@ def test_what_is_not_finite_reaches_everybody(spec: str) -> None:
 @pytest.mark.parametrize(
     "spec", ["topk:ratio=0.01,values=fp32", "topk:ratio=0.1", "randk:ratio=0.1,values=int8"]
 )
-def test_a_residual_stays_where_there_is_no_number(spec: str) -> None:
-    """Of topk the elements themselves (and what shares their NaN), of randk the granule; the rest is owed as ever."""
+def test_residuals_of_nan_and_inf_stay(spec: str) -> None:
+    """topk keeps the residuals of these elements and of those that share their NaN, randk those of the granule."""
     n = 2 * 4096
     x, old = floats("normal", n), floats("normal", n, seed=3)
     x[[5, 4000]] = torch.tensor([NAN, INF])
@@ -183,8 +183,8 @@ def test_mass_is_conserved_over_steps(codec: TopK | RandK) -> None:
     ("spec", "dtype"),
     list(zip(["topk", "topk:ratio=0.02,values=int4,round=stochastic", "topk:values=fp16"], FLOAT_TYPES)),
 )
-def test_feedback_in_one_go_gives_the_same_bytes(spec: str, dtype: torch.dtype) -> None:
-    """Whole granules of which little is kept take a way of their own where their sums are small numbers."""
+def test_the_fast_path_with_feedback_gives_the_same_bytes(spec: str, dtype: torch.dtype) -> None:
+    """Whole granules with a small ratio have a fast path if their sums are small numbers."""
     n = 3 * 4096 + 50
     for kind, size in itertools.product(KINDS, (1.0, 3e4)):
         x, old = (floats(kind, n, seed=1) * size).to(dtype), floats("ties", n, seed=2) * size
@@ -195,17 +195,20 @@ def test_feedback_in_one_go_gives_the_same_bytes(spec: str, dtype: torch.dtype) 
                 wire = encode(spec, x, 7, 100, residual)
                 wire2 = encode(spec, x, 8, 100, residual)
                 results.append((wire, wire2, residual.view(torch.int32)))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True)), (kind, size)
+        assert all(torch.equal(expected, result) for expected, result in zip(*results, strict=True)), (
+            kind,
+            size,
+        )
 
 
-def test_feedback_sends_everything_in_the_end() -> None:
-    """With feedback nothing starves: after twice n/k steps of one x every element was sent."""
+def test_feedback_sends_every_element_after_enough_steps() -> None:
+    """After twice n/k steps with the same x every element was sent."""
     x = floats("normal", 4096).abs() + 0.5
     for spec in ("topk:ratio=0.05,values=fp32", "randk:ratio=0.05,values=fp32"):
-        residual, seen = torch.zeros(4096), torch.zeros(4096)
+        residual, received = torch.zeros(4096), torch.zeros(4096)
         for step in range(60 if spec.startswith("topk") else 400):
-            seen += decode(spec, encode(spec, x, key=step, residual=residual), 4096)
-        assert (seen > 0).all()
+            received += decode(spec, encode(spec, x, key=step, residual=residual), 4096)
+        assert (received > 0).all()
 
 
 @pytest.mark.parametrize("n", [4096, 1000, 37, 3])
@@ -215,14 +218,14 @@ def test_randk_is_unbiased(n: int, values: str) -> None:
     spec, keys = f"randk:ratio=0.25,values={values}", 3000
     kept = -(-1024 * n // 4096)
     x = floats("normal", n, seed=1) + 0.3
-    got = torch.stack([round_trip(spec, x, key=_C.mix_key(5, 1, step)) for step in range(keys)]).double()
-    error = got.mean(0) - x.double()
+    decoded = torch.stack([round_trip(spec, x, key=_C.mix_key(5, 1, step)) for step in range(keys)]).double()
+    error = decoded.mean(0) - x.double()
     deviation = x.double().abs() * math.sqrt((n / kept - 1) / keys)
     assert (error.abs() <= 5 * deviation + n / kept * 4 / keys * x.abs().max()).all()
-    totals = got.sum(1)
+    totals = decoded.sum(1)
     assert (totals.mean() - x.double().sum()).abs() <= 5 * totals.std() / math.sqrt(keys) + 1e-6 * n
     if n < 40:  # every element is sent as often as any other
-        share = (got != 0).double().mean(0)
+        share = (decoded != 0).double().mean(0)
         assert ((share - kept / n).abs() <= 5 * math.sqrt(kept / n / keys) + 4 / keys).all()
 
 
@@ -234,13 +237,13 @@ def test_positions_are_a_permutation(n: int) -> None:
         assert few.tolist() == sparse.positions(key, n, n)[: len(few)].tolist()
 
 
-def test_keys_and_places_draw_apart() -> None:
-    """Granules, and calls of other keys, keep unrelated positions."""
-    seen = set()
+def test_keys_and_offsets_draw_different_positions() -> None:
+    """Granules, and calls with other keys, keep unrelated positions."""
+    position_sets = set()
     for key, offset in itertools.product((0, 1, 2**40), (0, 4096, 2**33)):
         y = decode("randk", encode("randk", torch.ones(4096), key, offset), 4096)
-        seen.add(tuple(y.nonzero().flatten().tolist()))
-    assert len(seen) == 9
+        position_sets.add(tuple(y.nonzero().flatten().tolist()))
+    assert len(position_sets) == 9
     both = round_trip("randk:ratio=0.1", torch.ones(8192))
     together = ((both[:4096] != 0) & (both[4096:] != 0)).sum()
     assert 15 <= together <= 80  # 41 expected of unrelated ones, 410 of equal ones
@@ -263,7 +266,7 @@ def test_a_short_granule_keeps_its_share(codec: TopK | RandK) -> None:
         assert int((round_trip(codec, x) != 0).sum()) == -(-codec.kept * n // 4096)
 
 
-def test_all_is_kept_at_a_ratio_of_one() -> None:
+def test_a_ratio_of_one_keeps_every_element() -> None:
     x = floats("wide", 5000).clamp(-1e37, 1e37)
     for name in ("topk", "randk"):
         assert torch.equal(round_trip(f"{name}:ratio=1,values=fp32", x), x)

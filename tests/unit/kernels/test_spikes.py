@@ -24,8 +24,8 @@ every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
-def section(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float], list[int]]:
-    """Values and places of a payload of one granule."""
+def read_section(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float], list[int]]:
+    """Return the values and places in the section of a payload of one granule."""
     layout = codec.layout()
     count, start = 2 * layout.blocks(numel), layout.spikes_at(numel)
     middle = start + count * layout.field_bytes
@@ -53,23 +53,26 @@ def section(codec: Codec, payload: torch.Tensor, numel: int) -> tuple[list[float
 )
 def test_known_sections(x: list[float], values: list[float], places: list[int]) -> None:
     codec = parse("int8:spikes=1")
-    got, where = section(codec, encode(codec, torch.tensor(x)), len(x))
+    written_values, written_places = read_section(codec, encode(codec, torch.tensor(x)), len(x))
     expected = torch.tensor(values).to(torch.bfloat16)
-    assert torch.equal(torch.tensor(got).nan_to_num(7), expected.float().nan_to_num(7))
-    assert torch.equal(torch.signbit(torch.tensor(got)), torch.signbit(expected)) or expected.isnan().any()
-    assert where == places
+    assert torch.equal(torch.tensor(written_values).nan_to_num(7), expected.float().nan_to_num(7))
+    assert (
+        torch.equal(torch.signbit(torch.tensor(written_values)), torch.signbit(expected))
+        or expected.isnan().any()
+    )
+    assert written_places == places
 
 
 def test_long_blocks_have_two_bytes_a_place() -> None:
     codec = parse("int8:block=1024,scale=fp32,spikes=1")
     x = floats("normal", 1024)
     x[1000], x[777] = 1e9 + 0.0, -123456.789
-    values, places = section(codec, encode(codec, x), 1024)
+    values, places = read_section(codec, encode(codec, x), 1024)
     assert places == [777, 1000] and torch.equal(torch.tensor(values), x[[777, 1000]])
 
 
 @pytest.mark.parametrize("codec", PLAIN, ids=str)
-def test_the_rest_is_the_plain_codec(codec: Integer) -> None:
+def test_bytes_outside_the_section_equal_the_plain_codec(codec: Integer) -> None:
     """The bytes around the section are those of the blocks with both places filled."""
     n = codec.granularity
     x = floats("normal", n) * 10 + floats("offset", n)
@@ -77,11 +80,11 @@ def test_the_rest_is_the_plain_codec(codec: Integer) -> None:
     for row in filled:
         low, high = int(row.argmin()), int(row.argmax())
         row[low] = row[high] = row[next(i for i in range(3) if i not in (low, high))]
-    other = dataclasses.replace(codec, spikes=0)
-    p, q = encode(codec, x, 4, 2), encode(other, filled.reshape(-1), 4, 2)
+    plain = dataclasses.replace(codec, spikes=0)
+    p, q = encode(codec, x, 4, 2), encode(plain, filled.reshape(-1), 4, 2)
     start = codec.layout().spikes_at(n)
     assert torch.equal(p[:start], q[:start])
-    codes = q[start : other.layout().used(n)]
+    codes = q[start : plain.layout().used(n)]
     assert torch.equal(p[codec.layout().codes_at(n) : codec.layout().used(n)], codes)
     y = decode(codec, p, n).view(-1, codec.block)
     relative = 2**-8 if codec.round == "nearest" else 2**-7
@@ -92,7 +95,7 @@ def test_the_rest_is_the_plain_codec(codec: Integer) -> None:
         ).all()
 
 
-def test_an_outlier_does_not_spoil_its_block() -> None:
+def test_an_outlier_does_not_increase_the_error_of_its_block() -> None:
     x = floats("normal", 4096)
     x[::32] *= 1e6
     spiked = decode("int8:spikes=1", encode("int8:spikes=1", x), 4096)
@@ -103,8 +106,8 @@ def test_an_outlier_does_not_spoil_its_block() -> None:
 
 @every_kernel
 @pytest.mark.parametrize("codec", SPIKED, ids=str)
-def test_any_bytes_decode_alike_and_stay_inside(codec: Integer) -> None:
-    """Places outside of their block change nothing; every NaN is the one NaN."""
+def test_kernels_decode_any_bytes_alike(codec: Integer) -> None:
+    """Places outside of their block are ignored; every NaN is the canonical NaN."""
     n = codec.granularity + codec.block + 3
     generator = torch.Generator().manual_seed(1)
     payload = torch.randint(0, 256, (codec.wire_bytes(n),), generator=generator, dtype=torch.int32)
@@ -112,8 +115,8 @@ def test_any_bytes_decode_alike_and_stay_inside(codec: Integer) -> None:
     local = floats("normal", n)
     with use("reference"):
         expected = decode(codec, payload, n), reduce(codec, [payload, payload], n, local, 1)
-    got = decode(codec, payload, n), reduce(codec, [payload, payload], n, local, 1)
-    for a, b in zip(got, expected, strict=True):
+    results = decode(codec, payload, n), reduce(codec, [payload, payload], n, local, 1)
+    for a, b in zip(results, expected, strict=True):
         nan = a.isnan()
         assert torch.equal(nan, b.isnan()) and torch.equal(
             a[~nan].view(torch.int32), b[~nan].view(torch.int32)

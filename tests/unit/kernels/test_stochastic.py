@@ -16,8 +16,8 @@ from tests.unit.kernels.inputs import floats
 STOCHASTIC = [codec for codec in everything() if isinstance(codec, Integer) and codec.round == "stochastic"]
 
 
-def spread(codec: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The variance of every decoded element, and how far apart the two values lie that it rounds to."""
+def variance_and_step(codec: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the variance of every decoded element, and the distance of the two values that it rounds to."""
     domain = reference.rotate(codec, x.numpy()) if reference.rotates(codec) else x.numpy()
     coded, _ = integer.take_outliers(codec, domain, 0, 0) if codec.spikes else (domain, None)
     fields, _ = integer.encode_blocks(codec, coded, 0, 0)
@@ -40,14 +40,14 @@ def spread(codec: Integer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
-def test_unbiased(codec: Integer) -> None:
+def test_stochastic_rounding_is_unbiased(codec: Integer) -> None:
     """Means over keys lie within five standard errors of x, of each element and, sharper, of all together."""
     n, keys = 4096, 300
     x = floats("normal", n, seed=1) + 0.3
     mean = torch.zeros(n, dtype=torch.float64)
     for key in range(keys):
         mean += decode(codec, encode(codec, x, key=_C.mix_key(1, 0, key)), n).double() / keys
-    variance, step = spread(codec, x)
+    variance, step = variance_and_step(codec, x)
     variance = variance / keys
     error = mean - x.double()
     # A landing that is expected less than once in all keys is not normally distributed: allow for a few.
@@ -57,8 +57,8 @@ def test_unbiased(codec: Integer) -> None:
 
 @pytest.mark.parametrize("name", available())
 @pytest.mark.parametrize("start", [0, 12345, 2**32 - 2048 - 16, 2**40 - 1000])
-def test_chunks_do_not_matter(name: str, start: int) -> None:
-    """Also where the index passes 2^32 within a block."""
+def test_encoding_in_parts_gives_the_same_bytes(name: str, start: int) -> None:
+    """Also if the index passes 2^32 within a block."""
     n = 6 * 1024
     x = floats("normal", n)
     with use(name):
@@ -73,20 +73,20 @@ def test_chunks_do_not_matter(name: str, start: int) -> None:
         assert torch.equal(encode("int8:round=stochastic", x, key=3, offset=start), whole)
 
 
-def test_keys_and_places_differ() -> None:
+def test_keys_and_offsets_give_different_bytes() -> None:
     x = torch.full((4096,), 0.3)
     x[::32] = 127.0
-    seen = {
+    payloads = {
         bytes(encode("int8:round=stochastic", x, key, offset).numpy())
         for key in (0, 1, 2, 1 << 32, 1 << 63)
         for offset in (0, 1, 4096, 1 << 32, 1 << 33)
     }
-    assert len(seen) == 25
+    assert len(payloads) == 25
 
 
 @pytest.mark.parametrize("bit", range(0, 64, 7))
-def test_streams_of_near_keys_are_unrelated(bit: int) -> None:
-    """Correlation of two streams, and of one with itself shifted, within five standard errors of nothing."""
+def test_streams_of_adjacent_keys_are_uncorrelated(bit: int) -> None:
+    """Correlation of two streams, and of one with itself shifted, within five standard errors of zero."""
     n = 1 << 16
     a = torch.from_numpy(counter_rng.uniform(12345, 0, n)).double() - 0.5
     b = torch.from_numpy(counter_rng.uniform(12345 ^ 1 << bit, 0, n)).double() - 0.5
@@ -96,8 +96,8 @@ def test_streams_of_near_keys_are_unrelated(bit: int) -> None:
     assert abs(a.mean()) < 5 / (12 * n) ** 0.5 and 0 <= (a + 0.5).min() and (a + 0.5).max() < 1
 
 
-def test_ranks_round_apart() -> None:
-    """What every rank rounds at random must not add up: the mean of 64 ranks is 8 times nearer than one."""
+def test_ranks_round_independently() -> None:
+    """Rounding errors of ranks must not add up: the error of the mean of 64 ranks is 8 times smaller."""
     x = floats("normal", 2048)
     codec = "int8:round=stochastic"
     errors = [decode(codec, encode(codec, x, key=_C.mix_key(7, rank, 0)), 2048) - x for rank in range(64)]
@@ -106,7 +106,7 @@ def test_ranks_round_apart() -> None:
     assert 6.5 < alone / together < 9.5
 
 
-def test_keys_are_mixed_alike() -> None:
+def test_python_and_cpp_mix_keys_alike() -> None:
     words = [(0, 0, 0), (1, 2, 3), (2**64 - 1, 2**32 - 1, 2**32 - 1), (5, 0, 1), (5, 1, 0)]
     keys = [_C.mix_key(*triple) for triple in words]
     assert keys == [counter_rng.mix_key(*triple) for triple in words] and len(set(keys)) == len(words)

@@ -23,22 +23,22 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "wire-format.md"
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_golden_files_decode_by_the_text(name: str) -> None:
+def test_the_decoder_decodes_golden_files(name: str) -> None:
     raw = (FOLDER / f"{name}.bin").read_bytes()
-    ours = wire_decoder.decode(parse(SPECS[name]).native(), raw, NUMEL)
-    theirs = decode(SPECS[name], torch.frombuffer(bytearray(raw), dtype=torch.uint8), NUMEL)
-    assert ours == theirs.numpy().view(np.uint32).tolist()
+    decoded = wire_decoder.decode(parse(SPECS[name]).native(), raw, NUMEL)
+    expected = decode(SPECS[name], torch.frombuffer(bytearray(raw), dtype=torch.uint8), NUMEL)
+    assert decoded == expected.numpy().view(np.uint32).tolist()
 
 
 @pytest.mark.parametrize("codec", everything(), ids=str)
-def test_every_option_decodes_by_the_text(codec) -> None:  # type: ignore[no-untyped-def]
+def test_the_decoder_decodes_every_option(codec) -> None:  # type: ignore[no-untyped-def]
     for numel in (1, 37, 700):
         wire = encode(codec, floats("nonfinite", numel, seed=numel), key=5)
         ours = wire_decoder.decode(codec.native(), wire.numpy().tobytes(), numel)
         assert ours == decode(codec, wire, numel).numpy().view(np.uint32).tolist()
 
 
-def test_the_decoder_knows_nothing_of_us() -> None:
+def test_the_decoder_imports_nothing_of_dtcomm() -> None:
     tree = ast.parse(Path(wire_decoder.__file__).read_text())
     imported = {
         name.split(".")[0]
@@ -54,7 +54,7 @@ def test_the_decoder_knows_nothing_of_us() -> None:
     assert imported == {"__future__", "math", "struct", "dataclasses"}
 
 
-def test_a_payload_of_another_length_is_refused_here_too() -> None:
+def test_the_decoder_refuses_payloads_of_another_length() -> None:
     wire = encode("int8", torch.ones(100)).numpy().tobytes()
     with pytest.raises(ValueError, match="100 elements are 144 bytes, not 128"):
         wire_decoder.decode(parse("int8").native(), wire[:-16], 100)

@@ -28,7 +28,7 @@ def error(tested: Codec | str, sample: str = "Gaussian") -> Error:
     return measure_error(codec(tested), SAMPLES[sample])[0]
 
 
-def relative(tested: Codec | str, sample: str = "Gaussian") -> float:
+def relative_l2(tested: Codec | str, sample: str = "Gaussian") -> float:
     measured = error(tested, sample).relative_l2
     assert measured is not None
     return measured
@@ -38,7 +38,7 @@ def relative(tested: Codec | str, sample: str = "Gaussian") -> float:
 
 
 @pytest.mark.parametrize(("levels", "published"), [(2, 0.3634), (4, 0.1188), (8, 0.03744), (16, 0.01154)])
-def test_max_1960(levels: int, published: float) -> None:
+def test_least_distortion_equals_the_table_of_max_1960(levels: int, published: float) -> None:
     """Table II of Max, 1960: the least distortion of a Gaussian by so many uniform levels, found here by search."""
     half = np.arange(levels // 2) + 0.5
 
@@ -57,8 +57,8 @@ def test_max_1960(levels: int, published: float) -> None:
     assert min(map(distortion, np.linspace(0.2, 2.0, 1801))) == pytest.approx(published, rel=1e-3)
 
 
-def test_distortion_is_the_integral() -> None:
-    """Against a plain Riemann sum over the nearest of a grid's values."""
+def test_distortion_equals_a_riemann_sum() -> None:
+    """Compares the integral with a Riemann sum over the nearest of a grid's values."""
     for values, reach in ((theory.E2M1 * 0.4, 2.6), (theory.INT[4] * 0.3, 2.1), (theory.E4M3 / 200, 2.0)):
         x = (np.arange(100_000) + 0.5) / 100_000 * reach
         nearest = np.abs(x[:, None] - values[None, values <= reach + 1]).min(axis=1)
@@ -69,7 +69,7 @@ def test_distortion_is_the_integral() -> None:
 
 @pytest.mark.parametrize("bits", [5, 6, 7, 8])
 def test_the_integral_agrees_with_the_published_formula(bits: int) -> None:
-    """Which neglects the missing level (2^(b-1) - 1 and not 2^(b-1)) and the largest element, which has no error."""
+    """The formula neglects the missing level (2^(b-1) - 1, not 2^(b-1)) and that the largest element has no error."""
     formula = theory.published_integer_error(bits, 32)
     corrected = formula * 2 ** (bits - 1) / (2 ** (bits - 1) - 1) * math.sqrt(31 / 32)
     assert theory.block_error(theory.INT[bits], 32, theory.to_largest(theory.INT[bits])) == pytest.approx(
@@ -94,10 +94,10 @@ def test_simulated_blocks_agree_with_the_integral() -> None:
 
 
 @pytest.mark.parametrize("spec", quality.EXPECTED)
-def test_errors_are_the_expected_ones(spec: str) -> None:
+def test_measured_errors_equal_the_expected_ones(spec: str) -> None:
     """Within 3 %: a scale in bf16 costs int8 about 1 %, the sample moves the rest by less (randk's by more)."""
     expected = quality.EXPECTED[spec][0]()
-    assert relative(spec) == pytest.approx(expected, rel=0.1 if spec.startswith("randk") else 0.03)
+    assert relative_l2(spec) == pytest.approx(expected, rel=0.1 if spec.startswith("randk") else 0.03)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -106,7 +106,7 @@ def test_integers_with_exact_scales_are_within_four_deviations(bits: int) -> Non
     for block in (16, 32, 128, 1024):
         values = theory.INT[bits]
         expected = theory.block_error(values, block, theory.to_largest(values))
-        assert relative(f"int{bits}:block={block},scale=fp32") == pytest.approx(
+        assert relative_l2(f"int{bits}:block={block},scale=fp32") == pytest.approx(
             expected, rel=4 * 0.17 * math.sqrt(block / NUMEL)
         )
 
@@ -116,20 +116,20 @@ def test_no_codec_beats_the_rate_distortion_bound(tested: Codec) -> None:
     """Shannon, 1959: the relative error on a Gaussian source is at least 2^-bits; `none` and `exact`, which keep fp32's
     own digits, are not of this world."""
     if tested.name != "none" and str(tested) != "exact":
-        assert relative(tested) > 2 ** -bits_per_element(tested)
+        assert relative_l2(tested) > 2 ** -bits_per_element(tested)
 
 
 def test_stochastic_rounding_costs_the_square_root_of_two() -> None:
     """A uniform error of one step has a variance of 1/6 on average, where nearest has 1/12."""
     for name in ("int8", "int4"):
-        plain = relative(f"{name}:scale=fp32,block=256")
-        ratio = relative(f"{name}:scale=fp32,block=256,round=stochastic") / plain
+        plain = relative_l2(f"{name}:scale=fp32,block=256")
+        ratio = relative_l2(f"{name}:scale=fp32,block=256,round=stochastic") / plain
         assert ratio == pytest.approx(math.sqrt(2), rel=0.02)
 
 
-def test_more_bits_lose_less() -> None:
+def test_more_bits_reduce_the_error() -> None:
     for sample in SAMPLES:
-        ladder = [relative(f"int{bits}", sample) for bits in range(2, 9)]
+        ladder = [relative_l2(f"int{bits}", sample) for bits in range(2, 9)]
         assert ladder == sorted(ladder, reverse=True)
 
 
@@ -146,33 +146,33 @@ def test_the_cosine_follows_from_the_error(tested: Codec) -> None:
 
 @pytest.mark.parametrize(("spec", "gain"), [("int4", 1.5), ("int3", 1.3), ("int2:symmetric=false", 1.3)])
 @pytest.mark.parametrize("block", [32, 128])
-def test_rotation_pays_on_heavy_tails_and_costs_nothing_on_others(spec: str, gain: float, block: int) -> None:
+def test_rotation_reduces_the_error_only_on_heavy_tails(spec: str, gain: float, block: int) -> None:
     plain = replace(codec(spec), block=block)  # type: ignore[call-arg]
     rotated = replace(plain, rotate="hadamard")  # type: ignore[call-arg]
-    assert relative(plain, "Student-t") > gain * relative(rotated, "Student-t")
-    assert relative(rotated) == pytest.approx(relative(plain), rel=0.01)
+    assert relative_l2(plain, "Student-t") > gain * relative_l2(rotated, "Student-t")
+    assert relative_l2(rotated) == pytest.approx(relative_l2(plain), rel=0.01)
 
 
-def test_rotation_does_not_pay_with_three_levels() -> None:
+def test_rotation_increases_the_error_with_three_levels() -> None:
     """docs/guides/codecs.md warns of it: three levels represent a block's largest element and zero best."""
-    assert relative("int2", "Student-t") < relative("int2:rotate=hadamard", "Student-t")
+    assert relative_l2("int2", "Student-t") < relative_l2("int2:rotate=hadamard", "Student-t")
 
 
 @pytest.mark.parametrize(
     ("spec", "gain"), [("int4", 1.6), ("int3", 1.4), ("int2", 1.15), ("int2:symmetric=false", 1.6)]
 )
 @pytest.mark.parametrize("block", [32, 128])
-def test_spikes_pay_on_heavy_tails(spec: str, gain: float, block: int) -> None:
+def test_spikes_reduce_the_error_on_heavy_tails(spec: str, gain: float, block: int) -> None:
     plain = replace(codec(spec), block=block)  # type: ignore[call-arg]
     spiked = replace(plain, spikes=1)  # type: ignore[call-arg]
-    assert relative(plain, "Student-t") > gain * relative(spiked, "Student-t")
+    assert relative_l2(plain, "Student-t") > gain * relative_l2(spiked, "Student-t")
 
 
 # --- what is random is unbiased -----------------------------------------------------------------------------------
 
 
-def random_codecs() -> list[Codec]:
-    """Those that round at random, and randk where what it draws is not rounded by levels to nearest."""
+def randomized_codecs() -> list[Codec]:
+    """Return the codecs with stochastic rounding, and randk unless its values are rounded to the nearest level."""
     drawn = [
         tested
         for tested in everything()
@@ -181,12 +181,12 @@ def random_codecs() -> list[Codec]:
     return [*(tested for tested in everything() if getattr(tested, "round", "") == "stochastic"), *drawn]
 
 
-@pytest.mark.parametrize("tested", random_codecs(), ids=str)
-def test_what_is_random_is_unbiased(tested: Codec) -> None:
+@pytest.mark.parametrize("tested", randomized_codecs(), ids=str)
+def test_randomized_codecs_are_unbiased(tested: Codec) -> None:
     """Projections of the error on fixed directions have mean zero over keys, within five standard errors.
 
-    The directions: the mean, what shrinking would show in (x itself), and four random ones. x is of bf16, which
-    spikes hold exactly; of topk, whose choice is not random, only what is kept is looked at.
+    The directions are the mean, x itself (which reveals shrinking) and four random ones. x is of bf16, which
+    spikes hold exactly. topk's choice is not random: the test compares only the elements that it keeps.
     """
     n, keys = 2 * tested.granularity - 37 if tested.granularity < 4096 else 4096, 200
     generator = torch.Generator().manual_seed(3)
@@ -198,16 +198,16 @@ def test_what_is_random_is_unbiased(tested: Codec) -> None:
     directions = torch.stack(
         [torch.ones(n), target.float(), *torch.randn(4, n, generator=generator)]
     ).double()
-    seen = torch.stack(
+    projections = torch.stack(
         [
             directions
             @ (decode(tested, encode(tested, x, key=counter_rng.mix_key(7, 0, step)), n).double() - target)
             for step in range(keys)
         ]
     )
-    spread = seen.std(dim=0) / math.sqrt(keys)
-    assert (seen.mean(dim=0).abs() <= 5 * spread + 1e-6 * n).all()
-    assert (spread > 0).all() or tested.layout().kept == tested.granularity  # which draws everything
+    standard_error = projections.std(dim=0) / math.sqrt(keys)
+    assert (projections.mean(dim=0).abs() <= 5 * standard_error + 1e-6 * n).all()
+    assert (standard_error > 0).all() or tested.layout().kept == tested.granularity  # which draws everything
 
 
 # --- the tables of docs/results/codecs.md -----------------------------------------------------------------
@@ -217,17 +217,17 @@ def result() -> dict[str, Any]:
     return quality.measure([codec("none"), codec("int8")], speed=False, numel=4096)
 
 
-def test_the_tables_are_stable() -> None:
-    shown = quality.page(result()).splitlines()
-    assert shown[0].startswith("| codec | bits per element | error, Gaussian |") and shown[1].startswith(
+def test_format_of_the_tables() -> None:
+    lines = quality.page(result()).splitlines()
+    assert lines[0].startswith("| codec | bits per element | error, Gaussian |") and lines[1].startswith(
         "|---|---:"
     )
-    assert shown[2] == "| `none` | 32 | 0 | 0 | 0 | 0 | – | – |"
-    assert shown[3].startswith("| `int8` | 8.5 | 0.005") and len({line.count("|") for line in shown[:4]}) == 1
-    assert shown[4] == "" and shown[7].startswith("| `int8` | 0.005") and "255 levels" in shown[7]
+    assert lines[2] == "| `none` | 32 | 0 | 0 | 0 | 0 | – | – |"
+    assert lines[3].startswith("| `int8` | 8.5 | 0.005") and len({line.count("|") for line in lines[:4]}) == 1
+    assert lines[4] == "" and lines[7].startswith("| `int8` | 0.005") and "255 levels" in lines[7]
 
 
-def test_tables_are_put_between_the_marks(tmp_path: Path) -> None:
+def test_tables_replace_the_text_between_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     begin, end = "<!-- quality:begin -->", "<!-- quality:end -->"
     page.write_text(f"head\n{begin}\nold\n{end}\ntail\n")
@@ -238,8 +238,8 @@ def test_tables_are_put_between_the_marks(tmp_path: Path) -> None:
         pages.fill(page, "quality", "new")
 
 
-def test_the_document_has_the_errors_of_today() -> None:
-    """The document's numbers are those that the code makes: a change of a format must change them too."""
+def test_the_document_has_the_current_errors() -> None:
+    """The document has the errors measured now: a change of a format must change it too."""
     text = (pages.DOCS / "results/codecs.md").read_text(encoding="utf-8")
     inside = text.partition("<!-- quality:begin -->")[2].partition("<!-- quality:end -->")[0]
     rows = {}
@@ -250,10 +250,10 @@ def test_the_document_has_the_errors_of_today() -> None:
     for tested in USUAL:
         assert float(rows[str(tested)][0]) == pytest.approx(bits_per_element(tested), rel=1e-3)
         for column, sample in enumerate(SAMPLES, 1):
-            assert float(rows[str(tested)][column]) == pytest.approx(relative(tested, sample), rel=6e-3)
+            assert float(rows[str(tested)][column]) == pytest.approx(relative_l2(tested, sample), rel=6e-3)
 
 
-def test_a_sample_of_zeros_has_no_error() -> None:
+def test_the_relative_error_of_zeros_is_none() -> None:
     zeros = Sample(name="zeros", tensors={"x": torch.zeros(100)})
     for tested in USUAL:
         assert measure_error(tested, zeros)[0].relative_l2 is None

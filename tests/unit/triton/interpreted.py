@@ -22,7 +22,7 @@ from tests.unit.triton.cases import FIRST_TIER, PLAIN, everything, mixed
 MIXED = [parse("int8:block=16,symmetric=false"), parse("fp16")]
 
 
-def test_this_is_the_interpreter() -> None:
+def test_triton_runs_in_the_interpreter() -> None:
     assert launch.INTERPRETED and available()[-2:] == ("reference", "triton")
     assert {str(codec) for codec in PLAIN} == FIRST_TIER
     with use("triton"):
@@ -30,7 +30,7 @@ def test_this_is_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("codec", everything(), ids=str)
-def test_options(codec: Codec) -> None:
+def test_every_option(codec: Codec) -> None:
     tile = max(launch.TILE, codec.granularity)
     n = tile + codec.granularity + 37 if tile < 4096 else tile + 37
     compare(codec, mixed(n, seed=1), mixed(n, seed=2), ["triton"])
@@ -47,12 +47,12 @@ def test_options(codec: Codec) -> None:
         ("fp8_e4m3", torch.bfloat16),
     ],
 )
-def test_types(spec: str, dtype: torch.dtype) -> None:
+def test_every_type(spec: str, dtype: torch.dtype) -> None:
     compare(parse(spec), mixed(500, seed=3).to(dtype), mixed(500, seed=4).to(dtype), ["triton"])
 
 
 @pytest.mark.parametrize("codec", PLAIN, ids=str)
-def test_sizes(codec: Codec) -> None:
+def test_every_size(codec: Codec) -> None:
     for n in (0, 1, 17, 127, 1024, 1025, 2048):
         x, old = mixed(n, seed=5), floats("normal", n, seed=6)
         results = []
@@ -69,7 +69,7 @@ def test_sizes(codec: Codec) -> None:
     [(0, 0), (1, 1), (5, 2), (8, 0), (8, 8), (9, 0), (9, 8), (9, 9), (17, 5), (17, 12), (17, 16), (17, 17)],
 )
 def test_any_number_of_terms(count: int, position: int) -> None:
-    """Among them more than a launch takes, with the local term in every part."""
+    """Also more terms than one launch takes, with the local term in each of the launches."""
     n = 300
     x, old = mixed(n, seed=50), floats("normal", n, seed=51)
     for codec in MIXED:
@@ -90,8 +90,8 @@ def test_any_number_of_terms(count: int, position: int) -> None:
 @pytest.mark.parametrize(
     ("key", "start"), [(0, 2**32 - 1000), (2**31, 2**63 - 700), (2**64 - 1, 2**64 - 3000), (2**32, 0)]
 )
-def test_random_numbers(key: int, start: int) -> None:
-    """Indices that pass a multiple of 2^32 within a tile; words that have no sign."""
+def test_stochastic_rounding_at_large_indices(key: int, start: int) -> None:
+    """Indices pass a multiple of 2^32 within a tile; words of keys and indices are unsigned."""
     x = floats("normal", 2500)
     payloads = []
     for kernel in ("reference", "triton"):
@@ -100,7 +100,7 @@ def test_random_numbers(key: int, start: int) -> None:
     assert torch.equal(*payloads)
 
 
-def test_every_half_and_every_code() -> None:
+def test_every_fp16_value_and_every_fp8_code() -> None:
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     three = torch.tensor([0x40] * 4, dtype=torch.uint8)  # the bf16 scales of two blocks: 3.0
     wire = torch.cat([three, torch.arange(256).to(torch.uint8), torch.zeros(12, dtype=torch.uint8)])
@@ -110,15 +110,15 @@ def test_every_half_and_every_code() -> None:
             alone = reduce("int8", [], 2**16, halves.view(torch.float16), out=torch.empty(2**16))
             values = decode("fp16", halves.view(torch.uint8), 2**16), decode("fp8_e4m3", wire, 256)
         results.append((*values, alone))
-    for expected, got in zip(*results, strict=True):
+    for expected, result in zip(*results, strict=True):
         nan = expected.isnan()
-        assert torch.equal(got[~nan].view(torch.int32), expected[~nan].view(torch.int32))
-        assert got[nan].isnan().all()
+        assert torch.equal(result[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+        assert result[nan].isnan().all()
     assert raw(results[0][2]) == raw(results[1][2])  # a lone term is copied with its NaNs
 
 
 @pytest.mark.parametrize("codec", MIXED, ids=str)
-def test_memory(codec: Codec) -> None:
+def test_alignment_and_aliased_arguments(codec: Codec) -> None:
     """Elements at any alignment, nothing touched outside; `decoded` may be x; `out` may be local."""
     n, guard = codec.granularity + 45, 0xA5
     x, old = mixed(n, seed=7), floats("normal", n, seed=8)
@@ -129,17 +129,17 @@ def test_memory(codec: Codec) -> None:
     room = torch.full((4 * n + 64,), guard, dtype=torch.uint8)
     wire = torch.full((len(payload) + 64,), guard, dtype=torch.uint8)
     for skew in (0, 4):
-        mine = room[skew : skew + 4 * n].view(torch.float32).copy_(x)
+        elements = room[skew : skew + 4 * n].view(torch.float32).copy_(x)
         with use("triton"):
-            kept = old.clone()
-            encode(codec, mine, 3, 4, kept, wire[: len(payload)], decoded=mine)
+            new_residual = old.clone()
+            encode(codec, elements, 3, 4, new_residual, wire[: len(payload)], decoded=elements)
         assert torch.equal(wire[: len(payload)], payload) and (wire[len(payload) :] == guard).all()
-        assert raw(mine) == raw(decoded) and raw(kept) == raw(residual)
+        assert raw(elements) == raw(decoded) and raw(new_residual) == raw(residual)
         assert (room[:skew] == guard).all() and (room[skew + 4 * n :] == guard).all()
-        mine.copy_(x)
+        elements.copy_(x)
         with use("triton"):
-            reduce(codec, [payload], n, mine, out=mine)
-        assert raw(mine) == raw(total)
+            reduce(codec, [payload], n, elements, out=elements)
+        assert raw(elements) == raw(total)
         room.fill_(guard)
 
 
@@ -147,8 +147,8 @@ def test_memory(codec: Codec) -> None:
     ("rows", "features", "dtype"),
     [(1, 1, torch.float32), (60, 40, torch.bfloat16), (2, 64, torch.float32), (3, 100, torch.float16)],
 )
-def test_what_follows_a_sum(rows: int, features: int, dtype: torch.dtype) -> None:
-    """Bias, residual and norm, of payloads and of sums as they are."""
+def test_epilogue(rows: int, features: int, dtype: torch.dtype) -> None:
+    """Bias, residual and norm, of payloads and of unencoded sums."""
     generator = torch.Generator().manual_seed(features)
     x, stream, bias, weight = (
         torch.randn(shape, generator=generator).to(dtype)
@@ -170,7 +170,7 @@ def test_what_follows_a_sum(rows: int, features: int, dtype: torch.dtype) -> Non
         assert results[0] == results[1], arguments
 
 
-def test_what_it_cannot_run_raises() -> None:
+def test_unsupported_codecs_and_alignments_are_refused() -> None:
     x = torch.ones(100)
     with use("triton"):
         with pytest.raises(ValueError, match=r"codec: .*'triton'.*'none'"):

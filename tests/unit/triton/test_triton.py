@@ -28,7 +28,7 @@ N = 5000
 
 
 @pytest.mark.slow
-def test_interpreted() -> None:
+def test_interpreted_kernels_pass_their_tests() -> None:
     """interpreted.py: every codec, verb and option against the reference."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--no-header", "-W", "ignore", HERE / "interpreted.py"],
@@ -43,7 +43,7 @@ def test_interpreted() -> None:
 
 
 class NoDevice:
-    """As much of a Triton driver as compiling takes: a target, and no device."""
+    """A Triton driver that suffices to compile: it has a target and no device."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -84,7 +84,7 @@ def compiled(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def calls(spec: str, dtype: torch.dtype) -> list[Combine]:
-    """encode, decode, reduce and reduce_encode, with all that each may have."""
+    """Return calls of encode, decode, reduce and reduce_encode, the last one with every argument."""
     codec = codecs.codec(spec)
     payload = torch.zeros(codec.wire_bytes(N) + 16, dtype=torch.uint8)
     payload = payload[-payload.data_ptr() % 16 :][: codec.wire_bytes(N)]
@@ -118,7 +118,9 @@ def calls(spec: str, dtype: torch.dtype) -> list[Combine]:
         ("int8:block=4096,scale=fp32", torch.float32, 90),
     ],
 )
-def test_compiled_code(spec: str, dtype: torch.dtype, capability: int, compiled: list[str]) -> None:
+def test_compiled_code_keeps_the_numerical_rules(
+    spec: str, dtype: torch.dtype, capability: int, compiled: list[str]
+) -> None:
     """No product is fused with a sum, no division is approximate, no subnormal is flushed, and memory is
     read or written 16 bytes at a time."""
     for call in calls(spec, dtype):
@@ -133,7 +135,7 @@ def test_compiled_code(spec: str, dtype: torch.dtype, capability: int, compiled:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90])
-def test_what_follows_a_sum_compiles(capability: int, compiled: list[str]) -> None:
+def test_compiled_epilogue_keeps_the_numerical_rules(capability: int, compiled: list[str]) -> None:
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
     kernels.run_epilogue(torch.zeros(x.numel()), x, x[0], x.clone(), x[0], 1e-6, x.clone())
     assert len(compiled) == 2
