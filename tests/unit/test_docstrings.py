@@ -28,8 +28,8 @@ SINGLE = sorted(set(re.findall(r"auto(?:class|function):: (\S+)", PAGES)))
 WITH_EXAMPLES = ("dtcomm", "dtcomm.ddp", "dtcomm.fsdp", "dtcomm.tp", "dtcomm.local_sgd", "dtcomm.codecs")
 
 
-def public(module: str) -> Iterator[tuple[str, Any]]:
-    """The public functions and classes of a module, with their full names."""
+def public_objects(module: str) -> Iterator[tuple[str, Any]]:
+    """Return the public functions and classes of a module, with their full names."""
     imported = importlib.import_module(module)
     names = getattr(imported, "__all__", None)
     if names is None:
@@ -44,7 +44,7 @@ def public(module: str) -> Iterator[tuple[str, Any]]:
             yield f"{module}.{name}", value
 
 
-def methods(name: str, cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+def public_methods(name: str, cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public methods that a class defines itself."""
     for key, value in vars(cls).items():
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
@@ -58,10 +58,13 @@ def resolve(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-OBJECTS = {name: value for module in MODULES for name, value in public(module)}
+OBJECTS = {name: value for module in MODULES for name, value in public_objects(module)}
 OBJECTS |= {name: resolve(name) for name in SINGLE}
 METHODS = {
-    name: value for key, cls in OBJECTS.items() if inspect.isclass(cls) for name, value in methods(key, cls)
+    name: value
+    for key, cls in OBJECTS.items()
+    if inspect.isclass(cls)
+    for name, value in public_methods(key, cls)
 }
 
 
@@ -77,7 +80,7 @@ def parameters(value: Any) -> list[str]:
     return [name for name in signature.parameters if name not in ("self", "cls") and not name.startswith("_")]
 
 
-def documented(text: str) -> set[str]:
+def documented_names(text: str) -> set[str]:
     """The names under ``Args:``, ``Attributes:`` and ``Options:``, which may be several of one kind: ``a, b: ...``."""
     names: set[str] = set()
     for section in re.findall(r"^(?:Args|Attributes|Options):\n((?:[ ]+.*\n?|\n)+)", text, re.MULTILINE):
@@ -90,14 +93,14 @@ def documented(text: str) -> set[str]:
     return names
 
 
-def complaints(name: str, value: Any) -> list[str]:
-    """What the docstring of a public function or class lacks."""
+def defects_of(name: str, value: Any) -> list[str]:
+    """Return the defects of the docstring of a public function or class."""
     text = inspect.getdoc(value) or ""
     if not text:
         return ["no docstring"]
     lines = text.splitlines()
     texts = [] if lines[0].rstrip().endswith((".", ":")) or len(lines) > 1 else ["the summary is no sentence"]
-    missing = [parameter for parameter in parameters(value) if parameter not in documented(text)]
+    missing = [parameter for parameter in parameters(value) if parameter not in documented_names(text)]
     if missing:
         texts.append(f"Args: {', '.join(missing)} not documented")
     if inspect.isfunction(value):
@@ -113,7 +116,7 @@ def complaints(name: str, value: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(OBJECTS))
 def test_public_names_are_documented(name: str) -> None:
-    assert not complaints(name, OBJECTS[name])
+    assert not defects_of(name, OBJECTS[name])
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -121,7 +124,7 @@ def test_public_methods_are_documented(name: str) -> None:
     text = inspect.getdoc(METHODS[name]) or ""
     assert text, "no docstring"
     if re.search(r"^Args:", text, re.M):
-        missing = set(parameters(METHODS[name])) - documented(text)
+        missing = set(parameters(METHODS[name])) - documented_names(text)
         assert not missing, f"Args: {', '.join(sorted(missing))} not documented"
 
 
@@ -149,7 +152,7 @@ def test_examples_run(name: str, one_rank: None) -> None:
 
 
 def test_an_incomplete_docstring_is_noticed() -> None:
-    def poor(tensor: int, op: str) -> int:
+    def incompletely_documented(tensor: int, op: str) -> int:
         """Reduce a tensor.
 
         Args:
@@ -157,7 +160,7 @@ def test_an_incomplete_docstring_is_noticed() -> None:
         """
         return tensor
 
-    assert complaints("dtcomm.poor", poor) == [
+    assert defects_of("dtcomm.poor", incompletely_documented) == [
         "Args: op not documented",
         "Returns: missing",
         "Example: missing",

@@ -1,4 +1,4 @@
-"""The import law holds in every file, and its checkers see what is planted for them."""
+"""Every file follows the import rules, and the checkers report planted violations."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def test_modules_come_from_the_build_that_was_asked_for() -> None:
     assert Path(_C.__file__).parent == Path(expected)
 
 
-def test_build_info() -> None:
+def test_build_info_describes_the_build() -> None:
     info = _C.build_info()
     assert set(info) == {"compiler", "type", "flags", "sanitize", "processor"}
     assert "-ffp-contract=off" in info["flags"].split()

@@ -25,19 +25,19 @@ from dtcomm.work import (
 )
 
 
-def queued(outputs: list[torch.Tensor] | None = None) -> QueuedWork:
+def queued_work(outputs: list[torch.Tensor] | None = None) -> QueuedWork:
     return QueuedWork(outputs or [], HostStreams())
 
 
-def completed(statistics: Statistics) -> QueuedWork:
-    work = queued()
+def completed_work(statistics: Statistics) -> QueuedWork:
+    work = queued_work()
     work.complete(None, statistics, [Span("encode", 1, 2, 1)])
     return work
 
 
 def test_a_queued_operation_completes_its_future_and_its_waiters() -> None:
     tensor = torch.ones(1)
-    work = queued([tensor])
+    work = queued_work([tensor])
     future = work.get_future()
     assert work.get_future() is future
     assert not work.is_completed() and not future.done()
@@ -51,7 +51,7 @@ def test_a_queued_operation_completes_its_future_and_its_waiters() -> None:
 
 
 def test_a_future_asked_for_after_completion_is_complete() -> None:
-    work, failed = queued(), queued()
+    work, failed = queued_work(), queued_work()
     work.complete()
     failed.fail(DtcommError("broken"))
     assert work.get_future().done()
@@ -61,7 +61,7 @@ def test_a_future_asked_for_after_completion_is_complete() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda work: work, lambda work: CompositeWork([work, COMPLETED], ())])
 def test_every_wait_raises_the_error(wrap: type) -> None:
-    work = queued()
+    work = queued_work()
     handle: Work = wrap(work)
     future = handle.get_future()
     work.fail(DtcommError("broken"))
@@ -76,7 +76,7 @@ def test_every_wait_raises_the_error(wrap: type) -> None:
 def test_no_cycle_keeps_the_tensors_of_a_queued_operation_alive(fails: bool) -> None:
     tensor = torch.ones(1)
     reference = weakref.ref(tensor)
-    work = queued([tensor])
+    work = queued_work([tensor])
     del tensor
     future = work.get_future()
     gc.disable()
@@ -102,16 +102,16 @@ def test_a_composite_without_parts_is_complete() -> None:
 
 
 def test_a_composite_adds_up_its_parts() -> None:
-    parts = [completed(Statistics(8, 0.5, 0, 20)), completed(Statistics(4, 0.25, 10, 15))]
+    parts = [completed_work(Statistics(8, 0.5, 0, 20)), completed_work(Statistics(4, 0.25, 10, 15))]
     work = CompositeWork(parts, ())
     assert work.statistics() == Statistics(12, 0.75, 10, 20)
     assert len(work.spans()) == 2
-    assert CompositeWork([*parts, completed(Statistics(1, None))], ()).seconds is None
+    assert CompositeWork([*parts, completed_work(Statistics(1, None))], ()).seconds is None
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_callback_runs_once_before_any_thread_sees_the_result(parts: int) -> None:
-    works = [queued() for _ in range(parts)]
+    works = [queued_work() for _ in range(parts)]
     calls, results = [], []
 
     def callback() -> None:
@@ -151,7 +151,7 @@ def test_a_callback_that_raises_fails_every_wait() -> None:
 def test_a_deferred_operation_has_the_statistics_of_the_one_that_it_starts() -> None:
     work = DeferredWork(())
     assert not work.is_completed()
-    work.begin(lambda: completed(Statistics(8, 0.5, 10, 20)))
+    work.begin(lambda: completed_work(Statistics(8, 0.5, 10, 20)))
     work.connect_future()
     work.wait()
     assert work.is_completed() and work.get_future().done()
@@ -159,7 +159,7 @@ def test_a_deferred_operation_has_the_statistics_of_the_one_that_it_starts() -> 
 
 
 def test_the_limits_of_torch_handles() -> None:
-    part = queued()
+    part = queued_work()
     work = TorchWork(part, [torch.ones(2)], 0.01)
     both = TorchWork(CompositeWork([work, TorchWork(COMPLETED, ())], work.outputs), work.outputs)
     for handle in (work, both):
@@ -175,7 +175,7 @@ def test_the_limits_of_torch_handles() -> None:
 
 
 def test_the_exception_of_a_torch_handle() -> None:
-    part, error = queued(), DtcommError("broken")
+    part, error = queued_work(), DtcommError("broken")
     work = TorchWork(part, ())
     part.fail(error)
     assert work.exception() is error and work.is_completed() and not work.is_success()

@@ -23,7 +23,7 @@ def golden(collective: str, name: str) -> str:
 
 
 @pytest.mark.parametrize(("collective", "name"), NAMES)
-def test_golden(collective: str, name: str) -> None:
+def test_schedules_equal_the_golden_text(collective: str, name: str) -> None:
     text = (GOLDEN / f"{collective}.{name}.txt").read_text()
     assert golden(collective, name) == text
     for block in text.split("\n\n"):
@@ -38,26 +38,26 @@ def test_every_golden_file_belongs_to_an_algorithm() -> None:
 
 @pytest.mark.parametrize(("collective", "name"), NAMES)
 @pytest.mark.parametrize("ranks", [*range(6, 18), 31])
-def test_any_number_of_ranks(collective: str, name: str, ranks: int) -> None:
+def test_every_algorithm_verifies_for_any_number_of_ranks(collective: str, name: str, ranks: int) -> None:
     roots = range(0, ranks, 5) if collective in ROOTED else [0]
     for root in roots:
         assert verify(build(name, collective, ranks, root)).encodes_once
 
 
-def test_many_ranks() -> None:
+def test_contributions_may_pass_200_hops() -> None:
     # A contribution may have come through as many hops as there are ranks.
     ring = algorithms.build("ring", "all_reduce", 200)
-    few = replace(ring, transfers=tuple(t for t in ring.transfers if t.chunk < 2))
-    assert few.requantizations() == 200
-    assert len(few.bytes_on_wire(1000, codec("none"))) == 200
-    assert sum(lower(few, 0).payload_counts) == 2 * 398  # a version is sent once and has one payload
+    two_chunks = replace(ring, transfers=tuple(t for t in ring.transfers if t.chunk < 2))
+    assert two_chunks.requantizations() == 200
+    assert len(two_chunks.bytes_on_wire(1000, codec("none"))) == 200
+    assert sum(lower(two_chunks, 0).payload_counts) == 2 * 398  # a version is sent once and has one payload
     with pytest.raises(
         ScheduleError, match=r"rank 0 step 397 chunk 2: .* lacks the contribution of ranks 1, 2, "
     ):
-        verify(few)
+        verify(two_chunks)
 
 
-def test_steps() -> None:
+def test_numbers_of_steps() -> None:
     def steps(name: str, collective: str, ranks: int) -> int:
         return algorithms.build(name, collective, ranks).steps
 
@@ -85,7 +85,7 @@ LEVELS = [
 
 @pytest.mark.parametrize("hosts", LEVELS)
 @pytest.mark.parametrize("levels", ["", ":ring", ":tree/ring", ":halving/tree", ":/one_shot", ":/two_shot"])
-def test_hierarchies(hosts: hierarchical.Hosts, levels: str) -> None:
+def test_hierarchies_verify_and_mark_transfers_between_hosts(hosts: hierarchical.Hosts, levels: str) -> None:
     groups = hierarchical.ranks_by_host(hosts)
     host_of = {rank: host for host, group in enumerate(groups) for rank in group}
     name = f"hierarchical{levels}"
@@ -117,7 +117,7 @@ def test_a_hierarchy_sends_little_between_hosts() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 34))
-def test_double_tree(ranks: int) -> None:
+def test_properties_of_double_tree(ranks: int) -> None:
     schedule = algorithms.build("double_tree", "all_reduce", ranks)
     assert schedule.requantizations() <= ranks.bit_length()
     assert schedule.steps == 2 * (ranks.bit_length() - 1)
@@ -134,7 +134,7 @@ def test_double_tree(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 34))
-def test_halving(ranks: int) -> None:
+def test_properties_of_halving(ranks: int) -> None:
     schedule = algorithms.build("halving", "all_reduce", ranks)
     rounds = (ranks - 1).bit_length()
     assert schedule.steps == 2 * rounds
@@ -157,14 +157,14 @@ def test_all_to_all_along_trees_takes_few_steps() -> None:
         assert len(peers) == ranks * schedule.steps  # one partner a step
 
 
-def test_tree_spreads_its_roots_over_the_chunks() -> None:
+def test_tree_has_a_different_root_for_each_chunk() -> None:
     schedule = algorithms.build("tree", "all_reduce", 4, chunks=6)
     last = max(t.step for t in schedule.transfers if t.op == "reduce")
     roots = {t.chunk: t.dst for t in schedule.transfers if t.step == last}
     assert roots == {chunk: chunk % 4 for chunk in range(6)}
 
 
-def test_available() -> None:
+def test_available_algorithms_of_each_collective() -> None:
     assert algorithms.collectives() == COLLECTIVES
     assert algorithms.available("all_reduce") == (
         "ring",

@@ -1,4 +1,4 @@
-"""`dtcomm codecs`: the table, what it is computed from, and what it refuses."""
+"""`dtcomm codecs`: the table, the measurements in it, and refused arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from dtcomm.kernels import available, dispatch, use
 FAST = ("--no-speed", "--numel", "4096")
 
 
-def table(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert codecs_command.main([*FAST, *argv]) == 0
     return capsys.readouterr().out
 
 
 def rows_by_spec(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, Any]]:
-    """The JSON's rows by spec."""
-    return {row["codec"]: row for row in json.loads(table(capsys, "--json", *argv))["codecs"]}
+    """Return the rows of the JSON by spec."""
+    return {row["codec"]: row for row in json.loads(output_of(capsys, "--json", *argv))["codecs"]}
 
 
 def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,8 +50,8 @@ def test_every_option_but_rare_ones_is_shown() -> None:
     assert {option for entry in CODECS.values() for option in entry.options()} - shown_options <= {"scale"}
 
 
-def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = table(capsys, "--codec", "fp16", "--codec", "int8", "--also", "int8:block=64").splitlines()
+def test_the_printed_table_has_a_row_for_each_codec(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output_of(capsys, "--codec", "fp16", "--codec", "int8", "--also", "int8:block=64").splitlines()
     rows = [line.split() for line in lines if line.strip()[:4] in ("fp16", "int8")]
     assert [row[:3] for row in rows] == [
         ["fp16", "16", "32"],
@@ -61,27 +61,27 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(row) == 8 for row in rows)
 
 
-def test_speeds_are_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_speeds_are_measured_with_an_available_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert codecs_command.main(["--codec", "int8", "--numel", "64", "--size", "64K", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["speed_bytes"] == 64 << 10 and told["kernel"] in available()
-    (row,) = told["codecs"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["speed_bytes"] == 64 << 10 and document["kernel"] in available()
+    (row,) = document["codecs"]
     assert row["encode_gbps"] > 0 and row["decode_gbps"] > 0
 
 
 def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the CPU as if it were a device, which has no kernel of one codec."""
+    """The CPU stands for a device that has no kernel of one codec."""
     device = OnDevice(torch.device("cpu"), copied=1 << 16)
     kernel_for = dispatch.kernel_for
 
-    def but_one(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
+    def kernel_except_sign(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
         if codec.name == "sign" and argument == "codec":  # errors are measured on the CPU, where there is one
             raise RuntimeError("codec: no kernel of this installation runs codec 'sign'")
         return kernel_for(codec, argument, tensor)
 
-    monkeypatch.setattr(dispatch, "kernel_for", but_one)
+    monkeypatch.setattr(dispatch, "kernel_for", kernel_except_sign)
     sample = [codecs_measure.distributions(4096)[0]]
     rows = codecs_measure.measure_codecs(
         [codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device
@@ -103,7 +103,7 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
     assert line[3:8] == ["-"] * 5
 
 
-def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (["--device", "cuda"], ["--device", "cuda", "--no-speed"]):
         with pytest.raises(SystemExit):
             codecs_command.main(line)
@@ -138,7 +138,7 @@ def test_errors_of_a_tensor_computed_by_hand() -> None:
     assert total.cosine is not None and by_tensor["a"].cosine == pytest.approx(cosine, abs=1e-15)
 
 
-def test_errors_that_do_not_exist_are_none() -> None:
+def test_undefined_errors_are_none() -> None:
     zeros, _ = codecs_measure.measure_error(codec("int8"), Sample(name="s", tensors={"x": torch.zeros(50)}))
     assert (zeros.relative_l2, zeros.worst_block, zeros.cosine) == (None, 0, None)
     nan = torch.tensor([1.0, math.nan])
@@ -150,12 +150,12 @@ def test_errors_that_do_not_exist_are_none() -> None:
     assert (vanished.relative_l2, vanished.worst_block, vanished.cosine) == (1, 1, None)
 
 
-def test_the_samples_are_always_the_same() -> None:
-    """And of unit shape: variances are 1, 2 and (in the limit) 3, the kurtosis of Laplace is 6."""
-    one, two = codecs_measure.distributions(1 << 16), codecs_measure.distributions(1 << 16)
-    for a, b in zip(one, two, strict=True):
+def test_the_samples_are_reproducible() -> None:
+    """Their scale is one: variances are 1, 2 and (in the limit) 3, and the kurtosis of Laplace is 6."""
+    first, second = codecs_measure.distributions(1 << 16), codecs_measure.distributions(1 << 16)
+    for a, b in zip(first, second, strict=True):
         assert torch.equal(a.tensors[a.name], b.tensors[b.name])
-    x = {sample.name: sample.tensors[sample.name].double() for sample in one}
+    x = {sample.name: sample.tensors[sample.name].double() for sample in first}
     assert x["Gaussian"].var() == pytest.approx(1, rel=0.03)
     assert x["Laplace"].var() == pytest.approx(2, rel=0.03)
     assert (x["Laplace"] ** 4).mean() / 4 == pytest.approx(6, rel=0.1)
@@ -163,7 +163,7 @@ def test_the_samples_are_always_the_same() -> None:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def tensor_files(tmp_path: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     state = {
         "layer.weight": torch.randn(8, 100, generator=generator),
@@ -182,8 +182,8 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = rows_by_spec(capsys, "--tensor", str(files / "state.pt"), "--codec", "int8")
+def test_tensors_of_files_are_measured(tensor_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_by_spec(capsys, "--tensor", str(tensor_files / "state.pt"), "--codec", "int8")
     tensors = rows["int8"]["tensors"]
     assert {name: error["numel"] for name, error in tensors.items()} == {
         "layer.weight": 800,
@@ -193,11 +193,17 @@ def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["int8"]["errors"]["state.pt"]["numel"] == 840
     wire = sum(codec("int8").wire_bytes(n) for n in (800, 7, 33))
     assert rows["int8"]["errors"]["state.pt"]["wire_bytes"] == wire
-    output = table(capsys, "--tensor", str(files / "state.pt"), "--per-tensor", "--codec", "int8")
+    output = output_of(capsys, "--tensor", str(tensor_files / "state.pt"), "--per-tensor", "--codec", "int8")
     assert "state.pt" in output and "layer.weight" in output and "momenta.0" in output
 
     rows = rows_by_spec(
-        capsys, "--tensor", str(files / "one.pt"), "--tensor", str(files / "x.npy"), "--codec", "bf16"
+        capsys,
+        "--tensor",
+        str(tensor_files / "one.pt"),
+        "--tensor",
+        str(tensor_files / "x.npy"),
+        "--codec",
+        "bf16",
     )
     assert [error["numel"] for error in rows["bf16"]["errors"].values()][3:] == [100, 60]
     assert "tensors" not in rows["bf16"]
@@ -213,10 +219,12 @@ def test_a_users_tensors(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("whole.npy", "no floating-point tensor"),
     ],
 )
-def test_wrong_files(files: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert codecs_command.main([*FAST, "--tensor", str(files / name)]) == 2
-    told = capsys.readouterr().err
-    assert name in told and message in told and "Traceback" not in told
+def test_unreadable_files_are_refused(
+    tensor_files: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert codecs_command.main([*FAST, "--tensor", str(tensor_files / name)]) == 2
+    errors = capsys.readouterr().err
+    assert name in errors and message in errors and "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -232,7 +240,9 @@ def test_wrong_files(files: Path, name: str, message: str, capsys: pytest.Captur
         (["--per-tensor"], "needs --tensor"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         codecs_command.main(arguments)
     assert stop.value.code == 2
@@ -241,18 +251,18 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, data = tmp_path / "c.png", tmp_path / "c.json"
-    output = table(capsys, "--plot", str(picture), "--json", str(data))
+    output = output_of(capsys, "--plot", str(picture), "--json", str(data))
     assert "int8" in output and picture.read_bytes().startswith(b"\x89PNG")
     assert {row["codec"] for row in json.loads(data.read_text())["codecs"]} >= set(names())
 
 
-def test_the_pareto_line() -> None:
+def test_pareto_points() -> None:
     points = [(8.5, 0.5), (4.0, 2.0), (16.0, 0.1), (8.5, 0.4), (9.0, 0.45), (32.0, 0.1), (4.0, 2.0)]
     assert report.pareto_points(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
     assert report.pareto_points([]) == []
 
 
-def test_without_matplotlib_a_plot_is_refused_before_the_work(
+def test_a_plot_without_matplotlib_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(codecs_command.importlib.util, "find_spec", lambda name: None)

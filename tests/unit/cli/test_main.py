@@ -8,7 +8,7 @@ import pytest
 from dtcomm.cli import main as cli
 
 
-def test_the_commands_that_are_there_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     output = capsys.readouterr().out
     assert "usage: dtcomm <command>" in output and "  perf " in output
@@ -16,13 +16,13 @@ def test_the_commands_that_are_there_are_listed(capsys: pytest.CaptureFixture[st
     assert cli.main([]) == 0
 
 
-def test_an_unknown_command_is_refused_with_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_of_an_unknown_command_lists_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pref"]) == 2
     error_output = capsys.readouterr().err
     assert "'pref' is not a command" in error_output and all(name in error_output for name in cli.COMMANDS)
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     import dtcomm
 
     assert cli.main(["--version"]) == 0
@@ -42,7 +42,7 @@ def test_python_m_dtcomm_is_the_same_and_loads_no_command() -> None:
     assert done.stdout.startswith("usage: dtcomm") and done.stdout.endswith("0 []\n")
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
+def test_a_closed_pipe_gives_no_traceback() -> None:
     command = f"{sys.executable} -m dtcomm perf all_reduce --help | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=280)
     assert done.stderr == ""

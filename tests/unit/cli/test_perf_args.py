@@ -30,7 +30,7 @@ def test_short_and_long_flags_are_the_same() -> None:
     assert parse(short.split()).sizes == [2**10, 2**12, 2**14, 2**16, 2**18, 2**20, 2**22]
 
 
-def test_steps_where_there_is_no_factor() -> None:
+def test_sizes_by_increment_and_all_roots() -> None:
     assert parse("broadcast -b 1M -e 3M -i 1M -r all".split()).sizes == [2**20, 2**21, 3 * 2**20]
     assert parse("broadcast -r all".split()).root is None
     assert parse("broadcast -r -1".split()).root is None
@@ -58,7 +58,7 @@ def test_variants_are_backends_times_codecs_times_algorithms() -> None:
     assert several.compare == ("gloo",) and several.variants[-1].backend == "gloo"
 
 
-def test_all_types_and_ops_leave_out_what_does_not_go_together() -> None:
+def test_all_types_and_ops_omit_invalid_combinations() -> None:
     options = parse("all_reduce -d all -o all --codec int8".split())
     variant = options.variants[0]
     does = {
@@ -107,7 +107,7 @@ def test_a_gather_has_no_operator() -> None:
         ("all_reduce --backend no_such_module:X", "No module named 'no_such_module'"),
     ],
 )
-def test_wrong_arguments_are_told_in_a_line(
+def test_the_error_of_wrong_arguments_is_one_line(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -117,15 +117,17 @@ def test_wrong_arguments_are_told_in_a_line(
     assert message in last and last.startswith("dtcomm perf: error: ")
 
 
-def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_schedule_is_verified_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(str(algorithms.build("halving", "reduce", 3, root=2)))
     options = parse(["reduce", "--schedule", str(file), "--codec", "int8"])
     assert (options.nproc, options.root) == (3, 2)
     assert [str(variant) for variant in options.variants] == ["native int8 mine"]
     assert parse(["--schedule", str(file), "--codec", "int8"]) == options
-    beside = parse(["reduce", "--schedule", str(file), "--algorithm", "tree,halving", "--nproc", "3"])
-    assert [variant.algorithm for variant in beside.variants] == ["tree", "halving", "mine"]
+    with_algorithms = parse(
+        ["reduce", "--schedule", str(file), "--algorithm", "tree,halving", "--nproc", "3"]
+    )
+    assert [variant.algorithm for variant in with_algorithms.variants] == ["tree", "halving", "mine"]
     for text, collective, message in (
         (str(algorithms.build("ring", "all_reduce", 2)), "reduce", "is for all_reduce, not reduce"),
         (
@@ -143,11 +145,11 @@ def test_a_schedule_of_ones_own_is_proved_first(tmp_path: Path, capsys: pytest.C
         with pytest.raises(SystemExit) as caught:
             parse([collective, "--schedule", str(file)])
         assert caught.value.code == 2
-        last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert message in last and str(file) in last
+        last_line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message in last_line and str(file) in last_line
 
 
-def test_stdout_is_left_to_the_document() -> None:
+def test_stdout_holds_only_the_document() -> None:
     assert parse("all_reduce --json -".split()).quiet
     assert parse("all_reduce --csv - --json x".split()).quiet
     assert isinstance(parse(["all_reduce", "-J", "x"]), PerfOptions)

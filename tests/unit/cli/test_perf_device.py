@@ -1,4 +1,4 @@
-"""``dtcomm perf --device``: what is chosen, refused and told; and its way on a GPU that is not there."""
+"""``dtcomm perf --device``: choices, refusals and messages, also with simulated GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = "-b 4K -e 4K -n 3 -w 1"
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sees four."""
+    """Let torch see four GPUs."""
     monkeypatch.setattr(placement, "cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
@@ -27,7 +27,7 @@ def parse(line: str) -> args.PerfOptions:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_where_torch_sees_gpus_these_are_measured_unless_something_else_is_named() -> None:
+def test_gpus_are_measured_by_default_if_torch_sees_them() -> None:
     chosen = parse("all_reduce")
     assert (chosen.device, chosen.nproc, chosen.backends) == ("cuda", 4, ["dtcomm"])
     assert "torch sees a GPU" in chosen.device_reason
@@ -44,13 +44,13 @@ def test_where_torch_sees_gpus_these_are_measured_unless_something_else_is_named
     assert parse("all_reduce --virtual 8").nproc == 4 and parse("all_reduce --virtual 8").virtual == 8
 
 
-def test_without_a_gpu_the_cpu_is_measured() -> None:
-    chosen = parse("all_reduce")
-    assert (chosen.device, chosen.device_reason, chosen.nproc) == ("cpu", "", 2)
-    assert not chosen.on_device and parse("all_reduce --virtual 2 --device emulator").on_device
+def test_the_cpu_is_measured_without_a_gpu() -> None:
+    options = parse("all_reduce")
+    assert (options.device, options.device_reason, options.nproc) == ("cpu", "", 2)
+    assert not options.on_device and parse("all_reduce --virtual 2 --device emulator").on_device
 
 
-def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as caught:
         parse(line)
     assert caught.value.code == 2
@@ -79,27 +79,27 @@ def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--virtual 2 --device emulator -d int32", "--virtual: codec none of int32 has no fused kernel"),
     ],
 )
-def test_what_does_not_go_together_is_told(
+def test_invalid_combinations_of_flags_are_refused(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in refused(f"all_reduce {line}", capsys)
+    assert message in error_of(f"all_reduce {line}", capsys)
 
 
 @pytest.mark.usefixtures("gpus")
-def test_what_gpus_cannot_do_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--backend native: has no cuda tensors" in refused(
+def test_calls_that_gpus_do_not_support_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--backend native: has no cuda tensors" in error_of(
         "all_reduce --device cuda --backend native", capsys
     )
-    assert "-z 1: not possible with -G 5" in refused("all_reduce -G 5 -z 1", capsys)
-    assert "not broadcast" in refused("broadcast --backend symm_two_shot", capsys)
-    assert "-d half: symm_one_shot takes float, bfloat16" in refused(
+    assert "-z 1: not possible with -G 5" in error_of("all_reduce -G 5 -z 1", capsys)
+    assert "not broadcast" in error_of("broadcast --backend symm_two_shot", capsys)
+    assert "-d half: symm_one_shot takes float, bfloat16" in error_of(
         "all_reduce -d half --backend symm_one_shot", capsys
     )
-    assert "sendrecv has no fused kernel" in refused("sendrecv --virtual 2", capsys)
-    assert "--virtual" in refused("all_reduce --virtual 2 --compare nccl", capsys)
+    assert "sendrecv has no fused kernel" in error_of("sendrecv --virtual 2", capsys)
+    assert "--virtual" in error_of("all_reduce --virtual 2 --compare nccl", capsys)
 
 
-def test_why_peers_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_why_nccl_or_symmetric_memory_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert why_no_nccl("") == ""
     assert why_no_nccl(SHARED).startswith("ranks 0 and 1 share a GPU, but NCCL needs one for each rank")
@@ -116,41 +116,45 @@ def test_why_peers_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement.describe_shared_gpu(["a 1", "a 2", "b 1", "a 2"]) == "ranks 1 and 3 share a GPU"
 
 
-def info(runtime: str, operations: int, transport: str, **more: object) -> dict[str, object]:
+def report(runtime: str, operations: int, transport: str, **more: object) -> dict[str, object]:
     return {"runtime": runtime, "operations": operations, "transport": transport, **more}
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "by"),
+    ("before", "after", "transport"),
     [
-        (info("native", 1, "shared memory"), info("native", 2, "shared memory"), TransportUsed("native")),
+        (report("native", 1, "shared memory"), report("native", 2, "shared memory"), TransportUsed("native")),
         (
-            info("process_group", 0, ""),
-            info("process_group", 1, "nccl, queued on streams of cuda:0"),
+            report("process_group", 0, ""),
+            report("process_group", 1, "nccl, queued on streams of cuda:0"),
             TransportUsed("nccl"),
         ),
-        (info("process_group", 0, ""), info("process_group", 1, "messages of the"), TransportUsed("gloo")),
         (
-            info("peer", 3, "", elsewhere={"ring has none": 1}),
-            info("peer", 4, "", elsewhere={"ring has none": 1}),
+            report("process_group", 0, ""),
+            report("process_group", 1, "messages of the"),
+            TransportUsed("gloo"),
+        ),
+        (
+            report("peer", 3, "", elsewhere={"ring has none": 1}),
+            report("peer", 4, "", elsewhere={"ring has none": 1}),
             TransportUsed("fused"),
         ),
         (
-            info("peer", 3, "", elsewhere={"ring has none": 1}),
-            info("peer", 4, "", elsewhere={"ring has none": 2})
+            report("peer", 3, "", elsewhere={"ring has none": 1}),
+            report("peer", 4, "", elsewhere={"ring has none": 2})
             | {"elsewhere transport": "nccl, queued on streams of cuda:1"},
             TransportUsed("nccl", "ring has none"),
         ),
         ({"runtime": "none"}, {"runtime": "none", "reason": "one rank"}, TransportUsed("none", "one rank")),
     ],
 )
-def test_what_moved_the_bytes_is_read_off_two_reports(
-    before: dict[str, object], after: dict[str, object], by: TransportUsed
+def test_the_transport_follows_from_two_reports(
+    before: dict[str, object], after: dict[str, object], transport: TransportUsed
 ) -> None:
-    assert transport_between(before, after) == by
+    assert transport_between(before, after) == transport
 
 
-def test_every_backend_says_where_its_tensors_are() -> None:
-    for name, each in backends.BACKENDS.items():
-        assert each.devices and set(each.devices) <= {"cpu", "cuda"}, name
+def test_every_backend_names_the_devices_of_its_tensors() -> None:
+    for name, backend in backends.BACKENDS.items():
+        assert backend.devices and set(backend.devices) <= {"cpu", "cuda"}, name
     assert set(backends.PEERS) <= set(backends.BACKENDS)

@@ -127,14 +127,14 @@ def test_statistics_of_the_iterations_follow_each_placement() -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "-I", "-C -I --codec int8", "--codec int8"])
-def test_numbers_end_where_their_heads_end(flags: str) -> None:
+def test_numbers_are_right_aligned_with_their_headings(flags: str) -> None:
     text = format_report(make_report(f"all_reduce -b 1K -e 64M -f 65536 {flags}"))
     (heads,) = (line for line in text.splitlines() if line.startswith("#       size"))
     for row in rows(text):
         assert right_edges(row) == right_edges(heads)
 
 
-def test_numbers_end_where_the_heads_of_peers_and_of_devices_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_right_aligned_in_tables_of_peers_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "cuda_available", lambda: True)
     text = format_report(
         make_report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,symm_one_shot")

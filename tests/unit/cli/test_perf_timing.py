@@ -1,4 +1,4 @@
-"""How often and between which marks calls are timed, on a clock that tells what was asked of it."""
+"""How often and between which marks calls are timed, on a clock that records its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.recording_clock import RecordingClock
 
 
 def record_calls(clock: RecordingClock) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """What is measured, what restores its input and a barrier, as the clock's story has them."""
+    """Return the measured call, the refill of its input and a barrier; all record themselves in the clock."""
     return lambda: clock.append("run"), lambda: clock.append("refill"), lambda: clock.append("barrier")
 
 

@@ -49,7 +49,7 @@ def test_every_collective_by_one_launch_and_by_programs(collective: str) -> None
         assert none is not None and int8 is not None and (int8 < none or none == 0)
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_schedule_runs(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(str(algorithms.build("halving", "all_reduce", 3)))
     (row,) = virtual(f"--schedule {file} --virtual 3 -b 1K -e 1K --codec int8").rows
@@ -58,7 +58,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
         virtual(f"--schedule {file} --virtual 2")
 
 
-def test_from_the_flags_to_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_json_csv_and_plot_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: tmp_path / f"found.{kind}" for kind in ("json", "csv", "png")}
     line = f"perf all_reduce --virtual 2 -b 256 -e 512 -f 2 --codec int8 --algorithm one_shot,two_shot -G 2 {QUICK} "
     line += f"--json {files['json']} --csv {files['csv']} --plot {files['png']}"
@@ -80,15 +80,17 @@ def test_from_the_flags_to_the_picture(tmp_path: Path, capsys: pytest.CaptureFix
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_share_is_that_of_a_copy_of_as_many_bytes() -> None:
-    class Told(RecordingClock):
+def test_the_memory_floor_share_is_the_time_of_copying_the_moved_bytes() -> None:
+    class MillisecondClock(RecordingClock):
         """Copies and calls take a millisecond each."""
 
         def seconds(self, begin: int, end: int) -> float:
             super().seconds(begin, end)
             return 1e-3
 
-    report = virtual("all_reduce --virtual 2 -b 4K -e 4K --codec int4 --algorithm two_shot", Told())
+    report = virtual(
+        "all_reduce --virtual 2 -b 4K -e 4K --codec int4 --algorithm two_shot", MillisecondClock()
+    )
     count = 1 << 10
     moved = minimum_bytes_moved("all_reduce", "two_shot", 2, count, 4, codec("int4").wire_bytes(count))
     for place in (report.rows[0].in_place, report.rows[0].out_of_place):
@@ -120,7 +122,7 @@ def test_ranks_that_differ_by_a_bit_are_wrong(monkeypatch: pytest.MonkeyPatch) -
     assert report.wrong == 2 * 256
 
 
-def test_a_launcher_s_ranks_are_refused(
+def test_virtual_ranks_under_a_launcher_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -15,7 +15,7 @@ def plan_as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_consistent_times_and_bandwidths(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_as_json(capsys, *PLAN)
     assert [row["size"] for row in plan["results"][::2]] == [2**20 * 8**index for index in range(5)]
     for row in plan["results"]:
@@ -35,7 +35,7 @@ def test_tables_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on the local engine int8 is not faster than none" in capsys.readouterr().out
 
 
-def test_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prediction_of_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--inside", "memory", "--between", "1gbit", "--hosts", "2", "--per-host", "1"]
     none, int8 = plan_as_json(capsys, *argv, "--model", "params=1e7,step_ms=50,dtype=bf16")["model"]["rows"]
     assert none["scaling_efficiency"] < int8["scaling_efficiency"] < 1
@@ -96,7 +96,9 @@ def test_topologies_and_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["-d", "quarter"], "-d quarter: want one of int8"),
     ],
 )
-def test_refusals(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     assert message in capsys.readouterr().err

@@ -22,7 +22,7 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def test_a_rank_takes_its_own_from_one_state_or_from_all() -> None:
+def test_a_rank_selects_its_share_from_one_state_or_all() -> None:
     first, alone = select_share(state(1, 3), 1, 3)
     _, chosen = select_share([state(rank, 3) for rank in range(3)], 1, 3)
     assert alone["w"].tolist() == chosen["w"].tolist() == [2.0] * 4
@@ -47,7 +47,7 @@ def test_another_number_of_ranks_needs_all_states_and_keeps_their_sum() -> None:
         ({}, "version None"),
     ],
 )
-def test_what_is_not_a_complete_set_of_states_is_refused(saved: Any, message: str) -> None:
+def test_incomplete_sets_of_states_are_refused(saved: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select_share(saved, 0, 2)
 

@@ -48,25 +48,25 @@ def test_mass_is_conserved_to_the_rounding_of_stored_residuals(spec: str, form: 
         old = new
 
 
-def test_of_two_levels_simulated_ranks_use_the_codec_inside_a_host() -> None:
+def test_simulated_ranks_of_two_levels_use_the_codec_inside_a_host() -> None:
     levels, inside = SimulatedRanks("int8/int4", 2, LAYER), SimulatedRanks("int8", 2, LAYER)
     for step in range(3):
         assert torch.equal(levels.average(gradients(2, step))[0], inside.average(gradients(2, step))[0])
 
 
-@pytest.mark.parametrize(("form", "most"), [("fp32", 4.0), ("bf16", 2.01), ("int8", 1.1)])
-def test_memory_is_accounted_for(form: str, most: float) -> None:
+@pytest.mark.parametrize(("form", "max_bytes_per_element"), [("fp32", 4.0), ("bf16", 2.01), ("int8", 1.1)])
+def test_the_memory_of_residuals_is_reported(form: str, max_bytes_per_element: float) -> None:
     run = SimulatedRanks("int4", 2, LAYER, residual=form)
     run.average(gradients(2, 0))
     numel = SHAPE[0] * SHAPE[1]
     error_state = run.error_states[0]
-    assert error_state.persistent_bytes() <= most * numel
+    assert error_state.persistent_bytes() <= max_bytes_per_element * numel
     assert error_state.nbytes()[f"residuals in {form}"] == error_state.persistent_bytes()
     assert error_state.nbytes().get("fp32 within a step", 0) == (0 if form == "fp32" else 4 * numel)
 
 
-def test_small_errors_add_up_in_eight_bits_too() -> None:
-    """In a block with a residual of 100, stored in steps of 0.8, a thousand times 0.01 is 10, to rounding noise."""
+def test_small_errors_accumulate_in_int8_residuals() -> None:
+    """In a block with a residual of 100 (so in steps of 0.8), 0.01 added a thousand times gives 10 within rounding."""
     residuals = Residuals("int8")
     like = torch.zeros(1024)
     for step in range(1000):
@@ -79,7 +79,7 @@ def test_small_errors_add_up_in_eight_bits_too() -> None:
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_a_state_continues_bit_for_bit_in_every_form(form: str) -> None:
+def test_a_loaded_state_continues_bit_for_bit_in_every_form(form: str) -> None:
     whole = SimulatedRanks("int4", 2, LAYER, residual=form)
     for step in range(3):
         whole.average(gradients(2, step))
@@ -105,7 +105,7 @@ def test_the_shared_reference_is_the_mean_of_all(feedback: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("spec", ["int2", "topk:ratio=0.05", "powersgd:rank=1"])
-def test_errors_vanish_if_the_gradient_stays_the_same(spec: str) -> None:
+def test_errors_vanish_under_a_constant_gradient(spec: str) -> None:
     """EF21's errors shrink with the differences."""
     run = SimulatedRanks(spec, 2, LAYER, feedback="ef21")
     inputs = gradients(2, 0)
@@ -117,7 +117,7 @@ def test_errors_vanish_if_the_gradient_stays_the_same(spec: str) -> None:
 
 @pytest.mark.parametrize("feedback", FEEDBACKS)
 @pytest.mark.parametrize("spec", ["int8", "topk", "powersgd:rank=2"])
-def test_one_rank_s_nan_reaches_all_and_is_gone_at_the_next_step(spec: str, feedback: str) -> None:
+def test_a_nan_of_one_rank_affects_all_ranks_for_one_step(spec: str, feedback: str) -> None:
     run = SimulatedRanks(spec, 2, LAYER, feedback=feedback)
     run.average(gradients(2, 0))
     bad = gradients(2, 1)

@@ -30,7 +30,7 @@ def test_the_bound_on_small_matrices_is_exclusive(numel: int) -> None:
         ("bf16", torch.float16, "bf16 would not make float16 smaller"),
     ],
 )
-def test_what_cannot_be_compressed_says_why(spec: str, dtype: torch.dtype, reason: str) -> None:
+def test_the_reason_why_a_type_is_not_compressed(spec: str, dtype: torch.dtype, reason: str) -> None:
     choice = default_policy(spec).choose("w", torch.empty(64, 64, dtype=dtype))
     assert (str(choice.codec), choice.reason) == ("none", reason)
 
@@ -47,7 +47,7 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert str(policy.choose("model.head.weight", matrix).codec) == "int8"
 
 
-def test_what_no_rule_matches_stays_uncompressed() -> None:
+def test_tensors_that_no_rule_matches_stay_uncompressed() -> None:
     choice = Policy.parse("name=head* -> int8").choose("body", torch.empty(64, 64))
     assert (str(choice.codec), choice.reason) == ("none", "no rule matches")
 
@@ -60,7 +60,7 @@ def test_what_no_rule_matches_stays_uncompressed() -> None:
         "* -> none",
     ],
 )
-def test_text_parses_back(text: str) -> None:
+def test_policies_round_trip_through_text(text: str) -> None:
     policy = Policy.parse(text)
     assert str(policy) == text
     assert Policy.parse(str(policy)) == policy
@@ -81,7 +81,7 @@ def test_errors_name_the_part_that_is_wrong(text: str, names: str) -> None:
         Policy.parse(text)
 
 
-def test_types_of_modules_decide() -> None:
+def test_rules_match_types_of_modules() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
     policy = Policy.parse("module=Embed* -> fp16; ndim<2 -> none; * -> int8")
     assert str(Policy.parse(str(policy))) == "module=Embed* -> fp16; ndim<2 -> none; * -> int8"

@@ -25,33 +25,33 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [common + torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(RANKS)]
 
 
-def numbers(tensors: list[torch.Tensor]) -> list[Array]:
+def to_numpy(tensors: list[torch.Tensor]) -> list[Array]:
     return [tensor.double().numpy().reshape(-1) for tensor in tensors]
 
 
-def close(ours: torch.Tensor, theirs: Array, tolerance: float = 1e-5) -> None:
-    expected = torch.from_numpy(theirs).reshape(ours.shape)
+def assert_close(tensor: torch.Tensor, array: Array, tolerance: float = 1e-5) -> None:
+    expected = torch.from_numpy(array).reshape(tensor.shape)
     scale = float(expected.abs().max())
-    torch.testing.assert_close(ours.double() / scale, expected / scale, rtol=0, atol=tolerance)
+    torch.testing.assert_close(tensor.double() / scale, expected / scale, rtol=0, atol=tolerance)
 
 
-def average(run: SimulatedRanks, step: int) -> torch.Tensor:
+def average_gradient(run: SimulatedRanks, step: int) -> torch.Tensor:
     return run.average([[gradient] for gradient in gradients(step)])[0]
 
 
 @pytest.mark.parametrize("clip", [0.0, 20.0])
-def test_dgc(clip: float) -> None:
+def test_dgc_equals_the_paper_s_algorithm(clip: float) -> None:
     run = SimulatedRanks(f"dgc:ratio=0.05,momentum=0.9,clip={clip},values=fp32", RANKS, LAYER)
     paper = reference_algorithms.DeepGradientCompression(RANKS, NUMEL, 0.9, clip)
     count = codec("topk:ratio=0.05").layout().kept_of(NUMEL)
     for step in range(STEPS):
-        close(average(run, step), paper.step(numbers(gradients(step)), count))
+        assert_close(average_gradient(run, step), paper.step(to_numpy(gradients(step)), count))
         for rank, error_state in enumerate(run.error_states):
-            close(error_state.state_dict()["residuals"]["layer"], paper.v[rank])
-            close(error_state.state_dict()["velocities"]["layer"], paper.u[rank])
+            assert_close(error_state.state_dict()["residuals"]["layer"], paper.v[rank])
+            assert_close(error_state.state_dict()["velocities"]["layer"], paper.u[rank])
 
 
-def test_dgc_s_momentum_is_the_optimiser_s_if_all_elements_are_sent() -> None:
+def test_dgc_with_all_elements_equals_momentum_of_the_optimiser() -> None:
     """The bias, which travels uncompressed, gets the momentum of an optimiser."""
     parameters = [*LAYER, ("bias", torch.zeros(ROWS))]
     run = SimulatedRanks("numel<100 -> none; * -> dgc:ratio=0.99,momentum=0.5,values=fp32", RANKS, parameters)
@@ -65,43 +65,49 @@ def test_dgc_s_momentum_is_the_optimiser_s_if_all_elements_are_sent() -> None:
     torch.testing.assert_close(arrived, total)
 
 
-def test_ef_signsgd() -> None:
+def test_ef_signsgd_equals_the_paper_s_algorithm() -> None:
     run = SimulatedRanks("sign:block=2048,scale=fp32", RANKS, LAYER)
     paper = reference_algorithms.SignSGD(RANKS, NUMEL)
     for step in range(STEPS):
-        close(average(run, step), paper.step(numbers(gradients(step))))
+        assert_close(average_gradient(run, step), paper.step(to_numpy(gradients(step))))
 
 
 @pytest.mark.parametrize(("feedback", "rate"), [("ef21", 1.0), ("diana", 0.5)])
-def test_differences_to_a_reference(feedback: str, rate: float) -> None:
+def test_ef21_and_diana_equal_the_papers_algorithms(feedback: str, rate: float) -> None:
     run = SimulatedRanks("topk:ratio=0.1,values=fp32", RANKS, LAYER, feedback=feedback)
     paper = reference_algorithms.Differences(RANKS, NUMEL, rate)
     count = codec("topk:ratio=0.1").layout().kept_of(NUMEL)
     for step in range(STEPS):
-        close(average(run, step), paper.step(numbers(gradients(step)), count))
+        assert_close(average_gradient(run, step), paper.step(to_numpy(gradients(step)), count))
         for rank, error_state in enumerate(run.error_states):
             references = error_state.state_dict()["references"]
-            close(references["local"]["layer"], paper.h[rank])
-            close(references["shared"]["layer"], paper.shared)
+            assert_close(references["local"]["layer"], paper.h[rank])
+            assert_close(references["shared"]["layer"], paper.shared)
 
 
-def start(rank: int) -> Array:
+def first_factor(rank: int) -> Array:
     """Return the first factor, which depends on the parameter's name."""
     flat = counter_rng.uniform(_key("layer"), COLUMNS, rank * COLUMNS) - np.float32(0.5)
     return flat.astype(np.float64).reshape(rank, COLUMNS).T
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_powersgd_is_torch_s(rank: int) -> None:
+def test_powersgd_equals_torch_s(rank: int) -> None:
     run = SimulatedRanks(f"powersgd:rank={rank}", RANKS, LAYER)
-    theirs = reference_algorithms.TorchPowerSGD(start(rank), RANKS, ROWS)
+    reference = reference_algorithms.TorchPowerSGD(first_factor(rank), RANKS, ROWS)
     for step in range(STEPS):
-        close(average(run, step), theirs.step([gradient.double().numpy() for gradient in gradients(step)]))
+        assert_close(
+            average_gradient(run, step),
+            reference.step([gradient.double().numpy() for gradient in gradients(step)]),
+        )
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_alternating_powersgd_is_epfml_s(rank: int) -> None:
+def test_alternating_powersgd_equals_epfml_s(rank: int) -> None:
     run = SimulatedRanks(f"powersgd:rank={rank},alternate=true", RANKS, LAYER)
-    theirs = reference_algorithms.EpfmlPowerSGD(start(rank), RANKS, ROWS)
+    reference = reference_algorithms.EpfmlPowerSGD(first_factor(rank), RANKS, ROWS)
     for step in range(STEPS):
-        close(average(run, step), theirs.step([gradient.double().numpy() for gradient in gradients(step)]))
+        assert_close(
+            average_gradient(run, step),
+            reference.step([gradient.double().numpy() for gradient in gradients(step)]),
+        )

@@ -8,7 +8,7 @@ import torch
 from dtcomm.compress.residuals import Residuals, redistribute
 
 
-def test_a_residual_starts_as_zeros_and_is_the_same_memory_from_then_on() -> None:
+def test_a_residual_starts_as_zeros_and_keeps_its_memory() -> None:
     residuals = Residuals()
     gradient = torch.randn(7, dtype=torch.bfloat16)
     first = residuals.get("w", gradient)

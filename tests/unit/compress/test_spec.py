@@ -63,7 +63,7 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
         ("powersgd:factors=int8:block=64,rung=2", "int8: unknown option 'rung'"),
     ],
 )
-def test_wrong_specs_are_refused_by_name(spec: str, says: str) -> None:
+def test_wrong_specs_are_refused(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_scheme(spec)
 
@@ -80,7 +80,7 @@ def test_dgc_s_ratio_falls_by_quarters() -> None:
     assert DGC(ratio=0.5, warmup=10).at(3).ratio == 0.5
 
 
-def test_finer_dgc_sends_more() -> None:
+def test_a_finer_dgc_has_a_larger_ratio() -> None:
     assert finer(DGC(ratio=0.001)) == DGC(ratio=0.004)
     assert str(finer(DGC(ratio=0.25))) == "int8"
 

@@ -61,22 +61,22 @@ def gradients(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
 def train(
     model: DistributedDataParallel, rank: int, steps: range, rate: float = 0.05
 ) -> list[dict[str, torch.Tensor]]:
-    """Plain SGD; returns the gradients of every step."""
-    seen = []
+    """Train with plain SGD and return the gradients of every step."""
+    gradients_by_step = []
     for step in steps:
         model.zero_grad()
         backward(model, rank, step)
-        seen.append(gradients(model))
+        gradients_by_step.append(gradients(model))
         with torch.no_grad():
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter -= rate * parameter.grad
-    return seen
+    return gradients_by_step
 
 
 @contextmanager
 def local_gradients(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor]]:
-    """Fills the dict with this rank's own gradients, before any averaging."""
+    """Fill the dict with this rank's own gradients, before any averaging."""
     seen: dict[str, torch.Tensor] = {}
     handles = [
         parameter.register_hook(lambda gradient, name=name: seen.__setitem__(name, gradient.clone()))

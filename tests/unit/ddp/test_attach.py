@@ -11,7 +11,7 @@ import pytest
 from dtcomm import ddp
 
 
-def test_its_options_are_those_of_compress() -> None:
+def test_attach_has_the_options_of_compress() -> None:
     of_compress, of_attach = (
         list(inspect.signature(function).parameters.values()) for function in (ddp.compress, ddp.attach)
     )
@@ -21,7 +21,7 @@ def test_its_options_are_those_of_compress() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"spec": "int9"}, "unknown codec 'int9'"),
         ({"feedback": "twice"}, "feedback: 'twice'"),
@@ -35,9 +35,9 @@ def test_its_options_are_those_of_compress() -> None:
         ({"spec": "int8/int4", "algorithm": "ring"}, "'ring' has no levels"),
     ],
 )
-def test_wrong_options_leave_the_owner_alone(options: dict[str, Any], says: str) -> None:
+def test_wrong_options_do_not_change_the_accelerator(options: dict[str, Any], message: str) -> None:
     accelerator = SimpleNamespace(ddp_handler=None)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         ddp.attach(accelerator, **options)
     assert accelerator.ddp_handler is None
 

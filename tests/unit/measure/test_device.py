@@ -1,4 +1,4 @@
-"""What is said of a GPU, and the bytes that fused collectives move."""
+"""The description of a GPU, and the bytes that fused collectives move."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
         assert set(device_info.parse_nvidia_smi(text, uuid).values()) == {None}
 
 
-def test_versions_name_what_was_measured() -> None:
+def test_versions_of_the_libraries() -> None:
     versions = device_info.versions()
     assert versions["torch"] == torch.__version__ and versions["dtcomm"] and versions["python"]
     assert versions["cuda"] == torch.version.cuda
 
 
-def test_bytes_are_those_of_reading_and_writing_once() -> None:
+def test_minimum_bytes_count_each_read_and_write_once() -> None:
     # Two ranks, 1000 fp32 elements, a payload as large as the tensor. One shot: each reads and writes its tensor,
     # writes its payload to both and reads both.
     assert minimum_bytes_moved("all_reduce", "one_shot", 2, 1000, 4, 4000) == 2 * (8000 + 2 * (4000 + 4000))
@@ -65,7 +65,7 @@ def test_a_copy_s_rate_is_the_median_s() -> None:
 
 
 @pytest.mark.parametrize("spec", ["int8", "topk:ratio=0.1", "none"])
-def test_verbs_do_what_they_are_called(spec: str) -> None:
+def test_workloads_count_the_bytes_of_their_verbs(spec: str) -> None:
     numel, layout = 3000, codec(spec)
     workloads = KernelWorkloads(layout, numel, 2, torch.device("cpu"))
     wire = layout.wire_bytes(numel)

@@ -87,16 +87,18 @@ def test_rooted_collectives_and_exchanges_agree_with_the_whole() -> None:
         exact_inputs.inputs("all_to_all", count, rank=r, **args).view(world, count) for r in range(world)
     ]
     for rank in range(world):
-        taken = exact_inputs.expected("all_to_all", count, rank=rank, **args)
-        assert torch.equal(taken.view(world, count), torch.stack([rows[rank] for rows in inputs_by_rank]))
+        exchanged = exact_inputs.expected("all_to_all", count, rank=rank, **args)
+        assert torch.equal(exchanged.view(world, count), torch.stack([rows[rank] for rows in inputs_by_rank]))
         assert torch.equal(
             exact_inputs.expected("scatter", count, rank=rank, root=root, **args), inputs_by_rank[root][rank]
         )
         sent = exact_inputs.inputs("sendrecv", count, rank=(rank - 1) % world, **args)
         assert torch.equal(exact_inputs.expected("sendrecv", count, rank=rank, **args), sent)
-        for rooted, whole in (("reduce", "all_reduce"), ("gather", "all_gather")):
-            want = exact_inputs.expected(whole, count, rank=rank, **args) if rank == root else torch.empty(0)
-            assert torch.equal(exact_inputs.expected(rooted, count, rank=rank, root=root, **args), want)
+        for rooted, unrooted in (("reduce", "all_reduce"), ("gather", "all_gather")):
+            expected = (
+                exact_inputs.expected(unrooted, count, rank=rank, **args) if rank == root else torch.empty(0)
+            )
+            assert torch.equal(exact_inputs.expected(rooted, count, rank=rank, root=root, **args), expected)
 
 
 def test_seeds_and_ranks_differ_and_repeat() -> None:
@@ -116,21 +118,21 @@ def test_min_and_max() -> None:
         assert torch.equal(exact_inputs.expected("all_reduce", 100, op=op, rank=0, world_size=3), want)
 
 
-def test_bad_names_are_refused() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"collective: 'allreduce'; valid: all_reduce"):
         exact_inputs.inputs("allreduce", 1, rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"op: 'prod'; valid: sum"):
         exact_inputs.expected("all_reduce", 1, op="prod", rank=0, world_size=1)
 
 
-def test_normal_values_are_what_the_sum_is_taken_of() -> None:
+def test_the_expected_sum_is_that_of_the_normal_values() -> None:
     def make(rank: int) -> torch.Tensor:
         return exact_inputs.inputs(
             "all_reduce", 3000, torch.bfloat16, rank=rank, world_size=2, values=exact_inputs.normal
         ).double()
 
-    want = exact_inputs.expected(
+    expected = exact_inputs.expected(
         "all_reduce", 3000, torch.bfloat16, rank=0, world_size=2, values=exact_inputs.normal
     )
-    assert torch.equal((make(0) + make(1)).bfloat16(), want)
+    assert torch.equal((make(0) + make(1)).bfloat16(), expected)
     assert 0.9 < make(0).std() < 1.1

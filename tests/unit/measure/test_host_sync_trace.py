@@ -1,9 +1,9 @@
-"""What is read off a profiler's trace; tests/cuda/test_waiting.py holds steps on a device to it."""
+"""The waits in a profiler's trace; tests/cuda/test_waiting.py checks those of steps on a device."""
 
 from tests.support.host_sync_trace import _STEP, Event, read
 
 
-def test_waits_are_those_within_the_step() -> None:
+def test_only_waits_within_the_step_are_counted() -> None:
     events = [
         Event("cudaDeviceSynchronize", False, 0, 1),
         Event(_STEP, False, 10, 20),

@@ -144,9 +144,9 @@ def errors(table: Published) -> dict[int, float]:
     """Return the relative error of the predicted bus bandwidth by size."""
     from dtcomm.planner import hardware, nccl_model
 
-    where = hardware.find_system(table.system).resized(table.hosts, 8)
+    system = hardware.find_system(table.system).resized(table.hosts, 8)
     return {
-        size: time / (nccl_model.choose("all_reduce", where, size).seconds * 1e6) - 1
+        size: time / (nccl_model.choose("all_reduce", system, size).seconds * 1e6) - 1
         for size, time in table.times.items()
     }
 

@@ -14,7 +14,7 @@ from dtcomm.planner.select_algorithm import compression_pays
 INT8 = codec("int8")
 
 
-def test_small_messages_do_not_pay_and_large_ones_between_hosts_do() -> None:
+def test_compression_pays_for_large_messages_between_hosts() -> None:
     for hosts in (1, 2):
         verdict = compression_pays(INT8, 1024, torch.float32, 2, hosts, "")
         assert not verdict.pays
@@ -26,7 +26,7 @@ def test_small_messages_do_not_pay_and_large_ones_between_hosts_do() -> None:
     assert not compression_pays(INT8, 1 << 20, torch.float32, 1, 1, "").pays
 
 
-def test_measurements_decide() -> None:
+def test_measurements_override_the_model() -> None:
     def points(*us: float) -> tuple[tuple[int, float], ...]:
         return tuple(
             (size, microseconds * 1e-6) for size, microseconds in zip((4096, 65536), us, strict=True)

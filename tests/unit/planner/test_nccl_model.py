@@ -13,23 +13,23 @@ from dtcomm.planner.traffic_profile import profile
 from tests.unit.planner.nccl_tables import GB, KB, MB, TABLES, Published, errors
 
 
-def test_calibrated_on_eight_a100() -> None:
-    found = errors(TABLES[0])
-    for size, error in found.items():
+def test_errors_on_the_calibration_table_of_eight_a100() -> None:
+    error_by_size = errors(TABLES[0])
+    for size, error in error_by_size.items():
         print(f"{size >> 10:>9} KB: predicted {error:+.1%} off {TABLES[0].name}")
-    assert {size: error for size, error in found.items() if abs(error) > 0.15} == {}
-    assert statistics.median(map(abs, found.values())) < 0.05
+    assert {size: error for size, error in error_by_size.items() if abs(error) > 0.15} == {}
+    assert statistics.median(map(abs, error_by_size.values())) < 0.05
 
 
 @pytest.mark.parametrize("table", TABLES[1:], ids=lambda table: table.name)
-def test_other_machines(table: Published) -> None:
-    found = errors(table)
-    assert statistics.median(map(abs, found.values())) < 0.15
-    assert statistics.median(abs(error) for size, error in found.items() if size >= 64 * MB) < 0.15
-    assert abs(found[GB]) < 0.15
+def test_errors_on_tables_of_other_machines(table: Published) -> None:
+    error_by_size = errors(table)
+    assert statistics.median(map(abs, error_by_size.values())) < 0.15
+    assert statistics.median(abs(error) for size, error in error_by_size.items() if size >= 64 * MB) < 0.15
+    assert abs(error_by_size[GB]) < 0.15
 
 
-def test_the_ring_is_that_of_our_schedules() -> None:
+def test_ring_traffic_equals_that_of_the_ring_schedule() -> None:
     for collective, trips in nccl_model.ROUND_TRIPS.items():
         for ranks, per_host in ((2, 2), (8, 8), (16, 8), (12, 4)):
             ours = profile("ring", collective, ranks, per_host)
@@ -40,7 +40,7 @@ def test_the_ring_is_that_of_our_schedules() -> None:
             assert sent == pytest.approx(4096 * ranks * nccl_model.traffic_of_ring(collective, ranks))
 
 
-def test_choices_are_nccls() -> None:
+def test_choices_equal_those_of_nccl() -> None:
     # As NCCL_DEBUG_SUBSYS=TUNING paths of 8 H100 (nccl-tests issue 309): LL round a ring up to 1 MB, then NVLS.
     node = find_system("h100")
     chosen = {size: nccl_model.choose("all_reduce", node, size) for size in (8, MB, 2 * MB, 16 * GB)}

@@ -79,13 +79,13 @@ def test_between_hosts_the_cheapest_wins() -> None:
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("collective", algorithms.collectives())
-def test_every_choice_can_be_built(collective: str, ranks: int, hosts: int) -> None:
+def test_every_chosen_algorithm_can_be_built(collective: str, ranks: int, hosts: int) -> None:
     for spec in ("none", "int8"):
         name = select(collective, 20, torch.float32, codec(spec), ranks, hosts)
         assert algorithms.build(name, collective, ranks).ranks == ranks
 
 
-def test_explicit_names_are_kept_or_refused() -> None:
+def test_explicit_algorithms_are_used_or_refused() -> None:
     assert select("all_reduce", 5, torch.float32, codec("none"), 2, algorithm="ring") == "ring"
     with pytest.raises(
         ValueError, match="'rings' is not one of auto, direct, ring, tree, double_tree, halving, one_shot"
@@ -118,7 +118,7 @@ def table_of_times(**points: list[tuple[int, float]]) -> Table:
     )
 
 
-def test_measurements_decide() -> None:
+def test_measurements_override_the_model() -> None:
     none, int8 = codec("none"), codec("int8")
     table = table_of_times(
         one_shot=[(1024, 5e-6), (2**20, 4e-4)],
@@ -188,13 +188,13 @@ def test_the_choice_is_good_in_every_cpu_placement() -> None:
         table_of_placements(ring={"here": 1.0})
 
 
-def test_near_ties_stay_with_the_default() -> None:
+def test_the_default_wins_near_ties() -> None:
     table = table_of_times(one_shot=[(1024, 5.0e-6)], ring=[(1024, 4.9e-6)])
     decision = explain("all_reduce", 256, torch.float32, codec("none"), 4, table=table)
     assert str(decision) == "one_shot: measured 5 us, within 3% of ring (a test)"
 
 
-def test_times_between_sizes() -> None:
+def test_times_outside_and_between_two_measured_sizes() -> None:
     (measured, *_) = table_of_times(ring=[(100, 1e-6), (10_000, 1e-4)]).measured
     assert measured.seconds(1) == 1e-6
     assert measured.seconds(1000) == pytest.approx(1e-5)
@@ -205,7 +205,7 @@ def test_times_between_sizes() -> None:
         )
 
 
-def test_tables_are_read_back() -> None:
+def test_tables_round_trip_through_json() -> None:
     table = table_of_times(ring=[(1024, 5e-6)])
     assert parse(json.dumps(table.as_dict())).as_dict() == table.as_dict()
     assert parse("") == Table()
@@ -221,7 +221,7 @@ def test_tables_are_read_back() -> None:
             parse(text)
 
 
-def test_topology() -> None:
+def test_topology_groups_ranks_by_host() -> None:
     topology = Topology.of(["a", "b", "a", "c"])
     assert topology == Topology((0, 1, 0, 2))
     assert (topology.ranks, topology.hosts) == (4, 3)
@@ -235,7 +235,7 @@ def test_topology() -> None:
         Topology((0, 2))
 
 
-def test_cost_by_hand() -> None:
+def test_predicted_cost_equals_the_one_computed_by_hand() -> None:
     table = Table(
         inside=LinkCost(latency=1e-6, bandwidth=1e10),
         between=LinkCost(latency=1e-5, bandwidth=1e9, overhead=1e-6),

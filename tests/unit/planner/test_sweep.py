@@ -21,15 +21,15 @@ MB, GB = 2**20, 2**30
 
 
 @pytest.mark.parametrize("name", PORTS)
-def test_every_link_makes_a_system(name: str) -> None:
-    where = system_from_links(name, name)
-    made = estimate("all_reduce", "ring", codec("int8"), where.resized(2, 2), MB)
-    assert made is not None
-    assert made.seconds > 0
-    assert made.busbw == pytest.approx(1.5 * made.algbw)
+def test_estimates_on_every_kind_of_link(name: str) -> None:
+    system = system_from_links(name, name)
+    prediction = estimate("all_reduce", "ring", codec("int8"), system.resized(2, 2), MB)
+    assert prediction is not None
+    assert prediction.seconds > 0
+    assert prediction.busbw == pytest.approx(1.5 * prediction.algbw)
 
 
-def test_links_by_number_and_by_figures() -> None:
+def test_links_by_rate_and_by_parameters() -> None:
     assert find_port("40gbit").kind == "tcp"
     assert find_port("300Gbit").kind == "rdma"
     assert find_port({"kind": "tcp", "gbytes": 1, "latency_us": 2}).bandwidth == 1e9
@@ -43,11 +43,11 @@ def test_links_by_number_and_by_figures() -> None:
         find_system("h300")
 
 
-def test_topology_files() -> None:
-    found = system_from_dict(
+def test_systems_from_topology_files() -> None:
+    system = system_from_dict(
         {"system": "h100", "hosts": 4, "between": {"kind": "rdma", "gbytes": 20, "latency_us": 5}, "nics": 4}
     )
-    assert (found.ranks, found.engine, found.host_bandwidth) == (32, "nccl", 80e9)
+    assert (system.ranks, system.engine, system.host_bandwidth) == (32, "nccl", 80e9)
     with pytest.raises(ValueError, match="topology: 'host' is not one of name"):
         system_from_dict({"host": 4})
     with pytest.raises(ValueError, match="hosts: expected a whole number, got 'two'"):
@@ -66,41 +66,43 @@ def test_compression_pays_on_slow_links_only() -> None:
     assert slow.verdicts[0].startswith("on this system int8 pays from ")
 
     for ranks in (2, 4):
-        here = sweep.run_sweep(
+        local = sweep.run_sweep(
             find_system("local").resized(1, ranks), "all_reduce", [1024, 64 * MB, GB], ["int8"]
         )
-        assert here.break_even == {"int8": None}
-        assert here.verdicts[0].startswith("on the local engine int8 is not faster than none")
+        assert local.break_even == {"int8": None}
+        assert local.verdicts[0].startswith("on the local engine int8 is not faster than none")
 
 
-def test_the_break_even_is_where_it_says() -> None:
-    where = find_system("h100").resized(2, 8)
-    at = sweep.run_sweep(where, "all_reduce", [], ["int8"]).break_even["int8"]
-    assert at is not None
-    before, after = sweep.run_sweep(where, "all_reduce", [int(at * 0.9), at], ["int8"]).rows[1::2]
+def test_compression_pays_from_the_break_even_size() -> None:
+    system = find_system("h100").resized(2, 8)
+    break_even = sweep.run_sweep(system, "all_reduce", [], ["int8"]).break_even["int8"]
+    assert break_even is not None
+    before, after = sweep.run_sweep(system, "all_reduce", [int(break_even * 0.9), break_even], ["int8"]).rows[
+        1::2
+    ]
     assert before.speedup < sweep.MIN_SPEEDUP <= after.speedup
 
 
-def test_algorithms_by_name() -> None:
-    where = find_system("h100").resized(2, 8)
-    rows = sweep.run_sweep(where, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
+def test_a_sweep_is_limited_to_the_named_algorithms() -> None:
+    system = find_system("h100").resized(2, 8)
+    rows = sweep.run_sweep(system, "all_reduce", [MB], ["int8"], ["ring", "tree"]).rows
     assert {(row.best.codec, row.best.algorithm) for row in rows} == {
         (spec, name) for spec in ("none", "int8") for name in ("ring", "tree")
     }
-    only = sweep.run_sweep(where, "all_reduce", [MB], ["int8"], ["nvls_tree"])
-    assert [row.best.codec for row in only.rows] == ["none"]
-    assert "none of the algorithms can carry it" in only.verdicts[0]
+    nvls_only = sweep.run_sweep(system, "all_reduce", [MB], ["int8"], ["nvls_tree"])
+    assert [row.best.codec for row in nvls_only.rows] == ["none"]
+    assert "none of the algorithms can carry it" in nvls_only.verdicts[0]
     with pytest.raises(ValueError, match="'rings' is not one of auto, all, ring"):
-        sweep.run_sweep(where, "all_reduce", [MB], [], ["rings"])
+        sweep.run_sweep(system, "all_reduce", [MB], [], ["rings"])
 
 
-def test_many_ranks() -> None:
-    made = sweep.run_sweep(find_system("h100").resized(1024, 8), "all_reduce", [GB], ["int4"])
-    assert [row.best.codec for row in made.rows] == ["none", "int4"]
-    assert all(row.best.ranks == 8192 for row in made.rows)
+def test_a_sweep_of_8192_ranks() -> None:
+    result = sweep.run_sweep(find_system("h100").resized(1024, 8), "all_reduce", [GB], ["int4"])
+    assert [row.best.codec for row in result.rows] == ["none", "int4"]
+    assert all(row.best.ranks == 8192 for row in result.rows)
 
 
-def test_measured_times_take_precedence_on_cpus_only() -> None:
+def test_measured_times_take_precedence_only_on_cpus() -> None:
     point = Measured(
         collective="all_reduce", algorithm="ring", codec="none", ranks=2, hosts=1, points=((MB, 1.0),)
     )
@@ -112,7 +114,7 @@ def test_measured_times_take_precedence_on_cpus_only() -> None:
     assert gpus.seconds < 1
 
 
-def test_early_buckets_are_hidden() -> None:
+def test_early_buckets_overlap_with_the_backward_pass() -> None:
     buckets = [Bucket(nbytes=1, ready=1.0), Bucket(nbytes=1, ready=2.0)]
     fast = replay(buckets, 0.5, lambda _: 0.25)
     assert (fast.seconds, fast.compute) == (2.75, 2.5)

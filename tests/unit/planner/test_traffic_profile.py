@@ -42,7 +42,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("collective", "name"), CASES)
-def test_symmetry_is_proved_by_enumeration(collective: str, name: str) -> None:
+def test_profiles_by_symmetry_equal_enumerated_ones(collective: str, name: str) -> None:
     for ranks, per_host in SHAPES:
         schedule = algorithms.build(name, collective, ranks, hosts=(per_host,) * (ranks // per_host))
         enumerated = profile_of_schedule(schedule, per_host)
@@ -55,7 +55,7 @@ def test_symmetry_is_proved_by_enumeration(collective: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("collective", "name"), CASES)
-def test_loads_cost_what_the_simulator_says(collective: str, name: str) -> None:
+def test_loads_have_the_cost_of_the_simulator(collective: str, name: str) -> None:
     none, work = codec("none"), ComputeCost(encode=3e-10, decode=1e-10)
     links = (
         LinkCost(latency=1e-6, bandwidth=1e9, overhead=1e-7),
@@ -88,7 +88,7 @@ def test_loads_cost_what_the_simulator_says(collective: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hierarchical", "two_shot"])
-def test_a_hundred_thousand_ranks(name: str) -> None:
+def test_profiles_of_a_hundred_thousand_ranks_take_seconds(name: str) -> None:
     begin = time.process_time()
     result = profile(name, "all_reduce", 100_000, 8)
     assert time.process_time() - begin < 10

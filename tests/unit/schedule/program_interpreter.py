@@ -23,8 +23,8 @@ Codec = Callable[[int, int, Any], Any]
 Place = tuple[int, int]
 
 
-def coarse(rank: int, chunk: int, value: float) -> float:
-    """A lossy codec whose rounding differs from rank to rank, as stochastic rounding does."""
+def lossy_round(rank: int, chunk: int, value: float) -> float:
+    """Round as a lossy codec does whose rounding differs from rank to rank, as in stochastic rounding."""
     grid = 8 + rank
     return round(value * grid) / grid
 
@@ -96,7 +96,7 @@ class Symbol:
     counts: tuple[tuple[int, int], ...]
 
 
-def outcome(schedule: Schedule) -> dict[Place, Symbol] | None:
+def symbolic_outputs(schedule: Schedule) -> dict[Place, Symbol] | None:
     """Return the symbolic outputs of all ranks; None if the transfers have no meaning."""
     inputs = {
         (rank, chunk): Symbol(f"x{rank},{chunk}", ((rank, 1),))
@@ -119,15 +119,18 @@ def outcome(schedule: Schedule) -> dict[Place, Symbol] | None:
         return None
 
 
-def keeps_its_promise(schedule: Schedule) -> bool:
+def outputs_are_correct(schedule: Schedule) -> bool:
     """Check by brute force that every output exists, holds each contribution once, and is equal on all ranks."""
-    ends = outcome(schedule)
-    if ends is None:
+    outputs = symbolic_outputs(schedule)
+    if outputs is None:
         return False
     for chunk in range(schedule.chunks):
-        once = tuple((rank, 1) for rank in range(schedule.ranks) if schedule.starts(rank, chunk))
-        symbols = [ends.get((rank, chunk)) for rank in range(schedule.ranks) if schedule.ends(rank, chunk)]
-        if any(symbol is None or symbol.counts != once for symbol in symbols) or len(set(symbols)) != 1:
+        expected_counts = tuple((rank, 1) for rank in range(schedule.ranks) if schedule.starts(rank, chunk))
+        symbols = [outputs.get((rank, chunk)) for rank in range(schedule.ranks) if schedule.ends(rank, chunk)]
+        if (
+            any(symbol is None or symbol.counts != expected_counts for symbol in symbols)
+            or len(set(symbols)) != 1
+        ):
             return False
     return True
 

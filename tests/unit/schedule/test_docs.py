@@ -1,4 +1,4 @@
-"""The pages on schedules and custom algorithms state what the schedules are."""
+"""The pages on schedules and custom algorithms show the current schedules."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer
 
 
-class Int8ish:
+class Int8LikeCodec:
     """One byte an element and a 2-byte scale for each block of 4, granules of 8."""
 
     granularity = 8
@@ -18,13 +18,13 @@ class Int8ish:
         return numel * (2 if dtype == "wide" else 1) + 2 * -(-numel // 4)
 
 
-def test_transfers_are_kept_sorted() -> None:
+def test_transfers_are_sorted() -> None:
     transfers = (Transfer(1, 0, 1, 0, "copy"), Transfer(0, 1, 0, 0, "reduce"))
-    one = Schedule(collective="all_reduce", ranks=2, chunks=1, transfers=transfers)
-    other = Schedule(collective="all_reduce", ranks=2, chunks=1, transfers=transfers[::-1])
-    assert one == other and hash(one) == hash(other)
-    assert [t.step for t in one.transfers] == [0, 1]
-    assert pickle.loads(pickle.dumps(one)) == one
+    schedule = Schedule(collective="all_reduce", ranks=2, chunks=1, transfers=transfers)
+    schedule_reversed = Schedule(collective="all_reduce", ranks=2, chunks=1, transfers=transfers[::-1])
+    assert schedule == schedule_reversed and hash(schedule) == hash(schedule_reversed)
+    assert [t.step for t in schedule.transfers] == [0, 1]
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_invalid_transfers_are_refused(transfer: Transfer, message: str) -> None
         Schedule(collective="all_reduce", ranks=3, chunks=2, transfers=(transfer,))
 
 
-def test_gathers_do_not_reduce() -> None:
+def test_reductions_in_gathers_are_refused() -> None:
     with pytest.raises(ScheduleError, match="all_gather does not reduce"):
         Schedule(collective="all_gather", ranks=2, chunks=2, transfers=(Transfer(0, 0, 1, 0, "reduce"),))
 
@@ -78,7 +78,7 @@ def test_chunks_cover_the_tensor_and_are_cut_at_granules(ranks: int, numel: int)
 
 
 def test_bytes_on_wire() -> None:
-    codec = Int8ish()
+    codec = Int8LikeCodec()
     whole, half = codec.wire_bytes(64), codec.wire_bytes(32)
     assert algorithms.build("one_shot", "all_reduce", 2).bytes_on_wire(64, codec) == (whole, whole)
     assert algorithms.build("two_shot", "all_reduce", 2).bytes_on_wire(64, codec) == (2 * half, 2 * half)
@@ -103,7 +103,7 @@ def test_bytes_on_wire() -> None:
 
 
 def test_bytes_on_wire_of_two_levels() -> None:
-    class Wide(Int8ish):
+    class WideCodec(Int8LikeCodec):
         def wire_bytes(self, numel: int, dtype: object = None) -> int:
             return 4 * numel
 
@@ -118,7 +118,7 @@ def test_bytes_on_wire_of_two_levels() -> None:
             Transfer(1, 0, 1, 0, "copy"),
         ),
     )
-    assert schedule.bytes_on_wire(8, [Int8ish(), Wide()]) == (64, 0, 32, 0)
+    assert schedule.bytes_on_wire(8, [Int8LikeCodec(), WideCodec()]) == (64, 0, 32, 0)
 
 
 @pytest.mark.parametrize("ranks", range(1, 18))

@@ -11,7 +11,7 @@ from dtcomm.schedule.ir import REDUCING, ROOTED, trace
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send
 from tests.unit.algorithms.every_algorithm import NAMES, build
-from tests.unit.schedule.program_interpreter import Programs, coarse, evaluate, inputs_of
+from tests.unit.schedule.program_interpreter import Programs, evaluate, inputs_of, lossy_round
 
 CASES = [
     (collective, name, ranks, root)
@@ -21,12 +21,12 @@ CASES = [
 ]
 
 
-def check(schedule: Schedule, divisor: int = 1) -> None:
+def check_programs(schedule: Schedule, divisor: int = 1) -> None:
     inputs = inputs_of(schedule)
     programs = [lower(schedule, rank) for rank in range(schedule.ranks)]
-    expected = evaluate(schedule, inputs, coarse, divisor)
+    expected = evaluate(schedule, inputs, lossy_round, divisor)
     for seed in range(3):
-        machine = Programs(programs, inputs, coarse, divisor)
+        machine = Programs(programs, inputs, lossy_round, divisor)
         assert machine.run(seed) == expected
         assert max(machine.encodings.values(), default=0) <= 1
     assert {program.payload_counts for program in programs} == {programs[0].payload_counts}
@@ -42,18 +42,18 @@ def check(schedule: Schedule, divisor: int = 1) -> None:
 @pytest.mark.parametrize(("collective", "name", "ranks", "root"), CASES)
 def test_programs_do_what_the_schedule_means(collective: str, name: str, ranks: int, root: int) -> None:
     schedule = build(name, collective, ranks, root)
-    check(schedule)
+    check_programs(schedule)
     if collective in REDUCING:
-        check(schedule, divisor=ranks)
+        check_programs(schedule, divisor=ranks)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("ranks", [2, 3, 6])
-def test_chunks(ranks: int, chunks: int) -> None:
-    check(algorithms.build("tree", "all_reduce", ranks, chunks=chunks))
-    check(algorithms.build("one_shot", "all_reduce", ranks, chunks=chunks))
+def test_programs_of_several_chunks(ranks: int, chunks: int) -> None:
+    check_programs(algorithms.build("tree", "all_reduce", ranks, chunks=chunks))
+    check_programs(algorithms.build("one_shot", "all_reduce", ranks, chunks=chunks))
     for name in ("ring", "tree", "one_shot"):
-        check(algorithms.build(name, "broadcast", ranks, root=1, chunks=chunks))
+        check_programs(algorithms.build(name, "broadcast", ranks, root=1, chunks=chunks))
 
 
 def test_two_shot_over_two_ranks() -> None:
@@ -119,14 +119,14 @@ def test_a_copied_version_that_is_summed_is_read_where_it_was_received() -> None
     )
     reduce = next(i for i in lower(schedule, 2).instructions if isinstance(i, Reduce))
     assert reduce.inputs == ((0, 0), (1, 0))
-    check(schedule)
+    check_programs(schedule)
 
 
 def test_a_version_sent_in_two_steps_is_encoded_once() -> None:
-    check(parse("broadcast ranks=3 chunks=1\nrank 0|c0=1|c0=2\nrank 1|.|.\nrank 2|.|."))
+    check_programs(parse("broadcast ranks=3 chunks=1\nrank 0|c0=1|c0=2\nrank 1|.|.\nrank 2|.|."))
 
 
-def test_one_rank_copies() -> None:
+def test_the_program_of_one_rank_is_a_copy() -> None:
     assert lower(algorithms.build("ring", "all_reduce", 1), 0).instructions == (Copy(chunk=0),)
 
 
@@ -138,7 +138,7 @@ def test_forwarded_bytes_keep_their_level() -> None:
 
 
 @pytest.mark.parametrize("name", algorithms.available("all_reduce"))
-def test_instructions_know_their_steps(name: str) -> None:
+def test_instructions_have_the_steps_of_the_schedule(name: str) -> None:
     schedule = build(name, "all_reduce", 5)
     sent = {(t.step, t.src, t.dst, t.chunk) for t in schedule.transfers}
     for rank in range(5):
@@ -148,7 +148,7 @@ def test_instructions_know_their_steps(name: str) -> None:
         assert received == {message for message in sent if message[2] == rank}
 
 
-def test_flat_counts_its_operands() -> None:
+def test_flat_programs_have_operand_counts() -> None:
     program = lower(algorithms.build("tree", "all_reduce", 5), 0)
     flat, at, codes = program.flat(), 0, []
     while at < len(flat):
@@ -159,7 +159,7 @@ def test_flat_counts_its_operands() -> None:
     assert codes == [i.code for i in program.instructions]
 
 
-def test_rank_out_of_range() -> None:
+def test_a_rank_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank: 2 is not a rank of 0\.\.1"):
         lower(algorithms.build("ring", "all_reduce", 2), 2)
 
@@ -183,7 +183,7 @@ def test_meaningless_transfers_are_refused(rows: str, message: str) -> None:
         lower(parse("broadcast ranks=3 chunks=1\n" + rows), 0)
 
 
-def test_one_history_serves_a_whole_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_lowering_uses_one_history_per_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that lower one schedule at the same time may each get a history of their own from the cache."""
     schedule = algorithms.build("ring", "all_reduce", 3)
     expected = [lower(schedule, rank) for rank in range(3)]

@@ -13,13 +13,13 @@ from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, parse, verify
 from dtcomm.schedule.ir import ROOTED
 from tests.unit.algorithms.every_algorithm import NAMES, build, takes_chunks
-from tests.unit.schedule.program_interpreter import keeps_its_promise
+from tests.unit.schedule.program_interpreter import outputs_are_correct
 
 
 @st.composite
-def schedules(draw: st.DrawFn, most: int = 6) -> Schedule:
+def schedules(draw: st.DrawFn, max_ranks: int = 6) -> Schedule:
     collective, name = draw(st.sampled_from(NAMES))
-    ranks = draw(st.integers(1, most))
+    ranks = draw(st.integers(1, max_ranks))
     root = draw(st.integers(0, ranks - 1)) if collective in ROOTED else 0
     if name == "hierarchical":
         cuts = sorted(draw(st.sets(st.integers(1, ranks - 1), max_size=3))) if ranks > 1 else []
@@ -30,14 +30,14 @@ def schedules(draw: st.DrawFn, most: int = 6) -> Schedule:
     return algorithms.build(name, collective, ranks, root, chunks)
 
 
-@given(schedules(most=17))
+@given(schedules(max_ranks=17))
 @settings(max_examples=300, deadline=None)
 def test_every_algorithm_is_proved_and_encodes_each_chunk_once(schedule: Schedule) -> None:
     proof = verify(schedule)
     assert proof.encodes_once
     assert proof.requantizations == schedule.requantizations()
     if schedule.ranks <= 6:
-        assert keeps_its_promise(schedule)
+        assert outputs_are_correct(schedule)
 
 
 def drop(draw: st.DrawFn, s: Schedule, i: int) -> tuple[Transfer, ...]:
@@ -83,7 +83,7 @@ def test_corruptions_that_change_the_outcome_are_refused(corrupt, data: st.DataO
     except ScheduleError as error:  # only summing a chunk in a collective that does not reduce
         assert corrupt is change_op and "does not reduce" in str(error)
         return
-    if keeps_its_promise(corrupted):
+    if outputs_are_correct(corrupted):
         event("harmless")
         try:
             verify(corrupted)
@@ -190,7 +190,7 @@ def test_errors_name_rank_step_and_chunk(text: str, message: str) -> None:
 def test_schedules_written_by_hand(text: str) -> None:
     schedule = parse(text)
     verify(schedule)
-    assert keeps_its_promise(schedule)
+    assert outputs_are_correct(schedule)
     for i in range(len(schedule.transfers)):
         with pytest.raises(ScheduleError):
             verify(replace(schedule, transfers=schedule.transfers[:i] + schedule.transfers[i + 1 :]))
