@@ -45,7 +45,7 @@ def public_objects(module: str) -> Iterator[tuple[str, Any]]:
 
 
 def public_methods(name: str, cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The public methods that a class defines itself."""
+    """Return the public methods that a class defines itself."""
     for key, value in vars(cls).items():
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if not key.startswith("_") and inspect.isfunction(function):
@@ -53,7 +53,7 @@ def public_methods(name: str, cls: type) -> Iterator[tuple[str, Callable[..., An
 
 
 def resolve(name: str) -> Any:
-    """The object of a dotted name."""
+    """Return the object of a dotted name."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -69,7 +69,7 @@ METHODS = {
 
 
 def parameters(value: Any) -> list[str]:
-    """The names of the arguments that a caller gives."""
+    """Return the names of the arguments that a caller passes."""
     if (
         inspect.isclass(value)
         and "__init__" not in vars(value)

@@ -18,13 +18,13 @@ HEADERS = frozenset(CXX)
 
 
 @pytest.mark.parametrize("path", PYTHON)
-def test_python_imports(path: str) -> None:
+def test_python_files_follow_the_import_rules(path: str) -> None:
     violations = import_rules.check_python(path, (ROOT / path).read_text())
     assert not violations, "\n".join(violations)
 
 
 @pytest.mark.parametrize("path", CXX)
-def test_cxx_includes(path: str) -> None:
+def test_cxx_files_follow_the_include_rules(path: str) -> None:
     violations = import_rules.check_cxx(path, (ROOT / "csrc" / path).read_text(), HEADERS)
     assert not violations, "\n".join(violations)
 
@@ -65,7 +65,7 @@ def test_every_file_is_covered() -> None:
         ("dtcomm/newcomer.py", ""),
     ],
 )
-def test_planted_python_violation(path: str, text: str) -> None:
+def test_planted_python_violations_are_reported(path: str, text: str) -> None:
     assert len(import_rules.check_python(path, text)) == 1
 
 
@@ -89,7 +89,7 @@ def test_planted_python_violation(path: str, text: str) -> None:
         ("dtcomm/cli/demo/main.py", "import matplotlib.pyplot\nfrom dtcomm.launch.ranks import run_ranks"),
     ],
 )
-def test_lawful_python(path: str, text: str) -> None:
+def test_allowed_python_imports_are_accepted(path: str, text: str) -> None:
     assert import_rules.check_python(path, text) == []
 
 
@@ -119,7 +119,7 @@ def test_lawful_python(path: str, text: str) -> None:
         ("newcomer/x.cpp", ""),
     ],
 )
-def test_planted_cxx_violation(path: str, text: str) -> None:
+def test_planted_cxx_violations_are_reported(path: str, text: str) -> None:
     headers = HEADERS | {"cpu/other.h", "engine/engine.h"}
     assert len(import_rules.check_cxx(path, text, headers)) == 1
 
@@ -134,12 +134,12 @@ def test_planted_cxx_violation(path: str, text: str) -> None:
         ("python/x.cpp", '#include <pybind11/pybind11.h>\n#include "cpu/kernels.h"\n#include "build_info.h"'),
     ],
 )
-def test_lawful_cxx(path: str, text: str) -> None:
+def test_allowed_cxx_includes_are_accepted(path: str, text: str) -> None:
     assert import_rules.check_cxx(path, text, HEADERS) == []
 
 
-def test_importing_dtcomm_stays_light() -> None:
-    """No terminal or plotting library, and no compiler, comes with dtcomm beyond torch's own imports."""
+def test_importing_dtcomm_loads_no_optional_library() -> None:
+    """Importing dtcomm loads no terminal or plotting library and no compiler beyond torch's own imports."""
     code = (
         "import sys, torch, torch.distributed; before = set(sys.modules); import dtcomm;"
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"

@@ -158,23 +158,23 @@ def test_a_deferred_operation_has_the_statistics_of_the_one_that_it_starts() -> 
     assert work.statistics() == Statistics(8, 0.5, 10, 20) and len(work.spans()) == 1
 
 
-def test_the_limits_of_torch_handles() -> None:
+def test_torch_handles_time_out() -> None:
     part = queued_work()
     work = TorchWork(part, [torch.ones(2)], 0.01)
-    both = TorchWork(CompositeWork([work, TorchWork(COMPLETED, ())], work.outputs), work.outputs)
-    for handle in (work, both):
+    composite = TorchWork(CompositeWork([work, TorchWork(COMPLETED, ())], work.outputs), work.outputs)
+    for handle in (work, composite):
         with pytest.raises(CollectiveTimeout, match=r"shape \(2,\)"):
             handle.wait()
         with pytest.raises(CollectiveTimeout):
             handle.wait(timedelta(seconds=0.02))
         assert not handle.is_completed() and not handle.is_success() and handle.exception() is None
     part.complete()
-    for handle in (work, both):
+    for handle in (work, composite):
         assert handle.wait() and handle.is_success() and handle.result() == work.outputs
         assert handle.get_future().wait() == work.outputs
 
 
-def test_the_exception_of_a_torch_handle() -> None:
+def test_a_torch_handle_returns_the_exception() -> None:
     part, error = queued_work(), DtcommError("broken")
     work = TorchWork(part, ())
     part.fail(error)

@@ -41,7 +41,7 @@ def test_every_collective_by_one_launch_and_by_programs(collective: str) -> None
         name = "two_shot" if collective == "all_reduce" and lossy else "one_shot"
         assert row.transport is not None and row.transport.name == f"fused:{name if direct else ring}"
         assert row.primary.check.wrong == 0  # it was checked
-        # The bytes that a program moves at the least are not known.
+        # The minimum of the bytes that a program moves is not known.
         assert (row.primary.memory_floor_share is not None) == (direct and collective in FUSED)
     sent = {(row.variant.codec, row.variant.algorithm): row.wire_bytes for row in report.rows}
     for name in ("auto", ring):

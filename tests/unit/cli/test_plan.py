@@ -27,7 +27,7 @@ def test_json_has_consistent_times_and_bandwidths(capsys: pytest.CaptureFixture[
     assert {row["algorithm"] for row in plan["alternatives"]} > {"ring", "tree", "two_shot"}
 
 
-def test_tables_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_tables_and_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--model", "params=7e9,step_ms=100"]) == 0
     text = capsys.readouterr().out
     assert "nvls_tree" in text and "scaling" in text and "on this system int8 pays from" in text
@@ -65,7 +65,7 @@ def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert plan["rows"][1]["speedup"] >= 1
 
 
-def test_topologies_and_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "rack.json"
     path.write_text(
         '{"device": "b200", "inside": "nvlink5", "between": "xdr", "hosts": 3, "per_host": 4, "nics": 4}'
@@ -109,7 +109,7 @@ def test_unknown_algorithms_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "'rings' is not one of auto, all, ring" in capsys.readouterr().err
 
 
-def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
     assert main([*PLAN, "--model", "params=1e9,step_ms=100", "--plot", str(path), "--json"]) == 0

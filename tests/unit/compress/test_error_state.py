@@ -166,7 +166,7 @@ def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, a
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"feedback": "ef22"}, "feedback: 'ef22'; valid: True, False, 'residual', 'ef21', 'diana'"),
         ({"form": "fp64"}, "residual: 'fp64'; valid: fp32, bf16, int8"),
@@ -177,6 +177,6 @@ def test_means_survive_a_change_of_world_size(spec: str, feedback: bool | str, a
         ),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ErrorState(**options)

@@ -37,7 +37,7 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "says"),
+    ("spec", "message"),
     [
         ("none/powersgd:rank=2", "powersgd:rank=2 is a compressor, which has no levels"),
         ("int8/exact", "exact uses one representation on all levels of a hierarchy; give it alone"),
@@ -63,8 +63,8 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
         ("powersgd:factors=int8:block=64,rung=2", "int8: unknown option 'rung'"),
     ],
 )
-def test_wrong_specs_are_refused(spec: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_wrong_specs_are_refused(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_scheme(spec)
 
 

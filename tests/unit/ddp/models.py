@@ -77,11 +77,13 @@ def train(
 @contextmanager
 def local_gradients(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor]]:
     """Fill the dict with this rank's own gradients, before any averaging."""
-    seen: dict[str, torch.Tensor] = {}
+    gradients_by_name: dict[str, torch.Tensor] = {}
     handles = [
-        parameter.register_hook(lambda gradient, name=name: seen.__setitem__(name, gradient.clone()))
+        parameter.register_hook(
+            lambda gradient, name=name: gradients_by_name.__setitem__(name, gradient.clone())
+        )
         for name, parameter in model.module.named_parameters()
     ]
-    yield seen
+    yield gradients_by_name
     for handle in handles:
         handle.remove()

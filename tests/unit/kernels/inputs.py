@@ -51,7 +51,7 @@ def blocks_apart(n: int, generator: torch.Generator) -> torch.Tensor:
 
 @kind
 def ties(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Halves of integers up to 127 with a 127 in every block: codes that lie half way."""
+    """Halves of integers up to 127 with a 127 in every block: half of them lie midway between two codes."""
     x = torch.randint(-254, 255, (n,), generator=generator) / 2
     x[:: min(16, max(n, 1))] = 127.0
     return x
@@ -59,7 +59,7 @@ def ties(n: int, generator: torch.Generator) -> torch.Tensor:
 
 @kind
 def nonfinite(n: int, generator: torch.Generator) -> torch.Tensor:
-    """Mostly numbers, so that some blocks have no NaN and no Inf, some one, some both."""
+    """Mostly finite numbers: some blocks have no NaN and no Inf, some have NaN or Inf, some have both."""
     x = _normal(n, generator)
     for value, share in ((float("nan"), 0.004), (float("inf"), 0.003), (-float("inf"), 0.003)):
         x[torch.rand(n, generator=generator) < share] = value

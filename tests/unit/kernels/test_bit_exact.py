@@ -23,7 +23,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def all_verbs(codec: Codec, x: torch.Tensor, y: torch.Tensor) -> dict[str, bytes]:
-    """The bytes that each verb makes of x and y, on their device, with every optional part once."""
+    """Return the results of every verb for x and y as bytes; every optional argument is used once."""
     n, dtype = x.numel(), x.dtype
     residual = floats("normal", n, seed=9).to(x.device)
     residuals = [residual.clone(), residual.clone(), residual.clone()]
@@ -87,7 +87,7 @@ def test_every_kind_of_input(codec: Codec, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "codec"), list(enumerate(few())), ids=str)
-def test_types_and_sizes(number: int, codec: Codec) -> None:
+def test_every_type_and_size(number: int, codec: Codec) -> None:
     """Every size and every type for each codec; every pair of a size, a type and a kind for some codec."""
     kinds = ("normal", "nonfinite", "bits")
     for turn, n in enumerate(SIZES):
@@ -111,13 +111,13 @@ def test_every_fp16_value_decodes(kernel: str) -> None:
 @pytest.mark.parametrize("spec", ["fp16", "bf16"])
 @pytest.mark.parametrize("kernel", available())
 def test_casts_round_as_torch_does(kernel: str, spec: str) -> None:
-    """Over every exponent, sign and tie, with the NaN that torch leaves to the machine made canonical."""
+    """For every exponent, sign and tie; NaNs, whose bits torch does not define, are made canonical."""
     low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0x18000])
     words = (torch.arange(0, 2**32, 2**15)[:, None] + low).reshape(-1)
     x = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).view(torch.float32)
     with use(kernel):
-        got = encode(spec, x)
+        payload = encode(spec, x)
     cast = x.to(torch.float16 if spec == "fp16" else torch.bfloat16)
     expected = cast.view(torch.int16).clone()
     expected[x.isnan()] = 0x7E00 if spec == "fp16" else 0x7FC0
-    assert torch.equal(got[: 2 * x.numel()].view(torch.int16), expected)
+    assert torch.equal(payload[: 2 * x.numel()].view(torch.int16), expected)

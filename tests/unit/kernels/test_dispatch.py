@@ -166,7 +166,7 @@ def test_device_tensors_run_cuda_before_triton(
     assert kernels_run == [f"{names[-1]} int8 on cuda:0", f"{names[-1]} decodes int8 on cuda:0"]
 
 
-def test_forcing_a_device_s_kernel(install_backends: Callable[..., list[str]]) -> None:
+def test_use_forces_a_device_kernel_or_raises(install_backends: Callable[..., list[str]]) -> None:
     """A forced kernel runs or raises, whichever other kernels could run."""
     kernels_run = install_backends("cuda", "triton")
     with use("triton"):

@@ -41,7 +41,7 @@ def unit_of_each_element(codec: Exact, ranks: int, grid: torch.Tensor, numel: in
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 128])
 @pytest.mark.parametrize("kind", ["normal", "wide", "blocks_apart", "extremes", "zeros", "ties", "outlier"])
 def test_quantization_error_is_within_a_unit(kind: str, ranks: int) -> None:
-    """Half a unit, or less than one where the clamp acts: only at the very top of a block; zeros stay zeros."""
+    """Half a unit; less than one for clamped integers, which are at the top of a block. Zeros stay zeros."""
     for codec in GRIDS:
         x = floats(kind, 700, seed=ranks).nan_to_num(0.0, posinf=FLT_MAX, neginf=-FLT_MAX)
         grid, codes = quantize_to_grid(codec, ranks, x)
@@ -57,7 +57,7 @@ def test_quantization_error_is_within_a_unit(kind: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8, 9, 64, 1000, 2048])
 @pytest.mark.parametrize("codec", GRIDS[::2], ids=str)
 def test_no_sum_overflows(codec: Exact, ranks: int) -> None:
-    """All ranks at the ends of the range: FLT_MAX, a block's top that rounds up, the smallest numbers there are."""
+    """All ranks are at an end of the range: FLT_MAX, a largest element that rounds up, the smallest subnormals."""
     just_below = torch.tensor([1.0]).nextafter(torch.tensor([0.0])).item()
     for sign, value in itertools.product((1, -1), (FLT_MAX, just_below, 1.0, 1e-45, 1.1754942e-38)):
         _, codes = quantize_to_grid(codec, ranks, torch.full((codec.block,), sign * value))
@@ -68,7 +68,7 @@ def test_no_sum_overflows(codec: Exact, ranks: int) -> None:
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_the_result_is_the_quotient_rounded_once(bits: int) -> None:
-    """Any integers and exponents: to the nearest fp32 of the true quotient, ties to even, subnormals and Inf too."""
+    """The quotient of any integers and exponents rounds to the nearest fp32, ties to even, also subnormals and Inf."""
     codec, generator = Exact(bits=bits, block=16), torch.Generator().manual_seed(bits)
     grid = torch.arange(0, 255, dtype=torch.uint8)
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (255 * 16,), generator=generator).to(

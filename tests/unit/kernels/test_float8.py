@@ -69,13 +69,13 @@ def test_encoding_rounds_as_torch_does(element: str) -> None:
     x[-1] = LARGEST[element]
     for block in x.view(-1, 4096):
         block[0] = LARGEST[element]
-        got = codes_of(block, f"fp8_{element}:block=4096,scale=fp32")
-        assert torch.equal(got, block.to(TORCH[element]).view(torch.uint8))
+        codes = codes_of(block, f"fp8_{element}:block=4096,scale=fp32")
+        assert torch.equal(codes, block.to(TORCH[element]).view(torch.uint8))
 
 
 @pytest.mark.parametrize("codec", FLOAT8, ids=str)
 def test_error_is_within_a_unit(codec: Float8) -> None:
-    """Half a unit of the last place to nearest, a unit at random, plus what rounding of the product adds."""
+    """Half a unit of the last place to nearest, a unit stochastically, plus the rounding error of the product."""
     for kind in ("normal", "offset", "negative", "constant", "blocks_apart"):
         x = floats(kind, 2 * codec.granularity + 11)
         y = decode(codec, encode(codec, x), x.numel())
@@ -93,8 +93,8 @@ def test_error_is_within_a_unit(codec: Float8) -> None:
 @pytest.mark.parametrize("codec", [codec for codec in FLOAT8 if codec.round == "nearest"], ids=str)
 def test_a_decoded_payload_encodes_to_itself(codec: Float8) -> None:
     x = floats("normal", 3000)
-    once = encode(codec, x)
-    assert torch.equal(encode(codec, decode(codec, once, 3000)), once)
+    payload = encode(codec, x)
+    assert torch.equal(encode(codec, decode(codec, payload, 3000)), payload)
 
 
 @pytest.mark.parametrize("codec", FLOAT8, ids=str)
@@ -147,11 +147,11 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize("spec", ["fp8_e4m3:element=e5m2", "fp8_e4m3:symmetric=false", "fp8_e5m2:block=100"])
-def test_wrong_options(spec: str) -> None:
+def test_wrong_options_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"option"):
         parse(spec)
 
 
-def test_wrong_element() -> None:
+def test_a_wrong_element_is_refused() -> None:
     with pytest.raises(ValueError, match="element: expected e4m3 or e5m2, got e2m1"):
         Float8(element="e2m1")

@@ -38,13 +38,13 @@ def results_in_the_default_environment(
         return x, y, bytes_of_verbs(codec, x, y)
 
 
-def bytes_of_verbs(which: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
-    """The bytes that each verb makes of the inputs."""
-    payloads = [encode(which, x, key=3), encode(which, y, key=4)]
+def bytes_of_verbs(codec: Codec, x: torch.Tensor, y: torch.Tensor) -> list[bytes]:
+    """Return the results of every verb as bytes."""
+    payloads = [encode(codec, x, key=3), encode(codec, y, key=4)]
     residual = y.clone()
-    results = [*payloads, decode(which, payloads[0], 3000), reduce(which, payloads, 3000, x, 1, 3)]
-    results += [encode(which, x, key=5, residual=residual), residual]
-    results += [reduce_encode(which, payloads, 3000, x, 1, 3, key=6)]
+    results = [*payloads, decode(codec, payloads[0], 3000), reduce(codec, payloads, 3000, x, 1, 3)]
+    results += [encode(codec, x, key=5, residual=residual), residual]
+    results += [reduce_encode(codec, payloads, 3000, x, 1, 3, key=6)]
     return [result.view(torch.uint8).numpy().tobytes() for result in results]
 
 

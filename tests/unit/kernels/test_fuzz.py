@@ -42,7 +42,7 @@ def test_payloads_of_another_length_are_refused_by_name(codec: Codec, numel: int
     x = torch.zeros(numel)
     before = torch.full((numel,), 7.0)
     out, residual = before.clone(), before.clone()
-    says = f"{numel} elements in codec '{codec}' are {right} bytes, got {len(wrong)}"
+    message = f"{numel} elements in codec '{codec}' are {right} bytes, got {len(wrong)}"
     calls: list[tuple[str, Callable[[], object]]] = [
         ("payload", lambda: decode(codec, wrong, numel, out=out)),
         ("payloads[1]", lambda: reduce(codec, [good, wrong], numel, x, out=out)),
@@ -53,7 +53,7 @@ def test_payloads_of_another_length_are_refused_by_name(codec: Codec, numel: int
     for name, call in calls:
         with pytest.raises(ValueError) as refused:
             call()
-        assert str(refused.value) == f"{name}: {says}"
+        assert str(refused.value) == f"{name}: {message}"
     assert torch.equal(out, before) and torch.equal(residual, before) and not wrong.any()
 
 

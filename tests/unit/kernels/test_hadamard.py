@@ -44,7 +44,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", (16, 32, 64, 512, 2048))
 def test_the_matrix_is_a_hadamard_matrix(block: int) -> None:
-    """Sylvester's, with signs; orthogonal, and its own inverse up to them."""
+    """It is Sylvester's matrix with signs: orthogonal, and its own inverse up to the signs."""
     codec = parse(f"int8:block={block},rotate=hadamard")
     matrix = np.ones((1, 1))
     while len(matrix) < block:
@@ -56,12 +56,12 @@ def test_the_matrix_is_a_hadamard_matrix(block: int) -> None:
     assert (rotate_back(codec, rotate(codec, x), block) - x).abs().max() < 4e-6
 
 
-@pytest.mark.parametrize(("block", "most"), [(16, 4), (32, 8), (64, 12), (128, 36), (4096, 204)])
-def test_rotation_spreads_a_constant_block(block: int, most: int) -> None:
+@pytest.mark.parametrize(("block", "max_sum"), [(16, 4), (32, 8), (64, 12), (128, 36), (4096, 204)])
+def test_rotation_spreads_a_constant_block(block: int, max_sum: int) -> None:
     """The signs correlate with no row of the matrix, so that no element gets most of a constant block."""
     codec = parse(f"int8:block={block},rotate=hadamard")
     spread = rotate(codec, torch.ones(block)) * block**0.5
-    assert spread.abs().max().round() == most
+    assert spread.abs().max().round() == max_sum
 
 
 @pytest.mark.parametrize(

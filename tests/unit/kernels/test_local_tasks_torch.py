@@ -60,14 +60,14 @@ def test_audit_verdicts_equal_the_native_ones(block: int) -> None:
     for at, in_exponents in ((None, False), (0, False), (2, False), (1, True), (3, True)):
         sums = torch.arange(4)
         actual, exponents = sums.clone(), torch.zeros(exact.blocks(numel), dtype=torch.uint8)
-        again = exponents.clone()
+        audited_exponents = exponents.clone()
         if at is not None and in_exponents:
-            again[at * _C.AUDIT_RUN // block] = 1
+            audited_exponents[at * _C.AUDIT_RUN // block] = 1
         elif at is not None:
             actual[at:] += 1
         verdicts = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-        local_tasks.audit_verdict(exact, numel, sums, actual, exponents, again, verdicts[0])()
-        local_tasks_torch.audit_verdict(exact, sums, actual, exponents, again, verdicts[1])
+        local_tasks.audit_verdict(exact, numel, sums, actual, exponents, audited_exponents, verdicts[0])()
+        local_tasks_torch.audit_verdict(exact, sums, actual, exponents, audited_exponents, verdicts[1])
         assert torch.equal(*verdicts)
         out = [torch.ones(numel), torch.ones(numel)]
         codes = torch.full((numel,), 5, dtype=exact.code_type)

@@ -130,7 +130,7 @@ def test_factors_with_nan_or_inf_reach_the_gradient_and_no_residual() -> None:
     assert low_rank.factors_finite([], []) == []
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     gradient, residual, left, right = inputs(6, 7, 2, torch.float32)
     with pytest.raises(ValueError, match="gradient: expected 42 elements, got 41"):
         low_rank.expand(gradient[:41], residual, left, right)

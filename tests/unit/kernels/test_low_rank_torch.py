@@ -17,20 +17,20 @@ def test_passes_equal_the_native_ones(
     monkeypatch.setattr(low_rank_torch, "CHUNK", 1000)  # several pieces
     dice = torch.Generator().manual_seed(rows)
     gradient = torch.randn(rows * columns, generator=dice).to(dtype)
-    lost = torch.randn(rows * columns, generator=dice) if feedback else None
+    residual = torch.randn(rows * columns, generator=dice) if feedback else None
     left, right = torch.randn(rank, rows, generator=dice), torch.randn(rank, columns, generator=dice)
-    for project, other, out in (("project_rows", right, left), ("project_columns", left, right)):
+    for project, factor, out in (("project_rows", right, left), ("project_columns", left, right)):
         result = torch.empty_like(out)
-        getattr(low_rank, project)(gradient, lost, other, out)
-        getattr(low_rank_torch, project)(gradient, lost, other, result)
+        getattr(low_rank, project)(gradient, residual, factor, out)
+        getattr(low_rank_torch, project)(gradient, residual, factor, result)
         torch.testing.assert_close(result, out, rtol=1e-4, atol=1e-3)
-    both = [(gradient.clone(), None if lost is None else lost.clone()) for _ in range(3)]
-    low_rank.expand(*both[0], left, right)
-    low_rank_torch.expand(*both[1], left, right, torch.tensor(True))
-    low_rank_torch.expand(*both[2], left, right, torch.tensor(False))
-    assert torch.equal(both[0][0], both[1][0]) and bool(both[2][0].isnan().all())
-    if lost is not None:
-        assert torch.equal(both[0][1], both[1][1]) and torch.equal(both[2][1], lost)  # type: ignore[arg-type]
+    expansions = [(gradient.clone(), None if residual is None else residual.clone()) for _ in range(3)]
+    low_rank.expand(*expansions[0], left, right)
+    low_rank_torch.expand(*expansions[1], left, right, torch.tensor(True))
+    low_rank_torch.expand(*expansions[2], left, right, torch.tensor(False))
+    assert torch.equal(expansions[0][0], expansions[1][0]) and bool(expansions[2][0].isnan().all())
+    if residual is not None:
+        assert torch.equal(expansions[0][1], expansions[1][1]) and torch.equal(expansions[2][1], residual)  # type: ignore[arg-type]
 
 
 def test_factors_with_nan_or_inf_become_zeros() -> None:

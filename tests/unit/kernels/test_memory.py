@@ -193,7 +193,7 @@ def test_decoding_at_any_alignment(codec: Codec) -> None:
 @pytest.mark.parametrize("kernel", FAST)
 @pytest.mark.parametrize("terms", range(2, 11))
 def test_sums_of_up_to_many_uncompressed_terms(kernel: str, terms: int) -> None:
-    """The fast path of `none` (2 to 8 terms), and what lies beyond it."""
+    """The fast path of `none` (2 to 8 terms), and more terms."""
     none, n = parse("none"), 3001
     values = [floats("nonfinite", n, seed=seed) for seed in range(terms)]
     wires = [encode(none, value) for value in values]

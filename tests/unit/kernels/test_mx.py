@@ -117,8 +117,8 @@ def test_error_is_within_a_unit(codec: Mx) -> None:
 
 @pytest.mark.parametrize("codec", MX, ids=str)
 def test_a_decoded_payload_encodes_to_itself(codec: Mx) -> None:
-    once = encode(codec, floats("normal", 3000))
-    assert torch.equal(encode(codec, decode(codec, once, 3000)), once)
+    payload = encode(codec, floats("normal", 3000))
+    assert torch.equal(encode(codec, decode(codec, payload, 3000)), payload)
 
 
 @every_kernel
@@ -157,11 +157,11 @@ def test_defaults_and_sizes() -> None:
 @pytest.mark.parametrize(
     "spec", ["mxfp8:element=e2m1", "mxfp8:block=64", "mxfp4:element=e4m3", "mxfp4:scale=bf16"]
 )
-def test_wrong_options(spec: str) -> None:
+def test_wrong_options_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="option"):
         parse(spec)
 
 
-def test_wrong_element() -> None:
+def test_a_wrong_element_is_refused() -> None:
     with pytest.raises(ValueError, match="element: expected e2m1, got e4m3"):
         Mxfp4(element="e4m3")

@@ -69,8 +69,8 @@ def test_error_is_within_a_step(codec: Integer) -> None:
 )
 def test_a_decoded_payload_encodes_to_itself(codec: Integer) -> None:
     x = floats("normal", 3000)
-    once = encode(codec, x)
-    assert torch.equal(encode(codec, decode(codec, once, 3000)), once)
+    payload = encode(codec, x)
+    assert torch.equal(encode(codec, decode(codec, payload, 3000)), payload)
 
 
 @pytest.mark.parametrize("codec", INTEGERS, ids=str)

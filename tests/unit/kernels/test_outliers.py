@@ -26,7 +26,7 @@ def data(name: str) -> torch.Tensor:
 
 @functools.cache
 def error(name: str, spec: str) -> float:
-    """Relative L2."""
+    """Return the relative L2 error."""
     x = data(name)
     return float((decode(spec, encode(spec, x), N) - x).double().norm() / x.double().norm())
 

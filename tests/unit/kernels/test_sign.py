@@ -120,6 +120,6 @@ def test_defaults_and_sizes() -> None:
 
 
 @pytest.mark.parametrize("spec", ["sign:round=stochastic", "sign:block=8", "sign:scale=fp16"])
-def test_wrong_options(spec: str) -> None:
+def test_wrong_options_are_refused(spec: str) -> None:
     with pytest.raises(ValueError, match="option"):
         parse(spec)

@@ -34,7 +34,7 @@ def round_trip(codec: TopK | RandK | str, x: torch.Tensor, key: int = 0) -> torc
 
 
 def indices_of_largest(x: torch.Tensor, kept: int) -> list[int]:
-    """By the definition: magnitudes downwards, of equals the lowest index first; NaN above all."""
+    """Return the indices by descending magnitude; of equal ones the lowest index first, NaN before all numbers."""
     size = [int(word) & 0x7FFFFFFF for word in x.view(torch.int32)]
     return sorted(sorted(range(len(size)), key=lambda i: (-size[i], i))[:kept])
 
@@ -244,9 +244,9 @@ def test_keys_and_offsets_draw_different_positions() -> None:
         y = decode("randk", encode("randk", torch.ones(4096), key, offset), 4096)
         position_sets.add(tuple(y.nonzero().flatten().tolist()))
     assert len(position_sets) == 9
-    both = round_trip("randk:ratio=0.1", torch.ones(8192))
-    together = ((both[:4096] != 0) & (both[4096:] != 0)).sum()
-    assert 15 <= together <= 80  # 41 expected of unrelated ones, 410 of equal ones
+    two_granules = round_trip("randk:ratio=0.1", torch.ones(8192))
+    shared = ((two_granules[:4096] != 0) & (two_granules[4096:] != 0)).sum()
+    assert 15 <= shared <= 80  # 41 expected of unrelated ones, 410 of equal ones
 
 
 def test_randk_scales_unless_the_error_is_fed_back() -> None:

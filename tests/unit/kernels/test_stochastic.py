@@ -24,12 +24,12 @@ def variance_and_step(codec: Integer, x: torch.Tensor) -> tuple[torch.Tensor, to
     step, *zero = (torch.from_numpy(field).double().repeat_interleave(codec.block) for field in fields)
     t = (torch.from_numpy(coded) - (zero[0] if zero else 0)) / step
     if codec.spikes:
-        apart = torch.from_numpy(domain != coded)
+        is_outlier = torch.from_numpy(domain != coded)
         value = torch.from_numpy(domain).double()
         spacing = (
             2.0 ** (value.abs().log2().floor() - 7) if codec.scale == "bf16" else torch.full_like(value, 1e-9)
         )
-        step, t = torch.where(apart, spacing, step), torch.where(apart, value / spacing, t)
+        step, t = torch.where(is_outlier, spacing, step), torch.where(is_outlier, value / spacing, t)
     fraction = t - t.floor()
     variance = fraction * (1 - fraction) * step**2
     if reference.rotates(codec):  # an element is a sum over its block, every term times 1 / sqrt(block)
@@ -101,9 +101,9 @@ def test_ranks_round_independently() -> None:
     x = floats("normal", 2048)
     codec = "int8:round=stochastic"
     errors = [decode(codec, encode(codec, x, key=_C.mix_key(7, rank, 0)), 2048) - x for rank in range(64)]
-    alone = torch.stack(errors).square().mean().sqrt()
-    together = torch.stack(errors).mean(0).square().mean().sqrt()
-    assert 6.5 < alone / together < 9.5
+    error_of_one = torch.stack(errors).square().mean().sqrt()
+    error_of_mean = torch.stack(errors).mean(0).square().mean().sqrt()
+    assert 6.5 < error_of_one / error_of_mean < 9.5
 
 
 def test_python_and_cpp_mix_keys_alike() -> None:

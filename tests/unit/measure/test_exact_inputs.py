@@ -22,7 +22,7 @@ def test_sums_are_exact_in_every_order_in_the_dtype_itself(
         exact_inputs.inputs("all_reduce", count, dtype, op=op, rank=r, world_size=world_size)
         for r in range(world_size)
     ]
-    want = exact_inputs.expected("all_reduce", count, dtype, op=op, rank=0, world_size=world_size)
+    expected = exact_inputs.expected("all_reduce", count, dtype, op=op, rank=0, world_size=world_size)
     for seed in range(3):
         order = list(range(world_size))
         random.Random(seed).shuffle(order)
@@ -31,18 +31,18 @@ def test_sums_are_exact_in_every_order_in_the_dtype_itself(
             total += parts[rank]
         if op == "avg":
             total = torch.div(total, world_size, rounding_mode=None if dtype.is_floating_point else "trunc")
-        assert exact_inputs.count_mismatches(total, want) == 0
+        assert exact_inputs.count_mismatches(total, expected) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_lost_or_doubled_contribution_shows(dtype: torch.dtype, rank: int) -> None:
+def test_a_lost_or_doubled_contribution_is_detected(dtype: torch.dtype, rank: int) -> None:
     parts = [exact_inputs.inputs("all_reduce", 5000, dtype, rank=r, world_size=3).double() for r in range(3)]
-    want = exact_inputs.expected("all_reduce", 5000, dtype, rank=0, world_size=3)
+    expected = exact_inputs.expected("all_reduce", 5000, dtype, rank=0, world_size=3)
     total = torch.stack(parts).sum(0)
-    assert exact_inputs.count_mismatches(total.to(dtype), want) == 0
-    assert exact_inputs.count_mismatches((total - parts[rank]).to(dtype), want) > 4500
-    assert exact_inputs.count_mismatches((total + parts[rank]).to(dtype), want) > 4500
+    assert exact_inputs.count_mismatches(total.to(dtype), expected) == 0
+    assert exact_inputs.count_mismatches((total - parts[rank]).to(dtype), expected) > 4500
+    assert exact_inputs.count_mismatches((total + parts[rank]).to(dtype), expected) > 4500
 
 
 def test_float32_values_use_the_whole_significand() -> None:

@@ -63,13 +63,13 @@ def test_choices_equal_those_of_nccl() -> None:
 def test_times_rise_with_sizes_and_hosts(name: str, collective: str) -> None:
     sizes = [KB << at for at in range(0, 25, 2)]
     for hosts in (1, 2, 16):
-        where = find_system(name).resized(hosts, 8)
-        for algorithm in nccl_model.algorithms(collective, where):
-            times = [nccl_model.choose(collective, where, size, algorithm).seconds for size in sizes]
-            assert all(0 < one <= 1.1 * other for one, other in pairwise(times))
+        system = find_system(name).resized(hosts, 8)
+        for algorithm in nccl_model.algorithms(collective, system):
+            times = [nccl_model.choose(collective, system, size, algorithm).seconds for size in sizes]
+            assert all(0 < smaller <= 1.1 * larger for smaller, larger in pairwise(times))
 
 
-def test_other_collectives_of_eight_b200() -> None:
+def test_times_of_other_collectives_of_eight_b200() -> None:
     # The acceptance report again: all_gather, reduce_scatter and all_to_all at 1 GB and 16 GB, in microseconds.
     published = {
         "all_gather": (1486.06, 22357.0),

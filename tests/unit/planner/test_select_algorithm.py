@@ -133,7 +133,7 @@ def test_measurements_override_the_model() -> None:
     assert chosen(2**20) == "ring"
     # A lossy sum is not encoded once more for its speed: a ring of four would encode four times.
     assert chosen(2**20, int8) == "two_shot"
-    # Another group's times say nothing.
+    # Times of a group of another size are not used.
     assert chosen(2**20, ranks=3) == "two_shot"
     assert select("all_reduce", 2**18, torch.float32, none, 4, table=table, algorithm="direct") == "two_shot"
     decision = explain("all_reduce", 2**18, torch.float32, none, 4, table=table)
@@ -181,8 +181,8 @@ def test_the_choice_is_good_in_every_cpu_placement() -> None:
         "tree": 15.0,
     }
     assert table.measurements("all_reduce", none, 4, 1)["tree"].seconds(1) == pytest.approx(450**0.5)
-    only = table_of_placements(ring={"near": 3.0})
-    assert only.measurements("all_reduce", none, 4, 1, "far")["ring"].seconds(1024) == 3.0
+    near_only = table_of_placements(ring={"near": 3.0})
+    assert near_only.measurements("all_reduce", none, 4, 1, "far")["ring"].seconds(1024) == 3.0
     assert parse(json.dumps(table.as_dict())).as_dict() == table.as_dict()
     with pytest.raises(ValueError, match="placement: 'here' is not one of '', 'near', 'far'"):
         table_of_placements(ring={"here": 1.0})
@@ -254,7 +254,7 @@ def test_predicted_cost_equals_the_one_computed_by_hand() -> None:
 
 
 def test_times_between_measured_sizes() -> None:
-    # Small messages take a constant and so much a byte; from where they leave a cache, more and more a byte.
+    # Small messages take a constant and a time per byte; beyond the size of a cache the time per byte grows.
     sizes = [1024 << at for at in range(0, 17, 4)]
     for law in (lambda size: 5e-6 + size / 1e10, lambda size: 1e-12 * size**1.2):
         measured = Measured(

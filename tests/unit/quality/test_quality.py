@@ -39,7 +39,7 @@ def relative_l2(tested: Codec | str, sample: str = "Gaussian") -> float:
 
 @pytest.mark.parametrize(("levels", "published"), [(2, 0.3634), (4, 0.1188), (8, 0.03744), (16, 0.01154)])
 def test_least_distortion_equals_the_table_of_max_1960(levels: int, published: float) -> None:
-    """Table II of Max, 1960: the least distortion of a Gaussian by so many uniform levels, found here by search."""
+    """Table II of Max, 1960: the least distortion of a Gaussian with uniform levels; the test finds it by search."""
     half = np.arange(levels // 2) + 0.5
 
     def distortion(step: float) -> float:

@@ -122,7 +122,7 @@ def test_bytes_on_wire_of_two_levels() -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 18))
-def test_requantizations(ranks: int) -> None:
+def test_number_of_requantizations(ranks: int) -> None:
     def count(name: str, collective: str = "all_reduce") -> int:
         return algorithms.build(name, collective, ranks).requantizations()
 

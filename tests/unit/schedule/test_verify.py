@@ -187,7 +187,7 @@ def test_errors_name_rank_step_and_chunk(text: str, message: str) -> None:
         "all_to_all ranks=2 chunks=4\nrank 0|c1=1\nrank 1|c2=0",
     ],
 )
-def test_schedules_written_by_hand(text: str) -> None:
+def test_schedules_written_by_hand_verify(text: str) -> None:
     schedule = parse(text)
     verify(schedule)
     assert outputs_are_correct(schedule)
@@ -196,12 +196,12 @@ def test_schedules_written_by_hand(text: str) -> None:
             verify(replace(schedule, transfers=schedule.transfers[:i] + schedule.transfers[i + 1 :]))
 
 
-def test_counts_encodings() -> None:
+def test_encodings_of_a_chunk_are_counted() -> None:
     assert verify(algorithms.build("tree", "all_reduce", 4)).encodings == {(rank, 0): 1 for rank in range(4)}
     # Rank 1 gives its input away, takes rank 0's over, and encodes the sum that it makes of that as well.
-    again = verify(
+    two_encodings = verify(
         parse("all_reduce ranks=3 chunks=1\nrank 0|.|c0=1|.|.\nrank 1|c0+2|.|.|c0=0,2\nrank 2|.|.|c0+1|.")
     )
-    assert again.encodings == {(0, 0): 1, (1, 0): 2, (2, 0): 1}
-    assert not again.encodes_once
-    assert again.requantizations == 3
+    assert two_encodings.encodings == {(0, 0): 1, (1, 0): 2, (2, 0): 1}
+    assert not two_encodings.encodes_once
+    assert two_encodings.requantizations == 3

@@ -119,7 +119,7 @@ def test_every_fp16_value_and_every_fp8_code() -> None:
 
 @pytest.mark.parametrize("codec", MIXED, ids=str)
 def test_alignment_and_aliased_arguments(codec: Codec) -> None:
-    """Elements at any alignment, nothing touched outside; `decoded` may be x; `out` may be local."""
+    """Elements may have any alignment, `decoded` may be x, `out` may be local; no other memory is written."""
     n, guard = codec.granularity + 45, 0xA5
     x, old = mixed(n, seed=7), floats("normal", n, seed=8)
     with use("reference"):

@@ -62,7 +62,7 @@ class NoDevice:
 
 @pytest.fixture
 def compiled(capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """The PTX of the kernels that calls would launch, compiled afresh for a device of that capability."""
+    """The PTX of the kernels that calls would launch, compiled without a cache for a device of that capability."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
