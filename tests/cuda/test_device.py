@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
 ]
-EVERYTHING = [each for each in cases.everything() if dispatch.runs_on("cuda", each)]
-FEW = [each for each in cases.few() if dispatch.runs_on("cuda", each)]
+EVERYTHING = [each for each in cases.codecs_with_option_sets() if dispatch.runs_on("cuda", each)]
+FEW = [each for each in cases.codecs_with_single_changes() if dispatch.runs_on("cuda", each)]
 FIELDS = ("local", "residual", "payload_out", "out")
 
 

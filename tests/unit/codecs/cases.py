@@ -65,12 +65,12 @@ def option_sets(name: str) -> list[Codec]:
     ]
 
 
-def everything() -> list[Codec]:
+def codecs_with_option_sets() -> list[Codec]:
     """Every codec with its defaults and with its `option_sets`."""
     return list(dict.fromkeys(codec for name in CODECS for codec in [parse(name), *option_sets(name)]))
 
 
-def few() -> list[Codec]:
+def codecs_with_single_changes() -> list[Codec]:
     """Every codec with its defaults, and each option changed alone.
 
     The options of a class are changed in its first codec, and once more in the others in turn (int7 to int2 share the

@@ -14,13 +14,13 @@ from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import available, reference, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from dtcomm.kernels.types import Combine
-from tests.unit.codecs.cases import everything
+from tests.unit.codecs.cases import codecs_with_option_sets
 from tests.unit.kernels.inputs import floats
 from tests.unit.kernels.test_memory import GuardedMemory, combine
 
 FAST = [name for name in available() if name != "reference"]
 LIST, BITMAP = "topk:ratio=0.01", "topk:ratio=0.3"
-SPARSE = [codec for codec in everything() if codec.layout().kept]
+SPARSE = [codec for codec in codecs_with_option_sets() if codec.layout().kept]
 
 
 def with_byte(payload: torch.Tensor, at: int, value: int) -> torch.Tensor:

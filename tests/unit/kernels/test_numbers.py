@@ -13,11 +13,11 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.codecs.minifloat import Mx
 from dtcomm.kernels import available, use
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
-from tests.unit.codecs.cases import everything, few
+from tests.unit.codecs.cases import codecs_with_option_sets, codecs_with_single_changes
 from tests.unit.kernels.inputs import floats
 
 KERNELS = available()
-INTEGERS = [codec for codec in everything() if isinstance(codec, Integer)]
+INTEGERS = [codec for codec in codecs_with_option_sets() if isinstance(codec, Integer)]
 PLAIN = [codec for codec in INTEGERS if codec.rotate == "none" and not codec.spikes]
 NAN, INF = float("nan"), float("inf")
 
@@ -138,7 +138,9 @@ def test_every_code_of_a_payload_decodes(bits: int, symmetric: bool) -> None:
 
 @every_kernel
 @pytest.mark.parametrize(
-    "codec", [codec for codec in few() if isinstance(codec, Integer) and not codec.spikes], ids=str
+    "codec",
+    [codec for codec in codecs_with_single_changes() if isinstance(codec, Integer) and not codec.spikes],
+    ids=str,
 )
 def test_nan_and_inf_fields_decode_to_the_canonical_nan(codec: Integer) -> None:
     """No encoder writes an infinite scale or a NaN of other bits; the other bytes are random."""
@@ -167,13 +169,13 @@ def test_a_range_beyond_fp32_is_nan() -> None:
     assert round_trip("int8", x).isfinite().all()
 
 
-@pytest.mark.parametrize("codec", few(), ids=str)
+@pytest.mark.parametrize("codec", codecs_with_single_changes(), ids=str)
 def test_zeros_are_exact(codec: Codec) -> None:
     y = round_trip(codec, floats("zeros", 1500))
     assert not y.any()
 
 
-@pytest.mark.parametrize("codec", few(), ids=str)
+@pytest.mark.parametrize("codec", codecs_with_single_changes(), ids=str)
 def test_sums_hold_only_the_canonical_nan(codec: Codec) -> None:
     """Sums hold the canonical NaN only; `none` copies other NaNs."""
     x = floats("bits", 3000)
@@ -202,7 +204,7 @@ def test_none_copies_all_bits() -> None:
     "codec",
     [
         codec
-        for codec in few()
+        for codec in codecs_with_single_changes()
         if codec.name != "fp16" and getattr(codec, "rotate", "none") == "none" and not codec.layout().kept
     ],
     ids=str,
@@ -293,7 +295,7 @@ def test_min_and_max_with_nan_are_nan(dtype: torch.dtype) -> None:
         assert torch.signbit(result)[3:5].tolist() == [False, True]  # of two zeros the first stays
 
 
-@pytest.mark.parametrize("codec", few(), ids=str)
+@pytest.mark.parametrize("codec", codecs_with_single_changes(), ids=str)
 def test_mass_is_conserved(codec: Codec) -> None:
     """decoded + new residual = x + old residual, and for a divided sum divisor times the residual counts."""
     n = 2 * codec.granularity + 5
@@ -327,7 +329,7 @@ def test_residuals_of_nan_and_inf_stay() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.floats(width=32), max_size=150),
-    codec=st.sampled_from(few()),
+    codec=st.sampled_from(codecs_with_single_changes()),
     cut=st.integers(0, 3),
 )
 def test_every_kernel_round_trips_any_floats_to_the_same_bits(
@@ -345,7 +347,7 @@ def test_every_kernel_round_trips_any_floats_to_the_same_bits(
         assert torch.equal(got_floats.view(torch.int32), floats_.view(torch.int32))
 
 
-@pytest.mark.parametrize("codec", few(), ids=str)
+@pytest.mark.parametrize("codec", codecs_with_single_changes(), ids=str)
 def test_granules_are_independent(codec: Codec) -> None:
     """A payload cut at a granule decodes, and the granules of a longer tensor are those of its parts."""
     g = codec.granularity

@@ -11,10 +11,10 @@ from dtcomm.codecs import Sign
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available
 from dtcomm.kernels.ops import decode, encode
-from tests.unit.codecs.cases import everything
+from tests.unit.codecs.cases import codecs_with_option_sets
 from tests.unit.kernels.inputs import floats
 
-SIGNS = [codec for codec in everything() if isinstance(codec, Sign) and codec.rotate == "none"]
+SIGNS = [codec for codec in codecs_with_option_sets() if isinstance(codec, Sign) and codec.rotate == "none"]
 NAN, INF = float("nan"), float("inf")
 
 

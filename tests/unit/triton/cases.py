@@ -35,6 +35,6 @@ def option_sets(plain: Codec) -> list[Codec]:
     return [dataclasses.replace(plain, **dict(zip(columns, row, strict=True))) for row in rows]
 
 
-def everything() -> list[Codec]:
+def codecs_with_option_sets() -> list[Codec]:
     """Each codec with its defaults and with its sets of options."""
     return list(dict.fromkeys(codec for plain in PLAIN for codec in [plain, *option_sets(plain)]))
