@@ -32,22 +32,22 @@ BLOCK = re.compile(
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
-    """The code of a page that runs, as (line of its first line, code)."""
-    found = []
+    """Return the blocks of a page that run, as (number of the first line, code)."""
+    code_blocks = []
     for match in BLOCK.finditer(text):
         if match["skip"]:
             continue
         code = match["setup"] or match["code"]
         if match["language"] == "diff":  # what the file is after the change
-            kept = [line for line in code.splitlines() if not line.startswith("-")]
-            code = "\n".join(line[1:] for line in kept) + "\n"
+            lines = [line for line in code.splitlines() if not line.startswith("-")]
+            code = "\n".join(line[1:] for line in lines) + "\n"
         start = match.start("setup") if match["setup"] else match.start("code")
-        found.append((text.count("\n", 0, start) + 1, textwrap.dedent(code)))
-    return found
+        code_blocks.append((text.count("\n", 0, start) + 1, textwrap.dedent(code)))
+    return code_blocks
 
 
 def ranks_of(text: str) -> int:
-    """On how many ranks a page runs."""
+    """Return the number of ranks that a page runs on."""
     match = re.search(r"<!-- ranks: (\d+) -->", text)
     return int(match[1]) if match else 2
 
@@ -84,7 +84,7 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     run_ranks(run_page, world_size, str(page), port, str(tmp_path), backend=None, fresh=True, timeout=120)
 
 
-def test_blocks_are_found() -> None:
+def test_blocks_are_extracted() -> None:
     text = "\n".join(
         [
             "<!-- setup",

@@ -105,11 +105,11 @@ def _all_to_all(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> A
     source = _values((ranks * 2, 3), dtype, rank)
     equal = torch.empty_like(source)
     _wait(dist.all_to_all_single(equal, source, group=group, async_op=later))
-    sent = [(rank + i) % 3 for i in range(ranks)]
-    received = [(rank + i) % 3 for i in range(ranks)]
-    uneven = torch.empty((sum(received), 2), dtype=dtype)
-    source = _values((sum(sent), 2), dtype, rank)
-    _wait(dist.all_to_all_single(uneven, source, received, sent, group=group, async_op=later))
+    input_splits = [(rank + i) % 3 for i in range(ranks)]
+    output_splits = [(rank + i) % 3 for i in range(ranks)]
+    uneven = torch.empty((sum(output_splits), 2), dtype=dtype)
+    source = _values((sum(input_splits), 2), dtype, rank)
+    _wait(dist.all_to_all_single(uneven, source, output_splits, input_splits, group=group, async_op=later))
     return [*outputs, equal, uneven]
 
 
@@ -162,5 +162,5 @@ def compare(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_same_as_gloo(ranks: int) -> None:
+def test_results_equal_those_of_gloo(ranks: int) -> None:
     assert run_ranks(compare, ranks, backend="dtcomm") == [[]] * ranks

@@ -22,14 +22,14 @@ from tests.support.stopwatch import Stopwatch
 LIMIT_S = 2.0
 
 
-def lose(rank: int, world_size: int, doing: str) -> Any:
+def lose_rank_1(rank: int, world_size: int, operation: str) -> Any:
     """Kill rank 1 while the others wait for it."""
     group = dist.group.WORLD
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
-    if doing == "product":
+    if operation == "product":
         dist.all_reduce(tensor, dist.ReduceOp.PRODUCT)
-    if doing == "recv":
+    if operation == "recv":
         if rank == 0:
             dist.recv(torch.empty(1000), 1)
         elif rank == 1:
@@ -39,22 +39,22 @@ def lose(rank: int, world_size: int, doing: str) -> Any:
     watch = Stopwatch()
     with pytest.raises(PeerLost, match="rank 1") as error:
         for _ in range(3):
-            if doing == "all_reduce":
+            if operation == "all_reduce":
                 dist.all_reduce(tensor)
-            elif doing == "async":
+            elif operation == "async":
                 dist.all_reduce(tensor, async_op=True).wait()
-            elif doing == "product":
+            elif operation == "product":
                 dist.all_reduce(tensor, dist.ReduceOp.PRODUCT)
-            elif doing == "recv":
+            elif operation == "recv":
                 dist.recv(tensor, 1)
             else:
                 dist.barrier(group)
     return watch.elapsed(), str(error.value)
 
 
-@pytest.mark.parametrize("doing", ["all_reduce", "async", "product", "recv", "barrier"])
-def test_a_rank_that_dies_is_named_within_two_seconds(doing: str) -> None:
-    with spawn_ranks(lose, 2, doing, backend="dtcomm") as ranks:
+@pytest.mark.parametrize("operation", ["all_reduce", "async", "product", "recv", "barrier"])
+def test_dead_rank_is_named_within_two_seconds(operation: str) -> None:
+    with spawn_ranks(lose_rank_1, 2, operation, backend="dtcomm") as ranks:
         pid = ranks.pids[1]
         outcome = ranks.join(30)[0]
     assert outcome.ok, outcome.traceback
@@ -70,7 +70,7 @@ def _threads() -> set[str]:
     return {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
 
 
-def groups_come_and_go(rank: int, world_size: int) -> list[int]:
+def create_and_destroy_groups(rank: int, world_size: int) -> list[int]:
     """Return the number of file descriptors after each round of creating, using and destroying groups."""
     counts = []
     for _ in range(6):
@@ -91,12 +91,12 @@ def groups_come_and_go(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_destroyed_groups_leave_nothing_behind() -> None:
-    for counts in run_ranks(groups_come_and_go, 2, backend="dtcomm"):
+def test_destroyed_groups_leak_no_descriptors() -> None:
+    for counts in run_ranks(create_and_destroy_groups, 2, backend="dtcomm"):
         assert max(counts[2:]) <= counts[2] + 2, counts
 
 
-def timeouts(rank: int, world_size: int) -> None:
+def wait_past_timeouts(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.ones(1))
     if rank == 0:
         watch = Stopwatch()
@@ -115,11 +115,11 @@ def timeouts(rank: int, world_size: int) -> None:
     dist.monitored_barrier(wait_all_ranks=True)
 
 
-def test_timeouts() -> None:
-    run_ranks(timeouts, 2, backend="dtcomm")
+def test_timeouts_raise_collective_timeout() -> None:
+    run_ranks(wait_past_timeouts, 2, backend="dtcomm")
 
 
-def reported(rank: int, world_size: int) -> Any:
+def report_fallbacks(rank: int, world_size: int) -> Any:
     dist.all_reduce(torch.ones(4), dist.ReduceOp.PRODUCT)
     dist.all_reduce(torch.ones(4), dist.ReduceOp.PRODUCT)
     sparse = torch.eye(4).to_sparse()
@@ -130,7 +130,7 @@ def reported(rank: int, world_size: int) -> Any:
 
 
 def test_the_report_names_fallbacks() -> None:
-    for groups, text in run_ranks(reported, 2, backend="dtcomm"):
+    for groups, text in run_ranks(report_fallbacks, 2, backend="dtcomm"):
         (group,) = groups
         assert {
             (fallback["operation"], fallback["reason"], fallback["backend"], fallback["count"])
@@ -142,7 +142,7 @@ def test_the_report_names_fallbacks() -> None:
         assert "fallback to gloo: all_reduce, 2 times: op PRODUCT" in text
 
 
-def refused(rank: int, world_size: int) -> None:
+def check_refusals(rank: int, world_size: int) -> None:
     """Wrong arguments are named in the error, and the group still works."""
     with pytest.raises(ValueError, match="output_tensors has 1 tensors, the group 2 ranks"):
         dist.all_gather([torch.empty(2)], torch.ones(2))
@@ -155,5 +155,5 @@ def refused(rank: int, world_size: int) -> None:
     assert tensor.item() == 2
 
 
-def test_wrong_arguments() -> None:
-    run_ranks(refused, 2, backend="dtcomm")
+def test_invalid_arguments_are_named() -> None:
+    run_ranks(check_refusals, 2, backend="dtcomm")

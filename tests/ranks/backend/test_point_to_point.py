@@ -38,19 +38,19 @@ def exchange(rank: int, world_size: int) -> None:
                 dist.recv(received, (rank - shift) % world_size)
                 dist.send(_message(numel, rank), (rank + shift) % world_size)
             assert torch.equal(received, _message(numel, (rank - shift) % world_size))
-        others = [peer for peer in range(world_size) if peer != rank]
-        results = [torch.empty(numel) for _ in others]
+        peers = [peer for peer in range(world_size) if peer != rank]
+        results = [torch.empty(numel) for _ in peers]
         works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, result, peer) for peer, result in zip(others, results)]
-            + [dist.P2POp(dist.isend, _message(numel, rank), peer) for peer in others]
+            [dist.P2POp(dist.irecv, result, peer) for peer, result in zip(peers, results)]
+            + [dist.P2POp(dist.isend, _message(numel, rank), peer) for peer in peers]
         )
         for work in works:
             work.wait()
-        for peer, result in zip(others, results):
+        for peer, result in zip(peers, results):
             assert torch.equal(result, _message(numel, peer))
 
 
-def by_tag(rank: int, world_size: int) -> None:
+def receive_by_tag(rank: int, world_size: int) -> None:
     """Short and long messages are received in another order than they were sent."""
     tags = [3, 1, 4, 1, 5, 9, 2, 6]
     sizes = [10, 5000, 20, 7000, 3, 100_000, 1, 0]
@@ -69,7 +69,7 @@ def by_tag(rank: int, world_size: int) -> None:
             assert torch.equal(received, _message(size, tag))
 
 
-def any_source(rank: int, world_size: int) -> list[int]:
+def receive_from_any_source(rank: int, world_size: int) -> list[int]:
     """Rank 0 receives from any rank by tag, the long messages first."""
     if rank != 0:
         for numel in (4, 4000):
@@ -85,7 +85,7 @@ def any_source(rank: int, world_size: int) -> list[int]:
     return sources
 
 
-def in_the_background(rank: int, world_size: int) -> None:
+def receive_without_waiting(rank: int, world_size: int) -> None:
     """A posted receive makes progress although its rank does not wait for it."""
     if rank == 0:
         received = torch.empty(300_000)
@@ -98,7 +98,7 @@ def in_the_background(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def to_itself(rank: int, world_size: int) -> None:
+def send_to_itself(rank: int, world_size: int) -> None:
     received = torch.empty(5)
     receive = dist.irecv(received, rank)
     send = dist.isend(_message(5, rank), rank)
@@ -108,7 +108,7 @@ def to_itself(rank: int, world_size: int) -> None:
     assert torch.equal(received, _message(5, rank))
 
 
-def wrong(rank: int, world_size: int) -> None:
+def receive_wrong_sizes(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.send(torch.zeros(4), 1)
         dist.send(torch.zeros(4000), 1)
@@ -131,23 +131,23 @@ def wrong(rank: int, world_size: int) -> None:
     assert watch.elapsed().within(cpu_s=2, wall_s=10)
 
 
-def subgroup(rank: int, world_size: int) -> Any:
+def exchange_in_subgroup(rank: int, world_size: int) -> Any:
     """Ranks are global ranks, and groups do not receive each other's messages."""
     group = dist.new_group([0, 2])
     if rank == 1:
         return
-    other = 2 - rank
+    peer = 2 - rank
     received_in_group, received_globally = torch.empty(3), torch.empty(3)
     works = [
-        dist.isend(_message(3, rank), other, group=group),
-        dist.isend(_message(3, rank + 5), other),
-        dist.irecv(received_globally, other),
-        dist.irecv(received_in_group, other, group=group),
+        dist.isend(_message(3, rank), peer, group=group),
+        dist.isend(_message(3, rank + 5), peer),
+        dist.irecv(received_globally, peer),
+        dist.irecv(received_in_group, peer, group=group),
     ]
     for work in works:
         work.wait()
-    assert torch.equal(received_in_group, _message(3, other)) and torch.equal(
-        received_globally, _message(3, other + 5)
+    assert torch.equal(received_in_group, _message(3, peer)) and torch.equal(
+        received_globally, _message(3, peer + 5)
     )
 
 
@@ -156,23 +156,23 @@ def test_every_rank_sends_to_every_other(ranks: int) -> None:
     run_ranks(exchange, ranks, backend="dtcomm")
 
 
-def test_tags() -> None:
-    run_ranks(by_tag, 2, backend="dtcomm")
+def test_messages_are_matched_by_tag() -> None:
+    run_ranks(receive_by_tag, 2, backend="dtcomm")
 
 
-def test_any_source() -> None:
-    sources = run_ranks(any_source, 3, backend="dtcomm")[0]
+def test_messages_are_received_from_any_source() -> None:
+    sources = run_ranks(receive_from_any_source, 3, backend="dtcomm")[0]
     assert sorted(sources) == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("program", [in_the_background, to_itself, wrong])
-def test_two_ranks(program: Any) -> None:
+@pytest.mark.parametrize("program", [receive_without_waiting, send_to_itself, receive_wrong_sizes])
+def test_messages_between_two_ranks(program: Any) -> None:
     run_ranks(program, 2, backend="dtcomm")
 
 
-def test_subgroup() -> None:
-    run_ranks(subgroup, 3, backend="dtcomm")
+def test_groups_do_not_receive_each_others_messages() -> None:
+    run_ranks(exchange_in_subgroup, 3, backend="dtcomm")
 
 
-def test_without_shared_memory() -> None:
+def test_every_rank_sends_to_every_other_without_shared_memory() -> None:
     run_ranks(exchange, 2, backend="dtcomm", env={"DTCOMM_RUNTIME": "process_group"})

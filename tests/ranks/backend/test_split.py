@@ -12,7 +12,7 @@ import dtcomm
 from dtcomm.launch.ranks import run_ranks
 
 
-def split(rank: int, world_size: int) -> None:
+def split_and_reduce(rank: int, world_size: int) -> None:
     parent = dist.group.WORLD
     assert parent is not None
     parent.bound_device_id = torch.device("cpu", 0)  # set by init_process_group(device_id=...)
@@ -21,13 +21,17 @@ def split(rank: int, world_size: int) -> None:
             stack.enter_context(mock.patch.object(torch.accelerator, name, return_value=answer))
         # Options are passed because torch would otherwise copy Gloo's, which cannot be copied (NCCL's can).
         options = object()
-        even = dist.split_group(None, [[0, 2], [1]], pg_options=options, group_desc="halves")
-        again = dist.split_group(even, [[1, 0]], pg_options=options) if rank != 1 else None
-        nobody = dist.split_group(None, [[0, 1]], pg_options=options)
-    assert (nobody is None) == (rank == 2)
-    assert even is not None and even.group_desc == "halves"
-    assert dist.get_process_group_ranks(even) == ([1] if rank == 1 else [0, 2])
-    for group, members in ((even, dist.get_process_group_ranks(even)), (again, [0, 2]), (nobody, [0, 1])):
+        halves = dist.split_group(None, [[0, 2], [1]], pg_options=options, group_desc="halves")
+        reversed_pair = dist.split_group(halves, [[1, 0]], pg_options=options) if rank != 1 else None
+        first_two = dist.split_group(None, [[0, 1]], pg_options=options)
+    assert (first_two is None) == (rank == 2)
+    assert halves is not None and halves.group_desc == "halves"
+    assert dist.get_process_group_ranks(halves) == ([1] if rank == 1 else [0, 2])
+    for group, members in (
+        (halves, dist.get_process_group_ranks(halves)),
+        (reversed_pair, [0, 2]),
+        (first_two, [0, 1]),
+    ):
         if group is None:
             continue
         tensor = torch.full((1000,), float(rank + 1))
@@ -41,10 +45,10 @@ def split(rank: int, world_size: int) -> None:
     in_parent = torch.ones(10)
     dist.all_reduce(in_parent)  # the parent group still works
     assert in_parent.eq(world_size).all()
-    for group in (again, nobody, even):
+    for group in (reversed_pair, first_two, halves):
         if group is not None:
             dist.destroy_process_group(group)
 
 
-def test_split_groups_work_as_new_ones_do() -> None:
-    run_ranks(split, 3, backend="dtcomm")
+def test_split_groups_run_collectives() -> None:
+    run_ranks(split_and_reduce, 3, backend="dtcomm")

@@ -1,4 +1,4 @@
-"""The training runs of bench.fsdp_convergence, shortened: every spec learns, and the page says what was run."""
+"""The training runs of bench.fsdp_convergence, shortened: every spec learns, and the page has a row per spec."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dtcomm.cli.demo import train as demo
 SHAPE = demo.ModelShape(vocabulary=11, context=8, layers=2, width=16, heads=2)
 
 
-def drawn(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symbols that count up, so that no text is needed."""
+def random_batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sequences of consecutive symbols, so that no text is needed."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + seed)
     first = torch.randint(11, (4, 1), generator=generator)
     symbols = (first + torch.arange(9)) % 11
@@ -30,7 +30,7 @@ SHORT = dataclasses.replace(
     TASKS["gpt"],
     steps=12,
     rate=2e-2,
-    batch=drawn,
+    batch=random_batch,
     evaluate=lambda model: 1.0,
     model=lambda: demo.GPT(SHAPE),
 )
@@ -39,9 +39,9 @@ SHORT = dataclasses.replace(
 def test_every_spec_learns_and_sends_less() -> None:
     runs: dict[str, Any] = {}
     for name, method in METHODS.items():
-        found = runs[shards_page.key(name, 0)] = train(SHORT, method, 0)
-        assert found["curve"][-1] < found["curve"][0] - 0.2, name
-        assert found["sent"] == pytest.approx(1.0) if name == "uncompressed" else found["sent"] < 0.9, name
+        result = runs[shards_page.key(name, 0)] = train(SHORT, method, 0)
+        assert result["curve"][-1] < result["curve"][0] - 0.2, name
+        assert result["sent"] == pytest.approx(1.0) if name == "uncompressed" else result["sent"] < 0.9, name
     _, columns, rows = shards_page.table(runs)
     assert [row[0] for row in rows] == list(METHODS) and len(columns) == len(rows[0])
     assert len(shards_page.verdicts(runs)) == 2

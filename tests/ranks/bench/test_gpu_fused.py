@@ -1,4 +1,4 @@
-"""What bench.gpu_fused says of its targets, what it cuts, and what it says where there is no device."""
+"""bench.gpu_fused and bench.gpu_kernels: verdicts, the time budget, result files, and the error without a device."""
 
 import json
 from pathlib import Path
@@ -11,26 +11,26 @@ from bench import gpu_fused, gpu_kernels
 from bench.common.budget import Budget
 
 
-def test_a_verdict_is_about_every_target() -> None:
+def test_verdict_covers_every_target() -> None:
     rows = [{"codec": name, "of_floor": 0.9} for name in (*gpu_fused.TARGETS, "none")]
     assert gpu_fused.verdict(rows) == "met"
     rows[1]["of_floor"] = 0.84
     assert gpu_fused.verdict(rows) == "MISSED"
     assert gpu_fused.verdict(rows[2:]) == "not measured: int8, fp8_e4m3"
-    rows[3]["of_floor"] = 0.1  # none is no target
+    rows[3]["of_floor"] = 0.1  # codec none has no target
     rows[1]["of_floor"] = 0.85
     assert gpu_fused.verdict(rows) == "met"
 
 
-def test_what_no_longer_fits_is_cut_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measurements_beyond_the_time_budget_are_cut_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     now = iter([100.0, 104.0, 104.0, 104.0, 111.0, 111.0, 111.0]).__next__
     budget = Budget(10, now)
     assert budget.allows("the first")
     assert not budget.allows("a long one", seconds=8)
     assert not budget.allows("the last")
     assert budget.left() == 0 and budget.cuts == ["a long one", "the last"]
-    told = capsys.readouterr().err.splitlines()
-    assert told == [
+    messages = capsys.readouterr().err.splitlines()
+    assert messages == [
         "CUT: a long one: 6 of 10 seconds are left, and this may take 8 s; more with --seconds N",
         "CUT: the last: 0 of 10 seconds are left; more with --seconds N",
     ]
@@ -38,49 +38,53 @@ def test_what_no_longer_fits_is_cut_aloud(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture
-def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in (gpu_fused, gpu_kernels):
         monkeypatch.setattr(program, "Budget", lambda seconds: Budget(seconds, now=lambda: 0.0))
 
 
-@pytest.mark.usefixtures("no_time_passes")
-def test_fused_kernels_from_the_flags_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What runs on a device, in the emulator; two processes would take longer than there is time."""
+@pytest.mark.usefixtures("frozen_clock")
+def test_fused_kernel_benchmark_writes_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measure in the emulator; the time budget does not allow the run with two processes."""
     file = tmp_path / "folder" / "fused.json"
     line = f"--device emulator --ranks 2 --mib 0.004 --codecs none int8 --sizes 64 256 --seconds 25 --json {file}"
     assert gpu_fused.main(line.split()) == 0
-    found = json.loads(file.read_text())
-    assert [(row["codec"], row["of_floor"] > 0) for row in found["bandwidth"]] == [
+    report = json.loads(file.read_text())
+    assert [(row["codec"], row["of_floor"] > 0) for row in report["bandwidth"]] == [
         ("int8", True),
         ("none", True),
     ]
-    assert [(row["codec"], row["size"]) for row in found["latency"]] == [
+    assert [(row["codec"], row["size"]) for row in report["latency"]] == [
         (spec, size) for spec in ("none", "int8") for size in (64, 256)
     ]
-    assert all(row["replayed_microseconds"] > 0 for row in found["latency"])
-    assert found["cut"] == ["two processes on one device"] and found["processes"] == {"not run": "cut"}
-    assert found["verdict"] == "not measured: fp8_e4m3, int4" and found["versions"]["torch"]
-    shown = capsys.readouterr()
-    assert "CUT: two processes on one device" in shown.err and "of the floor" in shown.out
+    assert all(row["replayed_microseconds"] > 0 for row in report["latency"])
+    assert report["cut"] == ["two processes on one device"] and report["processes"] == {"not run": "cut"}
+    assert report["verdict"] == "not measured: fp8_e4m3, int4" and report["versions"]["torch"]
+    output = capsys.readouterr()
+    assert "CUT: two processes on one device" in output.err and "of the floor" in output.out
 
 
-@pytest.mark.usefixtures("no_time_passes")
-def test_codec_kernels_from_the_flags_to_the_file(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("frozen_clock")
+def test_codec_kernel_benchmark_writes_its_results(tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
     assert gpu_kernels.main(f"--device cpu --mib 0.01 --codecs int8 --json {file}".split()) == 0
-    found = json.loads(file.read_text())
+    report = json.loads(file.read_text())
     verbs = ["encode", "decode", "reduce", "reduce_encode", "encode"]
-    assert [row["verb"].split()[0] for row in found["rows"][:5]] == verbs
-    assert all(row["of_copy"] > 0 for row in found["rows"]) and found["cut"] == []
+    assert [row["verb"].split()[0] for row in report["rows"][:5]] == verbs
+    assert all(row["of_copy"] > 0 for row in report["rows"]) and report["cut"] == []
     assert gpu_kernels.main(f"--device cpu --mib 0.01 --seconds 0 --json {file}".split()) == 0
-    found = json.loads(file.read_text())
+    report = json.loads(file.read_text())
     assert (
-        found["rows"] == [] and len(found["cut"]) == len([*gpu_kernels.FIRST_TIER, *gpu_kernels.OTHERS]) + 1
+        report["rows"] == [] and len(report["cut"]) == len([*gpu_kernels.FIRST_TIER, *gpu_kernels.OTHERS]) + 1
     )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 @pytest.mark.parametrize("program", [gpu_fused, gpu_kernels])
-def test_without_a_device_it_says_so(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_fail_without_a_cuda_device(
+    program: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert program.main([]) == 1
     assert "no CUDA device" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The yardstick must be right before it judges anybody: sums against numpy, verdicts on known timings."""
+"""The yardstick: its sums equal numpy's, and its verdicts on known times are right."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the yardsti
 MB = 1 << 20
 
 
-class Summing:
-    """One rank that all-reduces known random numbers and says whether the result is right."""
+class SummingRank:
+    """A rank that all-reduces known random numbers and checks the sum."""
 
     def __init__(self, rank: int, ranks: int, address: tuple[str, int, int, int]) -> None:
         self.rank, self.ranks = rank, ranks
@@ -58,29 +58,29 @@ def test_every_algorithm_sums_in_rank_order(ranks: int) -> None:
         {"piece_bytes": 64 * KB, "slots": 2},
         {"piece_bytes": 256 * KB, "slots": 4, "stream_stage": 1, "stream_slot": 1, "stream_result": 1},
     ]
-    with Pool(Summing, ranks, address=segment.address) as pool:
-        for each in settings:
+    with Pool(SummingRank, ranks, address=segment.address) as pool:
+        for setting in settings:
             for numel in (1, 17, 4096, 100_003):
                 for algorithm in (native.ONE_SHOT, native.TWO_SHOT, native.DIRECT):
-                    values = tuning(ranks=ranks, **each).as_dict()
+                    values = tuning(ranks=ranks, **setting).as_dict()
                     assert all(pool.call("right", algorithm=algorithm, numel=numel, settings=values)), (
-                        each,
+                        setting,
                         numel,
                     )
     segment.close()
 
 
-def test_settings_that_do_not_fit_are_refused() -> None:
+def test_settings_that_exceed_the_ring_are_refused() -> None:
     segment = Segment.create(2, MB, MB)
     with (
-        Pool(Summing, 2, address=segment.address) as pool,
+        Pool(SummingRank, 2, address=segment.address) as pool,
         pytest.raises(RankFailed, match="ring is too small"),
     ):
         pool.call("refuse", settings=tuning(MB, 2).as_dict())
     segment.close()
 
 
-def test_verdicts_follow_the_figures() -> None:
+def test_verdicts_follow_the_measured_times() -> None:
     def timing(seconds: float) -> Timing:
         return Timing.of([seconds] * 3)
 

@@ -81,7 +81,7 @@ class StaysFinite(TorchDistributed):
         return run_and_check
 
 
-class Looks(ProcessGroup):
+class CopiesToHost(ProcessGroup):
     """Copies one value of every result to the host."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:

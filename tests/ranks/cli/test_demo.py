@@ -15,7 +15,7 @@ from dtcomm.codecs import codec
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty files, each of one letter, with what a library has besides: tests, tabs and other alphabets."""
+    """Write thirty modules of one letter each, with tabs and non-ASCII characters, and a test."""
     root = tmp_path_factory.mktemp("library")
     (root / "test").mkdir()
     (root / "test" / "test_it.py").write_text("!" * 5000)
@@ -25,13 +25,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_text_is_split_by_file_in_an_order_of_its_own(library: Path) -> None:
+def test_corpus_is_split_by_file_deterministically(library: Path) -> None:
     corpus = demo.load_corpus(library)
     assert corpus.files == 30
     assert corpus.training.numel() + corpus.held_out.numel() == 30 * (4 + 5000 + 3)
     assert torch.equal(corpus.training, demo.load_corpus(library).training)
     assert demo.ALPHABET.index("!") not in corpus.training.unique().tolist()
-    assert int(corpus.training.max()) == demo.VOCABULARY - 1  # what ASCII lacks
+    assert int(corpus.training.max()) == demo.VOCABULARY - 1  # the symbol of all characters outside ASCII
     held_out = {int(symbol) for symbol in corpus.held_out.unique()}
     letters = {demo.ALPHABET.index(chr(ord("a") + number)) for number in range(4, 26)}
     assert not held_out & letters & {int(symbol) for symbol in corpus.training.unique()}
@@ -43,23 +43,23 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         demo.load_corpus(tmp_path)
 
 
-def test_batches_depend_on_seed_step_and_rank_and_on_nothing_else(library: Path) -> None:
+def test_batches_depend_only_on_seed_step_and_rank(library: Path) -> None:
     corpus = demo.load_corpus(library)
 
-    def drawn(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch_of(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         return demo.training_batch(corpus, seed=seed, step=step, rank=rank, size=8, length=500)
 
-    inputs, targets = drawn(0, 1, 0)
+    inputs, targets = batch_of(0, 1, 0)
     assert inputs.shape == targets.shape == (8, 500)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     torch.manual_seed(99)
-    assert torch.equal(inputs, drawn(0, 1, 0)[0])
-    for other in ((1, 1, 0), (0, 2, 0), (0, 1, 1)):
-        assert not torch.equal(inputs, drawn(*other)[0])
+    assert torch.equal(inputs, batch_of(0, 1, 0)[0])
+    for arguments in ((1, 1, 0), (0, 2, 0), (0, 1, 1)):
+        assert not torch.equal(inputs, batch_of(*arguments)[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_out_the_held_out_windows(library: Path, ranks: int) -> None:
+def test_ranks_divide_the_held_out_windows(library: Path, ranks: int) -> None:
     corpus = demo.load_corpus(library)
     shares = [
         demo.held_out_batches(corpus, windows=7, size=2, length=50, rank=rank, ranks=ranks)
@@ -69,7 +69,7 @@ def test_ranks_share_out_the_held_out_windows(library: Path, ranks: int) -> None
     assert all(inputs.shape[0] <= 2 for share in shares for inputs, _ in share)
 
 
-def test_the_model_cannot_see_the_future() -> None:
+def test_outputs_do_not_depend_on_later_symbols() -> None:
     torch.manual_seed(0)
     model = demo.GPT(demo.ModelShape(vocabulary=11, context=16, layers=2, width=16, heads=2))
     symbols = torch.randint(11, (1, 16))
@@ -80,10 +80,10 @@ def test_the_model_cannot_see_the_future() -> None:
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
-def test_demo_trains_measures_and_writes(
+def test_demo_trains_and_writes_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # By default eight steps would be looked at eight times, which takes far longer than they do.
+    # By default eight steps would be evaluated eight times, which takes far longer than training.
     monkeypatch.setattr(demo_command, "Settings", functools.partial(Settings, evaluations=2, windows=8))
     code = demo_command.main(["--steps", "8", "--codecs", "none,int8", "--out", str(tmp_path), "--json"])
     captured = capsys.readouterr()
@@ -109,7 +109,7 @@ def test_demo_trains_measures_and_writes(
     ("arguments", "names"),
     [(["--steps", "0"], "--steps"), (["--codecs", "int99"], "int99"), (["--nproc", "0"], "--nproc")],
 )
-def test_bad_arguments_are_named(
+def test_invalid_arguments_are_named(
     arguments: list[str], names: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:

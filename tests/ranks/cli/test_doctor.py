@@ -1,4 +1,4 @@
-"""`dtcomm doctor` on this machine, and on machines with something wrong."""
+"""`dtcomm doctor` on this machine, and its findings on simulated faulty machines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _self_test_result(**change: Any) -> dict[str, Any]:
         ({}, "ok", "same bits"),
     ],
 )
-def test_engine_status(
+def test_engine_status_follows_the_self_test(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], status: str, text: str
 ) -> None:
     monkeypatch.setattr(
@@ -70,8 +70,8 @@ def test_engine_notes_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.status == "note" and "because no shared memory here" in check.summary
 
 
-def test_a_wrong_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-test itself, with a collective that forgets the other rank, and one that adds too much."""
+def test_self_test_detects_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the self-test with collectives that omit the other rank's contribution or scale the sum."""
     from dtcomm import collectives
 
     monkeypatch.setattr(collectives, "info", lambda: {"runtime": "native", "reason": ""})
@@ -109,7 +109,9 @@ def test_more_ranks_than_cores_are_noted() -> None:
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)])
-def test_container_quota_counts(monkeypatch: pytest.MonkeyPatch, quota: str, cores: int) -> None:
+def test_container_quota_limits_the_usable_cores(
+    monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
+) -> None:
     monkeypatch.setattr(checks.os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(Path, "read_text", lambda _: quota)
     assert checks.usable_cores() == cores
@@ -118,12 +120,12 @@ def test_container_quota_counts(monkeypatch: pytest.MonkeyPatch, quota: str, cor
 @pytest.mark.parametrize(
     ("nanoseconds", "text"), [(0.0, "not measured"), (20, "one core"), (100, "one L3"), (480, "different")]
 )
-def test_placement(nanoseconds: float, text: str) -> None:
+def test_placement_is_described_by_the_round_trip_time(nanoseconds: float, text: str) -> None:
     assert text in checks.describe_placement(nanoseconds)
 
 
 @pytest.mark.parametrize("value", ["0", "65", "two"])
-def test_refuses_impossible_rank_counts(value: str) -> None:
+def test_invalid_rank_counts_are_refused(value: str) -> None:
     with pytest.raises(SystemExit) as error:
         doctor_command.main(["--nproc", value])
     assert error.value.code == 2

@@ -76,7 +76,7 @@ MISSING = "rank 2 never entered all_reduce #3 of 25 MB that ranks 0-1 wait for (
     ],
     ids=["killed", "stopped", "killed over gloo"],
 )
-def test_a_rank_that_is_gone(
+def test_dead_or_stopped_rank_is_diagnosed(
     kind: str,
     env: dict[str, str],
     timeout: float,
@@ -87,14 +87,14 @@ def test_a_rank_that_is_gone(
     write_records(kind, tmp_path, env, timeout)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.json", "rank-1.json"]
     wrong, text = run_doctor(tmp_path, capsys)
-    if env:  # over sockets nobody sees how far another rank came
+    if env:  # over Gloo no rank knows the progress of another
         sentence = sentence.replace("entered", "never entered").partition(" and ")[0]
     assert wrong["sentence"].startswith(sentence), wrong["sentence"]
     assert wrong["culprits"] == [2] and wrong["operation"] == 3
     assert "ranks 0-2" in text
 
 
-def test_a_rank_that_comes_too_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_late_rank_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_records("absent", tmp_path, {}, 2.0)
     wrong, _ = run_doctor(tmp_path, capsys)
     assert wrong["kind"] == "missing" and wrong["culprits"] == [2]
@@ -102,7 +102,7 @@ def test_a_rank_that_comes_too_late(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("env", [{}, {**OVER_GLOO, "DTCOMM_CHECK": "1"}], ids=["native", "process_group"])
-def test_a_rank_that_calls_something_else(
+def test_mismatched_call_is_diagnosed(
     env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_records("mismatch", tmp_path, env, 20.0)
@@ -124,7 +124,9 @@ def write_record_on_demand(rank: int, world_size: int, folder: str) -> dict[str,
 
 
 @pytest.mark.parametrize("env", [{}, OVER_GLOO], ids=["native", "process_group"])
-def test_records_on_demand(env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_on_demand_holds_the_last_256_operations(
+    env: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for rank, record in enumerate(run_ranks(write_record_on_demand, 2, str(tmp_path), env=env)):
         (communicator,) = record["communicators"]
         operations = communicator["operations"]
@@ -147,7 +149,7 @@ def test_records_on_demand(env: dict[str, str], tmp_path: Path, capsys: pytest.C
     assert "nothing is missing: ranks 0-1 finished all 301 operations" in capsys.readouterr().out
 
 
-def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_valid_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor_command.main(["--flight", str(tmp_path)]) == 2
     assert "no rank-*.json" in capsys.readouterr().err
     (tmp_path / "rank-0.json").write_text("{")
@@ -182,7 +184,7 @@ def _record(rank: int, *operations: tuple[int, str, int | None], failure: str = 
     return {"rank": rank, "communicators": [{**communicator, "failure": failure}]}
 
 
-def test_the_end_of_a_chain_of_waits_is_stuck() -> None:
+def test_last_rank_of_a_chain_of_waits_is_the_culprit() -> None:
     records = [_record(rank, (7, "failed", waits_for)) for rank, waits_for in ((0, 1), (1, 2), (2, 3))]
     records.append(_record(3, (7, "started", None)))
     (diagnosis,) = diagnose(records)
@@ -192,7 +194,7 @@ def test_the_end_of_a_chain_of_waits_is_stuck() -> None:
     )
 
 
-def test_a_damaged_payload_is_reported_with_its_sender() -> None:
+def test_damaged_payload_is_reported_with_its_sender() -> None:
     text = "what rank 2 (host h, pid 12) sent to rank 0 (host h, pid 10) arrived damaged: chunk 1 of piece 0"
     (diagnosis,) = diagnose(
         [_record(0, (7, "failed", 2), failure=text), _record(2, (7, "failed", 0), failure=text)]
@@ -200,7 +202,7 @@ def test_a_damaged_payload_is_reported_with_its_sender() -> None:
     assert (diagnosis.kind, diagnosis.culprits, diagnosis.sentence) == ("corrupt", [2], text)
 
 
-def test_formatting() -> None:
+def test_ranks_and_bytes_are_formatted() -> None:
     assert [format_ranks(ranks) for ranks in ([], [3], [0, 1, 2], [5, 0, 1])] == [
         "nobody",
         "rank 3",

@@ -31,7 +31,7 @@ def perf(tmp_path: Path, line: str, status: int = 0) -> dict[str, Any]:
 
 
 def measure_on_warm_ranks(line: str, nproc: int = 2) -> PerfReport:
-    """The same without the command around it, on ranks that are warm already."""
+    """Return the report of a measurement without the command, on warm ranks."""
     options = parse([*QUICK, "--no-pin", "--json", "-", *line.split()])
     report = run_ranks(measure, nproc, options)[0]
     assert isinstance(report, PerfReport)
@@ -43,7 +43,7 @@ def wrong_counts(row: PerfRow) -> list[int | None]:
     return [None if place.check is None else place.check.wrong for place in places]
 
 
-def test_native_beside_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_native_and_gloo_are_measured_in_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     document = perf(
         tmp_path, "all_reduce -b 1K -e 64K -f 64 -c 2 --backend native,gloo --codec none --codec int8"
     )
@@ -67,7 +67,7 @@ def test_native_beside_gloo(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_collective_with_and_without_loss(collective: str) -> None:
+def test_every_collective_with_and_without_compression(collective: str) -> None:
     report = measure_on_warm_ranks(
         f"{collective} -b 90K -e 90K --backend native,gloo --codec none --codec int8 -d float,bfloat16",
         nproc=3,
@@ -84,7 +84,7 @@ def test_every_collective_with_and_without_loss(collective: str) -> None:
     assert none is not None and int8 is not None and 0 < int8 < 0.3 * none
 
 
-def test_every_type_and_operator() -> None:
+def test_every_dtype_and_operator() -> None:
     report = measure_on_warm_ranks(
         "all_reduce -b 4000 -e 4000 -d all -o all --codec none --codec fp16", nproc=3
     )
@@ -93,7 +93,7 @@ def test_every_type_and_operator() -> None:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_over_the_groups_own_backend(collective: str) -> None:
+def test_group_backend_sends_the_bytes_of_the_native_engine(collective: str) -> None:
     report = measure_on_warm_ranks(
         f"{collective} -b 90K -e 90K --backend process_group,native --codec none --codec int8"
     )
@@ -104,14 +104,14 @@ def test_over_the_groups_own_backend(collective: str) -> None:
         assert wire[f"process_group {codec} auto"] == wire[f"native {codec} auto"]
 
 
-def test_other_ways_to_run() -> None:
+def test_less_common_options() -> None:
     report = measure_on_warm_ranks("broadcast -b 8K -e 8K -r all -m 6 -z 1 -C -O 0 -N 2 --algorithm ring")
     assert [row.root for row in report.rows] == [0, 1, 0, 1]
     assert all(row.out_of_place is None and wrong_counts(row) == [0] for row in report.rows)
     assert report.ranks[0].device.startswith("cpu any of")
 
 
-def test_sizes_beyond_the_memory_are_left_out_aloud() -> None:
+def test_sizes_beyond_the_memory_are_skipped_with_a_warning() -> None:
     report = measure_on_warm_ranks("all_reduce -b 1K -e 1024G -f 1073741824")
     assert [row.size for row in report.rows] == [1024]
     assert "are left out" in report.warnings[0]
@@ -119,12 +119,12 @@ def test_sizes_beyond_the_memory_are_left_out_aloud() -> None:
         measure_on_warm_ranks("all_reduce -b 1024G -e 1024G")
 
 
-def test_one_rank_alone() -> None:
+def test_single_rank_sends_nothing() -> None:
     (row,) = measure_on_warm_ranks("all_reduce -b 8K -e 8K --codec int8", nproc=1).rows
     assert row.wire_bytes == 0 and wrong_counts(row) == [0, 0]
 
 
-def test_growing_sums_are_refilled_before_they_overflow() -> None:
+def test_inputs_are_refilled_before_sums_overflow() -> None:
     for flags in ("-n 40 -w 40", "-n 9 -w 0 -m 8"):
         report = measure_on_warm_ranks(
             f"all_reduce -b 4K -e 4K -d half {flags} --backend tests.ranks.cli.backends:StaysFinite", nproc=3
@@ -133,7 +133,7 @@ def test_growing_sums_are_refilled_before_they_overflow() -> None:
         assert report.wrong == 0 and len(timing.iterations) == int(flags.split()[1])
 
 
-def test_a_wrong_value_fails(tmp_path: Path) -> None:
+def test_wrong_values_fail_the_command(tmp_path: Path) -> None:
     document = perf(
         tmp_path, "all_reduce -b 4K -e 4K --backend tests.ranks.cli.backends:OffByOne -c 3", status=1
     )
@@ -143,37 +143,37 @@ def test_a_wrong_value_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_wrong_value_is_counted(collective: str) -> None:
-    root = "-r 1" if COLLECTIVES[collective].rooted else ""  # the spoiled rank has to have an output
+def test_wrong_values_are_counted(collective: str) -> None:
+    root = "-r 1" if COLLECTIVES[collective].rooted else ""  # the faulty rank must have an output
     (row,) = measure_on_warm_ranks(
         f"{collective} -b 4K -e 4K {root} --backend tests.ranks.cli.backends:OffByOne"
     ).rows
     assert wrong_counts(row) == [1] * len(wrong_counts(row)) and wrong_counts(row)
 
 
-def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+def test_schedule_of_the_user_is_measured(tmp_path: Path) -> None:
     for collective in ("all_reduce", "gather", "all_to_all"):
         file = tmp_path / f"{collective}.txt"
         file.write_text(str(algorithms.build("tree", collective, 3)))
         report = measure_on_warm_ranks(
             f"{collective} -b 9K -e 9K --codec int8 --algorithm tree --schedule {file}", nproc=3
         )
-        named, own = report.rows
-        assert report.wrong == 0 and own.variant.algorithm == collective
-        assert named.wire_bytes == own.wire_bytes
+        built_in, custom = report.rows
+        assert report.wrong == 0 and custom.variant.algorithm == collective
+        assert built_in.wire_bytes == custom.wire_bytes
     with pytest.raises(ValueError, match="--schedule: is for 3 ranks, there are 2"):
         measure_on_warm_ranks(f"all_reduce -b 9K -e 9K --schedule {tmp_path}/all_reduce.txt", nproc=2)
 
 
-def test_bus_bandwidth_counts_as_nccl_tests_does() -> None:
-    whole = {"broadcast", "reduce", "sendrecv"}
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    unscaled = {"broadcast", "reduce", "sendrecv"}
     for name, collective in COLLECTIVES.items():
-        factor = 1.0 if name in whole else 0.75 * (2 if name == "all_reduce" else 1)
+        factor = 1.0 if name in unscaled else 0.75 * (2 if name == "all_reduce" else 1)
         assert collective.bus_factor(4) == factor, name
         assert collective.size(collective.count(4096, DTYPES["float"], 4), DTYPES["float"], 4) == 4096
 
 
-def test_without_a_check_nothing_is_found() -> None:
+def test_wrong_values_are_not_counted_without_checks() -> None:
     (row,) = measure_on_warm_ranks(
         "all_reduce -b 4K -e 4K --backend tests.ranks.cli.backends:OffByOne -c 0"
     ).rows
@@ -181,13 +181,13 @@ def test_without_a_check_nothing_is_found() -> None:
 
 
 @pytest.mark.parametrize("backend", ["LosesRank1", "DiffersByABit"])
-def test_a_lossy_result_outside_its_bound_is_wrong(backend: str) -> None:
+def test_lossy_results_outside_the_error_bound_are_wrong(backend: str) -> None:
     name = f"tests.ranks.cli.backends:{backend}"
     report = measure_on_warm_ranks(f"all_reduce -b 64K -e 64K -O 0 --codec int8 --backend {name}")
     assert report.wrong > 16384 * 0.8
 
 
-def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             [
@@ -210,32 +210,32 @@ def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_an_argument_that_only_ranks_can_judge() -> None:
+def test_root_outside_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match="-r 7: there are only 2 ranks"):
         measure_on_warm_ranks("broadcast -r 7")
 
 
-def test_json_on_stdout_is_all_there_is(capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_only_output_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", *QUICK, "--json", "-"]) == 0
     output = capfd.readouterr()
     assert json.loads(output.out)["results"][0]["size"] == 1024
     assert output.err == ""
 
 
-def test_under_torchrun_its_ranks_are_used(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]
     command += ["dtcomm", "perf", "all_gather", "-b", "3K", "-e", "3K", *QUICK, "--json", str(file)]
     command += ["--device", "cpu"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert completed.returncode == 0, completed.stderr
     document = json.loads(file.read_text())
     assert document["config"]["ranks"] == 3 and document["results"][0]["size"] == 3072
-    assert done.stdout.count("Collective test starting") == 1
+    assert completed.stdout.count("Collective test starting") == 1
 
 
-def test_beside_its_peers_with_a_picture(tmp_path: Path) -> None:
+def test_comparison_with_peers_is_reported_and_plotted(tmp_path: Path) -> None:
     peers = "gloo" if mpi.why_unavailable() else "gloo,mpi"
     file = tmp_path / "picture.png"
     document = perf(
@@ -249,7 +249,7 @@ def test_beside_its_peers_with_a_picture(tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
 
 
-def test_lines_of_a_picture_bear_what_differs() -> None:
+def test_plot_lines_are_named_by_what_differs() -> None:
     report = measure_on_warm_ranks("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
     assert [(name, len(rows)) for name, rows in plot_lines(report).items()] == [
         ("dtcomm none", 2),

@@ -1,4 +1,4 @@
-"""``dtcomm perf`` on GPUs that are not there: CPU tensors under another clock, and ones that pass for a device's."""
+"""``dtcomm perf`` on simulated GPUs: CPU tensors with a recording clock, and fake CUDA tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = "-b 4K -e 4K -n 3 -w 1"
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
-    """Whoever reads the flags sees four."""
+    """Make torch report four GPUs."""
     monkeypatch.setattr(placement, "cuda_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
@@ -36,7 +36,7 @@ def parse(line: str) -> perf_args.PerfOptions:
     return perf_args.parse(line.split())
 
 
-def on_a_fake(
+def run_on_fake_gpu(
     rank: int, world_size: int, options: perf_args.PerfOptions
 ) -> tuple[PerfReport, list[list[str]]]:
     place = FakeGpu()
@@ -44,13 +44,15 @@ def on_a_fake(
     return report, [clock.events for clock in place.clocks]
 
 
-def test_the_whole_way_on_a_gpu_that_is_not_there() -> None:
+def test_run_on_a_fake_gpu_is_reported() -> None:
     options = parse(f"all_reduce {SMALL} --nproc 2 --backend dtcomm,gloo --codec none,int8 -m 2 -c 2")
-    report, stories = run_ranks(on_a_fake, 2, options)[0]
+    report, clock_events = run_ranks(run_on_fake_gpu, 2, options)[0]
     assert report.wrong == 0 and [row.transport.name for row in report.rows] == ["native", "native", "gloo"]
-    # A call is nothing that this clock counts, so all times are 0; the marks are what matters here.
-    for told in stories:
-        assert told.count("synchronize") == 4 and told.count("record") == 2 * 4  # out of place, then in place
+    # This clock does not count calls, so all times are 0; only its marks are checked.
+    for events in clock_events:
+        assert (
+            events.count("synchronize") == 4 and events.count("record") == 2 * 4
+        )  # out of place, then in place
     shown = "\n".join([*perf_table.format_header(report), *perf_table.format_footer(report)])
     assert "# WARNING: ranks 0 and 1 share a GPU: NCCL is unavailable" in shown
     assert "# Device cuda: torch sees a GPU; --device cpu measures CPU tensors" in shown
@@ -64,22 +66,22 @@ def test_the_whole_way_on_a_gpu_that_is_not_there() -> None:
     assert [line[:end].split()[-1] for line in lines] == ["native", "native", "gloo"]
 
 
-def test_graphs_are_replayed_with_fresh_inputs_and_refused_through_the_host() -> None:
+def test_graphs_are_replayed_with_fresh_inputs_and_refused_over_gloo() -> None:
     options = parse(f"all_reduce {SMALL} --nproc 2 -d half -n 40 -G 3 --backend dtcomm")
-    report, stories = run_ranks(on_a_fake, 2, options)[0]
+    report, clock_events = run_ranks(run_on_fake_gpu, 2, options)[0]
     assert report.wrong == 0
-    (told,) = stories
-    assert [what for what in told if what.startswith("graph")] == ["graph of 40", "graph of 12"]
+    (events,) = clock_events
+    assert [event for event in events if event.startswith("graph")] == ["graph of 40", "graph of 12"]
     assert all(
-        len(each.timing.iterations) == 3 for each in (report.rows[0].in_place, report.rows[0].out_of_place)
+        len(place.timing.iterations) == 3 for place in (report.rows[0].in_place, report.rows[0].out_of_place)
     )
     options = parse(f"all_reduce {SMALL} --nproc 2 -G 3 --backend gloo")
     with pytest.raises(ValueError, match="-G 3: --backend gloo: Gloo moves bytes through host memory"):
-        run_ranks(on_a_fake, 2, options)
+        run_ranks(run_on_fake_gpu, 2, options)
 
 
-class Watching(RecordingClock):
-    """Also keeps how many faults there were at each mark."""
+class FaultCountingClock(RecordingClock):
+    """A clock that also records the number of faults at each mark."""
 
     def __init__(self, streams: RecordedStreams) -> None:
         super().__init__()
@@ -92,89 +94,93 @@ class Watching(RecordingClock):
         return at
 
 
-def on_tensors_that_pass_for_a_device_s(
+def run_on_fake_cuda_tensors(
     rank: int, world_size: int, options: perf_args.PerfOptions
 ) -> tuple[PerfReport, list[str]]:
-    """The report, and what was wrong between two marks of a batch; checks and refills may wait for the device."""
+    """Return the report and the faults between two marks of a batch; checks and refills may wait for the device."""
     streams, clocks = RecordedStreams(), []
 
     class FakeCudaTensor(FakeGpu):
         device = DEVICE
 
-        def clock(self, cpu: bool) -> Watching:
-            clocks.append(Watching(streams))
+        def clock(self, cpu: bool) -> FaultCountingClock:
+            clocks.append(FaultCountingClock(streams))
             return clocks[-1]
 
     with fake_cuda_rank(streams):
         report = runner.run(options, ProgressListener(), FakeCudaTensor())
-    wrong = []
+    timed_faults = []
     for clock in clocks:
         for (begin, before), (end, after) in itertools.pairwise(clock.faults):
             if "synchronize" not in clock.events[begin:end]:
-                wrong += streams.faults[before:after]
+                timed_faults += streams.faults[before:after]
     assert clocks and all(clock.faults for clock in clocks)
-    return report, wrong
+    return report, timed_faults
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_nothing_that_is_timed_waits_for_the_device(collective: str) -> None:
-    """dtcomm's streams over NCCL, by tensors that say when the host waits for them."""
+def test_timed_calls_do_not_wait_for_the_device(collective: str) -> None:
+    """Run dtcomm's streams over a stand-in for NCCL, with tensors that record when the host waits for them."""
     line = f"{collective} {SMALL} --nproc 2 --backend process_group --codec none,int8"
-    report, wrong = run_ranks(on_tensors_that_pass_for_a_device_s, 2, parse(line), fresh=True)[0]
-    assert report.wrong == 0 and wrong == []
-    assert [row.transport for row in report.rows] == [TransportUsed("threads")] * 2  # what stands in for NCCL
+    report, timed_faults = run_ranks(run_on_fake_cuda_tensors, 2, parse(line), fresh=True)[0]
+    assert report.wrong == 0 and timed_faults == []
+    assert [row.transport for row in report.rows] == [TransportUsed("threads")] * 2  # the stand-in for NCCL
 
 
-def test_what_is_timed_and_does_wait_is_noticed() -> None:
-    options = parse(f"all_reduce {SMALL} --nproc 2 --backend tests.ranks.cli.backends:Looks")
-    _, wrong = run_ranks(on_tensors_that_pass_for_a_device_s, 2, options, fresh=True)[0]
-    assert wrong and set(wrong) == {"the host waits for the device in item"}
+def test_wait_in_a_timed_call_is_detected() -> None:
+    options = parse(f"all_reduce {SMALL} --nproc 2 --backend tests.ranks.cli.backends:CopiesToHost")
+    _, timed_faults = run_ranks(run_on_fake_cuda_tensors, 2, options, fresh=True)[0]
+    assert timed_faults and set(timed_faults) == {"the host waits for the device in item"}
 
 
-def with_symmetric_memory(rank: int, world_size: int, options: perf_args.PerfOptions) -> PerfReport:
-    """torch's operators over symmetric memory, as their schemas have them, made of Gloo on CPU tensors."""
+def run_with_symmetric_memory(rank: int, world_size: int, options: perf_args.PerfOptions) -> PerfReport:
+    """Run with Gloo on CPU tensors in place of torch's operators over symmetric memory."""
     import torch.distributed._symmetric_memory as memory
 
-    def one_shot(given: torch.Tensor, op: str, group: str, out: torch.Tensor) -> torch.Tensor:
-        assert given.data_ptr() != out.data_ptr() and op == "sum"
-        out.copy_(given)
+    def one_shot(tensor: torch.Tensor, op: str, group: str, out: torch.Tensor) -> torch.Tensor:
+        assert tensor.data_ptr() != out.data_ptr() and op == "sum"
+        out.copy_(tensor)
         dist.all_reduce(out)
         return out
 
-    def two_shot(given: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    def two_shot(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
         assert op == "sum"
-        dist.all_reduce(given)
-        return given
+        dist.all_reduce(tensor)
+        return tensor
 
-    here = torch.library.Library("symm_mem", "IMPL")
-    here.impl("one_shot_all_reduce_out", one_shot, "CPU")
-    here.impl("two_shot_all_reduce_", two_shot, "CPU")
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("one_shot_all_reduce_out", one_shot, "CPU")
+    library.impl("two_shot_all_reduce_", two_shot, "CPU")
     memory.empty = torch.empty  # type: ignore[assignment]
-    memory.rendezvous = lambda made, group: group  # type: ignore[assignment]
+    memory.rendezvous = lambda tensor, group: group  # type: ignore[assignment]
     return runner.run(options, ProgressListener(), FakeGpu())
 
 
-def test_torch_s_all_reduces_over_symmetric_memory() -> None:
+def test_all_reduces_of_torch_over_symmetric_memory() -> None:
     options = parse(f"all_reduce {SMALL} --nproc 2 -O 0 -c 2 --backend symm_one_shot,symm_two_shot")
-    report = run_ranks(with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: "1"})[0]
-    one, two = report.rows
+    report = run_ranks(run_with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: "1"})[0]
+    one_shot, two_shot = report.rows
     assert report.wrong == 0 and {row.transport.name for row in report.rows} == {"symm_mem"}
-    assert one.in_place is None and one.out_of_place is not None  # peers read the input: not in place
-    assert two.in_place is not None and two.out_of_place is None
+    assert (
+        one_shot.in_place is None and one_shot.out_of_place is not None
+    )  # peers read the input: not in place
+    assert two_shot.in_place is not None and two_shot.out_of_place is None
     with pytest.raises(ValueError, match="--backend symm_one_shot: ranks 0 and 1 share a GPU"):
-        run_ranks(with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: None})
+        run_ranks(run_with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: None})
 
 
-def on_two_gpus(rank: int, world_size: int, ids: list[str]) -> tuple[str, str, int, list[str], str]:
-    """Where a rank finds itself by what torch says, which sees one GPU in each process."""
-    said = SimpleNamespace(uuid=ids[rank], name="no GPU", major=9, minor=0, multi_processor_count=2)
-    said.total_memory = 1 << 30
+def place_on_simulated_gpus(
+    rank: int, world_size: int, ids: list[str]
+) -> tuple[str, str, int, list[str], str]:
+    """Return the placement of a rank in whose process torch reports one GPU."""
+    properties = SimpleNamespace(uuid=ids[rank], name="no GPU", major=9, minor=0, multi_processor_count=2)
+    properties.total_memory = 1 << 30
     for name, stand_in in {
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "set_device": lambda device: None,
-        "get_device_properties": lambda device: said,
-        "get_device_name": lambda device: said.name,
+        "get_device_properties": lambda device: properties,
+        "get_device_name": lambda device: properties.name,
         "mem_get_info": lambda device: (600, 1000),
     }.items():
         assert hasattr(torch.cuda, name)
@@ -184,8 +190,8 @@ def on_two_gpus(rank: int, world_size: int, ids: list[str]) -> tuple[str, str, i
     return str(place.device), place.shared_gpu, place.free_bytes(), facts, place.pin(None)
 
 
-def test_ranks_know_whether_they_share_a_gpu() -> None:
-    for said in run_ranks(on_two_gpus, 2, ["1", "2"], fresh=True):
-        assert said == ("cuda:0", "", 600, ["1", "2"], "cuda:0 no GPU")
-    for said in run_ranks(on_two_gpus, 2, ["1", "1"], fresh=True):
-        assert said == ("cuda:0", SHARED, 300, ["1"], "cuda:0 no GPU")
+def test_ranks_detect_a_shared_gpu() -> None:
+    for facts in run_ranks(place_on_simulated_gpus, 2, ["1", "2"], fresh=True):
+        assert facts == ("cuda:0", "", 600, ["1", "2"], "cuda:0 no GPU")
+    for facts in run_ranks(place_on_simulated_gpus, 2, ["1", "1"], fresh=True):
+        assert facts == ("cuda:0", SHARED, 300, ["1"], "cuda:0 no GPU")

@@ -1,4 +1,4 @@
-"""``dtcomm tune``, and what comes of its table."""
+"""``dtcomm tune``: the table that it writes, and how ranks use it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from dtcomm.runtime.communicator_cache import get_communicator
 QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e", "16K"]
 
 
-def test_a_table_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep" / "tune.json"
     assert tune_command.main([*QUICK, "--codec", "none", "--output", str(path)]) == 0
     assert f"Wrote {path}" in capsys.readouterr().out
@@ -34,7 +34,7 @@ def row(name: str = "ring", *, ranks: int = 2, placement: str = "near", us: floa
     return {**kind, "placement": placement, "points_us": [[1024, us]]}
 
 
-def test_rows_of_an_earlier_table_that_are_kept() -> None:
+def test_merge_keeps_rows_that_were_not_measured_again() -> None:
     # Kept: times of another group, and this group's in a placement that was not measured again.
     earlier = [row(ranks=7), row(placement="far"), row(), row("tree", placement="")]
     result = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
@@ -52,17 +52,20 @@ def case_samples(nbytes: int, **medians: list[float]) -> CaseSamples:
     )
 
 
-def test_a_placement_counts_if_all_sizes_were_measured_in_it() -> None:
+def test_placement_counts_only_if_all_sizes_were_measured_in_it() -> None:
     assert [lower_quartile(range(count)) for count in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
-    both = [case_samples(1, near=[1.0, 9.0], far=[2.0]), case_samples(2, near=[3.0], far=[4.0])]
-    assert _curves(both) == {("near", "ring"): [(1, 1.0), (2, 3.0)], ("far", "ring"): [(1, 2.0), (2, 4.0)]}
-    one = [case_samples(1, near=[1.0], far=[2.0]), case_samples(2, far=[4.0])]
-    assert _curves(one) == {("far", "ring"): [(1, 2.0), (2, 4.0)]}
-    none = [case_samples(1, near=[1.0]), case_samples(2, far=[4.0])]
-    assert _curves(none) == {("", "ring"): [(1, 1.0), (2, 4.0)]}
+    complete = [case_samples(1, near=[1.0, 9.0], far=[2.0]), case_samples(2, near=[3.0], far=[4.0])]
+    assert _curves(complete) == {
+        ("near", "ring"): [(1, 1.0), (2, 3.0)],
+        ("far", "ring"): [(1, 2.0), (2, 4.0)],
+    }
+    partial = [case_samples(1, near=[1.0], far=[2.0]), case_samples(2, far=[4.0])]
+    assert _curves(partial) == {("far", "ring"): [(1, 2.0), (2, 4.0)]}
+    disjoint = [case_samples(1, near=[1.0]), case_samples(2, far=[4.0])]
+    assert _curves(disjoint) == {("", "ring"): [(1, 1.0), (2, 4.0)]}
 
 
-def test_distance_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_placement_follows_the_round_trip_time(monkeypatch: pytest.MonkeyPatch) -> None:
     cpus = tune_measure.first_two_cpus()
     nanoseconds = tune_measure.round_trip_ns(cpus)
     assert (nanoseconds is None) == (len(cpus) < 2) and (nanoseconds is None or 1 < nanoseconds < 1e6)
@@ -84,7 +87,9 @@ def test_distance_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (["-e", "12"], "12: expected at least 1K bytes"),
     ],
 )
-def test_refusals(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         tune_command.main(argv)
     assert message in capsys.readouterr().err
@@ -118,8 +123,8 @@ def write_table(path: Path, fastest: str) -> Path:
     return path
 
 
-def chosen(rank: int, world_size: int, own: dict[int, str]) -> tuple[str, float]:
-    os.environ["DTCOMM_TUNE"] = own[rank]
+def choose_algorithm(rank: int, world_size: int, tables: dict[int, str]) -> tuple[str, float]:
+    os.environ["DTCOMM_TUNE"] = tables[rank]
     tensor = torch.full((512,), rank + 1.0)
     dtcomm.all_reduce(tensor, algorithm="auto")
     communicator = get_communicator(None)
@@ -135,13 +140,15 @@ def chosen(rank: int, world_size: int, own: dict[int, str]) -> tuple[str, float]
     return decision.algorithm, float(tensor[0])
 
 
-def test_rank_zero_brings_the_table(tmp_path: Path) -> None:
+def test_all_ranks_use_the_table_of_rank_zero(tmp_path: Path) -> None:
     first, second = write_table(tmp_path / "a.json", "tree"), write_table(tmp_path / "b.json", "ring")
-    assert run_ranks(chosen, 2, {0: str(first), 1: str(second)}) == [("tree", 3.0)] * 2
-    assert run_ranks(chosen, 2, {0: "off", 1: str(second)}) == [("one_shot", 3.0)] * 2
+    assert run_ranks(choose_algorithm, 2, {0: str(first), 1: str(second)}) == [("tree", 3.0)] * 2
+    assert run_ranks(choose_algorithm, 2, {0: "off", 1: str(second)}) == [("one_shot", 3.0)] * 2
 
 
-def test_which_table_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_read_from_the_cache_or_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DTCOMM_TUNE")
     assert env.tune_file().parent == tmp_path / "dtcomm"

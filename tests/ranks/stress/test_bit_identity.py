@@ -12,9 +12,9 @@ SEED = random.SystemRandom().randrange(10**6)
 CASES = [(2, ONE_HOST), *((3, way) for way in dict.fromkeys(WAYS))]
 
 
-@pytest.mark.parametrize(("ranks", "way"), CASES, ids=lambda each: getattr(each, "name", each))
-def test_random_operations_end_alike_and_right(ranks: int, way: Way) -> None:
+@pytest.mark.parametrize(("ranks", "way"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_random_operations_give_equal_and_right_results(ranks: int, way: Way) -> None:
     print(f"seed {SEED}")
-    found = piece(ranks, str(SEED), 40, way)
-    assert found["wrong"] == []
-    assert found["compared"] > 0 and found["exact"] > 0
+    result = piece(ranks, str(SEED), 40, way)
+    assert result["wrong"] == []
+    assert result["compared"] > 0 and result["exact"] > 0
