@@ -26,7 +26,7 @@ from tests.unit.runtime.simulated_cases import exact, finished, make, together
 PATTERN = bytes(range(1, 129))
 
 
-def test_the_instruction_and_the_tables_agree() -> None:
+def test_crc32c_instruction_equals_the_tables() -> None:
     digits = torch.frombuffer(bytearray(b"123456789"), dtype=torch.uint8)
     for hardware in (True, False):
         assert _C.crc32c(digits.data_ptr(), 9, hardware) == 0xE3069283  # the catalogue's check value
@@ -39,7 +39,7 @@ def test_the_instruction_and_the_tables_agree() -> None:
 
 @pytest.mark.parametrize(("collective", "algorithm"), [("all_reduce", "two_shot"), ("all_reduce", "ring"),
                                                        ("broadcast", "tree"), ("all_gather", "halving")])  # fmt: skip
-def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm: str) -> None:
+def test_flipped_bit_is_detected_unless_in_padding(collective: str, algorithm: str) -> None:
     generator = random.Random(5)
     detected = 0
     for seed in range(150):
@@ -63,12 +63,12 @@ def test_a_flipped_bit_is_found_or_was_in_the_padding(collective: str, algorithm
             )
             continue
         finished(outcomes, world)
-        for rank in range(world.ranks):  # nothing that anybody reads was hit
+        for rank in range(world.ranks):  # the flipped bit was in the padding
             assert torch.equal(torch.as_tensor(case.outputs[rank][0]), exact(case, rank, 0)), (world, rank)
     assert detected > 50
 
 
-def plant(path: Path) -> None:
+def flip_byte_of_pattern(path: Path) -> None:
     """Flip a byte at the only place in a shared memory that holds the pattern."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         at = memory.find(PATTERN)
@@ -76,7 +76,7 @@ def plant(path: Path) -> None:
         memory[at + 50] ^= 0x10
 
 
-def areas() -> list[Path]:
+def shared_memory_files() -> list[Path]:
     paths = []
     for entry in os.scandir("/proc/self/fd"):
         try:
@@ -87,16 +87,16 @@ def areas() -> list[Path]:
     return paths
 
 
-def damaged_in_memory(rank: int, world_size: int, flipped: bool) -> str:
+def broadcast_damaged_payload(rank: int, world_size: int, flipped: bool) -> str:
     C.all_reduce(torch.ones(4), checksum=True)
     payload = torch.frombuffer(bytearray(PATTERN * 8), dtype=torch.uint8).clone()
     tensor = payload.clone() if rank == 0 else torch.zeros_like(payload)
     work = None
-    if rank == 0:  # sends into its memory, then something changes it before the others look
+    if rank == 0:  # stages the payload and flips a byte before the other rank reads it
         work = C.broadcast(tensor, 0, algorithm="one_shot", checksum=True, async_op=True)
         work.wait()
         if flipped:
-            plant(areas()[0])
+            flip_byte_of_pattern(shared_memory_files()[0])
     dist.barrier()
     try:
         if rank != 0:
@@ -111,16 +111,18 @@ def damaged_in_memory(rank: int, world_size: int, flipped: bool) -> str:
     return ""
 
 
-def test_a_byte_flipped_in_shared_memory_is_named_on_every_rank() -> None:
-    assert run_ranks(damaged_in_memory, 2, False) == ["", ""]
-    for error in run_ranks(damaged_in_memory, 2, True):
-        sent, _, rest = error.removeprefix("this communicator failed earlier: ").partition(" sent to rank 1 ")
-        assert sent.startswith("what rank 0 (host "), error
-        assert "arrived damaged: chunk 0 of piece 0 of operation 2, broadcast(1024 uint8" in rest
+def test_byte_flipped_in_shared_memory_is_reported_on_every_rank() -> None:
+    assert run_ranks(broadcast_damaged_payload, 2, False) == ["", ""]
+    for error in run_ranks(broadcast_damaged_payload, 2, True):
+        sender, _, damage = error.removeprefix("this communicator failed earlier: ").partition(
+            " sent to rank 1 "
+        )
+        assert sender.startswith("what rank 0 (host "), error
+        assert "arrived damaged: chunk 0 of piece 0 of operation 2, broadcast(1024 uint8" in damage
 
 
-def everything(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Run the same calls with and without checksums: results must be equal, and bytes differ by 4 per message."""
+def run_calls(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Return the results of calls in every form; checksums must not change them and add 4 bytes per message."""
     results = []
     for spec in ("none", "int8", "topk:ratio=0.1"):
         x = torch.randn(30_000, generator=torch.Generator().manual_seed(rank))
@@ -141,11 +143,11 @@ def everything(rank: int, world_size: int) -> list[torch.Tensor]:
     return [*results, gathered, own.clone()]
 
 
-def with_and_without(rank: int, world_size: int) -> tuple[bool, int]:
-    plain, before = everything(rank, world_size), C.info()["wire_bytes"]
+def compare_checksums(rank: int, world_size: int) -> tuple[bool, int]:
+    plain, before = run_calls(rank, world_size), C.info()["wire_bytes"]
     C.release()
     os.environ["DTCOMM_CHECKSUM"] = "1"
-    checked, after = everything(rank, world_size), C.info()["wire_bytes"]
+    checked, after = run_calls(rank, world_size), C.info()["wire_bytes"]
     C.release()
     return all(torch.equal(a, b) for a, b in zip(plain, checked, strict=True)), after - before
 
@@ -153,13 +155,13 @@ def with_and_without(rank: int, world_size: int) -> tuple[bool, int]:
 @pytest.mark.parametrize(
     "env", [{}, {"DTCOMM_TRANSPORT": "sockets"}, OVER_GLOO], ids=["native", "sockets", "process_group"]
 )
-def test_the_variable_turns_it_on_and_changes_no_result(env: dict[str, str]) -> None:
-    for same, more in run_ranks(with_and_without, 3, env=env):
+def test_variable_enables_checksums_without_changing_results(env: dict[str, str]) -> None:
+    for same, more in run_ranks(compare_checksums, 3, env=env):
         assert same
         assert 0 < more < 10_000 and more % 4 == 0
 
 
-def disagreeing(rank: int, world_size: int) -> str:
+def reduce_with_unequal_options(rank: int, world_size: int) -> str:
     try:
         C.all_reduce(torch.ones(2000), checksum=rank == 0)
     except CollectiveMismatch as error:
@@ -167,12 +169,12 @@ def disagreeing(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_it_is_the_same_on_all_ranks_or_a_mismatch() -> None:
-    for error in run_ranks(disagreeing, 2):
+def test_ranks_with_unequal_checksum_options_mismatch() -> None:
+    for error in run_ranks(reduce_with_unequal_options, 2):
         assert "two_shot, checksum)" in error or "one_shot, checksum)" in error
 
 
-def test_what_it_takes() -> None:
+def test_checksum_must_be_a_bool_or_none() -> None:
     assert run_ranks(wrong_argument, 1) == ["checksum: expected True, False or None, got 'yes'"]
 
 
@@ -205,7 +207,7 @@ class DamagedLoopback:
 
 
 @pytest.mark.parametrize("damage", [None, 0, 63, 64, 67])
-def test_a_damaged_message_over_gloo_is_found(damage: int | None) -> None:
+def test_damaged_message_over_gloo_is_detected(damage: int | None) -> None:
     names = ["rank 0 (pid 7)", "rank 1 (pid 8)"]
     transport = GlooTransport(DamagedLoopback(damage), names, 5.0, object())
     payload, arrived = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)

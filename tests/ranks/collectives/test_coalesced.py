@@ -33,7 +33,9 @@ def _residuals(inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
     ]
 
 
-def _once(name: str, rank: int, ranks: int, algorithm: str, bucket_bytes: int | None) -> list[torch.Tensor]:
+def _call_twice(
+    name: str, rank: int, ranks: int, algorithm: str, bucket_bytes: int | None
+) -> list[torch.Tensor]:
     """Run two calls with feedback, one tensor at a time if ``bucket_bytes`` is None; return outputs and residuals."""
     scale_in, scale_out = (1, ranks) if name == "all_gather" else (ranks, 1)
     inputs = _inputs(rank, scale_in)
@@ -55,24 +57,26 @@ def _once(name: str, rank: int, ranks: int, algorithm: str, bucket_bytes: int | 
         }
         work = several(outputs, inputs, **common)
         if turn:
-            shown = work.get_future().wait()
-            assert [tensor.data_ptr() for tensor in shown] == [tensor.data_ptr() for tensor in outputs]
+            future_outputs = work.get_future().wait()
+            assert [tensor.data_ptr() for tensor in future_outputs] == [
+                tensor.data_ptr() for tensor in outputs
+            ]
             assert work.is_completed() and work.wire_bytes > 0
     return [*outputs, *(tensor for tensor in residuals if tensor is not None)]
 
 
-def compare(rank: int, ranks: int, apart: bool) -> list[str]:
+def compare(rank: int, ranks: int, two_hosts: bool) -> list[str]:
     """Return the differences between coalesced calls and single calls, in words."""
-    if apart:
+    if two_hosts:
         os.environ["DTCOMM_HOST_ID"] = (
             f"host {rank}"  # where every size and codec may have an algorithm of its own
         )
     different = []
     for name in ("all_gather", "reduce_scatter"):
         for algorithm in (*algorithms.available(name), "auto"):
-            single = _once(name, rank, ranks, algorithm, None)
+            single = _call_twice(name, rank, ranks, algorithm, None)
             for bucket_bytes in (100_000, 25 * 2**20):
-                coalesced = _once(name, rank, ranks, algorithm, bucket_bytes)
+                coalesced = _call_twice(name, rank, ranks, algorithm, bucket_bytes)
                 same = [torch.equal(a, b) for a, b in zip(coalesced, single, strict=True)]
                 if not all(same):
                     different.append(f"{name} {algorithm} buckets of {bucket_bytes}: {same}")
@@ -88,6 +92,6 @@ def compare(rank: int, ranks: int, apart: bool) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize(("ranks", "apart"), [(3, False), (2, True)], ids=["one host", "two hosts"])
-def test_tensors_together_end_as_alone(ranks: int, apart: bool) -> None:
-    assert run_ranks(compare, ranks, apart) == [[]] * ranks
+@pytest.mark.parametrize(("ranks", "two_hosts"), [(3, False), (2, True)], ids=["one host", "two hosts"])
+def test_coalesced_results_equal_single_calls(ranks: int, two_hosts: bool) -> None:
+    assert run_ranks(compare, ranks, two_hosts) == [[]] * ranks

@@ -18,10 +18,10 @@ TWICE = "all_reduce ranks=3 chunks=1\nrank 0|.|c0=1|.|.\nrank 1|c0+2|.|.|c0=0,2\
 LACKS = "all_reduce ranks=3 chunks=1\nrank 0 | c0+1 | .\nrank 1 | .    | c0=0,2\nrank 2 | .    | ."
 
 
-def runs(rank: int, n: int) -> None:
+def run_schedules(rank: int, n: int) -> None:
     for spec in ("none", "int8"):
         tensor = torch.full((3000,), float(rank + 1))
-        for _ in range(2):  # proved once
+        for _ in range(2):  # verified only the first time
             tensor.fill_(rank + 1)
             collectives.run(RELAY, tensor, codec=spec)
             assert torch.allclose(tensor, torch.full((3000,), 6.0), atol=0.1)
@@ -69,5 +69,5 @@ def runs(rank: int, n: int) -> None:
         collectives.run(TWICE if rank == 0 else RELAY, torch.ones(3))
 
 
-def test_run() -> None:
-    run_ranks(runs, 3)
+def test_valid_schedules_run_and_invalid_ones_are_refused() -> None:
+    run_ranks(run_schedules, 3)

@@ -19,11 +19,11 @@ def test_survivors_name_the_rank_at_fault(kind: str, numel: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["SIGSTOP", "absent"])
-def test_a_rank_that_does_not_come_is_named_at_the_timeout(kind: str) -> None:
+def test_missing_rank_is_named_at_the_timeout(kind: str) -> None:
     fault = Fault(kind=kind, victim=2, numel=faults.LARGE, after=0.2, fork=False)
     assert faults.attempt(fault, 3)["faults"] == []
 
 
-def test_a_child_that_holds_the_dead_ranks_descriptors_does_not_hide_the_death() -> None:
+def test_forked_child_does_not_hide_the_death_of_its_rank() -> None:
     fault = Fault(kind="SIGKILL", victim=0, numel=faults.LARGE, after=0.2, fork=True)
     assert faults.attempt(fault, 2)["faults"] == []

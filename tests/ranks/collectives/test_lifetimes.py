@@ -18,7 +18,7 @@ from dtcomm import collectives
 from dtcomm.launch.ranks import run_ranks
 
 
-def groups(rank: int, n: int) -> None:
+def use_subgroups(rank: int, n: int) -> None:
     world = torch.tensor([float(rank)])
     subgroups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3, 1, 0])]
     mine = [group for group in subgroups if group is not dist.GroupMember.NON_GROUP_MEMBER]
@@ -49,36 +49,36 @@ def groups(rank: int, n: int) -> None:
         collectives.all_reduce(tensor, group=pair)
 
 
-def lifetimes(rank: int, n: int) -> None:
+def release_completed_operations(rank: int, n: int) -> None:
     """A completed operation holds no tensor, whichever way its completion was observed."""
-    ends: list[Callable[[Any], Any]] = [
+    observers: list[Callable[[Any], Any]] = [
         lambda work: work.wait(),
         lambda work: work.get_future().wait(),
         lambda work: [None for _ in iter(work.is_completed, True)],
     ]
-    for end in ends:
+    for observe in observers:
         tensor = torch.ones(1000)
-        seen = weakref.ref(tensor)
+        reference = weakref.ref(tensor)
         work = collectives.all_reduce(tensor, async_op=True)
-        end(work)
+        observe(work)
         del work, tensor
         deadline = time.monotonic() + 5  # the thread of futures may still be at its last line
-        while seen() is not None and time.monotonic() < deadline:
+        while reference() is not None and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert seen() is None
+        assert reference() is None
 
 
-def test_what_has_ended_holds_no_tensor() -> None:
-    run_ranks(lifetimes, 2)
+def test_completed_operations_release_their_tensors() -> None:
+    run_ranks(release_completed_operations, 2)
 
 
-def test_subgroups_and_several_communicators_at_once() -> None:
-    run_ranks(groups, 4)
+def test_overlapping_subgroups_run_at_once() -> None:
+    run_ranks(use_subgroups, 4)
 
 
-def threads(rank: int, n: int) -> None:
+def use_groups_from_threads(rank: int, n: int) -> None:
     """Threads of one process may use different groups at once."""
-    lanes = [dist.new_group(list(range(n))) for _ in range(3)]
+    thread_groups = [dist.new_group(list(range(n))) for _ in range(3)]
     failures: list[BaseException] = []
 
     def work(group: dist.ProcessGroup) -> None:
@@ -90,9 +90,9 @@ def threads(rank: int, n: int) -> None:
         except BaseException as error:
             failures.append(error)
 
-    for group in lanes:  # communicators are made in the same order everywhere
+    for group in thread_groups:  # all ranks create communicators in the same order
         collectives.all_reduce(torch.ones(1), group=group)
-    running = [threading.Thread(target=work, args=(group,)) for group in lanes]
+    running = [threading.Thread(target=work, args=(group,)) for group in thread_groups]
     for thread in running:
         thread.start()
     for thread in running:
@@ -100,11 +100,11 @@ def threads(rank: int, n: int) -> None:
     assert not failures
 
 
-def test_threads() -> None:
-    run_ranks(threads, 2)
+def test_threads_of_a_process_use_different_groups() -> None:
+    run_ranks(use_groups_from_threads, 2)
 
 
-def rounds(rank: int, n: int) -> tuple[list[int], list[int]]:
+def create_and_release(rank: int, n: int) -> tuple[list[int], list[int]]:
     counts = []
     for i in range(60):
         tensor = torch.ones(10 + i)
@@ -121,13 +121,13 @@ def _mappings() -> int:
     return Path("/proc/self/maps").read_text().count("dtcomm")
 
 
-def named() -> set[str]:
+def shared_memory_names() -> set[str]:
     """Return the names in shared memory; other programs of the machine add and remove some."""
     return {name for name in os.listdir("/dev/shm") if "dtcomm" in name}
 
 
-def test_create_and_destroy_leaves_nothing() -> None:
-    shm = named()
-    for early, late in run_ranks(rounds, 2):
+def test_released_communicators_leak_nothing() -> None:
+    shm = shared_memory_names()
+    for early, late in run_ranks(create_and_release, 2):
         assert late == early, "descriptors, threads or mappings grow with the rounds"
-    assert named() <= shm
+    assert shared_memory_names() <= shm

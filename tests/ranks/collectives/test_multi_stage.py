@@ -26,32 +26,32 @@ from tests.unit.collectives.test_reproducible_sum import bits, contributions, tr
 SHARED = "randk:ratio=0.05,positions=shared,values=fp32"
 
 
-def one_result(rank: int, n: int) -> None:
-    """Call every collective in every form: exact gives the true sum of the integers, randk that of the sum."""
+def compare_every_form(rank: int, n: int) -> None:
+    """Call all_reduce in every form: exact returns the true sum, randk the sum at the shared positions."""
     for numel in (1, 5000, 300_001):
         inputs = contributions(n, numel, seed=numel)
         total = inputs[0].clone()
         for x in inputs[1:]:
             total += x
         key = local_tasks.shared_key(9)
-        drawn = ops.decode(SHARED, ops.encode(SHARED, total, key=key), numel)
-        for spec, truth in (("exact", true_sum("exact", inputs)), (SHARED, drawn)):
+        decoded_sum = ops.decode(SHARED, ops.encode(SHARED, total, key=key), numel)
+        for spec, truth in (("exact", true_sum("exact", inputs)), (SHARED, decoded_sum)):
             for algorithm in algorithms.available("all_reduce"):
-                got = inputs[rank].clone()
-                dtcomm.all_reduce(got, codec=spec, algorithm=algorithm, seed=9)
-                require_alike(got, (spec, algorithm))
-                result, other = inputs[rank].clone(), torch.full((50_000,), float(rank))
+                reduced = inputs[rank].clone()
+                dtcomm.all_reduce(reduced, codec=spec, algorithm=algorithm, seed=9)
+                require_alike(reduced, (spec, algorithm))
+                result, uncompressed = inputs[rank].clone(), torch.full((50_000,), float(rank))
                 works = [
                     dtcomm.all_reduce(result, codec=spec, algorithm=algorithm, seed=9, async_op=True),
-                    dtcomm.all_reduce(other, async_op=True),
+                    dtcomm.all_reduce(uncompressed, async_op=True),
                     dtcomm.all_reduce(inputs[rank].clone(), codec=spec, algorithm=algorithm, async_op=True),
                 ]
                 for work in works:
                     work.wait()
-                assert torch.equal(bits(result), bits(got))
-                assert torch.equal(other, torch.full((50_000,), n * (n - 1) / 2))
+                assert torch.equal(bits(result), bits(reduced))
+                assert torch.equal(uncompressed, torch.full((50_000,), n * (n - 1) / 2))
                 if spec == "exact" or algorithm in ("one_shot", "two_shot"):  # fp32 sums in rank order
-                    assert torch.equal(bits(got), bits(truth)), (spec, algorithm, numel)
+                    assert torch.equal(bits(reduced), bits(truth)), (spec, algorithm, numel)
                 if spec == "exact":
                     audited = inputs[rank].clone()
                     dtcomm.all_reduce(audited, codec=spec, algorithm=algorithm, audit=True)
@@ -60,8 +60,8 @@ def one_result(rank: int, n: int) -> None:
                     assert torch.equal(bits(work.get_future().wait()[0]), bits(truth))
 
 
-def together(rank: int, n: int) -> None:
-    """In one coalesced call with other codecs every tensor gets the result of a call of its own."""
+def compare_coalesced(rank: int, n: int) -> None:
+    """Check that each tensor of a coalesced call with several codecs gets the result of a single call."""
     specs = ["exact", "int8", SHARED, "exact:bits=16", "none"]
     numels = [3000, 100, 9000, 77, 1]
     inputs = [contributions(n, numel, seed=i)[rank] for i, numel in enumerate(numels)]
@@ -91,7 +91,7 @@ def together(rank: int, n: int) -> None:
     assert torch.equal(bits(own), bits(separate[0]))
 
 
-def refused(rank: int, n: int) -> None:
+def check_refusals(rank: int, n: int) -> None:
     x = torch.ones(100)
     for spec in ("none", "int8", SHARED):
         with pytest.raises(ValueError, match="audit: needs a codec whose sums are exact, got"):
@@ -104,14 +104,16 @@ def refused(rank: int, n: int) -> None:
     assert torch.equal(x, torch.full((100,), float(n)))
 
 
-def apart(rank: int, n: int, what: str) -> None:
-    """Ranks with different seeds, or of which one has a residual, or other exponents."""
+def reduce_with_unequal_options(rank: int, n: int, difference: str) -> None:
+    """All-reduce on ranks that differ in the seed, the residual or the bits of exact."""
     options: dict[str, Any] = {
         "seed": {"codec": SHARED, "seed": rank},
         "residual": {"codec": SHARED, "residual": torch.zeros(9000) if rank else None},
         "bits": {"codec": "exact" if rank else "exact:bits=16"},
-    }[what]
-    with pytest.raises(CollectiveMismatch, match={"bits": "exponents of exact"}.get(what, "with number")):
+    }[difference]
+    with pytest.raises(
+        CollectiveMismatch, match={"bits": "exponents of exact"}.get(difference, "with number")
+    ):
         dtcomm.all_reduce(torch.ones(9000), algorithm="one_shot", **options)
 
 
@@ -122,14 +124,14 @@ def shared_regions() -> list[tuple[int, int]]:
     return [(int(match[1], 16), int(match[2], 16)) for match in matches if match]
 
 
-def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> None:
+def flip_staged_bit(rank: int, n: int, spec: str, async_op: bool) -> None:
     """Rank 0 has staged its integers; rank 1 is late and reads them after one of their bits has changed."""
     numel = 9000
     inputs = contributions(n, numel, seed=4)
     tensor = inputs[rank].clone()
     run, calls = NativeOperation.run, []
 
-    def late(operation: NativeOperation, *arguments: Any) -> int:
+    def delayed_run(operation: NativeOperation, *arguments: Any) -> int:
         calls.append(arguments)
         if len(calls) == 2:  # the exponents are agreed on
             dist.barrier()
@@ -138,7 +140,7 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
         return run(operation, *arguments)
 
     if rank == 1:
-        NativeOperation.run = late  # type: ignore[method-assign,assignment]
+        NativeOperation.run = delayed_run  # type: ignore[method-assign,assignment]
         with pytest.raises(PayloadCorrupt, match="rank 1: audit of all_reduce with codec"):
             dtcomm.all_reduce(tensor, codec=spec, algorithm="one_shot", audit=True)
         NativeOperation.run = run  # type: ignore[method-assign]
@@ -151,13 +153,13 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
             torch.empty(exact_codec.blocks(numel), dtype=torch.uint8),
             torch.empty(numel, dtype=exact_codec.code_type),
         )  # type: ignore[attr-defined]
-        both = torch.stack(inputs).abs().amax(dim=0).nan_to_num(torch.nan)
-        both[torch.stack(inputs).isnan().any(dim=0)] = torch.nan
-        local_tasks.measure_exponents(exact_codec, both, None, grid)()  # type: ignore[arg-type]
+        largest = torch.stack(inputs).abs().amax(dim=0).nan_to_num(torch.nan)
+        largest[torch.stack(inputs).isnan().any(dim=0)] = torch.nan
+        local_tasks.measure_exponents(exact_codec, largest, None, grid)()  # type: ignore[arg-type]
         local_tasks.quantize_to_exponents(exact_codec, n, inputs[0], None, grid, codes)()  # type: ignore[arg-type]
-        wanted = codes[4500:4600].numpy().tobytes()
+        pattern = codes[4500:4600].numpy().tobytes()
         for start, end in shared_regions():
-            at = ctypes.string_at(start, end - start).find(wanted)
+            at = ctypes.string_at(start, end - start).find(pattern)
             if at >= 0:
                 ctypes.c_uint8.from_address(start + at + 8).value ^= 4
                 break
@@ -167,29 +169,29 @@ def flipped_in_shared_memory(rank: int, n: int, spec: str, async_op: bool) -> No
         with pytest.raises(PayloadCorrupt, match=r"rank 0: audit of .* of elements 4096 to 8191"):
             work.wait()
     assert torch.equal(bits(tensor), bits(inputs[rank]))
-    dtcomm.all_reduce(tensor, codec=spec, audit=True)  # and again
+    dtcomm.all_reduce(tensor, codec=spec, audit=True)  # the communicator stays usable
     assert torch.equal(bits(tensor), bits(true_sum(spec, inputs)))
 
 
 @pytest.mark.parametrize("runtime", ["native", "process_group"])
-def test_one_result(runtime: str) -> None:
-    run_ranks(one_result, 3, env={"DTCOMM_RUNTIME": runtime})
+def test_every_form_of_all_reduce_gives_one_result(runtime: str) -> None:
+    run_ranks(compare_every_form, 3, env={"DTCOMM_RUNTIME": runtime})
 
 
-def test_together() -> None:
-    run_ranks(together, 3)
+def test_coalesced_results_equal_single_calls() -> None:
+    run_ranks(compare_coalesced, 3)
 
 
-def test_refused() -> None:
-    run_ranks(refused, 2)
+def test_unsupported_options_are_refused() -> None:
+    run_ranks(check_refusals, 2)
 
 
-@pytest.mark.parametrize("what", ["seed", "residual", "bits"])
-def test_apart(what: str) -> None:
-    run_ranks(apart, 2, what)
+@pytest.mark.parametrize("difference", ["seed", "residual", "bits"])
+def test_unequal_options_of_ranks_mismatch(difference: str) -> None:
+    run_ranks(reduce_with_unequal_options, 2, difference)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc/self/maps")
 @pytest.mark.parametrize("spec", ["exact", "exact:bits=16"])
-def test_a_flip_in_shared_memory_is_caught(spec: str) -> None:
-    run_ranks(flipped_in_shared_memory, 2, spec, True)
+def test_audit_detects_a_bit_flipped_in_shared_memory(spec: str) -> None:
+    run_ranks(flip_staged_bit, 2, spec, True)

@@ -1,4 +1,4 @@
-"""The public collectives on real processes over shared memory: results, dtypes, asynchrony, packings."""
+"""The public collectives on real processes over shared memory: results, dtypes, asynchronous and coalesced calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.collectives.call_by_name import call, require_alike
 SIZES = (0, 1, 7, 1024, 5000, 70_001, 1_500_000)
 
 
-def every_algorithm(rank: int, n: int) -> str:
+def check_every_algorithm(rank: int, n: int) -> str:
     for name in COLLECTIVES:
         for algorithm in (*algorithms.available(name), "auto", "direct"):
             for count in SIZES if n < 4 else SIZES[:-1]:
@@ -56,10 +56,10 @@ def every_algorithm(rank: int, n: int) -> str:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_algorithm_on_processes(n: int) -> None:
-    assert run_ranks(every_algorithm, n, timeout=200) == ["native"] * n
+    assert run_ranks(check_every_algorithm, n, timeout=200) == ["native"] * n
 
 
-def every_dtype(rank: int, n: int) -> None:
+def check_every_dtype(rank: int, n: int) -> None:
     for dtype in ELEMENT_TYPES:
         if dtype in (torch.bool, torch.int16):
             continue  # no exact inputs; the kernels' tests have them
@@ -80,11 +80,11 @@ def every_dtype(rank: int, n: int) -> None:
 
 
 def test_every_dtype() -> None:
-    run_ranks(every_dtype, 3)
+    run_ranks(check_every_dtype, 3)
 
 
-def asynchrony(rank: int, n: int) -> None:
-    torch.manual_seed(5)  # the same inputs everywhere: results can be told without talking
+def reduce_asynchronously(rank: int, n: int) -> None:
+    torch.manual_seed(5)  # equal inputs on all ranks, so that expected results need no communication
     tensors = [torch.randint(-9, 9, (1 + 40_000 * (i % 3),)).float() for i in range(30)]
     expected = [tensor * n for tensor in tensors]
     works = [collectives.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -101,8 +101,8 @@ def asynchrony(rank: int, n: int) -> None:
     for i in range(20):
         tensor = torch.full((1000 * i + 1,), float(rank))
         work = collectives.all_reduce(tensor, async_op=True)
-        futures.append(work.get_future().then(lambda done: done.value()[0].sum().item()))
-        del work, tensor  # nobody holds them: the engine does
+        futures.append(work.get_future().then(lambda completed: completed.value()[0].sum().item()))
+        del work, tensor  # only the engine holds them
     gc.collect()
     sums = [future.wait() for future in futures]
     assert sums == [(1000 * i + 1) * n * (n - 1) / 2 for i in range(20)]
@@ -113,10 +113,10 @@ def asynchrony(rank: int, n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_async_operations_run_in_issue_order(n: int) -> None:
-    run_ranks(asynchrony, n)
+    run_ranks(reduce_asynchronously, n)
 
 
-def packing(rank: int, n: int) -> None:
+def compare_coalesced(rank: int, n: int) -> None:
     torch.manual_seed(rank)
     sizes = [3, 1024, 0, 5000, 33, 70_000]
     specs = ["none", "int8", "fp16", "int8:block=64", "bf16", "int8"]
@@ -129,15 +129,23 @@ def packing(rank: int, n: int) -> None:
     for tensor, spec in zip(single, specs, strict=True):
         collectives.all_reduce(tensor, "avg", codec=spec, algorithm="two_shot")
     for bucket_bytes in (25 * 2**20, 4096):
-        together = [tensor.clone() for tensor in tensors]
-        kept = [None if residual is None else residual.clone() for residual in residuals]
+        coalesced = [tensor.clone() for tensor in tensors]
+        new_residuals = [None if residual is None else residual.clone() for residual in residuals]
         collectives.all_reduce_coalesced(
-            together, "avg", codec=specs, algorithm="two_shot", residuals=kept, bucket_bytes=bucket_bytes
+            coalesced,
+            "avg",
+            codec=specs,
+            algorithm="two_shot",
+            residuals=new_residuals,
+            bucket_bytes=bucket_bytes,
         )
-        for left, right, spec in zip(together, single, specs, strict=True):
-            assert torch.equal(left, right), spec  # a result does not depend on what it is sent with
-            require_alike(left, spec)
-        assert all(residual is None or residual.numel() == 0 or residual.abs().sum() > 0 for residual in kept)
+        for packed, alone, spec in zip(coalesced, single, specs, strict=True):
+            assert torch.equal(packed, alone), spec  # independent of the other tensors of the message
+            require_alike(packed, spec)
+        assert all(
+            residual is None or residual.numel() == 0 or residual.abs().sum() > 0
+            for residual in new_residuals
+        )
         work = collectives.all_reduce_coalesced(
             [tensor.clone() for tensor in tensors], codec=specs, async_op=True, bucket_bytes=bucket_bytes
         )
@@ -148,31 +156,31 @@ def packing(rank: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_packing_is_one_message_in_which_each_tensor_keeps_its_own_result(n: int) -> None:
-    run_ranks(packing, n)
+def test_coalesced_tensors_get_the_results_of_single_calls(n: int) -> None:
+    run_ranks(compare_coalesced, n)
 
 
-def layouts(rank: int, n: int) -> None:
+def reduce_layouts(rank: int, n: int) -> None:
     transposed = torch.arange(12.0).view(3, 4).t()
     collectives.all_reduce(transposed)
     assert torch.equal(transposed, torch.arange(12.0).view(3, 4).t() * n)
     image = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
     collectives.all_reduce(image)
     assert image.eq(n).all()
-    whole = torch.arange(float(3 * n))
-    shard = whole[3 * rank : 3 * rank + 3]
-    collectives.all_gather(whole, shard)  # in place
-    collectives.reduce_scatter(shard, whole)
+    gathered = torch.arange(float(3 * n))
+    shard = gathered[3 * rank : 3 * rank + 3]
+    collectives.all_gather(gathered, shard)  # in place
+    collectives.reduce_scatter(shard, gathered)
     assert torch.equal(shard, torch.arange(3.0 * n)[3 * rank : 3 * rank + 3] * n)
     unaligned = torch.zeros(4097, dtype=torch.uint8)[1:]
     collectives.all_reduce(unaligned)
 
 
-def test_layouts() -> None:
-    run_ranks(layouts, 2)
+def test_transposed_channels_last_and_unaligned_tensors() -> None:
+    run_ranks(reduce_layouts, 2)
 
 
-def single(rank: int, n: int) -> None:
+def run_on_single_rank(rank: int, n: int) -> None:
     tensor = torch.randn(1000)
     before = tensor.clone()
     residual = torch.full((1000,), 0.5)
@@ -188,11 +196,11 @@ def single(rank: int, n: int) -> None:
         collectives.all_reduce(tensor, codec="int9")
 
 
-def test_world_size_one_does_nothing_and_loses_nothing() -> None:
-    run_ranks(single, 1)
+def test_single_rank_changes_nothing() -> None:
+    run_ranks(run_on_single_rank, 1)
 
 
-def seeds(rank: int, n: int) -> None:
+def compare_seeds(rank: int, n: int) -> None:
     torch.manual_seed(rank)
     source = torch.randn(5000)
     spec = "int8:round=stochastic"
@@ -207,29 +215,29 @@ def seeds(rank: int, n: int) -> None:
     assert not torch.equal(once(None), once(None))  # the call's number
 
 
-def test_seeds() -> None:
-    run_ranks(seeds, 2)
+def test_stochastic_rounding_depends_on_the_seed() -> None:
+    run_ranks(compare_seeds, 2)
 
 
-def looks(rank: int, world_size: int) -> str:
+def measure_core_latency(rank: int, world_size: int) -> str:
     """Return whether operations of 4 KB made the engine measure the core-to-core latency, which takes both ranks."""
-    x, seen = torch.zeros(1024), torch.zeros(2)
+    x, flags = torch.zeros(1024), torch.zeros(2)
     watch = Stopwatch()
     while True:
         for _ in range(1024):
             collectives.all_reduce(x)
         late = not watch.elapsed().within(cpu_s=20, wall_s=50)
-        seen[0] = float(collectives.info()["round_trip_ns"] > 0)
-        seen[1] = float(late and rank == 0)
-        collectives.all_reduce(seen)
-        if seen[0] == world_size:
+        flags[0] = float(collectives.info()["round_trip_ns"] > 0)
+        flags[1] = float(late and rank == 0)
+        collectives.all_reduce(flags)
+        if flags[0] == world_size:
             return "looked"
-        if seen[1]:
+        if flags[1]:
             return "did not look"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to look at")
-def test_small_operations_look_where_the_cores_are_too() -> None:
-    # What is staged past a cache that the peer shares, or into one that it does not, took up to four times as long.
-    answers = run_ranks(looks, 2)
+def test_small_operations_measure_the_core_latency() -> None:
+    # Staging took up to four times as long where it bypassed a cache that the peer shares or used a private one.
+    answers = run_ranks(measure_core_latency, 2)
     assert answers == ["looked", "looked"]

@@ -18,11 +18,11 @@ from dtcomm.runtime.native.copy_policy import piece_bytes
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
 
-def messages(rank: int, n: int) -> int:
+def exchange_messages(rank: int, n: int) -> int:
     right, left = (rank + 1) % n, (rank - 1) % n
     incoming = [torch.empty(1000 * i + 1) for i in range(6)]
     outgoing = [torch.full((1000 * i + 1,), float(100 * rank + i)) for i in range(6)]
-    # Everybody starts everything before anybody waits, and before anybody has met anybody.
+    # All ranks start all messages before any rank waits, and before any connection exists.
     works = [collectives.send(tensor, right, async_op=True) for tensor in outgoing]
     works += [collectives.recv(tensor, left, async_op=True) for tensor in incoming]
     futures = [work.get_future() for work in works if work is not None]
@@ -32,23 +32,23 @@ def messages(rank: int, n: int) -> int:
         assert work.is_completed() and work.wire_bytes >= 0 and work.seconds >= 0
     for i, tensor in enumerate(incoming):
         assert tensor.eq(100 * left + i).all()
-    if rank < 2:  # the others know nothing of it
+    if rank < 2:  # the other ranks take no part
         peer = 1 - rank
         for spec in ("none", "fp16", "int8", "int8:round=stochastic"):
-            sent = torch.randn(70_001, generator=torch.Generator().manual_seed(rank))
-            residual, before = torch.zeros(70_001), sent.clone()
-            got = torch.empty(70_001)
+            payload = torch.randn(70_001, generator=torch.Generator().manual_seed(rank))
+            residual, before = torch.zeros(70_001), payload.clone()
+            received = torch.empty(70_001)
             if rank == 0:
-                collectives.send(sent, peer, codec=spec, residual=residual)
-                assert torch.equal(sent, before)
+                collectives.send(payload, peer, codec=spec, residual=residual)
+                assert torch.equal(payload, before)
                 collectives.send(residual, peer)
-                collectives.recv(got, peer, codec=spec)
+                collectives.recv(received, peer, codec=spec)
             else:
-                collectives.recv(got, peer, codec=spec)
+                collectives.recv(received, peer, codec=spec)
                 collectives.recv(residual, peer)
-                collectives.send(sent, peer, codec=spec)
+                collectives.send(payload, peer, codec=spec)
                 expected = torch.randn(70_001, generator=torch.Generator().manual_seed(peer))
-                assert torch.allclose(got + residual, expected, atol=1e-6)
+                assert torch.allclose(received + residual, expected, atol=1e-6)
         collectives.send(torch.arange(3), peer) if rank == 0 else collectives.recv(torch.arange(3), peer)
     group = dist.new_group([n - 1, 0])
     if rank in (0, n - 1):
@@ -64,21 +64,21 @@ def messages(rank: int, n: int) -> int:
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("runtime", ["auto", "process_group"])
-def test_messages(n: int, runtime: str) -> None:
-    run_ranks(messages, n, env={"DTCOMM_RUNTIME": runtime} if runtime != "auto" else {})
+def test_messages_arrive_in_order_without_other_ranks(n: int, runtime: str) -> None:
+    run_ranks(exchange_messages, n, env={"DTCOMM_RUNTIME": runtime} if runtime != "auto" else {})
 
 
-def refusals(rank: int, n: int) -> str:
-    x, other = torch.ones(8), 1 - rank
-    for kind, pattern, wrong in (
+def check_refusals(rank: int, n: int) -> str:
+    x, peer = torch.ones(8), 1 - rank
+    for kind, pattern, call in (
         (ValueError, "dst: rank 7 is not in the group; its ranks are 0, 1", lambda: collectives.send(x, 7)),
         (ValueError, f"src: rank {rank} is this rank itself", lambda: collectives.recv(x, rank)),
-        (TypeError, "tensor: expected a torch.Tensor", lambda: collectives.send(None, other)),  # type: ignore[arg-type]
-        (TypeError, "codec int8 takes", lambda: collectives.send(x.double(), other, codec="int8")),
-        (ValueError, "residual: has 3", lambda: collectives.send(x, other, residual=torch.ones(3))),
+        (TypeError, "tensor: expected a torch.Tensor", lambda: collectives.send(None, peer)),  # type: ignore[arg-type]
+        (TypeError, "codec int8 takes", lambda: collectives.send(x.double(), peer, codec="int8")),
+        (ValueError, "residual: has 3", lambda: collectives.send(x, peer, residual=torch.ones(3))),
     ):
         with pytest.raises(kind, match=pattern):
-            wrong()
+            call()
     try:
         if rank == 0:
             collectives.send(x, 1)
@@ -89,12 +89,12 @@ def refusals(rank: int, n: int) -> str:
     return ""
 
 
-def test_wrong_calls_are_named() -> None:
-    errors = run_ranks(refusals, 2)
+def test_invalid_calls_are_refused() -> None:
+    errors = run_ranks(check_refusals, 2)
     assert "send(8 float32" in errors[1] and "send(9 float32" in errors[1]
 
 
-def alone(rank: int, n: int) -> Any:
+def receive_from_dead_peer(rank: int, n: int) -> Any:
     if rank == 1:
         collectives.send(torch.ones(3), 0)
         send_to_parent("sent")
@@ -107,15 +107,15 @@ def alone(rank: int, n: int) -> Any:
     return ""
 
 
-def test_a_dead_peer_is_named() -> None:
-    with spawn_ranks(alone, 2, group_timeout=20.0) as ranks:
+def test_dead_peer_is_named() -> None:
+    with spawn_ranks(receive_from_dead_peer, 2, group_timeout=20.0) as ranks:
         assert ranks.receive(1) == "sent"
         ranks.kill(1)
         outcome = ranks.join(30)[0]
     assert outcome.ok and "PeerLost: rank 1" in outcome.result, outcome
 
 
-def unmet(rank: int, n: int) -> str:
+def send_to_absent_peer(rank: int, n: int) -> str:
     if rank == 1:
         time.sleep(3.0)
         return ""
@@ -128,13 +128,13 @@ def unmet(rank: int, n: int) -> str:
     return "no error"
 
 
-def test_a_peer_that_never_comes_is_named() -> None:
-    with spawn_ranks(unmet, 2, group_timeout=1.5) as ranks:
+def test_missing_peer_is_named() -> None:
+    with spawn_ranks(send_to_absent_peer, 2, group_timeout=1.5) as ranks:
         outcome = ranks.join(30)[0]
     assert outcome.ok and outcome.result.startswith("rank 1 did not come"), outcome
 
 
-def test_a_large_message_goes_in_pieces_whose_copies_overlap() -> None:
+def test_large_messages_are_split_into_pieces() -> None:
     for numel in (2**17, 2**18, 2**20, 2**24):
         shape = OpSpec("broadcast", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "send")
         assert 8 <= 4 * numel / piece_bytes(shape, 2) <= 4 * numel / 2**16

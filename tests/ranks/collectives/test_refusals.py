@@ -56,12 +56,12 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
 
 
 def refuse_all(rank: int, n: int) -> None:
-    for kind, pattern, wrong in REFUSED:
+    for kind, pattern, call in REFUSED:
         with pytest.raises(kind, match=pattern):
-            wrong()
+            call()
         if rank == 0:  # a refused call on one rank alone does not count as a call
             with pytest.raises(kind, match=pattern):
-                wrong()
+                call()
         tensor = torch.full((100,), 1.0)
         collectives.all_reduce(tensor)
         assert tensor.eq(n).all(), pattern
@@ -71,13 +71,13 @@ def test_wrong_calls_are_refused_and_leave_the_communicator_usable() -> None:
     run_ranks(refuse_all, 2)
 
 
-def test_without_a_process_group() -> None:
+def test_call_without_a_process_group_is_refused() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"group: torch.distributed is not initialised"):
         collectives.all_reduce(torch.ones(1))
 
 
-def forked(rank: int, n: int) -> str:
+def fork_and_reduce(rank: int, n: int) -> str:
     collectives.all_reduce(torch.ones(4))
     tensor = collectives.empty(1000)
     read, write = os.pipe()
@@ -85,26 +85,26 @@ def forked(rank: int, n: int) -> str:
     if child == 0:
         try:
             collectives.all_reduce(torch.ones(4))
-            word = "no error"
+            message = "no error"
         except DtcommError as error:
-            word = str(error)
-        os.write(write, word.encode())
+            message = str(error)
+        os.write(write, message.encode())
         os._exit(0)
     os.close(write)
-    word = os.fdopen(read).read()
+    message = os.fdopen(read).read()
     os.waitpid(child, 0)
     tensor.fill_(1.0)
     collectives.all_reduce(tensor)  # the parent goes on
     assert tensor.eq(n).all()
-    return word
+    return message
 
 
-def test_after_a_fork_the_child_is_refused_and_the_parent_goes_on() -> None:
-    for word in run_ranks(forked, 2, fresh=True):
-        assert "forked" in word
+def test_forked_child_is_refused_and_the_parent_continues() -> None:
+    for message in run_ranks(fork_and_reduce, 2, fresh=True):
+        assert "forked" in message
 
 
-def destroyed(rank: int, n: int) -> None:
+def reduce_after_destroy(rank: int, n: int) -> None:
     tensor = torch.ones(4)
     collectives.all_reduce(tensor)
     dist.barrier()
@@ -116,5 +116,5 @@ def destroyed(rank: int, n: int) -> None:
         collectives.all_reduce(tensor, group=group)
 
 
-def test_after_destroy() -> None:
-    run_ranks(destroyed, 2, fresh=True)
+def test_destroyed_group_is_refused() -> None:
+    run_ranks(reduce_after_destroy, 2, fresh=True)

@@ -17,8 +17,8 @@ from dtcomm.launch.ranks import run_ranks
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group"}
 
 
-def lists(rank: int, n: int) -> None:
-    """gather and scatter with lists, which may be any tensors, sync and async."""
+def gather_and_scatter_lists(rank: int, n: int) -> None:
+    """Call gather and scatter with lists of tensors and in place, sync and async."""
     for root in range(n):
         for asynchronous in (False, True):
             shard = torch.full((3, 40), float(rank))
@@ -39,14 +39,14 @@ def lists(rank: int, n: int) -> None:
         total = torch.full((500,), float(rank + 1))
         collectives.reduce(total, root, "avg", codec="int8")
         assert (total - (n + 1) / 2).abs().max() < 0.05 if rank == root else total.eq(rank + 1).all()
-    whole = torch.arange(float(4 * n))
-    shard = whole[4 * rank : 4 * rank + 4]
-    collectives.gather(shard, whole if rank == 0 else None)  # in place
-    collectives.scatter(shard, whole if rank == 0 else None)
+    buffer = torch.arange(float(4 * n))
+    shard = buffer[4 * rank : 4 * rank + 4]
+    collectives.gather(shard, buffer if rank == 0 else None)  # in place
+    collectives.scatter(shard, buffer if rank == 0 else None)
     assert torch.equal(shard, torch.arange(4.0 * rank, 4.0 * rank + 4))
 
 
-def exchanges(rank: int, n: int) -> None:
+def compare_exchanges(rank: int, n: int) -> None:
     """Compare all_to_all of equal and unequal shards with torch's own for lossless codecs."""
     generator = torch.Generator().manual_seed(7)
     for step in range(12):
@@ -85,41 +85,41 @@ def exchanges(rank: int, n: int) -> None:
         collectives.all_to_all(
             torch.empty(n + (rank == 0)), torch.ones(sum(wrong)), [1] * (n - 1) + [1 + (rank == 0)], wrong
         )
-    collectives.all_to_all(output, source)  # all have refused alike: the communicator goes on
+    collectives.all_to_all(output, source)  # all ranks refused the call, so the communicator stays usable
     assert torch.equal(output, expected)
 
 
-def barriers(rank: int, n: int) -> None:
-    for late in range(n):
-        if rank == late:
+def check_barriers(rank: int, n: int) -> None:
+    for late_rank in range(n):
+        if rank == late_rank:
             time.sleep(0.05)
-        came = time.monotonic()  # one clock for all processes
-        work = collectives.barrier(async_op=late % 2 == 1)
+        arrived = time.monotonic()  # one clock for all processes
+        work = collectives.barrier(async_op=late_rank % 2 == 1)
         if work is not None:
             work.wait()
         times: list[Any] = [None] * n
-        dist.all_gather_object(times, (came, time.monotonic()))
-        assert max(came for came, _ in times) <= min(left for _, left in times)
+        dist.all_gather_object(times, (arrived, time.monotonic()))
+        assert max(arrived for arrived, _ in times) <= min(departed for _, departed in times)
 
 
-def everything(rank: int, n: int) -> str:
-    lists(rank, n)
-    exchanges(rank, n)
-    barriers(rank, n)
+def check_all(rank: int, n: int) -> str:
+    gather_and_scatter_lists(rank, n)
+    compare_exchanges(rank, n)
+    check_barriers(rank, n)
     return str(collectives.info()["runtime"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_on_the_engine(n: int) -> None:
-    assert run_ranks(everything if n > 1 else lists, n)[0] in ("native", None)
+def test_rooted_collectives_on_the_native_engine(n: int) -> None:
+    assert run_ranks(check_all if n > 1 else gather_and_scatter_lists, n)[0] in ("native", None)
 
 
-def test_over_gloo() -> None:
-    assert run_ranks(everything, 3, env=OVER_GLOO) == ["process_group"] * 3
+def test_rooted_collectives_over_gloo() -> None:
+    assert run_ranks(check_all, 3, env=OVER_GLOO) == ["process_group"] * 3
 
 
-def hosts(rank: int, n: int) -> list[Any]:
-    """Hierarchies on two hosts of different sizes: the same bits on all ranks, and few bytes between the hosts."""
+def compare_on_two_hosts(rank: int, n: int) -> list[Any]:
+    """Return results of hierarchies on two hosts of different sizes; check sums, residuals and wire bytes."""
     results: list[Any] = [collectives.info()["hosts"]]
     for algorithm in ("hierarchical", "hierarchical:ring/tree", "halving", "double_tree", "auto"):
         for spec in ("none", "int8", "fp16", "none/int8", "fp16/int8:block=4096", "int8/none"):
@@ -154,7 +154,7 @@ def hosts(rank: int, n: int) -> list[Any]:
     return results
 
 
-def test_hierarchies_over_hosts_that_are_not_neighbours() -> None:
+def test_hierarchies_over_interleaved_hosts() -> None:
     # Ranks 0 and 2 on one host, 1 on another.
     results = run_ranks(_named_hosts, 3, env=OVER_GLOO)
     assert results[0][0] == 2
@@ -166,7 +166,7 @@ def _named_hosts(rank: int, n: int) -> list[Any]:
 
     os.environ["DTCOMM_HOST_ID"] = "ab"[rank % 2]
     try:
-        return hosts(rank, n)
+        return compare_on_two_hosts(rank, n)
     finally:
         del os.environ["DTCOMM_HOST_ID"]
         collectives.release()

@@ -13,10 +13,10 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import exact_inputs
 
 
-def shared_tensors(rank: int, n: int) -> None:
+def reduce_shared_tensors(rank: int, n: int) -> None:
     for count in (1, 5, 1000, 50_000, 700_001):
         for mixed in (False, True):
-            # In the mixed round rank 0's tensor is an ordinary one: all must take the staged way together.
+            # In the mixed round rank 0's tensor is an ordinary one: so all ranks must stage.
             make = torch.empty if mixed and rank == 0 else collectives.empty
             for op in ("sum", "avg"):
                 tensor = make(count)
@@ -38,7 +38,7 @@ def shared_tensors(rank: int, n: int) -> None:
                 )
                 == 0
             )
-            source.zero_()  # nobody reads it any more
+            source.zero_()  # no rank reads it any more
             shard = make(count)
             shard.copy_(exact_inputs.inputs("all_gather", count, rank=rank, world_size=n))
             gathered = torch.empty(count * n)
@@ -50,11 +50,11 @@ def shared_tensors(rank: int, n: int) -> None:
                 )
                 == 0
             )
-    whole = collectives.empty(4, 250)
-    whole[:] = rank
-    view = whole.view(-1)[10:510]  # a part of a region
+    region = collectives.empty(4, 250)
+    region[:] = rank
+    view = region.view(-1)[10:510]  # a part of a region
     collectives.all_reduce(view, algorithm="two_shot")
-    assert view.sum().item() == 500 * n * (n - 1) / 2 and whole.view(-1)[510:].eq(rank).all()
+    assert view.sum().item() == 500 * n * (n - 1) / 2 and region.view(-1)[510:].eq(rank).all()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
         tensor = collectives.empty(1000)
@@ -67,7 +67,7 @@ def shared_tensors(rank: int, n: int) -> None:
     assert collectives.empty(0).numel() == 0
 
 
-def copied_from_shared(rank: int, n: int) -> None:
+def copy_from_shared_tensors(rank: int, n: int) -> None:
     root, peer = n - 1, rank ^ 1
     for count in (1000, 50_000, 300_001):
         for mixed in (False, True):
@@ -101,7 +101,7 @@ def copied_from_shared(rank: int, n: int) -> None:
                     collectives.scatter(output, source if rank == root else None, root)
                 else:
                     collectives.all_to_all(output, source)
-                source.zero_()  # nobody reads it any more
+                source.zero_()  # no rank reads it any more
                 check(collective, output)
             if peer < n:
                 source, output = tensor_for("sendrecv", 1), torch.empty(count)
@@ -116,10 +116,10 @@ def copied_from_shared(rank: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_copies_are_made_from_shared_memory(n: int) -> None:
-    run_ranks(copied_from_shared, n)
+def test_copying_collectives_read_shared_memory(n: int) -> None:
+    run_ranks(copy_from_shared_tensors, n)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_tensors_in_shared_memory(n: int) -> None:
-    run_ranks(shared_tensors, n)
+def test_reductions_read_shared_memory(n: int) -> None:
+    run_ranks(reduce_shared_tensors, n)

@@ -21,7 +21,7 @@ from dtcomm.measure import exact_inputs
 ON = {"DTCOMM_SINGLE_COPY": "on"}
 
 
-def pulled(rank: int, n: int) -> int:
+def run_single_copy(rank: int, n: int) -> int:
     root, peer = n - 1, rank ^ 1
     for count in (0, 1, 1000, 50_001, 300_000):
 
@@ -30,7 +30,7 @@ def pulled(rank: int, n: int) -> int:
 
         def check(collective: str, result: torch.Tensor, *sources: torch.Tensor, count: int = count) -> None:
             for source in sources:
-                source.fill_(float("nan"))  # whoever reads it now reads it too late
+                source.fill_(float("nan"))  # a later read would return NaN
             expected = exact_inputs.expected(collective, count, rank=rank, world_size=n, root=root)
             assert exact_inputs.count_mismatches(result.reshape(-1)[: expected.numel()], expected) == 0, (
                 collective,
@@ -51,10 +51,10 @@ def pulled(rank: int, n: int) -> int:
         work = collectives.all_to_all(output, source, async_op=True)
         work.wait()
         check("all_to_all", output, source)
-        whole = torch.empty(count * n)
-        shard = whole[count * rank : count * (rank + 1)].copy_(tensor_for("all_gather", 1)[0])
-        collectives.all_gather(whole, shard)  # in place
-        check("all_gather", whole)
+        gathered = torch.empty(count * n)
+        shard = gathered[count * rank : count * (rank + 1)].copy_(tensor_for("all_gather", 1)[0])
+        collectives.all_gather(gathered, shard)  # in place
+        check("all_gather", gathered)
         rows = [[(src * 7 + dst * 3) % 5 * count // 4 for dst in range(n)] for src in range(n)]
         received_rows = [row[rank] for row in rows]
         source, output = torch.full((sum(rows[rank]),), float(rank)), torch.empty(sum(received_rows))
@@ -76,11 +76,11 @@ def pulled(rank: int, n: int) -> int:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_ordinary_tensors_are_read_where_they_lie(n: int) -> None:
-    assert min(run_ranks(pulled, n, env=ON)) > 300_000 * 4
+def test_ordinary_tensors_are_read_from_the_senders_memory(n: int) -> None:
+    assert min(run_ranks(run_single_copy, n, env=ON)) > 300_000 * 4
 
 
-def not_pulled(rank: int, n: int) -> dict[str, Any]:
+def gather_staged(rank: int, n: int) -> dict[str, Any]:
     out, x = torch.empty(2_000_000 * n), torch.full((2_000_000,), float(rank))
     collectives.all_gather(out, x)
     collectives.all_gather(out, x, codec="fp16")
@@ -95,8 +95,8 @@ def not_pulled(rank: int, n: int) -> dict[str, Any]:
         ({"DTCOMM_LINK": "100gbit,1us"}, "a link is emulated"),
     ],
 )
-def test_what_is_staged_says_why(variables: dict[str, str], reason: str) -> None:
-    for info in run_ranks(not_pulled, 2, env=variables):
+def test_reason_of_staging_is_reported(variables: dict[str, str], reason: str) -> None:
+    for info in run_ranks(gather_staged, 2, env=variables):
         assert (info["single_copy"], info["pulled_bytes"]) == (reason, 0)
 
 
@@ -105,7 +105,7 @@ def forced_over_a_link(rank: int, n: int) -> None:
         collectives.barrier()
 
 
-def test_what_cannot_be_forced_is_refused() -> None:
+def test_forced_single_copy_over_an_emulated_link_is_refused() -> None:
     run_ranks(forced_over_a_link, 2, env={**ON, "DTCOMM_LINK": "10gbit,5us"})
 
 
@@ -119,18 +119,18 @@ def slow_reader(rank: int, n: int) -> float:
         x.zero_()
         return returned
     time.sleep(0.2)
-    came = time.monotonic()
+    arrived = time.monotonic()
     collectives.recv(x.zero_(), 0)
     assert x.eq(3).all()
-    return came
+    return arrived
 
 
-def test_a_sender_returns_when_it_has_been_read() -> None:
-    returned, came = run_ranks(slow_reader, 2, env=ON)
-    assert returned >= came
+def test_sender_returns_after_its_memory_was_read() -> None:
+    returned, arrived = run_ranks(slow_reader, 2, env=ON)
+    assert returned >= arrived
 
 
-def gathers(rank: int, n: int) -> str:
+def gather_until_loss(rank: int, n: int) -> str:
     x, out = torch.ones(1_000_000), torch.empty(1_000_000 * n)
     collectives.all_gather(out, x)
     send_to_parent("running")
@@ -141,8 +141,8 @@ def gathers(rank: int, n: int) -> str:
         return str(error)
 
 
-def test_a_death_while_memory_is_read_is_named() -> None:
-    with spawn_ranks(gathers, 3, env=ON, group_timeout=20.0) as ranks:
+def test_rank_that_dies_during_reads_is_named() -> None:
+    with spawn_ranks(gather_until_loss, 3, env=ON, group_timeout=20.0) as ranks:
         for rank in range(3):
             assert ranks.receive(rank) == "running"
         time.sleep(0.1)
@@ -155,7 +155,7 @@ def test_a_death_while_memory_is_read_is_named() -> None:
 UNFORBIDDEN = "process_vm_readv cannot be forbidden to a thread by a seccomp filter"
 
 
-def forbid() -> str:
+def forbid_process_vm_readv() -> str:
     """Make the kernel refuse process_vm_readv to this thread, as a container may; return why that is impossible."""
     number = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
     if number is None:
@@ -173,11 +173,11 @@ def forbid() -> str:
     return ""
 
 
-def refused(rank: int, n: int) -> str:
+def meet_with_forbidden_rank(rank: int, n: int) -> str:
     errors = []
 
-    def meet() -> None:  # rules hold for a thread
-        if rank == 1 and (reason := forbid()):
+    def meet() -> None:  # seccomp rules apply to a thread
+        if rank == 1 and (reason := forbid_process_vm_readv()):
             errors.append(f"{UNFORBIDDEN}, {reason}")
         try:
             collectives.barrier()
@@ -190,8 +190,8 @@ def refused(rank: int, n: int) -> str:
     return "; ".join(errors)
 
 
-def test_what_one_rank_may_not_no_rank_does() -> None:
-    errors = run_ranks(refused, 3, env=ON)
+def test_single_copy_is_refused_if_one_rank_lacks_permission() -> None:
+    errors = run_ranks(meet_with_forbidden_rank, 3, env=ON)
     if errors[1].startswith(UNFORBIDDEN):
         pytest.skip(errors[1])
     for text in errors:
@@ -199,14 +199,14 @@ def test_what_one_rank_may_not_no_rank_does() -> None:
         assert "Operation not permitted (kernel.yama.ptrace_scope" in text
 
 
-def said(rank: int, n: int) -> str:
+def single_copy_state(rank: int, n: int) -> str:
     collectives.barrier()
     return str(collectives.info()["single_copy"])
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
-def test_with_a_core_each_ranks_stage() -> None:
+def test_ranks_with_a_core_each_use_staging() -> None:
     # Both copies of staging then run at once; huge pages make the kernel's no faster than the two of them.
-    for reason in run_ranks(said, 2, env={"THP_MEM_ALLOC_ENABLE": "1"}):
+    for reason in run_ranks(single_copy_state, 2, env={"THP_MEM_ALLOC_ENABLE": "1"}):
         assert "every rank has a core" in reason or "process_vm_readv" in reason, reason
         assert reason != "process_vm_readv"

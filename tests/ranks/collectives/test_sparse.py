@@ -14,8 +14,8 @@ from tests.unit.collectives.call_by_name import require_alike
 SPECS = ("topk:ratio=0.01", "topk:ratio=0.2,values=int4", "randk:ratio=0.05")
 
 
-def feeding_back(rank: int, n: int, spec: str, algorithm: str) -> None:
-    """result + all new residuals = all inputs + all old residuals, step after step."""
+def reduce_with_feedback(rank: int, n: int, spec: str, algorithm: str) -> None:
+    """Check in each step that the result plus all new residuals equals all inputs plus all old residuals."""
     generator = torch.Generator().manual_seed(rank)
     for count in (1, 4096, 70_001, 1_000_003):
         residual = torch.zeros(count)
@@ -31,7 +31,7 @@ def feeding_back(rank: int, n: int, spec: str, algorithm: str) -> None:
             assert 0 < int((x != 0).sum()) <= max(1, count)
 
 
-def without_memory(rank: int, n: int, spec: str) -> None:
+def reduce_without_feedback(rank: int, n: int, spec: str) -> None:
     """Without a residual topk gives the largest sums, and randk is right on average."""
     count = 8192
     x = torch.randn(count, generator=torch.Generator().manual_seed(rank))
@@ -40,26 +40,26 @@ def without_memory(rank: int, n: int, spec: str) -> None:
     mean = torch.zeros(count, dtype=torch.float64)
     steps = 40
     for step in range(steps):
-        got = x.clone()
-        dtcomm.all_reduce(got, codec=spec, algorithm="two_shot", seed=step)
-        require_alike(got, spec)
-        mean += got.double() / steps
+        result = x.clone()
+        dtcomm.all_reduce(result, codec=spec, algorithm="two_shot", seed=step)
+        require_alike(result, spec)
+        mean += result.double() / steps
     if spec.startswith("randk"):
         assert abs(float((mean - exact).mean())) < 5 * 20 / (count * steps) ** 0.5 * float(
             exact.abs().mean() + 1
         )
     else:
-        assert torch.equal(mean.float(), got)
+        assert torch.equal(mean.float(), result)
 
 
 @pytest.mark.parametrize(
     "algorithm", sorted({*algorithms.available("all_reduce")} & {"one_shot", "two_shot", "ring"})
 )
 @pytest.mark.parametrize("spec", SPECS)
-def test_all_reduce_with_feedback(spec: str, algorithm: str) -> None:
-    run_ranks(feeding_back, 2, spec, algorithm)
+def test_feedback_conserves_mass(spec: str, algorithm: str) -> None:
+    run_ranks(reduce_with_feedback, 2, spec, algorithm)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_all_reduce_without_feedback(spec: str) -> None:
-    run_ranks(without_memory, 2, spec)
+    run_ranks(reduce_without_feedback, 2, spec)

@@ -25,7 +25,7 @@ def digest(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def sums(rank: int, ranks: int, numel: int) -> dict[str, int]:
+def all_reduce_digests(rank: int, ranks: int, numel: int) -> dict[str, int]:
     """Return digests of all_reduce by every algorithm and codec, which must be equal on all ranks."""
     digests = {}
     codecs = ("none", "int8", "topk:ratio=0.1", "exact:bits=32")
@@ -40,7 +40,7 @@ def sums(rank: int, ranks: int, numel: int) -> dict[str, int]:
     return digests
 
 
-def others(rank: int, ranks: int, numel: int) -> list[str]:
+def check_other_collectives(rank: int, ranks: int, numel: int) -> list[str]:
     """Run every collective by every algorithm without loss; return what is wrong, in words."""
     wrong = []
     calls: dict[str, Callable[..., Any]] = {
@@ -67,12 +67,12 @@ def others(rank: int, ranks: int, numel: int) -> list[str]:
     return wrong
 
 
-def everything(
+def run_on_three_hosts(
     rank: int, ranks: int, rendezvous: str, namespaces: list[str]
 ) -> tuple[dict[str, int], list[str]]:
     with netns.temporary_process_group(rank, ranks, rendezvous, [namespaces[host] for host in HOST_OF]):
-        digests_by_size = {size: sums(rank, ranks, size) for size in (1, 20_000)}
-        wrong = others(rank, ranks, 5000)
+        digests_by_size = {size: all_reduce_digests(rank, ranks, size) for size in (1, 20_000)}
+        wrong = check_other_collectives(rank, ranks, 5000)
         info = collectives.info()
         assert info["runtime"] == "native" and info["hosts"] == 3, info
         assert info["transport"] == ("memory and sockets" if rank < 2 else "sockets")
@@ -93,17 +93,17 @@ def everything(
         for work in works:
             work.wait()
         assert received.eq((rank - 1) % ranks).all()
-        flat = {
+        labelled_digests = {
             f"{size} {name}": value
             for size, digests in digests_by_size.items()
             for name, value in digests.items()
         }
-    return flat, wrong
+    return labelled_digests, wrong
 
 
 def test_every_collective_on_three_uneven_hosts(tmp_path: Path) -> None:
     with netns.many_hosts(3, 10) as namespaces:
-        ranks = run_ranks(everything, 4, str(tmp_path / "meet"), namespaces, backend=None)
+        ranks = run_ranks(run_on_three_hosts, 4, str(tmp_path / "meet"), namespaces, backend=None)
     for rank, (digests, wrong) in enumerate(ranks):
         assert wrong == [], rank
         assert {name for name, value in digests.items() if value != ranks[0][0][name]} == set(), rank

@@ -32,12 +32,12 @@ def reduce(
     return results
 
 
-def test_results_are_the_same_on_both_and_right(tmp_path: Path) -> None:
+def test_sums_are_right_and_equal_on_both_hosts(tmp_path: Path) -> None:
     with netns.two_hosts(10) as namespaces:
         first, second = run_ranks(reduce, 2, str(tmp_path / "meet"), namespaces, backend=None)
     assert first.keys() == second.keys()
     for (codec, algorithm, numel), tensor in first.items():
         assert torch.equal(tensor, second[codec, algorithm, numel]), (codec, algorithm, numel)
         expected = (torch.arange(numel) % 11 * 2 + 1).float()
-        most = 0.3 if codec == "int8" else 0.0
-        assert (tensor - expected).abs().max() <= most, (codec, algorithm, numel)
+        bound = 0.3 if codec == "int8" else 0.0
+        assert (tensor - expected).abs().max() <= bound, (codec, algorithm, numel)

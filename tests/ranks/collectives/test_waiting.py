@@ -11,7 +11,7 @@ from dtcomm import collectives
 from dtcomm.launch.ranks import run_ranks
 
 
-def nothing_ahead(rank: int, n: int) -> tuple[float, float]:
+def issue_empty_operations(rank: int, n: int) -> tuple[float, float]:
     """Return when, by the clock of all processes, this rank began and when it had started all operations."""
     collectives.barrier()
     if rank == 1:
@@ -23,37 +23,37 @@ def nothing_ahead(rank: int, n: int) -> tuple[float, float]:
             collectives.broadcast(torch.empty(0), 0)
         else:
             works.append(collectives.all_reduce(torch.empty(0), async_op=True))
-    ahead = time.monotonic()
+    issued = time.monotonic()
     for work in works:
         work.wait()
     x = torch.ones(3)
     collectives.all_reduce(x)
     assert x.eq(n).all()
-    return began, ahead
+    return began, issued
 
 
-def test_a_rank_with_nothing_to_send_does_not_run_away() -> None:
-    (_, ahead), (began, _) = run_ranks(nothing_ahead, 2)
-    assert ahead >= began
+def test_rank_with_nothing_to_send_does_not_run_ahead() -> None:
+    (_, issued), (began, _) = run_ranks(issue_empty_operations, 2)
+    assert issued >= began
 
 
-def by_turns(rank: int, n: int) -> None:
+def wait_in_two_threads(rank: int, n: int) -> None:
     # Rank 0 waits for its second message first. It comes when rank 1 has an answer to the first, which another thread
-    # gives: the thread that drives must not keep what it has driven to itself.
-    one, two = torch.zeros(200_000), torch.zeros(200_000)
+    # gives: the thread that drives the engine must report it to the other one.
+    first_message, second_message = torch.zeros(200_000), torch.zeros(200_000)
     for _ in range(20):
         if rank == 1:
-            collectives.send(one + 1, 0)
-            collectives.recv(two, 0)
-            collectives.send(two + 1, 0)
+            collectives.send(first_message + 1, 0)
+            collectives.recv(second_message, 0)
+            collectives.send(second_message + 1, 0)
             continue
-        first = collectives.recv(one, 1, async_op=True)
-        second = collectives.recv(two, 1, async_op=True)
+        first = collectives.recv(first_message, 1, async_op=True)
+        second = collectives.recv(second_message, 1, async_op=True)
         assert first is not None and second is not None
 
         def answer(work: collectives.Work = first) -> None:
             work.wait()
-            collectives.send(one + 1, 1)
+            collectives.send(first_message + 1, 1)
 
         later = threading.Thread(target=second.wait)
         later.start()
@@ -63,14 +63,14 @@ def by_turns(rank: int, n: int) -> None:
         later.join(20)
         thread.join(20)
         assert second.is_completed() and first.is_completed()
-        assert one.eq(1).all() and two.eq(3).all()
+        assert first_message.eq(1).all() and second_message.eq(3).all()
 
 
 def test_two_threads_wait_for_two_operations() -> None:
-    run_ranks(by_turns, 2)
+    run_ranks(wait_in_two_threads, 2)
 
 
-def both_ways(rank: int, n: int) -> None:
+def send_and_reduce_in_a_ring(rank: int, n: int) -> None:
     right, left = (rank + 1) % n, (rank - 1) % n
     for numel in (1, 3000, 400_000):
         for _ in range(20):
@@ -81,10 +81,10 @@ def both_ways(rank: int, n: int) -> None:
             ]
             reduced = outgoing.clone()
             works.append(collectives.all_reduce(reduced, async_op=True))
-            for work in works:  # what comes later is driven while the first is waited for
+            for work in works:  # a wait for the first operation also drives the later ones
                 work.wait()
             assert incoming.eq(left).all() and reduced.eq(n * (n - 1) / 2).all()
 
 
-def test_rings_of_messages() -> None:
-    run_ranks(both_ways, 3)
+def test_ring_messages_beside_all_reduces() -> None:
+    run_ranks(send_and_reduce_in_a_ring, 3)

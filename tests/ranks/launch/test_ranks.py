@@ -68,14 +68,14 @@ def has_process_group(rank: int, world_size: int) -> bool:
     return dist.is_initialized()
 
 
-def exits_badly(rank: int, world_size: int) -> int:
+def exit_with_code_7(rank: int, world_size: int) -> int:
     import atexit
 
     atexit.register(os._exit, 7)
     return rank
 
 
-def ends(pid: int, within: float = 5.0) -> bool:
+def process_ends(pid: int, within: float = 5.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -94,7 +94,7 @@ def test_results_come_in_rank_order_and_by_value() -> None:
         assert torch.equal(tensor, torch.full((3,), 30.0))
 
 
-def test_processes_are_used_again_for_another_world() -> None:
+def test_processes_are_reused_for_other_world_sizes() -> None:
     first = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1)}
     second = {pid for _, pid, _ in run_ranks(sum_of_ranks, 3, 1)}
     assert len(second & first) == 2
@@ -104,7 +104,7 @@ def test_fresh_processes_are_used_once() -> None:
     pooled = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1)}
     fresh = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1, fresh=True)}
     assert not pooled & fresh
-    assert all(ends(pid) for pid in fresh)
+    assert all(process_ends(pid) for pid in fresh)
 
 
 def test_no_process_group_without_a_backend() -> None:
@@ -120,7 +120,7 @@ def test_an_exception_keeps_its_type_and_names_its_rank() -> None:
     assert time.monotonic() - started < 20
 
 
-def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
+def test_exception_that_cannot_be_pickled_is_described() -> None:
     with pytest.raises(RankError, match=r"rank 0 raised .*Odd: cannot be pickled"):
         run_ranks(fail, 2, 0, "odd")
 
@@ -134,13 +134,13 @@ def test_an_exception_that_cannot_be_pickled_is_told_in_words() -> None:
         ("SIGSEGV", "rank 1 was killed by SIGSEGV"),
     ],
 )
-def test_a_rank_that_dies_is_named(failure: str, message: str) -> None:
+def test_dead_rank_is_named(failure: str, message: str) -> None:
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(fail, 2, 1, failure)
     assert not isinstance(caught.value, RankTimeout)
 
 
-def test_a_hang_is_killed_at_the_deadline_and_shows_its_stack() -> None:
+def test_hung_rank_is_killed_at_the_deadline_with_its_stack() -> None:
     run_ranks(environment, 2, "HOME")
     started = time.monotonic()
     with pytest.raises(RankTimeout, match=r"rank 1 did not return within") as caught:
@@ -150,22 +150,22 @@ def test_a_hang_is_killed_at_the_deadline_and_shows_its_stack() -> None:
     assert "rank 0 did" not in str(caught.value)
 
 
-def test_a_stopped_rank_is_killed_too() -> None:
+def test_stopped_rank_is_killed_at_the_deadline() -> None:
     with pytest.raises(RankTimeout, match=r"rank 1 did not return(.|\n)*the process was stopped"):
         run_ranks(fail, 2, 1, "SIGSTOP", timeout=1.5)
 
 
-def test_a_rank_that_failed_is_not_used_again() -> None:
+def test_failed_processes_are_not_reused() -> None:
     with spawn_ranks(fail, 2, 1, "raise") as ranks:
         pids = ranks.pids
         outcomes = ranks.join(20, grace=0.5)
     assert isinstance(outcomes[1].exception, KeyError) and not outcomes[1].ok
     assert outcomes[0].timed_out or outcomes[0].exception is not None
-    assert all(ends(pid) for pid in pids)
+    assert all(process_ends(pid) for pid in pids)
     assert not {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1)} & set(pids)
 
 
-def test_ranks_can_be_heard_and_killed() -> None:
+def test_ranks_send_messages_and_can_be_killed() -> None:
     with spawn_ranks(announce_and_sleep, 2) as ranks:
         assert [ranks.receive(rank) for rank in (0, 1)] == [("here", 0), ("here", 1)]
         with pytest.raises(RankTimeout, match="rank 0 sent no message"):
@@ -182,10 +182,10 @@ def test_leaving_the_block_kills_the_rank_and_its_children() -> None:
         assert isinstance(child, int)
         ranks.kill(0, signal.SIGSTOP)
         pids = [*ranks.pids, child]
-    assert all(ends(pid) for pid in pids)
+    assert all(process_ends(pid) for pid in pids)
 
 
-def test_a_death_is_seen_though_a_child_holds_the_socket() -> None:
+def test_death_is_detected_while_a_child_holds_the_socket() -> None:
     with spawn_ranks(fork_and_wait, 1, backend=None) as ranks:
         ranks.receive(0)
         ranks.kill(0)
@@ -200,12 +200,12 @@ def test_a_rank_that_closes_its_descriptors_is_waited_for_without_spinning() -> 
     assert outcome.timed_out and time.process_time() - before < 0.5
 
 
-def test_a_bad_exit_after_the_result_is_a_failure() -> None:
+def test_exit_code_after_the_result_is_a_failure() -> None:
     with pytest.raises(RankError, match="exited with code 7"):
-        run_ranks(exits_badly, 1, fresh=True)
+        run_ranks(exit_with_code_7, 1, fresh=True)
 
 
-def test_the_environment_is_the_callers_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_TEST_A", "outer")
     assert run_ranks(environment, 2, "DTCOMM_TEST_A") == ["outer"] * 2
     assert run_ranks(environment, 2, "DTCOMM_TEST_A", env={"DTCOMM_TEST_A": "inner"}) == ["inner"] * 2
@@ -252,4 +252,4 @@ def test_ranks_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.kill()
-    assert all(ends(pid) for pid in pids)
+    assert all(process_ends(pid) for pid in pids)

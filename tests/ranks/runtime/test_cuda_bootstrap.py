@@ -1,4 +1,4 @@
-"""The bootstrap for CUDA tensors refuses ranks that differ, by name. No GPU is needed."""
+"""The bootstrap for CUDA tensors refuses ranks that differ and names them. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def join(rank: int, world_size: int, differ: str) -> str:
         ("factors", 'cuda where dtcomm._cuda is built, else torch: rank 0: "cuda"; rank 1: "torch"'),
     ],
 )
-def test_all_ranks_refuse_ranks_that_differ(differ: str, says: str) -> None:
+def test_ranks_that_differ_are_refused_on_all_ranks(differ: str, says: str) -> None:
     for outcome in run_ranks(join, 2, differ):
         assert says in outcome

@@ -1,4 +1,4 @@
-"""Emulated links: the syntax of DTCOMM_LINK, one network card, and an engine that delivers no earlier than it would."""
+"""Emulated links: the syntax of DTCOMM_LINK, the emulated network card, and arrival times in the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtcomm.runtime import emulated_link
 from dtcomm.runtime.emulated_link import FRAME, PAYLOAD, Link, Links, parse
 
 
-def test_what_is_said() -> None:
+def test_links_are_parsed() -> None:
     ten = Link(bits_per_second=10e9, latency_s=50e-6)
     assert parse("") == Links() and not parse("")
     assert parse("10gbit,50us") == Links(inside=ten, between=ten) == parse(" 10Gbit , 50µs ")
@@ -29,7 +29,7 @@ def test_what_is_said() -> None:
     assert Link(bits_per_second=8e9).ns_per_byte == pytest.approx(FRAME / PAYLOAD)
 
 
-def test_what_a_byte_costs_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_cost_per_byte_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < emulated_link.tcp_ns_per_byte() < 100
     monkeypatch.setattr(emulated_link, "tcp_ns_per_byte", lambda: 0.4)
 
@@ -60,14 +60,14 @@ def test_what_a_byte_costs_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         ("inside=1gbit;", "'' is not one of"),
     ],
 )
-def test_what_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=r"DTCOMM_LINK=.*valid are '10gbit,50us' and") as refused:
+def test_invalid_links_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=r"DTCOMM_LINK=.*valid are '10gbit,50us' and") as raised:
         parse(text)
-    assert reason in str(refused.value)
+    assert reason in str(raised.value)
 
 
-def test_a_wire_is_shared_whoever_asks_first() -> None:
-    """Messages of all orders: each is there no earlier than alone, and all together when the wire has carried them."""
+def test_messages_share_the_bandwidth_in_any_order() -> None:
+    """No message arrives earlier than it would alone, and the last one when the card has carried all of them."""
     nic = _C.EmulatedNic(1)
     base = time.monotonic_ns() + 10**12
     assert [nic.send(base, 100), nic.send(base, 50), nic.send(base + 500, 10)] == [
@@ -91,10 +91,10 @@ def test_a_wire_is_shared_whoever_asks_first() -> None:
         assert max(ends) == free
 
 
-def timed(rank: int, world_size: int, numel: int, repeats: int) -> tuple[float, float, str]:
-    """Seconds a call, CPU seconds for each of them, the runtime.
+def time_all_reduce(rank: int, world_size: int, numel: int, repeats: int) -> tuple[float, float, str]:
+    """Return the seconds per call, the CPU seconds per second, and the runtime.
 
-    A rank that is late finds the others' bytes there, but not in two calls in a row: over all of them it cannot gain.
+    A late rank finds the others' bytes already there, but not in two calls in a row, hence ``repeats - 1``.
     """
     x = torch.ones(numel)
     C.all_reduce(x)
@@ -108,19 +108,21 @@ def timed(rank: int, world_size: int, numel: int, repeats: int) -> tuple[float, 
 def test_bytes_take_cpu_time_of_both_ends() -> None:
     # 4 MB out and 4 MB in a call, 20 ns each: 160 ms of CPU time, which the 0.3 ms of the wire do not hide.
     env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "100gbit,1us,20ns/byte"}
-    for seconds, cpu, _ in run_ranks(timed, 2, 1_000_000, 3, env=env):
+    for seconds, cpu, _ in run_ranks(time_all_reduce, 2, 1_000_000, 3, env=env):
         assert seconds >= 0.08 and cpu * seconds >= 0.04
     free = {**env, "DTCOMM_LINK": "100gbit,1us,rdma"}
-    assert all(cpu * seconds < 0.04 for seconds, cpu, _ in run_ranks(timed, 2, 1_000_000, 3, env=free))
+    assert all(
+        cpu * seconds < 0.04 for seconds, cpu, _ in run_ranks(time_all_reduce, 2, 1_000_000, 3, env=free)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_nothing_comes_before_it_could(ranks: int) -> None:
+def test_no_message_arrives_early(ranks: int) -> None:
     env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "1gbit,2ms"}
-    for seconds, cpu, served in run_ranks(timed, ranks, 1_000_000, 4, env=env):
-        assert served == "native"
-        least = 2 * (ranks - 1) / ranks * 4e6 * 8e-9 * FRAME / PAYLOAD + 2e-3
-        assert least <= seconds < 4 * least + 0.5
+    for seconds, cpu, runtime in run_ranks(time_all_reduce, ranks, 1_000_000, 4, env=env):
+        assert runtime == "native"
+        minimum = 2 * (ranks - 1) / ranks * 4e6 * 8e-9 * FRAME / PAYLOAD + 2e-3
+        assert minimum <= seconds < 4 * minimum + 0.5
         assert cpu < 0.9, "waiting gives the core away"
 
 
@@ -131,37 +133,39 @@ def test_nothing_comes_before_it_could(ranks: int) -> None:
         ({"DTCOMM_LINK": "inside=1gbit,20ms"}, True),
     ],
 )
-def test_levels(env: dict[str, str], slow: bool) -> None:
-    for seconds, _, _ in run_ranks(timed, 2, 1000, 4, env=env):
+def test_ranks_of_one_host_use_the_inside_link(env: dict[str, str], slow: bool) -> None:
+    for seconds, _, _ in run_ranks(time_all_reduce, 2, 1000, 4, env=env):
         assert (seconds >= 0.02) == slow
 
 
-def between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
+def time_between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
     import os
 
     os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
-    return timed(rank, world_size, 1000, 4)
+    return time_all_reduce(rank, world_size, 1000, 4)
 
 
-def test_ranks_that_count_as_other_hosts() -> None:
+def test_ranks_of_different_hosts_use_the_between_link() -> None:
     env = {"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": "native"}
-    for seconds, _, served in run_ranks(between_hosts, 2, env=env):
-        assert served == "native" and 0.02 <= seconds < 0.5
+    for seconds, _, runtime in run_ranks(time_between_hosts, 2, env=env):
+        assert runtime == "native" and 0.02 <= seconds < 0.5
 
 
-def refused(rank: int, world_size: int) -> str:
+def reduce_refused(rank: int, world_size: int) -> str:
     with pytest.raises(DtcommError) as raised:
         C.all_reduce(torch.ones(10))
     return str(raised.value)
 
 
 def test_only_the_engine_emulates_links() -> None:
-    for error in run_ranks(refused, 2, env={"DTCOMM_LINK": "1gbit", "DTCOMM_RUNTIME": "process_group"}):
+    for error in run_ranks(
+        reduce_refused, 2, env={"DTCOMM_LINK": "1gbit", "DTCOMM_RUNTIME": "process_group"}
+    ):
         assert error.startswith("DTCOMM_LINK: only the native engine emulates links, but rank 0 (host ")
         assert error.endswith("DTCOMM_RUNTIME=process_group")
 
 
-def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[dict[str, Any]]]]:
+def reduce_buckets(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[dict[str, Any]]]]:
     results = []
     for spec in ("none", "int8"):
         tensors = [torch.full((300_000,), float(rank + i)) for i in range(5)]
@@ -169,23 +173,23 @@ def bucketed(rank: int, world_size: int, same: bool) -> list[tuple[bool, list[di
             tensors = [tensors[0]] * 5
         C.all_reduce_coalesced(tensors, codec=spec, bucket_bytes=10**6)
         if same:
-            want = [torch.full((300_000,), 16.0)] * 5  # (0 + 1) doubled by every further message
+            expected = [torch.full((300_000,), 16.0)] * 5  # (0 + 1) doubled by every further message
         else:
-            want = [torch.full((300_000,), float(1 + 2 * i)) for i in range(5)]
-        right = all((a - b).abs().max() < 0.2 for a, b in zip(tensors, want, strict=True))
+            expected = [torch.full((300_000,), float(1 + 2 * i)) for i in range(5)]
+        correct = all((a - b).abs().max() < 0.2 for a, b in zip(tensors, expected, strict=True))
         operations = [
             operation for record in C.flight_record()["communicators"] for operation in record["operations"]
         ]
-        results.append((bool(right), operations[-5:]))
+        results.append((bool(correct), operations[-5:]))
     return results
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["other tensors", "the same tensor"])
-def test_a_bucket_begins_while_the_one_before_is_on_its_way(same: bool) -> None:
+def test_buckets_overlap_unless_they_share_a_tensor(same: bool) -> None:
     env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "500mbit,10ms"}
-    for results in run_ranks(bucketed, 2, same, env=env):
-        for right, operations in results:
-            assert right
+    for results in run_ranks(reduce_buckets, 2, same, env=env):
+        for correct, operations in results:
+            assert correct
             assert [operation["numel"] for operation in operations] == [300_000] * 5
             early = sum(after["started"] < before["finished"] for before, after in pairwise(operations))
             assert early == 0 if same else early >= 2, "only one tensor keeps them apart"

@@ -1,4 +1,4 @@
-"""The torch.distributed runtime as on a device, with CPU tensors: the engine's bits, and a checked order of streams."""
+"""The torch.distributed runtime of devices, on CPU tensors: the engine's bits, and the order of streams."""
 
 import functools
 import threading
@@ -31,8 +31,8 @@ from tests.unit.runtime.thread_messages import Port, Rendezvous
 SHARED = "randk:positions=shared,ratio=0.1"
 
 
-def as_on_a_device(backend: str) -> Communicator:
-    """The default group's communicator for tensors of a device, which is the CPU; ``backend`` is what it is told of."""
+def communicator_of_fake_device(backend: str) -> Communicator:
+    """Return the default group's communicator for a fake device, the CPU, as if the group had ``backend`` for it."""
     cuda.backend_of = lambda group, device: backend
     cuda.CudaBootstrap._private_backend = _gloo
     group = require_group(None)
@@ -48,30 +48,38 @@ def _gloo(self: cuda.CudaBootstrap, backend: str) -> dist.ProcessGroupGloo:
     return cpu.CpuBootstrap._private_backend(self, "gloo")
 
 
-def all_runtimes(rank: int, world_size: int) -> dict[str, object]:
+def compare_runtimes(rank: int, world_size: int) -> dict[str, object]:
     few = {"specs": ("none", "int8:round=stochastic"), "sizes": (1, 20_001)}
     native = calls(rank, world_size, **few)
-    summed = [ground("exact", rank), ground("exact:bits=16", rank), ground(SHARED, rank)]
+    summed = [
+        multi_stage_sum("exact", rank),
+        multi_stage_sum("exact:bits=16", rank),
+        multi_stage_sum(SHARED, rank),
+    ]
     C.release()
     report: dict[str, object] = {"results": len(native), "exact there": summed}
     for backend in ("nccl", "gloo"):
-        communicator = as_on_a_device(backend)
+        communicator = communicator_of_fake_device(backend)
         results = calls(rank, world_size, timed=backend == "gloo", **few)
         if backend == "nccl":
             splits = [[rank + 1] * world_size, [peer + 1 for peer in range(world_size)]]
             out = torch.zeros(sum(splits[1]))
             C.all_to_all(out, torch.full((sum(splits[0]),), float(rank)), splits[1], splits[0])
             report["exchanged"] = out.tolist()
-            report["exact"] = [ground("exact", rank), ground("exact:bits=16", rank), ground(SHARED, rank)]
-            report["checksum"] = refused(ValueError, lambda: C.all_reduce(torch.ones(9), checksum=True))
+            report["exact"] = [
+                multi_stage_sum("exact", rank),
+                multi_stage_sum("exact:bits=16", rank),
+                multi_stage_sum(SHARED, rank),
+            ]
+            report["checksum"] = error_of(ValueError, lambda: C.all_reduce(torch.ones(9), checksum=True))
         report[backend] = [i for i, (a, b) in enumerate(zip(native, results)) if not torch.equal(a, b)]
         report[backend + " info"] = communicator.info()
         C.release()
     return report
 
 
-def ground(spec: str, rank: int) -> list[float]:
-    """A multi-stage sum, with the residual that it leaves."""
+def multi_stage_sum(spec: str, rank: int) -> list[float]:
+    """Return a multi-stage sum and its residual."""
     x, residual = floats("normal", 9000, seed=rank), floats("normal", 9000, seed=9)
     C.all_reduce(x, "avg", codec=spec, seed=3, residual=residual)
     if spec.startswith("exact"):
@@ -79,7 +87,7 @@ def ground(spec: str, rank: int) -> list[float]:
     return [*x.tolist(), *residual.tolist()]
 
 
-def refused(kind: type[Exception], call: Callable[[], object]) -> str:
+def error_of(kind: type[Exception], call: Callable[[], object]) -> str:
     try:
         call()
     except kind as error:
@@ -87,8 +95,8 @@ def refused(kind: type[Exception], call: Callable[[], object]) -> str:
     return "not refused"
 
 
-def test_same_bits_as_the_engine() -> None:
-    for report in run_ranks(all_runtimes, 3, env={"DTCOMM_PIECE_KIB": "16"}):
+def test_bits_equal_those_of_the_engine() -> None:
+    for report in run_ranks(compare_runtimes, 3, env={"DTCOMM_PIECE_KIB": "16"}):
         assert report["nccl"] == [] and report["gloo"] == [] and report["results"] > 60
         assert report["exchanged"] == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
         assert report["exact"] == report["exact there"]
@@ -102,20 +110,20 @@ def test_same_bits_as_the_engine() -> None:
             )
 
 
-def disagreeing(rank: int, world_size: int) -> list[str]:
-    as_on_a_device("nccl")
+def reduce_unequal_sizes(rank: int, world_size: int) -> list[str]:
+    communicator_of_fake_device("nccl")
     x = torch.ones(1000 + rank)
     C.all_reduce(torch.ones(10))
-    first = refused(CollectiveMismatch, lambda: C.all_reduce(x))
-    return [first, refused(CollectiveMismatch, lambda: C.all_reduce(torch.ones(10)))]
+    first = error_of(CollectiveMismatch, lambda: C.all_reduce(x))
+    return [first, error_of(CollectiveMismatch, lambda: C.all_reduce(torch.ones(10)))]
 
 
-def test_check_names_who_said_what() -> None:
-    for first, second in run_ranks(disagreeing, 2, env={"DTCOMM_CHECK": "1"}):
+def test_check_names_the_ranks_and_their_calls() -> None:
+    for first, second in run_ranks(reduce_unequal_sizes, 2, env={"DTCOMM_CHECK": "1"}):
         assert first == second and "1000 float32" in first and "1001 float32" in first and "rank 1" in first
 
 
-class Judged:
+class CheckedRanks:
     """Ranks as threads, each with checked streams; ``leave_out`` is the synchronization that every rank leaves out."""
 
     def __init__(self, ranks: int, leave_out: str = "", piece_bytes: int = 1024) -> None:
@@ -134,22 +142,22 @@ class Judged:
     def post(self, rank: int, sends: list, receives: list) -> None:
         port = Port(self.fabric, rank)
         handles = [port.receive(into, peer, 0) for into, peer in receives]
-        handles += [port.send(given, peer, 0) for given, peer in sends]
+        handles += [port.send(tensor, peer, 0) for tensor, peer in sends]
         for handle in handles:
             port.wait(handle, rank, "exchanging")
 
     def run(self, work: Callable[[int, TorchDistRuntime, RecordedStreams], None]) -> list[str]:
-        """The faults of all ranks."""
+        """Run ``work`` on all ranks; return their faults."""
         failures: list[BaseException] = []
 
-        def rank_of(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
                 with recording(self.streams[rank]):
                     work(rank, self.runtimes[rank], self.streams[rank])
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(len(self.streams))]
+        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.streams))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -159,7 +167,7 @@ class Judged:
 
 
 class ThreadsGroup:
-    """The messages of a torch group, between threads; they read and write host memory."""
+    """A stand-in for a torch group: messages between threads, in host memory."""
 
     def __init__(self, port: Port, ranks: int, streams: RecordedStreams) -> None:
         self.port, self.ranks, self.streams = port, ranks, streams
@@ -190,8 +198,8 @@ class ThreadsGroup:
         return SimpleNamespace(wait=wait)
 
 
-class JudgedMessages(Judged):
-    """The same over Gloo's transport, with messages through host memory."""
+class CheckedRanksOverGloo(CheckedRanks):
+    """Ranks as threads over Gloo's transport, with messages through host memory."""
 
     def __init__(self, ranks: int, leave_out: str = "") -> None:
         self.fabric = Rendezvous()
@@ -212,8 +220,8 @@ class JudgedMessages(Judged):
         ]
 
 
-def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
-    """Two calls at once whose results the caller's stream uses, then one on the caller's own stream."""
+def overlapping_calls(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
+    """Return work for a rank: two calls at once whose results the caller's stream uses, then calls on that stream."""
 
     def work(rank: int, runtime: TorchDistRuntime, streams: RecordedStreams) -> None:
         ranks = 3
@@ -239,9 +247,9 @@ def train(name: str, spec: str, residual: bool = True) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("name", algorithms.available("all_reduce"))
-def test_every_use_of_memory_follows_the_one_before_by_an_event(name: str) -> None:
+def test_events_order_all_uses_of_memory(name: str) -> None:
     for spec in ("int8", "none"):
-        assert Judged(3).run(train(name, spec)) == []
+        assert CheckedRanks(3).run(overlapping_calls(name, spec)) == []
 
 
 @pytest.mark.parametrize(
@@ -253,25 +261,29 @@ def test_every_use_of_memory_follows_the_one_before_by_an_event(name: str) -> No
         ("follow", "has not waited"),
     ],
 )
-def test_what_is_left_out_is_noticed(leave_out: str, fault: str) -> None:
-    assert any(fault in text for text in Judged(3, leave_out).run(train("two_shot", "int8")))
+def test_missing_synchronization_is_detected(leave_out: str, fault: str) -> None:
+    assert any(
+        fault in text for text in CheckedRanks(3, leave_out).run(overlapping_calls("two_shot", "int8"))
+    )
 
 
 @pytest.mark.parametrize("name", ["two_shot", "ring"])
-def test_messages_through_the_host_follow_events_too(name: str) -> None:
-    judged = JudgedMessages(3)
-    assert judged.run(train(name, "int8")) == []
+def test_events_order_messages_through_the_host(name: str) -> None:
+    checked_ranks = CheckedRanksOverGloo(3)
+    assert checked_ranks.run(overlapping_calls(name, "int8")) == []
     for leave_out, fault in (
         ("wait", "has not waited"),
         ("record_stream", "without record_stream"),
         ("synchronize", "the host reads"),
     ):
-        assert any(fault in text for text in JudgedMessages(3, leave_out).run(train(name, "int8")))
+        assert any(
+            fault in text for text in CheckedRanksOverGloo(3, leave_out).run(overlapping_calls(name, "int8"))
+        )
 
 
-def test_a_host_that_waits_is_noticed() -> None:
+def test_wait_of_the_host_is_detected() -> None:
     def work(rank: int, runtime: TorchDistRuntime, streams: RecordedStreams) -> None:
         x = torch.ones(3)
         assert x.sum().item() == 3
 
-    assert any("the host waits" in fault for fault in Judged(1).run(work))
+    assert any("the host waits" in fault for fault in CheckedRanks(1).run(work))

@@ -28,7 +28,7 @@ from tests.unit.runtime.thread_messages import Rendezvous, ThreadMessages
 
 
 def execute(plan: RoundsPlan, buffers: Buffers, seed: int, fabric: Rendezvous) -> None:
-    """One call of one rank over the fabric."""
+    """Execute one rank's call over the fabric."""
     arithmetic = Arithmetic(plan, [buffers], seed)
     Execution(plan, arithmetic, ThreadMessages(fabric, plan.rank), MemoryPool(HostStreams()), 0).run()
 
@@ -36,7 +36,7 @@ def execute(plan: RoundsPlan, buffers: Buffers, seed: int, fabric: Rendezvous) -
 def execute_on_all_ranks(
     collective, name, ranks, numel, spec, op="sum", message_bytes=4096, residuals=None, root=0, seed=1
 ):
-    """The inputs and outputs of all ranks after one call, with the pieces that it took."""
+    """Execute one call on all ranks; return their inputs and outputs, and the number of pieces."""
     shape = OpSpec(collective, op, (TensorSpec(numel, torch.float32, codec(spec)),), name, root)
     schedule = build(name, collective, ranks, root)
     fabric, failures = Rendezvous(), []
@@ -70,7 +70,7 @@ def execute_on_all_ranks(
 
 @pytest.mark.parametrize(("collective", "name"), NAMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_results_without_loss(collective: str, name: str, ranks: int) -> None:
+def test_lossless_results(collective: str, name: str, ranks: int) -> None:
     root = ranks - 1 if collective in ROOTED else 0
     for numel in (0, 1, 1025, 30_000):
         inputs, outputs, pieces = execute_on_all_ranks(collective, name, ranks, numel, "none", root=root)
@@ -109,7 +109,7 @@ def test_all_ranks_end_with_the_same_bits(name: str, spec: str, ranks: int) -> N
 @pytest.mark.parametrize(
     ("collective", "name"), [case for case in NAMES if case[0] in ("all_reduce", "reduce_scatter")]
 )
-def test_what_is_lost_is_kept(collective: str, name: str, ranks: int, op: str) -> None:
+def test_residuals_conserve_mass(collective: str, name: str, ranks: int, op: str) -> None:
     numel = 9000
     total_numel = numel * (ranks if collective == "reduce_scatter" else 1)
     residuals = [
@@ -119,13 +119,13 @@ def test_what_is_lost_is_kept(collective: str, name: str, ranks: int, op: str) -
     inputs, outputs, _ = execute_on_all_ranks(collective, name, ranks, numel, "int8", op, residuals=residuals)
     assert any(residual.count_nonzero() for residual in residuals)
     result = outputs[0] if collective == "all_reduce" else torch.cat(outputs)
-    # mass: n * mean (or the sum) + what is lost now = what was put in + what was lost before
+    # mass: n * mean (or the sum) + new residuals = inputs + old residuals
     scale = ranks if op == "avg" else 1
-    put_in = torch.stack(inputs).double().sum(0) + before.sum(0)
-    assert (result.double() * scale + torch.stack(residuals).double().sum(0) - put_in).abs().max() < 1e-4
+    total_input = torch.stack(inputs).double().sum(0) + before.sum(0)
+    assert (result.double() * scale + torch.stack(residuals).double().sum(0) - total_input).abs().max() < 1e-4
 
 
-def test_a_block_that_is_no_number_keeps_its_residual() -> None:
+def test_nonfinite_block_keeps_its_residual() -> None:
     # In a tree the root adds its residual when it reads its input and settles it when it encodes the sum.
     residuals = [torch.full((2048,), 0.25 * (rank + 1)) for rank in range(4)]
     inputs = [torch.randn(2048, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
@@ -148,7 +148,7 @@ def test_a_block_that_is_no_number_keeps_its_residual() -> None:
     assert (residuals[0][32:].abs() < 0.25).all() and residuals[0][32:].count_nonzero()
 
 
-def both_runtimes(rank: int, world_size: int) -> dict[str, object]:
+def compare_runtimes(rank: int, world_size: int) -> dict[str, object]:
     os.environ["DTCOMM_RUNTIME"] = "native"
     native, before = calls(rank, world_size), C.info()
     C.release()
@@ -164,14 +164,14 @@ def both_runtimes(rank: int, world_size: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_same_bits_as_the_engine(world_size: int) -> None:
-    for said in run_ranks(both_runtimes, world_size):
-        assert said["runtimes"] == ("native", "process_group")
-        assert said["different"] == []
-        assert said["results"] > 100
+def test_bits_equal_those_of_the_engine(world_size: int) -> None:
+    for report in run_ranks(compare_runtimes, world_size):
+        assert report["runtimes"] == ("native", "process_group")
+        assert report["different"] == []
+        assert report["results"] > 100
 
 
-def exact_sums(rank: int, world_size: int) -> int:
+def count_wrong_sums(rank: int, world_size: int) -> int:
     wrong = 0
     for op in exact_inputs.OPS:
         for count in (1, 1000, 300_000):
@@ -184,10 +184,10 @@ def exact_sums(rank: int, world_size: int) -> int:
 
 
 def test_sums_are_exact() -> None:
-    assert run_ranks(exact_sums, 4, env=OVER_GLOO) == [0] * 4
+    assert run_ranks(count_wrong_sums, 4, env=OVER_GLOO) == [0] * 4
 
 
-def disagree(rank: int, world_size: int, how: str) -> str:
+def reduce_unequal_calls(rank: int, world_size: int, how: str) -> str:
     x = torch.ones(1000 + (7 if how == "numel" and rank == 1 else 0))
     C.all_reduce(torch.ones(10))
     if how == "skip" and rank == 1:
@@ -209,8 +209,8 @@ def disagree(rank: int, world_size: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["numel", "dtype", "op", "codec"])
-def test_check_names_who_said_what(how: str) -> None:
-    for errors in run_ranks(disagree, 3, how, env={**OVER_GLOO, "DTCOMM_CHECK": "1"}):
+def test_check_names_the_ranks_and_their_calls(how: str) -> None:
+    for errors in run_ranks(reduce_unequal_calls, 3, how, env={**OVER_GLOO, "DTCOMM_CHECK": "1"}):
         first, second = errors.split(" / ")
         assert first == second, "stays failed"
         for rank in range(3):
@@ -219,7 +219,7 @@ def test_check_names_who_said_what(how: str) -> None:
         assert "call 1: all_reduce(sum, 1000 float32, codec none" in first
 
 
-def wrong_sizes(rank: int, world_size: int) -> str:
+def reduce_unequal_sizes(rank: int, world_size: int) -> str:
     try:
         C.all_reduce(torch.ones(1000 + rank))
     except DtcommError as error:
@@ -227,8 +227,8 @@ def wrong_sizes(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_unchecked_disagreement_ends_at_the_timeout_and_not_with_the_process() -> None:
-    with spawn_ranks(wrong_sizes, 2, env=OVER_GLOO, group_timeout=2.0) as ranks:
+def test_unchecked_mismatch_times_out() -> None:
+    with spawn_ranks(reduce_unequal_sizes, 2, env=OVER_GLOO, group_timeout=2.0) as ranks:
         outcomes = ranks.join(30)
     for rank, outcome in enumerate(outcomes):
         assert outcome.ok, outcome.describe_failure()
@@ -236,7 +236,7 @@ def test_unchecked_disagreement_ends_at_the_timeout_and_not_with_the_process() -
         assert "DTCOMM_CHECK=1" in outcome.result
 
 
-def until_failure(rank: int, world_size: int, algorithm: str) -> None:
+def reduce_until_failure(rank: int, world_size: int, algorithm: str) -> None:
     x = torch.ones(2_000_000)
     C.all_reduce(x, algorithm=algorithm)
     send_to_parent("ready")
@@ -258,7 +258,7 @@ def until_failure(rank: int, world_size: int, algorithm: str) -> None:
 def test_a_lost_rank_is_named(sig: signal.Signals, algorithm: str) -> None:
     victim, kind = 1, PeerLost if sig == signal.SIGKILL else CollectiveTimeout
     waited = []
-    with spawn_ranks(until_failure, 4, algorithm, env=OVER_GLOO, group_timeout=4.0) as ranks:
+    with spawn_ranks(reduce_until_failure, 4, algorithm, env=OVER_GLOO, group_timeout=4.0) as ranks:
         for rank in range(4):
             assert ranks.receive(rank) == "ready"
         time.sleep(0.2)

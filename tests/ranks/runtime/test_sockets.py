@@ -27,11 +27,11 @@ from tests.unit.runtime.every_collective import OVER_GLOO, calls
 SOCKETS = {"DTCOMM_TRANSPORT": "sockets"}
 
 
-def all_ways(rank: int, world_size: int) -> dict[str, Any]:
+def compare_transports(rank: int, world_size: int) -> dict[str, Any]:
     report = {}
-    ways = {"memory": {"DTCOMM_RUNTIME": "native"}, "sockets": {"DTCOMM_RUNTIME": "auto", **SOCKETS}}
+    variables_of = {"memory": {"DTCOMM_RUNTIME": "native"}, "sockets": {"DTCOMM_RUNTIME": "auto", **SOCKETS}}
     results = {}
-    for name, variables in ways.items():
+    for name, variables in variables_of.items():
         os.environ.update(variables)
         results[name], report[name] = calls(rank, world_size), C.info()
         C.release()
@@ -43,15 +43,15 @@ def all_ways(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_same_bits_and_bytes_as_in_shared_memory(world_size: int) -> None:
-    for report in run_ranks(all_ways, world_size):
+    for report in run_ranks(compare_transports, world_size):
         assert report["memory"]["transport"] == "memory" and report["sockets"]["transport"] == "sockets"
         assert "DTCOMM_TRANSPORT=sockets" in report["sockets"]["reason"]
         assert report["different"] == []
         assert report["memory"]["wire_bytes"] == report["sockets"]["wire_bytes"]
 
 
-def levels(rank: int, world_size: int, mixed: bool) -> list[torch.Tensor]:
-    """Hierarchies whose levels have codecs of their own, with what they lose."""
+def reduce_by_levels(rank: int, world_size: int, mixed: bool) -> list[torch.Tensor]:
+    """Return results and residuals of hierarchies with a codec for each level."""
     os.environ["DTCOMM_HOST_ID"] = f"host {rank // 2}"
     generator = torch.Generator().manual_seed(rank)
     results = []
@@ -69,15 +69,15 @@ def levels(rank: int, world_size: int, mixed: bool) -> list[torch.Tensor]:
 
 
 def test_each_level_of_a_hierarchy_has_its_own_codec() -> None:
-    mixed = run_ranks(levels, 4, True)
-    over_gloo = run_ranks(levels, 4, False, env=OVER_GLOO)
-    for left, right in zip(mixed, over_gloo, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    mixed = run_ranks(reduce_by_levels, 4, True)
+    over_gloo = run_ranks(reduce_by_levels, 4, False, env=OVER_GLOO)
+    for native, gloo in zip(mixed, over_gloo, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(native, gloo, strict=True))
     for rank in mixed:
         assert all(torch.equal(a, b) for a, b in zip(rank[::2], mixed[0][::2], strict=True))
 
 
-def disagree(rank: int, world_size: int) -> str:
+def reduce_unequal_sizes(rank: int, world_size: int) -> str:
     C.all_reduce(torch.ones(10))
     try:
         C.all_reduce(torch.ones(1000 + rank % 2))
@@ -86,14 +86,14 @@ def disagree(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_ranks_that_disagree_are_told_who_said_what() -> None:
-    for text in run_ranks(disagree, 3, env=SOCKETS):
+def test_mismatch_names_the_ranks_and_their_calls() -> None:
+    for text in run_ranks(reduce_unequal_sizes, 3, env=SOCKETS):
         assert "1000 float32" in text and "1001 float32" in text
         assert all(f"rank {rank} (host" in text for rank in range(3))
 
 
-def early(rank: int, world_size: int) -> float:
-    """The root leaves a broadcast, and then altogether, before the others have come."""
+def broadcast_and_leave(rank: int, world_size: int) -> float:
+    """Rank 0 returns from a broadcast and leaves the communicator before rank 1 arrives."""
     x = torch.full((3_000_000,), 7.0) if rank == 0 else torch.zeros(3_000_000)
     C.all_reduce(torch.ones(1))
     if rank == 1:
@@ -103,15 +103,15 @@ def early(rank: int, world_size: int) -> float:
     return float(x.sub(7).abs().max())
 
 
-def test_what_was_sent_arrives_although_the_sender_has_gone_on() -> None:
-    assert run_ranks(early, 2, env=SOCKETS) == [0.0, 0.0]
+def test_messages_arrive_after_their_sender_has_left() -> None:
+    assert run_ranks(broadcast_and_leave, 2, env=SOCKETS) == [0.0, 0.0]
 
 
-def refused(rank: int, world_size: int, transport: str, nowhere: bool) -> str:
+def reduce_with_transport(rank: int, world_size: int, transport: str, bad_interface: bool) -> str:
     os.environ.update({"DTCOMM_HOST_ID": f"host {rank}", "DTCOMM_TRANSPORT": transport})
     try:
         with mock.patch.dict(os.environ):
-            if nowhere:
+            if bad_interface:
                 os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
             with mock.patch.object(CpuBootstrap, "_private_group", lambda self: self._group):
                 C.all_reduce(torch.ones(10))
@@ -121,13 +121,13 @@ def refused(rank: int, world_size: int, transport: str, nowhere: bool) -> str:
     return f"{info['runtime']} {info['transport']}: {info['reason']}"
 
 
-def test_nothing_falls_back_in_silence() -> None:
-    for text in run_ranks(refused, 2, "auto", True):
+def test_fallbacks_are_reported_and_forced_transports_refused() -> None:
+    for text in run_ranks(reduce_with_transport, 2, "auto", True):
         assert text.startswith("process_group messages of the group's backend: rank 0 (host ")
         assert "GLOO_SOCKET_IFNAME=nowhere0: no such interface has an address" in text
-    for text in run_ranks(refused, 2, "sockets", True):
+    for text in run_ranks(reduce_with_transport, 2, "sockets", True):
         assert text.startswith("DTCOMM_TRANSPORT=sockets, but rank 0 (host ")
-    for text in run_ranks(refused, 2, "memory", False):
+    for text in run_ranks(reduce_with_transport, 2, "memory", False):
         assert text.startswith("DTCOMM_TRANSPORT=memory, but ") and text.endswith("the ranks are on 2 hosts")
 
 
@@ -161,8 +161,10 @@ def test_a_listener_accepts_only_ranks_with_its_token() -> None:
     listener.close()
 
 
-def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tensor], list[BaseException]]:
-    """An all-reduce of two communicators of this process, whose bytes go through ``tamper``."""
+def reduce_through_relay(
+    numel: int, tamper: Any, checksum: bool
+) -> tuple[list[torch.Tensor], list[BaseException]]:
+    """All-reduce between two communicators of this process; one direction passes through ``tamper``."""
     shape = OpSpec(
         "all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "two_shot", 0, (), checksum
     )
@@ -226,36 +228,36 @@ def over_wires(numel: int, tamper: Any, checksum: bool) -> tuple[list[torch.Tens
     return tensors, failures
 
 
-class Flip:
-    """Turns a bit of the byte number ``at`` that passes."""
+class BitFlip:
+    """Flips a bit of the byte at offset ``at`` of the stream."""
 
     def __init__(self, at: int) -> None:
-        self.at, self.seen = at, 0
+        self.at, self.passed = at, 0
 
     def __call__(self, data: bytearray) -> bytearray:
-        if self.seen <= self.at < self.seen + len(data):
-            data[self.at - self.seen] ^= 4
-        self.seen += len(data)
+        if self.passed <= self.at < self.passed + len(data):
+            data[self.at - self.passed] ^= 4
+        self.passed += len(data)
         return data
 
 
-def test_a_byte_that_flips_on_the_wire_is_found_by_its_checksum() -> None:
-    tensors, failures = over_wires(50_000, lambda data: data, True)
+def test_checksum_detects_a_flipped_byte() -> None:
+    tensors, failures = reduce_through_relay(50_000, lambda data: data, True)
     assert failures == [] and all(tensor.eq(3).all() for tensor in tensors)
     at = 40_000  # in some payload: heads are 48 bytes a message, and these have 16 KiB
-    _, failures = over_wires(50_000, Flip(at), True)
+    _, failures = reduce_through_relay(50_000, BitFlip(at), True)
     assert failures and all(isinstance(error, PayloadCorrupt) for error in failures)
     assert "what rank 0 sent to rank 1 arrived damaged: chunk" in str(failures[0])
-    tensors, failures = over_wires(50_000, Flip(at), False)
+    tensors, failures = reduce_through_relay(50_000, BitFlip(at), False)
     assert failures == [] and not tensors[1].eq(3).all(), "without one nobody sees it"
 
 
-def test_a_frame_that_makes_no_sense_ends_the_connection() -> None:
-    _, failures = over_wires(50_000, Flip(2), False)  # of the first frame's kind
+def test_invalid_frame_closes_the_connection() -> None:
+    _, failures = reduce_through_relay(50_000, BitFlip(2), False)  # of the first frame's kind
     assert any(isinstance(error, PeerLost) and "it sent an invalid frame" in str(error) for error in failures)
 
 
-def until_failure(rank: int, world_size: int, children: bool) -> None:
+def reduce_until_failure(rank: int, world_size: int, children: bool) -> None:
     x = torch.ones(1_000_000)
     C.all_reduce(x)
     if children and os.fork() == 0:
@@ -274,11 +276,11 @@ def until_failure(rank: int, world_size: int, children: bool) -> None:
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named(sig: signal.Signals) -> None:
-    """Also where children that it forked live on: they do not hold its connections."""
+    """Children that the rank forked do not hold its connections."""
     victim, kind = 1, PeerLost if sig == signal.SIGKILL else CollectiveTimeout
     children = sig == signal.SIGKILL
     with spawn_ranks(
-        until_failure, 3, children, env=SOCKETS, group_timeout=2.0 if sig == signal.SIGSTOP else 30.0
+        reduce_until_failure, 3, children, env=SOCKETS, group_timeout=2.0 if sig == signal.SIGSTOP else 30.0
     ) as ranks:
         for rank in range(3):
             assert ranks.receive(rank) == "ready"
@@ -292,7 +294,7 @@ def test_a_lost_rank_is_named(sig: signal.Signals) -> None:
             assert elapsed.within(cpu_s=limit, wall_s=5 * limit), elapsed
 
 
-def left_open(rank: int, world_size: int) -> list[int]:
+def count_descriptors(rank: int, world_size: int) -> list[int]:
     counts = []
     for _ in range(3):
         C.all_reduce(torch.ones(10))
@@ -303,11 +305,11 @@ def left_open(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_no_descriptor_is_left_behind() -> None:
-    for counts in run_ranks(left_open, 2, env=SOCKETS):
+def test_released_communicators_close_their_descriptors() -> None:
+    for counts in run_ranks(count_descriptors, 2, env=SOCKETS):
         assert counts[1] == counts[2], counts
 
 
-def test_the_variable_is_listed_with_its_choices() -> None:
+def test_transport_variable_lists_its_choices() -> None:
     assert env.VARIABLES["DTCOMM_TRANSPORT"].shared
     assert env.get("DTCOMM_TRANSPORT") in env.VARIABLES["DTCOMM_TRANSPORT"].choices

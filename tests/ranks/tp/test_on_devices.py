@@ -8,7 +8,7 @@ import dtcomm.collectives as C
 from dtcomm import tp
 from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.launch.ranks import run_ranks
-from tests.ranks.runtime.test_on_streams import as_on_a_device
+from tests.ranks.runtime.test_on_streams import communicator_of_fake_device
 
 FEATURES = 96
 
@@ -48,7 +48,7 @@ def compare_runtimes(rank: int, ranks: int) -> dict[str, list[int]]:
     C.release()
     different = {}
     for backend in ("nccl", "gloo"):
-        as_on_a_device(backend)
+        communicator_of_fake_device(backend)
         actual = results(rank, ranks)
         different[backend] = [i for i, (a, b) in enumerate(zip(expected, actual)) if not torch.equal(a, b)]
         C.release()

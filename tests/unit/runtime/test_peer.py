@@ -16,7 +16,7 @@ from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, PeerBufferLay
 from dtcomm.runtime.cuda_peer.memory import describe_gpu, why_not_peers
 from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
-from tests.ranks.runtime.test_on_streams import Judged
+from tests.ranks.runtime.test_on_streams import CheckedRanks
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.kernels.inputs import floats
 from tests.unit.runtime.test_fused import by_the_engine
@@ -58,7 +58,7 @@ class JoinedLauncher:
             return launch
 
 
-class JudgedPeers(Judged):
+class JudgedPeers(CheckedRanks):
     """Peer runtimes over runtimes on streams, all judged."""
 
     def __init__(self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "") -> None:
