@@ -51,7 +51,7 @@ def survive(rank: int, world_size: int, fault: Fault) -> Seen:
     # What torch and the first communicator keep for the lifetime of the process is not a leak.
     dtcomm.all_reduce(torch.ones(8))
     dtcomm.release()
-    before = holdings()
+    before = process_resources()
     tensor = torch.zeros(fault.numel)  # zeros, so that sums of it stay the same
     dtcomm.all_reduce(tensor)
     send_to_parent(("running", os.getpid()))
@@ -70,7 +70,7 @@ def survive(rank: int, world_size: int, fault: Fault) -> Seen:
         seen.next_error = type(error).__name__
     seen.next_seconds = time.monotonic() - start
     dtcomm.release()
-    seen.left = excess(before, holdings())
+    seen.left = excess(before, process_resources())
     return seen
 
 
@@ -100,23 +100,23 @@ def _loop(rank: int, fault: Fault, tensor: torch.Tensor, seen: Seen) -> None:
         seen.calls += 1
         # Calls differ in size, so that a skipped one is noticed at the next call and not at the end.
         numel = fault.numel - 1024 * (seen.calls % 2)
-        if rank == fault.victim and seen.calls == wrong_call and not _deadly(fault.kind):
+        if rank == fault.victim and seen.calls == wrong_call and not _ends_the_process(fault.kind):
             send_to_parent(("struck", time.monotonic()))
             if fault.kind == "absent":
                 time.sleep(ABSENT_SECONDS)
                 raise DtcommError("the victim stays away, as intended")
             if fault.kind != "skipped call":
-                wrong(fault.kind, tensor[:numel])
+                make_wrong_call(fault.kind, tensor[:numel])
             continue
         dtcomm.all_reduce(tensor[:numel])
     raise RuntimeError("no error was raised")
 
 
-def _deadly(kind: str) -> bool:
+def _ends_the_process(kind: str) -> bool:
     return kind.startswith(("SIG", "exit"))
 
 
-def wrong(kind: str, tensor: torch.Tensor) -> None:
+def make_wrong_call(kind: str, tensor: torch.Tensor) -> None:
     """Make the victim's call while the others all_reduce ``tensor`` with op sum and codec none."""
     calls: dict[str, Any] = {
         "other shape": lambda: dtcomm.all_reduce(tensor[:-16]),
@@ -128,7 +128,7 @@ def wrong(kind: str, tensor: torch.Tensor) -> None:
     calls[kind]()
 
 
-def holdings() -> dict[str, list[str]]:
+def process_resources() -> dict[str, list[str]]:
     """Return the threads, descriptors, children and shared mappings of this process, by name."""
     descriptors = []
     for entry in os.scandir("/proc/self/fd"):
@@ -166,10 +166,10 @@ def rounds(rank: int, world_size: int, count: int) -> dict[str, list[str]]:
     before: dict[str, list[str]] = {}
     for i in range(count):
         if i == 10:
-            before = holdings()
+            before = process_resources()
         tensor = torch.full((100 + i,), 1.0)
         dtcomm.all_reduce(tensor)
         assert float(tensor.sum()) == world_size * (100 + i)
         dtcomm.release()
     dist.barrier()
-    return excess(before, holdings())
+    return excess(before, process_resources())

@@ -58,7 +58,7 @@ def strike(ranks: RunningRanks, fault: Fault, world_size: int) -> tuple[float, i
 
 
 def attempt(fault: Fault, world_size: int) -> dict[str, Any]:
-    """One fault; ``faults`` lists in words what was not as it must be."""
+    """Cause one fault; ``faults`` of the result describes every violation."""
     children: list[int] = []
     try:
         with spawn_ranks(survive, world_size, fault, group_timeout=GROUP_TIMEOUT) as ranks:

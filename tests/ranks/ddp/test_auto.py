@@ -37,7 +37,7 @@ ERRORS = dict(zip(SCHEMES, [0.0, 2e-4, 6e-3, 0.1, 0.95, 0.9], strict=True))
 MATRIX = (1024, 1024)
 
 
-def costs(gbit: float, encode: float = 3e-10, cpu_oversubscribed: bool = False) -> LinkCosts:
+def link_costs(gbit: float, encode: float = 3e-10, cpu_oversubscribed: bool = False) -> LinkCosts:
     work = {scheme: (0.0, 0.0) if scheme == NONE else (encode, encode) for scheme in SCHEMES}
     return LinkCosts(
         ranks=2,
@@ -48,8 +48,8 @@ def costs(gbit: float, encode: float = 3e-10, cpu_oversubscribed: bool = False) 
     )
 
 
-def loads(last: float, count: int = 4) -> list[BucketProfile]:
-    """Buckets of four matrices, ready evenly until `last`."""
+def bucket_profiles(last: float, count: int = 4) -> list[BucketProfile]:
+    """Return profiles of buckets of four matrices that become ready evenly until `last`."""
     return [
         BucketProfile(
             ready=last * at / (count - 1),
@@ -61,33 +61,33 @@ def loads(last: float, count: int = 4) -> list[BucketProfile]:
     ]
 
 
-def test_a_slow_link_wants_the_fewest_bytes_that_the_budget_allows() -> None:
+def test_slow_link_gets_the_fewest_bytes_within_the_error_budget() -> None:
     for limit, expected in ((0.2, "int4"), (0.01, "int8"), (1e-3, "fp16"), (math.inf, "powersgd:rank=1")):
-        best, *_, own, plain = propose_candidates(costs(0.1), loads(0.05), ERRORS, limit)
+        best, *_, own, plain = propose_candidates(link_costs(0.1), bucket_profiles(0.05), ERRORS, limit)
         assert plain.lossless and own.bypass and str(best) == expected
         assert best.seconds < plain.seconds and best.error <= limit
 
 
-def test_a_step_of_computing_hides_all_but_the_last_bucket() -> None:
+def test_computation_hides_all_but_the_last_bucket() -> None:
     """Uncompressed, a bucket of 16 MiB takes 17 ms at 8 Gbit/s, and 500 ms lie between two of them."""
-    candidates = propose_candidates(costs(8), loads(1.5), ERRORS, 0.2)
+    candidates = propose_candidates(link_costs(8), bucket_profiles(1.5), ERRORS, 0.2)
     assert all(plan.seconds > 1.5 for plan in candidates)
     assert [str(plan) for plan in candidates] == [
         "plain DDP",
         "none",
-    ]  # what could be gained is less than 5 %
-    mixed = propose_candidates(costs(0.4), loads(1.5), ERRORS, 0.2)
+    ]  # compression could gain less than 5 %
+    mixed = propose_candidates(link_costs(0.4), bucket_profiles(1.5), ERRORS, 0.2)
     assert any("none (3 of 4 buckets)" in str(plan) and plan.schemes[-1] != NONE for plan in mixed[:-2])
 
 
-def test_kernels_that_cost_more_than_the_link_are_not_tried() -> None:
+def test_codecs_slower_than_the_link_are_not_proposed() -> None:
     candidates = propose_candidates(
-        costs(100, encode=1e-8, cpu_oversubscribed=True), loads(0.01), ERRORS, 0.2
+        link_costs(100, encode=1e-8, cpu_oversubscribed=True), bucket_profiles(0.01), ERRORS, 0.2
     )
     assert [str(plan) for plan in candidates] == ["plain DDP", "none"]
 
 
-def test_of_the_fastest_candidates_the_one_with_the_least_error_is_picked() -> None:
+def test_least_error_is_picked_among_the_fastest_candidates() -> None:
     def plan(spec: str, error: float) -> CodecAssignment:
         return CodecAssignment(schemes=(codec(spec),), seconds=1.0, error=error)
 
@@ -101,7 +101,7 @@ def test_of_the_fastest_candidates_the_one_with_the_least_error_is_picked() -> N
 
 
 @pytest.mark.parametrize("chosen", SCHEMES)
-def test_errors_are_those_of_one_encoding(chosen: Any) -> None:
+def test_relative_error_is_that_of_one_encoding(chosen: Any) -> None:
     torch.manual_seed(0)
     low_rank = torch.randn(128, 1) @ torch.randn(1, 128)
     error = relative_error(chosen, low_rank)
@@ -111,8 +111,8 @@ def test_errors_are_those_of_one_encoding(chosen: Any) -> None:
         assert error <= 1.0 and (error > 0) == (chosen != NONE)
 
 
-def by_its_own_backend(rank: int, world_size: int) -> None:
-    """If "auto" chooses the group's own backend, gradients have the bits of DDP without a hook."""
+def compare_bypass_to_ddp(rank: int, world_size: int) -> None:
+    """Check that gradients have the bits of DDP without a hook when "auto" chooses the group's own backend."""
     ours, plain = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
     state = ddp.compress(ours, "auto")
     for step in range(5):
@@ -127,11 +127,11 @@ def by_its_own_backend(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_plain_ddp_has_the_bits_of_ddp_without_a_hook(ranks: int) -> None:
-    run_ranks(by_its_own_backend, ranks)
+def test_bypass_has_the_bits_of_ddp_without_a_hook(ranks: int) -> None:
+    run_ranks(compare_bypass_to_ddp, ranks)
 
 
-def test_the_residual_of_a_parameter_that_is_no_longer_compressed_is_repaid_in_parts() -> None:
+def test_residual_is_repaid_in_parts_when_compression_ends() -> None:
     error_state = ErrorState()
     segment = Segment(0, 8, codec("int8"), torch.float32, [Member("w", 8, "")])
     pending = error_state.prepare(segment, torch.zeros(8), 2)
@@ -161,36 +161,36 @@ def test_the_residual_of_a_parameter_that_is_no_longer_compressed_is_repaid_in_p
 Outcome = tuple[str, list[str], list[dict[str, Any]]]
 
 
-def automatic(rank: int, world_size: int, steps: int, wide: int) -> Outcome:
+def train_with_auto(rank: int, world_size: int, steps: int, width: int) -> Outcome:
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(wide, wide) for _ in range(3))))
+    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3))))
     state = ddp.compress(model, "auto")
     for step in range(steps):
         model.zero_grad()
-        x = torch.randn(2, wide, generator=torch.Generator().manual_seed(step * 2 + rank))
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(step * 2 + rank))
         model(x).square().mean().backward()
     report = state.report()
     assert str(state.events[-1]) in str(report) and state.error is None
     return state.events[-1].action, [row.codec for row in report.rows], list(report.plans)
 
 
-def test_it_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_LINK", "100mbit,50us")
-    results = run_ranks(automatic, 2, 24, 256)
+    results = run_ranks(train_with_auto, 2, 24, 256)
     assert results[0] == results[1]
     action, codecs, tried = results[0]
     assert action.startswith("int4") and codecs[0] == "int4"
     assert tried[-1]["plan"] == "none" and tried[0]["measured_ms"] < tried[-1]["measured_ms"]
 
 
-def test_ranks_that_share_memory_stay_uncompressed() -> None:
-    results = run_ranks(automatic, 2, 24, 256)
+def test_auto_stays_uncompressed_in_shared_memory() -> None:
+    results = run_ranks(train_with_auto, 2, 24, 256)
     assert results[0] == results[1]
     assert results[0] == ("none", ["none"], [])
 
 
-def on_two_hosts(rank: int, world_size: int) -> tuple[bool, bool]:
-    """The native engine serves several hosts too, over sockets."""
+def probe_on_two_hosts(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Return whether the ranks share memory, and whether the link was measured; the engine uses sockets here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DTCOMM_HOST_ID", f"host {rank}")
         consensus = ProcessGroupConsensus(None)
@@ -199,11 +199,11 @@ def on_two_hosts(rank: int, world_size: int) -> tuple[bool, bool]:
 
 
 def test_ranks_on_two_hosts_share_no_memory() -> None:
-    for in_memory, measured in run_ranks(on_two_hosts, 2):
+    for in_memory, measured in run_ranks(probe_on_two_hosts, 2):
         assert measured and not in_memory
 
 
-def saved_over_a_link(rank: int, world_size: int) -> dict[str, Any]:
+def train_and_save(rank: int, world_size: int) -> dict[str, Any]:
     model = wrapped()
     state = ddp.compress(model, "auto", candidates=["int8"], check_every=3)
     for step in range(FIRST_SKIPPED + 2 * COUNTED + 3):
@@ -211,7 +211,7 @@ def saved_over_a_link(rank: int, world_size: int) -> dict[str, Any]:
     return state.state_dict()
 
 
-def loaded_elsewhere(
+def load_and_train(
     rank: int, world_size: int, states: list[dict[str, Any]]
 ) -> tuple[bool, set[str], list[str]]:
     model = wrapped()
@@ -225,14 +225,14 @@ def loaded_elsewhere(
     return same, used, [event.action for event in state.events]
 
 
-def test_a_choice_is_in_the_checkpoint_and_a_faster_link_ends_it(
+def test_choice_is_restored_and_revised_on_a_faster_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as slow:
         slow.setenv("DTCOMM_LINK", "10mbit")
-        states = run_ranks(saved_over_a_link, 2)
+        states = run_ranks(train_and_save, 2)
     assert states[0]["auto"]["chosen"]["first.weight"] == "int8"
-    for same, used, actions in run_ranks(loaded_elsewhere, 2, states):
+    for same, used, actions in run_ranks(load_and_train, 2, states):
         assert same and used == {"int8", "none"} and actions == ["none"]
 
 
@@ -245,11 +245,11 @@ def test_a_choice_is_in_the_checkpoint_and_a_faster_link_ends_it(
         ({"every": 0}, "check_every=0: want 1 or more steps"),
     ],
 )
-def test_wrong_options(options: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         AutoConfig(**options)
 
 
-def test_budget_without_auto() -> None:
+def test_budget_without_auto_is_refused() -> None:
     with pytest.raises(ValueError, match="go with 'auto', got 'int8'"):
         ddp.State("int8", budget=0.1)

@@ -13,51 +13,53 @@ from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, train, wrapped
 
 
-def saved(value: Any) -> bytes:
+def to_bytes(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
-def loaded(data: bytes) -> Any:
+def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data))  # weights_only, the default
 
 
-def resume(rank: int, world_size: int, spec: str) -> bool:
+def compare_resumed(rank: int, world_size: int, spec: str) -> bool:
     """Return whether eight steps equal four steps, a checkpoint, a new DDP model, and four more steps."""
-    whole, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
-    ddp.compress(whole, spec, seed=7)
+    uninterrupted, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    ddp.compress(uninterrupted, spec, seed=7)
     state = ddp.compress(first, spec, seed=7)
-    train(whole, rank, range(8))
+    train(uninterrupted, rank, range(8))
     train(first, rank, range(4))
-    checkpoint = saved({"model": first.module.state_dict(), "compression": state.state_dict()})
+    checkpoint = to_bytes({"model": first.module.state_dict(), "compression": state.state_dict()})
 
     # Another seed for the weights and the default buckets: only the checkpoint makes them equal.
     second = wrapped(seed=1)
     state = ddp.compress(second, spec)
-    values = loaded(checkpoint)
+    values = from_bytes(checkpoint)
     second.module.load_state_dict(values["model"])
     state.load_state_dict(values["compression"])
     assert state.steps == 4
     train(second, rank, range(4, 8))
-    return all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(uninterrupted.parameters(), second.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("spec", ["int8", "fp16", "int8:round=stochastic"])
 def test_a_resumed_run_continues_bit_for_bit(ranks: int, spec: str) -> None:
-    assert run_ranks(resume, ranks, spec) == [True] * ranks
+    assert run_ranks(compare_resumed, ranks, spec) == [True] * ranks
 
 
 def save(rank: int, world_size: int) -> bytes:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8")
     train(model, rank, range(3))
-    return saved(state.state_dict())
+    return to_bytes(state.state_dict())
 
 
 def load(rank: int, world_size: int, checkpoints: list[bytes]) -> tuple[bytes, str]:
-    states = [loaded(checkpoint) for checkpoint in checkpoints]
+    states = [from_bytes(checkpoint) for checkpoint in checkpoints]
     model = wrapped()
     state = ddp.compress(model, "int8")
     message = ""
@@ -66,19 +68,19 @@ def load(rank: int, world_size: int, checkpoints: list[bytes]) -> tuple[bytes, s
     except ValueError as error:
         message = str(error)
     state.load_state_dict(states)
-    resaved = saved(state.state_dict())
+    resaved = to_bytes(state.state_dict())
     train(model, rank, range(3, 5))
     assert state.steps == 5 and state.error is None and not state.events
     return resaved, message
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
-def test_the_sum_of_the_residuals_survives_a_change_of_world_size(before: int, after: int) -> None:
+def test_residuals_keep_their_sum_when_the_world_size_changes(before: int, after: int) -> None:
     states = run_ranks(save, before)
     results = run_ranks(load, after, states)
     assert all(f"saved by one of {before} ranks, the group has {after}" in message for _, message in results)
-    old = [loaded(data)["residuals"] for data in states]
-    new = [loaded(data)["residuals"] for data, _ in results]
+    old = [from_bytes(data)["residuals"] for data in states]
+    new = [from_bytes(data)["residuals"] for data, _ in results]
     for name in old[0]:
         into = sum(residuals[name].double() for residuals in old)
         out_of = sum(residuals[name].double() for residuals in new if name in residuals)
@@ -88,7 +90,7 @@ def test_the_sum_of_the_residuals_survives_a_change_of_world_size(before: int, a
         torch.testing.assert_close(into, out_of, rtol=0, atol=1e-6 * float(into.abs().max()))
 
 
-def refuse(rank: int, world_size: int) -> list[str]:
+def check_refusals(rank: int, world_size: int) -> list[str]:
     state = ddp.compress(wrapped(), "int8")
     good = state.state_dict()
     bad: list[Any] = [
@@ -98,15 +100,15 @@ def refuse(rank: int, world_size: int) -> list[str]:
         [{**good, "rank": 1}, {**good, "rank": 0}],
     ]
     messages = []
-    for wrong in bad:
+    for invalid_state in bad:
         with pytest.raises(ValueError) as error:
-            state.load_state_dict(wrong)
+            state.load_state_dict(invalid_state)
         messages.append(str(error.value))
     return messages
 
 
 def test_a_state_of_another_model_or_version_is_refused_with_the_reason() -> None:
-    for version, name, size, order in run_ranks(refuse, 2):
+    for version, name, size, order in run_ranks(check_refusals, 2):
         assert "version 99" in version
         assert "gone.weight" in name
         assert "first.weight" in size

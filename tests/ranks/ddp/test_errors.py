@@ -15,7 +15,7 @@ from tests.support.stopwatch import Stopwatch
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, wrapped
 
 
-def unfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, str, str]:
+def train_with_misfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple[str, str, str]:
     """Return the errors of two backward passes and of the state, with a residual of the wrong size on every rank."""
     model = wrapped(**options)
     state = ddp.State("int8")
@@ -36,7 +36,7 @@ def unfit_residual(rank: int, world_size: int, options: dict[str, Any]) -> tuple
     "options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}, {"static_graph": True}]
 )
 def test_an_error_of_the_hook_keeps_its_type_and_is_raised_again(options: dict[str, Any]) -> None:
-    for first, second, stored in run_ranks(unfit_residual, 2, options):
+    for first, second, stored in run_ranks(train_with_misfit_residual, 2, options):
         assert "has 5 elements, its gradient 2304" in first
         assert first == second == stored
 
@@ -50,11 +50,11 @@ def refuse_forward(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_after_an_error_the_model_refuses_to_start() -> None:
+def test_model_refuses_to_train_after_an_error() -> None:
     assert run_ranks(refuse_forward, 2) == ["rank 5 is gone"] * 2
 
 
-def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) -> None:
+def train_until_failure(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Train until an error; send its type, its text, how long it took, and the error of the next step."""
     model = wrapped(**options)
     state = ddp.compress(model, "int8")
@@ -80,7 +80,7 @@ def train_until_it_fails(rank: int, world_size: int, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize("options", [{}, SMALL_BUCKETS, {"find_unused_parameters": True}])
 def test_a_killed_peer_is_named_by_backward_within_two_seconds(options: dict[str, Any]) -> None:
-    with spawn_ranks(train_until_it_fails, 3, options) as ranks:
+    with spawn_ranks(train_until_failure, 3, options) as ranks:
         for rank in range(3):
             assert ranks.receive(rank, 60) == "running"
         pid = ranks.pids[1]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 def torchrun(script: str, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, str(ROOT / "examples" / script), *arguments],
         capture_output=True,
         text=True,
@@ -20,8 +20,8 @@ def torchrun(script: str, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def test_the_example_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_the_example_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
     assert "step    0" not in second
 
 
-def test_the_vision_example_learns_and_leaves_a_trace(tmp_path: Path) -> None:
+def test_vision_example_learns_and_writes_a_trace(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     trace = tmp_path / "digits.json"
     output = torchrun("ddp_digits_cnn.py", "--codec", "int4", "--epochs", "2", "--trace", str(trace))

@@ -15,7 +15,7 @@ from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, local_grad
 BRANCH = "branch.weight"
 
 
-def summed(tensor: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     total = tensor.double()
     dist.all_reduce(total)
     return total
@@ -30,7 +30,7 @@ def residuals(state: ddp.State, like: dict[str, torch.Tensor]) -> dict[str, torc
     }
 
 
-def mass(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
+def largest_mass_error(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
     """Return the largest relative difference between inputs and outputs, over all steps and parameters."""
     model = wrapped(**SMALL_BUCKETS, **options)
     state = ddp.compress(model, spec)
@@ -44,9 +44,9 @@ def mass(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> floa
         after, out = residuals(state, local), gradients(model)
         for name, mine in local.items():
             old = before.get(name, torch.zeros_like(mine))
-            into = summed(mine.double() + old.double())
-            out_of = world_size * out[name].double() + summed(after[name])
-            gap = max(gap, float((into - out_of).abs().max() / into.abs().max()))
+            total_input = sum_over_ranks(mine.double() + old.double())
+            total_output = world_size * out[name].double() + sum_over_ranks(after[name])
+            gap = max(gap, float((total_input - total_output).abs().max() / total_input.abs().max()))
         if "find_unused_parameters" in options and step >= 2:
             assert BRANCH not in out
             assert torch.equal(
@@ -61,34 +61,34 @@ def mass(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> floa
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("spec", ["int8", "fp16"])
 def test_gradients_and_residuals_conserve_mass_across_the_bucket_rebuild(ranks: int, spec: str) -> None:
-    assert max(run_ranks(mass, ranks, spec, {})) < 1e-6
+    assert max(run_ranks(largest_mass_error, ranks, spec, {})) < 1e-6
 
 
 def test_an_unused_parameter_keeps_its_residual() -> None:
-    assert max(run_ranks(mass, 2, "int8", {"find_unused_parameters": True})) < 1e-6
+    assert max(run_ranks(largest_mass_error, 2, "int8", {"find_unused_parameters": True})) < 1e-6
 
 
-def partly_used(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def train_partly_used(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Only rank 0 uses the branch after the first step; return the totals of inputs and of outputs."""
     model = wrapped(find_unused_parameters=True)
     state = ddp.compress(model, "int8")
-    into = torch.zeros(48, 48, dtype=torch.float64)
-    out_of = torch.zeros(48, 48, dtype=torch.float64)
+    total_input = torch.zeros(48, 48, dtype=torch.float64)
+    total_output = torch.zeros(48, 48, dtype=torch.float64)
     for step in range(4):
         model.zero_grad()
         with local_gradients(model) as local:
             backward(model, rank, step, branch=rank == 0 or step == 0)
-        into += summed(local.get(BRANCH, torch.zeros(48, 48)))
-        out_of += world_size * gradients(model)[BRANCH].double()
-    return into, out_of + summed(state.state_dict()["residuals"][BRANCH].view(48, 48))
+        total_input += sum_over_ranks(local.get(BRANCH, torch.zeros(48, 48)))
+        total_output += world_size * gradients(model)[BRANCH].double()
+    return total_input, total_output + sum_over_ranks(state.state_dict()["residuals"][BRANCH].view(48, 48))
 
 
 def test_a_parameter_that_some_ranks_leave_unused_conserves_mass() -> None:
-    into, out_of = run_ranks(partly_used, 2)[0]
-    torch.testing.assert_close(into, out_of, rtol=0, atol=1e-6 * float(into.abs().max()))
+    total_input, total_output = run_ranks(train_partly_used, 2)[0]
+    torch.testing.assert_close(total_input, total_output, rtol=0, atol=1e-6 * float(total_input.abs().max()))
 
 
-def without_feedback(rank: int, world_size: int) -> tuple[int, float | None]:
+def train_without_feedback(rank: int, world_size: int) -> tuple[int, float | None]:
     model = wrapped()
     state = ddp.compress(model, "int8", feedback=False)
     for step in range(3):
@@ -97,14 +97,14 @@ def without_feedback(rank: int, world_size: int) -> tuple[int, float | None]:
     return len(state.state_dict()["residuals"]), row.relative_error
 
 
-def test_without_feedback_nothing_is_kept_and_the_error_is_still_measured() -> None:
-    for count, error in run_ranks(without_feedback, 2):
+def test_error_is_measured_without_feedback_and_no_residual_is_kept() -> None:
+    for count, error in run_ranks(train_without_feedback, 2):
         assert count == 0
         assert error is not None
         assert 1e-4 < error < 0.05
 
 
-def poisoned(rank: int, world_size: int, bad: float, spec: str) -> tuple[list[bool], bool]:
+def train_with_bad_loss(rank: int, world_size: int, bad: float, spec: str) -> tuple[list[bool], bool]:
     """Return whether each step's gradients were finite, and all residuals; rank 1's own are ``bad`` in step 1."""
     model = wrapped()
     state = ddp.compress(model, spec)
@@ -121,19 +121,19 @@ def poisoned(rank: int, world_size: int, bad: float, spec: str) -> tuple[list[bo
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spec", ["none", "fp16", "int8"])
 def test_nan_and_inf_reach_every_rank_and_are_gone_at_the_next_step(bad: float, spec: str) -> None:
-    for finite, residuals_finite in run_ranks(poisoned, 2, bad, spec):
+    for finite, residuals_finite in run_ranks(train_with_bad_loss, 2, bad, spec):
         assert finite == [True, False, True, True]
         assert residuals_finite
 
 
-def scaled(rank: int, world_size: int) -> tuple[list[float], list[bool], float]:
+def train_with_grad_scaler(rank: int, world_size: int) -> tuple[list[float], list[bool], float]:
     """Return the scale after each step, whether the step was taken, and the difference to an uncompressed run."""
     model, plain = wrapped(), wrapped()
     ddp.compress(model, "int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-    scales, taken = [], []
+    scales, stepped = [], []
     for step in range(6):
         overflows = (rank, step) == (1, 2)
         before = model.module.first.weight.detach().clone()
@@ -143,18 +143,18 @@ def scaled(rank: int, world_size: int) -> tuple[list[float], list[bool], float]:
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        taken.append(not torch.equal(before, model.module.first.weight))
-        if taken[-1]:
+        stepped.append(not torch.equal(before, model.module.first.weight))
+        if stepped[-1]:
             theirs.zero_grad()
             out = plain(torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank)))
             out.square().mean().backward()
             theirs.step()
     moved = (model.module.first.weight - plain.module.first.weight).norm() / plain.module.first.weight.norm()
-    return scales, taken, float(moved.detach())
+    return scales, stepped, float(moved.detach())
 
 
 def test_grad_scaler_skips_an_overflow_on_every_rank_and_goes_on() -> None:
-    for scales, taken, gap in run_ranks(scaled, 2):
-        assert taken == [True, True, False, True, True, True]
+    for scales, stepped, gap in run_ranks(train_with_grad_scaler, 2):
+        assert stepped == [True, True, False, True, True, True]
         assert scales == [256.0, 256.0, 128.0, 128.0, 128.0, 128.0]
         assert gap < 1e-2

@@ -19,14 +19,14 @@ from dtcomm.kernels import ops
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, WIDTH, backward, batch, gradients, train, wrapped
 
-Seen = list[tuple[int, str, str, str]]
+Events = list[tuple[int, str, str, str]]
 
 
-def seen(state: ddp.State) -> Seen:
+def events_of(state: ddp.State) -> Events:
     return [(event.step, event.kind, event.name, event.action) for event in state.events]
 
 
-def chosen(state: ddp.State) -> dict[str, str]:
+def codecs_in_use(state: ddp.State) -> dict[str, str]:
     """Return what each parameter was compressed with last."""
     return {
         member.name: str(segment.codec)
@@ -36,19 +36,19 @@ def chosen(state: ddp.State) -> dict[str, str]:
     }
 
 
-def quiet(rank: int, world_size: int, spec: str) -> Seen:
+def train_normally(rank: int, world_size: int, spec: str) -> Events:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, sample_every=3)
     for step in range(20):
         state.observe(1.0 / (step + 1) + 0.1 * rank)
         model.zero_grad()
         backward(model, rank, step)
-    return seen(state)
+    return events_of(state)
 
 
 @pytest.mark.parametrize("spec", ["int8", "fp16", "int8:round=stochastic", "powersgd:rank=2"])
-def test_no_false_alarm(spec: str) -> None:
-    assert run_ranks(quiet, 2, spec) == [[], []]
+def test_ordinary_training_raises_no_event(spec: str) -> None:
+    assert run_ranks(train_normally, 2, spec) == [[], []]
 
 
 class Spiky(nn.Module):
@@ -66,14 +66,14 @@ class Spiky(nn.Module):
         return out
 
 
-def outliers(rank: int, world_size: int, guard: Guard) -> tuple[Seen, dict[str, str]]:
+def train_with_outliers(rank: int, world_size: int, guard: Guard) -> tuple[Events, dict[str, str]]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Spiky())
     state = ddp.compress(model, "int8", sample_every=2, guard=guard)
     for step in range(9):
         model.zero_grad()
         backward_spiky(model, rank, step)
-    return seen(state), chosen(state)
+    return events_of(state), codecs_in_use(state)
 
 
 def backward_spiky(model: nn.Module, rank: int, step: int) -> None:
@@ -82,7 +82,7 @@ def backward_spiky(model: nn.Module, rank: int, step: int) -> None:
 
 
 def test_a_layer_with_outliers_gets_more_precision() -> None:
-    results = run_ranks(outliers, 2, Guard(error=0.5))
+    results = run_ranks(train_with_outliers, 2, Guard(error=0.5))
     assert results[0] == results[1]
     events, codecs = results[0]
     assert {name for _, _, name, _ in events} == {"layer.weight"}
@@ -90,13 +90,13 @@ def test_a_layer_with_outliers_gets_more_precision() -> None:
     assert codecs == {"layer.weight": "fp16", "other.weight": "int8"}
 
 
-def test_an_action_may_be_to_ignore_or_only_to_warn() -> None:
-    assert run_ranks(outliers, 2, Guard(error=0.5, on_error="ignore"))[0][0] == []
-    events, codecs = run_ranks(outliers, 2, Guard(error=0.5, on_error="warn"))[0]
+def test_guard_may_ignore_or_only_warn() -> None:
+    assert run_ranks(train_with_outliers, 2, Guard(error=0.5, on_error="ignore"))[0][0] == []
+    events, codecs = run_ranks(train_with_outliers, 2, Guard(error=0.5, on_error="warn"))[0]
     assert events and codecs["layer.weight"] == "int8"
 
 
-def outliers_at_two_bits(rank: int, world_size: int) -> tuple[Seen, dict[str, str]]:
+def train_with_outliers_at_two_bits(rank: int, world_size: int) -> tuple[Events, dict[str, str]]:
     """Train with the default guard."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Spiky())
@@ -104,18 +104,18 @@ def outliers_at_two_bits(rank: int, world_size: int) -> tuple[Seen, dict[str, st
     for step in range(12):
         model.zero_grad()
         backward_spiky(model, rank, step)
-    return seen(state), chosen(state)
+    return events_of(state), codecs_in_use(state)
 
 
-def test_a_layer_with_outliers_at_two_bits_gets_more_of_them_and_no_other_does() -> None:
-    results = run_ranks(outliers_at_two_bits, 2)
+def test_only_the_layer_with_outliers_gets_more_than_two_bits() -> None:
+    results = run_ranks(train_with_outliers_at_two_bits, 2)
     assert results[0] == results[1]
     events, codecs = results[0]
     assert {(kind, name, action) for _, kind, name, action in events} == {("error", "layer.weight", "raise")}
     assert codecs["layer.weight"] not in ("int2", "none") and codecs["other.weight"] == "int2"
 
 
-def nans(rank: int, world_size: int) -> tuple[str, int]:
+def train_with_infinite_loss(rank: int, world_size: int) -> tuple[str, int]:
     model = wrapped(**SMALL_BUCKETS)
     ddp.compress(model, "int8", guard=Guard(nonfinite=3))
     for step in range(10):
@@ -127,12 +127,12 @@ def nans(rank: int, world_size: int) -> tuple[str, int]:
     return "", -1
 
 
-def test_nan_on_one_rank_for_too_long_stops_all() -> None:
+def test_repeated_nan_on_one_rank_stops_all_ranks() -> None:
     """Bad steps are 2, 3 and 4; their statistics are sent in 3, 4 and 5, and evaluated when 6 begins."""
-    assert run_ranks(nans, 2) == [("step 6: nonfinite is 3, limit 3: stop", 6)] * 2
+    assert run_ranks(train_with_infinite_loss, 2) == [("step 6: nonfinite is 3, limit 3: stop", 6)] * 2
 
 
-def stale(rank: int, world_size: int) -> tuple[Seen, float]:
+def train_with_stale_residual(rank: int, world_size: int) -> tuple[Events, float]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8", sample_every=2)
     train(model, rank, range(2))
@@ -146,16 +146,16 @@ def stale(rank: int, world_size: int) -> tuple[Seen, float]:
     state.load_state_dict(saved)
     train(model, rank, range(2, 7), rate=0.0)
     largest = max(float(residual.abs().max()) for residual in state.state_dict()["residuals"].values())
-    return seen(state), largest
+    return events_of(state), largest
 
 
 def test_a_residual_far_larger_than_the_gradient_is_reset() -> None:
-    for events, largest in run_ranks(stale, 2):
+    for events, largest in run_ranks(train_with_stale_residual, 2):
         assert ("residual", "first.weight", "reset") in {event[1:] for event in events}
         assert largest < 10
 
 
-def diverging(rank: int, world_size: int) -> tuple[Seen, set[str], set[str]]:
+def train_with_loss_jump(rank: int, world_size: int) -> tuple[Events, set[str], set[str]]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8", guard=Guard(steps=4))
     during: set[str] = set()
@@ -164,17 +164,17 @@ def diverging(rank: int, world_size: int) -> tuple[Seen, set[str], set[str]]:
         model.zero_grad()
         backward(model, rank, step)
         if step == 11:
-            during = set(chosen(state).values())
-    return seen(state), during, set(chosen(state).values())
+            during = set(codecs_in_use(state).values())
+    return events_of(state), during, set(codecs_in_use(state).values())
 
 
-def test_a_loss_that_jumps_switches_compression_off_for_a_while() -> None:
-    for events, during, after in run_ranks(diverging, 2):
+def test_loss_jump_turns_compression_off_for_a_while() -> None:
+    for events, during, after in run_ranks(train_with_loss_jump, 2):
         assert events == [(10, "loss", "", "none")]  # sent in 8 and 9, evaluated when 9 and 10 begin
         assert during == {"none"} and after == {"none", "int8"}
 
 
-def learning_too_fast(rank: int, world_size: int) -> tuple[Seen, set[str], list[float]]:
+def train_with_excessive_rate(rank: int, world_size: int) -> tuple[Events, set[str], list[float]]:
     """Train with a learning rate that is right for 15 steps and a hundred times larger afterwards."""
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8")
@@ -190,18 +190,18 @@ def learning_too_fast(rank: int, world_size: int) -> tuple[Seen, set[str], list[
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter -= (0.05 if step < 15 else 5.0) * parameter.grad
-        during |= set(chosen(state).values()) if step == 21 else set()
-    return seen(state), during, losses
+        during |= set(codecs_in_use(state).values()) if step == 21 else set()
+    return events_of(state), during, losses
 
 
-def test_a_diverging_learning_rate_switches_compression_off() -> None:
-    for events, during, losses in run_ranks(learning_too_fast, 2):
+def test_diverging_training_turns_compression_off() -> None:
+    for events, during, losses in run_ranks(train_with_excessive_rate, 2):
         assert losses[18] > 10 * losses[14]
         assert events[0][0] in (19, 20, 21) and events[0][1:] == ("loss", "", "none"), (events, losses)
         assert during == {"none"}
 
 
-def test_losses_near_zero_may_differ_by_factors() -> None:
+def test_noisy_losses_near_zero_raise_no_event() -> None:
     """Minibatch losses of a model that has almost learnt its data, and then one that diverges."""
     generator = torch.Generator().manual_seed(0)
     monitor = GuardMonitor(Guard())
@@ -232,7 +232,7 @@ def test_the_error_distinguishes_outliers_from_few_bits(spec: str, tails: float 
     assert missing[1] > 0.9
 
 
-def one_rank_s_loss(rank: int, world_size: int) -> Seen:
+def train_with_loss_on_one_rank(rank: int, world_size: int) -> Events:
     """One rank has a loss and the other one NaN: the mean is over the ranks with a finite loss."""
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8")
@@ -243,14 +243,14 @@ def one_rank_s_loss(rank: int, world_size: int) -> Seen:
             state.observe(torch.tensor(math.nan))
         model.zero_grad()
         backward(model, rank, step)
-    return seen(state)
+    return events_of(state)
 
 
-def test_the_mean_loss_is_over_those_that_have_one() -> None:
-    assert run_ranks(one_rank_s_loss, 2) == [[], []]
+def test_mean_loss_ignores_ranks_without_a_finite_loss() -> None:
+    assert run_ranks(train_with_loss_on_one_rank, 2) == [[], []]
 
 
-def warming(rank: int, world_size: int) -> list[set[str]]:
+def train_with_warmup(rank: int, world_size: int) -> list[set[str]]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8", warmup=3)
     used = []
@@ -258,16 +258,16 @@ def warming(rank: int, world_size: int) -> list[set[str]]:
         model.zero_grad()
         backward(model, rank, step)
         assert all(gradient.isfinite().all() for gradient in gradients(model).values())
-        used.append(set(chosen(state).values()))
+        used.append(set(codecs_in_use(state).values()))
     assert state.report().rows[0].reason in ("", "warm-up until step 3")
     return used
 
 
 def test_warm_up_is_uncompressed() -> None:
-    assert run_ranks(warming, 2) == [[{"none"}] * 3 + [{"none", "int8"}] * 2] * 2
+    assert run_ranks(train_with_warmup, 2) == [[{"none"}] * 3 + [{"none", "int8"}] * 2] * 2
 
 
-def remembered(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, int]]:
+def resume_with_decisions(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, int]]:
     """Return what parameters are compressed with after a checkpoint is loaded, and the events before it."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Spiky())
@@ -276,28 +276,28 @@ def remembered(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, in
         model.zero_grad()
         backward_spiky(model, rank, step)
     saved = state.state_dict()
-    other = DistributedDataParallel(Spiky())
-    resumed = ddp.compress(other, "int8", sample_every=0)
+    second_model = DistributedDataParallel(Spiky())
+    resumed = ddp.compress(second_model, "int8", sample_every=0)
     resumed.load_state_dict(saved)
-    backward_spiky(other, rank, 5)
-    return chosen(resumed), dict(state.report().events)
+    backward_spiky(second_model, rank, 5)
+    return codecs_in_use(resumed), dict(state.report().events)
 
 
-def test_decisions_are_in_the_state() -> None:
-    for codecs, events in run_ranks(remembered, 2):
+def test_decisions_are_restored_from_the_state() -> None:
+    for codecs, events in run_ranks(resume_with_decisions, 2):
         assert codecs["layer.weight"] == "fp16" and codecs["other.weight"] == "int8"
         assert events == {"error: raise": 1}
 
 
 @pytest.mark.parametrize("name", ["int8", "fp16", "bf16", "none"])
-def test_the_ladder_ends_at_none(name: str) -> None:
+def test_finer_ends_at_none(name: str) -> None:
     scheme: Any = codec(name)
     for _ in range(12):
         scheme = finer(scheme)
     assert scheme == codec("none")
 
 
-def test_the_ladder_of_powersgd() -> None:
+def test_finer_powersgd_has_a_higher_rank() -> None:
     scheme = finer(PowerSGD(rank=4))
     assert scheme == PowerSGD(rank=8) and residual_limit(scheme) > residual_limit(codec("int8"))
     assert str(finer(PowerSGD(rank=16))) == "fp16"
@@ -311,6 +311,6 @@ def test_the_ladder_of_powersgd() -> None:
         ({"steps": 0}, "steps is 0; valid: 1 or more"),
     ],
 )
-def test_wrong_guards(options: dict[str, Any], says: str) -> None:
+def test_invalid_guard_options_are_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Guard(**options)

@@ -23,7 +23,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], relative: float | None) -> None:
+def require_equal(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], relative: float | None
+) -> None:
     assert ours.keys() == theirs.keys()
     for name, gradient in ours.items():
         if relative is None:
@@ -34,7 +36,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], relativ
             )
 
 
-def against_plain(
+def compare_to_ddp(
     rank: int, world_size: int, spec: str, mode: str, dtype: torch.dtype, relative: float | None
 ) -> None:
     ours, plain = wrapped(dtype=dtype, **MODES[mode]), wrapped(dtype=dtype, **MODES[mode])
@@ -43,12 +45,12 @@ def against_plain(
         for model in (ours, plain):
             model.zero_grad()
             backward(model, rank, step, branch=mode != "find_unused" or (step + rank) % 3 == 0)
-        same(gradients(ours), gradients(plain), relative)
+        require_equal(gradients(ours), gradients(plain), relative)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_none_is_plain_ddp_to_the_bit_on_two_ranks(mode: str) -> None:
-    run_ranks(against_plain, 2, "none", mode, torch.float32, None)
+def test_none_equals_plain_ddp_bit_for_bit_on_two_ranks(mode: str) -> None:
+    run_ranks(compare_to_ddp, 2, "none", mode, torch.float32, None)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +64,10 @@ def test_none_is_plain_ddp_to_the_bit_on_two_ranks(mode: str) -> None:
 )
 @pytest.mark.parametrize("mode", ["small_buckets", "find_unused"])
 def test_three_ranks_agree_with_plain_ddp(mode: str, spec: str, dtype: torch.dtype, relative: float) -> None:
-    run_ranks(against_plain, 3, spec, mode, dtype, relative)
+    run_ranks(compare_to_ddp, 3, spec, mode, dtype, relative)
 
 
-def all_ranks_alike(rank: int, world_size: int, spec: str) -> bool:
+def weights_are_equal(rank: int, world_size: int, spec: str) -> bool:
     model = wrapped(**SMALL_BUCKETS)
     ddp.compress(model, spec)
     train(model, rank, range(4))
@@ -76,8 +78,8 @@ def all_ranks_alike(rank: int, world_size: int, spec: str) -> bool:
 
 
 @pytest.mark.parametrize("spec", ["int8", "fp16", "bf16"])
-def test_ranks_stay_identical(spec: str) -> None:
-    assert run_ranks(all_ranks_alike, 3, spec) == [True] * 3
+def test_weights_stay_equal_on_all_ranks(spec: str) -> None:
+    assert run_ranks(weights_are_equal, 3, spec) == [True] * 3
 
 
 class Mixed(nn.Module):
@@ -94,7 +96,7 @@ class Mixed(nn.Module):
         return x
 
 
-def mixed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
+def train_mixed_dtypes(rank: int, world_size: int) -> list[tuple[str, str, str]]:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -104,18 +106,18 @@ def mixed(rank: int, world_size: int) -> list[tuple[str, str, str]]:
         for model in models:
             model.zero_grad()
             model(batch(rank, step)).square().mean().backward()
-        same(gradients(models[0]), gradients(models[1]), 0.06)
+        require_equal(gradients(models[0]), gradients(models[1]), 0.06)
     return [(row.dtype, row.codec, row.reason) for row in state.report().rows]
 
 
-def test_a_model_of_several_dtypes_is_compressed_where_it_can_be() -> None:
-    rows = set(run_ranks(mixed, 2)[0])
+def test_layers_of_unsupported_dtypes_stay_uncompressed() -> None:
+    rows = set(run_ranks(train_mixed_dtypes, 2)[0])
     assert {(dtype, "int8", "") for dtype in ("float32", "bfloat16", "float16")} < rows
     assert ("float64", "none", "int8 does not take float64") in rows
 
 
-def uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
-    """Rank 1 has twice the batches of rank 0, which only answers its collectives from then on."""
+def train_uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+    """Train rank 1 on twice as many batches as rank 0, which then only joins its collectives."""
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -128,13 +130,13 @@ def uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
     return model.module.first.weight.detach().clone(), state.report().messages
 
 
-def test_join_lets_ranks_have_uneven_inputs() -> None:
-    (weight, _), (other, messages) = run_ranks(uneven, 2)
-    assert torch.equal(weight, other)  # join() ends with a broadcast from the last rank
+def test_join_supports_uneven_inputs() -> None:
+    (weight, _), (second_weight, messages) = run_ranks(train_uneven, 2)
+    assert torch.equal(weight, second_weight)  # join() ends with a broadcast from the last rank
     assert messages >= 6
 
 
-def accumulate(rank: int, world_size: int) -> None:
+def compare_accumulation(rank: int, world_size: int) -> None:
     ours, plain = wrapped(), wrapped()
     ddp.compress(ours, "none")
     for step in range(4):
@@ -143,29 +145,29 @@ def accumulate(rank: int, world_size: int) -> None:
             with model.no_sync():
                 backward(model, rank, 2 * step)
             backward(model, rank, 2 * step + 1)
-        same(gradients(ours), gradients(plain), None)
+        require_equal(gradients(ours), gradients(plain), None)
 
 
 def test_no_sync_accumulates_as_plain_ddp_does() -> None:
-    run_ranks(accumulate, 2)
+    run_ranks(compare_accumulation, 2)
 
 
-def bare_state(rank: int, world_size: int) -> tuple[dict[str, Any], bool]:
-    """The pair that frameworks register, against `compress`: the same gradients under other names."""
-    bare, named = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+def compare_bare_state(rank: int, world_size: int) -> tuple[dict[str, Any], bool]:
+    """Compare the state and hook that frameworks register with `compress`: equal gradients, other names."""
+    bare, compressed = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
     state = ddp.State("int8")
     bare.register_comm_hook(state, ddp.hook)
-    ddp.compress(named, "int8")
+    ddp.compress(compressed, "int8")
     for step in range(4):
-        for model in (bare, named):
+        for model in (bare, compressed):
             model.zero_grad()
             backward(model, rank, step)
-        same(gradients(bare), gradients(named), None)
+        require_equal(gradients(bare), gradients(compressed), None)
     return state.state_dict(), state.error is None
 
 
 def test_a_bare_state_names_parameters_alike_on_all_ranks() -> None:
-    (first, fine), (second, _) = run_ranks(bare_state, 2)
+    (first, fine), (second, _) = run_ranks(compare_bare_state, 2)
     assert fine
     assert len(first["residuals"]) == 3
     assert all(name.startswith("parameter.") for name in first["residuals"])
@@ -174,7 +176,7 @@ def test_a_bare_state_names_parameters_alike_on_all_ranks() -> None:
     }
 
 
-def two_models(rank: int, world_size: int) -> None:
+def train_two_models(rank: int, world_size: int) -> None:
     models = [wrapped(seed=seed) for seed in range(2)]
     alone = [wrapped(seed=seed) for seed in range(2)]
     states = [ddp.compress(model, "int8") for model in models]
@@ -189,15 +191,15 @@ def two_models(rank: int, world_size: int) -> None:
             model.zero_grad()
             backward(model, rank, step)
     for interleaved, separate in zip(models, alone, strict=True):
-        same(gradients(interleaved), gradients(separate), None)
+        require_equal(gradients(interleaved), gradients(separate), None)
     assert [state.steps for state in states] == [3, 3]
 
 
-def test_models_do_not_disturb_each_other() -> None:
-    run_ranks(two_models, 2)
+def test_interleaved_models_do_not_affect_each_other() -> None:
+    run_ranks(train_two_models, 2)
 
 
-def subgroup(rank: int, world_size: int) -> float:
+def train_on_subgroup(rank: int, world_size: int) -> float:
     group = dist.new_group([0, 2])
     if rank == 1:
         return 0.0
@@ -210,16 +212,16 @@ def subgroup(rank: int, world_size: int) -> float:
 
 
 def test_a_model_on_a_subgroup_averages_over_it() -> None:
-    first, _, third = run_ranks(subgroup, 3)
+    first, _, third = run_ranks(train_on_subgroup, 3)
     assert first == third != 0.0
 
 
-def test_compress_wants_a_ddp_model() -> None:
+def test_compress_requires_a_ddp_model() -> None:
     with pytest.raises(TypeError, match="want a DistributedDataParallel, got Net"):
         ddp.compress(Net(), "int8")  # type: ignore[arg-type]
 
 
-def twice(rank: int, world_size: int) -> str:
+def compress_twice(rank: int, world_size: int) -> str:
     model = wrapped()
     ddp.compress(model, "int8")
     with pytest.raises(RuntimeError) as error:
@@ -228,5 +230,5 @@ def twice(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_a_second_hook_is_refused_and_the_first_goes_on() -> None:
-    assert all("register_comm_hook" in message for message in run_ranks(twice, 2))
+def test_second_hook_is_refused_and_the_first_keeps_working() -> None:
+    assert all("register_comm_hook" in message for message in run_ranks(compress_twice, 2))

@@ -16,12 +16,12 @@ from dtcomm import ddp
 from dtcomm.launch.ranks import run_ranks
 
 
-def need(package: str) -> Any:
+def requires(package: str) -> Any:
     installed = importlib.util.find_spec(package) is not None
     return pytest.mark.skipif(not installed, reason=f"pip install {package}")
 
 
-def net() -> nn.Module:
+def make_net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
 
@@ -47,7 +47,7 @@ def require_alike(model: nn.Module) -> None:
     assert all(torch.equal(flat, other) for other in all_ranks)
 
 
-def environment(rank: int, n: int) -> None:
+def set_torchrun_environment(rank: int, n: int) -> None:
     """Set the variables that torchrun sets."""
     os.environ |= {
         "RANK": str(rank),
@@ -59,8 +59,8 @@ def environment(rank: int, n: int) -> None:
     os.environ.setdefault("MASTER_PORT", "29511")
 
 
-def with_accelerate(rank: int, n: int) -> None:
-    environment(rank, n)
+def train_with_accelerate(rank: int, n: int) -> None:
+    set_torchrun_environment(rank, n)
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -70,7 +70,7 @@ def with_accelerate(rank: int, n: int) -> None:
     attached = ddp.attach(accelerator, "int8")
     with pytest.raises(RuntimeError, match="not wrapped in DDP yet"):
         attached.state  # noqa: B018
-    model = net()
+    model = make_net()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = torch.utils.data.DataLoader(data(), batch_size=8)
     model, optimiser, loader = accelerator.prepare(model, optimiser, loader)
@@ -90,9 +90,9 @@ def with_accelerate(rank: int, n: int) -> None:
         ddp.attach(model.module)
 
 
-@need("accelerate")
-def test_accelerate() -> None:
-    run_ranks(with_accelerate, 2)
+@requires("accelerate")
+def test_accelerate_trains_with_the_hook() -> None:
+    run_ranks(train_with_accelerate, 2)
 
 
 class Regression(nn.Module):
@@ -100,15 +100,15 @@ class Regression(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = net()
+        self.net = make_net()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         out = self.net(x)
         return {"loss": (out - labels).square().mean(), "logits": out}
 
 
-def with_trainer(rank: int, n: int, folder: Path) -> None:
-    environment(rank, n)
+def train_with_trainer(rank: int, n: int, folder: Path) -> None:
+    set_torchrun_environment(rank, n)
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -134,14 +134,14 @@ def with_trainer(rank: int, n: int, folder: Path) -> None:
     require_alike(model)
 
 
-@need("accelerate")
-@need("transformers")
-def test_trainer(tmp_path: Path) -> None:
-    run_ranks(with_trainer, 2, tmp_path)
+@requires("accelerate")
+@requires("transformers")
+def test_trainer_of_transformers_trains_with_the_hook(tmp_path: Path) -> None:
+    run_ranks(train_with_trainer, 2, tmp_path)
 
 
-def with_lightning(rank: int, n: int, folder: Path) -> None:
-    environment(rank, n)
+def train_with_lightning(rank: int, n: int, folder: Path) -> None:
+    set_torchrun_environment(rank, n)
     import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
@@ -149,7 +149,7 @@ def with_lightning(rank: int, n: int, folder: Path) -> None:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net()
+            self.net = make_net()
 
         def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
             return (self.net(batch["x"]) - batch["labels"]).square().mean()
@@ -158,7 +158,7 @@ def with_lightning(rank: int, n: int, folder: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
     class ExistingRanks(LightningEnvironment):
-        """Ranks that were started by others, in a process group that exists already."""
+        """The ranks of the test, whose process group exists already."""
 
         creates_processes_externally = True
 
@@ -192,6 +192,6 @@ def with_lightning(rank: int, n: int, folder: Path) -> None:
     assert attached.state.report().steps == trainer.global_step == 16
 
 
-@need("lightning")
-def test_lightning(tmp_path: Path) -> None:
-    run_ranks(with_lightning, 2, tmp_path)
+@requires("lightning")
+def test_lightning_trains_with_the_hook(tmp_path: Path) -> None:
+    run_ranks(train_with_lightning, 2, tmp_path)

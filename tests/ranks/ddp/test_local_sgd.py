@@ -49,8 +49,8 @@ def from_all_ranks(own: torch.Tensor) -> list[torch.Tensor]:
     return all_ranks
 
 
-def like_ddp(rank: int, world_size: int) -> float:
-    """With an average after every step SGD on local weights is SGD on averaged gradients."""
+def compare_to_ddp(rank: int, world_size: int) -> float:
+    """Return the difference to DDP: with an average after every step, SGD on local weights is SGD on mean gradients."""
     model, plain = make_net(seed=rank), wrapped()
     local = LocalSGD(model, every=1, spec="none")
     train(model, local, rank, range(5))
@@ -58,24 +58,24 @@ def like_ddp(rank: int, world_size: int) -> float:
     return float((weights(model) - weights(plain)).abs().max())
 
 
-def test_every_step_uncompressed_is_ddp() -> None:
-    assert max(run_ranks(like_ddp, 2)) < 1e-6
+def test_uncompressed_average_after_every_step_equals_ddp() -> None:
+    assert max(run_ranks(compare_to_ddp, 2)) < 1e-6
 
 
-def schedule(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
+def train_with_warmup(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
     model = make_net()
     local = LocalSGD(model, every=3, warmup=2)
     averaged = train(model, local, rank, range(9))
     same = []
     for step in range(9, 12):
         train(model, local, rank, range(step, step + 1))
-        every = from_all_ranks(weights(model))
-        same.append(all(torch.equal(every[0], other) for other in every))
+        all_weights = from_all_ranks(weights(model))
+        same.append(all(torch.equal(all_weights[0], other) for other in all_weights))
     return averaged, same
 
 
 def test_ranks_average_after_each_step_of_the_warm_up_and_then_every_third_step() -> None:
-    for averaged, same in run_ranks(schedule, 3):
+    for averaged, same in run_ranks(train_with_warmup, 3):
         assert averaged == [True, True, False, False, True, False, False, True, False]
         assert same == [False, True, False]
 
@@ -89,11 +89,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], outer: bool) -> None:
-    """Against the algorithm written out: differences of all ranks, averaged in a loop, taken by the outer optimiser."""
+def compare_to_reference(rank: int, world_size: int, spec: str, options: dict[str, Any], outer: bool) -> None:
+    """Compare with a reference: differences of all ranks, averaged in a loop and applied by the outer optimiser."""
     model = make_net()
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    named = list(model.named_parameters())
+    named_parameters = list(model.named_parameters())
 
     def momentum(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
@@ -107,14 +107,14 @@ def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], ou
         bucket_bytes=12_000,
         **options,
     )
-    run = SimulatedRanks(spec, world_size, named, **options)
+    run = SimulatedRanks(spec, world_size, named_parameters, **options)
     theirs = momentum(start)
     for sync in range(4):
         train(model, local, rank, range(4 * sync, 4 * sync + 3))
         # The last step by hand, so that the weights before the average can be seen.
         train(model, None, rank, range(4 * sync + 3, 4 * sync + 4))
         differences: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-        for common, (_, parameter) in zip(start, named):
+        for common, (_, parameter) in zip(start, named_parameters):
             for of_rank, weight in zip(differences, from_all_ranks(parameter.detach())):
                 of_rank.append(common - weight)
         means = run.average(differences)
@@ -127,23 +127,23 @@ def as_stated(rank: int, world_size: int, spec: str, options: dict[str, Any], ou
                 common -= mean
         if outer:
             theirs.step()
-        for (name, parameter), common in zip(named, start):
+        for (name, parameter), common in zip(named_parameters, start):
             assert torch.equal(parameter, common), (sync, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_weights_are_what_the_algorithm_says_to_the_bit(kind: str) -> None:
-    run_ranks(as_stated, 2, *KINDS[kind], kind == "int4")
+def test_weights_equal_the_reference_algorithm_bit_for_bit(kind: str) -> None:
+    run_ranks(compare_to_reference, 2, *KINDS[kind], kind == "int4")
 
 
-def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
+def compare_resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
     """Return whether a run that stopped between two averages and continued in another model has the same weights."""
 
     def outer(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, lr=0.7, momentum=0.9)
 
-    whole, first, second = make_net(), make_net(), make_net(seed=7)
-    train(whole, LocalSGD(whole, 3, spec, outer=outer, **options), rank, range(11))
+    uninterrupted, first, second = make_net(), make_net(), make_net(seed=7)
+    train(uninterrupted, LocalSGD(uninterrupted, 3, spec, outer=outer, **options), rank, range(11))
     local = LocalSGD(first, 3, spec, outer=outer, **options)
     train(first, local, rank, range(5))
     state, values = local.state_dict(), first.state_dict()
@@ -151,12 +151,12 @@ def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> b
     second.load_state_dict(values)
     local.load_state_dict(state)
     train(second, local, rank, range(5, 11))
-    return torch.equal(weights(whole), weights(second))
+    return torch.equal(weights(uninterrupted), weights(second))
 
 
 @pytest.mark.parametrize("kind", ["topk, bf16", "EF21", "PowerSGD"])
 def test_a_resumed_run_continues_bit_for_bit(kind: str) -> None:
-    assert run_ranks(resumed, 2, *KINDS[kind]) == [True] * 2
+    assert run_ranks(compare_resumed, 2, *KINDS[kind]) == [True] * 2
 
 
 class Normalised(nn.Module):
@@ -170,23 +170,23 @@ class Normalised(nn.Module):
         return out
 
 
-def reported(rank: int, world_size: int) -> tuple[bool, str]:
+def train_and_report(rank: int, world_size: int) -> tuple[bool, str]:
     model = Normalised()
     local = LocalSGD(model, 2, "int8")
     train(model, local, rank, range(4))
-    every = from_all_ranks(model.norm.running_mean)  # type: ignore[arg-type]
-    return all(torch.equal(every[0], other) for other in every), str(local.report())
+    all_means = from_all_ranks(model.norm.running_mean)  # type: ignore[arg-type]
+    return all(torch.equal(all_means[0], other) for other in all_means), str(local.report())
 
 
 def test_running_means_are_averaged_and_the_report_says_what_was_sent() -> None:
-    for same, text in run_ranks(reported, 2):
+    for same, text in run_ranks(train_and_report, 2):
         assert same
         assert "a buffer" in text
         assert "4 steps, 2 messages" in text
         assert "of common weights" in text
 
 
-def poisoned(rank: int, world_size: int) -> tuple[str, bool, bool]:
+def train_with_nan(rank: int, world_size: int) -> tuple[str, bool, bool]:
     model = make_net()
     local = LocalSGD(model, 2, "int8")
     train(model, local, rank, range(2))
@@ -202,7 +202,7 @@ def poisoned(rank: int, world_size: int) -> tuple[str, bool, bool]:
 
 
 def test_after_nan_all_ranks_have_the_weights_of_the_last_average() -> None:
-    for message, restored, finite in run_ranks(poisoned, 2):
+    for message, restored, finite in run_ranks(train_with_nan, 2):
         assert "after 2 steps: a rank sent NaN or Inf" in message
         assert restored
         assert finite
@@ -223,7 +223,7 @@ class Uneven(nn.Module):
         return out
 
 
-def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
+def train_guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
     """Average differences with outliers, then observe a loss that jumps; return the events and each weight's codec."""
     model = Uneven()
     local = LocalSGD(model, 2, "int2", sample_every=2, guard=Guard(steps=3))
@@ -251,14 +251,14 @@ def guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
 
 
 def test_the_guard_acts_on_averages() -> None:
-    results = run_ranks(guarded, 2)
+    results = run_ranks(train_guarded, 2)
     assert results[0] == results[1]
     events, codecs = results[0]
     assert set(events[:-1]) == {"error first.weight raise"} and events[-1] == "loss  none"
     assert codecs["first.weight"] not in ("int2", "none") and codecs["last.weight"] == "int2"
 
 
-def wrong(rank: int, world_size: int) -> None:
+def check_refusals(rank: int, world_size: int) -> None:
     for arguments, says in (
         ({"every": 0}, "every=0: want 1 or more"),
         ({"spec": "dgc"}, "dgc has a momentum for gradients"),
@@ -270,11 +270,11 @@ def wrong(rank: int, world_size: int) -> None:
         LocalSGD(DistributedDataParallel(make_net()))
 
 
-def test_wrong_arguments_are_named() -> None:
-    run_ranks(wrong, 2)
+def test_invalid_arguments_are_named() -> None:
+    run_ranks(check_refusals, 2)
 
 
-def alone(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
+def compare_single_rank(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:
     """Return how far one rank with compression is from one without, which has DGC's momentum for dgc."""
     ours, plain = wrapped(), wrapped()
     ddp.compress(ours, spec, **options)
@@ -300,5 +300,5 @@ def alone(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> flo
         ("int4", {"residual": "bf16"}),
     ],
 )
-def test_one_rank_alone_loses_nothing(spec: str, options: dict[str, Any]) -> None:
-    assert run_ranks(alone, 1, spec, options)[0] < 1e-6
+def test_compression_on_a_single_rank_changes_nothing(spec: str, options: dict[str, Any]) -> None:
+    assert run_ranks(compare_single_rank, 1, spec, options)[0] < 1e-6

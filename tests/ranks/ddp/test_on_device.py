@@ -1,4 +1,4 @@
-"""The DDP hook on tensors of a device: every compressor, in every form, queued with no wait of the host."""
+"""The DDP hook on tensors of a device: the host waits for no compressor in any form."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Bucket:
         return [part.view(parameter.shape) for part, parameter in zip(parts, self.bucket_parameters)]
 
 
-def steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], ddp.State]:
+def run_steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], ddp.State]:
     """Return the means of some steps, in one of which rank 1 contributes a NaN, and the state."""
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     state = ddp.State(parameters=parameters.items(), sample_every=2, **options)
@@ -121,12 +121,12 @@ def cases() -> Iterator[dict[str, Any]]:
 
 def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str = "") -> list[dict[str, Any]]:
     results = []
-    on_cpu = [steps(rank, False, options) for options in cases]
+    on_cpu = [run_steps(rank, False, options) for options in cases]
     streams = RecordedStreams(leave_out)
     with fake_cuda_rank(streams, leave_out):
         for options, (expected, plain) in zip(cases, on_cpu):
             streams.faults.clear()
-            means, state = steps(rank, True, options)
+            means, state = run_steps(rank, True, options)
             with unchecked():
                 report, expected_report, saved = state.report(), plain.report(), state.state_dict()
             results.append(
@@ -149,28 +149,28 @@ def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str 
     return results
 
 
-def of_ranks(cases: list[dict[str, Any]], leave_out: str = "") -> list[tuple[dict[str, Any], ...]]:
+def run_on_ranks(cases: list[dict[str, Any]], leave_out: str = "") -> list[tuple[dict[str, Any], ...]]:
     env = {"DTCOMM_RUNTIME": "process_group"}
     return list(zip(*run_ranks(run, 2, cases, leave_out, env=env, timeout=120)))
 
 
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_compressor_waits_for_the_device() -> None:
     """Bits equal the CPU's unless norms or matrix products are the device's; so do events and errors."""
     all_cases = list(cases())
-    for options, ranks in zip(all_cases, of_ranks(all_cases), strict=True):
+    for options, ranks in zip(all_cases, run_on_ranks(all_cases), strict=True):
         for result in ranks:
             assert result["faults"] == [], options
-            assert all(map(alike, result["device"], ranks[0]["device"])), options
+            assert all(map(bits_equal, result["device"], ranks[0]["device"])), options
             exactly = "powersgd" not in options["spec"] and "clip" not in options["spec"]
             for at, (on_cpu, on_device) in enumerate(zip(result["cpu"], result["device"], strict=True)):
                 step = at // len(BUCKETS)
                 assert bool(on_cpu.isnan().any()) == (step == BAD) == bool(on_device.isnan().any())
                 if exactly:
-                    assert alike(on_cpu, on_device), (options, at)
+                    assert bits_equal(on_cpu, on_device), (options, at)
                 elif step <= BAD:  # after the NaN the factors of PowerSGD start from other values
                     torch.testing.assert_close(on_device, on_cpu, equal_nan=True, rtol=1e-4, atol=1e-4)
             for on_cpu, on_device in result["errors"]:
@@ -178,16 +178,16 @@ def test_no_compressor_waits_for_the_device() -> None:
             assert all(result["residuals"].values()) and result["events"][0] == result["events"][1]
 
 
-def without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def run_without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     with mock.patch.object(low_rank, "low_rank_backend", lambda: dispatch.TORCH):
         return run(rank, world_size, cases)
 
 
-def test_low_rank_passes_of_torch_do_not_wait_either() -> None:
+def test_low_rank_passes_of_torch_do_not_wait() -> None:
     cases = [{"spec": policy(MORE["powersgd"])}]
-    ranks = run_ranks(without_kernels, 2, cases, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
+    ranks = run_ranks(run_without_kernels, 2, cases, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
     for (result,) in ranks:
-        assert result["faults"] == [] and all(map(alike, result["device"], ranks[0][0]["device"]))
+        assert result["faults"] == [] and all(map(bits_equal, result["device"], ranks[0][0]["device"]))
         for at, (on_cpu, on_device) in enumerate(zip(result["cpu"], result["device"], strict=True)):
             if at // len(BUCKETS) <= BAD:
                 torch.testing.assert_close(on_device, on_cpu, equal_nan=True, rtol=1e-4, atol=1e-4)
@@ -199,11 +199,11 @@ def test_low_rank_passes_of_torch_do_not_wait_either() -> None:
 )
 def test_missing_synchronisation_is_detected(leave_out: str, fault: str) -> None:
     options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}]
-    for ranks in of_ranks(options, leave_out):
+    for ranks in run_on_ranks(options, leave_out):
         assert any(fault in text for text in ranks[0]["faults"]), ranks[0]["faults"]
 
 
-def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
+def average_weights(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
     """Return, for two schemes, whether averaged weights equal the CPU's, and the faults."""
     results = []
     for spec in ("powersgd:rank=2", "topk:ratio=0.1"):
@@ -231,13 +231,13 @@ def local(rank: int, world_size: int) -> list[tuple[bool, list[str]]]:
 
 
 def test_an_average_of_weights_waits_only_for_the_mean() -> None:
-    for result in run_ranks(local, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
+    for result in run_ranks(average_weights, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
         for same, faults in result:
             assert same and all("in __bool__" in fault or "in tolist" in fault for fault in faults)
             assert 0 < len(faults) < 3 * 2 * len(SHAPES)
 
 
-def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int], list[str]]:
+def train_with_auto(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int], list[str]]:
     """Return the means of "auto", the steps with a fault though it measured and decided nothing, and its decisions."""
     streams, unexpected = RecordedStreams(), []
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -267,12 +267,12 @@ def automatic(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[int]
 
 
 def test_auto_waits_only_where_it_measures_or_decides() -> None:
-    first, second = run_ranks(automatic, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
+    first, second = run_ranks(train_with_auto, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
     assert first[1] == second[1] == [] and first[2] == second[2] != []
-    assert all(map(alike, first[0], second[0]))
+    assert all(map(bits_equal, first[0], second[0]))
 
 
-def waiting(rank: int, world_size: int) -> list[str]:
+def faults_of_waits(rank: int, world_size: int) -> list[str]:
     """Return the faults of all ways in which a compressor could make the host wait."""
     faults = []
     streams = RecordedStreams()
@@ -295,4 +295,4 @@ def waiting(rank: int, world_size: int) -> list[str]:
 
 
 def test_every_kind_of_wait_is_detected() -> None:
-    assert all("the host waits" in fault for fault in waiting(0, 1))
+    assert all("the host waits" in fault for fault in faults_of_waits(0, 1))

@@ -34,7 +34,7 @@ def test_specs_print_and_parse(spec: str) -> None:
         ("power", "unknown codec 'power'"),
     ],
 )
-def test_wrong_specs(spec: str, says: str) -> None:
+def test_invalid_specs_are_named(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ddp.State(spec)
 
@@ -47,7 +47,7 @@ def orthonormal(p: np.ndarray) -> np.ndarray:
     return p
 
 
-class Paper:
+class ReferencePowerSGD:
     """Algorithms 1 and 2 of the paper in float64, for all ranks at once."""
 
     def __init__(self, name: str, rows: int, columns: int, rank: int) -> None:
@@ -65,10 +65,10 @@ class Paper:
         return result
 
 
-def against_the_paper(rank: int, world_size: int, low: int) -> None:
+def compare_to_paper(rank: int, world_size: int, low: int) -> None:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, f"powersgd:rank={low}")
-    papers: dict[str, Paper] = {}
+    papers: dict[str, ReferencePowerSGD] = {}
     with local_gradients(model) as mine:
         for step in range(5):
             model.zero_grad()
@@ -79,7 +79,7 @@ def against_the_paper(rank: int, world_size: int, low: int) -> None:
                 if ours.ndim < 2:
                     torch.testing.assert_close(ours, torch.stack(all_ranks).mean(0), rtol=1e-5, atol=1e-7)
                     continue
-                paper = papers.setdefault(name, Paper(name, *ours.shape, low))
+                paper = papers.setdefault(name, ReferencePowerSGD(name, *ours.shape, low))
                 expected = torch.from_numpy(
                     paper.step([gradient.double().numpy() for gradient in all_ranks])
                 ).float()
@@ -96,8 +96,8 @@ def against_the_paper(rank: int, world_size: int, low: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "low"), [(2, 1), (2, 4), (3, 2)])
-def test_it_is_the_paper_s_algorithm(ranks: int, low: int) -> None:
-    run_ranks(against_the_paper, ranks, low)
+def test_gradients_and_residuals_equal_those_of_the_paper(ranks: int, low: int) -> None:
+    run_ranks(compare_to_paper, ranks, low)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained_alike(rank: int, world_size: int, spec: str, mode: str, dtype: torch.dtype) -> bool:
+def train_and_compare_ranks(rank: int, world_size: int, spec: str, mode: str, dtype: torch.dtype) -> bool:
     model = wrapped(dtype=dtype, **MODES[mode])
     state = ddp.compress(model, spec)
     losses = []
@@ -134,19 +134,22 @@ def trained_alike(rank: int, world_size: int, spec: str, mode: str, dtype: torch
     "spec", ["powersgd:rank=2", "powersgd:rank=2,alternate=true", "powersgd:rank=2,factors=int8"]
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_ranks_stay_identical(mode: str, spec: str) -> None:
-    assert run_ranks(trained_alike, 2, spec, mode, torch.float32) == [True] * 2
+def test_weights_stay_equal_on_all_ranks(mode: str, spec: str) -> None:
+    assert run_ranks(train_and_compare_ranks, 2, spec, mode, torch.float32) == [True] * 2
 
 
-def test_three_ranks_and_bf16() -> None:
-    assert run_ranks(trained_alike, 3, "powersgd:rank=4", "small_buckets", torch.bfloat16) == [True] * 3
+def test_weights_stay_equal_on_three_ranks_in_bf16() -> None:
+    assert (
+        run_ranks(train_and_compare_ranks, 3, "powersgd:rank=4", "small_buckets", torch.bfloat16)
+        == [True] * 3
+    )
 
 
-def resumed(rank: int, world_size: int, spec: str) -> bool:
+def compare_resumed(rank: int, world_size: int, spec: str) -> bool:
     """Return whether a run that stopped after 3 of 6 steps and continued in a new DDP model has the same gradients."""
-    whole = wrapped(**SMALL_BUCKETS)
-    ddp.compress(whole, spec)
-    expected = train(whole, rank, range(6))[3:]
+    uninterrupted = wrapped(**SMALL_BUCKETS)
+    ddp.compress(uninterrupted, spec)
+    expected = train(uninterrupted, rank, range(6))[3:]
     first = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(first, spec)
     train(first, rank, range(3))
@@ -161,10 +164,10 @@ def resumed(rank: int, world_size: int, spec: str) -> bool:
 
 @pytest.mark.parametrize("spec", ["powersgd:rank=2", "powersgd:rank=2,alternate=true"])
 def test_a_resumed_run_continues_bit_for_bit(spec: str) -> None:
-    assert run_ranks(resumed, 2, spec) == [True] * 2
+    assert run_ranks(compare_resumed, 2, spec) == [True] * 2
 
 
-def poisoned(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+def train_with_infinite_gradient(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "powersgd:rank=2")
     train(model, rank, range(2))
@@ -181,10 +184,10 @@ def poisoned(rank: int, world_size: int) -> tuple[bool, bool, bool]:
 
 
 def test_nan_of_one_rank_reaches_all_gradients_no_residual_and_no_later_step() -> None:
-    assert run_ranks(poisoned, 2) == [(True, True, True)] * 2
+    assert run_ranks(train_with_infinite_gradient, 2) == [(True, True, True)] * 2
 
 
-def degenerate(rank: int, world_size: int) -> bool:
+def train_with_zero_gradients(rank: int, world_size: int) -> bool:
     """Train with zero gradients, tiny ones, then ordinary ones; return whether the last ones arrive."""
     model = wrapped(**SMALL_BUCKETS)
     ddp.compress(model, "powersgd:rank=3")
@@ -195,5 +198,5 @@ def degenerate(rank: int, world_size: int) -> bool:
     return any(gradient.abs().max() > 0 for gradient in gradients(model).values() if gradient.ndim == 2)
 
 
-def test_zero_gradients_do_not_kill_the_factors() -> None:
-    assert run_ranks(degenerate, 2) == [True] * 2
+def test_factors_recover_from_zero_gradients() -> None:
+    assert run_ranks(train_with_zero_gradients, 2) == [True] * 2

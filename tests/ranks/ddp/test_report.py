@@ -12,7 +12,7 @@ STEPS = 4
 MATRIX = WIDTH * WIDTH
 
 
-def reported(rank: int, world_size: int, spec: str) -> tuple[dict[str, Any], str]:
+def train_and_report(rank: int, world_size: int, spec: str) -> tuple[dict[str, Any], str]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec)
     train(model, rank, range(STEPS))
@@ -21,7 +21,7 @@ def reported(rank: int, world_size: int, spec: str) -> tuple[dict[str, Any], str
 
 
 def test_report_names_every_parameter_once_with_codec_bytes_and_error() -> None:
-    for report, text in run_ranks(reported, 2, "int8"):
+    for report, text in run_ranks(train_and_report, 2, "int8"):
         rows = {row["codec"]: row for row in report["rows"]}
         assert sorted(rows["int8"]["names"]) == ["branch.weight", "first.weight", "last.weight"]
         assert sorted(rows["none"]["names"]) == ["first.bias", "last.bias", "norm.bias", "norm.weight"]
@@ -39,7 +39,7 @@ def test_report_names_every_parameter_once_with_codec_bytes_and_error() -> None:
 
 def test_bytes_are_those_of_a_two_shot_between_two_ranks() -> None:
     """Each rank sends half of every payload to reduce, and half to gather: in all, one payload a step."""
-    reports = run_ranks(reported, 2, "int8")
+    reports = run_ranks(train_and_report, 2, "int8")
     payload = 3 * codec("int8").wire_bytes(MATRIX) + codec("none").wire_bytes(4 * WIDTH)
     total = sum(report["wire_bytes"] for report, _ in reports)
     assert 0.95 <= total / (2 * STEPS * payload) <= 1.1
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_a_two_shot_between_two_ranks() -> None:
 
 
 def test_a_policy_chooses_by_name() -> None:
-    report, text = run_ranks(reported, 2, "name=first.* -> fp16; name=last.* -> int8")[0]
+    report, text = run_ranks(train_and_report, 2, "name=first.* -> fp16; name=last.* -> int8")[0]
     by_codec = {(row["codec"], row["reason"]): sorted(row["names"]) for row in report["rows"]}
     assert by_codec["fp16", ""] == ["first.bias", "first.weight"]
     assert by_codec["int8", ""] == ["last.bias", "last.weight"]

@@ -29,37 +29,37 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def against_simulated_ranks(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> None:
+def compare_to_simulated_ranks(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> None:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, algorithm="one_shot", sample_every=2, guard=None, **options)
-    named = list(model.module.named_parameters())
-    run = SimulatedRanks(spec, world_size, named, **options)
+    named_parameters = list(model.module.named_parameters())
+    run = SimulatedRanks(spec, world_size, named_parameters, **options)
     with local_gradients(model) as mine:
         for step in range(6):
             model.zero_grad()
             backward(model, rank, step)
             by_rank: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-            for name, parameter in named:
+            for name, parameter in named_parameters:
                 received = [torch.empty_like(parameter.data) for _ in range(world_size)]
                 dist.all_gather(received, mine[name])
                 for of_rank, gradient in zip(by_rank, received):
                     of_rank.append(gradient)
             ours = gradients(model)
-            for (name, _), expected in zip(named, run.average(by_rank)):
+            for (name, _), expected in zip(named_parameters, run.average(by_rank)):
                 assert torch.equal(ours[name], expected), (step, name)
     state.report()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_hook_has_the_bits_of_simulated_ranks(kind: str) -> None:
-    run_ranks(against_simulated_ranks, 2, *KINDS[kind])
+    run_ranks(compare_to_simulated_ranks, 2, *KINDS[kind])
 
 
-def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
+def compare_resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
     """Return whether a run that stopped after 3 of 7 steps and continued in a new DDP model has the same gradients."""
-    whole, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
-    ddp.compress(whole, spec, **options)
-    expected = train(whole, rank, range(7))[3:]
+    uninterrupted, first = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    ddp.compress(uninterrupted, spec, **options)
+    expected = train(uninterrupted, rank, range(7))[3:]
     state = ddp.compress(first, spec, **options)
     train(first, rank, range(3))
     saved, weights = state.state_dict(), first.module.state_dict()
@@ -72,7 +72,7 @@ def resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> b
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_continues_bit_for_bit(kind: str) -> None:
-    assert run_ranks(resumed, 2, *KINDS[kind]) == [True] * 2
+    assert run_ranks(compare_resumed, 2, *KINDS[kind]) == [True] * 2
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -82,7 +82,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained_alike(rank: int, world_size: int, spec: str, options: dict[str, Any], mode: str) -> bool:
+def train_and_compare_ranks(
+    rank: int, world_size: int, spec: str, options: dict[str, Any], mode: str
+) -> bool:
     model = wrapped(dtype=torch.bfloat16, **MODES[mode])
     ddp.compress(model, spec, **options)
     for step in range(6):
@@ -100,11 +102,13 @@ def trained_alike(rank: int, world_size: int, spec: str, options: dict[str, Any]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["in 8 bit", "EF21", "DGC"])
-def test_ranks_stay_identical(mode: str, kind: str) -> None:
-    assert run_ranks(trained_alike, 2, *KINDS[kind], mode) == [True] * 2
+def test_weights_stay_equal_on_all_ranks(mode: str, kind: str) -> None:
+    assert run_ranks(train_and_compare_ranks, 2, *KINDS[kind], mode) == [True] * 2
 
 
-def reported(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> tuple[dict[str, int], str]:
+def train_and_report(
+    rank: int, world_size: int, spec: str, options: dict[str, Any]
+) -> tuple[dict[str, int], str]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, **options)
     train(model, rank, range(5))
@@ -112,14 +116,14 @@ def reported(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> 
 
 
 def test_the_report_states_the_memory() -> None:
-    memory, text = run_ranks(reported, 2, "int8", {"residual": "bf16"})[0]
+    memory, text = run_ranks(train_and_report, 2, "int8", {"residual": "bf16"})[0]
     matrices = 3 * 48 * 48
     assert memory["residuals in bf16"] == pytest.approx(2 * matrices, rel=0.01)
     assert 4 * 48 * 48 <= memory["fp32 within a step"] <= 4 * matrices
     assert "13.5 KiB of residuals in bf16" in text
-    memory, text = run_ranks(reported, 2, "topk", {"feedback": "ef21"})[0]
+    memory, text = run_ranks(train_and_report, 2, "topk", {"feedback": "ef21"})[0]
     assert memory == {"references": 8 * matrices}
     assert "feedback ef21" in text
-    memory, text = run_ranks(reported, 2, "dgc:warmup=3", {})[0]
+    memory, text = run_ranks(train_and_report, 2, "dgc:warmup=3", {})[0]
     assert memory == {"residuals in fp32": 4 * matrices, "velocities": 4 * (matrices + 4 * 48)}
     assert "\ndgc " in text

@@ -1,4 +1,4 @@
-"""What a run writes of its own times, and what `dtcomm plan` makes of it."""
+"""Step records of a training run, and their replay by `dtcomm plan`."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from dtcomm.planner.training_model import parse_record
 from tests.unit.ddp.models import SMALL_BUCKETS, train, wrapped
 
 
-def recorded(rank: int, world_size: int, path: str) -> bool:
+def train_and_record(rank: int, world_size: int, path: str) -> bool:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, "int8")
     with pytest.raises(ValueError, match="there is no folder"):
@@ -26,12 +26,12 @@ def recorded(rank: int, world_size: int, path: str) -> bool:
 
 def test_a_run_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "steps.json"
-    assert run_ranks(recorded, 2, str(path)) == [False, False]
+    assert run_ranks(train_and_record, 2, str(path)) == [False, False]
     content = json.loads(path.read_text())
     assert (content["ranks"], content["steps"]) == (2, 5)
     assert len(content["buckets"]) > 1 and content["buckets"][0]["ready_ms"] == 0
     assert content["step_ms"] > 0 and content["rest_ms"] >= 0
-    ask = [
+    arguments = [
         "--inside",
         "memory",
         "--between",
@@ -43,7 +43,7 @@ def test_a_run_is_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFi
         "--record",
         str(path),
     ]
-    assert main([*ask, "--json"]) == 0
+    assert main([*arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)["record"]
     assert [row["codec"] for row in record["rows"]] == ["none", "int8"]
     assert record["rows"][1]["step_ms"] < record["rows"][0]["step_ms"]

@@ -16,7 +16,7 @@ from dtcomm.runtime import phase_timer
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, train, wrapped
 
 
-def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
+def train_with_timeline(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, timeline=4)
     with pytest.raises(ValueError, match="no step was recorded"):
@@ -59,8 +59,8 @@ def timed(rank: int, world_size: int, spec: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("runtime", ["native", "process_group"])
-def test_a_timeline_of_a_codec(tmp_path: Path, runtime: str) -> None:
-    results = run_ranks(timed, 2, "int8", str(tmp_path), env={"DTCOMM_RUNTIME": runtime})
+def test_timeline_has_the_phases_of_a_codec(tmp_path: Path, runtime: str) -> None:
+    results = run_ranks(train_with_timeline, 2, "int8", str(tmp_path), env={"DTCOMM_RUNTIME": runtime})
     for rank, result in enumerate(results):
         assert result["path"].endswith(f"t.rank{rank}.json")
         assert set(result["phases"]) == {"encode", "reduce", "decode"}
@@ -68,12 +68,12 @@ def test_a_timeline_of_a_codec(tmp_path: Path, runtime: str) -> None:
     assert "dtcomm_steps_total" in (tmp_path / "rank1.prom").read_text()
 
 
-def test_a_timeline_of_powersgd(tmp_path: Path) -> None:
-    for result in run_ranks(timed, 2, "powersgd:rank=2", str(tmp_path)):
+def test_timeline_has_the_phases_of_powersgd(tmp_path: Path) -> None:
+    for result in run_ranks(train_with_timeline, 2, "powersgd:rank=2", str(tmp_path)):
         assert "factors" in result["phases"]
 
 
-def profiled(rank: int, world_size: int) -> list[tuple[str, float]]:
+def train_with_profiler(rank: int, world_size: int) -> list[tuple[str, float]]:
     model = wrapped(**SMALL_BUCKETS)
     ddp.compress(model, "int8")
     train(model, rank, range(2))
@@ -84,8 +84,8 @@ def profiled(rank: int, world_size: int) -> list[tuple[str, float]]:
     ]
 
 
-def test_the_profiler_sees_buckets_and_waiting() -> None:
-    for ranges in run_ranks(profiled, 2):
+def test_profiler_shows_buckets_and_waits() -> None:
+    for ranges in run_ranks(train_with_profiler, 2):
         assert [name for name, _ in ranges] == [
             "dtcomm::bucket 0",
             "dtcomm::bucket 1",
@@ -97,8 +97,10 @@ def test_the_profiler_sees_buckets_and_waiting() -> None:
 LATE = 0.3  # seconds
 
 
-def waiting(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> tuple[float, float]:
-    """The longest hook, and how long the step stood still, of a rank whose peer comes late."""
+def train_with_late_peer(
+    rank: int, world_size: int, spec: str, options: dict[str, Any]
+) -> tuple[float, float]:
+    """Return the longest time in the hook and the exposed time of a step, on a rank whose peer is late."""
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec, timeline=10, **options)
     train(model, rank, range(3))
@@ -123,6 +125,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_the_caller_never_waits_in_the_hook(case: str) -> None:
     """If rank 1 is late, rank 0's hook returns at once, and rank 0 waits only after its backward pass."""
     spec, options, runtime = CASES[case]
-    (hook, exposed), _ = run_ranks(waiting, 2, spec, options, env={"DTCOMM_RUNTIME": runtime})
+    (hook, exposed), _ = run_ranks(train_with_late_peer, 2, spec, options, env={"DTCOMM_RUNTIME": runtime})
     assert hook < LATE / 2
     assert exposed > LATE / 2

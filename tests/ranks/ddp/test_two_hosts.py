@@ -40,7 +40,7 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
     model(batch(rank, step)).square().mean().backward()
 
 
-def against_collectives(rank: int, world_size: int, spec: str, algorithm: str, runtime: str) -> float:
+def compare_to_all_reduce(rank: int, world_size: int, spec: str, algorithm: str, runtime: str) -> float:
     """Compare five steps with calls of `all_reduce`; return the largest relative gap in mass."""
     put_on_two_hosts(rank)
     os.environ["DTCOMM_RUNTIME"] = runtime
@@ -93,13 +93,11 @@ def against_collectives(rank: int, world_size: int, spec: str, algorithm: str, r
         ("fp16/int8", "hierarchical:ring/tree", "native"),
     ],
 )
-def test_a_bucket_ends_as_all_reduce_does_and_mass_is_conserved(
-    spec: str, algorithm: str, runtime: str
-) -> None:
-    assert max(run_ranks(against_collectives, RANKS, spec, algorithm, runtime)) < 2e-6
+def test_buckets_equal_all_reduce_and_conserve_mass(spec: str, algorithm: str, runtime: str) -> None:
+    assert max(run_ranks(compare_to_all_reduce, RANKS, spec, algorithm, runtime)) < 2e-6
 
 
-def counted(rank: int, world_size: int, spec: str) -> tuple[int, int]:
+def count_bytes(rank: int, world_size: int, spec: str) -> tuple[int, int]:
     """Return the wire and the uncompressed bytes of three steps of a model of two matrices of 128 x 128."""
     put_on_two_hosts(rank)
     torch.manual_seed(0)
@@ -125,33 +123,33 @@ def test_the_report_counts_the_bytes_of_both_levels(spec: str) -> None:
     numel, messages = 128 * 128, 3 * 2
     expected_wire = schedule.bytes_on_wire(numel, [inside, between], torch.float32)
     expected_plain = schedule.bytes_on_wire(numel, codec("none"), torch.float32)
-    for rank, (wire_bytes, plain_bytes) in enumerate(run_ranks(counted, RANKS, spec)):
+    for rank, (wire_bytes, plain_bytes) in enumerate(run_ranks(count_bytes, RANKS, spec)):
         assert wire_bytes == messages * expected_wire[rank]
         # The chunks are equal here, so that the ratio of whole payloads is exact.
         assert plain_bytes == messages * expected_plain[rank]
 
 
-def on_one_host(rank: int, world_size: int, spec: str) -> tuple[list[dict[str, torch.Tensor]], int]:
+def train_on_one_host(rank: int, world_size: int, spec: str) -> tuple[list[dict[str, torch.Tensor]], int]:
     model = wrapped(**SMALL_BUCKETS)
     state = ddp.compress(model, spec)
     return train(model, rank, range(4)), state.report().wire_bytes
 
 
-def test_on_one_host_only_the_first_codec_acts() -> None:
-    (levels, levels_bytes), *_ = run_ranks(on_one_host, 3, "int8/int4")
-    (alone, alone_bytes), *_ = run_ranks(on_one_host, 3, "int8")
+def test_only_the_first_codec_is_used_on_one_host() -> None:
+    (levels, levels_bytes), *_ = run_ranks(train_on_one_host, 3, "int8/int4")
+    (alone, alone_bytes), *_ = run_ranks(train_on_one_host, 3, "int8")
     assert levels_bytes == alone_bytes
     for with_levels, without in zip(levels, alone, strict=True):
         assert all(torch.equal(gradient, without[name]) for name, gradient in with_levels.items())
 
 
-def resumed(rank: int, world_size: int) -> None:
-    """A run that is resumed with other buckets ends with the bits of one that was not interrupted."""
+def compare_resumed(rank: int, world_size: int) -> None:
+    """Check that a run resumed with other buckets ends with the bits of an uninterrupted one."""
     put_on_two_hosts(rank)
-    whole, interrupted = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
-    ddp.compress(whole, "int8/int4:round=stochastic")
+    uninterrupted, interrupted = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    ddp.compress(uninterrupted, "int8/int4:round=stochastic")
     first = ddp.compress(interrupted, "int8/int4:round=stochastic")
-    train(whole, rank, range(6))
+    train(uninterrupted, rank, range(6))
     train(interrupted, rank, range(3))
     saved = first.state_dict()
     assert set(saved["residuals"]) == set(MATRICES)
@@ -159,15 +157,15 @@ def resumed(rank: int, world_size: int) -> None:
     second = ddp.compress(continued, "int8/int4:round=stochastic")
     second.load_state_dict(saved)
     train(continued, rank, range(3, 6))
-    for name, parameter in whole.module.named_parameters():
+    for name, parameter in uninterrupted.module.named_parameters():
         assert torch.equal(parameter, dict(continued.module.named_parameters())[name]), name
 
 
 def test_a_resumed_run_continues_bit_for_bit_with_other_buckets() -> None:
-    run_ranks(resumed, RANKS)
+    run_ranks(compare_resumed, RANKS)
 
 
-def guarded(rank: int, world_size: int) -> list[str]:
+def train_guarded(rank: int, world_size: int) -> list[str]:
     put_on_two_hosts(rank)
     model = wrapped(**SMALL_BUCKETS)
     guard = Guard(error=1e-6, on_error="raise")
@@ -182,11 +180,11 @@ def guarded(rank: int, world_size: int) -> list[str]:
 
 
 def test_the_guard_makes_both_levels_finer() -> None:
-    for codecs in run_ranks(guarded, RANKS):
+    for codecs in run_ranks(train_guarded, RANKS):
         assert list(dict.fromkeys(codecs))[:3] == ["int8/int4", "fp16/int8", "none/fp16"]
 
 
-def mixed(rank: int, world_size: int, options: dict[str, Any]) -> set[str]:
+def train_with_mixed_policy(rank: int, world_size: int, options: dict[str, Any]) -> set[str]:
     put_on_two_hosts(rank)
     model = wrapped(**SMALL_BUCKETS)
     spec = "name=branch* -> powersgd:rank=2; name=first* -> int8; ndim<2 -> none; * -> int8/int4"
@@ -199,11 +197,11 @@ def mixed(rank: int, world_size: int, options: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("options", [{}, {"feedback": "ef21"}, {"residual": "int8"}], ids=str)
 def test_a_policy_mixes_levels_with_other_schemes(options: dict[str, Any]) -> None:
-    for codecs in run_ranks(mixed, RANKS, options):
+    for codecs in run_ranks(train_with_mixed_policy, RANKS, options):
         assert codecs == {"powersgd:rank=2", "int8", "none", "int8/int4"}
 
 
-def averaged(rank: int, world_size: int) -> float:
+def average_with_local_sgd(rank: int, world_size: int) -> float:
     put_on_two_hosts(rank)
     torch.manual_seed(rank)
     model = nn.Linear(64, 64)
@@ -218,11 +216,11 @@ def averaged(rank: int, world_size: int) -> float:
 
 
 def test_local_sgd_takes_a_codec_for_each_level() -> None:
-    for ratio in run_ranks(averaged, RANKS):
+    for ratio in run_ranks(average_with_local_sgd, RANKS):
         assert 5.0 < ratio < 6.5
 
 
-def without_levels(rank: int, world_size: int) -> None:
+def check_refusals(rank: int, world_size: int) -> None:
     for algorithm in ("two_shot", "ring"):
         with pytest.raises(
             ValueError, match=f"int8/int4 names a codec for each level, and '{algorithm}' has no"
@@ -234,5 +232,5 @@ def without_levels(rank: int, world_size: int) -> None:
         ddp.compress(wrapped(), "auto", candidates=["int8/int4"])
 
 
-def test_what_has_no_levels_is_refused_where_it_is_asked_for() -> None:
-    run_ranks(without_levels, 1)
+def test_two_level_specs_are_refused_by_flat_algorithms_and_auto() -> None:
+    run_ranks(check_refusals, 1)

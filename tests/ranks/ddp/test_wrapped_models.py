@@ -1,4 +1,4 @@
-"""The hook under what wraps a model or its forward pass: compilation, activation checkpointing, autocast."""
+"""The hook with compilation, activation checkpointing and autocast."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def autocast() -> tuple[DistributedDataParallel, Callable[..., Any]]:
 WRAPPERS = {make.__name__: make for make in (compiled_inside, compiled_outside, recomputed, autocast)}
 
 
-def against_plain(rank: int, world_size: int, wrapper: str) -> None:
+def compare_to_ddp(rank: int, world_size: int, wrapper: str) -> None:
     """Compare three steps with plain DDP, bit for bit for `none`; DDP rebuilds its buckets after the first one."""
     runs = {}
     for spec in ("", "none", "int8"):
@@ -85,5 +85,5 @@ def against_plain(rank: int, world_size: int, wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_are_plain_ddp_s(wrapper: str) -> None:
-    run_ranks(against_plain, 2, wrapper)
+def test_gradients_equal_those_of_plain_ddp(wrapper: str) -> None:
+    run_ranks(compare_to_ddp, 2, wrapper)
