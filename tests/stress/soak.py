@@ -81,8 +81,8 @@ def complaints(runs: list[dict[str, Any]]) -> list[str]:
                 bad.append(f"{reporter}: {name} grew by {run['growth'][name]:g}")
         error = run["error"]
         # A rank that waits in Gloo gets Gloo's error (RuntimeError); errors of dtcomm must name the lost rank.
-        named = error is None or error["error"] == "RuntimeError" or "rank" in error["message"]
-        if not named:
+        names_a_rank = error is None or error["error"] == "RuntimeError" or "rank" in error["message"]
+        if not names_a_rank:
             bad.append(f"{reporter}: {error['error']} names no rank: {error['message']}")
     if not any(run["ended"] == "end" for run in runs):
         bad.append("no incarnation ran to the end")
@@ -134,8 +134,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     bad = complaints(runs)
     if completed.returncode != 0:
         bad.append(f"torchrun ended with {completed.returncode}")
-    if left := left_behind([run["pid"] for run in runs if run["pid"]]):
-        bad.append(f"processes left behind: {left}")
+    if remaining := left_behind([run["pid"] for run in runs if run["pid"]]):
+        bad.append(f"processes left behind: {remaining}")
     incarnations = 1 + max((run["incarnation"] for run in runs), default=-1)
     operations = sum(run["operations"] for run in runs if run["rank"] == 0)
     grown = [run["growth"] for run in runs if run["growth"] is not None]
@@ -163,8 +163,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "verdict": "MISS" if bad else "PASS",
         "runs": runs,
     }
-    kept = ("incarnation", "rank", "victim", "backend", "operations", "growth", "ended", "error")
-    runs = [{name: run[name] for name in kept} for run in runs]
+    columns = ("incarnation", "rank", "victim", "backend", "operations", "growth", "ended", "error")
+    runs = [{name: run[name] for name in columns} for run in runs]
     print(output.write("soak", {**result, "runs": runs}, options.json), result["verdict"])
     return result
 

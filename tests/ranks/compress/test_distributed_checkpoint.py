@@ -42,7 +42,7 @@ def load_with_torch(rank: int, n: int, path: Path) -> dict[str, Any]:
     return dict(state.state_dict())
 
 
-def test_each_rank_gets_its_own_state_on_the_same_number_of_ranks(tmp_path: Path) -> None:
+def test_ranks_get_their_own_states_on_the_same_number_of_ranks(tmp_path: Path) -> None:
     saved = run_ranks(save, 2, tmp_path / "run")
     for loaded in (run_ranks(load, 2, tmp_path / "run"), run_ranks(load_with_torch, 2, tmp_path / "run")):
         for before, after in zip(saved, loaded, strict=True):
@@ -54,7 +54,7 @@ def test_each_rank_gets_its_own_state_on_the_same_number_of_ranks(tmp_path: Path
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2)])
-def test_another_number_of_ranks_keeps_the_sum(before: int, after: int, tmp_path: Path) -> None:
+def test_residuals_keep_their_sum_on_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     saved = run_ranks(save, before, tmp_path / "run")
     loaded = run_ranks(load, after, tmp_path / "run")
     for name in saved[0]["residuals"]:
@@ -63,7 +63,7 @@ def test_another_number_of_ranks_keeps_the_sum(before: int, after: int, tmp_path
         assert torch.allclose(total, restored, atol=1e-7)  # type: ignore[arg-type]
 
 
-def misused(rank: int, n: int, path: Path) -> None:
+def check_refusals(rank: int, n: int, path: Path) -> None:
     model = wrapped()
     state = ddp.compress(model, "int4")
     backward(model, rank, 0)
@@ -82,6 +82,6 @@ def misused(rank: int, n: int, path: Path) -> None:
     assert any("wrap it in dtcomm.compress.checkpoint.Checkpointed" in text for text in messages), messages
 
 
-def test_misuse_is_named(tmp_path: Path) -> None:
+def test_invalid_calls_are_refused(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path / "run")
-    run_ranks(misused, 2, tmp_path / "run")
+    run_ranks(check_refusals, 2, tmp_path / "run")

@@ -27,7 +27,7 @@ from tests.ranks.fsdp.models import WIDTH, sharded, train
         ("ef:topk:ratio=0.1", FEEDBACKS, "ef", ["topk:ratio=0.1"]),
     ],
 )
-def test_a_spec_is_a_prefix_and_codecs(
+def test_specs_consist_of_a_prefix_and_codecs(
     spec: str, prefixes: tuple[str, ...], prefix: str, codecs: list[str]
 ) -> None:
     parsed = parse_spec(spec, prefixes, "gradients")

@@ -59,7 +59,7 @@ def check_full_states(rank: int, ranks: int, path: Path) -> None:
     assert set(state.report().modules) == {"", "blocks.0", "blocks.1"}
 
 
-def test_whole_states_and_meta_devices(tmp_path: Path) -> None:
+def test_full_states_and_meta_devices(tmp_path: Path) -> None:
     # Fresh processes: torch caches how a tensor is cut for a rank, and reused processes change ranks between tests.
     run_ranks(check_full_states, 2, tmp_path / "model.pt", fresh=True)
 
@@ -104,7 +104,7 @@ def load_and_train(rank: int, ranks: int, path: Path, model_first: bool = False)
     return {"residuals": residuals} | {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-def test_a_distributed_checkpoint_continues_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
+def test_distributed_checkpoint_continues_bit_for_bit_and_on_other_world_sizes(tmp_path: Path) -> None:
     uninterrupted = run_ranks(save_and_train, 2, tmp_path / "run")
     for model_first in (False, True):
         resumed = run_ranks(load_and_train, 2, tmp_path / "run", model_first)

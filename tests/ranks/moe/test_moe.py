@@ -90,7 +90,7 @@ def check_rank_without_tokens(rank: int, ranks: int) -> None:
     assert torch.equal(y, x * 2)
 
 
-def test_a_rank_without_tokens_and_an_expert_with_all() -> None:
+def test_a_rank_without_tokens_and_an_expert_with_all_tokens() -> None:
     run_ranks(check_rank_without_tokens, 2)
 
 
