@@ -15,10 +15,10 @@ PEER_RUNTIME = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVI
 
 
 def on_device(buffers: Buffers) -> Buffers:
-    """Copies on the GPU; the output stays the input where it is."""
-    given, out, residual = buffers
-    copy = given.cuda()
-    return Buffers(copy, copy if out is given else out.cuda(), None if residual is None else residual.cuda())
+    """Copy the tensors to the GPU; an output that aliases the input aliases its copy."""
+    source, out, residual = buffers
+    copy = source.cuda()
+    return Buffers(copy, copy if out is source else out.cuda(), None if residual is None else residual.cuda())
 
 
 def on_cpu(buffers: Buffers) -> Buffers:

@@ -80,13 +80,13 @@ def codecs() -> list[Codec]:
 
 def _option_values(entry: Entry) -> dict[str, Sequence[Any]]:
     """The values of each option of a codec that are tested."""
-    found = {}
+    values_by_option = {}
     for name, field in entry.options().items():
         values = field.metadata["choices"] or OPTION_VALUES.get(name)
         if values is None:
             raise LookupError(f"OPTION_VALUES lacks values of option {name!r} of {entry.make.__name__}")
-        found[name] = values
-    return found
+        values_by_option[name] = values
+    return values_by_option
 
 
 def _make(entry: Entry, options: dict[str, Any]) -> Codec | None:

@@ -1,6 +1,5 @@
 """A pytest plugin that makes CPU tensors pass for CUDA tensors, so that the bodies of GPU tests can be checked without
-a
-GPU: python -m pytest -p tests.cuda.fake_device_plugin tests/cuda -m gpu -k ...
+a GPU: python -m pytest -p tests.cuda.fake_device_plugin tests/cuda -m gpu -k ...
 
 The CPU's kernels replace the CUDA codec kernels, and the emulator the fused kernels. Streams and events order nothing,
 and a graph is the list of dtcomm's calls that were made while it was captured. It works within one process only.

@@ -1,8 +1,8 @@
 """Runs everything that needs a GPU: python -m tests.cuda.gpu_check [--out DIR] [--seconds 450] [pytest options].
 
-What `make gpu-check` runs once `_cuda` is built. Every step has a limit and all together have `--seconds`; what is cut
-off, left out or not to be had on this machine counts as failed and is named in the summary, which comes last. Output
-of each step is kept in DIR.
+`make gpu-check` runs it once `_cuda` is built. Every step has a time limit, and `--seconds` limits all together. A step
+that is cut off, skipped or impossible on this machine counts as failed. A summary of all steps is printed last, and
+the output of each step is kept in DIR.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SANITIZER_OPTIONS = ("--report-api-errors", "no", "--error-exitcode", "99")
 
 
 class Step(NamedTuple):
-    """A command and how long it may take; ``missing`` says why there is none."""
+    """A command and its time limit; ``missing`` is the reason when its tool was not found."""
 
     name: str
     command: Sequence[str]
@@ -41,23 +41,23 @@ class Step(NamedTuple):
 
 
 def about() -> None:
-    """What was found, or why it will not do: `_cuda` is built and sees the device that torch sees."""
+    """Print the devices and versions; exit with an error unless both torch and `_cuda` see a device."""
     import torch
 
     from dtcomm import _cuda
 
-    found = _cuda.platform()
-    if not torch.cuda.is_available() or not found["devices"]:
-        sys.exit(f"torch sees {torch.cuda.device_count()} CUDA devices, _cuda none: {found['error']}")
-    names = [device["name"] for device in found["devices"]]
+    platform = _cuda.platform()
+    if not torch.cuda.is_available() or not platform["devices"]:
+        sys.exit(f"torch sees {torch.cuda.device_count()} CUDA devices, _cuda none: {platform['error']}")
+    names = [device["name"] for device in platform["devices"]]
     print(
-        f"{', '.join(names)}; driver {found['driver']}, runtime {found['runtime']}; torch {torch.__version__}, "
+        f"{', '.join(names)}; driver {platform['driver']}, runtime {platform['runtime']}; torch {torch.__version__}, "
         f"CUDA {torch.version.cuda}; Python {sys.version.split()[0]}, {os.cpu_count()} cores"
     )
 
 
 def steps(options: Sequence[str]) -> list[Step]:
-    """In the order in which they are worth having."""
+    """The steps, the most important first."""
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", *options]
     kernels = [str(HERE / name) for name in KERNELS]
     side_by_side = importlib.util.find_spec("xdist") is not None
@@ -90,7 +90,7 @@ def steps(options: Sequence[str]) -> list[Step]:
 
 
 def run(step: Step, seconds: float, log: Path) -> str:
-    """What came of it: "passed", or why not."""
+    """Run a step and return "passed", or the reason why it did not pass."""
     if step.missing:
         return f"NOT RUN: {step.missing}"
     limit = min(step.seconds, seconds)
@@ -120,11 +120,11 @@ def run(step: Step, seconds: float, log: Path) -> str:
     return "passed" if status == 0 else f"FAILED with status {status}"
 
 
-def copy(given: TextIO, to: Sequence[TextIO]) -> None:
-    for line in given:
-        for each in to:
-            each.write(line)
-            each.flush()
+def copy(source: TextIO, sinks: Sequence[TextIO]) -> None:
+    for line in source:
+        for sink in sinks:
+            sink.write(line)
+            sink.flush()
 
 
 def main() -> int:
@@ -144,19 +144,19 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only: expected some of {[step.name for step in steps(())]}, got {ours.only}")
     end = time.monotonic() + ours.seconds
-    said = []
+    outcomes = []
     for step in chosen:
         begin = time.monotonic()
         print(f"--- {step.name}", flush=True)
-        what = run(step, end - begin, ours.out / f"{step.name}.log")
-        said.append((step.name, what, time.monotonic() - begin))
-        if step.name == "device" and what != "passed":
-            said += [(left.name, "NOT RUN: no device", 0.0) for left in chosen[1:]]
+        outcome = run(step, end - begin, ours.out / f"{step.name}.log")
+        outcomes.append((step.name, outcome, time.monotonic() - begin))
+        if step.name == "device" and outcome != "passed":
+            outcomes += [(left.name, "NOT RUN: no device", 0.0) for left in chosen[1:]]
             break
     print("--- summary")
-    for name, what, took in said:
-        print(f"{name:<14} {took:>6.1f} s  {what}")
-    return 0 if all(what == "passed" for _, what, _ in said) else 1
+    for name, outcome, seconds in outcomes:
+        print(f"{name:<14} {seconds:>6.1f} s  {outcome}")
+    return 0 if all(outcome == "passed" for _, outcome, _ in outcomes) else 1
 
 
 if __name__ == "__main__":

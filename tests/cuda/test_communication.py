@@ -1,6 +1,6 @@
-"""Communication of CUDA tensors: the CPU's bits over Gloo, over NCCL and from fused kernels; no host that waits.
+"""Collectives of CUDA tensors over Gloo, NCCL and fused kernels give the CPU's bits without host synchronization.
 
-One device is enough but where a test says two: ranks share it, or are virtual ones.
+One device is enough, except for tests marked `two_devices`: ranks share it, or are virtual.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ FEW = {"specs": ("none", "int8", "int8:round=stochastic"), "sizes": (1, 20_001)}
 # --- fused kernels between processes
 
 
-def fused_processes(rank: int, world_size: int) -> dict[str, object]:
+def all_reduce_by_fused_kernels(rank: int, world_size: int) -> dict[str, object]:
     wrong = []
     for turn in range(2):
         for spec in ("none", "int8", "int4", "fp8_e4m3"):
             for algorithm in ("two_shot", "one_shot", "ring", "tree", "halving"):
-                here = torch.randn(20_000, generator=torch.Generator().manual_seed(rank + turn))
-                there, losses = here.cuda(), [torch.zeros(20_000), torch.zeros(20_000, device="cuda")]
+                on_cpu = torch.randn(20_000, generator=torch.Generator().manual_seed(rank + turn))
+                on_gpu, losses = on_cpu.cuda(), [torch.zeros(20_000), torch.zeros(20_000, device="cuda")]
                 os.environ["DTCOMM_RUNTIME"] = "auto"
-                C.all_reduce(here, "avg", codec=spec, algorithm=algorithm, residual=losses[0])
+                C.all_reduce(on_cpu, "avg", codec=spec, algorithm=algorithm, residual=losses[0])
                 os.environ["DTCOMM_RUNTIME"] = "peer"
-                C.all_reduce(there, "avg", codec=spec, algorithm=algorithm, residual=losses[1])
-                if not (torch.equal(here, there.cpu()) and torch.equal(losses[0], losses[1].cpu())):
+                C.all_reduce(on_gpu, "avg", codec=spec, algorithm=algorithm, residual=losses[1])
+                if not (torch.equal(on_cpu, on_gpu.cpu()) and torch.equal(losses[0], losses[1].cpu())):
                     wrong.append((spec, algorithm, turn))
     x = torch.ones(100, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
@@ -62,8 +62,8 @@ def fused_processes(rank: int, world_size: int) -> dict[str, object]:
     return {"wrong": wrong, "info": C.info()["devices"], "refused": refused}
 
 
-def over_handles(rank: int, world_size: int) -> dict[str, object]:
-    """The same where torch makes no symmetric memory."""
+def without_symmetric_memory(rank: int, world_size: int) -> dict[str, object]:
+    """`all_reduce_by_fused_kernels` over CUDA IPC handles, as where torch offers no symmetric memory."""
     offer = memory.offer
 
     def only_handles(kind: str, *rest: Any) -> memory.LocalBuffer:
@@ -72,18 +72,19 @@ def over_handles(rank: int, world_size: int) -> dict[str, object]:
         return offer(kind, *rest)
 
     memory.offer = only_handles
-    return fused_processes(rank, world_size)
+    return all_reduce_by_fused_kernels(rank, world_size)
 
 
-@pytest.mark.parametrize("body", [fused_processes, over_handles])
-def test_processes_that_share_a_device(body: Callable[..., dict[str, Any]]) -> None:
-    kind = memory.SYMMETRIC if body is fused_processes else memory.IPC
-    for said in run_ranks(body, 2, env=PEER_RUNTIME, timeout=120, fresh=True):
-        assert said["wrong"] == []
-        assert [(each["runtime"], kind in each["transport"]) for each in said["info"].values()] == [
-            ("peer", True)
-        ], said["info"]
-        assert "DTCOMM_RUNTIME=peer: codec topk" in said["refused"]
+@pytest.mark.parametrize("body", [all_reduce_by_fused_kernels, without_symmetric_memory])
+def test_fused_all_reduce_between_processes_matches_cpu_bits(body: Callable[..., dict[str, Any]]) -> None:
+    kind = memory.SYMMETRIC if body is all_reduce_by_fused_kernels else memory.IPC
+    for report in run_ranks(body, 2, env=PEER_RUNTIME, timeout=120, fresh=True):
+        assert report["wrong"] == []
+        assert [
+            (device_info["runtime"], kind in device_info["transport"])
+            for device_info in report["info"].values()
+        ] == [("peer", True)], report["info"]
+        assert "DTCOMM_RUNTIME=peer: codec topk" in report["refused"]
 
 
 # --- over the group's own backend
@@ -92,26 +93,26 @@ def test_processes_that_share_a_device(body: Callable[..., dict[str, Any]]) -> N
 def both_devices(rank: int, world_size: int) -> dict[str, object]:
     if torch.cuda.device_count() >= world_size:
         torch.cuda.set_device(rank)
-    here = calls(rank, world_size, **FEW)
-    there = calls(rank, world_size, timed=dist.get_backend() == "gloo", device="cuda", **FEW)
+    on_cpu = calls(rank, world_size, **FEW)
+    on_gpu = calls(rank, world_size, timed=dist.get_backend() == "gloo", device="cuda", **FEW)
     return {
-        "different": [i for i, (a, b) in enumerate(zip(here, there)) if not torch.equal(a, b)],
+        "different": [i for i, (a, b) in enumerate(zip(on_cpu, on_gpu)) if not torch.equal(a, b)],
         "info": next(iter(C.info()["devices"].values())),
     }
 
 
-def test_gloo_gives_the_cpu_s_bits() -> None:
-    for said in run_ranks(both_devices, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
-        assert said["different"] == []
-        assert "through the host's memory" in said["info"]["transport"]
+def test_gloo_matches_cpu_bits() -> None:
+    for report in run_ranks(both_devices, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120):
+        assert report["different"] == []
+        assert "through the host's memory" in report["info"]["transport"]
 
 
 @two_devices
-def test_nccl_gives_the_cpu_s_bits() -> None:
+def test_nccl_matches_cpu_bits() -> None:
     env = {"DTCOMM_RUNTIME": "process_group"}
-    for said in run_ranks(both_devices, 2, env=env, backend="cpu:gloo,cuda:nccl", timeout=120):
-        assert said["different"] == []
-        assert "nccl" in said["info"]["transport"]
+    for report in run_ranks(both_devices, 2, env=env, backend="cpu:gloo,cuda:nccl", timeout=120):
+        assert report["different"] == []
+        assert "nccl" in report["info"]["transport"]
 
 
 def captured(rank: int, world_size: int) -> bool:
@@ -131,12 +132,12 @@ def captured(rank: int, world_size: int) -> bool:
 
 
 @two_devices
-def test_nccl_is_captured_and_never_waited_for() -> None:
+def test_graph_captures_nccl_all_reduce_without_synchronization() -> None:
     env = {"DTCOMM_RUNTIME": "process_group"}
     assert run_ranks(captured, 2, env=env, backend="cpu:gloo,cuda:nccl", timeout=120) == [True, True]
 
 
-def in_a_graph(rank: int, world_size: int) -> str:
+def capture_all_reduce(rank: int, world_size: int) -> str:
     x = torch.ones(100, device="cuda")
     C.all_reduce(x)
     try:
@@ -148,24 +149,24 @@ def in_a_graph(rank: int, world_size: int) -> str:
     return "captured"
 
 
-def test_what_goes_through_the_host_is_not_captured() -> None:
-    for said in run_ranks(in_a_graph, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=60):
-        assert "a graph cannot capture" in said
+def test_graph_capture_of_gloo_all_reduce_is_refused() -> None:
+    for message in run_ranks(capture_all_reduce, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=60):
+        assert "a graph cannot capture" in message
 
 
-# --- integrations: gradients and activations that are the same on every device
+# --- integrations: gradients and activations have the same bits on every device
 
 
 def ddp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(FixedGradientModel(rank, device))
     ddp.compress(model, "int4")
-    seen = []
+    gradients = []
     for _ in range(4):
         model.zero_grad()
         model().backward()
-        seen += [parameter.grad.cpu().clone() for parameter in model.parameters()]
-    return seen
+        gradients += [parameter.grad.cpu().clone() for parameter in model.parameters()]
+    return gradients
 
 
 def fsdp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
@@ -175,12 +176,12 @@ def fsdp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor
     mesh = dist.init_device_mesh(device, (world_size,))
     fully_shard(model, mesh=mesh)
     fsdp.compress(model, gradients="int8", parameters="fp8_e4m3")
-    seen = []
+    gradients = []
     for _ in range(4):
         model.zero_grad()
         model().backward()
-        seen += [parameter.grad.to_local().cpu().clone() for parameter in model.parameters()]
-    return seen
+        gradients += [parameter.grad.to_local().cpu().clone() for parameter in model.parameters()]
+    return gradients
 
 
 def tp_outputs(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
@@ -199,26 +200,26 @@ def tp_outputs(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("integration", [ddp_gradients, fsdp_gradients, tp_outputs])
-def test_integrations_give_the_cpu_s_bits(integration: Callable[..., list[torch.Tensor]]) -> None:
-    for here, there in zip(
+def test_integrations_match_cpu_bits(integration: Callable[..., list[torch.Tensor]]) -> None:
+    for on_cpu, on_gpu in zip(
         run_ranks(integration, 2, "cpu", timeout=120), run_ranks(integration, 2, "cuda", timeout=120)
     ):
-        assert len(here) == len(there) > 0
-        assert all(torch.equal(a, b) for a, b in zip(here, there))
+        assert len(on_cpu) == len(on_gpu) > 0
+        assert all(torch.equal(a, b) for a, b in zip(on_cpu, on_gpu))
 
 
-def test_the_guard_of_ddp_waits_for_no_device() -> None:
-    """What is found in a mean stays on the device until it is told, and comes to the host by a copy of its own."""
-    watch, mean = GuardMonitor(Guard()), torch.ones(5000, device="cuda")
-    told = []
+def test_ddp_guard_does_not_synchronize() -> None:
+    """The result of a finiteness check stays on the device until an asynchronous copy brings it to the host."""
+    monitor, mean = GuardMonitor(Guard()), torch.ones(5000, device="cuda")
+    copies = []
     torch.cuda.set_sync_debug_mode("error")
     try:
         for bad in (False, True, False):
             mean.fill_(float("nan") if bad else 1.0)
-            watch.check_finite(mean)
+            monitor.check_finite(mean)
             mean.fill_(1.0)
-            watch.check_finite(mean)
-            told.append(AsyncHostCopy(watch.stats_tensor(mean.device)))
+            monitor.check_finite(mean)
+            copies.append(AsyncHostCopy(monitor.stats_tensor(mean.device)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [each.get()[2].item() for each in told] == [0.0, 1.0, 0.0]
+    assert [copy.get()[2].item() for copy in copies] == [0.0, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""`_cuda`: what it says of a machine, and what it refuses before anything is queued."""
+"""`_cuda`: its report of the machine, and the arguments that it refuses before it queues a kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _cuda = pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc
 
 
 def combine(**change: Any) -> None:
-    """A call that is right but for `change`; its addresses are nowhere."""
+    """Call `_cuda.combine` with valid arguments except `change`; the addresses are fake."""
     right: dict[str, Any] = dict.fromkeys(
         "table position local_dtype residual_in residual_out op key offset out dtype out_dtype stream".split(),
         0,
@@ -23,7 +23,7 @@ def combine(**change: Any) -> None:
     _cuda.combine(**(right | {"payload_out": 64} | change))
 
 
-def test_platform_describes_every_machine() -> None:
+def test_platform_lists_devices_or_an_error() -> None:
     platform = _cuda.platform()
     assert platform["runtime"] >= 11000
     assert bool(platform["devices"]) != bool(platform["error"])
@@ -57,19 +57,19 @@ def test_platform_describes_every_machine() -> None:
         ({"out": 66}, "out: must be aligned to 4"),
     ],
 )
-def test_combine_refuses_before_it_queues(change: dict[str, Any], message: str) -> None:
+def test_combine_refuses_wrong_arguments(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         combine(**change)
 
 
 @pytest.mark.parametrize("change", [{"local_dtype": 0}, {"out_dtype": 0}, {"residual_in": 64}])
-def test_exact_types_are_summed_as_themselves(change: dict[str, Any]) -> None:
+def test_combine_refuses_conversion_of_types_summed_as_themselves(change: dict[str, Any]) -> None:
     arguments = {"codec": codecs.codec("none").native(), "dtype": 6, "local_dtype": 6, "out_dtype": 6}
     with pytest.raises(ValueError, match="summed as itself"):
         combine(**(arguments | change))
 
 
-def test_decode_refuses_before_it_queues() -> None:
+def test_decode_refuses_wrong_arguments() -> None:
     codec = codecs.codec("int8").native()
     for change, message in (
         ({"out_dtype": 6}, "out_dtype: must be fp32, fp16 or bf16"),
@@ -109,7 +109,7 @@ def expand(**change: Any) -> None:
         ({"right": 66}, "right: must be aligned to 4"),
     ],
 )
-def test_expand_refuses_before_it_queues(change: dict[str, Any], message: str) -> None:
+def test_low_rank_calls_refuse_wrong_arguments(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         expand(**change)
     with pytest.raises(ValueError, match="vectors: must be aligned to 4"):
@@ -118,7 +118,7 @@ def test_expand_refuses_before_it_queues(change: dict[str, Any], message: str) -
         _cuda.check_finite([(64, 66, 1, 1, 64)], 0)
 
 
-def test_nothing_is_queued_for_nothing() -> None:
+def test_empty_calls_queue_nothing() -> None:
     expand(rows=0)
     _cuda.orthonormalise([], 0)
     _cuda.check_finite([], 0)
@@ -142,8 +142,8 @@ def test_tensors_must_be_on_one_device() -> None:
             call()
 
 
-@pytest.mark.skipif(bool(_cuda.platform()["devices"]), reason="tests what is said where there is no device")
-# A kernel of each kind: a function for the device alone that the host calls on the way ends the process.
+@pytest.mark.skipif(bool(_cuda.platform()["devices"]), reason="tests the error without a device")
+# A kernel of each kind: host code that calls a device-only function would end the process.
 @pytest.mark.parametrize(
     "spec",
     ["none", "fp16", "int8", "int4:block=128", "int8:round=stochastic", "int3:block=4096"]
@@ -159,7 +159,7 @@ def test_tensors_must_be_on_one_device() -> None:
         "randk",
     ],
 )
-def test_without_a_device_cuda_says_so(spec: str) -> None:
+def test_calls_without_a_device_raise_the_cuda_error(spec: str) -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
         combine(codec=codecs.codec(spec).native())
     with pytest.raises(RuntimeError, match="CUDA"):

@@ -1,4 +1,4 @@
-"""On a device: the CPU kernels' bytes for every codec of the registry, option, verb, type and size; streams, graphs."""
+"""CUDA kernels give the CPU kernels' bytes for every codec, option, verb, type and size; streams and graphs."""
 
 from __future__ import annotations
 
@@ -23,67 +23,75 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
 ]
-EVERYTHING = [each for each in cases.codecs_with_option_sets() if dispatch.runs_on("cuda", each)]
-FEW = [each for each in cases.codecs_with_single_changes() if dispatch.runs_on("cuda", each)]
+EVERYTHING = [
+    candidate for candidate in cases.codecs_with_option_sets() if dispatch.runs_on("cuda", candidate)
+]
+FEW = [candidate for candidate in cases.codecs_with_single_changes() if dispatch.runs_on("cuda", candidate)]
 FIELDS = ("local", "residual", "payload_out", "out")
 
 
-def moved(call: Combine, shift: int = 0) -> Combine:
+def on_gpu(call: Combine, shift: int = 0) -> Combine:
     """The call with copies of its tensors on the device, `shift` elements off sixteen bytes (payloads excepted)."""
 
-    def copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        off = 0 if name == "payload_out" else shift
-        return torch.empty(tensor.numel() + off, dtype=tensor.dtype, device="cuda")[off:].copy_(tensor)
+    def shifted_copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        start = 0 if name == "payload_out" else shift
+        return torch.empty(tensor.numel() + start, dtype=tensor.dtype, device="cuda")[start:].copy_(tensor)
 
-    there: dict[str, Any] = {"payloads": tuple(payload.cuda() for payload in call.payloads)}
+    tensors: dict[str, Any] = {"payloads": tuple(payload.cuda() for payload in call.payloads)}
     for name in FIELDS:
         tensor = getattr(call, name)
-        there[name] = None if tensor is None else copied(name, tensor)
+        tensors[name] = None if tensor is None else shifted_copy(name, tensor)
     if call.out is not None and call.out is call.local:
-        there["out"] = there["local"]
-    return replace(call, **there)
+        tensors["out"] = tensors["local"]
+    return replace(call, **tensors)
 
 
 def compare(call: Combine, shift: int = 0) -> None:
-    """Run on both; every tensor must end as the same bytes."""
-    device = moved(call, shift)
-    cuda.combine(device)
+    """Run the call on the GPU and on the CPU; every tensor must end with the same bytes."""
+    gpu_call = on_gpu(call, shift)
+    cuda.combine(gpu_call)
     cpu.combine("generic", call)
     for name in FIELDS:
-        here, there = getattr(call, name), getattr(device, name)
-        if here is not None:
-            same = torch.equal(here.view(torch.uint8), there.cpu().view(torch.uint8))
+        expected, actual = getattr(call, name), getattr(gpu_call, name)
+        if expected is not None:
+            same = torch.equal(expected.view(torch.uint8), actual.cpu().view(torch.uint8))
             assert same, f"{name} of {call.numel} {call.dtype} in {call.codec}, {len(call.payloads)} payloads"
 
 
-def room(each: Codec, n: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((each.wire_bytes(n, dtype),), 0xAA, dtype=torch.uint8)
+def empty_payload(codec: Codec, n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((codec.wire_bytes(n, dtype),), 0xAA, dtype=torch.uint8)
 
 
-def payload_of(each: Codec, x: torch.Tensor, key: int) -> torch.Tensor:
-    payload = room(each, x.numel(), x.dtype)
+def payload_from_cpu(codec: Codec, x: torch.Tensor, key: int) -> torch.Tensor:
+    payload = empty_payload(codec, x.numel(), x.dtype)
     cpu.combine(
         "generic",
-        Combine(codec=each, numel=x.numel(), dtype=x.dtype, local=x, key=key, payload_out=payload),
+        Combine(codec=codec, numel=x.numel(), dtype=x.dtype, local=x, key=key, payload_out=payload),
     )
     return payload
 
 
-def calls(each: Codec, x: torch.Tensor, counts: tuple[int, ...] = (1, 2, 3, 4, 8)) -> Iterator[Combine]:
+def calls(codec: Codec, x: torch.Tensor, counts: tuple[int, ...] = (1, 2, 3, 4, 8)) -> Iterator[Combine]:
     """Every verb, with and without its optional parts."""
     n, dtype = x.numel(), x.dtype
-    call = Combine(codec=each, numel=n, dtype=dtype, key=0x0123456789ABCDEF, offset=2**32 - n // 2)
+    call = Combine(codec=codec, numel=n, dtype=dtype, key=0x0123456789ABCDEF, offset=2**32 - n // 2)
 
     def residual() -> torch.Tensor:
         return floats("normal", n, seed=9)
 
-    yield replace(call, local=x, payload_out=room(each, n, dtype))
+    yield replace(call, local=x, payload_out=empty_payload(codec, n, dtype))
     yield replace(
-        call, local=x, payload_out=room(each, n, dtype), residual=residual(), out=torch.full_like(x, 7)
+        call,
+        local=x,
+        payload_out=empty_payload(codec, n, dtype),
+        residual=residual(),
+        out=torch.full_like(x, 7),
     )
     in_place = x.clone()
-    yield replace(call, local=in_place, payload_out=room(each, n, dtype), out=in_place)
-    sent = tuple(payload_of(each, x.flip(0) if t % 2 else x * (t + 1), key=t) for t in range(max(counts)))
+    yield replace(call, local=in_place, payload_out=empty_payload(codec, n, dtype), out=in_place)
+    sent = tuple(
+        payload_from_cpu(codec, x.flip(0) if t % 2 else x * (t + 1), key=t) for t in range(max(counts))
+    )
     yield replace(call, payloads=sent[:1], out=torch.full((n,), 7.0, dtype=dtype))  # decode
     for count in counts:
         payloads, position = sent[:count], count // 2
@@ -91,55 +99,55 @@ def calls(each: Codec, x: torch.Tensor, counts: tuple[int, ...] = (1, 2, 3, 4, 8
         yield replace(
             call, payloads=payloads, local=x, position=position, divisor=3, out=torch.full_like(x, 7)
         )
-        encoded = replace(call, payloads=payloads, payload_out=room(each, n, dtype))
+        encoded = replace(call, payloads=payloads, payload_out=empty_payload(codec, n, dtype))
         yield encoded
         yield replace(encoded, local=x.float(), position=count, residual=residual(), divisor=count + 1)
-    for op in each.operations:
+    for op in codec.operations:
         if op != "sum":
             yield replace(call, payloads=sent[:2], local=x, position=1, op=op, out=torch.full_like(x, 7))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("each", EVERYTHING, ids=str)
-def test_inputs(each: Codec, kind: str) -> None:
-    for call in calls(each, floats(kind, 2 * each.granularity + 37, seed=1)):
+@pytest.mark.parametrize("codec", EVERYTHING, ids=str)
+def test_inputs_match_cpu_bytes(codec: Codec, kind: str) -> None:
+    for call in calls(codec, floats(kind, 2 * codec.granularity + 37, seed=1)):
         compare(call)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("each", FEW, ids=str)
-def test_types_and_sizes(each: Codec, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("codec", FEW, ids=str)
+def test_types_and_sizes_match_cpu_bytes(codec: Codec, dtype: torch.dtype) -> None:
     for n in SIZES[1:]:
-        for call in calls(each, floats("nonfinite", n, seed=n).to(dtype), counts=(1, 3)):
+        for call in calls(codec, floats("nonfinite", n, seed=n).to(dtype), counts=(1, 3)):
             compare(call)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3])
-@pytest.mark.parametrize("each", FEW, ids=str)
-def test_tensors_of_any_alignment(each: Codec, shift: int) -> None:
-    for call in calls(each, floats("normal", 5000, seed=shift), counts=(1, 2)):
+@pytest.mark.parametrize("codec", FEW, ids=str)
+def test_unaligned_tensors_match_cpu_bytes(codec: Codec, shift: int) -> None:
+    for call in calls(codec, floats("normal", 5000, seed=shift), counts=(1, 2)):
         compare(call, shift)
 
 
-# A kernel of each kind, on little: compute-sanitizer takes fifty times as long.
+# A kernel of each kind, on small tensors: compute-sanitizer takes fifty times as long.
 @pytest.mark.parametrize(
     "spec",
     ["none", "fp16", "int8", "int8:block=4096", "int4:block=128", "int3:round=stochastic", "fp8_e4m3"]
     + ["int4:rotate=hadamard", "int2:spikes=1", "mxfp4", "sign", "topk:ratio=0.25", "randk:ratio=0.25"],
 )
-def test_sanitizer_sized(spec: str) -> None:
+def test_sanitizer_sized_kernels(spec: str) -> None:
     for call in calls(codec(spec), floats("normal", 700, seed=1), counts=(2,)):
         compare(call, 1)
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16", "int8", "fp8_e4m3", "int8:round=stochastic"])
-def test_large(spec: str) -> None:
+def test_large_tensors_match_cpu_bytes(spec: str) -> None:
     for call in calls(codec(spec), floats("normal", 3_000_001, seed=3), counts=(1, 8)):
         compare(call)
 
 
 @pytest.mark.parametrize("spec", ["none", "bf16", "int8", "int8:round=stochastic"])
-def test_more_payloads_than_arguments_hold(spec: str) -> None:
+def test_more_payloads_than_kernel_arguments_hold(spec: str) -> None:
     for call in calls(codec(spec), floats("normal", 3000, seed=3), counts=(16, 17, 40)):
         compare(call)
 
@@ -147,7 +155,7 @@ def test_more_payloads_than_arguments_hold(spec: str) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 )
-def test_types_that_are_summed_as_themselves(dtype: torch.dtype) -> None:
+def test_exact_types_match_cpu_bytes(dtype: torch.dtype) -> None:
     for n in SIZES[1:]:
         x = (floats("normal", n, seed=n) * 100).to(dtype)
         for call in calls(codec("none"), x, counts=(1, 2)):
@@ -156,39 +164,41 @@ def test_types_that_are_summed_as_themselves(dtype: torch.dtype) -> None:
                     compare(call)
 
 
-def test_runs_on_the_current_stream() -> None:
-    """What is queued behind a long wait on a side stream reads what that stream wrote."""
-    each, n = codec("int8"), 1 << 20
+def test_kernels_run_on_the_current_stream() -> None:
+    """A call queued behind a long wait on a side stream reads what that stream wrote."""
+    int8, n = codec("int8"), 1 << 20
     x = torch.zeros(n, device="cuda")
-    payload, out = room(each, n, x.dtype).cuda(), torch.empty(n, device="cuda")
+    payload, out = empty_payload(int8, n, x.dtype).cuda(), torch.empty(n, device="cuda")
 
-    def there_and_back() -> None:
-        cuda.combine(Combine(codec=each, numel=n, dtype=x.dtype, local=x, payload_out=payload))
-        cuda.decode(each, payload, n, x.dtype, out)
+    def encode_and_decode() -> None:
+        cuda.combine(Combine(codec=int8, numel=n, dtype=x.dtype, local=x, payload_out=payload))
+        cuda.decode(int8, payload, n, x.dtype, out)
 
-    there_and_back()  # kernels are loaded when they are first used, which may wait
+    encode_and_decode()  # kernels are loaded when they are first used, which may wait
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000_000)  # half a second
         x.fill_(1.0)
-        there_and_back()
+        encode_and_decode()
     assert not side.query(), "the call waited for the device"
     torch.cuda.current_stream().wait_stream(side)
     expected = torch.empty(1)
-    cpu.decode("generic", each, payload_of(each, torch.ones(1), 0), 1, x.dtype, expected)
+    cpu.decode("generic", int8, payload_from_cpu(int8, torch.ones(1), 0), 1, x.dtype, expected)
     assert torch.equal(out.cpu(), expected.expand(n)) and expected > 0.9
 
 
-@pytest.mark.parametrize("each", FEW, ids=str)
-def test_can_be_captured(each: Codec) -> None:
-    """A graph replays the work on what its tensors hold then."""
+@pytest.mark.parametrize("codec", FEW, ids=str)
+def test_graph_replays_kernels(codec: Codec) -> None:
+    """A replay computes with the values that the tensors hold at that time."""
     n = 5000
     x = floats("normal", n, seed=1).cuda()
-    payload, out = room(each, n, x.dtype).cuda(), torch.empty(n, device="cuda")
+    payload, out = empty_payload(codec, n, x.dtype).cuda(), torch.empty(n, device="cuda")
     residual = torch.zeros(n, device="cuda")
-    call = Combine(codec=each, numel=n, dtype=x.dtype, local=x, residual=residual, payload_out=payload, key=5)
-    both = Combine(codec=each, numel=n, dtype=x.dtype, payloads=(payload, payload), out=out)
+    call = Combine(
+        codec=codec, numel=n, dtype=x.dtype, local=x, residual=residual, payload_out=payload, key=5
+    )
+    both = Combine(codec=codec, numel=n, dtype=x.dtype, payloads=(payload, payload), out=out)
     cuda.combine(call)  # kernels are loaded when they are first used
     cuda.combine(both)
     graph = torch.cuda.CUDAGraph()
@@ -198,24 +208,24 @@ def test_can_be_captured(each: Codec) -> None:
     x.copy_(floats("normal", n, seed=2))
     residual.zero_()
     graph.replay()
-    here = replace(
+    cpu_call = replace(
         call,
         local=floats("normal", n, seed=2),
         residual=torch.zeros(n),
-        payload_out=room(each, n, x.dtype),
+        payload_out=empty_payload(codec, n, x.dtype),
     )
-    cpu.combine("generic", here)
-    assert here.payload_out is not None and torch.equal(payload.cpu(), here.payload_out)
-    wanted = torch.empty(n)
-    cpu.combine("generic", replace(both, payloads=(here.payload_out, here.payload_out), out=wanted))
-    assert torch.equal(out.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    cpu.combine("generic", cpu_call)
+    assert cpu_call.payload_out is not None and torch.equal(payload.cpu(), cpu_call.payload_out)
+    expected = torch.empty(n)
+    cpu.combine("generic", replace(both, payloads=(cpu_call.payload_out, cpu_call.payload_out), out=expected))
+    assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_too_many_payloads_for_a_graph_are_refused() -> None:
-    each, n = codec("int8"), 64
-    payloads = (room(each, n, torch.float32).cuda(),) * 17
+    int8, n = codec("int8"), 64
+    payloads = (empty_payload(int8, n, torch.float32).cuda(),) * 17
     out = torch.empty(n, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         with pytest.raises(ValueError, match="at most 16"):
-            cuda.combine(Combine(codec=each, numel=n, dtype=out.dtype, payloads=payloads, out=out))
+            cuda.combine(Combine(codec=int8, numel=n, dtype=out.dtype, payloads=payloads, out=out))
         out.zero_()

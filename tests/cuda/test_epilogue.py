@@ -1,4 +1,4 @@
-"""What follows a sum on a device: bias, addend and norm with the CPU's bits, in the kernel of the sum or behind it; and
+"""Epilogues of sums on a device: bias, addend and norm have the CPU's bits, in the kernel of the sum or after it; and
 layers of tensor parallelism.
 """
 
@@ -26,7 +26,7 @@ from tests.unit.runtime.test_fused_epilogue import (
     ROWS,
     TYPES,
     RankTensors,
-    by_the_engine,
+    run_by_engine,
     same,
 )
 
@@ -39,80 +39,87 @@ def bits(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("rows", "features"), [(1, 1), (17, 150), (64, 4096)])
-def test_triton_gives_the_cpu_s_bits(rows: int, features: int, dtype: torch.dtype) -> None:
+def test_epilogue_matches_cpu_bits(rows: int, features: int, dtype: torch.dtype) -> None:
     dice = torch.Generator().manual_seed(features)
     x, stream = (torch.randn(rows, features, generator=dice).to(dtype) for _ in "ab")
     bias, weight = (torch.randn(features, generator=dice).to(dtype) for _ in "ab")
     for spec in ("int8", "fp8_e4m3"):
         for terms in ((), ("bias",), ("residual",), ("bias", "residual")):
-            found = []
+            results = []
             for device in ("cpu", "cuda"):
-                there = {"bias": bias.to(device), "residual": stream.to(device)}
-                given = {name: there[name] for name in terms}
+                tensors = {"bias": bias.to(device), "residual": stream.to(device)}
+                operands = {name: tensors[name] for name in terms}
                 payload = ops.encode(spec, x.view(-1).to(device))
-                out, normed, again = (torch.empty(rows, features, dtype=dtype, device=device) for _ in "abc")
+                out, normed, normed_again = (
+                    torch.empty(rows, features, dtype=dtype, device=device) for _ in "abc"
+                )
                 norm = {"weight": weight.to(device), "eps": 1e-5}
-                epilogue(spec, [(payload, x.numel())], out, **given, **norm, norm_out=normed)
+                epilogue(spec, [(payload, x.numel())], out, **operands, **norm, norm_out=normed)
                 sums = x.to(device, copy=True)
-                epilogue_task(sums, **given, **norm, norm_out=again)()
-                found.append(bits([out, normed, sums, again]))
-            same(*found)
+                epilogue_task(sums, **operands, **norm, norm_out=normed_again)()
+                results.append(bits([out, normed, sums, normed_again]))
+            same(*results)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_virtual_ranks_add_what_the_engine_adds(algorithm: str, ranks: int) -> None:
+def test_fused_epilogue_matches_engine(algorithm: str, ranks: int) -> None:
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS):
         dtype = TYPES[turn % 3]
-        theirs = RankTensors(ranks, dtype)
-        ours = [x.cuda() for x in theirs.sums]
-        after = [FusedEpilogue(theirs.bias.cuda(), each.cuda()) for each in theirs.residuals]
+        reference = RankTensors(ranks, dtype)
+        sums = [x.cuda() for x in reference.sums]
+        epilogues = [
+            FusedEpilogue(reference.bias.cuda(), residual.cuda()) for residual in reference.residuals
+        ]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
-        virtual.run(plan, ours, ours, epilogues=after)
-        by_the_engine(theirs, algorithm, spec, ("bias", "residual"))
-        same(bits(ours), theirs.sums)
+        virtual.run(plan, sums, sums, epilogues=epilogues)
+        run_by_engine(reference, algorithm, spec, ("bias", "residual"))
+        same(bits(sums), reference.sums)
     virtual.check()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_the_symmetric_sum_of_virtual_ranks(ranks: int) -> None:
+def test_symmetric_sum_of_virtual_ranks_matches_emulation(ranks: int) -> None:
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS[1:]):
         dtype = TYPES[turn % 3]
-        given = RankTensors(ranks, dtype)
-        expected = emulate_all_reduce(given.sums, spec, TWO_SHOT_SYMMETRIC)
-        ours = [x.cuda() for x in given.sums]
+        inputs = RankTensors(ranks, dtype)
+        expected = emulate_all_reduce(inputs.sums, spec, TWO_SHOT_SYMMETRIC)
+        sums = [x.cuda() for x in inputs.sums]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=TWO_SHOT_SYMMETRIC)
-        virtual.run(plan, ours, ours)
-        same(bits(ours), [expected] * ranks)
+        virtual.run(plan, sums, sums)
+        same(bits(sums), [expected] * ranks)
     virtual.check()
 
 
 def test_sanitizer_sized_epilogue() -> None:
-    """Little enough for compute-sanitizer."""
+    """Small enough for compute-sanitizer."""
     virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
-    given = RankTensors(3, torch.bfloat16)
+    inputs = RankTensors(3, torch.bfloat16)
     for algorithm in ("one_shot", "two_shot", TWO_SHOT_SYMMETRIC):
         plan = virtual.plan("all_reduce", ROWS * FEATURES, torch.bfloat16, "int8", algorithm=algorithm)
-        ours = [x.cuda() for x in given.sums]
+        sums = [x.cuda() for x in inputs.sums]
         virtual.run(
-            plan, ours, ours, epilogues=[FusedEpilogue(given.bias.cuda(), x.cuda()) for x in given.residuals]
+            plan,
+            sums,
+            sums,
+            epilogues=[FusedEpilogue(inputs.bias.cuda(), x.cuda()) for x in inputs.residuals],
         )
     virtual.check()
 
 
-def test_a_graph_replays_a_sum_with_what_follows() -> None:
+def test_graph_replays_sum_with_epilogue() -> None:
     ranks, numel = 4, 64 * 200
     virtual = VirtualRanks(ranks, "cuda")
     plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm="two_shot")
     xs = [torch.ones(numel, device="cuda") for _ in range(ranks)]
     bias = torch.ones(64, device="cuda")
-    after = [FusedEpilogue(bias, None)] * ranks
-    virtual.run(plan, xs, xs, epilogues=after)  # kernels are loaded when they are first used
+    epilogues = [FusedEpilogue(bias, None)] * ranks
+    virtual.run(plan, xs, xs, epilogues=epilogues)  # kernels are loaded when they are first used
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        virtual.run(plan, xs, xs, epilogues=after)
+        virtual.run(plan, xs, xs, epilogues=epilogues)
     for turn in range(3):
         bias.fill_(turn)
         for x in xs:
@@ -123,8 +130,8 @@ def test_a_graph_replays_a_sum_with_what_follows() -> None:
 
 
 def layers(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
-    """Whole numbers where something is multiplied, so that products are the same on every device."""
-    found = []
+    """Outputs and gradients of row-parallel layers; factors are integers, so products are equal on every device."""
+    outputs = []
     for dtype in (torch.float32, torch.bfloat16):
         for algorithm in ("one_shot", "two_shot", "two_shot_symmetric", "ring"):
             dice = torch.Generator().manual_seed(5)
@@ -140,32 +147,32 @@ def layers(rank: int, world_size: int, device: str) -> list[torch.Tensor]:
             stream = torch.randn(ROWS, FEATURES, generator=dice).to(device, dtype)
             scale = torch.randn(FEATURES, generator=dice).to(device, dtype)
             y, normed = layer.with_norm(x, stream, scale)
-            found += [y.detach().cpu(), normed.detach().cpu()]
+            outputs += [y.detach().cpu(), normed.detach().cpu()]
             x = x.requires_grad_()
             layer(x, stream).sum().backward()
-            found.append(x.grad.cpu())
-    return found
+            outputs.append(x.grad.cpu())
+    return outputs
 
 
 def both_devices(rank: int, world_size: int) -> dict[str, object]:
     chosen = os.environ["DTCOMM_RUNTIME"]
     os.environ["DTCOMM_RUNTIME"] = "auto"
-    here = layers(rank, world_size, "cpu")
+    on_cpu = layers(rank, world_size, "cpu")
     os.environ["DTCOMM_RUNTIME"] = chosen
-    there = layers(rank, world_size, "cuda")
-    different = [i for i, (a, b) in enumerate(zip(here, there, strict=True)) if not torch.equal(a, b)]
-    seen: list[str] = []
+    on_gpu = layers(rank, world_size, "cuda")
+    different = [i for i, (a, b) in enumerate(zip(on_cpu, on_gpu, strict=True)) if not torch.equal(a, b)]
+    waits: list[str] = []
     if chosen == "peer":
         x, bias = torch.ones(ROWS, FEATURES, device="cuda"), torch.ones(FEATURES, device="cuda")
-        then = epilogue_task(x, bias=bias)
-        C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=then)
-        seen = trace(lambda: C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=then)).waits
+        hook = epilogue_task(x, bias=bias)
+        C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=hook)
+        waits = trace(lambda: C.all_reduce(x, codec="int8", algorithm="two_shot", epilogue=hook)).waits
     info = next(iter(C.info()["devices"].values()))
-    return {"different": different, "waits": seen, "runtime": info["runtime"]}
+    return {"different": different, "waits": waits, "runtime": info["runtime"]}
 
 
 @pytest.mark.parametrize("runtime", ["peer", "process_group"])
-def test_layers_give_the_cpu_s_bits(runtime: str) -> None:
-    """By fused kernels, and over Gloo with the epilogue behind the sum."""
-    for said in run_ranks(both_devices, 2, env={**PEER_RUNTIME, "DTCOMM_RUNTIME": runtime}, timeout=240):
-        assert said == {"different": [], "waits": [], "runtime": runtime}
+def test_row_parallel_layers_match_cpu_bits(runtime: str) -> None:
+    """With fused kernels, and over Gloo with the epilogue after the sum."""
+    for report in run_ranks(both_devices, 2, env={**PEER_RUNTIME, "DTCOMM_RUNTIME": runtime}, timeout=240):
+        assert report == {"different": [], "waits": [], "runtime": runtime}

@@ -1,4 +1,4 @@
-"""Fused kernels by virtual ranks on a device: the engine's bytes, graphs, a rank that does not come."""
+"""Fused kernels of virtual ranks on a device: the engine's bytes, graphs, an absent rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, CudaLauncher, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.cuda.device_cases import NEEDS_GPU, on_cpu, on_device
-from tests.unit.runtime.test_fused import DIRECT, SPECS, by_the_engine, same, tensors
+from tests.unit.runtime.test_fused import DIRECT, SPECS, run_by_engine, same, tensors
 
 pytestmark = NEEDS_GPU
 
@@ -19,7 +19,7 @@ pytestmark = NEEDS_GPU
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("collective", list(COLLECTIVES))
-def test_virtual_ranks(collective: str, dtype: torch.dtype, ranks: int) -> None:
+def test_virtual_ranks_match_engine(collective: str, dtype: torch.dtype, ranks: int) -> None:
     virtual = VirtualRanks(ranks, "cuda")
     for algorithm in DIRECT[collective]:
         for spec in SPECS:
@@ -28,28 +28,28 @@ def test_virtual_ranks(collective: str, dtype: torch.dtype, ranks: int) -> None:
                 op = "avg" if feedback and collective in ("all_reduce", "reduce_scatter") else "sum"
                 shape = OpSpec(collective, op, (part,), algorithm)
                 plan = virtual.fused.prepare(shape)
-                theirs = tensors(collective, ranks, numel, dtype, feedback)
-                ours = [on_device(each) for each in theirs]
-                virtual.fused.launch(plan, [[each] for each in ours])
-                by_the_engine(shape, ranks, theirs)
-                same([on_cpu(each) for each in ours], theirs)
+                reference = tensors(collective, ranks, numel, dtype, feedback)
+                fused = [on_device(buffers) for buffers in reference]
+                virtual.fused.launch(plan, [[buffers] for buffers in fused])
+                run_by_engine(shape, ranks, reference)
+                same([on_cpu(buffers) for buffers in fused], reference)
     virtual.check()
 
 
 def test_sanitizer_sized_virtual_ranks() -> None:
-    """Little enough for compute-sanitizer."""
+    """Small enough for compute-sanitizer."""
     for collective in COLLECTIVES:
         virtual = VirtualRanks(3, "cuda", blocks=2, slot_bytes=4096)
         shape = OpSpec(
             collective, "sum", (TensorSpec(4000, torch.float32, codec("int8")),), DIRECT[collective][0]
         )
-        ours = [on_device(each) for each in tensors(collective, 3, 4000, torch.float32, True)]
-        virtual.fused.launch(virtual.fused.prepare(shape), [[each] for each in ours])
+        fused = [on_device(buffers) for buffers in tensors(collective, 3, 4000, torch.float32, True)]
+        virtual.fused.launch(virtual.fused.prepare(shape), [[buffers] for buffers in fused])
         virtual.check()
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "ring", "tree", "halving"])
-def test_a_graph_replays_fused_collectives(algorithm: str) -> None:
+def test_graph_replays_fused_collectives(algorithm: str) -> None:
     ranks, numel = 4, 30_000
     virtual = VirtualRanks(ranks, "cuda")
     plan = virtual.plan("all_reduce", numel, torch.float32, "int8", algorithm=algorithm)
@@ -68,7 +68,7 @@ def test_a_graph_replays_fused_collectives(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
-def test_fused_kernels_are_queued_without_a_wait(algorithm: str) -> None:
+def test_fused_kernels_are_queued_without_synchronization(algorithm: str) -> None:
     virtual = VirtualRanks(2, "cuda")
     xs = [torch.ones(1000, device="cuda") for _ in range(2)]
     plan = virtual.plan("all_reduce", 1000, torch.float32, "int8", algorithm=algorithm)
@@ -82,16 +82,16 @@ def test_fused_kernels_are_queued_without_a_wait(algorithm: str) -> None:
     virtual.check()
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    room = PeerBufferLayout(2)
-    size = _C.fused_bytes(2, room)
+def test_absent_rank_is_named() -> None:
+    layout = PeerBufferLayout(2)
+    size = _C.fused_bytes(2, layout)
     memory = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     pad = memory[0][_C.MISSING_OFFSET :][:4].view(torch.int32)
-    addresses = [each.data_ptr() for each in memory]
-    alone = FusedRanks(
-        CudaLauncher(torch.device("cuda")), room, addresses, [pad], 0, 1, timeout_ns=50_000_000
+    addresses = [tensor.data_ptr() for tensor in memory]
+    first_rank = FusedRanks(
+        CudaLauncher(torch.device("cuda")), layout, addresses, [pad], 0, 1, timeout_ns=50_000_000
     )
     x = torch.ones(5000, device="cuda")
     shape = OpSpec("all_reduce", "sum", (TensorSpec(5000, torch.float32, codec("int8")),), "two_shot")
-    alone.launch(alone.prepare(shape), [[Buffers(x, x)]])
+    first_rank.launch(first_rank.prepare(shape), [[Buffers(x, x)]])
     assert int(pad) == 2

@@ -1,4 +1,4 @@
-"""``dtcomm perf`` and ``dtcomm codecs`` on a device: events, graphs, checks, peers; one GPU is enough for most."""
+"""``dtcomm perf`` and ``dtcomm codecs`` on a device: events, graphs, checks, comparisons; most need one GPU only."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_events_time_the_device_and_graphs_replay() -> None:
     clock = make_clock(device)
     assert isinstance(clock, DeviceClock) and isinstance(make_clock(device, cpu=True), LaunchClock)
     x = torch.zeros(1 << 20, device=device)
-    many = clock.graph(lambda: x.add_(1), 5)
+    replay = clock.graph(lambda: x.add_(1), 5)
     before = x[0].item()
-    many()
+    replay()
     assert x[0].item() == before + 5
-    assert 0 < time_calls(clock, many, 5, queued_before=many) < 1
+    assert 0 < time_calls(clock, replay, 5, queued_before=replay) < 1
     copy = TimedCopy(device, clock, 64 << 20)
     copy.time(3)
     assert copy.bytes_per_second() > 1e9
@@ -84,15 +84,18 @@ def test_ranks_that_share_a_device_go_over_gloo(tmp_path: Path, capfd: pytest.Ca
     document = perf(tmp_path, "all_reduce -b 64K -e 64K --backend dtcomm,gloo --codec none,int8 -c 2")
     assert document["out_of_bounds"]["okay"] and document["config"]["ranks"] == 2
     assert {row["moved_by"] for row in document["results"]} == {"gloo"}
-    shown = capfd.readouterr().out
-    assert "# Device cuda: torch sees a GPU" in shown and "share a GPU" in shown
-    for backend, told in (("nccl", "NCCL"), ("symm_two_shot", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1")):
+    output = capfd.readouterr().out
+    assert "# Device cuda: torch sees a GPU" in output and "share a GPU" in output
+    for backend, message in (
+        ("nccl", "NCCL"),
+        ("symm_two_shot", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"),
+    ):
         assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", "--backend", backend]) == 2
-        assert told in capfd.readouterr().err
+        assert message in capfd.readouterr().err
 
 
 @one_device
-def test_a_graph_cannot_capture_what_goes_through_the_host(capfd: pytest.CaptureFixture[str]) -> None:
+def test_graph_of_gloo_calls_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert main("perf all_reduce -b 1K -e 1K -G 2 --backend dtcomm".split()) == 2
     assert "-G 2: --backend dtcomm: Gloo moves bytes through the host's memory" in capfd.readouterr().err
 
@@ -109,7 +112,7 @@ def test_fused_kernels_of_processes_that_share_a_device(
 
 @two_devices
 @pytest.mark.parametrize("graph", ["", "-G 3"], ids=["calls", "replays"])
-def test_beside_nccl_and_symmetric_memory(tmp_path: Path, graph: str) -> None:
+def test_perf_compares_with_nccl_and_symmetric_memory(tmp_path: Path, graph: str) -> None:
     line = f"all_reduce -b 64K -e 1M -f 16 --nproc 2 --compare nccl,symm_one_shot,symm_two_shot {graph}"
     document = perf(tmp_path, f"{line} --backend dtcomm,process_group --codec none,int8 -c 2")
     assert document["out_of_bounds"]["okay"]
@@ -127,7 +130,7 @@ def test_every_collective_over_nccl(tmp_path: Path, collective: str) -> None:
     assert document["out_of_bounds"]["okay"]
 
 
-def test_codecs_have_speeds_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_codecs_command_reports_device_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--device cuda --codec int8 --codec topk --size 1M --numel 4096"
     assert codecs_command.main([*line.split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -138,7 +141,7 @@ def test_codecs_have_speeds_of_the_device(capsys: pytest.CaptureFixture[str]) ->
     assert torch.cuda.get_device_name() in capsys.readouterr().out
 
 
-def test_a_codec_without_a_kernel_for_the_device_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_codec_without_device_kernel_reports_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert codecs_command.main("--device cuda --codec exact --size 1M --numel 64 --json".split()) == 0
     (exact,) = json.loads(capsys.readouterr().out)["codecs"]
     assert exact["encode_gbps"] is None and "no kernel" in exact["no_speed"]

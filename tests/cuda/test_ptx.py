@@ -1,4 +1,4 @@
-"""What nvcc makes of accesses to memory that peers write while a kernel runs; no device is needed."""
+"""The PTX accesses that nvcc emits for memory that peers write while a kernel runs; no device is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from bench import ptxas
 
-# A kernel of each kind: sums that go through slots twice, payloads that are copied on, boxes of a program's step.
+# A kernel of each kind: two-shot sums, gathered payloads, one step of a program.
 SOURCE = """
 #include "cuda/fused/launch.cuh"
 namespace dtcomm::cuda {
@@ -28,7 +28,7 @@ ACCESS = re.compile(
     r"^\s*(?:@!?%p\d+ )?((?:ld|ldu|st|tex|tld4|suld|cp|atom|red|fence|membar)\.[\w.:]+)", re.M
 )
 STRONG = re.compile(r"\.(release|acquire|relaxed|acq_rel|volatile|mmio)\b")
-# Loads that need not see what another one has stored since the launch began, and copies that plain fences do not order.
+# Loads that may miss stores made since the launch began, and copies that plain fences do not order.
 BLIND = re.compile(r"^(ldu\b|tex\b|tld4\b|suld\b|cp\b|ld\.(\w+\.)*nc\b|ld\.const\b)")
 
 
@@ -39,11 +39,17 @@ def bodies(ptx: str) -> dict[str, list[str]]:
 
 
 def complaints(accesses: list[str]) -> list[str]:
-    """What is wrong with the accesses of a kernel that waits for peers."""
-    blind = [f"{each} may not see what a peer has stored" for each in accesses if BLIND.match(each)]
-    near = [f"{each} is not of the system" for each in accesses if STRONG.search(each) and ".sys" not in each]
+    """The faults in the accesses of a kernel that waits for peers."""
+    blind = [f"{access} may not see what a peer has stored" for access in accesses if BLIND.match(access)]
+    near = [
+        f"{access} is not of the system"
+        for access in accesses
+        if STRONG.search(access) and ".sys" not in access
+    ]
     wanted = ("st.release.sys", "ld.acquire.sys")
-    missing = [f"no {each}" for each in wanted if not any(access.startswith(each) for access in accesses)]
+    missing = [
+        f"no {prefix}" for prefix in wanted if not any(access.startswith(prefix) for access in accesses)
+    ]
     return blind + near + missing
 
 
@@ -59,17 +65,17 @@ def complaints(accesses: list[str]) -> list[str]:
         ("st.relaxed.sys.u32", ""),
     ],
 )
-def test_what_is_found(access: str, complaint: str) -> None:
-    """The check itself, on kernels with one access more than a right one."""
-    right = ["st.release.sys.global.u32", "ld.acquire.sys.global.u32"]
+def test_complaints_name_wrong_accesses(access: str, complaint: str) -> None:
+    """`complaints` of a kernel that has one access more than a correct one."""
+    required = ["st.release.sys.global.u32", "ld.acquire.sys.global.u32"]
     assert complaints([]) == ["no st.release.sys", "no ld.acquire.sys"]
-    text = ".entry kernel()\n" + "".join(f"\t{each} \t%r1, [%rd1];\n" for each in (*right, access))
-    found = complaints(bodies(text)["kernel"])
-    assert [complaint in each for each in found] == ([True] if complaint else [])
+    text = ".entry kernel()\n" + "".join(f"\t{line} \t%r1, [%rd1];\n" for line in (*required, access))
+    reported = complaints(bodies(text)["kernel"])
+    assert [complaint in line for line in reported] == ([True] if complaint else [])
 
 
 @pytest.mark.slow
-def test_fused_kernels_see_what_peers_store(tmp_path: Path) -> None:
+def test_fused_kernels_access_peer_memory_at_system_scope(tmp_path: Path) -> None:
     try:
         nvcc = ptxas.tool("nvcc")
     except SystemExit as missing:
@@ -83,4 +89,6 @@ def test_fused_kernels_see_what_peers_store(tmp_path: Path) -> None:
     assert len(kernels) == 3
     for name, accesses in kernels.items():
         assert complaints(accesses) == [], name
-        assert any(each.startswith("ld.global.cs") for each in accesses), "slots are read by sixteen bytes"
+        assert any(access.startswith("ld.global.cs") for access in accesses), (
+            "slots are read by sixteen bytes"
+        )

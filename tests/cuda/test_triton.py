@@ -1,4 +1,4 @@
-"""Triton's kernels on a device: the CPU kernels' bytes for every codec that they know, verb, type and size."""
+"""Triton's kernels on a device give the CPU kernels' bytes for every codec they support, verb, type and size."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ pytestmark = [
 ]
 
 
-def compare(each: Codec, x: torch.Tensor, y: torch.Tensor) -> None:
-    expected = all_verbs(each, x, y)
+def compare(codec: Codec, x: torch.Tensor, y: torch.Tensor) -> None:
+    expected = all_verbs(codec, x, y)
     with use("triton"):
-        got = all_verbs(each, x.cuda(), y.cuda())
+        got = all_verbs(codec, x.cuda(), y.cuda())
     for name, value in expected.items():
-        assert got[name] == value, f"{name} of {x.numel()} {x.dtype} in {each}"
+        assert got[name] == value, f"{name} of {x.numel()} {x.dtype} in {codec}"
 
 
-@pytest.mark.parametrize("each", codecs_with_option_sets(), ids=str)
-def test_options(each: Codec) -> None:
-    for n in (2 * max(2048, each.granularity) + 37, 8192):
-        compare(each, mixed(n, seed=1), mixed(n, seed=2))
+@pytest.mark.parametrize("codec", codecs_with_option_sets(), ids=str)
+def test_codec_options_match_cpu_bytes(codec: Codec) -> None:
+    for n in (2 * max(2048, codec.granularity) + 37, 8192):
+        compare(codec, mixed(n, seed=1), mixed(n, seed=2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("each", PLAIN, ids=str)
-def test_inputs(each: Codec, kind: str) -> None:
-    compare(each, floats(kind, 4133, seed=1), floats(kind, 4133, seed=2))
+@pytest.mark.parametrize("codec", PLAIN, ids=str)
+def test_inputs_match_cpu_bytes(codec: Codec, kind: str) -> None:
+    compare(codec, floats(kind, 4133, seed=1), floats(kind, 4133, seed=2))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_TYPES, ids=str)
-@pytest.mark.parametrize("each", PLAIN, ids=str)
-def test_types_and_sizes(each: Codec, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("codec", PLAIN, ids=str)
+def test_types_and_sizes_match_cpu_bytes(codec: Codec, dtype: torch.dtype) -> None:
     for n in SIZES:
-        compare(each, mixed(n, seed=3).to(dtype), mixed(n, seed=4).to(dtype))
+        compare(codec, mixed(n, seed=3).to(dtype), mixed(n, seed=4).to(dtype))
 
 
 @pytest.mark.parametrize("spec", ["fp16", "bf16"])
 def test_casts_over_every_exponent_and_tie(spec: str) -> None:
-    """The instruction rounds as integer arithmetic does."""
+    """The GPU's conversion instruction rounds as the CPU's integer arithmetic does."""
     low = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0x18000])
     words = (torch.arange(0, 2**32, 2**15)[:, None] + low).reshape(-1)
     x = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).view(torch.float32)
@@ -60,15 +60,15 @@ def test_casts_over_every_exponent_and_tie(spec: str) -> None:
     assert torch.equal(got.cpu(), encode(spec, x))
 
 
-def test_every_half() -> None:
-    """Decoded, and as a lone term that is widened with its NaNs."""
+def test_every_half_matches_cpu() -> None:
+    """Every fp16 value, decoded, and as the only term of a sum, NaNs included."""
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     expected = reduce("int8", [], 2**16, halves.view(torch.float16), out=torch.empty(2**16))
     numbers = decode("fp16", halves.view(torch.uint8), 2**16)
     with use("triton"):
-        there = halves.cuda()
-        alone = reduce("int8", [], 2**16, there.view(torch.float16), out=torch.empty(2**16, device="cuda"))
-        values = decode("fp16", there.view(torch.uint8), 2**16).cpu()
+        on_gpu = halves.cuda()
+        alone = reduce("int8", [], 2**16, on_gpu.view(torch.float16), out=torch.empty(2**16, device="cuda"))
+        values = decode("fp16", on_gpu.view(torch.uint8), 2**16).cpu()
     assert raw(alone) == raw(expected)
     nan = numbers.isnan()
     assert (
@@ -79,7 +79,7 @@ def test_every_half() -> None:
 
 @pytest.mark.parametrize("spec", ["int8:round=stochastic", "bf16"])
 @pytest.mark.parametrize("count", [1, 4, 8, 9, 17])
-def test_many_payloads(spec: str, count: int) -> None:
+def test_many_payloads_match_cpu_bytes(spec: str, count: int) -> None:
     n = 5000
     x, wires = mixed(n, seed=9), [encode(spec, mixed(n, seed=s)) for s in range(count)]
     for position in {0, count // 2, count}:
@@ -89,8 +89,8 @@ def test_many_payloads(spec: str, count: int) -> None:
         assert torch.equal(got.cpu(), expected)
 
 
-def test_more_than_a_launch_s_worth() -> None:
-    """Hundreds of megabytes, where offsets in bytes need more than 31 bits with the payloads."""
+def test_tensor_larger_than_one_launch() -> None:
+    """A tensor of 1 GiB that is decoded to 2 GiB of fp32: byte offsets need more than 31 bits."""
     n = (1 << 29) + 1000
     x = torch.zeros(n, device="cuda", dtype=torch.float16)
     tail = floats("normal", 3000)
@@ -105,36 +105,36 @@ def test_more_than_a_launch_s_worth() -> None:
     assert torch.equal(payload[whole // 1024 * 1088 :].cpu(), encode("int8", x[whole:].cpu()))
 
 
-def test_streams_and_graphs() -> None:
+def test_kernels_run_on_the_current_stream_and_in_graphs() -> None:
     """A call is queued on the current stream, and a graph may capture it."""
-    each, n = codec("int8"), 1 << 20
+    int8, n = codec("int8"), 1 << 20
     x, out = torch.zeros(n, device="cuda"), torch.empty(n, device="cuda")
-    payload = torch.empty(each.wire_bytes(n), dtype=torch.uint8, device="cuda")
-    once, twice = (decode(each, encode(each, torch.full((n,), value)), n)[0] for value in (1.0, 2.0))
+    payload = torch.empty(int8.wire_bytes(n), dtype=torch.uint8, device="cuda")
+    once, twice = (decode(int8, encode(int8, torch.full((n,), value)), n)[0] for value in (1.0, 2.0))
     assert 0.9 < once < 1.1 < 1.9 < twice
     with use("triton"):
-        encode(each, x, out=payload)
-        decode(each, payload, n, out=out)
+        encode(int8, x, out=payload)
+        decode(int8, payload, n, out=out)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(50_000_000)
             x.fill_(1.0)
-            encode(each, x, out=payload)
-            decode(each, payload, n, out=out)
+            encode(int8, x, out=payload)
+            decode(int8, payload, n, out=out)
         side.synchronize()
         assert (out == once.item()).all()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            encode(each, x, out=payload)
-            decode(each, payload, n, out=out)
+            encode(int8, x, out=payload)
+            decode(int8, payload, n, out=out)
         x.fill_(2.0)
         graph.replay()
         torch.cuda.synchronize()
     assert (out == twice.item()).all()
 
 
-def test_compiled_functions_run_there() -> None:
+def test_compiled_function_matches_cpu_bits() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return decode("int8", encode("int8", x * 2), x.numel()) + 1
 

@@ -1,6 +1,6 @@
-"""No host waits for the device in a step: shown by a profiler's trace of it, in which kernels were seen to run.
+"""The host never waits for the device during a step: the profiler's trace shows kernels but no synchronization.
 
-torch.cuda.set_sync_debug_mode knows of torch's own calls alone; the profiler sees all that reach CUDA.
+torch.cuda.set_sync_debug_mode knows only torch's own calls; the profiler sees all calls that reach CUDA.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ pytestmark = NEEDS_GPU
     ],
     ids=["item", "cpu", "device", "stream", "event"],
 )
-def test_a_wait_is_seen(wait: Callable[[torch.Tensor], object]) -> None:
+def test_trace_records_synchronization(wait: Callable[[torch.Tensor], object]) -> None:
     x = torch.ones(1000, device="cuda")
-    seen = trace(lambda: wait(x.mul_(2)))
-    assert seen.waits and seen.kernels
+    recording = trace(lambda: wait(x.mul_(2)))
+    assert recording.waits and recording.kernels
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "ring"])
-def test_virtual_ranks(algorithm: str) -> None:
+def test_virtual_ranks_do_not_synchronize(algorithm: str) -> None:
     virtual = VirtualRanks(4, "cuda")
     xs = [torch.ones(30_000, device="cuda") for _ in range(4)]
     plan = virtual.plan("all_reduce", 30_000, torch.float32, "int8", algorithm=algorithm)
     virtual.run(plan, xs, xs)
-    seen = trace(lambda: virtual.run(plan, xs, xs))
-    assert seen.waits == [] and seen.ran("step_kernel" if algorithm == "ring" else "fused_kernel")
+    recording = trace(lambda: virtual.run(plan, xs, xs))
+    assert recording.waits == [] and recording.ran("step_kernel" if algorithm == "ring" else "fused_kernel")
     virtual.check()
 
 
@@ -106,49 +106,54 @@ def tp_step(rank: int, world_size: int) -> Step:
 
 def traced(rank: int, world_size: int, prepare: Callable[[int, int], Step]) -> tuple[Trace, dict[str, Any]]:
     step = prepare(rank, world_size)
-    # Connections are made, DDP's buckets are laid out anew, its first step is one in which norms are read, and in the
-    # first ten torch reads the clocks of DDP.
+    # The first steps connect and rebuild DDP's buckets, the first one reads norms, and in the first ten torch reads
+    # DDP's timers.
     for _ in range(12):
         step()
-    seen = trace(step)
-    return seen, C.info()["devices"]
+    recording = trace(step)
+    return recording, C.info()["devices"]
 
 
 @pytest.mark.parametrize("prepare", [collectives, ddp_step, fsdp_step, tp_step])
-def test_a_step_of_processes_that_share_a_device(prepare: Callable[[int, int], Step]) -> None:
-    """Over fused kernels. Fresh processes: torch numbers what they have met for."""
-    for seen, devices in run_ranks(traced, 2, prepare, env=PEER_RUNTIME, timeout=100, fresh=True):
-        assert seen.waits == [] and (seen.ran("fused_kernel") or seen.ran("step_kernel")), devices
+def test_step_between_processes_does_not_synchronize(prepare: Callable[[int, int], Step]) -> None:
+    """Over fused kernels. Fresh processes: torch numbers the rendezvous of a process."""
+    for recording, devices in run_ranks(traced, 2, prepare, env=PEER_RUNTIME, timeout=100, fresh=True):
+        assert recording.waits == [] and (recording.ran("fused_kernel") or recording.ran("step_kernel")), (
+            devices
+        )
 
 
-def nccl_by_itself(rank: int, world_size: int) -> dict[str, Any]:
+def trace_nccl_transport(rank: int, world_size: int) -> dict[str, Any]:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=60)
     device = torch.device("cuda", 0)
-    exchange = NcclTransport(dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options), "nccl", device)
-    given = torch.arange(4096, dtype=torch.uint8, device=device)
-    outs = [torch.zeros_like(given) for _ in range(2)]
+    transport = NcclTransport(dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options), "nccl", device)
+    source = torch.arange(4096, dtype=torch.uint8, device=device)
+    outputs = [torch.zeros_like(source) for _ in range(2)]
 
     def call() -> None:
-        handles = [exchange.all_to_all(outs[0], [4096], given, [4096]), exchange.all_gather(outs[1], given)]
+        handles = [
+            transport.all_to_all(outputs[0], [4096], source, [4096]),
+            transport.all_gather(outputs[1], source),
+        ]
         for handle in handles:
-            exchange.wait(handle)
+            transport.wait(handle)
 
     call()
     torch.cuda.synchronize()
-    wrong = [i for i, out in enumerate(outs) if not torch.equal(out, given)]
+    wrong = [i for i, output in enumerate(outputs) if not torch.equal(output, source)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    given.add_(1)
+    source.add_(1)
     graph.replay()
-    wrong += [2 + i for i, out in enumerate(outs) if not torch.equal(out, given)]
-    seen = trace(call)
-    exchange.close()
-    return {"wrong": wrong, "waits": seen.waits, "kernels": seen.kernels}
+    wrong += [2 + i for i, output in enumerate(outputs) if not torch.equal(output, source)]
+    recording = trace(call)
+    transport.close()
+    return {"wrong": wrong, "waits": recording.waits, "kernels": recording.kernels}
 
 
-def test_nccl_with_one_rank() -> None:
-    """Two need two devices. What is called of it, that a graph captures it and that nothing waits is the same."""
-    (said,) = run_ranks(nccl_by_itself, 1, backend=None, timeout=100)
-    assert said["wrong"] == [] and said["waits"] == [] and said["kernels"]
+def test_nccl_transport_of_one_rank_is_capturable_and_does_not_synchronize() -> None:
+    """Two ranks would need two devices; the calls, graph capture and synchronization are the same with one."""
+    (report,) = run_ranks(trace_nccl_transport, 1, backend=None, timeout=100)
+    assert report["wrong"] == [] and report["waits"] == [] and report["kernels"]

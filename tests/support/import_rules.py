@@ -1,4 +1,4 @@
-"""Who may import whom: the law as tables, and the checkers that read it off the sources.
+"""The import rules between the parts, as tables, and the checkers that apply them to the sources.
 
 Each checker takes a file's path and text and returns violations as lines, so that tests can plant some.
 """
@@ -52,7 +52,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "pipeline": _INTEGRATION,
     "local_sgd": _INTEGRATION,
     "backend": _may("compress collectives runtime codecs kernels device work", "torch"),
-    # Called by torch, before anything of it may be imported.
+    # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),
     "measure": (ANY, frozenset({"torch", "numpy"})),

@@ -35,6 +35,6 @@ def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_known(order: str, programs: dict[str, subprocess.Popen[str]]) -> None:
+def test_backend_is_registered(order: str, programs: dict[str, subprocess.Popen[str]]) -> None:
     output, error = programs[order].communicate()
     assert output.strip().endswith("known"), error

@@ -67,7 +67,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("algorithm", WAYS)
-def test_the_same_bits_for_every_algorithm_and_number_of_ranks(algorithm: str, ranks: int) -> None:
+def test_sum_bits_do_not_depend_on_algorithm_or_rank_order(algorithm: str, ranks: int) -> None:
     """Every algorithm, random pieces and delays, contributions in any order of ranks: one result, the true
     sum of the integers."""
     rng = random.Random(f"{algorithm}{ranks}")
@@ -181,7 +181,7 @@ def test_feedback_conserves_mass(spec: str, op: str) -> None:
             assert max(float(r.abs().max()) for r in residuals) <= 16 * 2.0**-digits
 
 
-def test_bytes_are_what_the_schedule_says() -> None:
+def test_sent_bytes_match_schedule() -> None:
     for name in WAYS:
         for ranks in (2, 5):
             for spec in (*SPECS, "randk:ratio=0.1,positions=shared"):
@@ -244,7 +244,7 @@ def audited(
 
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
 @pytest.mark.parametrize("spec", ["exact", "exact:bits=16"])
-def test_no_flipped_bit_gets_through(spec: str, algorithm: str) -> None:
+def test_flipped_bit_has_no_effect_or_raises_on_all_ranks(spec: str, algorithm: str) -> None:
     """A bit flipped anywhere in transit has no effect, or all ranks raise an error and keep their tensors."""
     ranks, caught = 3, 0
     before = contributions(ranks, 9000, seed=4)
@@ -257,12 +257,12 @@ def test_no_flipped_bit_gets_through(spec: str, algorithm: str) -> None:
             wanted = before[rank] if errors[rank] else truth
             assert torch.equal(bits(after[rank]), bits(wanted)), (flip, rank, errors)
         caught += any(errors)
-        # Only a flip in the verdict itself can leave ranks apart.
+        # Only a flip in the verdict itself can let ranks differ.
         assert len(set(map(bool, errors))) == 1 or any("verdict" in text for text in errors), (flip, errors)
     assert caught >= 8
 
 
-def test_clean_sums_pass_and_flips_do_harm_without_an_audit() -> None:
+def test_audit_accepts_clean_sums_and_flips_corrupt_unaudited_sums() -> None:
     for algorithm in algorithms.available("all_reduce"):
         errors, after = audited("exact", algorithm, 3, None, seed=1)
         assert errors == [""] * 3
@@ -279,8 +279,8 @@ def test_clean_sums_pass_and_flips_do_harm_without_an_audit() -> None:
     assert wrong >= 5
 
 
-def test_an_audit_failure_names_the_elements() -> None:
-    """A wrong addition planted in one integer of one rank's result."""
+def test_audit_failure_names_the_elements() -> None:
+    """The error of a failed audit names the range of elements, or the damaged verdict."""
     plan = plan_of("exact", [9000], torch.float32, rank=1, ranks=3, audit=True)
     for verdict, text in (
         (2, "checksums do not add up to the result's of elements 4096 to 8191"),
@@ -292,7 +292,7 @@ def test_an_audit_failure_names_the_elements() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["native", "reference"])
-def test_every_single_change_changes_the_checksum(kernel: str) -> None:
+def test_every_single_bit_change_changes_the_checksum(kernel: str) -> None:
     from dtcomm.kernels import current, use
 
     exact_codec = codec("exact")
@@ -312,7 +312,7 @@ def test_every_single_change_changes_the_checksum(kernel: str) -> None:
         assert changed_sums[0] != sums[0]
 
 
-def test_only_exact_can_be_audited() -> None:
+def test_only_codec_exact_can_be_audited() -> None:
     for spec in ("none", "int8", "randk:positions=shared", "none/exact"):
         with pytest.raises(
             ValueError, match=f"audit: needs a codec whose sums are exact, got {spec}; valid: exact"
@@ -321,7 +321,7 @@ def test_only_exact_can_be_audited() -> None:
     require_auditable("exact:bits=16")
 
 
-def test_too_many_ranks_for_the_integers_are_refused() -> None:
+def test_more_ranks_than_integer_bits_allow_are_refused() -> None:
     assert codec("exact:bits=16").digits(2048) == 4  # type: ignore[attr-defined]
     with pytest.raises(
         ValueError, match=r"codec: exact:bits=16 leaves 3 bits .* 2049 ranks.* at most 2048 ranks"

@@ -63,7 +63,7 @@ def reduced(
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("spec", SPARSE)
-def test_one_shot_keeps_every_contribution(spec: str, ranks: int) -> None:
+def test_one_shot_sums_every_decoded_payload(spec: str, ranks: int) -> None:
     """One shot gives the fp32 sum, in rank order, of the decoded payloads: each is encoded exactly once."""
     numel = 9000
     inputs = gaussians(ranks, numel, seed=ranks)
@@ -130,7 +130,7 @@ def test_shared_positions_are_unbiased() -> None:
         assert float((drawn / steps - share).abs().max()) < 5 * (share / steps) ** 0.5
 
 
-def test_a_non_finite_value_reaches_every_rank_and_leaves_residuals_unchanged() -> None:
+def test_non_finite_value_reaches_every_rank_and_leaves_residuals_unchanged() -> None:
     for spec in SHARED[:2]:
         inputs = gaussians(3, 9000, seed=5)
         inputs[1][5000] = torch.nan

@@ -1,4 +1,4 @@
-"""Tensors here are small: one torch thread, or every operation waits for a second one to wake up."""
+"""Uses one torch thread: tensors here are small, and operations on more threads would wait for them to wake up."""
 
 import torch
 

@@ -40,7 +40,7 @@ class Case:
     """One collective over fresh tensors on every rank."""
 
     operations: list[Operation]  # per rank
-    inputs: list[list[torch.Tensor]]  # as they were
+    inputs: list[list[torch.Tensor]]  # copies from before the call
     outputs: list[list[torch.Tensor | None]]
     residuals: list[list[torch.Tensor | None]]
     shape: OpSpec
@@ -87,7 +87,7 @@ def make(
         case.inputs.append(copies)
         case.residuals.append([None if part.residual is None else part.residual.clone() for part in buffers])
         case.outputs.append([part.output for part in buffers])
-        # Of the ranks whose tensors are pulled some have theirs in shared memory.
+        # Some of the ranks whose tensors are pulled have them in shared memory.
         shared = place == "shared" or (place == "pulled" and rng.random() < 0.3)
         operation = Operation(
             shape=shape,

@@ -1,4 +1,4 @@
-"""Chunks and pieces cover every tensor once, at granules, whatever else is in the message."""
+"""Chunks and pieces cover every tensor once, at granules, whatever other tensors the message holds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_pieces_take_whole_granules_of_every_segment() -> None:
 
 
 @pytest.mark.parametrize(("geometry", "expected"), [(SCATTER, (0, 20, 0, 10)), (GATHER, (0, 0, 20, 10))])
-def test_shards(geometry: int, expected: tuple[int, int, int, int]) -> None:
+def test_shard_offsets(geometry: int, expected: tuple[int, int, int, int]) -> None:
     assert chunk_layout(geometry, [(10, 4)], 3, 3)[2] == [[expected]]
 
 
@@ -71,7 +71,7 @@ def test_exchange_of_unequal_shards() -> None:
     "arguments",
     [(4, [(1, 1)], 1, 1), (WHOLE, [(1, 0)], 1, 1), (EXCHANGE, [(1, 1)], 3, 2), (WHOLE, [(1, 1)], 0, 1)],
 )
-def test_wrong_arguments(arguments: tuple[object, ...]) -> None:
+def test_wrong_arguments_are_refused(arguments: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match=r"geometry|segments|chunks"):
         chunk_layout(*arguments)
 
@@ -117,7 +117,7 @@ def test_slices_are_granules_back_to_back(spec: OpSpec, ranks: int, elements: in
             payload_offset = 0
             for run in chunk:
                 part = spec.parts[run.part]
-                shard = (index % ranks) * part.numel  # of all_to_all the receiver's
+                shard = (index % ranks) * part.numel  # for all_to_all the receiver's shard
                 begin = run.in_offset - (shard if spec.collective in SHARDS_IN else 0)
                 assert begin % part.codec.granularity == 0
                 size = part.codec.wire_bytes(run.numel, part.dtype)
@@ -140,7 +140,9 @@ def test_chunk_payload_bytes_are_those_of_one_piece(spec: OpSpec, ranks: int) ->
 
 @given(st.integers(1, 20_000), st.integers(1, 5), st.integers(1, 9000), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_both_levels_are_cut_alike(numel: int, chunks: int, elements: int, coarse_inside: bool) -> None:
+def test_both_levels_are_cut_at_the_coarser_granules(
+    numel: int, chunks: int, elements: int, coarse_inside: bool
+) -> None:
     fine, coarse = codec("int8"), codec("int8:block=4096")
     levels = (coarse, fine) if coarse_inside else (fine, coarse)
     spec = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, *levels),), "hierarchical")
@@ -173,7 +175,7 @@ def test_neighbours_do_not_move_an_element_to_another_chunk(
 
 @given(schedules(), st.integers(0, 30_000), st.sampled_from(["none", "int8"]))
 @settings(max_examples=30, deadline=None)
-def test_chunks_are_the_schedule_s(schedule, numel: int, spec: str) -> None:
+def test_chunk_sizes_match_schedule(schedule, numel: int, spec: str) -> None:
     total = numel if schedule.collective in CUT_AT_GRANULES else numel * schedule.ranks
     operation = OpSpec(
         schedule.collective, "sum", (TensorSpec(numel, torch.float32, codec(spec)),), "one_shot"
@@ -186,7 +188,7 @@ def test_chunks_are_the_schedule_s(schedule, numel: int, spec: str) -> None:
 
 @given(op_specs(), st.integers(1, 4), st.sampled_from([1, 4096, 65536]))
 @settings(max_examples=60, deadline=None)
-def test_the_engine_cuts_alike(spec: OpSpec, ranks: int, elements: int) -> None:
+def test_engine_cuts_the_same_number_of_pieces(spec: OpSpec, ranks: int, elements: int) -> None:
     schedule = algorithms.build("one_shot", spec.collective, ranks)
     program = lower(schedule, 0)
     native = _C.NativeProgram(0, ranks, program.chunks, list(program.payload_counts), program.flat())
@@ -209,13 +211,15 @@ def test_the_engine_cuts_alike(spec: OpSpec, ranks: int, elements: int) -> None:
         splits=list(spec.splits),
     )
     pieces = cut_into_pieces(spec, program.chunks, ranks, max(finest, elements // finest * finest))
-    assert plan.pieces == max(1, len(pieces))  # an empty operation takes a piece: no rank gets too far ahead
+    assert plan.pieces == max(
+        1, len(pieces)
+    )  # an empty operation takes one piece, so that no rank gets too far ahead
 
 
 @pytest.mark.parametrize("spec", ["none", "fp16", "int8"])
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("numel", [0, 1, 10**5, 10**6 + 7])
-def test_messages_are_large(numel: int, chunks: int, spec: str) -> None:
+def test_pieces_have_payloads_near_the_target_size(numel: int, chunks: int, spec: str) -> None:
     operation = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec(spec)),), "two_shot")
     pieces = cut_into_pieces(operation, chunks, chunks, piece_elements(operation, chunks, chunks, 65536))
     sizes = [payload_bytes(chunk) for piece in pieces[:-1] for chunk in piece if chunk]

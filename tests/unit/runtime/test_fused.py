@@ -1,4 +1,4 @@
-"""The caller of the fused kernels, with virtual ranks in the emulator: the engine's bytes, ranks that do not come."""
+"""The launcher of the fused kernels, with virtual ranks in the emulator: the engine's bytes, absent ranks."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ DIRECT = {
 
 
 def tensors(collective: str, ranks: int, numel: int, dtype: torch.dtype, feedback: bool) -> list[Buffers]:
-    """Return the buffers of every rank: equal for equal arguments."""
+    """Return the buffers of every rank; equal arguments give equal values."""
     buffers = []
     for rank in range(ranks):
         source = floats("normal", numel * (ranks if collective in SHARDS_IN else 1), seed=rank).to(dtype)
@@ -34,7 +34,7 @@ def tensors(collective: str, ranks: int, numel: int, dtype: torch.dtype, feedbac
     return buffers
 
 
-def by_the_engine(shape: OpSpec, ranks: int, buffers: list[Buffers]) -> None:
+def run_by_engine(shape: OpSpec, ranks: int, buffers: list[Buffers]) -> None:
     schedule = algorithms.build(shape.algorithm, shape.collective, ranks)
     operations = [[Operation(shape=shape, schedule=schedule, buffers=[buffer])] for buffer in buffers]
     assert {buffer.status for buffer in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
@@ -51,12 +51,12 @@ def same(buffers: list[Buffers], others: list[Buffers]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("collective", list(COLLECTIVES))
-def test_virtual_ranks_get_the_engine_s_bytes(collective: str, ranks: int) -> None:
+def test_virtual_ranks_match_engine_bytes(collective: str, ranks: int) -> None:
     virtual = VirtualRanks(ranks, slot_bytes=4096)
     turn = 0
     for algorithm in DIRECT[collective]:
         for spec in SPECS:
-            # Sizes, types and options take turns.
+            # Sizes, types and options alternate, so that not every combination runs.
             turn += 1
             numel, dtype = (5000, 1, 2048)[turn % 3], (torch.float32, torch.bfloat16)[turn % 2]
             op = ("sum", "avg")[turn % 2] if collective in ("all_reduce", "reduce_scatter") else "sum"
@@ -64,7 +64,7 @@ def test_virtual_ranks_get_the_engine_s_bytes(collective: str, ranks: int) -> No
             fused = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
             reference = tensors(collective, ranks, numel, dtype, turn % 3 == 0)
             virtual.fused.launch(virtual.fused.prepare(shape), [[buffer] for buffer in fused])
-            by_the_engine(shape, ranks, reference)
+            run_by_engine(shape, ranks, reference)
             same(fused, reference)
     virtual.check()
 
@@ -81,7 +81,7 @@ def test_all_reduce_of_virtual_ranks() -> None:
     assert (xs[3] - 1.5).abs().max() < 0.01
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_absent_virtual_rank_is_named() -> None:
     virtual = VirtualRanks(3, absent=1)
     virtual.all_reduce([torch.ones(100) for _ in range(3)])
     with pytest.raises(PeerLost, match="rank 1 did not arrive in time"):
@@ -104,7 +104,7 @@ def test_who_does_not_come_is_named() -> None:
         ),
     ],
 )
-def test_what_has_no_kernel_says_why(change: dict, reason: str) -> None:
+def test_reason_when_no_fused_kernel_exists(change: dict, reason: str) -> None:
     shape = OpSpec("all_reduce", "sum", (TensorSpec(9, torch.float32, codec("int8")),), "two_shot")
     assert why_not(shape, 2) == ""
     assert reason in why_not(shape._replace(**change), 2)
@@ -113,7 +113,7 @@ def test_what_has_no_kernel_says_why(change: dict, reason: str) -> None:
     assert "9 ranks" in why_not(shape, 9)
 
 
-def test_virtual_ranks_refuse_what_there_is_not() -> None:
+def test_virtual_ranks_refuse_wrong_rank_count_and_device() -> None:
     for wrong, message in (
         ((1, "cpu"), "ranks: expected 2 to 8, got 1"),
         ((2, "meta"), "device: expected cpu or cuda"),

@@ -1,4 +1,4 @@
-"""What follows a sum by the fused kernels, in the emulator: the engine's bytes; the sums of tensor parallelism, too."""
+"""Epilogues of sums by the fused kernels, in the emulator: the engine's bytes; the sums of tensor parallelism, too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dtcomm.tp.flash_all_reduce import Epilogue, Norm, flash_all_reduce
 from tests.support.op_recorder import not_recording
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.runtime.test_fused import SPECS
-from tests.unit.runtime.test_peer import JudgedPeers
+from tests.unit.runtime.test_peer import CheckedPeers
 
 ROWS, FEATURES = 17, 150
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,7 +63,7 @@ class RankTensors:
         return OpHooks(after=(step,))
 
 
-def by_the_engine(
+def run_by_engine(
     tensors: RankTensors, algorithm: str, spec: str, parts: tuple[str, ...] = ("bias", "residual", "norm")
 ) -> None:
     """Run one call in place."""
@@ -87,7 +87,7 @@ def same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_kernels_add_what_the_engine_adds(algorithm: str, ranks: int) -> None:
+def test_fused_epilogue_of_virtual_ranks_matches_engine(algorithm: str, ranks: int) -> None:
     virtual = VirtualRanks(ranks, slot_bytes=4096)
     for turn, spec in enumerate(SPECS):
         dtype = TYPES[turn % 3]
@@ -99,13 +99,13 @@ def test_kernels_add_what_the_engine_adds(algorithm: str, ranks: int) -> None:
             for residual in fused.residuals
         ]
         virtual.run(plan, fused.sums, fused.sums, epilogues=after)
-        by_the_engine(reference, algorithm, spec, parts)
+        run_by_engine(reference, algorithm, spec, parts)
         same(fused.sums, reference.sums)
     virtual.check()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_the_sum_of_tensor_parallelism_is_one_kernel(ranks: int) -> None:
+def test_symmetric_two_shot_sum_matches_emulation(ranks: int) -> None:
     virtual = VirtualRanks(ranks)
     for turn, spec in enumerate(SPECS[1:]):
         tensors = RankTensors(ranks, TYPES[turn % 3])
@@ -118,7 +118,7 @@ def test_the_sum_of_tensor_parallelism_is_one_kernel(ranks: int) -> None:
     virtual.check()
 
 
-def peers(ranks: int, tensors: RankTensors, algorithm: str, spec: str, call: str) -> list[str]:
+def run_on_peers(ranks: int, tensors: RankTensors, algorithm: str, spec: str, call: str) -> list[str]:
     """Run one call of ranks that are threads with a runtime each; return the faults of their streams."""
     dtype = tensors.bias.dtype
     shape = OpSpec("all_reduce", "avg", (TensorSpec(ROWS * FEATURES, dtype, codec(spec)),), algorithm)
@@ -134,19 +134,19 @@ def peers(ranks: int, tensors: RankTensors, algorithm: str, spec: str, call: str
             runtime.run(plan, buffers, 1, hooks)
         else:
             runtime.submit(plan, buffers, [x], 1, hooks).wait()
-        tensors.normed[rank].mul_(1)  # the caller's stream may use it now
+        tensors.normed[rank].mul_(1)  # valid: the caller's stream is ordered after the call
 
-    return JudgedPeers(ranks).run(work)
+    return CheckedPeers(ranks).run(work)
 
 
-@pytest.mark.parametrize("way", ["run", "submit"])
+@pytest.mark.parametrize("call", ["run", "submit"])
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
-def test_what_follows_in_the_peer_runtime(algorithm: str, way: str) -> None:
-    """In the kernel of a direct sum, behind a program's, and behind what the group's backend does (fp8_e5m2)."""
+def test_epilogue_in_peer_runtime_matches_engine(algorithm: str, call: str) -> None:
+    """In the kernel of a direct sum, after a program, and after a sum by the group's backend (fp8_e5m2)."""
     for dtype, spec in ((torch.bfloat16, "int8"), (torch.float32, "none"), (torch.float32, "fp8_e5m2")):
         fused, reference = RankTensors(3, dtype), RankTensors(3, dtype)
-        assert peers(3, fused, algorithm, spec, way) == []
-        by_the_engine(reference, algorithm, spec)
+        assert run_on_peers(3, fused, algorithm, spec, call) == []
+        run_by_engine(reference, algorithm, spec)
         same([*fused.sums, *fused.normed], [*reference.sums, *reference.normed])
 
 
@@ -160,7 +160,7 @@ def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator
     return communicator
 
 
-def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_calls_and_layers_use_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """``all_reduce(epilogue=…)`` and the two-step sum, from the callers' functions down, on threads."""
     ranks, dtype = 3, torch.bfloat16
     of_thread = threading.local()
@@ -178,7 +178,7 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         over = CommConfig(codec=codec("int8"), backward_codec=codec("none"), algorithm=TWO_SHOT_SYMMETRIC)
         after = Epilogue(fused[1].bias, fused[1].residuals[rank], Norm(fused[1].weight, 1e-5))
         results[rank] = flash_all_reduce(fused[1].sums[rank], over, after)
-        # A schedule of one's own, and algorithms by name; whole numbers, so that sums are exact.
+        # A custom schedule, and algorithms by name; integers, so that sums are exact.
         tensor = torch.arange(900.0) + rank
         run_schedule(algorithms.build("tree", "all_reduce", ranks), tensor)
         part, whole = torch.zeros(300), torch.zeros(900)
@@ -190,16 +190,16 @@ def test_calls_and_layers_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         assert runtime.info()["operations"] == 6 and runtime.info()["elsewhere"] == {}
         assert not reduce_ops.supports_two_shot_symmetric(fused[1].sums[rank], codec("mxfp4"))
 
-    assert JudgedPeers(ranks).run(work) == []
-    by_the_engine(reference, "two_shot", "int4")
+    assert CheckedPeers(ranks).run(work) == []
+    run_by_engine(reference, "two_shot", "int4")
     same([*fused[0].sums, *fused[0].normed], [*reference.sums, *reference.normed])
     for rank in range(ranks):
-        expected = by_verbs(RankTensors(ranks, dtype), "int8", rank)
+        expected = two_step_sum(RankTensors(ranks, dtype), "int8", rank)
         same(list(results[rank]), list(expected))
 
 
-def by_verbs(tensors: RankTensors, spec: str, rank: int) -> list[torch.Tensor]:
-    """The two-step sum of the fp32 terms, what follows it rounded once, and the norm of that."""
+def two_step_sum(tensors: RankTensors, spec: str, rank: int) -> list[torch.Tensor]:
+    """The two-step sum of the fp32 terms with its epilogue rounded once, and the norm of that."""
     total = emulate_all_reduce([term.float() for term in tensors.sums], spec, TWO_SHOT_SYMMETRIC)
     y = ((total + tensors.bias.float()) + tensors.residuals[rank].float()).to(tensors.bias.dtype)
     normed = torch.empty_like(y)
@@ -215,5 +215,5 @@ def test_no_schedule_replaces_the_symmetric_two_shot_sum() -> None:
         with pytest.raises(NoFusedKernel, match="topk"):
             runtime.make_plan(shape, algorithms.build("two_shot", "all_reduce", 2))
 
-    JudgedPeers(2).run(work)
+    CheckedPeers(2).run(work)
     assert TWO_SHOT_SYMMETRIC in ALGORITHMS and TWO_SHOT_SYMMETRIC not in algorithms.available("all_reduce")

@@ -19,7 +19,7 @@ from tests.unit.runtime.simulated_cases import Case, finished, make, together
 from tests.unit.runtime.test_fused import SPECS, same
 
 
-def beside_the_engine(virtual: VirtualRanks, fused: Case, reference: Case) -> None:
+def compare_with_engine(virtual: VirtualRanks, fused: Case, reference: Case) -> None:
     """Run a case by the kernels and its copy by the engine, and compare the results."""
     plan = virtual.fused.prepare(fused.shape, fused.operations[0].schedule)
     virtual.fused.launch(plan, [operation.buffers for operation in fused.operations])
@@ -33,7 +33,7 @@ def beside_the_engine(virtual: VirtualRanks, fused: Case, reference: Case) -> No
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_algorithm_gives_the_engine_s_bytes(spec: str, ranks: int) -> None:
+def test_every_algorithm_matches_engine_bytes(spec: str, ranks: int) -> None:
     virtual = VirtualRanks(ranks, box_bytes=512 * 1024, seed=ranks)
     for turn, (collective, algorithm) in enumerate(NAMES):
         # Sizes, types and options take turns.
@@ -48,12 +48,12 @@ def test_every_algorithm_gives_the_engine_s_bytes(spec: str, ranks: int) -> None
         pair = [
             make(random.Random(turn), ranks, collective, algorithm, [spec], numels, **options) for _ in "ab"
         ]
-        beside_the_engine(virtual, *pair)
+        compare_with_engine(virtual, *pair)
     virtual.check()
 
 
-def test_what_does_not_fit_the_memory_goes_in_pieces() -> None:
-    """Two granules of each chunk at a time; then nothing fits at all."""
+def test_tensor_larger_than_memory_is_cut_into_pieces() -> None:
+    """The memory holds two granules of each chunk at a time; then it is too small for any."""
     ranks, spec = 3, "int8"
     uncut = VirtualRanks(ranks)
     for algorithm in ("ring", "tree"):
@@ -63,12 +63,12 @@ def test_what_does_not_fit_the_memory_goes_in_pieces() -> None:
             make(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
             for _ in "ab"
         ]
-        beside_the_engine(cut, *pair)
+        compare_with_engine(cut, *pair)
         another_pair = [
             make(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
             for _ in "ab"
         ]
-        beside_the_engine(uncut, *another_pair)
+        compare_with_engine(uncut, *another_pair)
         cut.check()
     with pytest.raises(NoFusedKernel, match="box_bytes must be"):
         VirtualRanks(ranks, box_bytes=1024).plan("all_reduce", 9, torch.float32, spec, algorithm="ring")
@@ -82,19 +82,19 @@ def test_messages_of_several_tensors() -> None:
             make(random.Random(5), 4, "all_reduce", algorithm, specs, numels, "avg", feedback=True)
             for _ in "ab"
         ]
-        beside_the_engine(virtual, *pair)
+        compare_with_engine(virtual, *pair)
     virtual.check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int64, torch.bool], ids=str)
-def test_what_is_only_moved_may_be_of_any_type(dtype: torch.dtype) -> None:
+def test_copying_collectives_accept_any_dtype(dtype: torch.dtype) -> None:
     virtual = VirtualRanks(3)
     for collective, algorithm in NAMES:
         if collective not in REDUCING:
             pair = [
                 make(random.Random(2), 3, collective, algorithm, ["none"], [1111], dtype=dtype) for _ in "ab"
             ]
-            beside_the_engine(virtual, *pair)
+            compare_with_engine(virtual, *pair)
     virtual.check()
 
 
@@ -121,8 +121,8 @@ def test_unequal_splits_of_a_program() -> None:
         virtual.check()
 
 
-def crowded(ranks: int, chunks: int) -> Schedule:
-    """A schedule of one's own: every chunk to its owner and back, all of it in two steps; owners have much to do."""
+def two_step_schedule(ranks: int, chunks: int) -> Schedule:
+    """A custom schedule: every chunk goes to its owner and back in two steps, which have many tasks per owner."""
     transfers = []
     for chunk in range(chunks):
         owner = chunk % 2
@@ -137,9 +137,9 @@ def crowded(ranks: int, chunks: int) -> Schedule:
 
 
 @pytest.mark.parametrize("chunks", [16, 17, 33, 70])
-def test_a_step_of_more_tasks_than_a_launch_takes(chunks: int) -> None:
+def test_step_with_more_tasks_than_one_launch_takes(chunks: int) -> None:
     ranks, numel = 3, 1024 * chunks - 5
-    virtual, schedule = VirtualRanks(ranks, box_bytes=2**19), crowded(ranks, chunks)
+    virtual, schedule = VirtualRanks(ranks, box_bytes=2**19), two_step_schedule(ranks, chunks)
     shape = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("int8")),), "my own")
     fused, reference = (
         [
@@ -157,7 +157,7 @@ def test_a_step_of_more_tasks_than_a_launch_takes(chunks: int) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving"])
-def test_who_does_not_come_to_a_program_is_named(algorithm: str) -> None:
+def test_absent_rank_of_emulated_program_is_named(algorithm: str) -> None:
     for absent in range(4):
         virtual = VirtualRanks(4, absent=absent)
         virtual.all_reduce([torch.ones(3000) for _ in range(4)], codec="int8", algorithm=algorithm)
@@ -167,7 +167,7 @@ def test_who_does_not_come_to_a_program_is_named(algorithm: str) -> None:
             virtual.check()
 
 
-def test_what_has_no_program_says_why() -> None:
+def test_reason_when_no_program_exists() -> None:
     two_hosts = build("hierarchical", "all_reduce", 4, hosts=(2, 2))
     parts = (TensorSpec(9, torch.float32, codec("none"), codec("int4")),)
     shape = OpSpec("all_reduce", "sum", parts, "hierarchical")

@@ -1,4 +1,4 @@
-"""The native machines in seeded orders, no process: results, bits and counted bytes in thousands of interleavings."""
+"""The native machines in seeded orders, in one process: results, bits and sent bytes in many interleavings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.runtime.simulated_cases import CASES, CODECS, bits, exact, finis
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
-def test_exact_in_every_order(collective: str, algorithm: str) -> None:
+def test_results_are_exact_in_every_order(collective: str, algorithm: str) -> None:
     """Sequences of operations give the exact result on all ranks, and count the bytes they promise."""
     for world, rng in worlds(40, salt=1):
         cases = []
@@ -71,7 +71,7 @@ def test_bits_do_not_depend_on_the_order(collective: str, algorithm: str, spec: 
 
 
 def test_unequal_splits() -> None:
-    """Every pair of ranks has a size of its own, nothing at all included; the codec's grid starts at each."""
+    """Every pair of ranks has its own size, zero included; the codec's grid starts anew at each."""
     for world, rng in worlds(150, salt=13):
         n = world.ranks
         spec = rng.choice(["none", "int8", "fp16", "int8:round=stochastic"])
@@ -116,7 +116,7 @@ def test_unequal_splits() -> None:
     "dtype", [torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool]
 )
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
-def test_none_takes_other_dtypes(dtype: torch.dtype, op: str) -> None:
+def test_codec_none_reduces_other_dtypes(dtype: torch.dtype, op: str) -> None:
     if dtype is torch.bool and op == "sum":
         pytest.skip("a sum of bools is their or, tested with the kernels")
     for algorithm in algorithms.available("all_reduce"):
@@ -149,7 +149,7 @@ def test_half_precision_sums_round_once_with_direct_algorithms(dtype: torch.dtyp
                 )
 
 
-def test_a_seed_reproduces() -> None:
+def test_seed_reproduces_a_simulation() -> None:
     for world, rng in worlds(5, salt=10):
         state = rng.getstate()
         results = []

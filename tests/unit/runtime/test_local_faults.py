@@ -1,4 +1,4 @@
-"""The native machines in seeded orders: deaths, flipped bits and ranks that disagree; nobody hangs."""
+"""The native machines in seeded orders: deaths, flipped bits and ranks that disagree; no rank hangs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from tests.unit.runtime.simulated_cases import CASES, bits, exact, finished, mak
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
-def test_a_death_is_seen_and_nobody_hangs(collective: str, algorithm: str) -> None:
-    """Whenever a rank dies, the others finish or say whom they waited for; nobody is stuck for another
-    reason.
-    """
+def test_rank_death_is_reported_and_no_rank_hangs(collective: str, algorithm: str) -> None:
+    """Whenever a rank dies, the others finish or name the rank they waited for; none fails for another reason."""
     seen = set()
     for world, rng in worlds(60, salt=7):
         victim = rng.randrange(world.ranks)
@@ -37,7 +35,7 @@ def test_a_death_is_seen_and_nobody_hangs(collective: str, algorithm: str) -> No
     assert "peer_lost" in seen and "died" in seen
 
 
-def test_a_flipped_bit_stays_where_it_fell() -> None:
+def test_flipped_bit_changes_results_but_not_control_flow() -> None:
     """Without checksums a flipped payload bit changes a result but no control flow, and no rank differs from another
     where they read the same payload."""
     changed = 0
@@ -68,8 +66,8 @@ ODD_CALLS: dict[str, tuple[str, str, list[str], list[int], str, torch.dtype]] = 
 
 
 @pytest.mark.parametrize("what", sorted(ODD_CALLS))
-def test_disagreeing_ranks_find_out(what: str) -> None:
-    """One rank calls something else: someone notices, nobody takes foreign bytes for its own, nobody hangs."""
+def test_disagreeing_ranks_report_a_mismatch(what: str) -> None:
+    """One rank makes a different call: a rank reports the mismatch, none accepts wrong bytes, and none hangs."""
     noticed = 0
     for world, rng in worlds(100, salt=9):
         usual = [make(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [3000]) for _ in range(2)]
@@ -79,8 +77,8 @@ def test_disagreeing_ranks_find_out(what: str) -> None:
         operations = together(usual)
         operations[odd][1] = other.operations[odd]
         outcomes = run_simulated(world, operations)
-        fates = {outcome.status for outcome in outcomes}
-        assert fates <= {"mismatch", "done"} and "mismatch" in fates, (world, outcomes)
+        statuses = {outcome.status for outcome in outcomes}
+        assert statuses <= {"mismatch", "done"} and "mismatch" in statuses, (world, outcomes)
         assert all(outcome.finished >= 1 for outcome in outcomes), (world, outcomes)
         noticed += sum(outcome.status == "mismatch" for outcome in outcomes)
     assert noticed >= 100

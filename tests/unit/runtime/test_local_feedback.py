@@ -1,4 +1,4 @@
-"""The native machines in seeded orders: what is lost in encoding stays with somebody, in every interleaving."""
+"""The native machines in seeded orders: residuals keep what encoding loses, in every interleaving."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_reduce_scatter_feedback_conserves_mass() -> None:
 @pytest.mark.parametrize("algorithm", algorithms.available("reduce"))
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_reduce_feedback_conserves_mass(algorithm: str, op: str) -> None:
-    """What the root ends with and what all ranks keep is what they put in, wherever it was encoded."""
+    """result at the root + new residuals of all ranks = inputs + old residuals, wherever values were encoded."""
     for world, rng in worlds(20, salt=11):
         case = make(
             rng, world.ranks, "reduce", algorithm, ["int8"], [3000], op=op, feedback=True, integers=False
@@ -77,7 +77,7 @@ def test_reduce_feedback_conserves_mass(algorithm: str, op: str) -> None:
 
 @pytest.mark.parametrize("collective", ["gather", "scatter", "all_to_all", "all_gather", "broadcast"])
 def test_copies_feedback_conserves_mass(collective: str) -> None:
-    """A receiver's copy and what its sender keeps are what the sender put in; what stays at home is exact."""
+    """receiver's copy + sender's residual = sender's input + old residual; a rank's own shard is exact."""
     for algorithm in algorithms.available(collective):
         for world, rng in worlds(12, salt=12):
             n, root = world.ranks, 0

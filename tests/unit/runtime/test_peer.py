@@ -1,4 +1,4 @@
-"""The peer runtime on CPU tensors. Every rank is a thread with a runtime of its own, and the emulator runs the launches
+"""The peer runtime on CPU tensors. Every rank is a thread with its own runtime, and the emulator runs the launches
 of all ranks as one; also the information that ranks exchange about their devices.
 """
 
@@ -19,13 +19,13 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.ranks.runtime.test_on_streams import CheckedRanks
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.kernels.inputs import floats
-from tests.unit.runtime.test_fused import by_the_engine
+from tests.unit.runtime.test_fused import run_by_engine
 
 LAYOUT = PeerBufferLayout(2, 4096, 64 * 1024)
 
 
 class JoinedLauncher:
-    """A launcher for every rank, whose launches run as one once all ranks have come to them."""
+    """A launcher for every rank; their launches run as one once all ranks have made theirs."""
 
     def __init__(self, ranks: int, absent: int = -1) -> None:
         self.ranks, self.absent = ranks, absent
@@ -38,7 +38,7 @@ class JoinedLauncher:
     def launch_all(self) -> None:
         launches = [self.launches[rank] for rank in range(self.ranks)]
         specs = [dict(spec, first_rank=0, local_ranks=self.ranks) for spec, *_ in launches]
-        programs = [program for spec in specs for program in spec.pop("programs", [])]  # a rank's own
+        programs = [program for spec in specs for program in spec.pop("programs", [])]  # one per rank
         assert all(spec == specs[0] for spec in specs), "ranks launch different calls"
         tensors = [own[0] for _, own, _ in launches]
         _emulator.FusedPlan(**specs[0], programs=programs).launch(tensors, 3, self.absent, launches[0][2])
@@ -58,8 +58,8 @@ class JoinedLauncher:
             return launch
 
 
-class JudgedPeers(CheckedRanks):
-    """Peer runtimes over runtimes on streams, all judged."""
+class CheckedPeers(CheckedRanks):
+    """Peer runtimes over runtimes on streams; the order of all accesses is checked."""
 
     def __init__(self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "") -> None:
         super().__init__(ranks, leave_out)
@@ -93,8 +93,8 @@ def shape_of(algorithm: str = "two_shot", spec: str = "int8", numels: tuple[int,
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
-def test_ranks_of_their_own_get_the_engine_s_bytes(algorithm: str) -> None:
-    """A message of three tensors, synchronous and not, whose results the caller's stream uses."""
+def test_peer_runtimes_match_engine_bytes(algorithm: str) -> None:
+    """A message of three tensors, synchronous and asynchronous, whose results the caller's stream uses."""
     numels, ranks = (3000, 0, 1), 3
     shape = shape_of(algorithm, numels=numels)
     inputs = [
@@ -116,24 +116,24 @@ def test_ranks_of_their_own_get_the_engine_s_bytes(algorithm: str) -> None:
         info = runtime.info()
         assert info["runtime"] == "peer" and info["operations"] == 2 and info["elsewhere"] == {}
 
-    peers = JudgedPeers(ranks)
+    peers = CheckedPeers(ranks)
     assert peers.run(work) == []
     for at, numel in enumerate(numels):
         if numel:
             spec_of_part = shape_of(algorithm, numels=(numel,))
             buffers = [Buffers(x[at], x[at], torch.zeros(numel)) for x in expected]
-            by_the_engine(spec_of_part, ranks, buffers)
-            by_the_engine(spec_of_part, ranks, buffers)
+            run_by_engine(spec_of_part, ranks, buffers)
+            run_by_engine(spec_of_part, ranks, buffers)
             for rank in range(ranks):
                 assert torch.equal(inputs[rank][at], expected[rank][at])
                 assert torch.equal(losses[rank][at], buffers[rank].residual)
 
 
-def everywhere(ranks: int, work: Callable[[int, PeerRuntime], None], **how) -> list[str]:
-    return JudgedPeers(ranks, **how).run(lambda rank, runtime, _: work(rank, runtime))
+def run_on_all_ranks(ranks: int, work: Callable[[int, PeerRuntime], None], **options) -> list[str]:
+    return CheckedPeers(ranks, **options).run(lambda rank, runtime, _: work(rank, runtime))
 
 
-def test_what_has_no_kernel_goes_elsewhere_and_is_counted() -> None:
+def test_call_without_fused_kernel_falls_back_and_is_counted() -> None:
     xs = [torch.full((100,), float(rank)) for rank in range(3)]
 
     def work(rank: int, runtime: PeerRuntime) -> None:
@@ -146,21 +146,21 @@ def test_what_has_no_kernel_goes_elsewhere_and_is_counted() -> None:
         assert runtime.info()["elsewhere"] == {"codec fp8_e5m2 of float32 has no fused kernel": 3}
         assert runtime.info()["operations"] == 3 == len(runtime.flight_entries())
 
-    everywhere(3, work)
+    run_on_all_ranks(3, work)
     assert all(torch.allclose(x, torch.ones(100), rtol=0.3) for x in xs)
 
 
-def test_forced_kernels_are_used_or_refused() -> None:
+def test_forced_runtime_refuses_call_without_fused_kernel() -> None:
     def work(rank: int, runtime: PeerRuntime) -> None:
         with pytest.raises(ValueError, match="DTCOMM_RUNTIME=peer: codec topk"):
             schedule = algorithms.build("ring", "all_reduce", 2)
             runtime.make_plan(shape_of("ring", "topk:ratio=0.1"), schedule)
 
-    everywhere(2, work, forced=True)
+    run_on_all_ranks(2, work, forced=True)
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
-def test_a_rank_that_does_not_come_is_named_by_the_next_call(algorithm: str) -> None:
+def test_absent_rank_is_named_by_the_next_call(algorithm: str) -> None:
     xs = [torch.ones(500) for _ in range(3)]
 
     def work(rank: int, runtime: PeerRuntime) -> None:
@@ -177,38 +177,42 @@ def test_a_rank_that_does_not_come_is_named_by_the_next_call(algorithm: str) -> 
         with pytest.raises(DtcommError):
             runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
 
-    everywhere(3, work, absent=1)
+    run_on_all_ranks(3, work, absent=1)
 
 
-def seat(me: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = "") -> dict:
-    return {"id": me, "reaches": list(reaches), "sees": list(sees), "blocks": 8, "trouble": trouble}
+def gpu_info(gpu: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = "") -> dict:
+    return {"id": gpu, "reaches": list(reaches), "sees": list(sees), "blocks": 8, "trouble": trouble}
 
 
 @pytest.mark.parametrize(
     ("gpus", "groups", "reason"),
     [
-        ([seat("a"), seat("b")], [[0, 1]], ""),
-        ([seat("a"), seat("b", sees="b", reaches="b")], [[0, 1]], ""),  # hidden: tried
-        ([seat("a"), seat("b")], [[0], [1]], "on 2 hosts"),
-        ([seat("a"), seat("a")], [[0, 1]], "share a GPU"),
-        ([seat("a"), seat("b", reaches="b")], [[0, 1]], "GPU of rank 1 does not reach that of rank 0"),
-        ([seat("a"), seat("b", trouble="no module")], [[0, 1]], "rank 1: no module"),
-        ([seat(str(i)) for i in range(9)], [list(range(9))], "9 ranks"),
+        ([gpu_info("a"), gpu_info("b")], [[0, 1]], ""),
+        ([gpu_info("a"), gpu_info("b", sees="b", reaches="b")], [[0, 1]], ""),  # hidden: tried
+        ([gpu_info("a"), gpu_info("b")], [[0], [1]], "on 2 hosts"),
+        ([gpu_info("a"), gpu_info("a")], [[0, 1]], "share a GPU"),
+        (
+            [gpu_info("a"), gpu_info("b", reaches="b")],
+            [[0, 1]],
+            "GPU of rank 1 does not reach that of rank 0",
+        ),
+        ([gpu_info("a"), gpu_info("b", trouble="no module")], [[0, 1]], "rank 1: no module"),
+        ([gpu_info(str(i)) for i in range(9)], [list(range(9))], "9 ranks"),
     ],
 )
-def test_why_not(gpus: list, groups: list, reason: str) -> None:
+def test_reason_when_ranks_cannot_be_peers(gpus: list, groups: list, reason: str) -> None:
     refusal = why_not_peers(gpus, groups, forced=False)
     assert refusal == reason == "" or (reason and reason in refusal)
     if "share" in reason:
         assert why_not_peers(gpus, groups, forced=True) == ""
 
 
-def test_the_cpu_is_no_cuda_device() -> None:
+def test_cpu_is_reported_as_no_cuda_device() -> None:
     assert "no CUDA device" in describe_gpu(torch.device("cpu"))["trouble"]
 
 
-def test_pairs_have_no_memory_that_nothing_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """send and recv have no fused kernels; where these are asked for, calls say so."""
+def test_pair_groups_use_the_backend_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """send and recv have no fused kernels; the reason names them."""
     backend_runtime = object()
     monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: backend_runtime)
     pair = object.__new__(CudaBootstrap)

@@ -1,4 +1,4 @@
-"""How ranks agree on memory that all of them reach. Every rank is a thread; torch's device memory is replaced."""
+"""The agreement of ranks on memory that all can access. Every rank is a thread; torch's device memory is replaced."""
 
 import threading
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def map_on_all_ranks(
     info_of: Callable[[str, int], dict],
     offset_of: Callable[[str, int], int] = lambda kind, rank: 0,
 ) -> list[tuple[str, str]]:
-    """The kind of memory that every rank got, and why it is no better one."""
+    """The kind of memory that every rank got, and the reason why it is not a preferred kind."""
 
     def allocated(kind: str, group: object, device: object, size: int, rank: int, ranks: int) -> LocalBuffer:
         return LocalBuffer(torch.zeros(size), info_of(kind, rank))
@@ -52,7 +52,7 @@ def map_on_all_ranks(
     return results
 
 
-def fails(kind: str, rank: int) -> Callable[[str, int], int]:
+def failing_step(kind: str, rank: int) -> Callable[[str, int], int]:
     def step(step_kind: str, at: int) -> int:
         if (step_kind, at) == (kind, rank):
             raise RuntimeError("out of memory\nand more")
@@ -61,13 +61,13 @@ def fails(kind: str, rank: int) -> Callable[[str, int], int]:
     return step
 
 
-def test_symmetric_memory_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     assert map_on_all_ranks(monkeypatch, lambda kind, rank: {"from": rank})[0] == (SYMMETRIC, "")
 
 
 @pytest.mark.parametrize("step", ["allocate", "map"])
-def test_one_rank_that_cannot_moves_all_to_the_next_kind(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    fault = fails(SYMMETRIC, 1)
+def test_failure_of_one_rank_moves_all_ranks_to_ipc(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    fault = failing_step(SYMMETRIC, 1)
     info_of = fault if step == "allocate" else lambda kind, rank: 0
     offset_of = fault if step == "map" else lambda kind, rank: 0
     assert map_on_all_ranks(monkeypatch, info_of, offset_of)[0] == (
@@ -79,7 +79,7 @@ def test_one_rank_that_cannot_moves_all_to_the_next_kind(monkeypatch: pytest.Mon
 def test_all_ranks_report_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, reason = map_on_all_ranks(
         monkeypatch,
-        fails(IPC, 2),
+        failing_step(IPC, 2),
         lambda kind, rank: rank,  # offsets
     )[0]
     assert (
@@ -88,13 +88,13 @@ def test_all_ranks_report_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> No
     assert "CUDA IPC: rank 2: out of memory" in reason and "and more" not in reason
 
 
-def test_torch_is_not_called_where_ranks_would_wait_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_rendezvous_is_refused_when_counts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch numbers a process's rendezvous, so all ranks must have made the same number of them."""
     own = torch.zeros(4, dtype=torch.uint8)
-    asked: list[str] = []
+    groups: list[str] = []
 
     def rendezvous(tensor: torch.Tensor, group: str) -> SimpleNamespace:
-        asked.append(group)
+        groups.append(group)
         if group == "breaks":
             raise RuntimeError("not here")
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr() - 2, 0], offset=2)
@@ -102,18 +102,18 @@ def test_torch_is_not_called_where_ranks_would_wait_in_vain(monkeypatch: pytest.
     monkeypatch.setattr(torch_memory, "rendezvous", rendezvous)
     monkeypatch.setattr(memory, "_rendezvous", 4)
 
-    def go(group: str, peer_count: int) -> PeerBuffers:
+    def map_group(group: str, peer_count: int) -> PeerBuffers:
         local = LocalBuffer(own, {"rendezvous": memory._rendezvous})
         return memory.map_symmetric(
             SimpleNamespace(group_name=group), local, [local.info, {"rendezvous": peer_count}], 0
         )
 
-    buffers = go("works", 4)
+    buffers = map_group("works", 4)
     assert buffers.addresses == (own.data_ptr(), 2) and buffers.offset == 2
     with pytest.raises(RuntimeError, match=r"rendezvous counts differ between ranks \(\[5, 4\]\)"):
-        go("not asked", 4)
+        map_group("not asked", 4)
     with pytest.raises(RuntimeError, match="not here"):
-        go("breaks", 5)
+        map_group("breaks", 5)
     with pytest.raises(RuntimeError, match="rendezvous counts differ"):
-        go("not asked", -1)
-    assert asked == ["works", "breaks"]
+        map_group("not asked", -1)
+    assert groups == ["works", "breaks"]
