@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 KERNELS = ("test_device.py", "test_triton.py", "test_fused.py", "test_programs.py")
 WORKERS = 12
 SANITIZERS = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
-# Torch asks the driver for what not every driver has, so only errors of kernels count; the tests see those of calls.
+# Torch makes API calls that some drivers do not support, so only errors in kernels count; tests check API errors.
 SANITIZER_OPTIONS = ("--report-api-errors", "no", "--error-exitcode", "99")
 
 
@@ -82,7 +82,7 @@ def steps(options: Sequence[str]) -> list[Step]:
                 else "compute-sanitizer was not found; it comes with the CUDA toolkit",
                 environment={
                     "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
-                },  # or what torch's pool holds hides an overrun
+                },  # else spare memory in torch's pool hides an overrun
             )
             for tool in ("memcheck", "racecheck")
         ),

@@ -10,7 +10,7 @@ from dtcomm.kernels import dispatch
 
 HERE = Path(__file__).parent
 # Parameters of each body that take little time. Not included: Triton tests, which tests/triton interprets, tests with
-# ranks in processes of their own, and what only a device can show.
+# ranks in separate processes, and properties that only a real device has.
 BODIES = {
     "test_fused.py": "sanitizer or graph or queued or (virtual_ranks and all_gather and bfloat16 and 2)",
     "test_programs.py": "sanitizer",
@@ -38,5 +38,5 @@ def test_gpu_tests_pass_on_fake_device() -> None:
     command += ["-m", "gpu", "-k", chosen, "-v", *(str(HERE / name) for name in BODIES)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent, timeout=200)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    for name in BODIES:  # a selection that matches nothing would show nothing
+    for name in BODIES:  # a selection that matches no test would pass
         assert f"{name}::" in done.stdout

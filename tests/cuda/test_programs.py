@@ -18,7 +18,7 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import REDUCING
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, on_cpu, on_device
 from tests.unit.algorithms.every_algorithm import NAMES, build
-from tests.unit.runtime.simulated_cases import make, together
+from tests.unit.runtime.simulated_cases import calls_per_rank, make_case
 from tests.unit.runtime.test_fused import SPECS, same
 
 pytestmark = NEEDS_GPU
@@ -48,13 +48,13 @@ def test_programs_of_every_algorithm_match_engine(spec: str, ranks: int) -> None
                 "feedback": turn // 3 % 2 == 0,
                 "integers": False,
             }
-            case = make(random.Random(turn), ranks, collective, algorithm, [spec], [numel], **options)
+            case = make_case(random.Random(turn), ranks, collective, algorithm, [spec], [numel], **options)
             reference = [operation.buffers[0] for operation in case.operations]
             fused = [to_gpu(buffers) for buffers in reference]
             plan = virtual.fused.prepare(case.shape, case.operations[0].schedule)
             virtual.fused.launch(plan, [[buffers] for buffers in fused])
             world = Simulation(ranks=ranks, seed=1, slot_bytes=2**20)
-            assert {outcome.status for outcome in run_simulated(world, together([case]))} == {"done"}
+            assert {outcome.status for outcome in run_simulated(world, calls_per_rank([case]))} == {"done"}
             same([on_cpu(buffers) for buffers in fused], reference)
     virtual.check()
 
@@ -63,7 +63,7 @@ def test_sanitizer_sized_programs() -> None:
     """Small enough for compute-sanitizer."""
     for collective, algorithm in (("all_reduce", "ring"), ("all_reduce", "tree"), ("all_to_all", "tree")):
         virtual = VirtualRanks(3, "cuda", blocks=2, box_bytes=2**20)
-        case = make(random.Random(3), 3, collective, algorithm, ["int8"], [4000], feedback=True)
+        case = make_case(random.Random(3), 3, collective, algorithm, ["int8"], [4000], feedback=True)
         fused = [to_gpu(operation.buffers[0]) for operation in case.operations]
         plan = virtual.fused.prepare(case.shape, case.operations[0].schedule)
         virtual.fused.launch(plan, [[buffers] for buffers in fused])

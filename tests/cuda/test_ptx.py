@@ -32,7 +32,7 @@ STRONG = re.compile(r"\.(release|acquire|relaxed|acq_rel|volatile|mmio)\b")
 BLIND = re.compile(r"^(ldu\b|tex\b|tld4\b|suld\b|cp\b|ld\.(\w+\.)*nc\b|ld\.const\b)")
 
 
-def bodies(ptx: str) -> dict[str, list[str]]:
+def accesses_by_kernel(ptx: str) -> dict[str, list[str]]:
     """The accesses of each kernel."""
     kernels = ptx.split(".entry ")[1:]
     return {kernel[: kernel.index("(")]: ACCESS.findall(kernel) for kernel in kernels}
@@ -41,16 +41,16 @@ def bodies(ptx: str) -> dict[str, list[str]]:
 def complaints(accesses: list[str]) -> list[str]:
     """The faults in the accesses of a kernel that waits for peers."""
     blind = [f"{access} may not see what a peer has stored" for access in accesses if BLIND.match(access)]
-    near = [
+    narrow = [
         f"{access} is not of the system"
         for access in accesses
         if STRONG.search(access) and ".sys" not in access
     ]
-    wanted = ("st.release.sys", "ld.acquire.sys")
+    required = ("st.release.sys", "ld.acquire.sys")
     missing = [
-        f"no {prefix}" for prefix in wanted if not any(access.startswith(prefix) for access in accesses)
+        f"no {prefix}" for prefix in required if not any(access.startswith(prefix) for access in accesses)
     ]
-    return blind + near + missing
+    return blind + narrow + missing
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_complaints_name_wrong_accesses(access: str, complaint: str) -> None:
     required = ["st.release.sys.global.u32", "ld.acquire.sys.global.u32"]
     assert complaints([]) == ["no st.release.sys", "no ld.acquire.sys"]
     text = ".entry kernel()\n" + "".join(f"\t{line} \t%r1, [%rd1];\n" for line in (*required, access))
-    reported = complaints(bodies(text)["kernel"])
+    reported = complaints(accesses_by_kernel(text)["kernel"])
     assert [complaint in line for line in reported] == ([True] if complaint else [])
 
 
@@ -85,7 +85,7 @@ def test_fused_kernels_access_peer_memory_at_system_scope(tmp_path: Path) -> Non
     flags = ["-std=c++17", "-O3", "--fmad=false", "--expt-relaxed-constexpr", f"-I{ptxas.ROOT / 'csrc'}"]
     command = [nvcc, *flags, "-ptx", "-arch=compute_90", "-o", str(ptx), str(source)]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
-    kernels = bodies(ptx.read_text())
+    kernels = accesses_by_kernel(ptx.read_text())
     assert len(kernels) == 3
     for name, accesses in kernels.items():
         assert complaints(accesses) == [], name

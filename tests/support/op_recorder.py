@@ -24,7 +24,7 @@ class AccessRecorder(Protocol):
     """Receives the accesses of a thread."""
 
     faults: list[str]
-    """Descriptions of what went wrong."""
+    """Descriptions of the faults found."""
 
     def access(self, tensor: torch.Tensor | None, write: bool) -> None:
         """Record that the current stream reads or writes a tensor."""

@@ -21,7 +21,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import Simulation, run_simulated
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage
 from tests.unit.runtime.every_collective import OVER_GLOO
-from tests.unit.runtime.simulated_cases import exact, finished, make, together
+from tests.unit.runtime.simulated_cases import calls_per_rank, exact, make_case, require_finished
 
 PATTERN = bytes(range(1, 129))
 
@@ -46,14 +46,14 @@ def test_flipped_bit_is_detected_unless_in_padding(collective: str, algorithm: s
         world = Simulation(
             ranks=generator.choice([2, 3, 4, 5]), seed=seed, corrupt_payload=generator.randrange(8)
         )
-        case = make(generator, world.ranks, collective, algorithm, ["none"], [5000])
+        case = make_case(generator, world.ranks, collective, algorithm, ["none"], [5000])
         operation = case.operations[0]
         checked = operation.shape._replace(checksum=True)
         case.operations = [
             type(of_rank)(shape=checked, schedule=of_rank.schedule, buffers=of_rank.buffers)
             for of_rank in case.operations
         ]
-        outcomes = run_simulated(world, together([case]))
+        outcomes = run_simulated(world, calls_per_rank([case]))
         fates = {outcome.status for outcome in outcomes}
         if "corrupt" in fates:
             detected += 1
@@ -62,7 +62,7 @@ def test_flipped_bit_is_detected_unless_in_padding(collective: str, algorithm: s
                 world
             )
             continue
-        finished(outcomes, world)
+        require_finished(outcomes, world)
         for rank in range(world.ranks):  # the flipped bit was in the padding
             assert torch.equal(torch.as_tensor(case.outputs[rank][0]), exact(case, rank, 0)), (world, rank)
     assert detected > 50

@@ -34,8 +34,8 @@ def call(name: str, input: torch.Tensor, ranks: int, **options: Any) -> torch.Te
     return output
 
 
-def require_alike(tensor: torch.Tensor, what: object) -> None:
+def require_alike(tensor: torch.Tensor, context: object) -> None:
     """Assert that all ranks hold the same bits."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    assert len(set(gathered)) == 1, what
+    assert len(set(gathered)) == 1, context

@@ -17,7 +17,7 @@ from dtcomm.runtime.types import Buffers
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 
 SPECS = ("exact", "exact:bits=16", "exact:block=256")
-WAYS = [
+ALGORITHMS = [
     *(name for name in algorithms.available("all_reduce") if name != "hierarchical"),
     "hierarchical",
     "hierarchical:ring/tree",
@@ -66,7 +66,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-@pytest.mark.parametrize("algorithm", WAYS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_sum_bits_do_not_depend_on_algorithm_or_rank_order(algorithm: str, ranks: int) -> None:
     """Every algorithm, random pieces and delays, contributions in any order of ranks: one result, the true
     sum of the integers."""
@@ -77,7 +77,7 @@ def test_sum_bits_do_not_depend_on_algorithm_or_rank_order(algorithm: str, ranks
         truth = true_sum(spec, inputs, ranks if op == "avg" else 1)
         for seed in range(2):
             order = rng.sample(range(ranks), ranks)
-            dealt = [inputs[i].clone() for i in order]
+            shuffled = [inputs[i].clone() for i in order]
             first = rng.randint(1, ranks)
             hosts = (first, ranks - first) if first < ranks else (ranks,)
             world = Simulation(
@@ -100,9 +100,9 @@ def test_sum_bits_do_not_depend_on_algorithm_or_rank_order(algorithm: str, ranks
                 )
                 for rank in range(ranks)
             ]
-            outcomes, _ = reduce_all(world, plans, [[Buffers(x, x)] for x in dealt])
+            outcomes, _ = reduce_all(world, plans, [[Buffers(x, x)] for x in shuffled])
             assert {outcome.status for outcome in outcomes} == {"done"}
-            for rank, x in enumerate(dealt):
+            for rank, x in enumerate(shuffled):
                 assert torch.equal(bits(x), bits(truth)), (spec, op, world, rank)
 
 
@@ -148,9 +148,9 @@ def test_other_collectives_and_types_give_the_same_bits(collective: str, dtype: 
             for rank in range(ranks):
                 out = buffers[rank][part].output
                 if out is None:
-                    given_back = buffers[rank][part].input
-                    assert given_back is not None
-                    assert torch.equal(bits(given_back), bits(inputs[rank][part]))
+                    unchanged_input = buffers[rank][part].input
+                    assert unchanged_input is not None
+                    assert torch.equal(bits(unchanged_input), bits(inputs[rank][part]))
                 else:
                     assert torch.equal(bits(out), bits(truths[rank if scale > 1 else 0])), (algorithm, rank)
 
@@ -182,7 +182,7 @@ def test_feedback_conserves_mass(spec: str, op: str) -> None:
 
 
 def test_sent_bytes_match_schedule() -> None:
-    for name in WAYS:
+    for name in ALGORITHMS:
         for ranks in (2, 5):
             for spec in (*SPECS, "randk:ratio=0.1,positions=shared"):
                 plans = [

@@ -46,7 +46,7 @@ class Case:
     shape: OpSpec
 
 
-def make(
+def make_case(
     rng: random.Random,
     ranks: int,
     collective: str,
@@ -126,12 +126,12 @@ def exact(case: Case, rank: int, part: int) -> torch.Tensor:
     return total
 
 
-def together(cases: list[Case]) -> list[list[Operation]]:
-    """The cases as one sequence of calls per rank."""
+def calls_per_rank(cases: list[Case]) -> list[list[Operation]]:
+    """Return the cases as one sequence of calls per rank."""
     return [[case.operations[rank] for case in cases] for rank in range(len(cases[0].operations))]
 
 
-def finished(outcomes: list[SimulatedOutcome], world: Simulation) -> None:
+def require_finished(outcomes: list[SimulatedOutcome], world: Simulation) -> None:
     assert {outcome.status for outcome in outcomes} == {"done"}, (world, outcomes)
 
 

@@ -15,7 +15,7 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer, verify
 from dtcomm.schedule.ir import REDUCING
 from tests.unit.algorithms.every_algorithm import NAMES, build
-from tests.unit.runtime.simulated_cases import Case, finished, make, together
+from tests.unit.runtime.simulated_cases import Case, calls_per_rank, make_case, require_finished
 from tests.unit.runtime.test_fused import SPECS, same
 
 
@@ -24,8 +24,8 @@ def compare_with_engine(virtual: VirtualRanks, fused: Case, reference: Case) -> 
     plan = virtual.fused.prepare(fused.shape, fused.operations[0].schedule)
     virtual.fused.launch(plan, [operation.buffers for operation in fused.operations])
     world = Simulation(ranks=virtual.ranks, seed=1)
-    outcomes = run_simulated(world, together([reference]))
-    finished(outcomes, world)
+    outcomes = run_simulated(world, calls_per_rank([reference]))
+    require_finished(outcomes, world)
     assert plan.sent_bytes == outcomes[0].wire_bytes
     for left, right in zip(fused.operations, reference.operations, strict=True):
         same(list(left.buffers), list(right.buffers))
@@ -46,7 +46,8 @@ def test_every_algorithm_matches_engine_bytes(spec: str, ranks: int) -> None:
         }
         numels = [(1, 1500, 2100)[turn % 3]]
         pair = [
-            make(random.Random(turn), ranks, collective, algorithm, [spec], numels, **options) for _ in "ab"
+            make_case(random.Random(turn), ranks, collective, algorithm, [spec], numels, **options)
+            for _ in "ab"
         ]
         compare_with_engine(virtual, *pair)
     virtual.check()
@@ -60,12 +61,12 @@ def test_tensor_larger_than_memory_is_cut_into_pieces() -> None:
         boxes = 4 * codec(spec).wire_bytes(1024) + (4 * 1024 if algorithm == "tree" else 0)
         cut = VirtualRanks(ranks, box_bytes=2 * boxes)
         pair = [
-            make(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
+            make_case(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
             for _ in "ab"
         ]
         compare_with_engine(cut, *pair)
         another_pair = [
-            make(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
+            make_case(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
             for _ in "ab"
         ]
         compare_with_engine(uncut, *another_pair)
@@ -79,7 +80,7 @@ def test_messages_of_several_tensors() -> None:
     virtual = VirtualRanks(4)
     for algorithm in ("ring", "halving", "two_shot"):
         pair = [
-            make(random.Random(5), 4, "all_reduce", algorithm, specs, numels, "avg", feedback=True)
+            make_case(random.Random(5), 4, "all_reduce", algorithm, specs, numels, "avg", feedback=True)
             for _ in "ab"
         ]
         compare_with_engine(virtual, *pair)
@@ -92,7 +93,8 @@ def test_copying_collectives_accept_any_dtype(dtype: torch.dtype) -> None:
     for collective, algorithm in NAMES:
         if collective not in REDUCING:
             pair = [
-                make(random.Random(2), 3, collective, algorithm, ["none"], [1111], dtype=dtype) for _ in "ab"
+                make_case(random.Random(2), 3, collective, algorithm, ["none"], [1111], dtype=dtype)
+                for _ in "ab"
             ]
             compare_with_engine(virtual, *pair)
     virtual.check()

@@ -10,7 +10,16 @@ from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES
-from tests.unit.runtime.simulated_cases import CASES, CODECS, bits, exact, finished, make, together, worlds
+from tests.unit.runtime.simulated_cases import (
+    CASES,
+    CODECS,
+    bits,
+    calls_per_rank,
+    exact,
+    make_case,
+    require_finished,
+    worlds,
+)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
@@ -22,9 +31,9 @@ def test_results_are_exact_in_every_order(collective: str, algorithm: str) -> No
             numels = [rng.choice([0, 1, 31, 1000, 4096, 9001]) for _ in range(rng.randint(1, 3))]
             specs = [rng.choice(["none", "fp16", "bf16"]) for _ in numels]
             place = rng.choice(["slots", "shared", "pulled"])
-            cases.append(make(rng, world.ranks, collective, algorithm, specs, numels, place=place))
-        outcomes = run_simulated(world, together(cases))
-        finished(outcomes, world)
+            cases.append(make_case(rng, world.ranks, collective, algorithm, specs, numels, place=place))
+        outcomes = run_simulated(world, calls_per_rank(cases))
+        require_finished(outcomes, world)
         for case in cases:
             for rank in range(world.ranks):
                 for part, output in enumerate(case.outputs[rank]):
@@ -52,12 +61,16 @@ def test_bits_do_not_depend_on_the_order(collective: str, algorithm: str, spec: 
     for world, rng in worlds(12, salt=2):
         numel = rng.choice([1, 33, 2500, 7000])
         state = rng.getstate()
-        case = make(rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False)
+        case = make_case(
+            rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False
+        )
         rng.setstate(state)
-        calm = make(rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False)
-        finished(run_simulated(world, together([case])), world)
+        calm = make_case(
+            rng, world.ranks, collective, algorithm, [spec], [numel], feedback=True, integers=False
+        )
+        require_finished(run_simulated(world, calls_per_rank([case])), world)
         plain = Simulation(ranks=world.ranks, seed=0, delay=0.0, piece_bytes=64 * 1024, slot_bytes=2**20)
-        finished(run_simulated(plain, together([calm])), plain)
+        require_finished(run_simulated(plain, calls_per_rank([calm])), plain)
         for rank in range(world.ranks):
             left, right = case.operations[rank].buffers[0], calm.operations[rank].buffers[0]
             if left.output is not None and right.output is not None:
@@ -96,7 +109,7 @@ def test_unequal_splits() -> None:
             for r in range(n)
         ]
         outcomes = run_simulated(world, calls)
-        finished(outcomes, world)
+        require_finished(outcomes, world)
         for rank in range(n):
             rows = target[rank].split([row[rank] for row in sizes])
             for src, row in enumerate(rows):
@@ -121,8 +134,8 @@ def test_codec_none_reduces_other_dtypes(dtype: torch.dtype, op: str) -> None:
         pytest.skip("a sum of bools is their or, tested with the kernels")
     for algorithm in algorithms.available("all_reduce"):
         for world, rng in worlds(6, salt=5):
-            case = make(rng, world.ranks, "all_reduce", algorithm, ["none"], [2500], op=op, dtype=dtype)
-            finished(run_simulated(world, together([case])), world)
+            case = make_case(rng, world.ranks, "all_reduce", algorithm, ["none"], [2500], op=op, dtype=dtype)
+            require_finished(run_simulated(world, calls_per_rank([case])), world)
             for rank in range(world.ranks):
                 assert torch.equal(torch.as_tensor(case.outputs[rank][0]), exact(case, rank, 0)), (
                     world,
@@ -135,10 +148,10 @@ def test_half_precision_sums_round_once_with_direct_algorithms(dtype: torch.dtyp
     """codec none on 16-bit tensors: one fp32 sum in rank order, rounded once."""
     for algorithm in ("one_shot", "two_shot"):
         for world, rng in worlds(20, salt=6):
-            case = make(
+            case = make_case(
                 rng, world.ranks, "all_reduce", algorithm, ["none"], [2500], dtype=dtype, integers=False
             )
-            finished(run_simulated(world, together([case])), world)
+            require_finished(run_simulated(world, calls_per_rank([case])), world)
             total = case.inputs[0][0].float()
             for source in case.inputs[1:]:
                 total = total + source[0].float()
@@ -156,6 +169,6 @@ def test_seed_reproduces_a_simulation() -> None:
         for _ in range(2):
             rng.setstate(state)
             world = Simulation(ranks=3, seed=world.seed, crash_rank=1, crash_after=9)
-            cases = [make(rng, 3, "all_reduce", "ring", ["int8"], [9000]) for _ in range(2)]
-            results.append(run_simulated(world, together(cases)))
+            cases = [make_case(rng, 3, "all_reduce", "ring", ["int8"], [9000]) for _ in range(2)]
+            results.append(run_simulated(world, calls_per_rank(cases)))
         assert results[0] == results[1]

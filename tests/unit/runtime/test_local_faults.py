@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from dtcomm.measure.virtual_ranks import Simulation, run_simulated
-from tests.unit.runtime.simulated_cases import CASES, bits, exact, finished, make, together, worlds
+from tests.unit.runtime.simulated_cases import (
+    CASES,
+    bits,
+    calls_per_rank,
+    exact,
+    make_case,
+    require_finished,
+    worlds,
+)
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
@@ -22,8 +30,8 @@ def test_rank_death_is_reported_and_no_rank_hangs(collective: str, algorithm: st
             crash_rank=victim,
             crash_after=rng.randrange(40),
         )
-        cases = [make(rng, world.ranks, collective, algorithm, ["int8"], [6000]) for _ in range(3)]
-        outcomes = run_simulated(world, together(cases))
+        cases = [make_case(rng, world.ranks, collective, algorithm, ["int8"], [6000]) for _ in range(3)]
+        outcomes = run_simulated(world, calls_per_rank(cases))
         for rank, outcome in enumerate(outcomes):
             seen.add(outcome.status)
             if rank != victim:
@@ -43,8 +51,8 @@ def test_flipped_bit_changes_results_but_not_control_flow() -> None:
         world = Simulation(
             ranks=world.ranks, seed=world.seed, delay=world.delay, corrupt_payload=rng.randrange(12)
         )
-        case = make(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [5000])
-        finished(run_simulated(world, together([case])), world)
+        case = make_case(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [5000])
+        require_finished(run_simulated(world, calls_per_rank([case])), world)
         outputs = [torch.as_tensor(case.outputs[rank][0]) for rank in range(world.ranks)]
         wrong = [not torch.equal(bits(output), bits(outputs[0])) for output in outputs]
         truth = exact(case, 0, 0)
@@ -54,7 +62,7 @@ def test_flipped_bit_changes_results_but_not_control_flow() -> None:
     assert changed > 20
 
 
-ODD_CALLS: dict[str, tuple[str, str, list[str], list[int], str, torch.dtype]] = {
+DIFFERENT_CALLS: dict[str, tuple[str, str, list[str], list[int], str, torch.dtype]] = {
     "numel": ("all_reduce", "two_shot", ["int8"], [3001], "sum", torch.float32),
     "codec": ("all_reduce", "two_shot", ["fp16"], [3000], "sum", torch.float32),
     "op": ("all_reduce", "two_shot", ["int8"], [3000], "avg", torch.float32),
@@ -65,17 +73,17 @@ ODD_CALLS: dict[str, tuple[str, str, list[str], list[int], str, torch.dtype]] = 
 }
 
 
-@pytest.mark.parametrize("what", sorted(ODD_CALLS))
-def test_disagreeing_ranks_report_a_mismatch(what: str) -> None:
+@pytest.mark.parametrize("difference", sorted(DIFFERENT_CALLS))
+def test_disagreeing_ranks_report_a_mismatch(difference: str) -> None:
     """One rank makes a different call: a rank reports the mismatch, none accepts wrong bytes, and none hangs."""
     noticed = 0
     for world, rng in worlds(100, salt=9):
-        usual = [make(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [3000]) for _ in range(2)]
-        collective, algorithm, specs, numels, op, dtype = ODD_CALLS[what]
-        other = make(rng, world.ranks, collective, algorithm, specs, numels, op=op, dtype=dtype)
-        odd = rng.randrange(world.ranks)
-        operations = together(usual)
-        operations[odd][1] = other.operations[odd]
+        usual = [make_case(rng, world.ranks, "all_reduce", "two_shot", ["int8"], [3000]) for _ in range(2)]
+        collective, algorithm, specs, numels, op, dtype = DIFFERENT_CALLS[difference]
+        other = make_case(rng, world.ranks, collective, algorithm, specs, numels, op=op, dtype=dtype)
+        odd_rank = rng.randrange(world.ranks)
+        operations = calls_per_rank(usual)
+        operations[odd_rank][1] = other.operations[odd_rank]
         outcomes = run_simulated(world, operations)
         statuses = {outcome.status for outcome in outcomes}
         assert statuses <= {"mismatch", "done"} and "mismatch" in statuses, (world, outcomes)

@@ -7,7 +7,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.measure.virtual_ranks import run_simulated
-from tests.unit.runtime.simulated_cases import CODECS, finished, make, together, worlds
+from tests.unit.runtime.simulated_cases import CODECS, calls_per_rank, make_case, require_finished, worlds
 
 
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
@@ -18,7 +18,7 @@ def test_feedback_conserves_mass(algorithm: str, op: str, spec: str) -> None:
     residual.
     """
     for world, rng in worlds(8, salt=3):
-        case = make(
+        case = make_case(
             rng, world.ranks, "all_reduce", algorithm, [spec], [3000], op=op, feedback=True, integers=False
         )
         for _ in range(3):
@@ -27,7 +27,7 @@ def test_feedback_conserves_mass(algorithm: str, op: str, spec: str) -> None:
                 part = operation.buffers[0]
                 part.input.copy_(torch.randn(3000))
                 owed += part.input.double() + part.residual.double()
-            finished(run_simulated(world, together([case])), world)
+            require_finished(run_simulated(world, calls_per_rank([case])), world)
             result = torch.as_tensor(case.operations[0].buffers[0].input).double()
             paid = result * (world.ranks if op == "avg" else 1)
             for operation in case.operations:
@@ -39,14 +39,14 @@ def test_feedback_conserves_mass(algorithm: str, op: str, spec: str) -> None:
 def test_reduce_scatter_feedback_conserves_mass() -> None:
     for algorithm in algorithms.available("reduce_scatter"):
         for world, rng in worlds(20, salt=4):
-            case = make(
+            case = make_case(
                 rng, world.ranks, "reduce_scatter", algorithm, ["int8"], [1500], feedback=True, integers=False
             )
             total = torch.zeros(1500 * world.ranks, dtype=torch.float64)
             for operation in case.operations:
                 part = operation.buffers[0]
                 total += part.input.double() + part.residual.double()
-            finished(run_simulated(world, together([case])), world)
+            require_finished(run_simulated(world, calls_per_rank([case])), world)
             paid = torch.cat([torch.as_tensor(case.outputs[rank][0]) for rank in range(world.ranks)]).double()
             for operation in case.operations:
                 residual = operation.buffers[0].residual
@@ -59,14 +59,14 @@ def test_reduce_scatter_feedback_conserves_mass() -> None:
 def test_reduce_feedback_conserves_mass(algorithm: str, op: str) -> None:
     """result at the root + new residuals of all ranks = inputs + old residuals, wherever values were encoded."""
     for world, rng in worlds(20, salt=11):
-        case = make(
+        case = make_case(
             rng, world.ranks, "reduce", algorithm, ["int8"], [3000], op=op, feedback=True, integers=False
         )
         owed = torch.zeros(3000, dtype=torch.float64)
         for rank, operation in enumerate(case.operations):
             residual = operation.buffers[0].residual
             owed += case.inputs[rank][0].double() + residual.double()
-        finished(run_simulated(world, together([case])), world)
+        require_finished(run_simulated(world, calls_per_rank([case])), world)
         root = case.shape.root
         paid = torch.as_tensor(case.outputs[root][0]).double() * (world.ranks if op == "avg" else 1)
         for operation in case.operations:
@@ -81,10 +81,10 @@ def test_copies_feedback_conserves_mass(collective: str) -> None:
     for algorithm in algorithms.available(collective):
         for world, rng in worlds(12, salt=12):
             n, root = world.ranks, 0
-            case = make(rng, n, collective, algorithm, ["int8"], [1500], feedback=True, integers=False)
+            case = make_case(rng, n, collective, algorithm, ["int8"], [1500], feedback=True, integers=False)
             before = [[part.residual for part in operation.buffers] for operation in case.operations]
             kept = [None if part[0] is None else part[0].clone() for part in before]
-            finished(run_simulated(world, together([case])), world)
+            require_finished(run_simulated(world, calls_per_rank([case])), world)
             root = case.shape.root
             outputs = [part[0] for part in case.outputs]
             for rank in range(n):
