@@ -57,9 +57,9 @@ def broadcast(ranks: int, root: int = 0) -> Schedule:
     Each phase takes ceil(log2 n) steps. A chunk that a rank has passed on during the scatter is not sent to it again.
     """
     scattered = tree.scatter(ranks, root)
-    held = {(root, chunk) for chunk in range(ranks)} | {(t.dst, t.chunk) for t in scattered.transfers}
+    available = {(root, chunk) for chunk in range(ranks)} | {(t.dst, t.chunk) for t in scattered.transfers}
     gathered = all_gather(ranks)
-    missing = tuple(t for t in gathered.transfers if (t.dst, t.chunk) not in held)
+    missing = tuple(t for t in gathered.transfers if (t.dst, t.chunk) not in available)
     return sequence("broadcast", scattered, replace(gathered, transfers=missing), root)
 
 

@@ -269,8 +269,8 @@ class Codec(abc.ABC):
     def _refuse(self, option: str) -> ValueError:
         """The error for an option with a wrong value."""
         (field,) = (field for field in dataclasses.fields(self) if field.name == option)
-        given = _text(getattr(self, option))
-        return ValueError(f"{self.name}: option {option!r} is {given}; valid: {field.metadata['valid']}")
+        value = _text(getattr(self, option))
+        return ValueError(f"{self.name}: option {option!r} is {value}; valid: {field.metadata['valid']}")
 
 
 def pack(

@@ -356,7 +356,7 @@ def _wait(ranks: Sequence[int]) -> str:
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return a list of ranks as text: ``rank 3``, ``ranks 0-2, 5``."""
     if not ranks:
-        return "nobody"
+        return "no rank"
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -204,7 +204,7 @@ def test_damaged_payload_is_reported_with_its_sender() -> None:
 
 def test_ranks_and_bytes_are_formatted() -> None:
     assert [format_ranks(ranks) for ranks in ([], [3], [0, 1, 2], [5, 0, 1])] == [
-        "nobody",
+        "no rank",
         "rank 3",
         "ranks 0-2",
         "ranks 0-1, 5",
