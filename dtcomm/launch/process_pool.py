@@ -36,7 +36,8 @@ class RankProcess:
     It leads a process group, so that its own child processes are killed with it.
     """
 
-    def __init__(self, fork_server: ForkServer) -> None:
+    def __init__(self, fork_server: ForkServer, rank: int) -> None:
+        self.rank = rank
         self.connection, child_end = Pipe()
         self._fork_server = fork_server
         self._ended: int | None = None
@@ -107,7 +108,11 @@ class RankProcess:
 
 
 class ProcessPool:
-    """Pool of idle rank processes that have imported torch and dtcomm, and the fork server they come from."""
+    """Pool of idle rank processes that have imported torch and dtcomm, and the fork server they come from.
+
+    A process is always the same rank: torch caches specs of DTensors whose meshes hold the coordinates of the rank for
+    which they were made, and would save a checkpoint with the other rank's offsets.
+    """
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -116,27 +121,34 @@ class ProcessPool:
         atexit.register(self.close)
 
     def acquire(self, count: int, fresh: bool) -> list[RankProcess]:
-        """Return ``count`` ready processes, idle ones unless ``fresh``; RankError if some do not start."""
-        reused: list[RankProcess] = []
-        while not fresh and self._idle and len(reused) < count:
-            process = self._idle.pop(0)
-            if process.alive():
-                reused.append(process)
-            else:
-                process.kill_and_reap()
+        """Return ready processes of all ranks, idle ones unless ``fresh``; RankError if some do not start."""
+        processes: list[RankProcess] = []
         started: list[RankProcess] = []
         try:
-            while len(reused) + len(started) < count:
-                started.append(RankProcess(self._current_fork_server(fresh)))
+            for rank in range(count):
+                process = None if fresh else self._take_idle(rank)
+                if process is None:
+                    process = RankProcess(self._current_fork_server(fresh), rank)
+                    started.append(process)
+                processes.append(process)
             deadline = time.monotonic() + STARTUP_SECONDS
             if not all(process.wait_for_status("ready", deadline) for process in started):
                 raise ForkServerError("a rank process did not start; its error is on stderr")
         except ForkServerError as error:
-            for process in reused + started:
+            for process in processes:
                 process.kill_and_reap()
             self._retire_fork_server()
             raise RankError(str(error)) from error
-        return reused + started
+        return processes
+
+    def _take_idle(self, rank: int) -> RankProcess | None:
+        """Remove and return a live idle process of ``rank``, if there is one."""
+        for process in [process for process in self._idle if process.rank == rank]:
+            self._idle.remove(process)
+            if process.alive():
+                return process
+            process.kill_and_reap()
+        return None
 
     def _current_fork_server(self, fresh: bool) -> ForkServer:
         """Return the fork server; for fresh processes, one that was started with the current environment."""

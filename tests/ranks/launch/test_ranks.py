@@ -100,6 +100,13 @@ def test_processes_are_reused_for_other_world_sizes() -> None:
     assert len(second & first) == 2
 
 
+def test_a_reused_process_keeps_its_rank() -> None:
+    # torch's caches keep coordinates of device meshes, which are those of one rank.
+    first = [pid for _, pid, _ in run_ranks(sum_of_ranks, 3, 1)]
+    run_ranks(sum_of_ranks, 2, 1)
+    assert [pid for _, pid, _ in run_ranks(sum_of_ranks, 3, 1)] == first
+
+
 def test_fresh_processes_are_used_once() -> None:
     pooled = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1)}
     fresh = {pid for _, pid, _ in run_ranks(sum_of_ranks, 2, 1, fresh=True)}
