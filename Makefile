@@ -14,11 +14,13 @@ export PATH := $(abspath $(VENV)/bin):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 DEPS := $(VENV)/.requirements.stamp
+DEV_DEPS := $(VENV)/.requirements-dev.stamp
 NATIVE := build/native.stamp
+EMULATOR := build/emulator.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build test test-fast lint format docs bench cuda asan tsan device races gpu-check gpu-bench clean distclean
+.PHONY: help demo build emulator test test-fast lint format docs bench cuda asan tsan device races gpu-check gpu-bench clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -30,31 +32,31 @@ demo: build  ## build, then train a small language model on two ranks with compr
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
 # Tests that start no processes run two at a time; those in tests/ranks need both cores.
-test: build  ## the whole test suite; .ci/run adds sanitizers, the CUDA build, emulated devices and documents
+test: build $(DEV_DEPS) $(EMULATOR)  ## the whole test suite; .ci/run adds sanitizers, the CUDA build, emulated devices and documents
 	$(PYTEST) -n 2 tests/unit tests/cuda $(ARGS)
 	$(PYTEST) tests/ranks $(ARGS)
 
-test-fast: build  ## the tests that start no processes and are not marked slow
+test-fast: build $(DEV_DEPS) $(EMULATOR)  ## the tests that start no processes and are not marked slow
 	$(PYTEST) -n 2 -m "not slow" tests/unit $(ARGS)
 
 # With DTCOMM_WERROR=1, as in .ci/run, the in-place build already treats warnings as errors, so lint needs no second build.
-lint: $(DEPS)  ## ruff, mypy --strict, clang-format, compiler warnings as errors
+lint: $(DEV_DEPS)  ## ruff, mypy --strict, clang-format, compiler warnings as errors
 	ruff check $(SOURCES)
 	ruff format --check $(SOURCES)
 	mypy
 	clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(if $(DTCOMM_WERROR),$(MAKE) --no-print-directory build,$(call native,build/lint,DTCOMM_WERROR=1 DTCOMM_CUDA=0))
 
-format: $(DEPS)  ## rewrite the sources the way lint wants them
+format: $(DEV_DEPS)  ## rewrite the sources the way lint wants them
 	ruff check --fix-only --exit-zero $(SOURCES)
 	ruff format $(SOURCES)
 	clang-format -i $(CXX_SOURCES)
 
-docs: build  ## the HTML documentation in build/docs, warnings as errors
+docs: build $(DEV_DEPS)  ## the HTML documentation in build/docs, warnings as errors
 	$(PY) -m sphinx -q -W --keep-going -j auto -b html docs build/docs
 	@echo "build/docs/index.html"
 
-bench: build  ## print the README's table: dtcomm beside its peers on this machine
+bench: build $(DEV_DEPS)  ## print the README's table: dtcomm beside its peers on this machine
 	$(PY) -m bench $(ARGS)
 
 # --- the native code ------------------------------------------------------------------------------------------
@@ -62,10 +64,17 @@ bench: build  ## print the README's table: dtcomm beside its peers on this machi
 # A build apart from the in-place one: $(call native,FOLDER,ENVIRONMENT); its modules end in FOLDER/lib/dtcomm.
 native = $(2) $(PY) setup.py -q build_ext --build-temp $(1)/cmake --build-lib $(1)/lib
 
-$(DEPS): requirements-dev.txt
+# Without --compile: Python compiles the few modules that are imported, when they are.
+PIP_INSTALL = $(PY) -m pip install -q --no-compile -r
+
+$(DEPS): requirements.txt
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dtcomm needs Python >= 3.10; this is " + sys.version + "; try make PYTHON=python3.12")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q -r requirements-dev.txt
+	$(PIP_INSTALL) $<
+	@touch $@
+
+$(DEV_DEPS): requirements-dev.txt $(DEPS)
+	$(PIP_INSTALL) $<
 	@touch $@
 
 $(NATIVE): $(DEPS) $(NATIVE_INPUTS)
@@ -77,12 +86,19 @@ $(INSTALLED): pyproject.toml | $(NATIVE)
 	$(PY) -m pip install -q --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Users need it only for `dtcomm perf --device emulator`.
+emulator: $(EMULATOR)  ## compile _emulator, which runs the CUDA kernels' source on this CPU
+
+$(EMULATOR): $(NATIVE)
+	cmake --build $(INPLACE) --target _emulator
+	@touch $@
+
 # Adds _cuda, for the architectures of release wheels, to the modules of the in-place build.
-cuda: $(NATIVE)  ## compile _cuda without a GPU (CUDAARCHS=90-real: for one architecture), and test what needs no device
+cuda: $(NATIVE) $(DEV_DEPS) $(EMULATOR)  ## compile _cuda without a GPU (CUDAARCHS=90-real: for one architecture), and test what needs no device
 	DTCOMM_CUDA=1 $(PY) setup.py -q build_ext --inplace
 	DTCOMM_CUDA=1 $(PYTEST) tests/unit/test_native_build.py tests/cuda $(ARGS)
 
-$(ASAN): $(DEPS) $(NATIVE_INPUTS)
+$(ASAN): $(DEV_DEPS) $(NATIVE_INPUTS)
 	$(call native,build/asan,DTCOMM_SANITIZE=address$(comma)undefined DTCOMM_TESTS=ON)
 	@touch $@
 

@@ -3,7 +3,7 @@
 Environment, read at build time only:
   DTCOMM_CUDA=0|1              never / always build `_cuda`; by default it is built where a GPU is visible, for that GPU
   DTCOMM_BUILD_TYPE=Release    CMake's build type
-  DTCOMM_EMULATOR=0|1          leave out / build `_emulator`; by default it is built in place, and not in wheels
+  DTCOMM_EMULATOR=1            also build `_emulator`; in a checkout `make emulator` does
   DTCOMM_SANITIZE=address,...  instrument the native code
   DTCOMM_TESTS=ON              also build csrc/tests
   DTCOMM_WERROR=1              warnings are errors
@@ -50,12 +50,16 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "DTCOMM_OUTPUT_DIR": str(target),
-            "DTCOMM_EMULATOR": "1" if self.inplace else "0",
+            "DTCOMM_EMULATOR": "0",
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
         }
-        configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+        configure = ["cmake", "--log-level=NOTICE", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         configure += [f"-D{name}={value}" for name, value in options.items()]
-        for command in (configure, ["cmake", "--build", str(build)]):
+        compile_all = ["cmake", "--build", str(build)]
+        if not sys.stdout.isatty():
+            # On a terminal ninja overwrites one line of progress; in a log it would be a line for each file.
+            compile_all += ["--", "--quiet"]
+        for command in (configure, compile_all):
             status = subprocess.run(command, env=env).returncode
             if status:
                 raise SystemExit(f"{' '.join(command[:3])} failed with status {status}; its output is above")

@@ -148,8 +148,7 @@ class EmulatorLauncher:
             from dtcomm import _emulator
         except ImportError:
             raise RuntimeError(
-                "the module dtcomm._emulator was not built; build it from a checkout: "
-                "DTCOMM_EMULATOR=1 pip install --no-build-isolation ."
+                "the module dtcomm._emulator was not built; in a checkout `make emulator` builds it"
             ) from None
         plan = _emulator.FusedPlan(**spec)
 
