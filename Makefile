@@ -31,10 +31,10 @@ demo: build  ## build, then train a small language model on two ranks with compr
 
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
-# Tests that start no processes run two at a time; those in tests/ranks need both cores.
+# Two at a time, for two cores: tests of ranks wait for half of their time. Tests of one file share processes.
 test: build $(DEV_DEPS) $(EMULATOR)  ## the whole test suite; .ci/run adds sanitizers, the CUDA build, emulated devices and documents
 	$(PYTEST) -n 2 tests/unit tests/cuda $(ARGS)
-	$(PYTEST) tests/ranks $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile tests/ranks $(ARGS)
 
 test-fast: build $(DEV_DEPS) $(EMULATOR)  ## the tests that start no processes and are not marked slow
 	$(PYTEST) -n 2 -m "not slow" tests/unit $(ARGS)
