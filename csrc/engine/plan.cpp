@@ -95,44 +95,69 @@ Status Plan::validate(const PlanOptions& options) const {
   return Status();
 }
 
-// Cuts every chunk into pieces of at least `elements` elements and lays the payloads out in the boxes.
+// Cuts the chunks into pieces of at least `elements` elements and lays the payloads out in the boxes. Keeps the slices
+// of the chunks that this rank handles, but counts pieces and bytes over all, since the ranks must agree on them.
 void Plan::cut_pieces(std::size_t elements) {
   const auto chunks = static_cast<std::size_t>(program_->chunks);
   const ChunkLayout layout{geometry_, chunks, static_cast<std::size_t>(program_->ranks), &splits_};
   std::vector<SegmentShape> shapes;
   for (const Segment& segment : segments_) shapes.push_back({segment.numel, segment.granule()});
-  std::vector<std::vector<std::vector<ElementRange>>> cuts;  // [chunk][piece]
-  pieces_ = 0;
-  for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
-    cuts.push_back(cut_chunk(layout, shapes, chunk, elements));
-    pieces_ = std::max(pieces_, cuts.back().size());
-  }
-  // An empty operation takes a piece, too, so that no rank gets further ahead than there are slots.
-  pieces_ = std::max<std::size_t>(pieces_, 1);
-  slices_.clear();
-  first_slice_.assign(1, 0);
+  // An exchange has a chunk for each pair of ranks; the one with the most elements stands for those of other ranks.
+  const bool exchange = geometry_ == Geometry::exchange;
+  const auto largest = static_cast<std::size_t>(std::max_element(splits_.begin(), splits_.end()) - splits_.begin());
+  std::vector<std::vector<std::vector<Slice>>> cuts;  // [kept chunk][piece]
+  pieces_ = 1;  // An empty operation takes a piece, too, so that no rank gets further ahead than there are slots.
   box_stride_ = kCacheLine;
   accumulator_bytes_ = 0;
+  kept_chunk_.assign(chunks, kNotKept);
+  for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
+    const bool kept = program_->handles_chunk[chunk];
+    if (!kept && exchange && chunk != largest) continue;
+    std::vector<std::vector<Slice>> pieces = lay_out(cut_chunk(layout, shapes, chunk, elements));
+    pieces_ = std::max(pieces_, pieces.size());
+    if (!kept) continue;
+    kept_chunk_[chunk] = static_cast<std::uint32_t>(cuts.size());
+    cuts.push_back(std::move(pieces));
+  }
+  kept_chunks_ = cuts.size();
+  slices_.clear();
+  first_slice_.assign(1, 0);
   for (std::size_t piece = 0; piece < pieces_; ++piece) {
-    for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
-      if (piece < cuts[chunk].size()) {
-        std::size_t sum_bytes = 0;
-        BoxSpan inside{0, 0}, between{0, 0};  // of the slice before
-        for (const ElementRange& range : cuts[chunk][piece]) {
-          const Segment& segment = segments_[range.segment];
-          inside = {inside.offset + inside.bytes, wire_bytes(segment.codec, range.numel, segment.dtype)};
-          between = {between.offset + between.bytes, wire_bytes(segment.between, range.numel, segment.dtype)};
-          slices_.push_back({range.segment, range.in_offset, range.out_offset, range.numel, inside, between});
-          sum_bytes += round_up(range.numel * size_of(accumulator_dtype(segment.dtype)), kCacheLine);
-        }
-        for (const BoxSpan& last : {slices_.back().inside, slices_.back().between}) {
-          box_stride_ = std::max(box_stride_, round_up(last.offset + last.bytes, kCacheLine));
-        }
-        accumulator_bytes_ = std::max(accumulator_bytes_, sum_bytes);
-      }
+    for (const auto& pieces : cuts) {
+      if (piece < pieces.size()) slices_.insert(slices_.end(), pieces[piece].begin(), pieces[piece].end());
       first_slice_.push_back(slices_.size());
     }
   }
+  slices_.shrink_to_fit();
+}
+
+// Places the payloads of the pieces of a chunk one behind the other, and counts the bytes of the largest piece.
+std::vector<std::vector<Slice>> Plan::lay_out(const std::vector<std::vector<ElementRange>>& pieces) {
+  std::vector<std::vector<Slice>> result;
+  for (const auto& ranges : pieces) {
+    std::vector<Slice> slices;
+    std::size_t sum_bytes = 0;
+    BoxSpan inside{0, 0}, between{0, 0};  // of the slice before
+    for (const ElementRange& range : ranges) {
+      const Segment& segment = segments_[range.segment];
+      inside = {inside.offset + inside.bytes, wire_bytes(segment.codec, range.numel, segment.dtype)};
+      between = {between.offset + between.bytes, wire_bytes(segment.between, range.numel, segment.dtype)};
+      slices.push_back({range.segment, range.in_offset, range.out_offset, range.numel, inside, between});
+      sum_bytes += round_up(range.numel * size_of(accumulator_dtype(segment.dtype)), kCacheLine);
+    }
+    for (const BoxSpan& last : {inside, between}) {
+      box_stride_ = std::max(box_stride_, round_up(last.offset + last.bytes, kCacheLine));
+    }
+    accumulator_bytes_ = std::max(accumulator_bytes_, sum_bytes);
+    result.push_back(std::move(slices));
+  }
+  return result;
+}
+
+std::size_t Plan::memory_bytes() const {
+  return slices_.capacity() * sizeof(Slice) + first_slice_.capacity() * sizeof(std::size_t) +
+         kept_chunk_.size() * sizeof(std::uint32_t) + splits_.size() * sizeof(std::size_t) +
+         program_->instructions.size() * sizeof(Instruction);
 }
 
 std::size_t Plan::input_bytes_of(int rank) const {

@@ -90,15 +90,21 @@ class Plan {
     return large_output_ && (geometry_ != Geometry::whole || !program_->reads_input[static_cast<std::size_t>(chunk)]);
   }
 
+  // The slices of a chunk that this rank's program handles.
   const Slice* begin(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk); }
   const Slice* end(std::size_t piece, int chunk) const { return slices_.data() + index(piece, chunk, 1); }
   std::size_t payload_bytes(std::size_t piece, int chunk, int level) const;
+  // The memory that the plan itself takes.
+  std::size_t memory_bytes() const;
 
  private:
+  static constexpr std::uint32_t kNotKept = UINT32_MAX;
+
   std::size_t index(std::size_t piece, int chunk, std::size_t next = 0) const {
-    return first_slice_[piece * static_cast<std::size_t>(program_->chunks) + static_cast<std::size_t>(chunk) + next];
+    return first_slice_[piece * kept_chunks_ + kept_chunk_[static_cast<std::size_t>(chunk)] + next];
   }
   void cut_pieces(std::size_t elements);
+  std::vector<std::vector<Slice>> lay_out(const std::vector<std::vector<ElementRange>>& pieces);
   Status validate(const PlanOptions& options) const;
 
   std::shared_ptr<const Program> program_;
@@ -118,8 +124,10 @@ class Plan {
   std::string text_;
   std::string call_info_;
   std::uint64_t fingerprint_ = 0;
-  std::vector<Slice> slices_;             // by piece and chunk
-  std::vector<std::size_t> first_slice_;  // [piece * chunks + chunk]
+  std::vector<Slice> slices_;              // by piece and kept chunk
+  std::vector<std::size_t> first_slice_;   // [piece * kept_chunks_ + kept chunk]
+  std::vector<std::uint32_t> kept_chunk_;  // by chunk: its position among those kept
+  std::size_t kept_chunks_ = 0;
 };
 
 // The dtype in which a partial sum of `dtype` is kept between instructions.

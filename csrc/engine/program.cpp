@@ -74,6 +74,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
   program.ranks = ranks;
   program.chunks = chunks;
   program.boxes = boxes;
+  program.handles_chunk.assign(static_cast<std::size_t>(chunks), false);
   program.reads_input.assign(static_cast<std::size_t>(chunks), false);
   program.sends_to.assign(static_cast<std::size_t>(ranks), false);
   program.receives_from.assign(static_cast<std::size_t>(ranks), false);
@@ -91,6 +92,7 @@ Program Program::parse(int rank, int ranks, int chunks, std::vector<int> boxes, 
     instruction.op = static_cast<Op>(code);
     if (flat[at + 1] < 0 || flat[at + 1] >= chunks) throw std::invalid_argument("program: chunk out of range");
     instruction.chunk = static_cast<int>(flat[at + 1]);
+    program.handles_chunk[static_cast<std::size_t>(instruction.chunk)] = true;
     const std::int64_t length = flat[at + 2];
     if (length < 0 || static_cast<std::size_t>(length) > flat.size() - at - 3) {
       throw std::invalid_argument("program: truncated instruction");

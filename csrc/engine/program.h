@@ -45,6 +45,7 @@ struct Program {
   std::vector<Instruction> instructions;
   bool accumulates = false;         // some sum is kept unencoded
   std::vector<int> outputs;         // chunks that have an output at this rank, one entry for each write
+  std::vector<bool> handles_chunk;  // by chunk: some instruction is about it
   std::vector<bool> reads_input;    // by chunk: this rank reads its own input of it
   std::vector<bool> sends_to;       // by rank
   std::vector<bool> receives_from;  // by rank

@@ -104,6 +104,7 @@ void bind_plan(py::module_& module) {
            py::arg("text"), py::arg("max_boxes"), py::arg("splits"), py::arg("checksum") = false,
            py::arg("call_info") = "", py::arg("single_copy") = false)
       .def_property_readonly("pieces", &Plan::pieces)
+      .def_property_readonly("memory_bytes", &Plan::memory_bytes)
       .def_property_readonly("max_boxes", &Plan::max_boxes)
       .def_property_readonly("fingerprint", &Plan::fingerprint);
   module.def("chunk_layout", &chunk_layout, py::arg("geometry"), py::arg("segments"), py::arg("chunks"),

@@ -27,13 +27,10 @@ from dtcomm.collectives._multi_stage import (
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, TensorSpec
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, PreparedPlan, TensorSpec
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 from dtcomm.work import CompositeWork, Work
-
-# The cache is cleared beyond this many plans: a program whose sizes always change must not grow without end.
-MAX_PLANS = 4096
 
 
 class CustomSchedule(NamedTuple):
@@ -98,7 +95,12 @@ def make_plan(
         raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
     name = algorithm if isinstance(algorithm, str) else algorithm.name
     request = OpSpec(collective, op, tuple(tensors), name, root, splits, checksum)
-    prepare = functools.partial(_prepare, communicator, custom)
+    prepared: list[PreparedPlan] = []
+
+    def prepare(stage: OpSpec) -> Plan:
+        prepared.append(_prepare(communicator, custom, stage))
+        return prepared[-1]
+
     # The list, and not a generator: every tensor is checked.
     needs_agreement = [_needs_agreement(part) for part in tensors] if collective in REDUCING else []
     plan: Plan
@@ -107,9 +109,7 @@ def make_plan(
         plan = StagesOfCommunicator(communicator, stages)
     else:
         plan = prepare(request)
-    if len(communicator.plans) > MAX_PLANS:
-        communicator.plans.clear()
-    communicator.plans[key] = plan
+    communicator.plans.keep(key, plan, sum(stage.table_bytes for stage in prepared))
     return plan
 
 
@@ -178,7 +178,7 @@ class StagesOfCommunicator:
         return stages, [*([] if check is None else [check]), *(() if hooks is None else hooks.after)]
 
 
-def _prepare(communicator: Communicator, custom: CustomSchedule | None, request: OpSpec) -> Plan:
+def _prepare(communicator: Communicator, custom: CustomSchedule | None, request: OpSpec) -> PreparedPlan:
     """Choose the algorithm of one operation and return the runtime's plan of it.
 
     ``request.algorithm`` is what the caller asked for: a name, "auto" or "direct", or the name of ``custom``.

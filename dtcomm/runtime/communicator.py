@@ -6,7 +6,7 @@ has a :class:`SingleRankRuntime`; the runtimes of larger groups come from ``dtco
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,9 @@ from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
+from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.process_groups import position
-from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Plan, Runtime
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Runtime
 from dtcomm.schedule import Schedule
 from dtcomm.work import CompositeWork
 
@@ -68,7 +69,7 @@ class Communicator:
         self.names = [f"rank {rank}" for rank in self.ranks]
         self.checksum = env.get("DTCOMM_CHECKSUM") == "1"
         self.calls = 0
-        self.plans: dict[Hashable, Plan] = {}
+        self.plans = PlanCache()
         self.runtime: Runtime = SingleRankRuntime()
         self.runtime_reason = "one rank: nothing to move"
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
@@ -155,6 +156,7 @@ class SingleRankRuntime:
 
     name = "none"
     failure = ""
+    table_bytes = 0
 
     def prepare(self, spec: OpSpec, schedule: Schedule) -> SingleRankRuntime:
         """The runtime itself: copies need no plan."""

@@ -26,7 +26,15 @@ from dtcomm.schedule import Schedule
 from dtcomm.work import Work
 
 
-class RecordedPlan(Protocol):
+class StreamPlan(Protocol):
+    """What every plan of these runtimes says of itself."""
+
+    @property
+    def table_bytes(self) -> int:
+        """The memory that the plan itself takes."""
+
+
+class RecordedPlan(StreamPlan, Protocol):
     """A plan, as far as the flight recorder and reports read it."""
 
     @property
@@ -42,7 +50,7 @@ class RecordedPlan(Protocol):
         """Bytes that this rank sends in one call."""
 
 
-PlanT = TypeVar("PlanT")
+PlanT = TypeVar("PlanT", bound=StreamPlan)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,11 @@ class BoundPlan(Generic[PlanT]):
     plan: PlanT
     run: Callable[[Sequence[Buffers], int, OpHooks | None], int]
     submit: Callable[[Sequence[Buffers], Sequence[torch.Tensor], int, OpHooks | None], Work]
+
+    @property
+    def table_bytes(self) -> int:
+        """The memory that the plan itself takes."""
+        return self.plan.table_bytes
 
 
 class StreamRuntime(abc.ABC, Generic[PlanT]):

@@ -232,12 +232,20 @@ class Plan(Protocol):
         """Queue the operation behind earlier ones; returns its handle, whose future has ``outputs`` as its value."""
 
 
+class PreparedPlan(Plan, Protocol):
+    """A plan of one operation, as a runtime makes it."""
+
+    @property
+    def table_bytes(self) -> int:
+        """The memory that the plan itself takes, for the bound of the cache."""
+
+
 class Runtime(Protocol):
     """The executor of one communicator's operations."""
 
     name: str
 
-    def prepare(self, spec: OpSpec, schedule: Schedule) -> Plan:
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> PreparedPlan:
         """A plan for calls of this operation, to be kept and reused."""
 
     def set_timeout(self, seconds: float) -> None:

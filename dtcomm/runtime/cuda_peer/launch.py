@@ -203,6 +203,11 @@ class FusedPlan(NamedTuple):
     sent_bytes: int
 
     @property
+    def table_bytes(self) -> int:
+        """The memory that the plan itself takes: about 16 KB of kernel arguments for each launch."""
+        return len(self.launches) << 14
+
+    @property
     def fuses_epilogue(self) -> bool:
         """Whether its kernel applies a ``FusedEpilogue``."""
         return self.spec.collective == "all_reduce" and self.spec.algorithm in ALGORITHMS

@@ -22,7 +22,7 @@ from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.cuda_peer.launch import FusedEpilogue, FusedPlan, FusedRanks, NoFusedKernel
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.stream_runtime import StreamRuntime
-from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, Runtime
+from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, PreparedPlan, Runtime
 from dtcomm.schedule import Schedule
 from dtcomm.work import StreamWork, Work
 
@@ -30,8 +30,13 @@ from dtcomm.work import StreamWork, Work
 class FallbackPlan(NamedTuple):
     """The plan of a call that the group's own backend serves, and the reason."""
 
-    plan: Plan
+    plan: PreparedPlan
     reason: str
+
+    @property
+    def table_bytes(self) -> int:
+        """The memory that the plan itself takes."""
+        return self.plan.table_bytes
 
 
 class PeerRuntime(StreamRuntime[FusedPlan | FallbackPlan]):

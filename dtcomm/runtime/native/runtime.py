@@ -200,6 +200,11 @@ class NativeOperation:
         self._native = runtime.native
         self._plan = plan
 
+    @property
+    def table_bytes(self) -> int:
+        """The memory that the plan takes in the engine."""
+        return self._plan.memory_bytes
+
     def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
         """Run to the end; returns the bytes sent."""
         try:

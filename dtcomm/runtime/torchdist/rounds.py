@@ -153,6 +153,14 @@ class RoundsPlan:
         for piece in self.pieces:
             self._place(piece)
 
+    @property
+    def table_bytes(self) -> int:
+        """The memory that the plan itself takes, counting an entry of a table as 200 bytes."""
+        entries = len(self.order) + sum(map(len, self.places))
+        for piece in self.pieces:
+            entries += sum(map(len, piece))
+        return 200 * entries
+
     def _place(self, piece: Piece) -> None:
         places: dict[PayloadKey, int] = {}
         regions: list[tuple[Region, Region]] = []

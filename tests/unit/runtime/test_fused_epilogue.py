@@ -24,6 +24,7 @@ from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, ru
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
+from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.emulate import emulate_all_reduce
@@ -156,7 +157,7 @@ def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator
     communicator.device, communicator.runtime, communicator.checksum = None, runtime, False
     communicator.rank, communicator.size, communicator.ranks = rank, ranks, list(range(ranks))
     communicator.groups, communicator.tuning_table = (tuple(communicator.ranks),), ""
-    communicator.calls, communicator.plans = 0, {}
+    communicator.calls, communicator.plans = 0, PlanCache()
     return communicator
 
 
