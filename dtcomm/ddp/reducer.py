@@ -177,6 +177,15 @@ class Reducer:
             if getattr(type(observer), event) is not getattr(ReducerObserver, event):
                 self._callbacks[event].append(getattr(observer, event))
 
+    def detach(self, observer: ReducerObserver) -> None:
+        """Call the observer's methods no longer."""
+        for event in _EVENTS:
+            self._callbacks[event] = [
+                callback
+                for callback in self._callbacks[event]
+                if getattr(callback, "__self__", None) is not observer
+            ]
+
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket in place; the future holds its buffer once that is done."""
         ready_ns = time.monotonic_ns()

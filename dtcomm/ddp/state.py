@@ -34,6 +34,7 @@ from dtcomm.ddp.observers import (
     TunerObserver,
 )
 from dtcomm.ddp.reducer import Reducer
+from dtcomm.ddp.registration import RegistrationObserver
 from dtcomm.profiling import Metric, Timeline
 
 DEFAULT_GUARD = Guard()
@@ -285,6 +286,7 @@ class State:
         self._reducer.finish_before_ddp = model.find_unused_parameters
         self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
         model.register_comm_hook(self, hook)
+        self._reducer.attach(RegistrationObserver(model.process_group, self._reducer))
 
         def raise_error(module: torch.nn.Module, args: Any) -> None:
             if self.error is not None:
