@@ -11,6 +11,11 @@ namespace dtcomm {
 // of the same name in dtcomm.errors.
 enum class ErrorKind : std::uint32_t { none = 0, timeout = 1, peer_lost = 2, mismatch = 3, corrupt = 4, internal = 5 };
 
+// Whether a number that another rank sent is a kind of failure.
+inline bool is_failure(std::uint64_t kind) {
+  return kind > static_cast<std::uint64_t>(ErrorKind::none) && kind <= static_cast<std::uint64_t>(ErrorKind::internal);
+}
+
 // A collective that cannot complete. `failed_rank` is the rank at fault, or -1 if it is unknown.
 class Error : public std::runtime_error {
  public:

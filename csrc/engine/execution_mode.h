@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,8 +21,7 @@ struct CorruptPayload {
   int sender = -1;
   int chunk = 0;
   std::size_t piece = 0;
-  std::uint32_t checksum_sent = 0;
-  std::uint32_t checksum_received = 0;
+  std::string difference;
 };
 
 // One operation on one rank: its parts, and what has been found out while it runs.

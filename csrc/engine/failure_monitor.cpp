@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -23,9 +22,13 @@ std::string describe(const Interpreter& interpreter) {
 void FailureMonitor::check_peers() const {
   for (const PeerView& peer : peers_.peers) {
     const FailureRecord& failure = peer.header->failure;
-    if (failure.state.load(std::memory_order_acquire) == 2) {
-      throw Error(failure.kind, failure.text, failure.failed_rank);
-    }
+    if (failure.state.load(std::memory_order_acquire) != 2) continue;
+    // A kind or a rank that does not exist counts as unknown.
+    const bool is_known = is_failure(static_cast<std::uint64_t>(failure.kind));
+    const bool is_rank = failure.failed_rank >= 0 && failure.failed_rank < peers_.ranks;
+    throw Error(is_known ? failure.kind : ErrorKind::internal,
+                std::string(failure.text, strnlen(failure.text, sizeof failure.text)),
+                is_rank ? failure.failed_rank : -1);
   }
 }
 
@@ -128,7 +131,7 @@ void FailureMonitor::throw_timeout(const Interpreter& interpreter, std::uint64_t
     visited[static_cast<std::size_t>(failed)] = true;
     const RegionHeader& header = *peers_.peer(failed).header;
     const std::uint64_t since = header.waiting_since.load(std::memory_order_acquire);
-    const int next = header.waiting_for.load(std::memory_order_relaxed);
+    const int next = peers_.awaited_by(failed);
     if (next < 0 || next == peers_.rank || since + kStaleWaitNs < now_ns()) break;
     failed = next;
   }
@@ -148,13 +151,10 @@ void FailureMonitor::throw_timeout(const Interpreter& interpreter, std::uint64_t
 
 void FailureMonitor::throw_corrupt(const Interpreter& interpreter) const {
   const CorruptPayload& payload = *interpreter.corrupt();
-  char checksums[64];
-  std::snprintf(checksums, sizeof checksums, "checksum %08x when sent, %08x on arrival", payload.checksum_sent,
-                payload.checksum_received);
   throw Error(ErrorKind::corrupt,
               "what " + peers_.name(payload.sender) + " sent to " + peers_.name(peers_.rank) +
                   " arrived damaged: chunk " + std::to_string(payload.chunk) + " of piece " +
-                  std::to_string(payload.piece) + " of " + describe(interpreter) + " (" + checksums + ")",
+                  std::to_string(payload.piece) + " of " + describe(interpreter) + " (" + payload.difference + ")",
               payload.sender);
 }
 

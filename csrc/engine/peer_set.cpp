@@ -57,7 +57,7 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
     if (socket < 0) continue;
     RegionLayout layout = layout_;
     layout.rank = static_cast<std::uint32_t>(peer);
-    tcp_.add(peer, socket, layout, rank, ranks);
+    tcp_.add(peer, socket, layout, *own_.header);
   }
   links.assign(layout_.emulates_link ? addresses.size() : 0, nullptr);
   has_latency = !tcp_.empty();
@@ -131,6 +131,11 @@ Status PeerSet::can_single_copy() const {
   return Status();
 }
 
+int PeerSet::awaited_by(int r) const {
+  const int awaited = peer(r).header->waiting_for.load(std::memory_order_relaxed);
+  return awaited < ranks ? std::max(awaited, -1) : -1;
+}
+
 std::vector<PeerSnapshot> PeerSet::snapshots() const {
   std::vector<PeerSnapshot> snapshots;
   for (int r = 0; r < static_cast<int>(peers.size()); ++r) {
@@ -143,7 +148,7 @@ std::vector<PeerSnapshot> PeerSet::snapshots() const {
       snapshot.text.assign(op.text, strnlen(op.text, kOpText));
     }
     snapshot.pieces_done = header.pieces_done.load(std::memory_order_relaxed);
-    snapshot.waiting_for = header.waiting_for.load(std::memory_order_relaxed);
+    snapshot.waiting_for = awaited_by(r);
     snapshot.alive = !has_ended(r);
     snapshot.closed = header.closed.load(std::memory_order_relaxed) != 0;
     snapshots.push_back(std::move(snapshot));

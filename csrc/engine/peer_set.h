@@ -69,6 +69,8 @@ class PeerSet final : public Transport {
   std::string name(int peer) const;
   RegionHeader& own_header() { return *own_.header; }
   std::vector<PeerSnapshot> snapshots() const;
+  // The rank that a rank waited for when it was last asleep; -1 if it waited for none, or its region holds no rank.
+  int awaited_by(int peer) const;
 
   // Announces an operation in the op headers; returns its fingerprint.
   std::uint64_t announce_operation(const Call& call, std::uint64_t number);

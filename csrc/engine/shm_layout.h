@@ -98,13 +98,20 @@ struct RegionLayout {
   static constexpr std::size_t kSlotSkew = 4096 + 128;
 };
 
+// Which bytes of its slot the last payload that arrived for a flag filled.
+struct ArrivedBytes {
+  std::size_t slot_offset = 0;
+  std::size_t bytes = 0;
+};
+
 // One rank's region as a rank (itself or another) sees it. SimulatedWorld points `flags` and `pieces_done` at delayed
 // copies.
 struct PeerView {
   RegionHeader* header = nullptr;
   BoxFlag* flags = nullptr;  // [box * kSlots + slot]
   std::atomic<std::uint64_t>* pieces_done = nullptr;
-  DeliveryStamp* stamps = nullptr;  // [flag * ranks + reader]; null without an emulated link
+  DeliveryStamp* stamps = nullptr;        // [flag * ranks + reader]; null without an emulated link
+  const ArrivedBytes* arrived = nullptr;  // by flag; null for ranks that share memory
   std::uint8_t* data = nullptr;
   std::size_t slot_stride = 0;
 

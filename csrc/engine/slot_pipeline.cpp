@@ -1,7 +1,9 @@
 #include "engine/slot_pipeline.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "engine/crc32c.h"
 
@@ -108,12 +110,25 @@ bool SlotPipeline::received(std::size_t piece, const Instruction& instruction) {
     state_.mismatch = true;
     return false;
   }
+  if (view.arrived && !fills_box(view.arrived[index], piece, instruction)) return false;
   EmulatedLink* const link = transport_.link_to(instruction.peer);
   if (!link) return true;
   const std::size_t stamp =
       index * static_cast<std::size_t>(transport_.ranks) + static_cast<std::size_t>(transport_.rank);
   return link->delivered(instruction.peer, index, seq + 1, view.stamps[stamp],
                          plan_.payload_bytes(piece, instruction.chunk, instruction.level));
+}
+
+// A shorter payload, or one elsewhere in the slot, would leave bytes of an earlier one in the box.
+bool SlotPipeline::fills_box(const ArrivedBytes& arrived, std::size_t piece, const Instruction& instruction) {
+  const std::size_t bytes = plan_.payload_bytes(piece, instruction.chunk, instruction.level);
+  const std::size_t slot_offset = static_cast<std::size_t>(instruction.box) * plan_.box_stride();
+  if (arrived.bytes == bytes && arrived.slot_offset == slot_offset) return true;
+  state_.corrupt = {instruction.peer, instruction.chunk, piece,
+                    std::to_string(arrived.bytes) + " bytes at offset " + std::to_string(arrived.slot_offset) +
+                        " instead of " + std::to_string(bytes) + " at " + std::to_string(slot_offset)};
+  state_.waiting_for = instruction.peer;
+  return false;
 }
 
 // The receiver computes the checksum over the bytes as it sees them, before it uses them.
@@ -125,7 +140,9 @@ bool SlotPipeline::checksum_matches(std::size_t piece, const Instruction& instru
   const std::uint32_t received = crc32c(box(piece, instruction.peer, instruction.box),
                                         plan_.payload_bytes(piece, instruction.chunk, instruction.level));
   if (sent == received) return true;
-  state_.corrupt = {instruction.peer, instruction.chunk, piece, sent, received};
+  char difference[64];
+  std::snprintf(difference, sizeof difference, "checksum %08x when sent, %08x on arrival", sent, received);
+  state_.corrupt = {instruction.peer, instruction.chunk, piece, difference};
   state_.waiting_for = instruction.peer;
   return false;
 }

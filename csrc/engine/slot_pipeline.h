@@ -24,6 +24,7 @@ class SlotPipeline final : public ExecutionMode {
   bool execute(std::size_t piece, const Instruction& instruction);
   void compute(std::size_t piece, const Instruction& instruction);
   bool received(std::size_t piece, const Instruction& instruction);
+  bool fills_box(const ArrivedBytes& arrived, std::size_t piece, const Instruction& instruction);
   bool checksum_matches(std::size_t piece, const Instruction& instruction);
   void publish(std::size_t piece, const Instruction& instruction);
   void encode(std::size_t piece, const Instruction& instruction);

@@ -29,12 +29,16 @@ void* reserve(std::size_t bytes) {
   return memory;
 }
 
+// Whether a word is a rank, or -1 for none.
+bool is_rank_or_none(std::uint64_t word, std::uint32_t ranks) { return word + 1 <= ranks; }
+
 }  // namespace
 
-TcpPeer::TcpPeer(int fd, const RegionLayout& layout, int reader)
-    : layout_(layout), reader_(static_cast<std::size_t>(reader)), memory_(nullptr), stream_(fd) {
+TcpPeer::TcpPeer(int fd, const RegionLayout& layout, const RegionHeader& own)
+    : layout_(layout), own_(own), memory_(nullptr), arrived_(layout.flags()), stream_(fd) {
   memory_ = reserve(layout_.bytes());
   view_ = construct_region(memory_, layout_);
+  view_.arrived = arrived_.data();
 }
 
 TcpPeer::~TcpPeer() { munmap(memory_, layout_.bytes()); }
@@ -85,25 +89,33 @@ void TcpPeer::send_failure(const FailureRecord& failure) {
 
 void TcpPeer::send_closed() { stream_.enqueue(FrameHeader{kClosed}, nullptr); }
 
+bool TcpPeer::is_valid_box(const FrameHeader& frame) const {
+  const std::uint64_t seq = frame.words[0];
+  const std::uint64_t index = frame.words[2] >> 32;
+  const std::uint64_t at = frame.words[4];
+  if (seq == 0 || seq > max_pieces_begun()) return false;
+  if (index >= layout_.flags() || index % kSlots != (seq - 1) % kSlots) return false;
+  return at <= layout_.slot_bytes && frame.bytes <= layout_.slot_bytes - at;
+}
+
 std::uint8_t* TcpPeer::payload_buffer(const FrameHeader& frame) {
   auto* const text = reinterpret_cast<std::uint8_t*>(text_);
   switch (frame.kind) {
-    case kBox: {
-      const std::uint64_t seq = frame.words[0];
-      const std::uint64_t index = frame.words[2] >> 32;
-      const std::uint64_t at = frame.words[4];
-      if (seq == 0 || index >= std::uint64_t{layout_.max_boxes} * kSlots || index % kSlots != (seq - 1) % kSlots) {
-        return nullptr;
-      }
-      if (at > layout_.slot_bytes || frame.bytes > layout_.slot_bytes - at) return nullptr;
-      return view_.slot(seq - 1) + at;
+    case kBox:
+      return is_valid_box(frame) ? view_.slot(frame.words[0] - 1) + frame.words[4] : nullptr;
+    case kDone: {
+      const std::uint64_t before = view_.pieces_done->load(std::memory_order_relaxed);
+      const std::uint64_t done = frame.words[0];
+      return frame.bytes == 0 && done >= before && done <= max_pieces_begun() ? text : nullptr;
     }
     case kHeader:
-      return frame.bytes < kOpText ? text : nullptr;
-    case kFailure:
-      return frame.bytes < sizeof text_ ? text : nullptr;
-    case kDone:
+      return frame.bytes < kOpText && frame.words[0] != 0 ? text : nullptr;
     case kWaiting:
+      return frame.bytes == 0 && is_rank_or_none(frame.words[0], layout_.ranks) ? text : nullptr;
+    case kFailure:
+      return frame.bytes < sizeof text_ && is_failure(frame.words[0]) && is_rank_or_none(frame.words[1], layout_.ranks)
+                 ? text
+                 : nullptr;
     case kClosed:
       return frame.bytes == 0 ? text : nullptr;
     default:
@@ -117,10 +129,11 @@ void TcpPeer::on_frame(const FrameHeader& frame) {
     case kBox: {
       const std::size_t index = frame.words[2] >> 32;
       if (view_.stamps) {
-        DeliveryStamp& stamp = view_.stamps[index * layout_.ranks + reader_];
+        DeliveryStamp& stamp = view_.stamps[index * layout_.ranks + own_.rank];
         stamp.first.store(frame.words[3], std::memory_order_relaxed);
         stamp.seq.store(frame.words[0], std::memory_order_release);
       }
+      arrived_[index] = {frame.words[4], frame.bytes};
       BoxFlag& flag = view_.flags[index];
       flag.operation.store(frame.words[1], std::memory_order_relaxed);
       flag.checksum.store(static_cast<std::uint32_t>(frame.words[2]), std::memory_order_relaxed);

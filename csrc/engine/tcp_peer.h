@@ -1,8 +1,10 @@
 // A peer on another host: a local copy of its shared region, which the frames that it sends keep up to date, and the
 // frames that this rank sends to it. Interpreters read the copy as they read the region of a peer in shared memory.
+// A frame with a value that no correct peer sends ends the connection.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "engine/shm_layout.h"
 #include "net/frame_stream.h"
@@ -11,8 +13,8 @@ namespace dtcomm {
 
 class TcpPeer final : private FrameSink {
  public:
-  // Takes ownership of the connected socket. `layout` is that of the peer's region, `reader` this rank.
-  TcpPeer(int fd, const RegionLayout& layout, int reader);
+  // Takes ownership of the connected socket. `layout` is that of the peer's region, `own` this rank's header.
+  TcpPeer(int fd, const RegionLayout& layout, const RegionHeader& own);
   ~TcpPeer() override;
   TcpPeer(const TcpPeer&) = delete;
 
@@ -39,10 +41,16 @@ class TcpPeer final : private FrameSink {
   std::uint8_t* payload_buffer(const FrameHeader& frame) override;
   void on_frame(const FrameHeader& frame) override;
 
+  bool is_valid_box(const FrameHeader& frame) const;
+  // The pieces of its operations that the peer can have begun: it begins one when all ranks are done with the piece
+  // that used the slot before.
+  std::uint64_t max_pieces_begun() const { return own_.pieces_done.load(std::memory_order_relaxed) + kSlots; }
+
   RegionLayout layout_;
-  std::size_t reader_;
+  const RegionHeader& own_;
   void* memory_;
   PeerView view_;
+  std::vector<ArrivedBytes> arrived_;  // by flag
   FrameStream stream_;
   std::uint64_t pieces_done_sent_ = 0;
   std::uint64_t headers_sent_ = 0;

@@ -24,9 +24,9 @@ void TcpPeerSet::for_each_locked(Action action) {
   }
 }
 
-void TcpPeerSet::add(int peer, int fd, const RegionLayout& layout, int rank, int ranks) {
-  peers_.resize(static_cast<std::size_t>(ranks));
-  peers_[static_cast<std::size_t>(peer)] = std::make_unique<TcpPeer>(fd, layout, rank);
+void TcpPeerSet::add(int peer, int fd, const RegionLayout& layout, const RegionHeader& own) {
+  peers_.resize(own.ranks);
+  peers_[static_cast<std::size_t>(peer)] = std::make_unique<TcpPeer>(fd, layout, own);
   epoll_.add(fd, peer);
 }
 

@@ -17,7 +17,7 @@ namespace dtcomm {
 class TcpPeerSet {
  public:
   // Adds a peer before the first use; takes ownership of the connected socket.
-  void add(int peer, int fd, const RegionLayout& layout, int rank, int ranks);
+  void add(int peer, int fd, const RegionLayout& layout, const RegionHeader& own);
   bool empty() const { return peers_.empty(); }
   // Null for peers that share memory.
   const TcpPeer* find(int peer) const;

@@ -35,6 +35,13 @@ void locate_input(Call& call) {
   if (call.plan->single_copy()) call.address = reinterpret_cast<std::uintptr_t>(call.tensors[0].in);
 }
 
+// A text that may come from another rank, which need not be valid UTF-8.
+py::object text_of(const std::string& text) {
+  PyObject* const decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
+  if (!decoded) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
 // Raises the exception of dtcomm.errors that belongs to an Error.
 void translate_error(std::exception_ptr pointer) {
   try {
@@ -46,7 +53,7 @@ void translate_error(std::exception_ptr pointer) {
     if (error.kind() == ErrorKind::mismatch) name = "CollectiveMismatch";
     if (error.kind() == ErrorKind::corrupt) name = "PayloadCorrupt";
     const py::object type = py::module_::import("dtcomm.errors").attr(name);
-    PyErr_SetString(type.ptr(), error.what());
+    PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
   }
 }
 
@@ -129,8 +136,8 @@ py::list flight_records(const Communicator& communicator) {
 py::list peer_snapshots(const Communicator& communicator) {
   py::list list;
   for (const PeerSnapshot& snapshot : communicator.peer_snapshots()) {
-    list.append(py::make_tuple(snapshot.last_operation, snapshot.text, snapshot.pieces_done, snapshot.waiting_for,
-                               snapshot.alive, snapshot.closed));
+    list.append(py::make_tuple(snapshot.last_operation, text_of(snapshot.text), snapshot.pieces_done,
+                               snapshot.waiting_for, snapshot.alive, snapshot.closed));
   }
   return list;
 }
@@ -203,7 +210,7 @@ void bind_communicator(py::module_& module) {
       .def("flight_records", &flight_records)
       .def("peer_snapshots", &peer_snapshots)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("failure", &Communicator::failure)
+      .def_property_readonly("failure", [](const Communicator& self) { return text_of(self.failure()); })
       .def_property_readonly("operations", &Communicator::operations)
       .def_property_readonly("wire_bytes", &Communicator::wire_bytes)
       .def_property_readonly("single_copy_bytes", &Communicator::single_copy_bytes);

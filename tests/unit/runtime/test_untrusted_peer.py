@@ -1,0 +1,195 @@
+"""The engine beside a peer that the test plays: what it sends, or writes into shared memory, is not trusted."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+
+from dtcomm import _C, algorithms
+from dtcomm.codecs import codec
+from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
+from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.types import OpSpec, TensorSpec
+
+BOX, DONE, HEADER, WAITING, FAILURE, CLOSED = range(1, 7)  # csrc/engine/tcp_peer.cpp
+FRAME = struct.Struct("<II5Q")
+NONE = 2**64 - 1  # -1 as a word
+SLOTS = 8
+SLOT_BYTES = 64 * 1024
+BOXES = 8
+NUMEL = 1000
+LONG = 20.0  # seconds: an error that is raised because of a timeout would come too late
+
+# csrc/engine/shm_layout.h: offsets in RegionHeader
+WAITING_FOR, FAILURE_RECORD = 128, 256
+
+
+def frame(kind: int, *words: int, payload: bytes = b"") -> bytes:
+    return FRAME.pack(kind, len(payload), *words, *[0] * (5 - len(words))) + payload
+
+
+class Rank:
+    """Rank 0 of two, whose communicator calls one_shot all-reduces."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.native = _C.NativeCommunicator(
+            rank=0, ranks=2, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, yield_us=50.0
+        )
+        self.tensor = torch.ones(NUMEL)
+        spec = OpSpec("all_reduce", "sum", (TensorSpec(NUMEL, torch.float32, codec("none")),), "one_shot")
+        schedule = algorithms.build("one_shot", "all_reduce", 2)
+        self.plan = native_plan(spec, schedule, 0, 16 * 1024, SLOT_BYTES, BOXES, False)
+
+    def attach(self, peer: tuple[int, ...], connection: int = -1) -> None:
+        own = (*self.native.address(), -1, False, "rank 0")
+        self.native.attach([own, (*peer, connection, connection >= 0, "rank 1")])
+
+    def all_reduce(self) -> None:
+        pointer = self.tensor.data_ptr()
+        self.native.run(self.plan, pointer, pointer, 0, 1)
+
+
+@contextmanager
+def rank_behind_socket(timeout_s: float) -> Iterator[tuple[Rank, socket.socket]]:
+    near, far = socket.socketpair()
+    rank = Rank(timeout_s)
+    with closing(rank.native):
+        rank.attach(tuple(rank.native.address()), near.detach())
+        with far:
+            yield rank, far
+
+
+IMPOSSIBLE = {
+    "waits for a rank far outside": frame(WAITING, 2**30),
+    "waits for the rank behind the last": frame(WAITING, 2),
+    "done with pieces that this rank lets nobody begin": frame(DONE, SLOTS + 1),
+    "done with fewer pieces than before": frame(DONE, 4) + frame(DONE, 2),
+    "payload of a piece that this rank lets nobody begin": frame(BOX, SLOTS + 1, 7, 0, 0, 0),
+    "payload for a flag behind the last": frame(BOX, 1, 7, (SLOTS * BOXES) << 32, 0, 0),
+    "payload that leaves its slot": frame(BOX, 1, 7, 0, 0, SLOT_BYTES - 4, payload=bytes(8)),
+    "failure of no kind": frame(FAILURE, 0, 1, payload=b"text"),
+    "failure of an unknown kind": frame(FAILURE, 77, 1, payload=b"text"),
+    "failure of a rank behind the last": frame(FAILURE, 5, 2, payload=b"text"),
+    "description of operation 0": frame(HEADER, 0, 7, payload=b"text"),
+    "unknown kind of frame": frame(77),
+}
+
+
+@pytest.mark.parametrize("sent", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_impossible_value_ends_the_connection(sent: bytes) -> None:
+    with rank_behind_socket(LONG) as (rank, peer):
+        peer.sendall(sent)
+        with pytest.raises(PeerLost, match=r"rank 1 is gone: .*\(it sent an invalid frame\)"):
+            rank.all_reduce()
+
+
+def test_values_at_their_limits_are_accepted() -> None:
+    with rank_behind_socket(0.05) as (rank, peer):
+        peer.sendall(frame(WAITING, NONE) + frame(WAITING, 1) + frame(DONE, SLOTS) + frame(DONE, SLOTS))
+        with pytest.raises(CollectiveTimeout, match="waiting for rank 1"):
+            rank.all_reduce()
+
+
+def test_failure_with_unknown_rank_is_passed_on() -> None:
+    with rank_behind_socket(LONG) as (rank, peer):
+        peer.sendall(frame(FAILURE, 5, NONE, payload=b"broken \xff text"))
+        with pytest.raises(DtcommError, match="broken � text"):
+            rank.all_reduce()
+        assert rank.native.failure == "broken � text"
+
+
+def receive_box(peer: socket.socket) -> tuple[int, ...]:
+    """The words of the first payload's frame."""
+    with peer.makefile("rb") as stream:
+        while True:
+            kind, size, *words = FRAME.unpack(stream.read(FRAME.size))
+            stream.read(size)
+            if kind == BOX:
+                return tuple(words)
+
+
+@pytest.mark.parametrize(("missing", "moved"), [(4, 0), (0, 64), (0, 0)])
+def test_payload_must_fill_its_place(missing: int, moved: int) -> None:
+    payload = torch.full((NUMEL,), 2.0).numpy().tobytes()
+    with rank_behind_socket(LONG) as (rank, peer):
+        work = rank.native.submit(rank.plan, [(rank.tensor.data_ptr(), rank.tensor.data_ptr(), 0)], 1)
+        seq, operation, flag, first, offset = receive_box(peer)
+        sent = payload[: len(payload) - missing]
+        peer.sendall(frame(BOX, seq, operation, flag, first, offset + moved, payload=sent))
+        if not missing and not moved:
+            work.wait()
+            assert rank.tensor.eq(3).all()
+            return
+        with pytest.raises(
+            PayloadCorrupt,
+            match=rf"what rank 1 sent to rank 0 .*\({len(sent)} bytes at offset {moved} instead of 4000 at 0\)",
+        ):
+            work.wait()
+
+
+VALID = [
+    frame(WAITING, NONE),
+    frame(WAITING, 1),
+    frame(DONE, 4),
+    frame(HEADER, 1, 7, payload=b"all_reduce"),
+    frame(BOX, 1, 7, 0, 0, 0, payload=bytes(4000)),
+    frame(FAILURE, 5, 1, payload=b"text"),
+    frame(CLOSED),
+]
+
+
+def test_flipped_bits_end_in_an_error_of_the_library() -> None:
+    generator = random.Random(1)
+    seen = set()
+    for _ in range(80):
+        sent = bytearray()
+        for valid in generator.sample(VALID, 2):
+            sent += valid
+            sent[len(sent) - len(valid) + generator.randrange(FRAME.size)] ^= 1 << generator.randrange(8)
+        with rank_behind_socket(0.01) as (rank, peer):
+            peer.sendall(sent)
+            with pytest.raises(DtcommError) as raised:
+                rank.all_reduce()
+            rank.native.peer_snapshots()
+            seen.add(raised.type)
+    assert {PeerLost, CollectiveTimeout, CollectiveMismatch} <= seen
+
+
+@contextmanager
+def rank_beside_memory(timeout_s: float) -> Iterator[tuple[Rank, mmap.mmap]]:
+    """Rank 0, and what rank 1 shares with it."""
+    rank = Rank(timeout_s)
+    peer = _C.NativeCommunicator(
+        rank=1, ranks=2, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, yield_us=50.0
+    )
+    with closing(rank.native), closing(peer):
+        address = tuple(peer.address())
+        rank.attach(address)
+        descriptor = os.open(f"/proc/self/fd/{address[4]}", os.O_RDWR)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
+            os.close(descriptor)
+            yield rank, memory
+
+
+@pytest.mark.parametrize("awaited", [2, 2**30, -(2**31)])
+def test_impossible_rank_in_shared_memory_counts_as_none(awaited: int) -> None:
+    with rank_beside_memory(0.05) as (rank, memory):
+        struct.pack_into("<iIQ", memory, WAITING_FOR, awaited, 0, 2**62)
+        assert rank.native.peer_snapshots()[1][3] == -1
+        with pytest.raises(CollectiveTimeout, match="waiting for rank 1, which is alive"):
+            rank.all_reduce()
+
+
+def test_impossible_failure_in_shared_memory_is_an_error_of_the_library() -> None:
+    with rank_beside_memory(LONG) as (rank, memory):
+        struct.pack_into("<IIi372s", memory, FAILURE_RECORD, 2, 77, 2**30, b"\xff" * 372)
+        with pytest.raises(DtcommError, match=r"^�{372}$"):
+            rank.all_reduce()
