@@ -35,7 +35,10 @@ Communicator::Communicator(const CommunicatorOptions& options)
       owner_pid_(static_cast<int>(getpid())) {}
 
 void Communicator::attach(const std::vector<PeerAddress>& addresses) {
-  peers_.attach(addresses);
+  {
+    const std::lock_guard<std::mutex> lock(attached_mutex_);
+    peers_.attach(addresses);
+  }
   // A frame wakes its sleeper at once, whereas a thread that yields on a busy core is away for a whole time slice.
   if (peers_.has_tcp_peers()) wait_policy_.yield_ns = 0;
   ProgressThread::instance().add(this);
@@ -48,14 +51,30 @@ void Communicator::set_wait_policy(const WaitPolicy& policy) {
 
 void Communicator::close() {
   if (!queue_.close()) return;
-  if (owner_pid_ == static_cast<int>(getpid())) {
-    ProgressThread::instance().remove(this);
-    queue_.wait_until_free();
-    queue_.fail_all(
-        std::make_exception_ptr(std::logic_error("the communicator was destroyed before this operation ended")));
-    peers_.send_goodbye(failures_.failed());
+  if (in_forked_child()) {
+    peers_.close();
+    return;
   }
+  ProgressThread::instance().remove(this);
+  queue_.wait_until_free();
+  queue_.fail_all(
+      std::make_exception_ptr(std::logic_error("the communicator was destroyed before this operation ended")));
+  peers_.send_goodbye(failures_.failed());
+  const std::lock_guard<std::mutex> lock(attached_mutex_);
   peers_.close();
+}
+
+bool Communicator::in_forked_child() const { return owner_pid_ != static_cast<int>(getpid()); }
+
+std::vector<FlightRecord> Communicator::flight_records() const {
+  if (in_forked_child()) return {};
+  return queue_.flight_records();
+}
+
+std::vector<PeerSnapshot> Communicator::peer_snapshots() const {
+  if (in_forked_child()) return {};
+  const std::lock_guard<std::mutex> lock(attached_mutex_);
+  return peers_.snapshots();
 }
 
 std::uint64_t Communicator::run(Call call) {

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -62,8 +63,10 @@ class Communicator {
   std::uint64_t operations() const { return queue_.operations(); }
   std::uint64_t wire_bytes() const { return queue_.wire_bytes(); }
   std::uint64_t single_copy_bytes() const { return peers_.single_copy_bytes(); }
-  std::vector<FlightRecord> flight_records() const { return queue_.flight_records(); }
-  std::vector<PeerSnapshot> peer_snapshots() const { return peers_.snapshots(); }
+  // Nothing in a forked child, in which a thread that is not there may hold the locks.
+  std::vector<FlightRecord> flight_records() const;
+  // Nothing in a forked child either, nor after close(), as there is no memory to read.
+  std::vector<PeerSnapshot> peer_snapshots() const;
 
   // For the progress thread. drive_front() advances the first queued operation by at most `budget` instructions; `idle`
   // if there is none, or another thread runs it.
@@ -85,9 +88,11 @@ class Communicator {
   void hand_over();
   std::exception_ptr publish_current_exception();
   void finish_front(std::exception_ptr failure);
+  bool in_forked_child() const;
   std::uint64_t timeout_ns() const { return timeout_ns_.load(std::memory_order_relaxed); }
 
   PeerSet peers_;
+  mutable std::mutex attached_mutex_;  // held while peers are attached, listed or released
   FailureMonitor failures_;
   OperationQueue queue_;
   WaitPolicy wait_policy_;

@@ -66,11 +66,11 @@ FrameStream::~FrameStream() {
 }
 
 void FrameStream::enqueue(const FrameHeader& frame, const std::uint8_t* data) {
-  if (!ended_) queue_.push_back({frame, {}, data});
+  if (!ended()) queue_.push_back({frame, {}, data});
 }
 
 void FrameStream::enqueue(FrameHeader frame, std::string text) {
-  if (ended_) return;
+  if (ended()) return;
   frame.bytes = static_cast<std::uint32_t>(text.size());
   queue_.push_back({frame, std::move(text), nullptr});
 }
@@ -114,8 +114,8 @@ void FrameStream::flush() {
 }
 
 void FrameStream::end(std::string reason) {
-  ended_ = true;
   end_reason_ = std::move(reason);
+  ended_.store(true, std::memory_order_release);
   queue_.clear();
   ::shutdown(fd_, SHUT_RDWR);  // so that the peer learns of it
 }
@@ -124,7 +124,7 @@ void FrameStream::shutdown_send() { ::shutdown(fd_, SHUT_WR); }
 
 std::size_t FrameStream::unacknowledged() const {
   int bytes = 0;
-  return ended_ || ioctl(fd_, SIOCOUTQ, &bytes) != 0 ? 0 : static_cast<std::size_t>(bytes);
+  return ended() || ioctl(fd_, SIOCOUTQ, &bytes) != 0 ? 0 : static_cast<std::size_t>(bytes);
 }
 
 // Reads the rest of the payload directly to its place, and what follows it into the read-ahead buffer.
@@ -189,7 +189,7 @@ bool FrameStream::parse(FrameSink& sink) {
 bool FrameStream::receive(FrameSink& sink) {
   bool any = false;
   bool drained = false;
-  for (std::size_t budget = 0; !ended_ && !drained && budget < kMaxReceive;) {
+  for (std::size_t budget = 0; !ended() && !drained && budget < kMaxReceive;) {
     const std::size_t before = missing_ + buffer_.size() - end_ + begin_;
     const ReadResult read = read_more();
     drained = read.drained;

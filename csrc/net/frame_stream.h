@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -43,7 +44,7 @@ class FrameStream {
   // Reads what has arrived; true if anything had.
   bool receive(FrameSink& sink);
   // Whether the connection has ended, by either side or by an error, and how.
-  bool ended() const { return ended_; }
+  bool ended() const { return ended_.load(std::memory_order_acquire); }
   const std::string& end_reason() const { return end_reason_; }
   // Ends the sending direction. The kernel still sends what it has accepted; `unacknowledged` counts those bytes.
   void shutdown_send();
@@ -67,7 +68,7 @@ class FrameStream {
 
   static constexpr std::size_t kReadAhead = 16 * 1024;
   int fd_;
-  bool ended_ = false;
+  std::atomic<bool> ended_{false};  // also read by threads that list the peers
   std::string end_reason_;
   std::deque<QueuedFrame> queue_;
   std::size_t front_sent_ = 0;                   // bytes of the first queued frame that were sent

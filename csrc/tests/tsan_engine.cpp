@@ -231,10 +231,32 @@ void closed_under_a_waiter() {
   ProgressThread::instance().stop();
 }
 
+// A thread lists the peers, as flight records do, while another one closes the communicator.
+void listed_while_closed(Reach reach) {
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    Group group = group_of(2, reach);
+    std::atomic<bool> listing{false}, closed{false};
+    std::thread reader([&] {
+      while (!closed) {
+        const std::size_t listed = group[0]->peer_snapshots().size();
+        if (listed != 0 && listed != 2) fail("a part of the peers was listed");
+        listing = true;
+      }
+      if (!group[0]->peer_snapshots().empty()) fail("a closed communicator lists peers");
+    });
+    while (!listing) std::this_thread::yield();
+    for (auto& communicator : group) communicator->close();
+    closed = true;
+    reader.join();
+  }
+}
+
 }  // namespace
 
 int main() {
   closed_under_a_waiter();
+  listed_while_closed(Reach::memory);
+  listed_while_closed(Reach::sockets);
   for (int ranks = 2; ranks <= 4; ++ranks) {
     interpreters_over_shared_regions(ranks);
     communicators(ranks, Reach::memory, kOperations);

@@ -1,0 +1,68 @@
+"""What a forked child of a rank may do with what it inherits: it is not a rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import dtcomm
+import dtcomm.collectives as C
+from dtcomm import _C
+from dtcomm.launch.ranks import run_ranks
+
+
+def status_of_child(task: Callable[[], None]) -> int:
+    """The exit code of a forked child that runs ``task``; negative if a signal ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            task()
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def record_in_child(rank: int, world_size: int) -> int:
+    C.all_reduce(torch.ones(10))
+    status = status_of_child(lambda: dtcomm.flight_record() and None)
+    C.all_reduce(torch.ones(10))
+    return status
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
+def test_flight_record_of_a_child_does_not_read_its_parents_memory(transport: str) -> None:
+    assert run_ranks(record_in_child, 2, env={"DTCOMM_TRANSPORT": transport}) == [0, 0]
+
+
+def list_in_child(rank: int, world_size: int) -> int:
+    natives = [
+        _C.NativeCommunicator(
+            rank=rank, ranks=2, max_boxes=8, slot_bytes=64 * 1024, timeout_s=10.0, yield_us=50.0
+        )
+        for rank in range(2)
+    ]
+    addresses = [(*native.address(), -1, False, "") for native in natives]
+    for native in natives:
+        native.attach(addresses)
+    assert len(natives[0].peer_snapshots()) == 2
+
+    def check() -> None:
+        assert natives[0].peer_snapshots() == natives[0].flight_records() == []
+        natives[0].close()
+
+    status = status_of_child(check)
+    for native in natives:
+        native.close()
+        assert native.peer_snapshots() == []
+    return status
+
+
+def test_native_communicator_lists_nothing_in_a_child_or_after_close() -> None:
+    assert run_ranks(list_in_child, 1) == [0]
