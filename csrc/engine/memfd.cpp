@@ -17,11 +17,11 @@ namespace {
   throw std::system_error(errno, std::generic_category(), what);
 }
 
-void* map(int fd, std::size_t bytes) {
+void* map(int fd, std::size_t bytes, ForkedChildren children) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (data == MAP_FAILED) return nullptr;
   // A forked child must not write into memory through which its parent talks to peers.
-  madvise(data, bytes, MADV_DONTFORK);
+  if (children == ForkedChildren::excluded) madvise(data, bytes, MADV_DONTFORK);
   madvise(data, bytes, MADV_HUGEPAGE);
   return data;
 }
@@ -35,17 +35,19 @@ MemfdMapping& MemfdMapping::operator=(MemfdMapping&& other) noexcept {
     size_ = std::exchange(other.size_, 0);
     fd_ = std::exchange(other.fd_, -1);
     owner_pid_ = other.owner_pid_;
+    children_ = other.children_;
   }
   return *this;
 }
 
-MemfdMapping MemfdMapping::create(const char* name, std::size_t bytes) {
+MemfdMapping MemfdMapping::create(const char* name, std::size_t bytes, ForkedChildren children) {
   MemfdMapping mapping;
+  mapping.children_ = children;
   mapping.owner_pid_ = static_cast<int>(getpid());
   mapping.fd_ = memfd_create(name, MFD_CLOEXEC);
   if (mapping.fd_ < 0) throw_errno("memfd_create");
   if (ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) throw_errno("shared memory: ftruncate");
-  mapping.data_ = map(mapping.fd_, bytes);
+  mapping.data_ = map(mapping.fd_, bytes, children);
   if (!mapping.data_) throw_errno("shared memory: mmap");
   mapping.size_ = bytes;
   if (const int code = posix_fallocate(mapping.fd_, 0, static_cast<off_t>(bytes)); code != 0) {
@@ -63,7 +65,7 @@ MemfdMapping MemfdMapping::attach(int pid, int fd, std::size_t bytes) {
   MemfdMapping mapping;
   mapping.owner_pid_ = static_cast<int>(getpid());
   if (fstat(opened, &info) == 0 && S_ISREG(info.st_mode) && static_cast<std::size_t>(info.st_size) >= bytes) {
-    mapping.data_ = map(opened, bytes);
+    mapping.data_ = map(opened, bytes, mapping.children_);
     mapping.size_ = bytes;
   } else {
     errno = EINVAL;
@@ -75,8 +77,10 @@ MemfdMapping MemfdMapping::attach(int pid, int fd, std::size_t bytes) {
   return mapping;
 }
 
+bool MemfdMapping::in_forked_child() const { return owner_pid_ != static_cast<int>(getpid()); }
+
 void MemfdMapping::reset() {
-  if (data_ && owner_pid_ == static_cast<int>(getpid())) munmap(data_, size_);
+  if (data_ && (children_ == ForkedChildren::inherit || !in_forked_child())) munmap(data_, size_);
   if (fd_ >= 0) close(fd_);
   data_ = nullptr;
   size_ = 0;

@@ -7,6 +7,9 @@
 
 namespace dtcomm {
 
+// Whether forked children see the memory. Through inherited memory a child reads and writes what its parent does.
+enum class ForkedChildren { excluded, inherit };
+
 class MemfdMapping {
  public:
   MemfdMapping() = default;
@@ -16,7 +19,7 @@ class MemfdMapping {
 
   // Creates and maps `bytes` of zeroed memory. All pages are reserved at once, so a machine without enough memory
   // throws std::system_error here instead of raising SIGBUS later.
-  static MemfdMapping create(const char* name, std::size_t bytes);
+  static MemfdMapping create(const char* name, std::size_t bytes, ForkedChildren children = ForkedChildren::excluded);
   // Maps the memory that process `pid` created as its descriptor `fd`. Throws std::system_error if it cannot be opened
   // or is shorter than `bytes`.
   static MemfdMapping attach(int pid, int fd, std::size_t bytes);
@@ -24,13 +27,15 @@ class MemfdMapping {
   void* data() const { return data_; }
   std::size_t size() const { return size_; }
   int fd() const { return fd_; }  // -1 if attached
+  bool in_forked_child() const;   // of the process that made the mapping
   void reset();
 
  private:
   void* data_ = nullptr;
   std::size_t size_ = 0;
   int fd_ = -1;
-  int owner_pid_ = -1;  // a forked child inherits the object but not the mapping
+  int owner_pid_ = -1;
+  ForkedChildren children_ = ForkedChildren::excluded;
 };
 
 // A random non-zero number with which a process proves that it is the one that was meant.

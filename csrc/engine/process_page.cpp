@@ -81,7 +81,8 @@ SharedTensorLocation LocalProcess::find(const void* data, std::size_t bytes) {
 SharedTensorMemory::SharedTensorMemory(std::size_t bytes)
     : bytes_(bytes),
       skew_(bytes < kMinSkewedBytes ? 0 : static_cast<std::size_t>(getpid()) % kSkews * kSkew),
-      mapping_(MemfdMapping::create("dtcomm-tensor", round_up(std::max<std::size_t>(bytes, 1) + skew_, kPage))) {
+      mapping_(MemfdMapping::create("dtcomm-tensor", round_up(std::max<std::size_t>(bytes, 1) + skew_, kPage),
+                                    ForkedChildren::inherit)) {
   LocalProcess& process = LocalProcess::instance();
   const std::lock_guard<std::mutex> lock(process.mutex_);
   for (int slot = 0; slot < kMaxSharedTensors; ++slot) {
@@ -101,12 +102,13 @@ SharedTensorMemory::SharedTensorMemory(std::size_t bytes)
 }
 
 SharedTensorMemory::~SharedTensorMemory() {
+  if (mapping_.in_forked_child()) return;  // the table of this process has no entry for it
   LocalProcess& process = LocalProcess::instance();
   const std::lock_guard<std::mutex> lock(process.mutex_);
   const auto found =
       std::find_if(process.entries_.begin(), process.entries_.end(),
                    [&](const LocalProcess::Entry& entry) { return entry.id == id_ && entry.slot == slot_; });
-  if (found == process.entries_.end()) return;  // this is a forked child's copy
+  if (found == process.entries_.end()) return;
   process.entries_.erase(found);
   process.count_.fetch_sub(1, std::memory_order_relaxed);
   process.page_->tensors[slot_].id.store(0, std::memory_order_release);

@@ -57,7 +57,7 @@ struct ProcessPage {
   SharedTensorEntry tensors[kMaxSharedTensors];
 };
 
-// Shared memory for one tensor; freed with the object.
+// Shared memory for one tensor; freed with the object. Forked children inherit it, as they do other tensors.
 class SharedTensorMemory {
  public:
   explicit SharedTensorMemory(std::size_t bytes);

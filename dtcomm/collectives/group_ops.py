@@ -62,7 +62,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: G
 
     If every rank's tensor is in such memory, collectives with codec ``none`` work on the tensors themselves, without a
     staging copy. Each call allocates whole pages and holds a file descriptor until the tensor is freed, so allocate few
-    and large tensors.
+    and large tensors. A forked child shares the memory with its parent, so what one writes the other reads.
 
     Args:
         *size: The shape, as integers or as one sequence, as for ``torch.empty``.

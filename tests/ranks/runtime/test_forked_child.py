@@ -66,3 +66,29 @@ def list_in_child(rank: int, world_size: int) -> int:
 
 def test_native_communicator_lists_nothing_in_a_child_or_after_close() -> None:
     assert run_ranks(list_in_child, 1) == [0]
+
+
+def read_tensor_in_child(rank: int, world_size: int) -> int:
+    tensor = C.empty(300_000)  # large enough to start inside its memory
+    tensor.fill_(rank + 1.0)
+    small = C.empty(10).fill_(5.0)
+    C.all_reduce(tensor)
+
+    def use() -> None:
+        nonlocal small
+        assert tensor.eq(3).all() and small.eq(5).all()
+        mine = C.empty(10).fill_(6.0)
+        del small  # leaves the child's own tensors alone
+        assert mine.eq(6).all()
+        tensor[0] = 7.0
+
+    status = status_of_child(use)
+    assert tensor[0] == 7 and small.eq(5).all(), "the child shares the memory"
+    tensor.fill_(1.0)
+    C.all_reduce(tensor)
+    assert tensor.eq(2).all()
+    return status
+
+
+def test_child_reads_tensors_in_shared_memory() -> None:
+    assert run_ranks(read_tensor_in_child, 2) == [0, 0]
