@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <string>
+
 #include "engine/communicator.h"
 #include "engine/crc32c.h"
 #include "engine/progress_thread.h"
@@ -22,7 +25,14 @@ LinkRate link_rate(const LinkTuple& fields) {
 }
 
 std::uint64_t ns_of_us(double us) { return static_cast<std::uint64_t>(us * 1e3); }
-std::uint64_t ns_of_s(double seconds) { return static_cast<std::uint64_t>(seconds * 1e9); }
+
+// Longer timeouts are as good as none, and deadlines must not exceed 64 bits.
+constexpr double kMaxTimeoutNs = 9e18;  // 285 years
+
+std::uint64_t timeout_ns(const char* argument, double seconds) {
+  if (!(seconds >= 0)) throw py::value_error(std::string(argument) + ": must be at least 0 seconds");
+  return static_cast<std::uint64_t>(std::min(seconds * 1e9, kMaxTimeoutNs));
+}
 
 // Tells the engine where peers can reach the input of a zero-copy call.
 void locate_input(Call& call) {
@@ -106,7 +116,7 @@ std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32
   options.peers.slot_bytes = slot_bytes;
   options.peers.inside = link_rate(inside);
   options.peers.between = link_rate(between);
-  options.timeout_ns = ns_of_s(timeout_s);
+  options.timeout_ns = timeout_ns("timeout_s", timeout_s);
   options.wait.yield_ns = ns_of_us(yield_us);
   return std::make_shared<Communicator>(options);
 }
@@ -170,7 +180,7 @@ void bind_communicator(py::module_& module) {
           [](Communicator& self, int spins, double yield_us) { self.set_wait_policy({spins, ns_of_us(yield_us)}); },
           py::arg("spins"), py::arg("yield_us"))
       .def(
-          "set_timeout", [](Communicator& self, double seconds) { self.set_timeout(ns_of_s(seconds)); },
+          "set_timeout", [](Communicator& self, double seconds) { self.set_timeout(timeout_ns("seconds", seconds)); },
           py::arg("seconds"))
       .def("run",
            [](Communicator& self, std::shared_ptr<Plan> plan, std::uintptr_t in, std::uintptr_t out,

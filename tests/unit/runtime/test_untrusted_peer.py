@@ -1,4 +1,7 @@
-"""The engine beside a peer that the test plays: what it sends, or writes into shared memory, is not trusted."""
+"""The engine beside a peer that the test plays: what it sends, or writes into shared memory, is not trusted.
+
+Also timeouts, which such a peer can await.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,9 @@ class Rank:
         pointer = self.tensor.data_ptr()
         self.native.run(self.plan, pointer, pointer, 0, 1)
 
+    def submit(self) -> _C.NativeWork:
+        return self.native.submit(self.plan, [(self.tensor.data_ptr(), self.tensor.data_ptr(), 0)], 1)
+
 
 @contextmanager
 def rank_behind_socket(timeout_s: float) -> Iterator[tuple[Rank, socket.socket]]:
@@ -106,22 +112,23 @@ def test_failure_with_unknown_rank_is_passed_on() -> None:
         assert rank.native.failure == "broken � text"
 
 
-def receive_box(peer: socket.socket) -> tuple[int, ...]:
-    """The words of the first payload's frame."""
+def receive_until(peer: socket.socket, last: int) -> dict[int, tuple[int, ...]]:
+    """The words of the last frame of each kind, up to the first of kind ``last``."""
+    received: dict[int, tuple[int, ...]] = {}
     with peer.makefile("rb") as stream:
-        while True:
+        while last not in received:
             kind, size, *words = FRAME.unpack(stream.read(FRAME.size))
             stream.read(size)
-            if kind == BOX:
-                return tuple(words)
+            received[kind] = tuple(words)
+    return received
 
 
 @pytest.mark.parametrize(("missing", "moved"), [(4, 0), (0, 64), (0, 0)])
 def test_payload_must_fill_its_place(missing: int, moved: int) -> None:
     payload = torch.full((NUMEL,), 2.0).numpy().tobytes()
     with rank_behind_socket(LONG) as (rank, peer):
-        work = rank.native.submit(rank.plan, [(rank.tensor.data_ptr(), rank.tensor.data_ptr(), 0)], 1)
-        seq, operation, flag, first, offset = receive_box(peer)
+        work = rank.submit()
+        seq, operation, flag, first, offset = receive_until(peer, BOX)[BOX]
         sent = payload[: len(payload) - missing]
         peer.sendall(frame(BOX, seq, operation, flag, first, offset + moved, payload=sent))
         if not missing and not moved:
@@ -161,6 +168,29 @@ def test_flipped_bits_end_in_an_error_of_the_library() -> None:
             rank.native.peer_snapshots()
             seen.add(raised.type)
     assert {PeerLost, CollectiveTimeout, CollectiveMismatch} <= seen
+
+
+@pytest.mark.parametrize("timeout_s", [1e11, float("inf")])
+@pytest.mark.parametrize("later", [False, True])
+def test_very_long_timeout_is_not_short(timeout_s: float, later: bool) -> None:
+    with rank_behind_socket(0.01 if later else timeout_s) as (rank, peer):
+        if later:
+            rank.native.set_timeout(timeout_s)
+        work = rank.submit()
+        box = receive_until(peer, WAITING)[BOX]  # it sends whom it waits for before it looks at the deadline
+        peer.sendall(frame(BOX, *box, payload=bytes(4 * NUMEL)))
+        work.wait()
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, -1e-9, float("nan")])
+def test_negative_timeout_is_refused(timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s: must be at least 0 seconds"):
+        Rank(timeout_s)
+    with (
+        closing(Rank(1.0).native) as native,
+        pytest.raises(ValueError, match=r"^seconds: must be at least 0"),
+    ):
+        native.set_timeout(timeout_s)
 
 
 @contextmanager
