@@ -86,7 +86,7 @@ OperationQueue::WaitRole OperationQueue::start_waiting(Work& work) {
 bool OperationQueue::stop_waiting(Work& work) {
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &work));
-  if (driven_ || !work.finished()) return false;
+  if (driven_ || closed() || !work.finished()) return false;
   driven_ = true;
   return true;
 }

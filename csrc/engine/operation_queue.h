@@ -78,6 +78,7 @@ class OperationQueue {
   };
   WaitRole start_waiting(Work& work);
   // True if the caller is now the driver, only to hand over: it was asked to take over, but its work is finished.
+  // Never once the queue is closed: then close() ends what is left, and releases what a driver would use.
   bool stop_waiting(Work& work);
 
   // Driver only: the first and second operation; null if there are fewer.

@@ -231,6 +231,31 @@ void closed_under_a_waiter() {
   ProgressThread::instance().stop();
 }
 
+// Threads that wait for queued operations end with an error when another thread closes the communicator, and no longer
+// touch its connections.
+void closed_under_two_waiters(Reach reach) {
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    Group group = group_of(2, reach);
+    std::vector<float> tensors[2] = {input(0, 3), input(0, 4)};
+    std::vector<std::shared_ptr<Work>> works;
+    for (std::vector<float>& tensor : tensors) works.push_back(group[0]->submit(all_reduce_call(0, 2, tensor)));
+    std::vector<std::thread> waiters;
+    for (const auto& work : works) {
+      waiters.emplace_back([&group, &work] {
+        try {
+          group[0]->wait(work);
+          fail("an operation survived its communicator");
+        } catch (const std::logic_error&) {
+        }
+      });
+    }
+    group[0]->close();
+    for (std::thread& waiter : waiters) waiter.join();
+    group[1]->close();
+  }
+  ProgressThread::instance().stop();
+}
+
 // A thread lists the peers, as flight records do, while another one closes the communicator.
 void listed_while_closed(Reach reach) {
   for (int repeat = 0; repeat < 20; ++repeat) {
@@ -255,6 +280,8 @@ void listed_while_closed(Reach reach) {
 
 int main() {
   closed_under_a_waiter();
+  closed_under_two_waiters(Reach::memory);
+  closed_under_two_waiters(Reach::sockets);
   listed_while_closed(Reach::memory);
   listed_while_closed(Reach::sockets);
   for (int ranks = 2; ranks <= 4; ++ranks) {

@@ -42,12 +42,12 @@ def frame(kind: int, *words: int, payload: bytes = b"") -> bytes:
 class Rank:
     """Rank 0 of two, whose communicator calls one_shot all-reduces."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, numel: int = NUMEL) -> None:
         self.native = _C.NativeCommunicator(
             rank=0, ranks=2, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, yield_us=50.0
         )
-        self.tensor = torch.ones(NUMEL)
-        spec = OpSpec("all_reduce", "sum", (TensorSpec(NUMEL, torch.float32, codec("none")),), "one_shot")
+        self.tensor = torch.ones(numel)
+        spec = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "one_shot")
         schedule = algorithms.build("one_shot", "all_reduce", 2)
         self.plan = native_plan(spec, schedule, 0, 16 * 1024, SLOT_BYTES, BOXES, False)
 
