@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
+#include <utility>
 
 #include "engine/communicator.h"
 #include "engine/cpu_relax.h"
@@ -55,11 +56,9 @@ void ProgressThread::wake() {
   has_work_.store(true, std::memory_order_release);
   full_fence();  // a HelpingWaiter looks for work after it has stopped helping
   if (!rests()) {
-    const std::lock_guard<std::mutex> lock(idle_mutex_);
-    if (!thread_.joinable()) {
-      stopping_ = false;
-      thread_ = std::thread([this] { loop(); });
-    }
+    std::unique_lock<std::mutex> lock(idle_mutex_);
+    await_stop(lock);
+    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
     idle_.notify_one();
   }
   // The thread, or a waiter that helps it, may sleep because another communicator is blocked.
@@ -67,17 +66,24 @@ void ProgressThread::wake() {
   if (sleeps_on_sockets_.load(std::memory_order_relaxed)) eventfd_write(wake_fd_, 1);
 }
 
+void ProgressThread::await_stop(std::unique_lock<std::mutex>& lock) {
+  while (stopping_) stopped_.wait(lock);
+}
+
 void ProgressThread::stop() {
-  std::thread thread;
-  {
-    const std::lock_guard<std::mutex> lock(idle_mutex_);
-    stopping_ = true;
-    thread.swap(thread_);
-    idle_.notify_one();
-  }
+  std::unique_lock<std::mutex> lock(idle_mutex_);
+  await_stop(lock);
+  if (!thread_.joinable()) return;
+  stopping_ = true;
+  std::thread thread = std::move(thread_);
+  idle_.notify_one();
+  lock.unlock();
   LocalProcess::instance().page().wakeup.notify();
   eventfd_write(wake_fd_, 1);
-  if (thread.joinable()) thread.join();
+  thread.join();
+  lock.lock();
+  stopping_ = false;
+  stopped_.notify_all();
 }
 
 ProgressThread::HelpingWaiter::HelpingWaiter(const Communicator* own) : thread_(ProgressThread::instance()), own_(own) {

@@ -49,6 +49,8 @@ class ProgressThread {
  private:
   ProgressThread();
   void loop();
+  // Returns when no stop() is under way: two threads must not run loop() at once.
+  void await_stop(std::unique_lock<std::mutex>& lock);
   // Advances every communicator once.
   struct AdvanceResult {
     bool moved = false;    // some operation moved
@@ -63,6 +65,7 @@ class ProgressThread {
 
   std::mutex idle_mutex_;
   std::condition_variable idle_;
+  std::condition_variable stopped_;
   std::uint64_t max_sleep_ns_ = 0;  // that the blocked communicators allow
   int wake_fd_;                     // an eventfd by which wake() ends a sleep on sockets
   std::vector<int> sleep_fds_;      // wake_fd_ and the descriptors of blocked communicators with sockets

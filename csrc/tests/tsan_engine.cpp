@@ -256,6 +256,21 @@ void closed_under_two_waiters(Reach reach) {
   ProgressThread::instance().stop();
 }
 
+// Threads wake the progress thread while another one ends it: every end returns.
+void woken_while_stopped() {
+  ProgressThread& progress = ProgressThread::instance();
+  std::atomic<bool> done{false};
+  run_threads(3, [&](int thread) {
+    if (thread > 0) {
+      while (!done) progress.wake();
+      return;
+    }
+    for (int repeat = 0; repeat < 500; ++repeat) progress.stop();
+    done = true;
+  });
+  progress.stop();
+}
+
 // A thread lists the peers, as flight records do, while another one closes the communicator.
 void listed_while_closed(Reach reach) {
   for (int repeat = 0; repeat < 20; ++repeat) {
@@ -282,6 +297,7 @@ int main() {
   closed_under_a_waiter();
   closed_under_two_waiters(Reach::memory);
   closed_under_two_waiters(Reach::sockets);
+  woken_while_stopped();
   listed_while_closed(Reach::memory);
   listed_while_closed(Reach::sockets);
   for (int ranks = 2; ranks <= 4; ++ranks) {
