@@ -18,6 +18,7 @@ namespace dtcomm {
 namespace {
 
 constexpr std::size_t kFramesPerCall = 32;
+constexpr const char* kClosedByPeer = "closed by the peer";
 constexpr std::size_t kMaxReceive = 4 * 1024 * 1024;  // bytes of one peer before the others are served
 
 // Descriptors to close in forked children.
@@ -66,11 +67,11 @@ FrameStream::~FrameStream() {
 }
 
 void FrameStream::enqueue(const FrameHeader& frame, const std::uint8_t* data) {
-  if (!ended()) queue_.push_back({frame, {}, data});
+  if (!ended() && send_error_.empty()) queue_.push_back({frame, {}, data});
 }
 
 void FrameStream::enqueue(FrameHeader frame, std::string text) {
-  if (ended()) return;
+  if (ended() || !send_error_.empty()) return;
   frame.bytes = static_cast<std::uint32_t>(text.size());
   queue_.push_back({frame, std::move(text), nullptr});
 }
@@ -100,8 +101,7 @@ void FrameStream::flush() {
     const ssize_t sent = ::sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      // Frames that the peer sent before it ended are still to be read: receive() finds the end.
-      if (!is_temporary(errno)) queue_.clear();
+      if (!is_temporary(errno)) end_sending(errno == EPIPE ? kClosedByPeer : std::strerror(errno));
       return;
     }
     front_sent_ += static_cast<std::size_t>(sent);
@@ -118,6 +118,14 @@ void FrameStream::end(std::string reason) {
   ended_.store(true, std::memory_order_release);
   queue_.clear();
   ::shutdown(fd_, SHUT_RDWR);  // so that the peer learns of it
+}
+
+// A frame may have been sent in part, so no other one may follow. Frames that the peer sent before are still to be
+// read: receive() finds the end behind them.
+void FrameStream::end_sending(std::string reason) {
+  send_error_ = std::move(reason);
+  queue_.clear();
+  ::shutdown(fd_, SHUT_RDWR);
 }
 
 void FrameStream::shutdown_send() { ::shutdown(fd_, SHUT_WR); }
@@ -152,7 +160,7 @@ FrameStream::ReadResult FrameStream::read_more() {
     return {false, error != EINTR};
   }
   if (got == 0) {
-    end("closed by the peer");
+    end(send_error_.empty() ? kClosedByPeer : send_error_);
     return {false, true};
   }
   const auto bytes = static_cast<std::size_t>(got);

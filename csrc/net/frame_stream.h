@@ -58,6 +58,7 @@ class FrameStream {
     std::size_t size() const { return sizeof header + header.bytes; }
   };
   void end(std::string reason);
+  void end_sending(std::string reason);
   // What one read found: whether any bytes, and whether no more are available now.
   struct ReadResult {
     bool any;
@@ -70,6 +71,7 @@ class FrameStream {
   int fd_;
   std::atomic<bool> ended_{false};  // also read by threads that list the peers
   std::string end_reason_;
+  std::string send_error_;  // why nothing more is sent; empty while frames may be queued
   std::deque<QueuedFrame> queue_;
   std::size_t front_sent_ = 0;                   // bytes of the first queued frame that were sent
   std::array<std::uint8_t, kReadAhead> buffer_;  // bytes that were read and not yet parsed: [begin_, end_)

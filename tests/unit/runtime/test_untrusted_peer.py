@@ -170,6 +170,17 @@ def test_flipped_bits_end_in_an_error_of_the_library() -> None:
     assert {PeerLost, CollectiveTimeout, CollectiveMismatch} <= seen
 
 
+def test_error_while_sending_ends_the_connection() -> None:
+    """The kernel refuses a message that is longer than the buffer of such a socket."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    rank = Rank(LONG, numel=4000)
+    with closing(rank.native), far:
+        rank.attach(tuple(rank.native.address()), near.detach())
+        with pytest.raises(PeerLost, match=r"rank 1 is gone: its connection ended \(Message too long\)"):
+            rank.all_reduce()
+
+
 @pytest.mark.parametrize("timeout_s", [1e11, float("inf")])
 @pytest.mark.parametrize("later", [False, True])
 def test_very_long_timeout_is_not_short(timeout_s: float, later: bool) -> None:
