@@ -14,6 +14,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "engine/shm_layout.h"
 
@@ -165,9 +166,17 @@ std::uint8_t* PeerProcess::map_tensor(const SharedTensorLocation& location, std:
       throw std::runtime_error("the slot of a peer's shared tensor is out of range");
     }
     const SharedTensorEntry& entry = page().tensors[location.slot];
+    // Behind the descriptor of a tensor that was freed there may be another file, also between two looks at the entry.
+    const auto require_same = [&] {
+      if (location.id == 0 || entry.id.load(std::memory_order_acquire) != location.id) {
+        throw std::runtime_error("a peer's shared tensor was freed before it could be mapped");
+      }
+    };
+    require_same();
     const std::size_t size = entry.bytes.load(std::memory_order_relaxed);
-    tensors_.push_back(
-        {location.id, location.slot, MemfdMapping::attach(pid_, entry.fd.load(std::memory_order_relaxed), size)});
+    MemfdMapping mapping = MemfdMapping::attach(pid_, entry.fd.load(std::memory_order_relaxed), size);
+    require_same();
+    tensors_.push_back({location.id, location.slot, std::move(mapping)});
     tensor = tensors_.end() - 1;
   }
   const std::size_t size = tensor->mapping.size();

@@ -271,6 +271,29 @@ void woken_while_stopped() {
   progress.stop();
 }
 
+// A tensor that its owner has freed is not mapped, even if another one has taken its place.
+void freed_tensor_is_not_mapped() {
+  LocalProcess& process = LocalProcess::instance();
+  PeerProcess peer(static_cast<int>(getpid()), process.fd(), process.page().token,
+                   reinterpret_cast<std::uintptr_t>(&process.page()));
+  auto tensor = std::make_unique<SharedTensorMemory>(kPage);
+  const SharedTensorLocation location = process.find(tensor->data(), kPage);
+  const auto refused = [&](const SharedTensorLocation& of) {
+    try {
+      peer.map_tensor(of, kPage);
+    } catch (const std::runtime_error&) {
+      return true;
+    }
+    return false;
+  };
+  if (refused(location)) fail("a shared tensor cannot be mapped");
+  tensor.reset();
+  if (!refused(location) || !refused({location.slot, 0, 0})) fail("a freed tensor was mapped");
+  tensor = std::make_unique<SharedTensorMemory>(kPage);
+  if (process.find(tensor->data(), kPage).slot != location.slot) fail("the slot was not used again");
+  if (!refused(location)) fail("another tensor was mapped in the place of a freed one");
+}
+
 // A thread lists the peers, as flight records do, while another one closes the communicator.
 void listed_while_closed(Reach reach) {
   for (int repeat = 0; repeat < 20; ++repeat) {
@@ -298,6 +321,7 @@ int main() {
   closed_under_two_waiters(Reach::memory);
   closed_under_two_waiters(Reach::sockets);
   woken_while_stopped();
+  freed_tensor_is_not_mapped();
   listed_while_closed(Reach::memory);
   listed_while_closed(Reach::sockets);
   for (int ranks = 2; ranks <= 4; ++ranks) {
