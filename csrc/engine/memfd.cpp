@@ -50,7 +50,11 @@ MemfdMapping MemfdMapping::create(const char* name, std::size_t bytes, ForkedChi
   mapping.data_ = map(mapping.fd_, bytes, children);
   if (!mapping.data_) throw_errno("shared memory: mmap");
   mapping.size_ = bytes;
-  if (const int code = posix_fallocate(mapping.fd_, 0, static_cast<off_t>(bytes)); code != 0) {
+  int code = 0;
+  do {
+    code = posix_fallocate(mapping.fd_, 0, static_cast<off_t>(bytes));
+  } while (code == EINTR);
+  if (code != 0) {
     errno = code;
     throw_errno("shared memory: reserving " + std::to_string(bytes) + " bytes");
   }
