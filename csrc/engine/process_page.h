@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/status.h"
+#include "engine/cpu_relax.h"
 #include "engine/memfd.h"
 
 namespace dtcomm {
@@ -35,6 +36,7 @@ class ScopedSleeper {
  public:
   explicit ScopedSleeper(WakeupFutex& futex) : futex_(futex) {
     futex_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    full_fence();  // the caller's next loads must not be executed before
   }
   ~ScopedSleeper() { futex_.sleepers.fetch_sub(1, std::memory_order_release); }
   ScopedSleeper(const ScopedSleeper&) = delete;
