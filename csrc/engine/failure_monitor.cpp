@@ -32,10 +32,10 @@ void FailureMonitor::check_peers() const {
   }
 }
 
-// True at the second call in a row for the same peer.
-bool FailureMonitor::confirm_suspect(int peer) {
-  if (suspect_ == peer) return true;
-  suspect_ = peer;
+// True at the second call in a row for the same suspect.
+bool FailureMonitor::confirm_suspect(int suspect) {
+  if (suspect_ == suspect) return true;
+  suspect_ = suspect;
   return false;
 }
 
@@ -66,8 +66,11 @@ void FailureMonitor::check_blocked(const Interpreter& interpreter, std::uint64_t
     throw Error(ErrorKind::peer_lost,
                 peers_.name(awaited) + " has destroyed its communicator before " + describe(interpreter), awaited);
   }
-  suspect_ = -1;
-  if (now_ns() > deadline) throw_timeout(interpreter, timeout_ns);
+  if (now_ns() <= deadline) {
+    suspect_ = kNone;
+  } else if (confirm_suspect(kDeadline)) {
+    throw_timeout(interpreter, timeout_ns);
+  }
 }
 
 // Lists what the ranks call as the operation with this number, grouped by what they call.

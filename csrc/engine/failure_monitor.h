@@ -29,9 +29,10 @@ class FailureMonitor {
   // For a blocked operation, before its thread sleeps: publishes whom this rank waits for, and throws if the operation
   // can no longer complete. `timeout_ns` is the limit that `deadline` was computed from.
   void check_blocked(const Interpreter& interpreter, std::uint64_t deadline, std::uint64_t timeout_ns);
-  // check_blocked() found that the awaited peer has ended. It may have sent what is needed before that, so the caller
-  // must let the interpreter look once more, without sleeping; the next call throws.
-  bool suspects_peer() const { return suspect_ >= 0; }
+  // check_blocked() found that the awaited peer has ended, or that the time is over. What is needed may have come
+  // before that, also while this process was stopped, so the caller must let the interpreter look once more, without
+  // sleeping; the next call throws.
+  bool looks_once_more() const { return suspect_ != kNone; }
 
   // Makes this communicator fail: every later call throws, and the peers read the error in this rank's region.
   void publish(const Error& error);
@@ -44,10 +45,11 @@ class FailureMonitor {
   [[noreturn]] void throw_mismatch(const Interpreter& interpreter);
   [[noreturn]] void throw_corrupt(const Interpreter& interpreter) const;
   [[noreturn]] void throw_timeout(const Interpreter& interpreter, std::uint64_t timeout_ns) const;
-  bool confirm_suspect(int peer);
+  bool confirm_suspect(int suspect);
 
   PeerSet& peers_;
-  int suspect_ = -1;
+  static constexpr int kNone = -1, kDeadline = -2;
+  int suspect_ = kNone;  // or the peer that has ended
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;  // of what follows
   ErrorKind kind_ = ErrorKind::none;

@@ -55,7 +55,7 @@ void spin_yield_sleep(PeerSet& peers, const FailureMonitor& failures, const Wait
       const std::uint32_t seen = wakeup.counter.load(std::memory_order_acquire);
       progress = step();
       if (progress == Progress::blocked) {
-        peers.sleep(wakeup, seen, failures.suspects_peer() ? 0 : peers.max_sleep_ns(kSleepNs));
+        peers.sleep(wakeup, seen, failures.looks_once_more() ? 0 : peers.max_sleep_ns(kSleepNs));
       }
     } else {
       progress = step();
