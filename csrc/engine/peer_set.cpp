@@ -57,7 +57,14 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
     if (socket < 0) continue;
     RegionLayout layout = layout_;
     layout.rank = static_cast<std::uint32_t>(peer);
-    tcp_.add(peer, socket, layout, *own_.header);
+    try {
+      tcp_.add(peer, socket, layout, *own_.header);
+    } catch (...) {
+      for (auto later = addresses.begin() + peer + 1; later != addresses.end(); ++later) {
+        if (later->socket >= 0) ::close(later->socket);
+      }
+      throw;
+    }
   }
   links.assign(layout_.emulates_link ? addresses.size() : 0, nullptr);
   has_latency = !tcp_.empty();

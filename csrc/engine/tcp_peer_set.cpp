@@ -2,6 +2,8 @@
 
 #include <time.h>
 
+#include <utility>
+
 #include "engine/process_page.h"
 
 namespace dtcomm {
@@ -25,9 +27,10 @@ void TcpPeerSet::for_each_locked(Action action) {
 }
 
 void TcpPeerSet::add(int peer, int fd, const RegionLayout& layout, const RegionHeader& own) {
-  peers_.resize(own.ranks);
-  peers_[static_cast<std::size_t>(peer)] = std::make_unique<TcpPeer>(fd, layout, own);
+  auto added = std::make_unique<TcpPeer>(fd, layout, own);
   epoll_.add(fd, peer);
+  peers_.resize(own.ranks);
+  peers_[static_cast<std::size_t>(peer)] = std::move(added);
 }
 
 const TcpPeer* TcpPeerSet::find(int peer) const {

@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,6 +180,20 @@ def test_error_while_sending_ends_the_connection() -> None:
         rank.attach(tuple(rank.native.address()), near.detach())
         with pytest.raises(PeerLost, match=r"rank 1 is gone: its connection ended \(Message too long\)"):
             rank.all_reduce()
+
+
+def test_sockets_behind_a_peer_that_cannot_be_attached_are_closed(tmp_path: Path) -> None:
+    native = _C.NativeCommunicator(
+        rank=0, ranks=3, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=LONG, yield_us=50.0
+    )
+    no_socket = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    near, far = socket.socketpair()
+    connections = [-1, no_socket, near.detach()]
+    with closing(native), far:
+        with pytest.raises(RuntimeError, match="epoll_ctl"):
+            native.attach([(*native.address(), fd, False, "") for fd in connections])
+        far.settimeout(LONG)
+        assert far.recv(1) == b"", "the other end was closed"
 
 
 @pytest.mark.parametrize("timeout_s", [1e11, float("inf")])
