@@ -1,4 +1,4 @@
-"""Handles of asynchronous operations, and the thread that completes the futures of the native engine's operations.
+"""Handles of asynchronous operations, and the threads that complete their futures.
 
 :class:`Work` is what callers of ``async_op=True`` get. An executor returns the kind that matches how its operations
 complete: :class:`NativeWork`, :class:`StreamWork` or :class:`QueuedWork`. :class:`CompositeWork` combines handles,
@@ -10,6 +10,7 @@ combine handles without importing the runtime.
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import _C
+from dtcomm.completion_threads import CompletionThreads
 from dtcomm.device.streams import Streams
 from dtcomm.errors import CollectiveTimeout, DtcommError
 
@@ -120,6 +122,10 @@ class Work:
         """What the operation cost: the four properties above as one value. Valid once completed."""
         raise NotImplementedError
 
+    def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:
+        """Add a callback to the future. Unlike callers of ``get_future``, it must not block."""
+        self.get_future().add_done_callback(callback)
+
     def drop_future(self) -> None:
         """Say that the future will not be used after all, which saves waking the thread that completes it."""
 
@@ -161,16 +167,22 @@ class NativeWork(Work):
         return True
 
     def get_future(self) -> TensorsFuture:
+        _about_to_block()  # a callback that asks for a future may wait for it
+        return self._make_future()
+
+    def _make_future(self) -> TensorsFuture:
         if self._future is None:
             self._future = torch.futures.Future()
             self._ticket = _notify(self)
         return self._future
 
+    def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:
+        self._make_future().add_done_callback(callback)
+
     def drop_future(self) -> None:
         if self._future is not None and self._native.cancel_notify():
             self._future = None
-            with _lock:
-                _awaiting_completion.pop(self._ticket, None)
+            _awaiting_completion.pop(self._ticket, None)
 
     def statistics(self) -> Statistics:
         native = self._native
@@ -185,7 +197,7 @@ class NativeWork(Work):
         ]
 
     def complete(self) -> None:
-        """Complete the future; the completion thread calls it."""
+        """Complete the future; a thread of ``_completions`` calls it."""
         _let_go(self)
         future = self._future
         if future is None:
@@ -241,10 +253,18 @@ class StreamWork(Work):
 
 
 class QueuedWork(Work):
-    """An operation that another thread executes; that thread calls ``complete`` or ``fail`` once."""
+    """An operation that another thread executes; that thread calls ``complete`` or ``fail`` once.
 
-    def __init__(self, outputs: Sequence[torch.Tensor], streams: Streams) -> None:
+    Args:
+        outputs: The tensors that receive the result.
+        streams: The streams of their device.
+        detached: Leave callbacks of the future to another thread, because they must not block the one that ends the
+            operation.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor], streams: Streams, detached: bool = False) -> None:
         super().__init__(outputs)
+        self._detached = detached
         self._condition = threading.Condition()
         self._done = False
         self._streams = streams
@@ -272,7 +292,11 @@ class QueuedWork(Work):
             self._done = True
             self._condition.notify_all()
             future = self._future  # if it is made from now on, `get_future` completes it
-        if future is not None:
+        if future is None:
+            return
+        if self._detached:
+            _call_detached(lambda: self._complete_future(future))
+        else:
             self._complete_future(future)
 
     def _complete_future(self, future: TensorsFuture) -> None:
@@ -282,6 +306,8 @@ class QueuedWork(Work):
             _set_result_behind(future, self._streams, self._event, self._outputs)
 
     def wait(self) -> None:
+        if not self._done:
+            _about_to_block()
         with self._condition:
             while not self._done:
                 self._condition.wait()
@@ -297,6 +323,8 @@ class QueuedWork(Work):
         return self._done
 
     def get_future(self) -> TensorsFuture:
+        if not self._done:
+            _about_to_block()
         with self._condition:
             if self._future is not None:
                 return self._future
@@ -400,11 +428,14 @@ class DeferredWork(Work):
         self._begun.set()
 
     def connect_future(self) -> None:
-        """Complete the future with the operation's own, which may run callbacks that start other operations."""
+        """Complete the future with the operation's own, on another thread because of the callbacks."""
+        _call_detached(self._connect_future)
+
+    def _connect_future(self) -> None:
         if self._work is None:
             self._future.set_exception(self._error)  # type: ignore[arg-type]
         else:
-            self._work.get_future().add_done_callback(self._complete_future)
+            self._work.call_when_done(self._complete_future)
 
     def _complete_future(self, done: TensorsFuture) -> None:
         try:
@@ -413,6 +444,8 @@ class DeferredWork(Work):
             self._future.set_exception(error)  # type: ignore[arg-type]
 
     def _started(self) -> Work:
+        if not self._begun.is_set():
+            _about_to_block()
         self._begun.wait()
         if self._work is None:
             assert self._error is not None
@@ -426,6 +459,8 @@ class DeferredWork(Work):
         return self._begun.is_set() and (self._work is None or self._work.is_completed())
 
     def get_future(self) -> TensorsFuture:
+        if not self._future.done():
+            _about_to_block()
         return self._future
 
     def statistics(self) -> Statistics:
@@ -473,6 +508,7 @@ class TorchWork(dist.Work):
 
     def _poll_until(self, deadline: float) -> None:
         """Poll with growing pauses until completion; CollectiveTimeout at the deadline (of ``time.monotonic``)."""
+        _about_to_block()
         begin, pause = time.monotonic(), _MIN_POLL_S
         while not self._work.is_completed():
             now = time.monotonic()
@@ -534,11 +570,9 @@ def _set_result_behind(
 #: An operation that was complete when it was started, without tensors.
 COMPLETED = CompositeWork((), ())
 
-_lock = threading.Lock()
 _tickets = itertools.count(1)
 _awaiting_completion: dict[int, NativeWork] = {}
 _alive: dict[int, NativeWork] = {}
-_thread: threading.Thread | None = None
 
 
 def _keep_alive(work: NativeWork) -> None:
@@ -554,27 +588,39 @@ def _let_go(work: NativeWork) -> None:
 
 
 def _notify(work: NativeWork) -> int:
-    global _thread
-    with _lock:
-        ticket = next(_tickets)
-        _awaiting_completion[ticket] = work
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_complete_futures, name="dtcomm-futures", daemon=True)
-            _thread.start()
+    ticket = next(_tickets)
+    _awaiting_completion[ticket] = work
+    _completions.expect()
     _C.notify(work._native, ticket)
     return ticket
 
 
-def _complete_futures() -> None:
+def _take_finished() -> Callable[[], None] | None:
     while (ticket := _C.next_completion()) is not None:
-        with _lock:
-            work = _awaiting_completion.pop(ticket)
-        work.complete()
-        del work
+        work = _awaiting_completion.pop(ticket, None)  # None in a forked child: an operation of its parent
+        if work is not None:
+            return work.complete
+    return None
+
+
+_completions = CompletionThreads("dtcomm-futures", _take_finished, lambda: bool(_awaiting_completion))
+_detached: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+_callbacks = CompletionThreads("dtcomm-callbacks", _detached.get, lambda: not _detached.empty())
+
+
+def _call_detached(call: Callable[[], None]) -> None:
+    """Call something that runs callbacks on a thread that may block."""
+    _detached.put(call)
+    _callbacks.expect()
+
+
+def _about_to_block() -> None:
+    """To be called before a wait for what a completion thread may have to do."""
+    _completions.hand_over()
+    _callbacks.hand_over()
 
 
 def stop() -> None:
     """End the engine's threads, at interpreter exit."""
     _C.stop()
-    if _thread is not None:
-        _thread.join(timeout=5)
+    _completions.stop()

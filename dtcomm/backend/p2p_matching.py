@@ -50,7 +50,7 @@ class ReceiveWork(TorchWork):
     def __init__(
         self, matcher: MessageMatcher, tensor: torch.Tensor, wanted_source: int | None, tag: int
     ) -> None:
-        receive = QueuedWork([tensor], _HOST)
+        receive = QueuedWork([tensor], _HOST, detached=True)  # it ends with the matcher's lock held
         super().__init__(receive, [tensor])
         self._receive = receive
         self.matcher = matcher
@@ -162,7 +162,7 @@ class PeerInbox:
                 self._pair = pair_of(self._matcher.group, self._matcher.ranks[self.peer], "src", _PURPOSE)
             self.work = post(self._pair, memory, sends=False)
             if not self.work.is_completed():
-                self.work.get_future().add_done_callback(lambda _: self._matcher.progress(self))
+                self.work.call_when_done(lambda _: self._matcher.progress(self))
         except BaseException as error:
             self.fail(error)
 

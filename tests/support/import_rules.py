@@ -33,7 +33,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     # Streams and events of CPU and CUDA: a leaf.
     "device": _may("", "torch"),
     # Handles of asynchronous operations: executors return them, and collectives and integrations combine them.
-    "work": _may("device _C", "torch"),
+    "completion_threads": _may(),
+    "work": _may("completion_threads device _C", "torch"),
     "kernels": _may("codecs device _C _cuda", "torch numpy triton"),
     "runtime": _may("schedule codecs kernels device work _C _cuda _emulator", "torch numpy"),
     "planner": _may("schedule algorithms codecs", "torch"),

@@ -236,7 +236,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
         entry = self._recorder.issue(plan.text, plan.spec.details())
-        work = QueuedWork(outputs, self._streams)
+        work = QueuedWork(outputs, self._streams, detached=True)
         op = QueuedOp(entry, plan, buffers, seed, hooks, work, self._streams.record())
         with self._streams.on(self._streams.side_stream()):
             record_buffers(self._streams, [*buffers, *hooks.tensors()])

@@ -1,0 +1,105 @@
+"""torch's own communication hooks on DDP, and callbacks that wait: the results are those of Gloo, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from dtcomm.launch.ranks import run_ranks
+
+Hook = tuple[Any, Callable[..., Any]]
+STEPS, LIMIT = 4, timedelta(seconds=60)
+
+
+def power_state(group: dist.ProcessGroup) -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+
+
+# Those of torch's hooks that work on CPU tensors over Gloo; the others need a GPU, or fail in torch itself.
+HOOKS: dict[str, Callable[[dist.ProcessGroup], Hook]] = {
+    "allreduce": lambda group: (group, default_hooks.allreduce_hook),
+    "fp16_compress": lambda group: (group, default_hooks.fp16_compress_hook),
+    "powerSGD": lambda group: (power_state(group), powerSGD_hook.powerSGD_hook),
+    "fp16_compress of powerSGD": lambda group: (
+        power_state(group),
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    ),
+    "post_localSGD": lambda group: (
+        post_localSGD_hook.PostLocalSGDState(group, group, start_localSGD_iter=2),
+        post_localSGD_hook.post_localSGD_hook,
+    ),
+}
+
+
+def train(rank: int, group: dist.ProcessGroup, hook: str) -> torch.Tensor:
+    """Return the parameters after some steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(*HOOKS[hook](group))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 64, generator=data)).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train_with_every_hook(rank: int, world_size: int) -> dict[str, str]:
+    """Return what is wrong with each hook."""
+    gloo = dist.new_group(backend="gloo", timeout=LIMIT)
+    wrong = {}
+    for hook in HOOKS:
+        expected = train(rank, gloo, hook)
+        found = train(rank, dist.group.WORLD, hook)
+        if not torch.allclose(found, expected, rtol=1e-3, atol=1e-5):
+            wrong[hook] = f"differs by up to {(found - expected).abs().max()}"
+    return wrong
+
+
+def test_torchs_hooks_train_as_over_gloo() -> None:
+    assert run_ranks(train_with_every_hook, 2, backend="dtcomm") == [{}, {}]
+
+
+def wait_in_callbacks(rank: int, world_size: int) -> list[float]:
+    """Return what callbacks found that wait for operations started in them and before them."""
+
+    def total(factor: float) -> Any:
+        return dist.all_reduce(torch.full((100,), factor), async_op=True)
+
+    def received(done: Any) -> float:
+        second.wait()
+        return float(messages[0][0] + messages[1][0])
+
+    nested = total(1.0).get_future().then(lambda done: total(2.0).get_future().wait()[0][0].item())
+    twice = nested.then(lambda done: done.value() + total(4.0).get_future().wait()[0][0].item())
+    twice.wait()  # all ranks must start collectives in the same order
+    earlier, later = total(8.0).get_future(), total(16.0).get_future()
+    before = earlier.then(lambda done: later.wait()[0][0].item())
+    messages = [torch.zeros(5000), torch.zeros(5000)]
+    first, second = (dist.irecv(message, 1 - rank, tag=tag) for tag, message in enumerate(messages))
+    assert first is not None and second is not None
+    both = first.get_future().then(received)
+    for tag in range(2):
+        dist.send(torch.full((5000,), tag + 1.0), 1 - rank, tag=tag)
+    return [future.wait() for future in (nested, twice, before, both)]
+
+
+@pytest.mark.parametrize("runtime", ["native", "process_group"])
+def test_callbacks_may_wait_for_other_operations(runtime: str) -> None:
+    found = run_ranks(wait_in_callbacks, 2, backend="dtcomm", env={"DTCOMM_RUNTIME": runtime})
+    assert found == [[4.0, 12.0, 32.0, 3.0]] * 2
