@@ -204,10 +204,12 @@ class NativeWork(Work):
             return
         try:
             self._native.raise_failure()
-        except (DtcommError, RuntimeError) as error:
-            if isinstance(error, DtcommError):
-                self._failed(error)
-            future.set_exception(error)  # type: ignore[arg-type]
+        except BaseException as error:
+            try:
+                if isinstance(error, DtcommError):
+                    self._failed(error)
+            finally:
+                _set_exception(future, error)
         else:
             future.set_result(self._outputs)
 
@@ -301,7 +303,7 @@ class QueuedWork(Work):
 
     def _complete_future(self, future: TensorsFuture) -> None:
         if self._error is not None:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+            _set_exception(future, self._error)
         else:
             _set_result_behind(future, self._streams, self._event, self._outputs)
 
@@ -433,7 +435,8 @@ class DeferredWork(Work):
 
     def _connect_future(self) -> None:
         if self._work is None:
-            self._future.set_exception(self._error)  # type: ignore[arg-type]
+            assert self._error is not None
+            _set_exception(self._future, self._error)
         else:
             self._work.call_when_done(self._complete_future)
 
@@ -441,7 +444,7 @@ class DeferredWork(Work):
         try:
             self._future.set_result(done.value())
         except BaseException as error:
-            self._future.set_exception(error)  # type: ignore[arg-type]
+            _set_exception(self._future, error)
 
     def _started(self) -> Work:
         if not self._begun.is_set():
@@ -556,6 +559,12 @@ class TorchWork(dist.Work):
 
             self._future = self._work.get_future().then(outputs_of)
         return self._future
+
+
+def _set_exception(future: TensorsFuture, error: BaseException) -> None:
+    if not isinstance(error, Exception):  # torch refuses it
+        error = DtcommError(f"an operation failed: {error!r}")
+    future.set_exception(error)  # type: ignore[arg-type]
 
 
 def _set_result_behind(

@@ -7,6 +7,7 @@ a call.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -94,24 +95,25 @@ class Recorded(Protocol):
 
 
 _lock = threading.Lock()
-_recorded: weakref.WeakSet[Any] = weakref.WeakSet()
+# By id. Every access is one operation of a dict, so that a record can be made while other threads make groups, and
+# while the garbage collector closes some.
+_recorded: dict[int, weakref.ref[Recorded]] = {}
 
 
 def add(communicator: Recorded) -> None:
     """Include a communicator in every later record."""
-    _recorded.add(communicator)
+    key = id(communicator)
+    _recorded[key] = weakref.ref(communicator, lambda _: _recorded.pop(key, None))
 
 
 def drop(communicator: Recorded) -> None:
     """Exclude a communicator from later records."""
-    _recorded.discard(communicator)
+    _recorded.pop(id(communicator), None)
 
 
 def record(reason: str = "") -> dict[str, Any]:
     """The record of all communicators of this process, as JSON values."""
-    communicators: list[Recorded] = sorted(
-        _recorded, key=lambda communicator: str(communicator.record()["id"])
-    )
+    communicators = [made for reference in list(_recorded.values()) if (made := reference()) is not None]
     rank = communicators[0].global_rank if communicators else int(os.environ.get("RANK", "0"))
     return {
         "format": FORMAT,
@@ -120,7 +122,9 @@ def record(reason: str = "") -> dict[str, Any]:
         "pid": os.getpid(),
         "written": time.time(),
         "reason": reason,
-        "communicators": [communicator.record() for communicator in communicators],
+        "communicators": sorted(
+            (communicator.record() for communicator in communicators), key=lambda made: str(made["id"])
+        ),
     }
 
 
@@ -144,8 +148,9 @@ def failed(reason: BaseException) -> None:
         return
     try:
         write(directory, f"{type(reason).__name__}: {reason}")
-    except OSError as problem:
-        warnings.warn(f"DTCOMM_FLIGHT_DIR={directory!r}: no flight record: {problem}", stacklevel=2)
+    except Exception as problem:  # it must not replace the failure
+        with contextlib.suppress(Warning):  # where warnings are errors
+            warnings.warn(f"DTCOMM_FLIGHT_DIR={directory!r}: no flight record: {problem!r}", stacklevel=2)
 
 
 def describe(entries: list[FlightEntry], ranks: list[int]) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ class StreamRuntime(abc.ABC, Generic[PlanT]):
 
     def flight_entries(self) -> list[FlightEntry]:
         """The last operations, oldest first."""
-        for entry, event in self._queued:
+        for entry, event in list(self._queued):  # other threads may queue more
             if entry.stage == "started" and self._streams.query(event):
                 entry.stage = "done"
         return self._recorder.list()

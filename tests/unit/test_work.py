@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 from dtcomm.device.streams import HostStreams
-from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.work import (
     COMPLETED,
     CompositeWork,
     DeferredWork,
+    NativeWork,
     QueuedWork,
     Span,
     Statistics,
@@ -91,6 +94,35 @@ def test_no_cycle_keeps_the_tensors_of_a_queued_operation_alive(fails: bool) -> 
         assert reference() is None
     finally:
         gc.enable()
+
+
+class FailedOperation:
+    """An operation of the engine that has failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def raise_failure(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("x"), SystemExit(), PeerLost("rank 1")])
+def test_a_future_completes_whatever_the_engine_raises(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recording_fails(failure: DtcommError) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("dtcomm.work._awaiting_completion", {})
+    monkeypatch.setattr("dtcomm._C.notify", lambda native, ticket: None)
+    native: Any = FailedOperation(error)
+    work = NativeWork(native, (), [], recording_fails)
+    future = work.get_future()
+    with contextlib.suppress(OSError):
+        work.complete()
+    assert future.done()
+    with pytest.raises(type(error) if isinstance(error, Exception) else DtcommError):
+        future.wait()
 
 
 def test_a_composite_without_parts_is_complete() -> None:

@@ -1,0 +1,72 @@
+"""The flight recorder: records that are made while groups change, and records of failures."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtcomm.runtime import flight_recorder
+
+
+class FakeCommunicator:
+    """A communicator that calls ``on_record`` while it is recorded."""
+
+    global_rank = 3
+
+    def __init__(self, name: str, on_record: Callable[[], Any] = lambda: None) -> None:
+        self.name = name
+        self.on_record = on_record
+        flight_recorder.add(self)
+
+    def record(self) -> dict[str, Any]:
+        self.on_record()
+        return {"id": self.name}
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(flight_recorder, "_recorded", {})
+    yield
+
+
+def names() -> list[str]:
+    return [made["id"] for made in flight_recorder.record()["communicators"]]
+
+
+def test_groups_may_be_made_and_dropped_during_a_record() -> None:
+    made = []
+
+    def change() -> None:
+        made.append(FakeCommunicator(f"new {len(made)}"))
+        flight_recorder.drop(first)
+
+    first, second = FakeCommunicator("b", change), FakeCommunicator("a", change)
+    assert names() == ["a", "b"]
+    assert names() == ["a", "new 0", "new 1"]
+    del second
+    made.clear()
+    assert names() == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("closed"), MemoryError(), KeyError("x")])
+@pytest.mark.parametrize("action", ["ignore", "error"])
+def test_the_record_of_a_failure_never_raises(
+    error: Exception, action: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise error
+
+    communicator = FakeCommunicator("broken", fail)
+    monkeypatch.setenv("DTCOMM_FLIGHT_DIR", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        flight_recorder.failed(ValueError("the failure"))
+    communicator.on_record = lambda: None
+    flight_recorder.failed(ValueError("the failure"))
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["reason"] == "ValueError: the failure"
