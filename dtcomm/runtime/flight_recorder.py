@@ -176,3 +176,13 @@ def describe(entries: list[FlightEntry], ranks: list[int]) -> list[dict[str, Any
         }
         for entry in entries
     ]
+
+
+def _after_fork() -> None:
+    # The communicators are the parent's: a child cannot read their memory, and their operations are not its own.
+    global _lock
+    _recorded.clear()
+    _lock = threading.Lock()  # another thread may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,3 +71,17 @@ def test_the_record_of_a_failure_never_raises(
     flight_recorder.failed(ValueError("the failure"))
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["reason"] == "ValueError: the failure"
+
+
+def test_a_forked_child_records_only_its_own_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTCOMM_FLIGHT_DIR", str(tmp_path))
+    inherited = FakeCommunicator("the parent's")
+    child = os.fork()
+    if child == 0:
+        own = FakeCommunicator("the child's")
+        flight_recorder.failed(ValueError("the failure"))
+        os._exit(0 if names() == [own.name] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    (path,) = tmp_path.iterdir()
+    assert [made["id"] for made in json.loads(path.read_text())["communicators"]] == ["the child's"]
+    assert names() == [inherited.name]
