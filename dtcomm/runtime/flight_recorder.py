@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import socket
-import threading
+import tempfile
 import time
 import warnings
 import weakref
@@ -94,7 +94,6 @@ class Recorded(Protocol):
         """The communicator's identity, failure and last operations."""
 
 
-_lock = threading.Lock()
 # By id. Every access is one operation of a dict, so that a record can be made while other threads make groups, and
 # while the garbage collector closes some.
 _recorded: dict[int, weakref.ref[Recorded]] = {}
@@ -129,15 +128,24 @@ def record(reason: str = "") -> dict[str, Any]:
 
 
 def write(directory: str | Path, reason: str = "") -> Path:
-    """Write the record to ``rank-<n>.json`` atomically; OSError if that is not possible."""
+    """Write the record to ``rank-<n>.json`` atomically; OSError if that is not possible.
+
+    The folder may be shared with other users: the file is readable by this user alone, and no link that somebody has
+    put there is followed.
+    """
     contents = record(reason)
     folder = Path(directory)
-    with _lock:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{contents['rank']}.json"
-        draft = folder / f".rank-{contents['rank']}.{os.getpid()}"
-        draft.write_text(json.dumps(contents, indent=1))
-        draft.replace(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{contents['rank']}.json"
+    # A new file under an unpredictable name, with mode 0600.
+    descriptor, draft = tempfile.mkstemp(prefix=f".rank-{contents['rank']}.", dir=folder)
+    try:
+        with open(descriptor, "w") as file:
+            json.dump(contents, file, indent=1)
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
     return path
 
 
@@ -180,9 +188,7 @@ def describe(entries: list[FlightEntry], ranks: list[int]) -> list[dict[str, Any
 
 def _after_fork() -> None:
     # The communicators are the parent's: a child cannot read their memory, and their operations are not its own.
-    global _lock
     _recorded.clear()
-    _lock = threading.Lock()  # another thread may have held it
 
 
 os.register_at_fork(after_in_child=_after_fork)

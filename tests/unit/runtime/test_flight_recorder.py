@@ -85,3 +85,26 @@ def test_a_forked_child_records_only_its_own_groups(tmp_path: Path, monkeypatch:
     (path,) = tmp_path.iterdir()
     assert [made["id"] for made in json.loads(path.read_text())["communicators"]] == ["the child's"]
     assert names() == [inherited.name]
+
+
+def test_a_record_is_private_and_replaces_what_is_in_its_place(tmp_path: Path) -> None:
+    kept = FakeCommunicator("a")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "records"
+    folder.mkdir()
+    for name in ("rank-3.json", f".rank-3.{os.getpid()}"):
+        (folder / name).symlink_to(victim)
+    path = flight_recorder.write(folder)
+    assert path.name == f"rank-{kept.global_rank}.json"
+    assert victim.read_text() == "precious" and not path.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    kept = FakeCommunicator("a")
+    kept.global_rank = 4
+    (tmp_path / "rank-4.json").mkdir()  # a file cannot replace a folder
+    with pytest.raises(OSError, match="directory"):
+        flight_recorder.write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-4.json"]
