@@ -359,7 +359,6 @@ def _monitored_barrier(
                 )
             time.sleep(_POLL_S)
         answer = store.get(f"{prefix}/answer").decode()
-        store.set(f"{prefix}/{rank}/read", "1")
         if answer != "all":
             raise CollectiveTimeout(
                 f"Rank {ranks[rank]} successfully reached monitoredBarrier, but received errors while waiting for "
@@ -385,3 +384,7 @@ def _monitored_barrier(
         store.set(f"{prefix}/answer", message)
         raise CollectiveTimeout(message)
     store.set(f"{prefix}/answer", "all")
+    if number > 1:  # all ranks are here, so nobody reads what is left of the barrier before
+        before = f"dtcomm/monitored/{number - 1}"
+        for key in (f"{before}/answer", *(f"{before}/{peer}" for peer in range(1, size))):
+            store.delete_key(key)

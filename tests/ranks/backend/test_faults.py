@@ -17,6 +17,7 @@ import dtcomm
 from dtcomm.errors import CollectiveTimeout, PeerLost
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from dtcomm.launch.worker import send_to_parent
+from dtcomm.runtime.process_groups import group_store
 from tests.support.stopwatch import Stopwatch
 
 LIMIT_S = 2.0
@@ -157,3 +158,19 @@ def check_refusals(rank: int, world_size: int) -> None:
 
 def test_invalid_arguments_are_named() -> None:
     run_ranks(check_refusals, 2, backend="dtcomm")
+
+
+def count_keys_after_barriers(rank: int, world_size: int) -> list[int]:
+    """Return the number of keys in the group's store after each of some barriers."""
+    counts = []
+    for _ in range(4):
+        dist.monitored_barrier()
+        dist.barrier()
+        counts.append(group_store(dist.group.WORLD).num_keys() if rank == 0 else 0)
+        dist.barrier()
+    return counts
+
+
+def test_monitored_barriers_leave_no_keys_behind() -> None:
+    first, *others = run_ranks(count_keys_after_barriers, 2, backend="dtcomm")[0]
+    assert others == [first] * 3
