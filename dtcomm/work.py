@@ -10,7 +10,9 @@ combine handles without importing the runtime.
 from __future__ import annotations
 
 import itertools
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +29,12 @@ from dtcomm.errors import CollectiveTimeout, DtcommError
 
 PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3  # pauses between two polls of an operation with a time limit
+_EXIT_S = 1.0  # how long threads may take to leave the engine at exit
+_FOLDER = os.path.dirname(__file__)
+_WAITS = (
+    __file__,
+    os.path.join(_FOLDER, "runtime", "native", "runtime.py"),
+)  # where threads wait in the engine
 TensorsFuture = torch.futures.Future[list[torch.Tensor]]
 
 
@@ -630,6 +638,23 @@ def _about_to_block() -> None:
 
 
 def stop() -> None:
-    """End the engine's threads, at interpreter exit."""
+    """End the engine's threads, at interpreter exit, when all communicators are closed."""
     _C.stop()
     _completions.stop()
+    _await_native_calls()
+
+
+def _await_native_calls() -> None:
+    """Wait until daemon threads whose calls the closing has ended have left the engine.
+
+    A thread that returns from native code while the interpreter is finalized aborts the process.
+    """
+    deadline = time.monotonic() + _EXIT_S
+    this_thread = threading.get_ident()
+    while time.monotonic() < deadline:
+        frames = sys._current_frames()
+        frames.pop(this_thread, None)
+        if not any(frame.f_code.co_filename in _WAITS for frame in frames.values()):
+            return
+        del frames
+        time.sleep(1e-3)
