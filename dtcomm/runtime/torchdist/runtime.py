@@ -93,6 +93,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._memory = MemoryPool(streams)
         self._submitted = self._executed = 0  # operations that went through the queue
         self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
+        self._queue_lock = threading.Lock()  # nothing is queued behind the None that ends the thread
         self._thread: threading.Thread | None = None
 
     def make_plan(self, spec: OpSpec, schedule: Schedule) -> RoundsPlan:
@@ -144,8 +145,9 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         """Leave the group. Peers that wait for this rank raise PeerLost."""
         if os.getpid() != self._pid:
             return
-        self._closed = True
-        self._queue.put(None)
+        with self._queue_lock:
+            self._closed = True
+            self._queue.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
             if self._thread.is_alive():  # in a wait that ends at the timeout; the group goes with the process
@@ -240,8 +242,10 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         op = QueuedOp(entry, plan, buffers, seed, hooks, work, self._streams.record())
         with self._streams.on(self._streams.side_stream()):
             record_buffers(self._streams, [*buffers, *hooks.tensors()])
-        self._submitted += 1
-        self._queue.put(op)
+        with self._queue_lock:
+            self._require_usable()
+            self._submitted += 1
+            self._queue.put(op)
         return work
 
     def _serve(self) -> None:
