@@ -622,7 +622,8 @@ def _take_finished() -> Callable[[], None] | None:
 
 _completions = CompletionThreads("dtcomm-futures", _take_finished, lambda: bool(_awaiting_completion))
 _detached: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-_callbacks = CompletionThreads("dtcomm-callbacks", _detached.get, lambda: not _detached.empty())
+_callbacks = CompletionThreads("dtcomm-callbacks", lambda: _detached.get(), lambda: not _detached.empty())
+_abandoned: list[Any] = []
 
 
 def _call_detached(call: Callable[[], None]) -> None:
@@ -658,3 +659,14 @@ def _await_native_calls() -> None:
             return
         del frames
         time.sleep(1e-3)
+
+
+def _after_fork() -> None:
+    # A child completes no future of its parent, and keeps the handles so that nothing of them is finalized.
+    global _detached
+    _abandoned.extend((*_awaiting_completion.values(), _detached))
+    _awaiting_completion.clear()
+    _detached = queue.SimpleQueue()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import time
 import weakref
@@ -212,3 +213,24 @@ def test_a_torch_handle_returns_the_exception() -> None:
     work = TorchWork(part, ())
     part.fail(error)
     assert work.exception() is error and work.is_completed() and not work.is_success()
+
+
+def test_a_forked_child_runs_no_callback_of_its_parent() -> None:
+    release, calls = threading.Event(), []
+    first, second = (QueuedWork([], HostStreams(), detached=True) for _ in range(2))
+    blocked = first.get_future().then(lambda done: release.wait(30))
+    called = second.get_future().then(lambda done: calls.append(1))
+    first.complete()
+    second.complete()
+    child = os.fork()
+    if child == 0:
+        before = len(calls)
+        own = QueuedWork([], HostStreams(), detached=True)
+        future = own.get_future()
+        own.complete()
+        future.wait()
+        os._exit(len(calls) - before)
+    assert os.waitpid(child, 0)[1] == 0
+    release.set()
+    blocked.wait()
+    called.wait()
