@@ -135,7 +135,7 @@ class Work:
         self.get_future().add_done_callback(callback)
 
     def drop_future(self) -> None:
-        """Say that the future will not be used after all, which saves waking the thread that completes it."""
+        """Say that the future will not be used after all, which saves waking a thread that completes it."""
 
 
 class NativeWork(Work):

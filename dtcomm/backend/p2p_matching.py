@@ -295,7 +295,7 @@ class MessageMatcher:
                 pass
 
     def progress(self, inbox: PeerInbox) -> None:
-        """Process a message that has arrived; the thread that completes futures calls this."""
+        """Process a message that has arrived; a thread that completes futures calls this."""
         with self.lock:
             if not self._closed:
                 inbox.progress()

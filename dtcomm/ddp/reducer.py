@@ -86,7 +86,7 @@ class ReducerObserver:
         """A bucket's collective was started."""
 
     def bucket_finished(self, bucket: InFlightBucket) -> None:
-        """A bucket is the mean; called on the thread that completes futures, on a device on a side stream."""
+        """A bucket is the mean; called on a thread that completes futures, on a device on a side stream."""
 
     def end_compute(self) -> None:
         """All gradients are computed; the caller is about to wait for the buckets."""
