@@ -43,7 +43,7 @@ class Communicator:
         group: The process group.
         epoch: Distinguishes this communicator from others of the same group; equal on all ranks.
         members: The group ranks that take part, in order; None: all.
-        store: The store to exchange addresses through; None: the group's.
+        store: A client of the group's store for this communicator alone; None: one is made.
         device: The device of the tensors; None: the CPU.
 
     Raises:
@@ -60,9 +60,9 @@ class Communicator:
     ) -> None:
         self.device = device
         all_ranks = dist.get_process_group_ranks(group)
-        members = range(len(all_ranks)) if members is None else members
-        self.ranks: list[int] = [all_ranks[member] for member in members]
-        self.rank = members.index(dist.get_rank(group))
+        positions = range(len(all_ranks)) if members is None else members
+        self.ranks: list[int] = [all_ranks[position] for position in positions]
+        self.rank = positions.index(dist.get_rank(group))
         self.size = len(self.ranks)
         self.id = f"{getattr(group, 'group_name', '')}/{epoch}"
         self.global_rank = self.ranks[self.rank]
@@ -78,7 +78,14 @@ class Communicator:
         self._init_error = ""
         if self.size > 1:
             flight_recorder.add(self)
-            self._join(_bootstrap(self.rank, self.ranks, group, epoch, store, device))
+            if device is None:
+                bootstrap = CpuBootstrap(self.rank, self.ranks, group, epoch, store)
+            else:
+                from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
+
+                is_pair = members is not None
+                bootstrap = CudaBootstrap(device, self.rank, self.ranks, group, epoch, store, is_pair)
+            self._join(bootstrap)
 
     def _join(self, bootstrap: CpuBootstrap) -> None:
         try:
@@ -202,18 +209,3 @@ class SingleRankRuntime:
     def peer_snapshots(self) -> list[PeerSnapshot]:
         """An empty list: there are no peers."""
         return []
-
-
-def _bootstrap(
-    rank: int,
-    ranks: list[int],
-    group: dist.ProcessGroup,
-    epoch: int | str,
-    store: c10d.Store | None,
-    device: torch.device | None,
-) -> CpuBootstrap:
-    if device is None:
-        return CpuBootstrap(rank, ranks, group, epoch, store)
-    from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
-
-    return CudaBootstrap(device, rank, ranks, group, epoch, store)

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import work
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.process_groups import group_store, inherited, require_group
+from dtcomm.runtime.process_groups import inherited, private_store, require_group
 
 
 class Closeable(Protocol):
@@ -141,8 +141,9 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     with entry.making:
         if entry.communicator is None:
             # The store counts the communicators: the id of a destroyed group may be reused, and not on every rank.
-            epoch = group_store(group).add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
-            entry.communicator = Communicator(group, epoch)
+            store = private_store(group)
+            epoch = store.add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
+            entry.communicator = Communicator(group, epoch, store=store)
         return entry.communicator
 
 
@@ -154,8 +155,9 @@ def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
             communicator = entry.devices.get(device)
             if communicator is None:
                 key = f"dtcomm/{PROTOCOL}/made/{device.type}/{dist.get_rank(group)}"
-                epoch = f"{group_store(group).add(key, 1)}/{device.type}"
-                communicator = entry.devices[device] = Communicator(group, epoch, device=device)
+                store = private_store(group)
+                epoch = f"{store.add(key, 1)}/{device.type}"
+                communicator = entry.devices[device] = Communicator(group, epoch, store=store, device=device)
     return communicator
 
 

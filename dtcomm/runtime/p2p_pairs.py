@@ -18,7 +18,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import group_entry
-from dtcomm.runtime.process_groups import group_store, position, require_group
+from dtcomm.runtime.process_groups import position, private_store, require_group
 from dtcomm.work import DeferredWork, Work
 
 Communicators = tuple[Communicator, Communicator]  # to the peer and from it
@@ -143,11 +143,7 @@ def _make(
     group: dist.ProcessGroup, own: int, other: int, purpose: str, device: torch.device | None
 ) -> Communicators:
     low, high = sorted((own, other))
-    store = group_store(group)
-    if hasattr(
-        store, "clone"
-    ):  # a connection of its own: a wait on the shared one blocks every other user of it
-        store = store.clone()
+    store = private_store(group)
     name = f"{purpose}{low}-{high}"
     epoch = store.add(f"dtcomm/{PROTOCOL}/made/{name}/{own}", 1)
     up, down = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm.errors import DtcommError
+
+_STORE_CONNECT_SECONDS = 30.0
 
 inherited: set[int] = set()
 """Ids of the groups that a forked child inherited from its parent and cannot use."""
@@ -76,3 +80,31 @@ def group_store(group: dist.ProcessGroup) -> c10d.Store:
     world: Any = c10d._world
     store: c10d.Store = world.pg_map[group][1]
     return store
+
+
+def private_store(group: dist.ProcessGroup) -> c10d.Store:
+    """The group's store through a connection of its own, where the store has connections.
+
+    A wait on a shared TCPStore blocks every other thread that uses it, whatever group it serves.
+
+    Raises:
+        DtcommError: If the store cannot be reached.
+    """
+    store = group_store(group)
+    server = store
+    while isinstance(server, c10d.PrefixStore):
+        server = server.underlying_store
+    if isinstance(server, dist.TCPStore):
+        # TCPStore.clone retries for minutes where no connection can be made.
+        try:
+            socket.create_connection((server.host, server.port), _STORE_CONNECT_SECONDS).close()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                return store  # this rank can still tell the others that it has run out
+            raise DtcommError(
+                f"the group's store at {server.host}:{server.port} cannot be reached: {error}"
+            ) from error
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # a store of the user's own
+        return store

@@ -23,7 +23,7 @@ from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, StoreExchange, hos
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
-from dtcomm.runtime.process_groups import group_store, group_timeout
+from dtcomm.runtime.process_groups import group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 
 Infos = Sequence[dict[str, Any]]
@@ -43,7 +43,7 @@ class CpuBootstrap:
         ranks: The global ranks that take part.
         group: Their process group.
         epoch: Distinguishes this communicator from others of the same group; equal on all ranks.
-        store: The store to exchange addresses through; None: the group's.
+        store: A client of the group's store for this communicator alone; None: one is made.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CpuBootstrap:
         self.reason = ""
         self.runtime: Runtime | None = None
         self._group = group
-        self._store = group_store(group) if store is None else store
+        self._store = private_store(group) if store is None else store
         self._timeout = group_timeout(group)
         self._prefix = f"dtcomm/{PROTOCOL}/{epoch}"
 

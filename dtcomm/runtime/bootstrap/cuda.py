@@ -39,10 +39,11 @@ class CudaBootstrap(CpuBootstrap):
         group: dist.ProcessGroup,
         epoch: int | str,
         store: c10d.Store | None = None,
+        is_pair: bool = False,
     ) -> None:
         super().__init__(rank, ranks, group, epoch, store)
         self._device = device
-        self._is_pair = store is not None  # two ranks that send and receive
+        self._is_pair = is_pair  # two ranks that send and receive
 
     def join(self) -> None:
         """Agree on a runtime with all ranks; raises as ``CpuBootstrap.join``."""
