@@ -18,6 +18,7 @@ from dtcomm import env
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
+from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.process_groups import position
@@ -45,6 +46,7 @@ class Communicator:
         members: The group ranks that take part, in order; None: all.
         store: A client of the group's store for this communicator alone; None: one is made.
         device: The device of the tensors; None: the CPU.
+        deadline: When waiting for the other ranks to make it ends; None: after the group's timeout.
 
     Raises:
         DtcommError: If the ranks cannot agree on a runtime.
@@ -57,6 +59,7 @@ class Communicator:
         members: Sequence[int] | None = None,
         store: c10d.Store | None = None,
         device: torch.device | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.device = device
         all_ranks = dist.get_process_group_ranks(group)
@@ -79,12 +82,13 @@ class Communicator:
         if self.size > 1:
             flight_recorder.add(self)
             if device is None:
-                bootstrap = CpuBootstrap(self.rank, self.ranks, group, epoch, store)
+                bootstrap = CpuBootstrap(self.rank, self.ranks, group, epoch, store, deadline)
             else:
                 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 
-                is_pair = members is not None
-                bootstrap = CudaBootstrap(device, self.rank, self.ranks, group, epoch, store, is_pair)
+                bootstrap = CudaBootstrap(
+                    device, self.rank, self.ranks, group, epoch, store, deadline, is_pair=members is not None
+                )
             self._join(bootstrap)
 
     def _join(self, bootstrap: CpuBootstrap) -> None:

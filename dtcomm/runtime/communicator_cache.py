@@ -7,9 +7,11 @@ interpreter exit. A forked child drops its parent's communicators without touchi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import work
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
+from dtcomm.errors import CollectiveTimeout
+from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.process_groups import inherited, private_store, require_group
+from dtcomm.runtime.process_groups import group_timeout, inherited, private_store, require_group
 
 
 class Closeable(Protocol):
@@ -136,14 +139,13 @@ def release(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:
-    entry = group_entry(group)
-    # The lock is this group's alone: while its ranks gather, calls on other groups and pairs proceed.
-    with entry.making:
+    entry, deadline = group_entry(group), Deadline(group_timeout(group))
+    with _making(entry, deadline):
         if entry.communicator is None:
             # The store counts the communicators: the id of a destroyed group may be reused, and not on every rank.
             store = private_store(group)
             epoch = store.add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
-            entry.communicator = Communicator(group, epoch, store=store)
+            entry.communicator = Communicator(group, epoch, store=store, deadline=deadline)
         return entry.communicator
 
 
@@ -151,14 +153,31 @@ def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     entry = group_entry(group)
     communicator = entry.devices.get(device)
     if communicator is None:
-        with entry.making:
+        deadline = Deadline(group_timeout(group))
+        with _making(entry, deadline):
             communicator = entry.devices.get(device)
             if communicator is None:
                 key = f"dtcomm/{PROTOCOL}/made/{device.type}/{dist.get_rank(group)}"
                 store = private_store(group)
                 epoch = f"{store.add(key, 1)}/{device.type}"
-                communicator = entry.devices[device] = Communicator(group, epoch, store=store, device=device)
+                communicator = entry.devices[device] = Communicator(
+                    group, epoch, store=store, device=device, deadline=deadline
+                )
     return communicator
+
+
+@contextlib.contextmanager
+def _making(entry: GroupEntry, deadline: Deadline) -> Iterator[None]:
+    """Let one thread at a time make the group's communicators. Calls on other groups and pairs proceed meanwhile."""
+    if not entry.making.acquire(timeout=min(deadline.left_s(), threading.TIMEOUT_MAX)):
+        raise CollectiveTimeout(
+            f"another thread of this rank did not make the communicator before the timeout of "
+            f"{deadline.timeout_s:g} s"
+        )
+    try:
+        yield
+    finally:
+        entry.making.release()
 
 
 def _drop(key: int) -> None:

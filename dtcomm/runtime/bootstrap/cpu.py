@@ -19,7 +19,7 @@ from dtcomm.device.streams import HostStreams, Streams
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, StoreExchange, host_id, require_equal
+from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
@@ -44,6 +44,7 @@ class CpuBootstrap:
         group: Their process group.
         epoch: Distinguishes this communicator from others of the same group; equal on all ranks.
         store: A client of the group's store for this communicator alone; None: one is made.
+        deadline: When waiting for the other ranks ends; None: after the group's timeout.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class CpuBootstrap:
         group: dist.ProcessGroup,
         epoch: int | str,
         store: c10d.Store | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
@@ -65,6 +67,7 @@ class CpuBootstrap:
         self._group = group
         self._store = private_store(group) if store is None else store
         self._timeout = group_timeout(group)
+        self._deadline = Deadline(self._timeout) if deadline is None else deadline
         self._prefix = f"dtcomm/{PROTOCOL}/{epoch}"
 
     def join(self) -> None:
@@ -90,7 +93,7 @@ class CpuBootstrap:
             self.runtime = self._group_runtime()
 
     def _exchange(self) -> StoreExchange:
-        return StoreExchange(self._store, self._prefix, self.rank, self.ranks, self._timeout)
+        return StoreExchange(self._store, self._prefix, self.rank, self.ranks, self._deadline)
 
     def _base_info(self) -> dict[str, Any]:
         """What every bootstrap exchanges first."""
@@ -190,7 +193,7 @@ class CpuBootstrap:
             if "closed" in info:
                 return f"{self.names[rank]} cannot be connected to: {info['closed']}"
         assert listener is not None
-        return listener.connect(self.rank, peers, self.names, self._timeout.total_seconds())
+        return listener.connect(self.rank, peers, self.names, self._deadline.left_s())
 
     def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> None:
         """Use the engine if every rank is attached; otherwise ``runtime`` stays None."""

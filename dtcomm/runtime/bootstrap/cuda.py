@@ -14,7 +14,7 @@ from dtcomm.device.streams import Streams, streams_of
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
-from dtcomm.runtime.bootstrap.store_exchange import StoreExchange, require_equal
+from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange, require_equal
 from dtcomm.runtime.cuda_peer.launch import FusedRanks, launcher_for, layout_for
 from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, why_not_peers
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
@@ -39,9 +39,10 @@ class CudaBootstrap(CpuBootstrap):
         group: dist.ProcessGroup,
         epoch: int | str,
         store: c10d.Store | None = None,
+        deadline: Deadline | None = None,
         is_pair: bool = False,
     ) -> None:
-        super().__init__(rank, ranks, group, epoch, store)
+        super().__init__(rank, ranks, group, epoch, store, deadline)
         self._device = device
         self._is_pair = is_pair  # two ranks that send and receive
 
@@ -112,7 +113,8 @@ class CudaBootstrap(CpuBootstrap):
 
     def _compare(self, text: str, value: object) -> None:
         call = text.partition(":")[0].replace(" ", "")
-        exchange = StoreExchange(self._store, f"{self._prefix}/{call}", self.rank, self.ranks, self._timeout)
+        prefix, deadline = f"{self._prefix}/{call}", Deadline(self._timeout)
+        exchange = StoreExchange(self._store, prefix, self.rank, self.ranks, deadline)
         exchange.require_same_operation(text, self.names)
 
 

@@ -5,19 +5,22 @@ Nothing is sent through the group itself, so a communicator can be made between 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
 from dtcomm import env
-from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
+from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError
 
 PROTOCOL = 2  # version of what ranks exchange and of the layout of shared memory
+_MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
 
 
 def host_id() -> str:
@@ -33,6 +36,18 @@ def host_id() -> str:
         return f"{socket.gethostname()}/{os.getpid()}"
 
 
+class Deadline:
+    """The end of a call that may wait ``timeout`` from now on."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout_s = timeout.total_seconds()
+        self._end = time.monotonic() + self.timeout_s
+
+    def left_s(self) -> float:
+        """Seconds until the deadline; 0 once it has passed."""
+        return max(0.0, self._end - time.monotonic())
+
+
 class StoreExchange:
     """A sequence of all-gathers of JSON objects between ranks.
 
@@ -41,37 +56,48 @@ class StoreExchange:
         prefix: Prefix of the keys, equal on all ranks and used by nothing else.
         rank: The position of this rank in ``global_ranks``.
         global_ranks: The global ranks that take part; errors name them.
-        timeout: How long to wait for each rank.
+        deadline: When waiting for the other ranks ends.
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, global_ranks: Sequence[int], timeout: timedelta
+        self, store: Store, prefix: str, rank: int, global_ranks: Sequence[int], deadline: Deadline
     ) -> None:
         self._store = store
         self._prefix = prefix
         self._rank = rank
         self._global_ranks = global_ranks
         self._ranks = len(global_ranks)
-        self._timeout = timeout
+        self._deadline = deadline
         self._rounds: list[str] = []
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's ``info``, in rank order. CollectiveTimeout names the first rank that did not come."""
+        """Every rank's ``info``, in rank order.
+
+        Raises:
+            CollectiveTimeout: If ranks do not come before the deadline; it names them.
+            DtcommError: If the store fails.
+        """
         prefix = f"{self._prefix}/{len(self._rounds)}"
         self._rounds.append(prefix)
-        self._store.set(f"{prefix}/{self._rank}", json.dumps(info))
-        infos = []
-        for rank in range(self._ranks):
-            key = f"{prefix}/{rank}"
-            try:
-                self._store.wait([key], self._timeout)
-            except RuntimeError as error:
+        keys = [f"{prefix}/{rank}" for rank in range(self._ranks)]
+        with store_errors():
+            self._store.set(keys[self._rank], json.dumps(info))
+            self._wait(keys)
+            return [json.loads(self._store.get(key)) for key in keys]
+
+    def _wait(self, keys: Sequence[str]) -> None:
+        # Polled: Store.wait tells neither which ranks are late nor that the store has failed.
+        pause = _MIN_POLL_S
+        while not self._store.check(keys):
+            left_s = self._deadline.left_s()
+            if not left_s:
+                late = [rank for rank, key in zip(self._global_ranks, keys) if not self._store.check([key])]
                 raise CollectiveTimeout(
-                    f"rank {self._global_ranks[rank]} did not come to make a communicator before the timeout of "
-                    f"{self._timeout.total_seconds():g} s: every rank of the group has to call"
-                ) from error
-            infos.append(json.loads(self._store.get(key)))
-        return infos
+                    f"{name_ranks(late)} did not come to make a communicator before the timeout of "
+                    f"{self._deadline.timeout_s:g} s: every rank of the group has to call"
+                )
+            time.sleep(min(pause, left_s))
+            pause = min(pause * 1.25, _MAX_POLL_S)
 
     def require_same_operation(self, text: str, names: Sequence[str]) -> None:
         """Compare what the ranks are about to do, and close. All raise CollectiveMismatch if they differ.
@@ -87,11 +113,33 @@ class StoreExchange:
 
     def close(self) -> None:
         """Leave the exchange; the last rank to leave deletes the keys."""
-        if self._store.add(f"{self._prefix}/left", 1) < self._ranks:
-            return
-        for prefix in self._rounds:
-            for rank in range(self._ranks):
-                self._store.delete_key(f"{prefix}/{rank}")
+        left = f"{self._prefix}/left"
+        with store_errors():
+            if self._store.add(left, 1) < self._ranks:
+                return
+            for prefix in self._rounds:
+                for rank in range(self._ranks):
+                    self._store.delete_key(f"{prefix}/{rank}")
+            self._store.delete_key(left)
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Report an error of the store, such as that its process has ended, as what it is."""
+    try:
+        yield
+    except DtcommError:
+        raise
+    except RuntimeError as error:
+        raise DtcommError(
+            f"the group's store failed while the ranks made a communicator: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 3 and 5`` or ``ranks 3, 5 and 7``."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def require_equal(infos: Sequence[Mapping[str, Any]], key: str, what: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_memory
 
-from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
+from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange
 from dtcomm.runtime.cuda_peer import memory
 from dtcomm.runtime.cuda_peer.memory import IPC, SYMMETRIC, LocalBuffer, PeerBuffers
 
@@ -38,7 +38,7 @@ def map_on_all_ranks(
     store, results = dist.HashStore(), [("", "")] * RANKS
 
     def work(rank: int) -> None:
-        exchange = StoreExchange(store, "test", rank, range(RANKS), timedelta(seconds=20))
+        exchange = StoreExchange(store, "test", rank, range(RANKS), Deadline(timedelta(seconds=20)))
         device = torch.device("cpu")
         buffers, reason = memory.map_peers(exchange, NAMES, None, device, 8, rank, ["a", "b", "c"])
         results[rank] = "" if buffers is None else buffers.kind, reason
