@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
 from dtcomm.errors import DtcommError
@@ -42,9 +41,8 @@ class Communicator:
 
     Args:
         group: The process group.
-        epoch: Distinguishes this communicator from others of the same group; equal on all ranks.
+        name: Distinguishes it from the group's other communicators; equal on all ranks.
         members: The group ranks that take part, in order; None: all.
-        store: A client of the group's store for this communicator alone; None: one is made.
         device: The device of the tensors; None: the CPU.
         deadline: When waiting for the other ranks to make it ends; None: after the group's timeout.
 
@@ -55,9 +53,8 @@ class Communicator:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        epoch: int | str,
+        name: str,
         members: Sequence[int] | None = None,
-        store: c10d.Store | None = None,
         device: torch.device | None = None,
         deadline: Deadline | None = None,
     ) -> None:
@@ -67,7 +64,7 @@ class Communicator:
         self.ranks: list[int] = [all_ranks[position] for position in positions]
         self.rank = positions.index(dist.get_rank(group))
         self.size = len(self.ranks)
-        self.id = f"{getattr(group, 'group_name', '')}/{epoch}"
+        self.id = f"{getattr(group, 'group_name', '')}/{name}"  # and the epoch, once the ranks agree on it
         self.global_rank = self.ranks[self.rank]
         self.names = [f"rank {rank}" for rank in self.ranks]
         self.checksum = env.get("DTCOMM_CHECKSUM") == "1"
@@ -82,12 +79,12 @@ class Communicator:
         if self.size > 1:
             flight_recorder.add(self)
             if device is None:
-                bootstrap = CpuBootstrap(self.rank, self.ranks, group, epoch, store, deadline)
+                bootstrap = CpuBootstrap(self.rank, self.ranks, group, name, deadline)
             else:
                 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 
                 bootstrap = CudaBootstrap(
-                    device, self.rank, self.ranks, group, epoch, store, deadline, is_pair=members is not None
+                    device, self.rank, self.ranks, group, name, deadline, is_pair=members is not None
                 )
             self._join(bootstrap)
 
@@ -96,6 +93,7 @@ class Communicator:
             try:
                 bootstrap.join()
             finally:  # a flight record of a failed bootstrap contains what is known by then
+                self.id += f"/{bootstrap.epoch}"
                 self.names, self.groups = bootstrap.names, bootstrap.groups
                 self.tuning_table, self.runtime_reason = bootstrap.tuning_table, bootstrap.reason
             assert bootstrap.runtime is not None

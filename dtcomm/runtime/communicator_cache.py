@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import work
-from dtcomm.errors import CollectiveTimeout
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline
+from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.process_groups import group_timeout, inherited, private_store, require_group
+from dtcomm.runtime.process_groups import group_timeout, inherited, require_group
 
 
 class Closeable(Protocol):
@@ -55,6 +55,7 @@ class GroupEntry:
             member.close()
 
 
+_GRACE_SECONDS = 0.5
 _lock = threading.RLock()
 _cache: dict[int, GroupEntry] = {}
 _abandoned: list[GroupEntry] = []  # a forked child keeps its parent's entries so that nothing is finalized
@@ -142,10 +143,7 @@ def _make(group: dist.ProcessGroup) -> Communicator:
     entry, deadline = group_entry(group), Deadline(group_timeout(group))
     with _making(entry, deadline):
         if entry.communicator is None:
-            # The store counts the communicators: the id of a destroyed group may be reused, and not on every rank.
-            store = private_store(group)
-            epoch = store.add(f"dtcomm/{PROTOCOL}/made/{dist.get_rank(group)}", 1)
-            entry.communicator = Communicator(group, epoch, store=store, deadline=deadline)
+            entry.communicator = _kept(group, entry, Communicator(group, "cpu", deadline=deadline))
         return entry.communicator
 
 
@@ -157,19 +155,16 @@ def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
         with _making(entry, deadline):
             communicator = entry.devices.get(device)
             if communicator is None:
-                key = f"dtcomm/{PROTOCOL}/made/{device.type}/{dist.get_rank(group)}"
-                store = private_store(group)
-                epoch = f"{store.add(key, 1)}/{device.type}"
-                communicator = entry.devices[device] = Communicator(
-                    group, epoch, store=store, device=device, deadline=deadline
-                )
+                made = Communicator(group, device.type, device=device, deadline=deadline)
+                communicator = entry.devices[device] = _kept(group, entry, made)
     return communicator
 
 
 @contextlib.contextmanager
 def _making(entry: GroupEntry, deadline: Deadline) -> Iterator[None]:
     """Let one thread at a time make the group's communicators. Calls on other groups and pairs proceed meanwhile."""
-    if not entry.making.acquire(timeout=min(deadline.left_s(), threading.TIMEOUT_MAX)):
+    # A thread that began first fails first. With the rest of its time, if any, this one then finds out who is late.
+    if not entry.making.acquire(timeout=min(deadline.left_s() + _GRACE_SECONDS, threading.TIMEOUT_MAX)):
         raise CollectiveTimeout(
             f"another thread of this rank did not make the communicator before the timeout of "
             f"{deadline.timeout_s:g} s"
@@ -178,6 +173,14 @@ def _making(entry: GroupEntry, deadline: Deadline) -> Iterator[None]:
         yield
     finally:
         entry.making.release()
+
+
+def _kept(group: dist.ProcessGroup, entry: GroupEntry, communicator: Communicator) -> Communicator:
+    """A new communicator, unless the group was released while it was made: nothing would close it."""
+    if _cache.get(id(group)) is not entry:
+        communicator.close()
+        raise DtcommError("group: its communicators have been released")
+    return communicator
 
 
 def _drop(key: int) -> None:

@@ -15,20 +15,29 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.errors import DtcommError
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
+from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import group_entry
-from dtcomm.runtime.process_groups import position, private_store, require_group
+from dtcomm.runtime.process_groups import group_timeout, position, require_group
 from dtcomm.work import DeferredWork, Work
 
 Communicators = tuple[Communicator, Communicator]  # to the peer and from it
 Start = Callable[[Communicator], Work | None]
+_new_pair = threading.Lock()
 
 
 class Pair:
-    """This rank and one peer. ``make`` waits for the peer and returns the communicators to it and from it."""
+    """This rank and one peer.
+
+    Attributes:
+        failed: Whether the communicators could not be made; later messages need another pair.
+
+    Args:
+        make: Waits for the peer and returns the communicators to it and from it.
+    """
 
     def __init__(self, make: Callable[[], Communicators]) -> None:
+        self.failed = False
         self._make = make
         self._lock = threading.Lock()
         self._begun = False
@@ -71,6 +80,7 @@ class Pair:
             communicators = self._make()
         except BaseException as error:
             self._error = error
+            self.failed = True
         else:
             self._communicators = communicators
         with self._lock:
@@ -123,14 +133,18 @@ def pair_of(
     target = require_group(group)
     entry = group_entry(target)
     pair: Pair | None = entry.pairs.get((peer, purpose))
-    if pair is not None:
+    if pair is not None and not pair.failed:
         return pair
     ranks = dist.get_process_group_ranks(target)
     own, other = dist.get_rank(target), position(ranks, peer, argument)
     if own == other:
         raise ValueError(f"{argument}: rank {peer} is this rank itself")
-    pair = entry.pairs.setdefault((peer, purpose), Pair(lambda: _make(target, own, other, purpose, device)))
-    return pair
+    with _new_pair:
+        pair = entry.pairs.get((peer, purpose))
+        if pair is None or pair.failed:
+            pair = Pair(lambda: _make(target, own, other, purpose, device))
+            entry.pairs[peer, purpose] = pair
+        return pair
 
 
 def _started(start: Start, communicator: Communicator) -> Work:
@@ -143,11 +157,16 @@ def _make(
     group: dist.ProcessGroup, own: int, other: int, purpose: str, device: torch.device | None
 ) -> Communicators:
     low, high = sorted((own, other))
-    store = private_store(group)
-    name = f"{purpose}{low}-{high}"
-    epoch = store.add(f"dtcomm/{PROTOCOL}/made/{name}/{own}", 1)
-    up, down = (
-        Communicator(group, f"{epoch}/{name}/{direction}", members=(low, high), store=store, device=device)
-        for direction in ("up", "down")
-    )
+    deadline = Deadline(group_timeout(group))
+
+    def make(direction: str) -> Communicator:
+        name = f"{purpose}{low}-{high}/{direction}"
+        return Communicator(group, name, members=(low, high), device=device, deadline=deadline)
+
+    up = make("up")
+    try:
+        down = make("down")
+    except BaseException:
+        up.close()
+        raise
     return (up, down) if own == low else (down, up)

@@ -82,10 +82,14 @@ def group_store(group: dist.ProcessGroup) -> c10d.Store:
     return store
 
 
-def private_store(group: dist.ProcessGroup) -> c10d.Store:
+def private_store(group: dist.ProcessGroup, timeout: timedelta | None = None) -> c10d.Store:
     """The group's store through a connection of its own, where the store has connections.
 
     A wait on a shared TCPStore blocks every other thread that uses it, whatever group it serves.
+
+    Args:
+        group: The process group.
+        timeout: How long reads through this connection wait for a key; None: as the group's store.
 
     Raises:
         DtcommError: If the store cannot be reached.
@@ -105,6 +109,9 @@ def private_store(group: dist.ProcessGroup) -> c10d.Store:
                 f"the group's store at {server.host}:{server.port} cannot be reached: {error}"
             ) from error
     try:
-        return store.clone()
+        clone = store.clone()
     except (AttributeError, RuntimeError):  # a store of the user's own
         return store
+    if timeout is not None and not isinstance(server, dist.HashStore):  # its clone is the store itself
+        clone.set_timeout(timeout)
+    return clone

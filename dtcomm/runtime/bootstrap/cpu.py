@@ -6,9 +6,12 @@ one runtime: the engine if it works on every rank, else the group's own backend.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +22,7 @@ from dtcomm.device.streams import HostStreams, Streams
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
+from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
@@ -27,6 +31,7 @@ from dtcomm.runtime.process_groups import group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 
 Infos = Sequence[dict[str, Any]]
+_MAX_READ = timedelta(seconds=10)  # for a key that was in the store a moment ago
 
 
 class CpuBootstrap:
@@ -37,13 +42,13 @@ class CpuBootstrap:
         names: How errors name each rank.
         groups: The ranks of each host.
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought.
+        epoch: Counts the attempts of the ranks to make this communicator; equal on all ranks.
 
     Args:
         rank: This rank's position in ``ranks``.
         ranks: The global ranks that take part.
         group: Their process group.
-        epoch: Distinguishes this communicator from others of the same group; equal on all ranks.
-        store: A client of the group's store for this communicator alone; None: one is made.
+        name: Distinguishes this communicator from others of the same group; equal on all ranks.
         deadline: When waiting for the other ranks ends; None: after the group's timeout.
     """
 
@@ -52,8 +57,7 @@ class CpuBootstrap:
         rank: int,
         ranks: list[int],
         group: dist.ProcessGroup,
-        epoch: int | str,
-        store: c10d.Store | None = None,
+        name: str,
         deadline: Deadline | None = None,
     ) -> None:
         self.rank = rank
@@ -63,12 +67,13 @@ class CpuBootstrap:
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
         self.reason = ""
+        self.epoch = 0
         self.runtime: Runtime | None = None
+        self._name = name
+        self._prefix = ""
         self._group = group
-        self._store = private_store(group) if store is None else store
         self._timeout = group_timeout(group)
         self._deadline = Deadline(self._timeout) if deadline is None else deadline
-        self._prefix = f"dtcomm/{PROTOCOL}/{epoch}"
 
     def join(self) -> None:
         """Agree on a runtime with all ranks.
@@ -76,24 +81,35 @@ class CpuBootstrap:
         Raises:
             CollectiveTimeout: If a rank does not come before the group's timeout.
             CollectiveMismatch: If ranks differ in dtcomm's version or its variables.
-            DtcommError: If what a variable asks for is not possible.
+            DtcommError: If what a variable asks for is not possible, or another rank failed.
         """
-        exchange = self._exchange()
-        native, listener, infos = self._exchange_info(exchange)
-        try:
-            failure = self._attach(native, infos, listener)
-            self._agree(exchange, native, infos, failure)
-        finally:
-            if listener is not None:
-                listener.close()
-            if self.runtime is None:
-                native.close()
-        exchange.close()
-        if self.runtime is None:
-            self.runtime = self._group_runtime()
+        store = private_store(self._group, min(self._timeout, _MAX_READ))
+        rendezvous = Rendezvous(store, self._name, self.rank, self.ranks, self._deadline)
 
-    def _exchange(self) -> StoreExchange:
-        return StoreExchange(self._store, self._prefix, self.rank, self.ranks, self._deadline)
+        def attempt(exchange: StoreExchange) -> Runtime:
+            self.epoch, self._prefix = rendezvous.epoch, rendezvous.prefix
+            return self._attempt(exchange)
+
+        self.runtime = rendezvous.run(attempt)
+
+    def _attempt(self, exchange: StoreExchange) -> Runtime:
+        with contextlib.ExitStack() as on_failure:
+            listener, why_closed = _listen()
+            if listener is not None:
+                on_failure.callback(listener.close)
+            native, infos = self._exchange_info(exchange, listener, why_closed, on_failure)
+            failure = self._attach(native, infos, listener)
+            if self._agree(exchange, native, infos, failure):
+                on_failure.pop_all()
+                if listener is not None:
+                    listener.close()
+                return native
+        return self._group_runtime()
+
+    @functools.cached_property
+    def _store(self) -> c10d.Store:
+        """The store of a runtime over the group's own backend, which keeps it."""
+        return private_store(self._group)
 
     def _base_info(self) -> dict[str, Any]:
         """What every bootstrap exchanges first."""
@@ -113,40 +129,41 @@ class CpuBootstrap:
             hosts.setdefault(info["host"], []).append(rank)
         self.groups = tuple(map(tuple, hosts.values()))
 
-    def _exchange_info(self, exchange: StoreExchange) -> tuple[NativeRuntime, Listener | None, Infos]:
-        """Tell all ranks how to reach this one; returns this rank's engine and listener, and every rank's info."""
+    def _exchange_info(
+        self,
+        exchange: StoreExchange,
+        listener: Listener | None,
+        why_closed: str,
+        on_failure: contextlib.ExitStack,
+    ) -> tuple[NativeRuntime, Infos]:
+        """Tell all ranks how to reach this one; returns this rank's engine and every rank's info."""
         timeout_s = self._timeout.total_seconds()
         native = NativeRuntime(self.rank, self.size, timeout_s)
-        listener, why_closed = _listen()
-        try:
-            infos = exchange.all_gather(
-                {
-                    **self._base_info(),
-                    "address": native.address(),
-                    "listener": {"closed": why_closed} if listener is None else listener.info(),
-                    "machine": emulated_link.machine(),
-                    "cores": sorted(os.sched_getaffinity(0)),
-                    "table": env.tune_text() if self.rank == 0 else "",
-                }
+        on_failure.callback(native.close)
+        infos = exchange.all_gather(
+            {
+                **self._base_info(),
+                "address": native.address(),
+                "listener": {"closed": why_closed} if listener is None else listener.info(),
+                "machine": emulated_link.machine(),
+                "cores": sorted(os.sched_getaffinity(0)),
+                "table": env.tune_text() if self.rank == 0 else "",
+            }
+        )
+        self._read_base_info(infos)
+        if emulated_link.links() and len({info["machine"] for info in infos}) > 1:
+            raise DtcommError(
+                "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
             )
-            self._read_base_info(infos)
-            if emulated_link.links() and len({info["machine"] for info in infos}) > 1:
-                raise DtcommError(
-                    "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
-                )
-            self.tuning_table = infos[0]["table"]
-            if self._uses_sockets():  # their messages are of another size, so the shared memory is too
-                native.close()
-                native = NativeRuntime(self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES)
-                addresses = exchange.all_gather({"address": native.address()})
-                for info, address in zip(infos, addresses, strict=True):
-                    info.update(address)
-        except BaseException:
+        self.tuning_table = infos[0]["table"]
+        if self._uses_sockets():  # their messages are of another size, so the shared memory is too
             native.close()
-            if listener is not None:
-                listener.close()
-            raise
-        return native, listener, infos
+            native = NativeRuntime(self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES)
+            on_failure.callback(native.close)
+            addresses = exchange.all_gather({"address": native.address()})
+            for info, address in zip(infos, addresses, strict=True):
+                info.update(address)
+        return native, infos
 
     def _uses_sockets(self) -> bool:
         """Whether any ranks are to reach each other through sockets; the same answer on all ranks."""
@@ -195,8 +212,8 @@ class CpuBootstrap:
         assert listener is not None
         return listener.connect(self.rank, peers, self.names, self._deadline.left_s())
 
-    def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> None:
-        """Use the engine if every rank is attached; otherwise ``runtime`` stays None."""
+    def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> bool:
+        """Whether the engine serves the group: every rank is attached. The same answer on all ranks."""
         single_copy = failure or native.why_no_single_copy()
         answers = exchange.all_gather({"failure": failure, "single_copy": single_copy})
         failures = [
@@ -210,12 +227,12 @@ class CpuBootstrap:
                 raise DtcommError(f"{variable}, but {self.reason}")
             if env.get("DTCOMM_LINK"):
                 raise DtcommError(f"DTCOMM_LINK: only the native engine emulates links, but {self.reason}")
-            return
+            return False
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
             raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
-        self.runtime = native
         self.reason = self._engine_reason(native.transport)
+        return True
 
     def _engine_reason(self, transport: str) -> str:
         if transport == "memory":

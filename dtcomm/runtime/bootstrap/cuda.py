@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C, env
 from dtcomm.device.streams import Streams, streams_of
@@ -37,24 +36,21 @@ class CudaBootstrap(CpuBootstrap):
         rank: int,
         ranks: list[int],
         group: dist.ProcessGroup,
-        epoch: int | str,
-        store: c10d.Store | None = None,
+        name: str,
         deadline: Deadline | None = None,
         is_pair: bool = False,
     ) -> None:
-        super().__init__(rank, ranks, group, epoch, store, deadline)
+        super().__init__(rank, ranks, group, name, deadline)
         self._device = device
         self._is_pair = is_pair  # two ranks that send and receive
 
-    def join(self) -> None:
-        """Agree on a runtime with all ranks; raises as ``CpuBootstrap.join``."""
+    def _attempt(self, exchange: StoreExchange) -> Runtime:
         if env.get("DTCOMM_RUNTIME") == "native":
             raise DtcommError(
                 f"DTCOMM_RUNTIME=native: the engine moves CPU tensors; this one is on {self._device}"
             )
         if env.get("DTCOMM_LINK"):
             raise DtcommError(f"DTCOMM_LINK: emulated links carry CPU tensors; this one is on {self._device}")
-        exchange = self._exchange()
         backend = backend_of(self._group, self._device)
         infos = exchange.all_gather(
             {
@@ -70,19 +66,35 @@ class CudaBootstrap(CpuBootstrap):
         require_equal(
             infos, "factors", "what serves factors of low rank: cuda where dtcomm._cuda is built, else torch"
         )
-        self._choose_runtime(exchange, infos, backend)
-        exchange.close()
+        return self._choose_runtime(exchange, infos, backend)
 
-    def _choose_runtime(self, exchange: StoreExchange, infos: Sequence[dict[str, Any]], backend: str) -> None:
+    def _choose_runtime(
+        self, exchange: StoreExchange, infos: Sequence[dict[str, Any]], backend: str
+    ) -> Runtime:
         streams = streams_of(self._device)
         fallback = self._backend_runtime(streams, backend)
-        self.runtime, self.reason = fallback, f"the group has {backend} for {self._device.type}"
+        try:
+            return self._peer_runtime(exchange, infos, backend, streams, fallback) or fallback
+        except BaseException:
+            fallback.close()
+            raise
+
+    def _peer_runtime(
+        self,
+        exchange: StoreExchange,
+        infos: Sequence[dict[str, Any]],
+        backend: str,
+        streams: Streams,
+        fallback: Runtime,
+    ) -> Runtime | None:
+        """The runtime of fused kernels, or None where the group's backend serves alone; sets ``reason``."""
+        self.reason = f"the group has {backend} for {self._device.type}"
         forced = env.get("DTCOMM_RUNTIME") == "peer"
         if env.get("DTCOMM_RUNTIME") == "process_group":
-            return
+            return None
         if self._is_pair and not forced:  # no call of a pair would use the memory
             self.reason += "; send and recv have no fused kernels"
-            return
+            return None
         gpus = [info["gpu"] for info in infos]
         memory, failure = None, why_not_peers(gpus, self.groups, forced)
         if not failure:
@@ -94,14 +106,12 @@ class CudaBootstrap(CpuBootstrap):
             timeout_ns = int(self._timeout.total_seconds() * 1e9)
             launcher = launcher_for(self._device)
             fused = FusedRanks(launcher, layout, memory.addresses, pads, self.rank, 1, timeout_ns)
-            self.runtime = PeerRuntime(fused, streams, fallback, self.names, memory.kind, memory, forced)
             self.reason = "all ranks reach each other's memory" + (f"; no {failure}" if failure else "")
-        elif forced:
-            fallback.close()
-            self.runtime = None
+            return PeerRuntime(fused, streams, fallback, self.names, memory.kind, memory, forced)
+        if forced:
             raise DtcommError(f"DTCOMM_RUNTIME=peer, but {failure}")
-        else:
-            self.reason += f"; no fused kernels: {failure}"
+        self.reason += f"; no fused kernels: {failure}"
+        return None
 
     def _backend_runtime(self, streams: Streams, backend: str) -> Runtime:
         """The runtime over the group's own backend."""

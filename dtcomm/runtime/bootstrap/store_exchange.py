@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -57,10 +57,17 @@ class StoreExchange:
         rank: The position of this rank in ``global_ranks``.
         global_ranks: The global ranks that take part; errors name them.
         deadline: When waiting for the other ranks ends.
+        check: Called while it waits; raises what ends the wait.
     """
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, global_ranks: Sequence[int], deadline: Deadline
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        global_ranks: Sequence[int],
+        deadline: Deadline,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._prefix = prefix
@@ -68,6 +75,7 @@ class StoreExchange:
         self._global_ranks = global_ranks
         self._ranks = len(global_ranks)
         self._deadline = deadline
+        self._check = check
         self._rounds: list[str] = []
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -83,7 +91,11 @@ class StoreExchange:
         with store_errors():
             self._store.set(keys[self._rank], json.dumps(info))
             self._wait(keys)
-            return [json.loads(self._store.get(key)) for key in keys]
+            try:
+                return [json.loads(self._store.get(key)) for key in keys]
+            except RuntimeError:
+                self._check()  # a rank that gives up deletes its keys
+                raise
 
     def _wait(self, keys: Sequence[str]) -> None:
         # Polled: Store.wait tells neither which ranks are late nor that the store has failed.
@@ -96,6 +108,7 @@ class StoreExchange:
                     f"{name_ranks(late)} did not come to make a communicator before the timeout of "
                     f"{self._deadline.timeout_s:g} s: every rank of the group has to call"
                 )
+            self._check()
             time.sleep(min(pause, left_s))
             pause = min(pause * 1.25, _MAX_POLL_S)
 
@@ -121,6 +134,12 @@ class StoreExchange:
                 for rank in range(self._ranks):
                     self._store.delete_key(f"{prefix}/{rank}")
             self._store.delete_key(left)
+
+    def withdraw(self) -> None:
+        """Leave an exchange that has failed: delete this rank's keys."""
+        with store_errors():
+            for prefix in self._rounds:
+                self._store.delete_key(f"{prefix}/{self._rank}")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """The rendezvous, in which the ranks of a group make a communicator: deadlines, failures and several groups at once."""
 
+import contextlib
 import os
+import resource
 import socket
 import threading
 import time
@@ -9,11 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
+from dtcomm.runtime.native.runtime import NativeRuntime
 from tests.support.stopwatch import Stopwatch
 
 
@@ -83,7 +87,9 @@ def wait_in_two_threads(rank: int, world_size: int) -> list[tuple[str, bool]]:
 def test_one_deadline_for_all_ranks_and_threads() -> None:
     results = run_ranks(wait_in_two_threads, 3)[0]
     assert [soon for _, soon in results] == [True, True]
-    assert "ranks 1 and 2 did not come" in results[0][0] and "timeout of 1 s" in results[0][0], results
+    assert all("ranks 1 and 2 did not come" in text and "timeout of 1 s" in text for text, _ in results), (
+        results
+    )
 
 
 def lose_the_store(rank: int, world_size: int, directory: Path, before: bool) -> str:
@@ -115,3 +121,91 @@ def test_error_of_the_store_is_reported_as_such(tmp_path: Path, before: bool) ->
         ranks.kill(0)
         outcome = ranks.join(30)[1]
     assert outcome.ok and outcome.result.startswith("DtcommError: the group's store"), outcome
+
+
+def fail_once(rank: int, world_size: int, directory: Path, cause: str) -> str:
+    """Return the error that one rank causes in the first barrier; the second barrier works."""
+    init_with_tcp_store(rank, world_size, directory, 60.0)
+    if rank == 2 and cause != "memory":  # it comes when the others have raised
+        while len(list(directory.glob("raised-*"))) < 2:
+            time.sleep(0.005)
+    with contextlib.ExitStack() as faults:
+        patch = faults.enter_context(pytest.MonkeyPatch.context())
+        if cause == "table" and rank == 0:
+            patch.setenv("DTCOMM_TUNE", "/nonexistent")
+        elif cause == "descriptors" and rank == 1:
+            use_all_descriptors(faults)
+        elif cause == "memory" and rank == 1:
+            patch.setattr(NativeRuntime, "attach", run_out_of_memory)
+        watch = Stopwatch()
+        with pytest.raises((RuntimeError, ValueError, MemoryError)) as error:
+            C.barrier()
+        elapsed = watch.elapsed()
+    (directory / f"raised-{rank}").touch()
+    assert elapsed.within(cpu_s=3.0, wall_s=20.0), elapsed
+    C.barrier()
+    dist.barrier()  # rank 0 has the store
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def use_all_descriptors(until: contextlib.ExitStack) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+    until.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+    with contextlib.suppress(OSError):
+        while True:
+            until.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+
+
+def run_out_of_memory(*args: object, **kwargs: object) -> None:
+    raise MemoryError("no memory left")
+
+
+@pytest.mark.parametrize(
+    ("cause", "culprit", "own", "others"),
+    [
+        ("table", 0, "ValueError: DTCOMM_TUNE=/nonexistent", "ValueError: DTCOMM_TUNE=/nonexistent"),
+        ("descriptors", 1, "RuntimeError: memfd_create: Too many", "RuntimeError: memfd_create: Too many"),
+        ("memory", 1, "MemoryError: no memory left", "MemoryError: no memory left"),
+    ],
+)
+def test_failure_of_one_rank_is_raised_on_all(
+    tmp_path: Path, cause: str, culprit: int, own: str, others: str
+) -> None:
+    results = run_ranks(fail_once, 3, tmp_path, cause, backend=None)
+    for rank, text in enumerate(results):
+        expected = (
+            own if rank == culprit else f"DtcommError: rank {culprit} could not make a communicator: {others}"
+        )
+        assert text.startswith(expected), results
+
+
+def retry_until_all_meet(rank: int, world_size: int, how: str) -> int:
+    """Return how many attempts failed on this rank."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    dist.barrier()
+    if how == "released by one":
+        C.barrier(group=group)
+        if rank == 0:
+            C.release(group)
+    elif rank == 1:  # it comes after the first attempt of rank 0
+        dist.barrier()
+    for failures in range(5):
+        try:
+            if how == "pair":
+                C.send(torch.ones(1), 1, group=group) if rank == 0 else C.recv(torch.ones(1), 0, group=group)
+            else:
+                C.barrier(group=group)
+            return failures
+        except DtcommError:
+            if how == "released by one":
+                C.release(group)
+        if how != "released by one" and rank == 0 and failures == 0:
+            dist.barrier()
+    raise AssertionError("the ranks did not meet")
+
+
+@pytest.mark.parametrize("how", ["late", "pair", "released by one"])
+def test_a_group_can_be_made_again(how: str) -> None:
+    assert max(run_ranks(retry_until_all_meet, 2, how)) <= 2

@@ -1,0 +1,144 @@
+"""The rendezvous of a group's ranks: attempts to make something together, which all ranks count alike.
+
+The store holds the number of the current attempt, its epoch. Whoever gives up ends the epoch for all: ranks that wait
+in it raise the error that it reported or, if it merely timed out, continue in the next epoch. So a rank that comes late
+meets those that try again, and reads nothing that was written before. An error is reported to every rank once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+from dtcomm import errors
+from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, store_errors
+
+Result = TypeVar("Result")
+
+
+class EpochEnded(Exception):
+    """Another rank has ended the epoch without an error: it timed out, or it makes a new communicator."""
+
+
+class Rendezvous:
+    """One rank's part in a rendezvous.
+
+    Attributes:
+        epoch: The number of the current attempt, equal on all ranks that take part in it.
+        prefix: Prefix of the keys of this attempt.
+
+    Args:
+        store: The store that all ranks reach.
+        name: Distinguishes it from other rendezvous through this store; equal on all ranks.
+        rank: The position of this rank in ``global_ranks``.
+        global_ranks: The global ranks that take part.
+        deadline: When waiting for the other ranks ends.
+    """
+
+    def __init__(
+        self, store: Store, name: str, rank: int, global_ranks: Sequence[int], deadline: Deadline
+    ) -> None:
+        self.epoch = 0
+        self.prefix = ""
+        self._store = store
+        self._rank = rank
+        self._global_ranks = global_ranks
+        self._deadline = deadline
+        self._base = f"dtcomm/{PROTOCOL}/{name}"
+        self._epoch_key = f"{self._base}/epoch"
+        self._error_key = f"{self._base}/error"
+
+    def run(self, attempt: Callable[[StoreExchange], Result]) -> Result:
+        """What ``attempt`` returns. All ranks call it with an exchange of their own, perhaps more than once.
+
+        Raises:
+            CollectiveTimeout: If ranks do not come before the deadline.
+            DtcommError: If another rank failed; it has the type of that rank's error if that is dtcomm's own.
+        """
+        while True:
+            with store_errors():
+                self._enter()
+            exchange = StoreExchange(
+                self._store, self.prefix, self._rank, self._global_ranks, self._deadline, self.check
+            )
+            try:
+                result = attempt(exchange)
+            except EpochEnded:
+                exchange.withdraw()
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):  # the store may be what failed
+                    self._give_up(error)
+                    exchange.withdraw()
+                raise
+            else:
+                with contextlib.suppress(
+                    DtcommError
+                ):  # a rank that has finished may have taken the store with it
+                    exchange.close()
+                return result
+
+    def check(self) -> None:
+        """Raise if another rank has ended the epoch: its error, or EpochEnded."""
+        if self._current_epoch() > self.epoch:
+            self._raise_error_since(self.epoch)
+            raise EpochEnded
+
+    def _enter(self) -> None:
+        # The store counts, not the process: a restarted process or a group that is made anew continues.
+        entered_key = f"{self._base}/entered/{self._rank}"
+        entered = self._store.add(entered_key, 0)
+        while (current := self._current_epoch()) <= entered:
+            self._end(current)
+        self._store.add(entered_key, current - entered)
+        self._raise_error_since(entered + 1)  # this rank was to take part in that epoch
+        self.epoch, self.prefix = current, f"{self._base}/{current}"
+
+    def _current_epoch(self) -> int:
+        return self._store.add(self._epoch_key, 0)
+
+    def _end(self, epoch: int) -> None:
+        """End an epoch, unless it has ended."""
+        self._store.compare_set(self._epoch_key, str(epoch), str(epoch + 1))
+
+    def _give_up(self, error: BaseException) -> None:
+        if isinstance(error, CollectiveTimeout):
+            self._end(self.epoch)
+            return
+        while True:
+            current = self._current_epoch()
+            reported = self._error()
+            if reported is not None and reported["epoch"] >= self.epoch and reported["rank"] != self._rank:
+                return  # all ranks raise that one
+            report = {
+                "epoch": current,
+                "rank": self._rank,
+                "type": type(error).__name__,
+                "text": str(error),
+            }
+            self._store.set(self._error_key, json.dumps(report))
+            # Ranks look for an error when the epoch ends. Had another rank ended it, they might have looked too early.
+            if self._store.add(self._epoch_key, 1) == current + 1:
+                return
+
+    def _error(self) -> dict[str, Any] | None:
+        """The last error that a rank reported."""
+        if not self._store.check([self._error_key]):
+            return None
+        report: dict[str, Any] = json.loads(self._store.get(self._error_key))
+        return report
+
+    def _raise_error_since(self, epoch: int) -> None:
+        """Raise the last error of another rank in ``epoch`` or later."""
+        report = self._error()
+        if report is None or report["epoch"] < epoch or report["rank"] == self._rank:
+            return
+        kind, text = getattr(errors, report["type"], None), report["text"]
+        if isinstance(kind, type) and issubclass(kind, DtcommError):
+            raise kind(text)  # it names the ranks that it is about
+        rank = self._global_ranks[report["rank"]]
+        raise DtcommError(f"rank {rank} could not make a communicator: {report['type']}: {text}")
