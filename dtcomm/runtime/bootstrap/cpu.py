@@ -22,6 +22,7 @@ from dtcomm.device.streams import HostStreams, Streams
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
+from dtcomm.runtime.bootstrap import peer_processes
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
@@ -80,6 +81,7 @@ class CpuBootstrap:
 
         Raises:
             CollectiveTimeout: If a rank does not come before the group's timeout.
+            PeerLost: If the process of a rank is known to have ended.
             CollectiveMismatch: If ranks differ in dtcomm's version or its variables.
             DtcommError: If what a variable asks for is not possible, or another rank failed.
         """
@@ -116,6 +118,7 @@ class CpuBootstrap:
         return {
             "host": host_id(),
             "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
+            "process": peer_processes.own(),
             "protocol": PROTOCOL,
             "variables": env.shared(),
         }
@@ -124,6 +127,7 @@ class CpuBootstrap:
         require_equal(infos, "protocol", "the version of dtcomm")
         require_equal(infos, "variables", "DTCOMM_ variables")
         self.names = [info["name"] for info in infos]
+        peer_processes.remember(self.ranks, self.names, [info["process"] for info in infos])
         hosts: dict[str, list[int]] = {}
         for rank, info in enumerate(infos):
             hosts.setdefault(info["host"], []).append(rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,9 +17,11 @@ from torch.distributed.distributed_c10d import Store
 
 from dtcomm import errors
 from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.runtime.bootstrap import peer_processes
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, store_errors
 
 Result = TypeVar("Result")
+_PROCESS_POLL_S = 0.25
 
 
 class EpochEnded(Exception):
@@ -44,6 +47,7 @@ class Rendezvous:
         self, store: Store, name: str, rank: int, global_ranks: Sequence[int], deadline: Deadline
     ) -> None:
         self.epoch = 0
+        self._look_at_processes = 0.0  # when, on the clock of time.monotonic
         self.prefix = ""
         self._store = store
         self._rank = rank
@@ -58,6 +62,7 @@ class Rendezvous:
 
         Raises:
             CollectiveTimeout: If ranks do not come before the deadline.
+            PeerLost: If the process of a rank is known to have ended.
             DtcommError: If another rank failed; it has the type of that rank's error if that is dtcomm's own.
         """
         while True:
@@ -83,10 +88,13 @@ class Rendezvous:
                 return result
 
     def check(self) -> None:
-        """Raise if another rank has ended the epoch: its error, or EpochEnded."""
+        """Raise if another rank has ended the epoch: its error, or EpochEnded. PeerLost if a rank has died."""
         if self._current_epoch() > self.epoch:
             self._raise_error_since(self.epoch)
             raise EpochEnded
+        if time.monotonic() >= self._look_at_processes:
+            peer_processes.require_alive(self._global_ranks)
+            self._look_at_processes = time.monotonic() + _PROCESS_POLL_S
 
     def _enter(self) -> None:
         # The store counts, not the process: a restarted process or a group that is made anew continues.

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from dtcomm import env
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError
+from dtcomm.runtime.bootstrap import peer_processes
 
 PROTOCOL = 2  # version of what ranks exchange and of the layout of shared memory
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
@@ -28,12 +29,7 @@ def host_id() -> str:
     chosen = env.get("DTCOMM_HOST_ID")
     if chosen:
         return chosen
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux, or no /proc
-        return f"{socket.gethostname()}/{os.getpid()}"
+    return peer_processes.machine() or f"{socket.gethostname()}/{os.getpid()}"
 
 
 class Deadline:
@@ -108,7 +104,12 @@ class StoreExchange:
                     f"{name_ranks(late)} did not come to make a communicator before the timeout of "
                     f"{self._deadline.timeout_s:g} s: every rank of the group has to call"
                 )
-            self._check()
+            try:
+                self._check()
+            except Exception:
+                if self._store.check(keys):  # all have come meanwhile, and a fast rank has moved on or ended
+                    return
+                raise
             time.sleep(min(pause, left_s))
             pause = min(pause * 1.25, _MAX_POLL_S)
 

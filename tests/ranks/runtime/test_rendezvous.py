@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import dtcomm.collectives as C
-from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.native.runtime import NativeRuntime
-from tests.support.stopwatch import Stopwatch
+from tests.support.stopwatch import Elapsed, Stopwatch
 
 
 def init_with_tcp_store(rank: int, world_size: int, directory: Path, timeout_s: float) -> None:
@@ -209,3 +209,28 @@ def retry_until_all_meet(rank: int, world_size: int, how: str) -> int:
 @pytest.mark.parametrize("how", ["late", "pair", "released by one"])
 def test_a_group_can_be_made_again(how: str) -> None:
     assert max(run_ranks(retry_until_all_meet, 2, how)) <= 2
+
+
+def wait_for_a_dead_rank(rank: int, world_size: int) -> tuple[str, Elapsed]:
+    group = dist.new_group([0, 1, 2])
+    C.barrier()  # from now on the ranks know each other's processes
+    send_to_parent("ready")
+    if rank == 2:
+        time.sleep(60)
+    watch = Stopwatch()
+    with pytest.raises(PeerLost) as error:
+        C.barrier(group=group)
+    return str(error.value), watch.elapsed()
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with spawn_ranks(wait_for_a_dead_rank, 3) as ranks:
+        assert [ranks.receive(rank) for rank in range(3)] == ["ready"] * 3
+        time.sleep(0.2)  # the others wait
+        pid = ranks.pids[2]
+        ranks.kill(2)
+        for outcome in ranks.join(40)[:2]:
+            assert outcome.ok, outcome
+            text, elapsed = outcome.result
+            assert text.startswith("rank 2 (") and f"pid {pid}) is gone" in text
+            assert elapsed.within(cpu_s=2.0, wall_s=20.0), elapsed
