@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -100,7 +100,7 @@ class CpuBootstrap:
             if listener is not None:
                 on_failure.callback(listener.close)
             native, infos = self._exchange_info(exchange, listener, why_closed, on_failure)
-            failure = self._attach(native, infos, listener)
+            failure = self._attach(native, infos, listener, exchange.check)
             if self._agree(exchange, native, infos, failure):
                 on_failure.pop_all()
                 if listener is not None:
@@ -175,7 +175,9 @@ class CpuBootstrap:
             return False
         return len(self.groups) > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
 
-    def _attach(self, native: NativeRuntime, infos: Infos, listener: Listener | None) -> str:
+    def _attach(
+        self, native: NativeRuntime, infos: Infos, listener: Listener | None, check: Callable[[], None]
+    ) -> str:
         """Connect the engine to all peers; returns why that is not possible, or an empty string."""
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return "DTCOMM_RUNTIME=process_group"
@@ -191,7 +193,7 @@ class CpuBootstrap:
         if by_socket and dispatch.current() == "reference":
             return "the reference kernels are in force, which the engine does not run"
         try:
-            sockets = self._connect(infos, listener, by_socket)
+            sockets = self._connect(infos, listener, by_socket, check)
         except OSError as error:
             return f"cannot connect to a peer: {error}"
         if isinstance(sockets, str):
@@ -205,7 +207,11 @@ class CpuBootstrap:
         return ""
 
     def _connect(
-        self, infos: Infos, listener: Listener | None, peers: Mapping[int, Mapping[str, Any]]
+        self,
+        infos: Infos,
+        listener: Listener | None,
+        peers: Mapping[int, Mapping[str, Any]],
+        check: Callable[[], None],
     ) -> dict[int, int] | str:
         """A connected socket for each of ``peers``, or why there can be none."""
         if not peers:
@@ -214,7 +220,7 @@ class CpuBootstrap:
             if "closed" in info:
                 return f"{self.names[rank]} cannot be connected to: {info['closed']}"
         assert listener is not None
-        return listener.connect(self.rank, peers, self.names, self._deadline.left_s())
+        return listener.connect(self.rank, peers, self.names, self._deadline.left_s(), check)
 
     def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> bool:
         """Whether the engine serves the group: every rank is attached. The same answer on all ranks."""

@@ -47,13 +47,16 @@ class Deadline:
 class StoreExchange:
     """A sequence of all-gathers of JSON objects between ranks.
 
+    Attributes:
+        check: Raises what is to end a wait for other ranks.
+
     Args:
         store: The store that all ranks reach.
         prefix: Prefix of the keys, equal on all ranks and used by nothing else.
         rank: The position of this rank in ``global_ranks``.
         global_ranks: The global ranks that take part; errors name them.
         deadline: When waiting for the other ranks ends.
-        check: Called while it waits; raises what ends the wait.
+        check: Called while it waits; None: nothing but the deadline ends a wait.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class StoreExchange:
         rank: int,
         global_ranks: Sequence[int],
         deadline: Deadline,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
         self._prefix = prefix
@@ -71,7 +74,7 @@ class StoreExchange:
         self._global_ranks = global_ranks
         self._ranks = len(global_ranks)
         self._deadline = deadline
-        self._check = check
+        self.check: Callable[[], None] = check or (lambda: None)
         self._rounds: list[str] = []
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -90,7 +93,7 @@ class StoreExchange:
             try:
                 return [json.loads(self._store.get(key)) for key in keys]
             except RuntimeError:
-                self._check()  # a rank that gives up deletes its keys
+                self.check()  # a rank that gives up deletes its keys
                 raise
 
     def _wait(self, keys: Sequence[str]) -> None:
@@ -105,7 +108,7 @@ class StoreExchange:
                     f"{self._deadline.timeout_s:g} s: every rank of the group has to call"
                 )
             try:
-                self._check()
+                self.check()
             except Exception:
                 if self._store.check(keys):  # all have come meanwhile, and a fast rank has moved on or ended
                     return

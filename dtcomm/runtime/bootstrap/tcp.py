@@ -5,16 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _HELLO = struct.Struct("<8sQI")  # magic, the listener's token, the caller's rank
 _MAGIC = b"dtcomm 1"
 _MAX_CONNECT_SECONDS = 30.0  # also if the group's timeout is longer
+_HELLO_SECONDS = 1.0  # for a caller to say who it is
+_CHECK_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
 
 
@@ -40,7 +43,12 @@ class Listener:
         return {"address": address, "port": port, "token": self.token}
 
     def connect(
-        self, rank: int, listeners: Mapping[int, Mapping[str, Any]], names: Sequence[str], timeout_s: float
+        self,
+        rank: int,
+        listeners: Mapping[int, Mapping[str, Any]],
+        names: Sequence[str],
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
     ) -> dict[int, int]:
         """Connect to all peers; returns a file descriptor for each.
 
@@ -52,6 +60,7 @@ class Listener:
             listeners: ``info`` of each peer's listener, by rank.
             names: How errors name each rank.
             timeout_s: Seconds until all connections must have been made, at most 30.
+            check: Called while it waits; raises what ends the wait.
 
         Raises:
             OSError: If a peer cannot be reached; it names the peer.
@@ -62,9 +71,7 @@ class Listener:
             for peer in (peer for peer in listeners if peer < rank):
                 connected[peer] = _connect(listeners[peer], rank, names[peer], deadline)
             expected = {peer for peer in listeners if peer > rank}
-            while expected - connected.keys():
-                peer, accepted = self._accept(expected, names, deadline)
-                connected[peer] = accepted
+            self._accept(connected, expected, names, deadline, check)
             for connection in connected.values():
                 connection.setblocking(False)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,46 +85,107 @@ class Listener:
         """Stop listening."""
         self._socket.close()
 
-    def _accept(self, expected: set[int], names: Sequence[str], deadline: float) -> tuple[int, socket.socket]:
-        while True:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                connection, _ = self._socket.accept()
-            except TimeoutError:
-                missing = ", ".join(names[peer] for peer in sorted(expected))
-                raise TimeoutError(
-                    f"of {missing} not all have connected to {self.info()['address']}"
-                ) from None
-            try:
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
-                magic, token, peer = _HELLO.unpack(_receive(connection, _HELLO.size))
-                if (magic, token) == (_MAGIC, self.token) and peer in expected:
-                    return peer, connection
-            except (OSError, struct.error):
-                pass
-            connection.close()  # not one of the expected ranks
+    def _accept(
+        self,
+        connected: dict[int, socket.socket],
+        expected: set[int],
+        names: Sequence[str],
+        deadline: float,
+        check: Callable[[], None],
+    ) -> None:
+        """Add the connections of all expected peers. Callers are served side by side: one may say nothing."""
+        callers: dict[socket.socket, _Caller] = {}
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._socket.setblocking(False)
+                selector.register(self._socket, selectors.EVENT_READ)
+                while missing := expected - connected.keys():
+                    check()
+                    now = time.monotonic()
+                    if now >= deadline:
+                        listing = ", ".join(names[peer] for peer in sorted(missing))
+                        raise TimeoutError(f"of {listing} not all have connected to {self.info()['address']}")
+                    for caller in [caller for caller in callers.values() if now >= caller.until]:
+                        self._turn_away(caller.connection, callers, selector)
+                    for key, _ in selector.select(min(_CHECK_SECONDS, deadline - now)):
+                        connection = key.fileobj
+                        assert isinstance(connection, socket.socket)
+                        if connection is self._socket:
+                            self._greet(callers, selector)
+                            continue
+                        caller = callers[connection]
+                        if not caller.read():
+                            continue
+                        peer = self._peer(caller.hello)
+                        if peer is None or peer not in expected - connected.keys():
+                            self._turn_away(connection, callers, selector)
+                        else:
+                            selector.unregister(connection)
+                            connected[peer] = callers.pop(connection).connection
+        finally:
+            for connection in callers:
+                connection.close()
+
+    def _greet(self, callers: dict[socket.socket, _Caller], selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):  # the caller has gone away
+            return
+        connection.setblocking(False)
+        callers[connection] = _Caller(connection)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _turn_away(
+        self,
+        connection: socket.socket,
+        callers: dict[socket.socket, _Caller],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        selector.unregister(connection)
+        del callers[connection]
+        connection.close()
+
+    def _peer(self, hello: bytes) -> int | None:
+        """The rank that a caller says it is; None if it is a stranger."""
+        if len(hello) < _HELLO.size:
+            return None
+        magic, token, peer = _HELLO.unpack(hello)
+        return int(peer) if (magic, token) == (_MAGIC, self.token) else None
+
+
+class _Caller:
+    """A connection that has not said yet who it is, for which it has a second."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.hello = bytearray()
+        self.until = time.monotonic() + _HELLO_SECONDS
+
+    def read(self) -> bool:
+        """Read what has come; whether the hello is complete or the caller has gone away."""
+        try:
+            received = self.connection.recv(_HELLO.size - len(self.hello))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self.hello += received
+        return not received or len(self.hello) == _HELLO.size
 
 
 def _connect(listener: Mapping[str, Any], rank: int, name: str, deadline: float) -> socket.socket:
     address = (listener["address"], listener["port"])
+    connection = None
     try:
         connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
         connection.sendall(_HELLO.pack(_MAGIC, listener["token"], rank))
     except OSError as error:
+        if connection is not None:
+            connection.close()
         raise OSError(
             error.errno, f"{name} cannot be reached at {address[0]}:{address[1]}: {error}"
         ) from error
     return connection
-
-
-def _receive(source: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        more = source.recv(size - len(received))
-        if not more:
-            raise OSError("closed")
-        received += more
-    return received
 
 
 def _local_address() -> str:

@@ -161,6 +161,33 @@ def test_a_listener_accepts_only_ranks_with_its_token() -> None:
     listener.close()
 
 
+def test_silent_strangers_hold_up_nobody() -> None:
+    listener, peer = Listener(), Listener()
+    address = (listener.info()["address"], listener.info()["port"])
+    strangers = [socket.create_connection(address) for _ in range(3)]
+    strangers[1].sendall(b"GET")
+    names, accepted = ["rank 0", "rank 1"], {}
+
+    def answer() -> None:
+        accepted.update(listener.connect(0, {1: peer.info()}, names, 30.0))
+
+    watch = Stopwatch()
+    thread = threading.Thread(target=answer)
+    thread.start()
+    for stranger in strangers:  # they are shown out although no peer has come
+        stranger.settimeout(20)
+        with stranger:
+            assert stranger.recv(1) == b""
+    strangers = [socket.create_connection(address) for _ in range(3)]
+    connected = peer.connect(1, {0: listener.info()}, names, 30.0)
+    thread.join(25)
+    assert list(accepted) == [1] and watch.elapsed().within(cpu_s=1.0, wall_s=15.0)
+    for fd in (*accepted.values(), *connected.values()):
+        os.close(fd)
+    for closeable in (*strangers, listener, peer):
+        closeable.close()
+
+
 def reduce_through_relay(
     numel: int, tamper: Any, checksum: bool
 ) -> tuple[list[torch.Tensor], list[BaseException]]:
