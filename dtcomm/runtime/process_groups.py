@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -82,14 +82,10 @@ def group_store(group: dist.ProcessGroup) -> c10d.Store:
     return store
 
 
-def private_store(group: dist.ProcessGroup, timeout: timedelta | None = None) -> c10d.Store:
+def private_store(group: dist.ProcessGroup) -> c10d.Store:
     """The group's store through a connection of its own, where the store has connections.
 
     A wait on a shared TCPStore blocks every other thread that uses it, whatever group it serves.
-
-    Args:
-        group: The process group.
-        timeout: How long reads through this connection wait for a key; None: as the group's store.
 
     Raises:
         DtcommError: If the store cannot be reached.
@@ -98,20 +94,16 @@ def private_store(group: dist.ProcessGroup, timeout: timedelta | None = None) ->
     server = store
     while isinstance(server, c10d.PrefixStore):
         server = server.underlying_store
-    if isinstance(server, dist.TCPStore):
-        # TCPStore.clone retries for minutes where no connection can be made.
+    with contextlib.ExitStack() as probe:
+        if isinstance(server, dist.TCPStore):  # its clone retries for minutes where it cannot connect
+            try:
+                address = (server.host, server.port)
+                probe.enter_context(socket.create_connection(address, _STORE_CONNECT_SECONDS))
+            except OSError as error:
+                raise DtcommError(
+                    f"the group's store at {server.host}:{server.port} cannot be reached: {error}"
+                ) from error
         try:
-            socket.create_connection((server.host, server.port), _STORE_CONNECT_SECONDS).close()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                return store  # this rank can still tell the others that it has run out
-            raise DtcommError(
-                f"the group's store at {server.host}:{server.port} cannot be reached: {error}"
-            ) from error
-    try:
-        clone = store.clone()
-    except (AttributeError, RuntimeError):  # a store of the user's own
-        return store
-    if timeout is not None and not isinstance(server, dist.HashStore):  # its clone is the store itself
-        clone.set_timeout(timeout)
-    return clone
+            return store.clone()
+        except (AttributeError, RuntimeError):  # a store of the user's own
+            return store

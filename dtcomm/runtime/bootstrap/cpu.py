@@ -11,7 +11,6 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -28,11 +27,10 @@ from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExc
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
-from dtcomm.runtime.process_groups import group_timeout, private_store
+from dtcomm.runtime.process_groups import group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 
 Infos = Sequence[dict[str, Any]]
-_MAX_READ = timedelta(seconds=10)  # for a key that was in the store a moment ago
 
 
 class CpuBootstrap:
@@ -85,7 +83,7 @@ class CpuBootstrap:
             CollectiveMismatch: If ranks differ in dtcomm's version or its variables.
             DtcommError: If what a variable asks for is not possible, or another rank failed.
         """
-        store = private_store(self._group, min(self._timeout, _MAX_READ))
+        store = group_store(self._group)
         rendezvous = Rendezvous(store, self._name, self.rank, self.ranks, self._deadline)
 
         def attempt(exchange: StoreExchange) -> Runtime:
@@ -110,7 +108,7 @@ class CpuBootstrap:
 
     @functools.cached_property
     def _store(self) -> c10d.Store:
-        """The store of a runtime over the group's own backend, which keeps it."""
+        """The store of a runtime over the group's own backend, which waits in it and keeps it."""
         return private_store(self._group)
 
     def _base_info(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError
 from dtcomm.runtime.bootstrap import peer_processes
 
 PROTOCOL = 2  # version of what ranks exchange and of the layout of shared memory
+_NO_VALUE = "-"
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
 
 
@@ -89,15 +90,14 @@ class StoreExchange:
         keys = [f"{prefix}/{rank}" for rank in range(self._ranks)]
         with store_errors():
             self._store.set(keys[self._rank], json.dumps(info))
-            self._wait(keys)
-            try:
-                return [json.loads(self._store.get(key)) for key in keys]
-            except RuntimeError:
-                self.check()  # a rank that gives up deletes its keys
-                raise
+            while True:
+                self._wait(keys)
+                texts = [_read(self._store, key) for key in keys]
+                if None not in texts:  # else a rank has given up meanwhile
+                    return [json.loads(text) for text in texts if text is not None]
 
     def _wait(self, keys: Sequence[str]) -> None:
-        # Polled: Store.wait tells neither which ranks are late nor that the store has failed.
+        # Polled: TCPStore.wait keeps every other thread from the store, whatever group it serves.
         pause = _MIN_POLL_S
         while not self._store.check(keys):
             left_s = self._deadline.left_s()
@@ -144,6 +144,12 @@ class StoreExchange:
         with store_errors():
             for prefix in self._rounds:
                 self._store.delete_key(f"{prefix}/{self._rank}")
+
+
+def _read(store: Store, key: str) -> str | None:
+    """The value of a key, or None. ``Store.get`` would wait for it, and keep other threads from the store meanwhile."""
+    value = store.compare_set(key, _NO_VALUE, _NO_VALUE).decode()
+    return None if value == _NO_VALUE else value
 
 
 @contextlib.contextmanager
