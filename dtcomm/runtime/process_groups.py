@@ -91,11 +91,12 @@ def private_store(group: dist.ProcessGroup) -> c10d.Store:
         DtcommError: If the store cannot be reached.
     """
     store = group_store(group)
-    server = store
+    server: Any = store
     while isinstance(server, c10d.PrefixStore):
         server = server.underlying_store
     with contextlib.ExitStack() as probe:
-        if isinstance(server, dist.TCPStore):  # its clone retries for minutes where it cannot connect
+        # The clone of a TCPStore retries for minutes where it cannot connect.
+        if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
             try:
                 address = (server.host, server.port)
                 probe.enter_context(socket.create_connection(address, _STORE_CONNECT_SECONDS))
@@ -104,6 +105,7 @@ def private_store(group: dist.ProcessGroup) -> c10d.Store:
                     f"the group's store at {server.host}:{server.port} cannot be reached: {error}"
                 ) from error
         try:
-            return store.clone()
+            clone: c10d.Store = store.clone()  # type: ignore[attr-defined]
+            return clone
         except (AttributeError, RuntimeError):  # a store of the user's own
             return store

@@ -89,9 +89,10 @@ class Rendezvous:
 
     def check(self) -> None:
         """Raise if another rank has ended the epoch: its error, or EpochEnded. PeerLost if a rank has died."""
-        if self._current_epoch() > self.epoch:
-            self._raise_error_since(self.epoch)
-            raise EpochEnded
+        with store_errors():
+            if self._current_epoch() > self.epoch:
+                self._raise_error_since(self.epoch)
+                raise EpochEnded
         if time.monotonic() >= self._look_at_processes:
             peer_processes.require_alive(self._global_ranks)
             self._look_at_processes = time.monotonic() + _PROCESS_POLL_S

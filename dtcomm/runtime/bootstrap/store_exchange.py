@@ -20,7 +20,7 @@ from dtcomm import env
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError
 from dtcomm.runtime.bootstrap import peer_processes
 
-PROTOCOL = 2  # version of what ranks exchange and of the layout of shared memory
+PROTOCOL = 3  # version of what ranks exchange and of the layout of shared memory
 _NO_VALUE = "-"
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
 
@@ -96,7 +96,7 @@ class StoreExchange:
                 if None not in texts:  # else a rank has given up meanwhile
                     return [json.loads(text) for text in texts if text is not None]
 
-    def _wait(self, keys: Sequence[str]) -> None:
+    def _wait(self, keys: list[str]) -> None:
         # Polled: TCPStore.wait keeps every other thread from the store, whatever group it serves.
         pause = _MIN_POLL_S
         while not self._store.check(keys):

@@ -116,7 +116,7 @@ class Listener:
                         caller = callers[connection]
                         if not caller.read():
                             continue
-                        peer = self._peer(caller.hello)
+                        peer = self._peer(bytes(caller.hello))
                         if peer is None or peer not in expected - connected.keys():
                             self._turn_away(connection, callers, selector)
                         else:
