@@ -81,9 +81,8 @@ class Rendezvous:
                     exchange.withdraw()
                 raise
             else:
-                with contextlib.suppress(
-                    DtcommError
-                ):  # a rank that has finished may have taken the store with it
+                # A rank that has finished may have taken the store with it.
+                with contextlib.suppress(DtcommError):
                     exchange.close()
                 return result
 
