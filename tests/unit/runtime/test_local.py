@@ -93,7 +93,8 @@ def test_unequal_splits() -> None:
         part = TensorSpec(max(splits), torch.float32, codec(spec))
         shape = OpSpec("all_to_all", "sum", (part,), rng.choice(["one_shot", "tree"]), 0, splits)
         schedule = algorithms.build(shape.algorithm, "all_to_all", n)
-        source = [torch.randn(sum(row)) for row in sizes]
+        generator = torch.Generator().manual_seed(world.seed)
+        source = [torch.randn(sum(row), generator=generator) for row in sizes]
         target = [torch.full((sum(row[rank] for row in sizes),), torch.nan) for rank in range(n)]
         calls = [
             [
@@ -116,7 +117,10 @@ def test_unequal_splits() -> None:
                 want = source[src].split(sizes[src])[rank]
                 worst = want.abs().max().item() if want.numel() else 0.0
                 loss = 0.0 if src == rank else {"none": 0.0, "fp16": 2e-3}.get(spec, 0.02) * worst
-                assert (row - want).abs().max().item() <= loss if want.numel() else True, (world, src, rank)
+                if spec == "fp16" and src != rank:
+                    loss += 2.0**-24  # of numbers below fp16's normal ones
+                error = (row - want).abs().max().item() if want.numel() else 0.0
+                assert error <= loss, (world, src, rank, spec, sizes, error, loss)
         if shape.algorithm == "one_shot":
             sent = [
                 sum(part.codec.wire_bytes(s) for i, s in enumerate(row) if i != r)
