@@ -103,7 +103,7 @@ class CudaBootstrap(CpuBootstrap):
             memory, failure = map_peers(exchange, self.names, self._group, self._device, size, self.rank, ids)
         if memory is not None:
             pads = [memory.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
-            timeout_ns = int(self._timeout.total_seconds() * 1e9)
+            timeout_ns = min(int(self._timeout.total_seconds() * 1e9), 2**63 - 1)
             launcher = launcher_for(self._device)
             fused = FusedRanks(launcher, layout, memory.addresses, pads, self.rank, 1, timeout_ns)
             self.reason = "all ranks reach each other's memory" + (f"; no {failure}" if failure else "")

@@ -23,6 +23,7 @@ from dtcomm.runtime.bootstrap import peer_processes
 PROTOCOL = 3  # version of what ranks exchange and of the layout of shared memory
 _NO_VALUE = "-"
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
+_MAX_POLL_S_PER_RANK = 1e-3  # a longer pause with many ranks, all of which ask one store
 
 
 def host_id() -> str:
@@ -98,7 +99,7 @@ class StoreExchange:
 
     def _wait(self, keys: list[str]) -> None:
         # Polled: TCPStore.wait keeps every other thread from the store, whatever group it serves.
-        pause = _MIN_POLL_S
+        pause, longest = _MIN_POLL_S, max(_MAX_POLL_S, _MAX_POLL_S_PER_RANK * len(keys))
         while not self._store.check(keys):
             left_s = self._deadline.left_s()
             if not left_s:
@@ -114,7 +115,7 @@ class StoreExchange:
                     return
                 raise
             time.sleep(min(pause, left_s))
-            pause = min(pause * 1.25, _MAX_POLL_S)
+            pause = min(pause * 1.25, longest)
 
     def require_same_operation(self, text: str, names: Sequence[str]) -> None:
         """Compare what the ranks are about to do, and close. All raise CollectiveMismatch if they differ.
