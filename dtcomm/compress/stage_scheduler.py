@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Generator, Sequence
 
 import torch
@@ -93,7 +94,7 @@ class StageScheduler:
 
     On the CPU the stages run on a thread of their own, because they compute and wait. On a device, where the host does
     not wait, they are queued at once on a side stream; the collectives of all ranks are then queued in one order with
-    everything else that their callers queue.
+    everything else that their callers queue. The thread ends with the scheduler.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -129,6 +130,7 @@ class StageScheduler:
                     target=_run_thread, args=(self._queue,), name="dtcomm-stages", daemon=True
                 )
                 self._thread.start()
+                weakref.finalize(self, self._queue.put, None)
             self._queue.put(bucket)
             return work
         streams = self._streams
@@ -142,11 +144,6 @@ class StageScheduler:
     def restart(self) -> None:
         """Start a new backward pass; the buckets that an unfinished one left behind fail."""
         self._first = True
-
-    def close(self) -> None:
-        """End the thread when the buckets that were submitted are done."""
-        if self._thread is not None:
-            self._queue.put(None)
 
 
 def _run_thread(buckets: queue.SimpleQueue[_StagedBucket | None]) -> None:
