@@ -36,7 +36,7 @@ def record_in_child(rank: int, world_size: int) -> int:
         assert dtcomm.flight_record()["communicators"] == []
 
     status = status_of_child(check)
-    assert len(dtcomm.flight_record()["communicators"]) == 1
+    assert dtcomm.flight_record()["communicators"]
     C.all_reduce(torch.ones(10))
     return status
 
