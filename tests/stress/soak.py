@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     with TemporaryDirectory(prefix="dtcomm-soak-") as name:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=100000"]
         command += [
-            "--monitor-interval=0.5",
+            "--monitor-interval=2",  # seconds for the survivors to say what they saw, before torchrun ends them
             f"--nproc-per-node={options.ranks}",
             "-m",
             "tests.stress.soak_rank",
