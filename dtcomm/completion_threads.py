@@ -1,4 +1,4 @@
-"""Threads that complete futures. A callback may block the thread that runs it, so another thread stands by."""
+"""Threads that complete futures. A callback may block its thread, so another thread is ready to continue."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _all: weakref.WeakSet[CompletionThreads] = weakref.WeakSet()
 class CompletionThreads:
     """Threads that take items and call them, one after the other, in the order in which they are taken.
 
-    One thread, the leader, takes and calls items. If an item says that it may block (`hand_over`), or blocks without
-    a word, the thread that stands by becomes the leader; the former leader continues with its item and is idle after
-    it. Items that do not block thus need one thread and no switch between threads.
+    One thread, the leader, takes and calls items. If an item announces that it may block (`hand_over`), or runs for
+    half a second, the standby thread becomes the leader; the former leader continues with its item and is idle
+    afterwards. Items that do not block need one thread and no switch between threads.
 
     Args:
         name: The name of the threads.
@@ -36,9 +36,9 @@ class CompletionThreads:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._standby = threading.Lock()  # held by the thread that stands by; the other idle ones wait for it
-        self._wake = threading.Event()  # wakes the thread that stands by
-        self._watching = False  # the thread that stands by wakes up by itself
+        self._standby = threading.Lock()  # held by the standby thread; the other idle threads wait for it
+        self._wake = threading.Event()  # wakes the standby thread
+        self._watching = False  # the standby thread wakes up by itself
         self._started = self._stopped = False
         self._leader = 0  # the leader's `threading.get_ident`
         self._calling = 0  # the number of the item that the leader calls; 0: it waits for one

@@ -9,10 +9,6 @@ combine handles without importing the runtime.
 
 from __future__ import annotations
 
-import itertools
-import os
-import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,19 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtcomm import _C
-from dtcomm.completion_threads import CompletionThreads
+from dtcomm import _C, future_completion
 from dtcomm.device.streams import Streams
 from dtcomm.errors import CollectiveTimeout, DtcommError
 
 PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3  # pauses between two polls of an operation with a time limit
-_EXIT_S = 1.0  # how long threads may take to leave the engine at exit
-_FOLDER = os.path.dirname(__file__)
-_WAITS = (
-    __file__,
-    os.path.join(_FOLDER, "runtime", "native", "runtime.py"),
-)  # where threads wait in the engine
 TensorsFuture = torch.futures.Future[list[torch.Tensor]]
 
 
@@ -175,13 +164,13 @@ class NativeWork(Work):
         return True
 
     def get_future(self) -> TensorsFuture:
-        _about_to_block()  # a callback that asks for a future may wait for it
+        future_completion.about_to_block()  # a callback that asks for a future may wait for it
         return self._make_future()
 
     def _make_future(self) -> TensorsFuture:
         if self._future is None:
             self._future = torch.futures.Future()
-            self._ticket = _notify(self)
+            self._ticket = future_completion.notify(self._native, self.complete)
         return self._future
 
     def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:
@@ -190,7 +179,7 @@ class NativeWork(Work):
     def drop_future(self) -> None:
         if self._future is not None and self._native.cancel_notify():
             self._future = None
-            _awaiting_completion.pop(self._ticket, None)
+            future_completion.cancel(self._ticket)
 
     def statistics(self) -> Statistics:
         native = self._native
@@ -205,7 +194,7 @@ class NativeWork(Work):
         ]
 
     def complete(self) -> None:
-        """Complete the future; a thread of ``_completions`` calls it."""
+        """Complete the future; a thread of `dtcomm.future_completion` calls it."""
         _let_go(self)
         future = self._future
         if future is None:
@@ -305,7 +294,7 @@ class QueuedWork(Work):
         if future is None:
             return
         if self._detached:
-            _call_detached(lambda: self._complete_future(future))
+            future_completion.call_detached(lambda: self._complete_future(future))
         else:
             self._complete_future(future)
 
@@ -317,7 +306,7 @@ class QueuedWork(Work):
 
     def wait(self) -> None:
         if not self._done:
-            _about_to_block()
+            future_completion.about_to_block()
         with self._condition:
             while not self._done:
                 self._condition.wait()
@@ -334,7 +323,7 @@ class QueuedWork(Work):
 
     def get_future(self) -> TensorsFuture:
         if not self._done:
-            _about_to_block()
+            future_completion.about_to_block()
         with self._condition:
             if self._future is not None:
                 return self._future
@@ -439,7 +428,7 @@ class DeferredWork(Work):
 
     def connect_future(self) -> None:
         """Complete the future with the operation's own, on another thread because of the callbacks."""
-        _call_detached(self._connect_future)
+        future_completion.call_detached(self._connect_future)
 
     def _connect_future(self) -> None:
         if self._work is None:
@@ -456,7 +445,7 @@ class DeferredWork(Work):
 
     def _started(self) -> Work:
         if not self._begun.is_set():
-            _about_to_block()
+            future_completion.about_to_block()
         self._begun.wait()
         if self._work is None:
             assert self._error is not None
@@ -471,7 +460,7 @@ class DeferredWork(Work):
 
     def get_future(self) -> TensorsFuture:
         if not self._future.done():
-            _about_to_block()
+            future_completion.about_to_block()
         return self._future
 
     def statistics(self) -> Statistics:
@@ -519,7 +508,7 @@ class TorchWork(dist.Work):
 
     def _poll_until(self, deadline: float) -> None:
         """Poll with growing pauses until completion; CollectiveTimeout at the deadline (of ``time.monotonic``)."""
-        _about_to_block()
+        future_completion.about_to_block()
         begin, pause = time.monotonic(), _MIN_POLL_S
         while not self._work.is_completed():
             now = time.monotonic()
@@ -587,8 +576,6 @@ def _set_result_behind(
 #: An operation that was complete when it was started, without tensors.
 COMPLETED = CompositeWork((), ())
 
-_tickets = itertools.count(1)
-_awaiting_completion: dict[int, NativeWork] = {}
 _alive: dict[int, NativeWork] = {}
 
 
@@ -602,71 +589,3 @@ def _keep_alive(work: NativeWork) -> None:
 
 def _let_go(work: NativeWork) -> None:
     _alive.pop(id(work), None)
-
-
-def _notify(work: NativeWork) -> int:
-    ticket = next(_tickets)
-    _awaiting_completion[ticket] = work
-    _completions.expect()
-    _C.notify(work._native, ticket)
-    return ticket
-
-
-def _take_finished() -> Callable[[], None] | None:
-    while (ticket := _C.next_completion()) is not None:
-        work = _awaiting_completion.pop(ticket, None)  # None in a forked child: an operation of its parent
-        if work is not None:
-            return work.complete
-    return None
-
-
-_completions = CompletionThreads("dtcomm-futures", _take_finished, lambda: bool(_awaiting_completion))
-_detached: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-_callbacks = CompletionThreads("dtcomm-callbacks", lambda: _detached.get(), lambda: not _detached.empty())
-_abandoned: list[Any] = []
-
-
-def _call_detached(call: Callable[[], None]) -> None:
-    """Call something that runs callbacks on a thread that may block."""
-    _detached.put(call)
-    _callbacks.expect()
-
-
-def _about_to_block() -> None:
-    """To be called before a wait for what a completion thread may have to do."""
-    _completions.hand_over()
-    _callbacks.hand_over()
-
-
-def stop() -> None:
-    """End the engine's threads, at interpreter exit, when all communicators are closed."""
-    _C.stop()
-    _completions.stop()
-    _await_native_calls()
-
-
-def _await_native_calls() -> None:
-    """Wait until daemon threads whose calls the closing has ended have left the engine.
-
-    A thread that returns from native code while the interpreter is finalized aborts the process.
-    """
-    deadline = time.monotonic() + _EXIT_S
-    this_thread = threading.get_ident()
-    while time.monotonic() < deadline:
-        frames = sys._current_frames()
-        frames.pop(this_thread, None)
-        if not any(frame.f_code.co_filename in _WAITS for frame in frames.values()):
-            return
-        del frames
-        time.sleep(1e-3)
-
-
-def _after_fork() -> None:
-    # A child completes no future of its parent, and keeps the handles so that nothing of them is finalized.
-    global _detached
-    _abandoned.extend((*_awaiting_completion.values(), _detached))
-    _awaiting_completion.clear()
-    _detached = queue.SimpleQueue()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -384,7 +384,7 @@ def _monitored_barrier(
         store.set(f"{prefix}/answer", message)
         raise CollectiveTimeout(message)
     store.set(f"{prefix}/answer", "all")
-    if number > 1:  # all ranks are here, so nobody reads what is left of the barrier before
+    if number > 1:  # all ranks have arrived, so none still reads the keys of the previous barrier
         before = f"dtcomm/monitored/{number - 1}"
         for key in (f"{before}/answer", *(f"{before}/{peer}" for peer in range(1, size))):
             store.delete_key(key)

@@ -48,7 +48,7 @@ class ProcessGroupBase(dist.ProcessGroup):
     ) -> dist.Work:
         """Return the caller's handle of an operation that has completed (``work`` is None) or is in progress.
 
-        ``on_completion`` runs once, before anybody sees the outputs.
+        ``on_completion`` runs once, before a caller sees the outputs.
         """
         if work is None:
             if on_completion is not None:

@@ -12,7 +12,8 @@ are averaged in place, as DDP itself does. `Reducer` (dtcomm/ddp/reducer.py) lis
 
 An error in a collective is raised by ``backward()`` with its own type (`PeerLost`, `CollectiveTimeout`, ...), kept as
 ``state.error``, and raised again by the next forward or backward. (DDP would print the exception of a future as
-"Unable to cast".) After it, the model needs a new DDP around it.
+"Unable to cast".) After it, the model needs a new DDP around it. If some ranks have not registered the hook with
+`compress`, the others raise CollectiveMismatch, which names them, in their first backward pass.
 """
 
 # Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import work
+from dtcomm import future_completion
 from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.communicator import Communicator
@@ -203,7 +203,7 @@ def _shutdown() -> None:
     for key in list(_cache):
         _drop(key)
     if not inherited:
-        work.stop()
+        future_completion.stop()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -130,8 +130,8 @@ def record(reason: str = "") -> dict[str, Any]:
 def write(directory: str | Path, reason: str = "") -> Path:
     """Write the record to ``rank-<n>.json`` atomically; OSError if that is not possible.
 
-    The folder may be shared with other users: the file is readable by this user alone, and no link that somebody has
-    put there is followed.
+    The folder may be shared with other users: the file is readable by this user alone, and symbolic links in the folder
+    are not followed.
     """
     contents = record(reason)
     folder = Path(directory)

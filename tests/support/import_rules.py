@@ -32,11 +32,15 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "codecs": _may("", "torch"),
     # Streams and events of CPU and CUDA: a leaf.
     "device": _may("", "torch"),
-    # Handles of asynchronous operations: executors return them, and collectives and integrations combine them.
+    # The threads that complete the futures of handles.
     "completion_threads": _may(),
-    "work": _may("completion_threads device _C", "torch"),
+    "future_completion": _may("completion_threads _C"),
+    # Handles of asynchronous operations: executors return them, and collectives and integrations combine them.
+    "work": _may("future_completion device _C", "torch"),
     "kernels": _may("codecs device _C _cuda", "torch numpy triton"),
-    "runtime": _may("schedule codecs kernels device work _C _cuda _emulator", "torch numpy"),
+    "runtime": _may(
+        "schedule codecs kernels device work future_completion _C _cuda _emulator", "torch numpy"
+    ),
     "planner": _may("schedule algorithms codecs", "torch"),
     # typing_extensions, which torch needs too, for types alone.
     "collectives": _may(

@@ -114,7 +114,7 @@ def test_a_future_completes_whatever_the_engine_raises(
     def recording_fails(failure: DtcommError) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("dtcomm.work._awaiting_completion", {})
+    monkeypatch.setattr("dtcomm.future_completion._awaiting_completion", {})
     monkeypatch.setattr("dtcomm._C.notify", lambda native, ticket: None)
     native: Any = FailedOperation(error)
     work = NativeWork(native, (), [], recording_fails)

@@ -1,8 +1,8 @@
 """The rendezvous of a group's ranks: attempts to make something together, which all ranks count alike.
 
-The store holds the number of the current attempt, its epoch. Whoever gives up ends the epoch for all: ranks that wait
-in it raise the error that it reported or, if it merely timed out, continue in the next epoch. So a rank that comes late
-meets those that try again, and reads nothing that was written before. An error is reported to every rank once.
+The store holds the number of the current attempt, its epoch. A rank that gives up ends the epoch for all ranks: those
+that wait in it raise the error that the rank reported or, if the rank timed out, continue in the next epoch. A late
+rank therefore meets the ranks that try again, and reads no keys of earlier attempts. Every rank gets an error once.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Listener:
         connection.close()
 
     def _peer(self, hello: bytes) -> int | None:
-        """The rank that a caller says it is; None if it is a stranger."""
+        """The rank that a caller says it is; None if it is not an expected rank."""
         if len(hello) < _HELLO.size:
             return None
         magic, token, peer = _HELLO.unpack(hello)

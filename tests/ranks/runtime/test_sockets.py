@@ -143,10 +143,10 @@ def test_a_listener_accepts_only_ranks_with_its_token() -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     for fd in peer.connect(1, {0: forged}, names, 5.0).values():
-        with socket.socket(fileno=fd) as stranger:
-            stranger.settimeout(5)
-            stranger.setblocking(True)
-            assert stranger.recv(1) == b"", "the listener closes the connection"
+        with socket.socket(fileno=fd) as connection:
+            connection.settimeout(5)
+            connection.setblocking(True)
+            assert connection.recv(1) == b"", "the listener closes the connection"
     for fd in (*peer.connect(1, {0: listener.info()}, names, 5.0).values(),):
         os.close(fd)
     thread.join(5)
@@ -161,11 +161,11 @@ def test_a_listener_accepts_only_ranks_with_its_token() -> None:
     listener.close()
 
 
-def test_silent_strangers_hold_up_nobody() -> None:
+def test_connections_that_send_no_greeting_do_not_delay_the_ranks() -> None:
     listener, peer = Listener(), Listener()
     address = (listener.info()["address"], listener.info()["port"])
-    strangers = [socket.create_connection(address) for _ in range(3)]
-    strangers[1].sendall(b"GET")
+    unknown = [socket.create_connection(address) for _ in range(3)]
+    unknown[1].sendall(b"GET")
     names, accepted = ["rank 0", "rank 1"], {}
 
     def answer() -> None:
@@ -174,17 +174,17 @@ def test_silent_strangers_hold_up_nobody() -> None:
     watch = Stopwatch()
     thread = threading.Thread(target=answer)
     thread.start()
-    for stranger in strangers:  # they are shown out although no peer has come
-        stranger.settimeout(20)
-        with stranger:
-            assert stranger.recv(1) == b""
-    strangers = [socket.create_connection(address) for _ in range(3)]
+    for connection in unknown:  # closed although no peer has connected
+        connection.settimeout(20)
+        with connection:
+            assert connection.recv(1) == b""
+    unknown = [socket.create_connection(address) for _ in range(3)]
     connected = peer.connect(1, {0: listener.info()}, names, 30.0)
     thread.join(25)
     assert list(accepted) == [1] and watch.elapsed().within(cpu_s=1.0, wall_s=15.0)
     for fd in (*accepted.values(), *connected.values()):
         os.close(fd)
-    for closeable in (*strangers, listener, peer):
+    for closeable in (*unknown, listener, peer):
         closeable.close()
 
 
@@ -276,7 +276,7 @@ def test_checksum_detects_a_flipped_byte() -> None:
     assert failures and all(isinstance(error, PayloadCorrupt) for error in failures)
     assert "what rank 0 sent to rank 1 arrived damaged: chunk" in str(failures[0])
     tensors, failures = reduce_through_relay(50_000, BitFlip(at), False)
-    assert failures == [] and not tensors[1].eq(3).all(), "without one nobody sees it"
+    assert failures == [] and not tensors[1].eq(3).all(), "without a checksum no rank sees it"
 
 
 def test_invalid_frame_closes_the_connection() -> None:

@@ -17,13 +17,13 @@ from tests.unit.algorithms.every_algorithm import build
 
 
 class SilentTransport(Transport):
-    """A transport of which no operation gets as far as to use it."""
+    """A transport that no operation of these tests reaches."""
 
     name = "silent"
     blocks_host = True
 
     def close(self) -> None:
-        pass
+        """Do nothing: no connection is open."""
 
 
 class ClosingStreams(HostStreams):

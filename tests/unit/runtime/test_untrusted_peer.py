@@ -77,9 +77,9 @@ def rank_behind_socket(timeout_s: float) -> Iterator[tuple[Rank, socket.socket]]
 IMPOSSIBLE = {
     "waits for a rank far outside": frame(WAITING, 2**30),
     "waits for the rank behind the last": frame(WAITING, 2),
-    "done with pieces that this rank lets nobody begin": frame(DONE, SLOTS + 1),
+    "done with pieces that no rank can have begun": frame(DONE, SLOTS + 1),
     "done with fewer pieces than before": frame(DONE, 4) + frame(DONE, 2),
-    "payload of a piece that this rank lets nobody begin": frame(BOX, SLOTS + 1, 7, 0, 0, 0),
+    "payload of a piece that no rank can have begun": frame(BOX, SLOTS + 1, 7, 0, 0, 0),
     "payload for a flag behind the last": frame(BOX, 1, 7, (SLOTS * BOXES) << 32, 0, 0),
     "payload that leaves its slot": frame(BOX, 1, 7, 0, 0, SLOT_BYTES - 4, payload=bytes(8)),
     "failure of no kind": frame(FAILURE, 0, 1, payload=b"text"),
