@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from dtcomm.runtime.bootstrap.store_exchange import name_ranks
 from dtcomm.runtime.process_groups import group_store
 
 
@@ -23,10 +24,12 @@ class Announcement:
         self._keys = [f"dtcomm/announced/{name}/{rank}/{number}" for rank in range(len(self._ranks))]
         self._store.set(f"{counter}/{number}", "")
 
-    def missing(self) -> list[int]:
-        """Return the global ranks that have not reached the point yet."""
+    def missing(self) -> str:
+        """Return the global ranks that have not reached the point yet, as text; empty if all have."""
         if self._store.check(self._keys):
-            return []
-        return [
+            return ""
+        # Ranks may arrive between the two looks.
+        missing = [
             rank for rank, key in zip(self._ranks, self._keys, strict=True) if not self._store.check([key])
         ]
+        return name_ranks(missing) if missing else ""

@@ -38,7 +38,7 @@ class RegistrationObserver(ReducerObserver):
         while missing := self._announcement.missing():
             if time.monotonic() >= deadline:
                 raise CollectiveMismatch(
-                    f"dtcomm.ddp: rank {', '.join(map(str, missing))} has not registered the hook for this model "
+                    f"dtcomm.ddp: {missing} did not register the hook for this model "
                     f"within {LIMIT_S:g} s of this rank's first backward pass; call dtcomm.ddp.compress on every rank"
                 )
             time.sleep(_POLL_S)

@@ -23,7 +23,7 @@ from dtcomm.work import DeferredWork, Work
 
 Communicators = tuple[Communicator, Communicator]  # to the peer and from it
 Start = Callable[[Communicator], Work | None]
-_new_pair = threading.Lock()
+_pairs_lock = threading.Lock()
 
 
 class Pair:
@@ -139,7 +139,7 @@ def pair_of(
     own, other = dist.get_rank(target), position(ranks, peer, argument)
     if own == other:
         raise ValueError(f"{argument}: rank {peer} is this rank itself")
-    with _new_pair:
+    with _pairs_lock:  # of two threads that find no usable pair, one makes it
         pair = entry.pairs.get((peer, purpose))
         if pair is None or pair.failed:
             pair = Pair(lambda: _make(target, own, other, purpose, device))

@@ -104,6 +104,8 @@ class StoreExchange:
             left_s = self._deadline.left_s()
             if not left_s:
                 late = [rank for rank, key in zip(self._global_ranks, keys) if not self._store.check([key])]
+                if not late:  # the last ones have come since the look before
+                    return
                 raise CollectiveTimeout(
                     f"{name_ranks(late)} did not come to make a communicator before the timeout of "
                     f"{self._deadline.timeout_s:g} s: every rank of the group has to call"

@@ -30,7 +30,7 @@ def register_on_some_ranks(rank: int, world_size: int, hooked: tuple[int, ...]) 
 def test_ranks_without_the_hook_are_named() -> None:
     messages = run_ranks(register_on_some_ranks, 3, (1,))
     assert messages[1].startswith(
-        "dtcomm.ddp: rank 0, 2 has not registered the hook for this model within 0.3 s"
+        "dtcomm.ddp: ranks 0 and 2 did not register the hook for this model within 0.3 s"
     )
     assert messages[0] == messages[2] == ""
 
