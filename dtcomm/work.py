@@ -409,14 +409,18 @@ class DeferredWork(Work):
     """An operation that ``begin`` starts later, once what it needs exists.
 
     ``begin`` is called once with the function that starts it, and ``connect_future`` after that.
+
+    Args:
+        outputs: The tensors that receive the result.
+        future: A new future for values on their device.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, outputs: Sequence[torch.Tensor], future: TensorsFuture) -> None:
         super().__init__(outputs)
         self._begun = threading.Event()
         self._work: Work | None = None
         self._error: BaseException | None = None
-        self._future: TensorsFuture = torch.futures.Future()
+        self._future = future
 
     def begin(self, start: Callable[[], Work]) -> None:
         """Start the operation; what ``start`` raises is raised by ``wait``."""
@@ -462,6 +466,9 @@ class DeferredWork(Work):
         if not self._future.done():
             future_completion.about_to_block()
         return self._future
+
+    def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:
+        self._future.add_done_callback(callback)
 
     def statistics(self) -> Statistics:
         return self._started().statistics()

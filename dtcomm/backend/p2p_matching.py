@@ -21,7 +21,8 @@ from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
 from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveMismatch, DtcommError
-from dtcomm.runtime.p2p_pairs import Pair, pair_of
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.process_groups import group_store
 from dtcomm.work import COMPLETED, QueuedWork, TorchWork, Work
 
@@ -101,7 +102,7 @@ class PeerInbox:
         self.work: Work | None = None
         self.error: BaseException | None = None
         self._matcher = matcher
-        self._pair: Pair | None = None
+        self._communicator: Communicator | None = None
         self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._header_buffer: Any = self._header.numpy()  # the same memory, for struct
         self._unmatched: list[tuple[int, torch.Tensor]] = []  # (tag, message) in order of arrival
@@ -158,9 +159,12 @@ class PeerInbox:
 
     def _start_receive(self, memory: torch.Tensor) -> None:
         try:
-            if self._pair is None:
-                self._pair = pair_of(self._matcher.group, self._matcher.ranks[self.peer], "src", _PURPOSE)
-            self.work = post(self._pair, memory, sends=False)
+            if self._communicator is None:
+                peer = self._matcher.ranks[self.peer]
+                self._communicator = get_communicator_of_pair(
+                    self._matcher.group, peer, "src", False, _PURPOSE
+                )
+            self.work = post(self._communicator, memory, sends=False)
             if not self.work.is_completed():
                 self.work.call_when_done(lambda _: self._matcher.progress(self))
         except BaseException as error:
@@ -244,14 +248,14 @@ class MessageMatcher:
         header = torch.frombuffer(header_buffer, dtype=torch.uint8)
         if 0 < size <= _MAX_INLINE_BYTES:
             header[_TAG_AND_SIZE.size : _TAG_AND_SIZE.size + size] = message
-        pair = pair_of(self.group, self.ranks[dst], "dst", _PURPOSE)
+        communicator = get_communicator_of_pair(self.group, self.ranks[dst], "dst", True, _PURPOSE)
         with self._send_locks[dst]:  # no other message may come between a header and its message
             if dst not in self._announced_to:
                 self._announced_to.add(dst)
                 group_store(self.group).set(_first_send_key(self.rank, dst), "1")
-            work = post(pair, header, sends=True)
+            work = post(communicator, header, sends=True)
             if size > _MAX_INLINE_BYTES:
-                work = post(pair, message, sends=True)
+                work = post(communicator, message, sends=True)
         return TorchWork(work, [tensor])
 
     def receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> ReceiveWork:

@@ -1,7 +1,8 @@
 """The path from checked arguments to a running operation: make a plan once, then start it.
 
 Every collective looks up its plan in ``communicator.plans`` by what the call looks like. If there is none, `make_plan`
-chooses the algorithm and stores the plan; `start` runs it.
+chooses the algorithm and stores the plan; `start` runs it. While the ranks are not connected, the plan is a
+`DeferredPlan`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from dtcomm.collectives._multi_stage import (
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.connection import Connection
+from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, PreparedPlan, TensorSpec
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
@@ -66,6 +69,8 @@ def make_plan(
 ) -> Plan:
     """Check the arguments that do not depend on memory, choose the algorithm, and store the plan under ``key``.
 
+    If the ranks are not connected yet, the returned plan chooses the algorithm when they are.
+
     Args:
         communicator: The ranks that take part.
         key: What distinguishes calls that need different plans.
@@ -94,23 +99,32 @@ def make_plan(
     if custom is None and not isinstance(algorithm, str):
         raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
     name = algorithm if isinstance(algorithm, str) else algorithm.name
+    if custom is None and name != TWO_SHOT_SYMMETRIC:
+        algorithms.require(name, collective, besides=planner.CHOOSERS)
     request = OpSpec(collective, op, tuple(tensors), name, root, splits, checksum)
-    prepared: list[PreparedPlan] = []
-
-    def prepare(stage: OpSpec) -> Plan:
-        prepared.append(_prepare(communicator, custom, stage))
-        return prepared[-1]
-
     # The list, and not a generator: every tensor is checked.
     needs_agreement = [_needs_agreement(part) for part in tensors] if collective in REDUCING else []
-    plan: Plan
-    if any(needs_agreement) and communicator.size > 1:
-        stages = _multi_stage_plan(prepare, request, communicator.rank, communicator.size, audit)
-        plan = StagesOfCommunicator(communicator, stages)
-    else:
-        plan = prepare(request)
-    communicator.plans.keep(key, plan, sum(stage.table_bytes for stage in prepared))
-    return plan
+
+    def make(plans: PlanCache) -> Plan:
+        prepared: list[PreparedPlan] = []
+
+        def prepare(stage: OpSpec) -> Plan:
+            prepared.append(_prepare(communicator, custom, stage))
+            return prepared[-1]
+
+        plan: Plan
+        if any(needs_agreement) and communicator.size > 1:
+            stages = _multi_stage_plan(prepare, request, communicator.rank, communicator.size, audit)
+            plan = StagesOfCommunicator(communicator, stages)
+        else:
+            plan = prepare(request)
+        if splits:
+            plan = PlanOfSplits(splits, plan.run, plan.submit)
+        plans.keep(key, plan, sum(stage.table_bytes for stage in prepared))
+        return plan
+
+    connection = communicator.connection
+    return make(communicator.plans) if connection is None else DeferredPlan(connection, key, make)
 
 
 def start(
@@ -129,6 +143,51 @@ def start(
         return plan.submit(buffers, outputs, key, hooks)
     plan.run(buffers, key, hooks)
     return None
+
+
+class PlanOfSplits(NamedTuple):
+    """A plan with the splits that it was made for. They may change with every call, so only the last plan is kept."""
+
+    splits: tuple[int, ...]
+    run: Callable[[Sequence[Buffers], int, OpHooks | None], int]
+    submit: Callable[[Sequence[Buffers], Sequence[torch.Tensor], int, OpHooks | None], Work]
+
+
+class DeferredPlan:
+    """A plan that is made once the ranks are connected. An operation that is queued before does not wait for that.
+
+    Args:
+        connection: What connects the ranks.
+        key: See `make_plan`.
+        make: Makes the plan and stores it in the cache that is passed.
+    """
+
+    def __init__(self, connection: Connection, key: Hashable, make: Callable[[PlanCache], Plan]) -> None:
+        self._connection = connection
+        self._key = key
+        self._make = make
+
+    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Wait until the ranks are connected, and run the operation to its end; returns the bytes sent."""
+        self._connection.wait()
+        return self._plan().run(buffers, seed, hooks)
+
+    def submit(
+        self,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> Work:
+        """Queue the operation as soon as the ranks are connected."""
+        return self._connection.start(outputs, lambda: self._plan().submit(buffers, outputs, seed, hooks))
+
+    def _plan(self) -> Plan:
+        plans = self._connection.plans
+        plan = plans.get(self._key)
+        if plan is None or isinstance(plan, PlanOfSplits):
+            plan = self._make(plans)
+        return plan
 
 
 class StagesOfCommunicator:

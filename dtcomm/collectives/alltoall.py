@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,24 +18,16 @@ from dtcomm.collectives._arguments import (
     require_same_device,
     require_tensor,
 )
-from dtcomm.collectives._dispatch import Algorithm, make_plan, start
+from dtcomm.collectives._dispatch import Algorithm, PlanOfSplits, make_plan, start
 from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
-from dtcomm.runtime.types import Buffers, OpHooks
+from dtcomm.runtime.types import Buffers
 from dtcomm.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class PlanOfSplits(NamedTuple):
-    """A plan with the splits that it was made for. They may change with every call, so only the last plan is kept."""
-
-    splits: tuple[int, ...]
-    run: Callable[[Sequence[Buffers], int, OpHooks | None], int]
-    submit: Callable[[Sequence[Buffers], Sequence[Tensor], int, OpHooks | None], Work]
 
 
 @overload
@@ -137,10 +129,10 @@ def all_to_all(
         received = _elements(output, output_splits, "output", communicator.size)
         splits = _exchange_splits(communicator, sent, received, group)
         numel = max(splits)
-    key = ("all_to_all", numel, input.dtype, codec, algorithm, checksum)
+    key = ("all_to_all", bool(splits), numel, input.dtype, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
-    if not isinstance(plan, PlanOfSplits) or plan.splits != splits:
-        prepared = make_plan(
+    if plan is None or (isinstance(plan, PlanOfSplits) and plan.splits != splits):
+        plan = make_plan(
             communicator,
             key,
             "all_to_all",
@@ -149,7 +141,6 @@ def all_to_all(
             splits=splits,
             checksum=checksum,
         )
-        plan = communicator.plans[key] = PlanOfSplits(splits, prepared.run, prepared.submit)
     return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
 
 

@@ -314,6 +314,8 @@ class _CoalescedCall(NamedTuple):
         All messages are queued before the first one is complete, so that each starts to encode and send while the last
         pieces of the previous one are on their way.
         """
+        if not self.async_op:
+            self.communicator.connect()
         # All plans come first: an error in one message must not leave others under way.
         messages = [(self._plan(bucket), bucket) for bucket in _buckets(segments, bucket_bytes)]
         queued = self.async_op or len(messages) > 1  # only queued operations start ahead of time

@@ -106,12 +106,13 @@ def info(group: Group = None) -> dict[str, Any]:
 
             print(dtcomm.info()["transport"])  # shared memory
     """
-    devices = {name: communicator.info() for name, communicator in device_communicators(group).items()}
-    if not devices:
-        return get_communicator(group).info()
-    communicator = existing_communicator(require_group(group))
-    description = next(iter(devices.values())) if communicator is None else communicator.info()
-    return {**description, "devices": devices}
+    devices = device_communicators(group)
+    communicator = existing_communicator(require_group(group)) if devices else get_communicator(group)
+    for described in (*devices.values(), *([] if communicator is None else [communicator])):
+        described.connect()
+    descriptions = {name: described.info() for name, described in devices.items()}
+    description = next(iter(descriptions.values())) if communicator is None else communicator.info()
+    return {**description, "devices": descriptions} if devices else description
 
 
 def flight_record(directory: str | None = None) -> dict[str, Any]:
@@ -154,6 +155,7 @@ def compression_pays(
         group: The process group; None is the default group.
     """
     communicator = get_communicator(group)
+    communicator.connect()
     return planner.compression_pays(
         codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
     )
@@ -172,6 +174,7 @@ def level_shares(algorithm: str, tensor: torch.Tensor, group: Group = None) -> t
         What was encoded with the codec inside hosts, and with the one between hosts; the latter is 0 on one host.
     """
     communicator = get_communicator_for(group, tensor, "tensor")
+    communicator.connect()
     schedule = algorithms.build(algorithm, "all_reduce", communicator.size, hosts=communicator.groups)
     shares = [0.0, 0.0]
     for version in trace(schedule).versions:

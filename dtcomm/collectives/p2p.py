@@ -18,9 +18,8 @@ from dtcomm.collectives._arguments import (
     require_tensor,
 )
 from dtcomm.collectives._dispatch import CustomSchedule, make_plan, start
-from dtcomm.device.streams import streams_of
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.p2p_pairs import Pair, pair_of
+from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.types import Buffers
 from dtcomm.schedule import Schedule, Transfer
 from dtcomm.work import Work
@@ -166,36 +165,17 @@ def _message(
     if residual is not None:
         require_residual(residual, memory, "residual")
     device = None if tensor.is_cpu else tensor.device
-    pair = pair_of(group, peer, argument, device=device)
+    communicator = get_communicator_of_pair(group, peer, argument, sends, device=device)
     buffers = [Buffers(memory if sends else None, None if sends else memory, residual)]
-
-    def begin(communicator: Communicator, asynchronous: bool) -> Work | None:
-        return _start_message(communicator, buffers, [tensor], sends, codec, seed, asynchronous, checksum)
-
-    if async_op and device is not None:
-        # The message may start on another thread, and then follows the work queued on this thread's stream.
-        streams = streams_of(device)
-        stream = streams.current()
-
-        def begin_on_stream(communicator: Communicator) -> Work | None:
-            with streams.on(stream):
-                return begin(communicator, True)
-
-        return pair.start_deferred(sends, begin_on_stream, [tensor])
-    if async_op:
-        return pair.start_deferred(sends, lambda communicator: begin(communicator, True), [tensor])
-    begin(pair.communicator(sends), False)
-    return None
+    return _start_message(communicator, buffers, [tensor], sends, codec, seed, async_op, checksum)
 
 
-def post(pair: Pair, memory: Tensor, sends: bool) -> Work:
+def post(communicator: Communicator, memory: Tensor, sends: bool) -> Work:
     """Start an uncompressed message of a pair; ``memory`` is contiguous and of a dtype that can be sent."""
     buffers = [Buffers(memory if sends else None, None if sends else memory)]
-
-    def begin(communicator: Communicator) -> Work | None:
-        return _start_message(communicator, buffers, [memory], sends, "none", None, True, None)
-
-    return pair.start_deferred(sends, begin, [memory])
+    work = _start_message(communicator, buffers, [memory], sends, "none", None, True, None)
+    assert work is not None
+    return work
 
 
 def _start_message(

@@ -138,6 +138,7 @@ def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = Non
         group: The process group; None is the default group.
     """
     communicator = get_communicator_for(group, tensor, "tensor")
+    communicator.connect()
     if communicator.runtime.name != "peer":
         return False
     from dtcomm.runtime.cuda_peer.launch import why_not

@@ -6,7 +6,7 @@ has a :class:`SingleRankRuntime`; the runtimes of larger groups come from ``dtco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import env
+from dtcomm.device.streams import HostStreams, streams_of
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
+from dtcomm.runtime.connection import Connection
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.plan_cache import PlanCache
-from dtcomm.runtime.process_groups import position
+from dtcomm.runtime.process_groups import group_timeout, position
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Runtime
 from dtcomm.schedule import Schedule
 from dtcomm.work import CompositeWork
@@ -29,11 +31,15 @@ from dtcomm.work import CompositeWork
 class Communicator:
     """The ranks of one process group and the runtime that executes their operations.
 
+    Making one waits for no other rank. `connect` does, and until then ``connection`` takes the operations.
+
     Attributes:
         rank, size: This rank and the number of ranks, within the group.
         ranks: The global rank of each rank.
         names: How error messages name each rank.
-        runtime: What executes operations; ``runtime_reason`` says why this runtime was chosen.
+        connection: What connects the ranks; None once they are connected.
+        runtime: What executes operations; ``runtime_reason`` says why this runtime was chosen. It and the next two are
+            known once the ranks are connected.
         groups: The ranks of each host.
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought; empty if there is none.
         device: The device of the tensors; None is the CPU.
@@ -44,10 +50,7 @@ class Communicator:
         name: Distinguishes it from the group's other communicators; equal on all ranks.
         members: The group ranks that take part, in order; None: all.
         device: The device of the tensors; None: the CPU.
-        deadline: When waiting for the other ranks to make it ends; None: after the group's timeout.
-
-    Raises:
-        DtcommError: If the ranks cannot agree on a runtime.
+        failed: Called if the ranks could not be connected: later calls need another communicator.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Communicator:
         name: str,
         members: Sequence[int] | None = None,
         device: torch.device | None = None,
-        deadline: Deadline | None = None,
+        failed: Callable[[Communicator], None] | None = None,
     ) -> None:
         self.device = device
         all_ranks = dist.get_process_group_ranks(group)
@@ -72,21 +75,49 @@ class Communicator:
         self.plans = PlanCache()
         self.runtime: Runtime = SingleRankRuntime()
         self.runtime_reason = "one rank: nothing to move"
+        self.connection: Connection | None = None
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._init_error = ""
+        self._timeout: timedelta | None = None
         if self.size > 1:
+            self.runtime_reason = "the ranks are not connected yet"
             flight_recorder.add(self)
-            if device is None:
-                bootstrap = CpuBootstrap(self.rank, self.ranks, group, name, deadline)
-            else:
-                from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 
-                bootstrap = CudaBootstrap(
-                    device, self.rank, self.ranks, group, name, deadline, is_pair=members is not None
-                )
-            self._join(bootstrap)
+            def connect(deadline: Deadline) -> None:
+                try:
+                    self._join(self._bootstrap(group, name, members is not None, deadline))
+                except BaseException:
+                    if failed is not None:
+                        failed(self)
+                    raise
+
+            streams = HostStreams() if device is None else streams_of(device)
+            self.connection = Connection(
+                lambda: group_timeout(group), streams, connect, self._connected, lambda: self.runtime.close()
+            )
+
+    def connect(self) -> None:
+        """Wait until the ranks are connected; all of them have to call this or a collective.
+
+        Raises:
+            CollectiveTimeout: If a rank does not come before the group's timeout.
+            PeerLost: If the process of a rank is known to have ended.
+            DtcommError: If the ranks cannot agree on a runtime.
+        """
+        connection = self.connection
+        if connection is not None:
+            connection.wait()
+
+    def _bootstrap(
+        self, group: dist.ProcessGroup, name: str, is_pair: bool, deadline: Deadline
+    ) -> CpuBootstrap:
+        if self.device is None:
+            return CpuBootstrap(self.rank, self.ranks, group, name, deadline)
+        from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
+
+        return CudaBootstrap(self.device, self.rank, self.ranks, group, name, deadline, is_pair)
 
     def _join(self, bootstrap: CpuBootstrap) -> None:
         try:
@@ -102,6 +133,13 @@ class Communicator:
             self._init_error = f"the communicator could not be made: {error}"
             flight_recorder.failed(error)
             raise
+
+    def _connected(self) -> None:
+        """Let calls use the runtime directly from now on."""
+        assert self.connection is not None
+        if self._timeout is not None:
+            self.runtime.set_timeout(self._timeout.total_seconds())
+        self.plans, self.connection = self.connection.plans, None
 
     @property
     def hosts(self) -> int:
@@ -142,6 +180,7 @@ class Communicator:
             "names": self.names,
             "runtime": runtime.name,
             "failure": self._init_error or runtime.failure,
+            "connecting": self.connection is not None and not self._init_error,
             "operations": flight_recorder.describe(runtime.flight_entries(), self.ranks),
             "seen": [
                 {"rank": rank, **vars(snapshot)}
@@ -151,13 +190,16 @@ class Communicator:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long later calls wait for the other ranks."""
+        self._timeout = timeout
         self.runtime.set_timeout(timeout.total_seconds())
 
     def close(self) -> None:
         """Release the runtime; later calls on the group make a new communicator."""
         flight_recorder.drop(self)
         self.plans.clear()
-        self.runtime.close()
+        connection = self.connection
+        if connection is None or not connection.cancel():
+            self.runtime.close()
 
 
 class SingleRankRuntime:

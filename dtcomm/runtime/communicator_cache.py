@@ -2,67 +2,67 @@
 
 A communicator is made at the first call on its group and closed when the group is destroyed, at ``release`` or at
 interpreter exit. A forked child drops its parent's communicators without touching them.
+
+Point-to-point messages have communicators of the two ranks alone, one for each direction, so that sends do not wait for
+receives; the other ranks of the group take no part.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import future_completion
-from dtcomm.errors import CollectiveTimeout, DtcommError
-from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.process_groups import group_timeout, inherited, require_group
-
-
-class Closeable(Protocol):
-    """Something that is closed with its process group."""
-
-    def close(self) -> None:
-        """Release everything."""
+from dtcomm.runtime.connection import join_threads
+from dtcomm.runtime.process_groups import inherited, position, require_group
 
 
 @dataclass
 class GroupEntry:
-    """What is kept for one process group.
+    """The communicators of one process group.
 
-    ``communicator`` serves CPU tensors, ``devices`` those of each device, and ``pairs`` the point-to-point messages
-    with a peer, by its global rank and their purpose.
+    ``communicator`` serves CPU tensors, ``devices`` those of each device, and ``pairs`` the messages to or from a peer,
+    by its global rank, the direction and their purpose.
     """
 
     reference: weakref.ref[dist.ProcessGroup]
     communicator: Communicator | None = None
     devices: dict[torch.device, Communicator] = field(default_factory=dict)
-    pairs: dict[tuple[int, str], Any] = field(default_factory=dict)
-    making: threading.RLock = field(default_factory=threading.RLock)
+    pairs: dict[tuple[int, bool, str], Communicator] = field(default_factory=dict)
+
+    def forget(self, failed: Communicator) -> None:
+        """Let the next call make another communicator in place of one whose ranks could not be connected."""
+        with _lock:
+            if self.communicator is failed:
+                self.communicator = None
+            self.devices = {key: made for key, made in self.devices.items() if made is not failed}
+            self.pairs = {key: made for key, made in self.pairs.items() if made is not failed}
 
     def close(self) -> None:
-        """Close all communicators and pairs."""
-        members: list[Closeable] = [*self.pairs.values(), *self.devices.values()]
-        members += [self.communicator] if self.communicator else []
-        for member in members:
-            member.close()
+        """Close all communicators."""
+        communicators = [*self.pairs.values(), *self.devices.values()]
+        communicators += [self.communicator] if self.communicator else []
+        for communicator in communicators:
+            communicator.close()
 
 
-_GRACE_SECONDS = 0.5
+_EXIT_SECONDS = 2.0
 _lock = threading.RLock()
 _cache: dict[int, GroupEntry] = {}
 _abandoned: list[GroupEntry] = []  # a forked child keeps its parent's entries so that nothing is finalized
 
 
 def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
-    """The group's communicator for CPU tensors. The first call makes it, and all ranks of the group must take part.
+    """The group's communicator for CPU tensors. Its ranks may not be connected yet.
 
     Raises what ``require_group`` raises.
     """
@@ -86,6 +86,44 @@ def get_communicator_for(group: dist.ProcessGroup | None, tensor: Any, argument:
     if device.type != "cuda":
         raise ValueError(f"{argument}: is on {device}; valid: tensors on the CPU and on CUDA devices")
     return _on_device(require_group(group), device)
+
+
+def get_communicator_of_pair(
+    group: dist.ProcessGroup | None,
+    peer: int,
+    argument: str,
+    sends: bool,
+    purpose: str = "",
+    device: torch.device | None = None,
+) -> Communicator:
+    """The communicator of the messages from this rank to a peer, or from the peer.
+
+    Args:
+        group: The process group; None is the default group.
+        peer: The peer's global rank.
+        argument: What errors call ``peer``.
+        sends: Whether this rank sends.
+        purpose: Messages of different purposes use different communicators.
+        device: The device of the tensors; None is the CPU. Each device has communicators of its own.
+
+    Raises:
+        ValueError: If the peer is not in the group or is this rank.
+    """
+    purpose += "" if device is None else f"{device.type}/"
+    target = require_group(group)
+    entry, key = group_entry(target), (peer, sends, purpose)
+    with _lock:
+        communicator = entry.pairs.get(key)
+        if communicator is None:
+            own = dist.get_rank(target)
+            other = position(dist.get_process_group_ranks(target), peer, argument)
+            if own == other:
+                raise ValueError(f"{argument}: rank {peer} is this rank itself")
+            low, high = sorted((own, other))
+            name = f"{purpose}{low}-{high}/{'up' if sends == (own == low) else 'down'}"
+            communicator = Communicator(target, name, (low, high), device, entry.forget)
+            entry.pairs[key] = communicator
+        return communicator
 
 
 def device_communicators(group: dist.ProcessGroup | None) -> dict[str, Communicator]:
@@ -140,10 +178,10 @@ def release(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:
-    entry, deadline = group_entry(group), Deadline(group_timeout(group))
-    with _making(entry, deadline):
+    entry = group_entry(group)
+    with _lock:
         if entry.communicator is None:
-            entry.communicator = _kept(group, entry, Communicator(group, "cpu", deadline=deadline))
+            entry.communicator = Communicator(group, "cpu", failed=entry.forget)
         return entry.communicator
 
 
@@ -151,35 +189,11 @@ def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     entry = group_entry(group)
     communicator = entry.devices.get(device)
     if communicator is None:
-        deadline = Deadline(group_timeout(group))
-        with _making(entry, deadline):
+        with _lock:
             communicator = entry.devices.get(device)
             if communicator is None:
-                made = Communicator(group, device.type, device=device, deadline=deadline)
-                communicator = entry.devices[device] = _kept(group, entry, made)
-    return communicator
-
-
-@contextlib.contextmanager
-def _making(entry: GroupEntry, deadline: Deadline) -> Iterator[None]:
-    """Let one thread at a time make the group's communicators. Calls on other groups and pairs proceed meanwhile."""
-    # A thread that began first fails first. With the rest of its time, if any, this one then finds out who is late.
-    if not entry.making.acquire(timeout=min(deadline.left_s() + _GRACE_SECONDS, threading.TIMEOUT_MAX)):
-        raise CollectiveTimeout(
-            f"another thread of this rank did not make the communicator before the timeout of "
-            f"{deadline.timeout_s:g} s"
-        )
-    try:
-        yield
-    finally:
-        entry.making.release()
-
-
-def _kept(group: dist.ProcessGroup, entry: GroupEntry, communicator: Communicator) -> Communicator:
-    """A new communicator, unless the group was released while it was made: nothing would close it."""
-    if _cache.get(id(group)) is not entry:
-        communicator.close()
-        raise DtcommError("group: its communicators have been released")
+                communicator = Communicator(group, device.type, device=device, failed=entry.forget)
+                entry.devices[device] = communicator
     return communicator
 
 
@@ -202,6 +216,7 @@ def _after_fork() -> None:
 def _shutdown() -> None:
     for key in list(_cache):
         _drop(key)
+    join_threads(_EXIT_SECONDS)
     if not inherited:
         future_completion.stop()
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from dtcomm.runtime.bootstrap import cuda
+from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
-from tests.support.fake_cuda_tensor import fake_cuda_device
+from tests.support.fake_cuda_tensor import FakeCudaTensor, fake_cuda_device
 from tests.support.stream_checker import RecordedStreams
 from tests.support.thread_transport import ThreadTransport
 
@@ -40,6 +41,8 @@ def fake_cuda_rank(streams: RecordedStreams, leave_out: str = "") -> Iterator[No
     vars(cuda).update(replacements)
     try:
         with fake_cuda_device(streams):
+            # Only this thread is checked, and the first asynchronous operation would start in another one.
+            get_communicator_for(None, FakeCudaTensor(torch.ones(1)), "tensor").connect()
             yield
     finally:
         cuda.CudaBootstrap._backend_runtime = original_backend_runtime  # type: ignore[method-assign]

@@ -182,7 +182,7 @@ def test_a_callback_that_raises_fails_every_wait() -> None:
 
 
 def test_a_deferred_operation_has_the_statistics_of_the_one_that_it_starts() -> None:
-    work = DeferredWork(())
+    work = DeferredWork((), torch.futures.Future())
     assert not work.is_completed()
     work.begin(lambda: completed_work(Statistics(8, 0.5, 10, 20)))
     work.connect_future()

@@ -51,7 +51,8 @@ class Diagnosis:
 
     Attributes:
         id: Its identifier.
-        kind: One of healthy, missing, stuck, mismatch, corrupt, unmade (it could not be created) and failed.
+        kind: One of healthy, missing, stuck, mismatch, corrupt, connecting (ranks wait for others to create it), unmade
+            (it could not be created) and failed.
         sentence: The diagnosis in one sentence.
         number: Number of the first operation that did not finish; of the last operation if all finished.
         culprits: Global ranks at fault.
@@ -182,6 +183,9 @@ def _diagnose(id: str, records: list[CommunicatorRecord]) -> Diagnosis:
         failure = next((record["failure"] for record in records if record["failure"]), "")
         if failure:
             return Diagnosis(id, "unmade", failure, 0, [], ranks)
+        waiting = [record["rank"] for record in records if record.get("connecting")]
+        if waiting:
+            return _connecting(id, waiting, ranks)
     unfinished = [
         operation["number"]
         for record in records
@@ -208,6 +212,15 @@ def _diagnose(id: str, records: list[CommunicatorRecord]) -> Diagnosis:
     if missing:
         return _missing(id, number, description, missing, ranks)
     return _stuck(id, number, description, records, ranks)
+
+
+def _connecting(id: str, waiting: list[int], ranks: list[RankState]) -> Diagnosis:
+    culprits = [rank.rank for rank in ranks if rank.rank not in waiting]
+    others = format_ranks(culprits) if culprits else "each other"
+    sentence = f"{format_ranks(waiting)} {_wait(waiting)} for {others} to make the communicator"
+    if culprits:
+        sentence += ": every rank of the group has to call"
+    return Diagnosis(id, "connecting", sentence, 0, culprits, ranks)
 
 
 def _rank_states(records: list[CommunicatorRecord]) -> list[RankState]:

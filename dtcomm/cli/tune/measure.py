@@ -165,7 +165,9 @@ def _size_step(seconds: float, collective: str, size: int) -> int:
 
 def _host_count() -> int:
     collectives.barrier()
-    return get_communicator(None).hosts
+    communicator = get_communicator(None)
+    communicator.connect()
+    return communicator.hosts
 
 
 def _rates() -> dict[str, list[float]]:

@@ -45,6 +45,10 @@ class Deadline:
         """Seconds until the deadline; 0 once it has passed."""
         return max(0.0, self._end - time.monotonic())
 
+    def cancel(self) -> None:
+        """End the call now: another thread no longer wants its result."""
+        self._end = 0.0
+
 
 class StoreExchange:
     """A sequence of all-gathers of JSON objects between ranks.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dtcomm
 import dtcomm.collectives as C
@@ -147,6 +148,29 @@ def test_record_on_demand_holds_the_last_256_operations(
         assert first["algorithm"] in ("one_shot", "two_shot")
     assert doctor_command.main(["--flight", str(tmp_path)]) == 0
     assert "nothing is missing: ranks 0-1 finished all 301 operations" in capsys.readouterr().out
+
+
+def record_while_connecting(rank: int, world_size: int, folder: str) -> None:
+    """Ranks 0 and 1 use the group; rank 2 does when they have written their records."""
+    tensor = torch.ones(5)
+    if rank == 2:
+        dist.barrier()
+    work = C.all_reduce(tensor, async_op=True)
+    if rank != 2:
+        dtcomm.flight_record(folder)
+        dist.barrier()
+    work.wait()
+
+
+def test_ranks_that_did_not_come_to_make_a_communicator_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(record_while_connecting, 3, str(tmp_path))
+    wrong, _ = run_doctor(tmp_path, capsys)
+    assert wrong["kind"] == "connecting" and wrong["culprits"] == [2]
+    assert wrong["sentence"] == (
+        "ranks 0-1 wait for rank 2 to make the communicator: every rank of the group has to call"
+    )
 
 
 def test_folder_without_valid_records_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ def communicator_of_fake_device(backend: str) -> Communicator:
     group = require_group(None)
     entry = communicator_cache.group_entry(group)
     communicator = Communicator(group, f"as_on_a_device/{backend}", device=torch.device("cpu"))
+    communicator.connect()
     entry.communicator = communicator
     assert isinstance(communicator.runtime, TorchDistRuntime)
     communicator.runtime._message_bytes = 16 * 1024

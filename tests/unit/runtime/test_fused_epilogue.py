@@ -157,7 +157,7 @@ def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator
     communicator.device, communicator.runtime, communicator.checksum = None, runtime, False
     communicator.rank, communicator.size, communicator.ranks = rank, ranks, list(range(ranks))
     communicator.groups, communicator.tuning_table = (tuple(communicator.ranks),), ""
-    communicator.calls, communicator.plans = 0, PlanCache()
+    communicator.calls, communicator.plans, communicator.connection = 0, PlanCache(), None
     return communicator
 
 

@@ -1,0 +1,192 @@
+"""The connection of a communicator's ranks, and the operations that are issued before it is complete.
+
+Connecting takes all ranks of the communicator. Ranks use their groups for the first time in different orders, so a rank
+that starts an asynchronous operation must not wait for the others: the operation is deferred, a thread connects the
+ranks, and then starts the deferred operations in the order in which they were issued.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from dtcomm import future_completion
+from dtcomm.device.streams import Streams
+from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.runtime.bootstrap.store_exchange import Deadline
+from dtcomm.runtime.plan_cache import PlanCache
+from dtcomm.work import DeferredWork, Work
+
+_GRACE_SECONDS = 0.5
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class Connection:
+    """The connection of one communicator. It is made once, by the first call that needs it.
+
+    Attributes:
+        plans: The plans of deferred operations. Other calls may use them once the connection is complete: until then
+            they would overtake what is deferred.
+
+    Args:
+        timeout: Returns how long the ranks wait for each other, when connecting begins.
+        streams: The streams of the tensors' device.
+        connect: Waits for the other ranks until a deadline, and raises if it fails.
+        connected: Called when the ranks are connected and all deferred operations have been started.
+        close: Called if the ranks are connected but ``cancel`` was called meanwhile.
+    """
+
+    def __init__(
+        self,
+        timeout: Callable[[], timedelta],
+        streams: Streams,
+        connect: Callable[[Deadline], None],
+        connected: Callable[[], None],
+        close: Callable[[], None],
+    ) -> None:
+        self.plans = PlanCache()
+        self._timeout = timeout
+        self._deadline: Deadline | None = None  # there is one once connecting has begun
+        self._streams = streams
+        self._connect = connect
+        self._connected = connected
+        self._close = close
+        self._lock = threading.Lock()
+        self._cancelled = self._joined = False
+        self._complete = threading.Event()  # the ranks are connected, or an error is known
+        self._error: BaseException | None = None
+        self._deferred: list[tuple[DeferredWork, Callable[[], Work]]] = []
+
+    def wait(self) -> None:
+        """Connect the ranks, or wait until another thread has done so.
+
+        Raises:
+            CollectiveTimeout: If a rank does not come before the deadline.
+            PeerLost: If the process of a rank is known to have ended.
+            DtcommError: If the ranks cannot agree on a runtime, or the communicator was closed meanwhile.
+        """
+        with self._lock:
+            deadline, first = self._deadline, self._deadline is None
+            if deadline is None:
+                deadline = self._deadline = Deadline(self._timeout())
+        if first:
+            error = self._run(deadline)
+            if error is not None:
+                raise error
+            return
+        future_completion.about_to_block()
+        if not self._complete.wait(min(deadline.left_s() + _GRACE_SECONDS, threading.TIMEOUT_MAX)):
+            raise CollectiveTimeout(
+                f"another thread of this rank did not make the communicator before the timeout of "
+                f"{deadline.timeout_s:g} s"
+            )
+        self._raise_error()
+
+    def start(self, outputs: Sequence[torch.Tensor], start: Callable[[], Work]) -> Work:
+        """Start an operation now if the ranks are connected, else as soon as they are.
+
+        Args:
+            outputs: The tensors that receive the result.
+            start: Starts the operation. It may be called in another thread, with the current stream and inference mode
+                of this one.
+        """
+        with self._lock:
+            if not self._complete.is_set():
+                streams, stream = self._streams, self._streams.current()
+                inference = torch.is_inference_mode_enabled()
+
+                def start_on_stream() -> Work:
+                    with streams.on(stream), torch.inference_mode(inference), torch.no_grad():
+                        return start()
+
+                if self._deadline is None:
+                    deadline = Deadline(self._timeout())
+
+                    def run() -> None:
+                        with streams.on(stream):  # which chooses the device too
+                            self._run(deadline)
+
+                    thread = threading.Thread(target=run, name="dtcomm-connect", daemon=True)
+                    thread.start()
+                    _threads.add(thread)
+                    self._deadline = deadline
+                work = DeferredWork(outputs, streams.future())
+                self._deferred.append((work, start_on_stream))
+                return work
+        self._raise_error()
+        return start()
+
+    def cancel(self) -> bool:
+        """Stop connecting: all that waits for the connection raises DtcommError.
+
+        Returns:
+            False if the ranks are connected already; the caller then closes what they are connected by.
+        """
+        with self._lock:
+            if self._joined:
+                return False
+            self._cancelled = True
+            if self._deadline is None:
+                self._deadline = Deadline(timedelta())
+                self._error = _released()
+                self._complete.set()
+            else:
+                self._deadline.cancel()
+            return True
+
+    def _run(self, deadline: Deadline) -> BaseException | None:
+        """Connect, start what is deferred, and return the error, if any."""
+        error: BaseException | None = None
+        try:
+            self._connect(deadline)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._joined = error is None and not self._cancelled
+        if self._cancelled and not self._joined:
+            if error is None:
+                self._close()
+            error = _released()
+        self._error = error
+        while True:
+            with self._lock:
+                deferred, self._deferred = self._deferred, []
+                if not deferred:
+                    if error is None:
+                        self._connected()
+                    self._complete.set()
+                    return error
+            for work, start in deferred:
+                work.begin(start if error is None else self._fail)
+                work.connect_future()
+
+    def _raise_error(self) -> None:
+        error = self._error
+        if isinstance(error, Exception):
+            raise copy.copy(error) from error  # every call raises its own
+        if error is not None:
+            raise DtcommError(f"the communicator was not made: {error!r}") from error
+
+    def _fail(self) -> Work:
+        self._raise_error()
+        raise AssertionError("called without an error")
+
+
+def join_threads(timeout_s: float) -> None:
+    """Wait for the threads that connect ranks to end, for at most ``timeout_s`` seconds in all.
+
+    They must not run while the interpreter ends.
+    """
+    end = time.monotonic() + timeout_s
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _released() -> DtcommError:
+    return DtcommError("group: its communicators have been released")
