@@ -90,7 +90,7 @@ class CpuBootstrap:
             self.epoch, self._prefix = rendezvous.epoch, rendezvous.prefix
             return self._attempt(exchange)
 
-        self.runtime = rendezvous.run(attempt)
+        self.runtime = rendezvous.run(attempt, lambda runtime: runtime.close())
 
     def _attempt(self, exchange: StoreExchange) -> Runtime:
         with contextlib.ExitStack() as on_failure:

@@ -3,6 +3,10 @@
 The store holds the number of the current attempt, its epoch. A rank that gives up ends the epoch for all ranks: those
 that wait in it raise the error that the rank reported or, if the rank timed out, continue in the next epoch. A late
 rank therefore meets the ranks that try again, and reads no keys of earlier attempts. Every rank gets an error once.
+
+An epoch succeeds on all ranks or on none. The first rank that completes its part marks the epoch as made, and a rank
+that gives up ends it, both by comparing and setting one key: whichever comes first holds. Since a rank can complete its
+part only once all ranks have said all that they have to say, the others can do so after it without waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +22,13 @@ from torch.distributed.distributed_c10d import Store
 from dtcomm import errors
 from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.runtime.bootstrap import peer_processes
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, store_errors
+from dtcomm.runtime.bootstrap.store_exchange import (
+    PROTOCOL,
+    Deadline,
+    StoreExchange,
+    left_key,
+    store_errors,
+)
 
 Result = TypeVar("Result")
 _PROCESS_POLL_S = 0.25
@@ -26,6 +36,23 @@ _PROCESS_POLL_S = 0.25
 
 class EpochEnded(Exception):
     """Another rank has ended the epoch without an error: it timed out, or it makes a new communicator."""
+
+
+class _State(int):
+    """What the store holds under "epoch": twice the number of the epoch, and one more once that has been made."""
+
+    @property
+    def epoch(self) -> int:
+        return self // 2
+
+    @property
+    def made(self) -> bool:
+        return self % 2 == 1
+
+    @property
+    def following(self) -> _State:
+        """The state in which the next epoch has begun."""
+        return _State(2 * (self // 2) + 2)
 
 
 class Rendezvous:
@@ -57,8 +84,16 @@ class Rendezvous:
         self._epoch_key = f"{self._base}/epoch"
         self._error_key = f"{self._base}/error"
 
-    def run(self, attempt: Callable[[StoreExchange], Result]) -> Result:
-        """What ``attempt`` returns. All ranks call it with an exchange of their own, perhaps more than once.
+    def run(
+        self,
+        attempt: Callable[[StoreExchange], Result],
+        discard: Callable[[Result], None] = lambda result: None,
+    ) -> Result:
+        """What ``attempt`` returns.
+
+        Args:
+            attempt: All ranks call it with an exchange of their own, perhaps more than once.
+            discard: Releases what ``attempt`` returned where another rank had given up.
 
         Raises:
             CollectiveTimeout: If ranks do not come before the deadline.
@@ -69,10 +104,21 @@ class Rendezvous:
             with store_errors():
                 self._enter()
             exchange = StoreExchange(
-                self._store, self.prefix, self._rank, self._global_ranks, self._deadline, self.check
+                self._store,
+                self.prefix,
+                self._rank,
+                self._global_ranks,
+                self._deadline,
+                self.check,
+                self._end,
             )
             try:
                 result = attempt(exchange)
+                try:
+                    self._complete()
+                except BaseException:
+                    discard(result)
+                    raise
             except EpochEnded:
                 exchange.withdraw()
             except BaseException as error:
@@ -89,7 +135,10 @@ class Rendezvous:
     def check(self) -> None:
         """Raise if another rank has ended the epoch: its error, or EpochEnded. PeerLost if a rank has died."""
         with store_errors():
-            if self._current_epoch() > self.epoch:
+            state = self._state()
+            if self._has_made(state):  # nothing is left to wait for
+                return
+            if state.epoch > self.epoch:
                 self._raise_error_since(self.epoch)
                 raise EpochEnded
         if time.monotonic() >= self._look_at_processes:
@@ -100,37 +149,57 @@ class Rendezvous:
         # The store counts, not the process: a restarted process or a group that is made anew continues.
         entered_key = f"{self._base}/entered/{self._rank}"
         entered = self._store.add(entered_key, 0)
-        while (current := self._current_epoch()) <= entered:
-            self._end(current)
-        self._store.add(entered_key, current - entered)
+        while (state := self._state()).made or state.epoch <= entered:
+            self._set(state, state.following)
+        self._store.add(entered_key, state.epoch - entered)
         self._raise_error_since(entered + 1)  # this rank was to take part in that epoch
-        self.epoch, self.prefix = current, f"{self._base}/{current}"
+        self.epoch, self.prefix = state.epoch, f"{self._base}/{state.epoch}"
 
-    def _current_epoch(self) -> int:
-        return self._store.add(self._epoch_key, 0)
+    def _state(self) -> _State:
+        return _State(self._store.add(self._epoch_key, 0))
 
-    def _end(self, epoch: int) -> None:
-        """End an epoch, unless it has ended."""
-        self._store.compare_set(self._epoch_key, str(epoch), str(epoch + 1))
+    def _set(self, state: _State, following: _State) -> _State:
+        """Replace a state by the one that follows, unless that has happened; returns what holds now."""
+        return _State(self._store.compare_set(self._epoch_key, str(state), str(following)))
+
+    def _has_made(self, state: _State) -> bool:
+        """Whether this rank's epoch has been made, by the present state."""
+        if state.epoch == self.epoch:
+            return state.made
+        # A rank that makes the group again ends the epoch; it has left the exchange before.
+        return state.epoch > self.epoch and self._store.check([left_key(self.prefix)])
+
+    def _complete(self) -> None:
+        """Mark the epoch as made. Raise if another rank has given up: its error, or EpochEnded."""
+        with store_errors():
+            if not self._has_made(self._set(_State(2 * self.epoch), _State(2 * self.epoch + 1))):
+                self._raise_error_since(self.epoch)
+                raise EpochEnded
+
+    def _end(self) -> bool:
+        """End this rank's epoch, unless it has ended. Returns False if it has been made."""
+        state = _State(2 * self.epoch)
+        return not self._has_made(self._set(state, state.following))
 
     def _give_up(self, error: BaseException) -> None:
         if isinstance(error, CollectiveTimeout):
-            self._end(self.epoch)
+            self._end()
             return
         while True:
-            current = self._current_epoch()
+            state = self._state()
             reported = self._error()
             if reported is not None and reported["epoch"] >= self.epoch and reported["rank"] != self._rank:
                 return  # all ranks raise that one
             report = {
-                "epoch": current,
+                "epoch": state.epoch,
                 "rank": self._rank,
                 "type": type(error).__name__,
                 "text": str(error),
             }
             self._store.set(self._error_key, json.dumps(report))
             # Ranks look for an error when the epoch ends. Had another rank ended it, they might have looked too early.
-            if self._store.add(self._epoch_key, 1) == current + 1:
+            # Should it be made just now, the sum marks the next epoch as made, which is over then as well.
+            if self._store.add(self._epoch_key, state.following - state) == state.following:
                 return
 
     def _error(self) -> dict[str, Any] | None:

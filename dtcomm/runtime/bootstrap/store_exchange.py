@@ -20,7 +20,7 @@ from dtcomm import env
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError
 from dtcomm.runtime.bootstrap import peer_processes
 
-PROTOCOL = 3  # version of what ranks exchange and of the layout of shared memory
+PROTOCOL = 4  # version of what ranks exchange and of the layout of shared memory
 _NO_VALUE = "-"
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
 _MAX_POLL_S_PER_RANK = 1e-3  # a longer pause with many ranks, all of which ask one store
@@ -63,6 +63,7 @@ class StoreExchange:
         global_ranks: The global ranks that take part; errors name them.
         deadline: When waiting for the other ranks ends.
         check: Called while it waits; None: nothing but the deadline ends a wait.
+        end: Called before a wait fails, so that it fails on all ranks. False: all ranks have come after all.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class StoreExchange:
         global_ranks: Sequence[int],
         deadline: Deadline,
         check: Callable[[], None] | None = None,
+        end: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._prefix = prefix
@@ -81,6 +83,7 @@ class StoreExchange:
         self._ranks = len(global_ranks)
         self._deadline = deadline
         self.check: Callable[[], None] = check or (lambda: None)
+        self._end = end
         self._rounds: list[str] = []
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -108,7 +111,7 @@ class StoreExchange:
             left_s = self._deadline.left_s()
             if not left_s:
                 late = [rank for rank, key in zip(self._global_ranks, keys) if not self._store.check([key])]
-                if not late:  # the last ones have come since the look before
+                if not late or not self._end():  # the last ones have come since the look before
                     return
                 raise CollectiveTimeout(
                     f"{name_ranks(late)} did not come to make a communicator before the timeout of "
@@ -117,7 +120,7 @@ class StoreExchange:
             try:
                 self.check()
             except Exception:
-                if self._store.check(keys):  # all have come meanwhile, and a fast rank has moved on or ended
+                if not self._end():  # all have come meanwhile, and a fast rank has moved on or ended
                     return
                 raise
             time.sleep(min(pause, left_s))
@@ -137,7 +140,7 @@ class StoreExchange:
 
     def close(self) -> None:
         """Leave the exchange; the last rank to leave deletes the keys."""
-        left = f"{self._prefix}/left"
+        left = left_key(self._prefix)
         with store_errors():
             if self._store.add(left, 1) < self._ranks:
                 return
@@ -151,6 +154,11 @@ class StoreExchange:
         with store_errors():
             for prefix in self._rounds:
                 self._store.delete_key(f"{prefix}/{self._rank}")
+
+
+def left_key(prefix: str) -> str:
+    """The key that exists while some of the ranks, but not all, have closed an exchange."""
+    return f"{prefix}/left"
 
 
 def _read(store: Store, key: str) -> str | None:
