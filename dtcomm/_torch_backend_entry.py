@@ -1,6 +1,6 @@
 """Registers the backend ``"dtcomm"`` with torch.distributed, without importing torch.
 
-``import dtcomm`` calls `register`, and so does torch itself if dtcomm is installed (entry point ``torch.backends``).
+``import dtcomm`` calls `register`, and so does torch itself if dtcomm is installed (``dtcomm_autoload``).
 Either may come first, and ``dtcomm --help`` must not wait for torch. The registration therefore happens as soon as
 ``torch.distributed`` has been imported, and the backend is imported when the first group is created.
 """

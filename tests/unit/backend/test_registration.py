@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,7 @@ ORDERS = {
     "dtcomm first": f"import dtcomm; {USE}",
     "torch first": f"import torch.distributed; import dtcomm; {USE}",
     "a part of dtcomm": f"import dtcomm.errors; import torch; {USE}",
-    "called by torch": f"import dtcomm._torch_backend_entry as r; r.register(); r.register(); {USE}",
+    "called by torch": f"import dtcomm_autoload as r; r.register(); r.register(); {USE}",
     "without torch": "import sys, dtcomm; assert 'torch' not in sys.modules; print('known')",
 }
 
@@ -38,3 +41,48 @@ def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
 def test_backend_is_registered(order: str, programs: dict[str, subprocess.Popen[str]]) -> None:
     output, error = programs[order].communicate()
     assert output.strip().endswith("known"), error
+
+
+BROKEN = {
+    "half removed": None,
+    "built for another Python": "raise ImportError('compiled for Python 3.9')",
+    "damaged": "this is no Python",
+}
+
+
+def installed(folder: Path, init: str | None) -> Path:
+    """An environment in which dtcomm is installed with the entry point of pyproject.toml; ``init`` is its __init__."""
+    root = Path(__file__).parents[3]
+    line = next(
+        line for line in (root / "pyproject.toml").read_text().splitlines() if line.endswith(':register"')
+    )
+    metadata = folder / "dtcomm-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dtcomm\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\n" + line.replace('"', "") + "\n")
+    shutil.copy(root / "dtcomm_autoload.py", folder)
+    (folder / "dtcomm").mkdir()
+    if init is not None:
+        (folder / "dtcomm" / "__init__.py").write_text(init)
+    return folder
+
+
+@pytest.mark.parametrize("warnings_are_errors", [False, True])
+@pytest.mark.parametrize("how", BROKEN)
+def test_broken_installation_does_not_break_torch(
+    how: str, warnings_are_errors: bool, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed(tmp_path / "site", BROKEN[how]))}
+    environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+    # Only this warning: torch has others.
+    code = "import warnings; warnings.filterwarnings('error', 'dtcomm'); " if warnings_are_errors else ""
+    program = subprocess.run(
+        [sys.executable, "-c", code + "import torch; print(torch.ones(1).item())"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert (program.returncode, program.stdout) == (0, "1.0\n"), program.stderr
+    assert program.stderr.count("dtcomm is installed but cannot be imported") == 1
+    assert "pip uninstall dtcomm" in program.stderr
