@@ -36,12 +36,14 @@ class Task:
         rank: Its rank.
         deadline: When its call is to end; steps after that are counted.
         late_steps: How many those were.
+        late_waits: How often it slept after its deadline.
     """
 
     def __init__(self, rank: int, function: Callable[[Task], None]) -> None:
         self.rank = rank
         self.deadline = float("inf")
         self.late_steps = 0
+        self.late_waits = 0
         self.wakes_at = 0.0
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -150,6 +152,7 @@ class Scheduler:
     def sleep(self, seconds: float) -> None:
         """Let others run until some time has passed."""
         assert self.current is not None
+        self.current.late_waits += self.now > self.current.deadline
         self.current.wakes_at = self.now + seconds
         self.step()
 
