@@ -35,5 +35,9 @@ class PayloadCorrupt(DtcommError):
     """
 
 
+class CommunicatorClosed(DtcommError):
+    """The group was destroyed or released on this rank, or the program exits, before the operation ended."""
+
+
 class ScheduleError(DtcommError):
     """A schedule does not compute what its collective promises. The message names rank, step and chunk."""

@@ -104,6 +104,7 @@ class Communicator:
         Raises:
             CollectiveTimeout: If a rank does not come before the group's timeout.
             PeerLost: If the process of a rank is known to have ended.
+            CommunicatorClosed: If the communicator was closed meanwhile.
             DtcommError: If the ranks cannot agree on a runtime.
         """
         connection = self.connection

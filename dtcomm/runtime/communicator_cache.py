@@ -13,6 +13,7 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import future_completion
+from dtcomm.errors import CommunicatorClosed
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.connection import join_threads
+from dtcomm.runtime.connection import wait_for_threads
 from dtcomm.runtime.process_groups import inherited, position, require_group
 
 
@@ -47,15 +49,14 @@ class GroupEntry:
             self.devices = {key: made for key, made in self.devices.items() if made is not failed}
             self.pairs = {key: made for key, made in self.pairs.items() if made is not failed}
 
-    def close(self) -> None:
-        """Close all communicators."""
+    def communicators(self) -> list[Communicator]:
+        """All communicators."""
         communicators = [*self.pairs.values(), *self.devices.values()]
-        communicators += [self.communicator] if self.communicator else []
-        for communicator in communicators:
-            communicator.close()
+        return communicators + ([self.communicator] if self.communicator else [])
 
 
 _EXIT_SECONDS = 2.0
+_exiting = False
 _lock = threading.RLock()
 _cache: dict[int, GroupEntry] = {}
 _abandoned: list[GroupEntry] = []  # a forked child keeps its parent's entries so that nothing is finalized
@@ -141,24 +142,26 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
 
 
 def group_entry(group: dist.ProcessGroup) -> GroupEntry:
-    """The entry of a usable group, made if need be."""
+    """The entry of a usable group, made if need be. CommunicatorClosed if the program exits."""
+    if _exiting:
+        raise CommunicatorClosed("the program exits, so it makes no communicator")
+    sweep()
+    key = id(group)
     with _lock:
-        sweep()
-        key = id(group)
         entry = _cache.get(key)
         if entry is None:
-            entry = _cache[key] = GroupEntry(weakref.ref(group, lambda _: _drop(key)))
+            entry = _cache[key] = GroupEntry(weakref.ref(group, lambda _: sweep()))
         return entry
 
 
 def sweep() -> None:
     """Close the communicators of destroyed groups."""
-    world: Any = c10d._world
-    with _lock:
-        for key, entry in list(_cache.items()):
-            group = entry.reference()
-            if group is None or group not in world.pg_map:
-                _drop(key)
+    if not _cache:
+        return
+    groups = c10d._world.pg_map
+    _drop(
+        lambda entry: entry.reference() not in groups
+    )  # the reference is None once torch has freed the group
 
 
 def release(group: dist.ProcessGroup | None = None) -> None:
@@ -174,7 +177,7 @@ def release(group: dist.ProcessGroup | None = None) -> None:
     """
     world: Any = c10d._world
     target: Any = world.default_pg if group is None else group
-    _drop(id(target))
+    _drop(lambda entry: entry.reference() is target)
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:
@@ -197,15 +200,24 @@ def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     return communicator
 
 
-def _drop(key: int) -> None:
+def _drop(chosen: Callable[[GroupEntry], bool]) -> None:
+    """Close the chosen entries, all together: what the peers do not receive in time delays the closing once."""
     with _lock:
-        entry = _cache.pop(key, None)
-    if entry is not None:
-        entry.close()
+        # The garbage collector may call this function in between.
+        entries = [
+            entry
+            for key, entry in list(_cache.items())
+            if chosen(entry) and _cache.pop(key, None) is not None
+        ]
+    communicators = [communicator for entry in entries for communicator in entry.communicators()]
+    for communicator in communicators:
+        communicator.close()
 
 
 def _after_fork() -> None:
-    # A child has neither the threads nor the mappings of its parent.
+    # A child has neither the threads nor the mappings of its parent, and one of the threads may hold the lock.
+    global _lock
+    _lock = threading.RLock()
     world: Any = c10d._world
     inherited.update(id(group) for group in world.pg_map)
     _abandoned.extend(_cache.values())
@@ -214,9 +226,10 @@ def _after_fork() -> None:
 
 @atexit.register
 def _shutdown() -> None:
-    for key in list(_cache):
-        _drop(key)
-    join_threads(_EXIT_SECONDS)
+    global _exiting
+    _exiting = True
+    _drop(lambda _: True)
+    wait_for_threads(_EXIT_SECONDS)
     if not inherited:
         future_completion.stop()
 

@@ -8,9 +8,8 @@ ranks, and then starts the deferred operations in the order in which they were i
 from __future__ import annotations
 
 import copy
+import os
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -18,13 +17,16 @@ import torch
 
 from dtcomm import future_completion
 from dtcomm.device.streams import Streams
-from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.work import DeferredWork, Work
 
 _GRACE_SECONDS = 0.5
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_RELEASED = "group: its communicators have been released"
+
+_connecting: set[int] = set()  # threads
+_ended = threading.Condition()
 
 
 class Connection:
@@ -69,7 +71,8 @@ class Connection:
         Raises:
             CollectiveTimeout: If a rank does not come before the deadline.
             PeerLost: If the process of a rank is known to have ended.
-            DtcommError: If the ranks cannot agree on a runtime, or the communicator was closed meanwhile.
+            CommunicatorClosed: If the communicator was closed meanwhile.
+            DtcommError: If the ranks cannot agree on a runtime.
         """
         with self._lock:
             deadline, first = self._deadline, self._deadline is None
@@ -112,9 +115,7 @@ class Connection:
                         with streams.on(stream):  # which chooses the device too
                             self._run(deadline)
 
-                    thread = threading.Thread(target=run, name="dtcomm-connect", daemon=True)
-                    thread.start()
-                    _threads.add(thread)
+                    threading.Thread(target=run, name="dtcomm-connect", daemon=True).start()
                     self._deadline = deadline
                 work = DeferredWork(outputs, streams.future())
                 self._deferred.append((work, start_on_stream))
@@ -123,7 +124,7 @@ class Connection:
         return start()
 
     def cancel(self) -> bool:
-        """Stop connecting: all that waits for the connection raises DtcommError.
+        """Stop connecting: all that waits for the connection raises CommunicatorClosed.
 
         Returns:
             False if the ranks are connected already; the caller then closes what they are connected by.
@@ -134,25 +135,31 @@ class Connection:
             self._cancelled = True
             if self._deadline is None:
                 self._deadline = Deadline(timedelta())
-                self._error = _released()
+                self._error = CommunicatorClosed(_RELEASED)
                 self._complete.set()
             else:
-                self._deadline.cancel()
+                self._deadline.cancel(_RELEASED)
             return True
 
     def _run(self, deadline: Deadline) -> BaseException | None:
         """Connect, start what is deferred, and return the error, if any."""
         error: BaseException | None = None
+        thread = threading.get_ident()
+        _connecting.add(thread)
         try:
             self._connect(deadline)
         except BaseException as raised:
             error = raised
+        finally:
+            with _ended:
+                _connecting.discard(thread)
+                _ended.notify_all()
         with self._lock:
             self._joined = error is None and not self._cancelled
         if self._cancelled and not self._joined:
             if error is None:
                 self._close()
-            error = _released()
+            error = CommunicatorClosed(_RELEASED)
         self._error = error
         while True:
             with self._lock:
@@ -178,15 +185,20 @@ class Connection:
         raise AssertionError("called without an error")
 
 
-def join_threads(timeout_s: float) -> None:
-    """Wait for the threads that connect ranks to end, for at most ``timeout_s`` seconds in all.
+def wait_for_threads(limit_s: float) -> None:
+    """Wait at most ``limit_s`` seconds for other threads to stop connecting, at interpreter exit.
 
-    They must not run while the interpreter ends.
+    They use torch's store, and a thread that returns from torch's native code while the interpreter is finalized ends
+    the process.
     """
-    end = time.monotonic() + timeout_s
-    for thread in list(_threads):
-        thread.join(max(0.0, end - time.monotonic()))
+    with _ended:
+        _ended.wait_for(lambda: _connecting <= {threading.get_ident()}, limit_s)
 
 
-def _released() -> DtcommError:
-    return DtcommError("group: its communicators have been released")
+def _after_fork() -> None:
+    global _ended
+    _connecting.clear()
+    _ended = threading.Condition()
+
+
+os.register_at_fork(after_in_child=_after_fork)

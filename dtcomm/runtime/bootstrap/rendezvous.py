@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from dtcomm import errors
-from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError
 from dtcomm.runtime.bootstrap import peer_processes
 from dtcomm.runtime.bootstrap.store_exchange import (
     PROTOCOL,
@@ -98,6 +98,7 @@ class Rendezvous:
         Raises:
             CollectiveTimeout: If ranks do not come before the deadline.
             PeerLost: If the process of a rank is known to have ended.
+            CommunicatorClosed: If the deadline is cancelled.
             DtcommError: If another rank failed; it has the type of that rank's error if that is dtcomm's own.
         """
         while True:
@@ -133,7 +134,11 @@ class Rendezvous:
                 return result
 
     def check(self) -> None:
-        """Raise if another rank has ended the epoch: its error, or EpochEnded. PeerLost if a rank has died."""
+        """Raise if another rank has ended the epoch: its error, or EpochEnded. PeerLost if a rank has died.
+
+        CommunicatorClosed if the rendezvous was cancelled.
+        """
+        self._deadline.require_wanted()
         with store_errors():
             state = self._state()
             if self._has_made(state):  # nothing is left to wait for
@@ -182,7 +187,7 @@ class Rendezvous:
         return not self._has_made(self._set(state, state.following))
 
     def _give_up(self, error: BaseException) -> None:
-        if isinstance(error, CollectiveTimeout):
+        if isinstance(error, CollectiveTimeout | CommunicatorClosed):
             self._end()
             return
         while True:

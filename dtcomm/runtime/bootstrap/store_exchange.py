@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from dtcomm import env
-from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError
+from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, DtcommError
 from dtcomm.runtime.bootstrap import peer_processes
 
 PROTOCOL = 4  # version of what ranks exchange and of the layout of shared memory
@@ -35,19 +35,29 @@ def host_id() -> str:
 
 
 class Deadline:
-    """The end of a call that may wait ``timeout`` from now on."""
+    """The end of a call that may wait ``timeout`` from now on.
+
+    Attributes:
+        cancelled: Why another thread no longer wants the result of the call; empty as long as it does.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout_s = timeout.total_seconds()
+        self.cancelled = ""
         self._end = time.monotonic() + self.timeout_s
 
     def left_s(self) -> float:
         """Seconds until the deadline; 0 once it has passed."""
         return max(0.0, self._end - time.monotonic())
 
-    def cancel(self) -> None:
-        """End the call now: another thread no longer wants its result."""
-        self._end = 0.0
+    def cancel(self, reason: str) -> None:
+        """End the call now."""
+        self._end, self.cancelled = 0.0, reason
+
+    def require_wanted(self) -> None:
+        """CommunicatorClosed if another thread no longer wants the result of the call."""
+        if self.cancelled:
+            raise CommunicatorClosed(self.cancelled)
 
 
 class StoreExchange:
@@ -113,6 +123,7 @@ class StoreExchange:
                 late = [rank for rank, key in zip(self._global_ranks, keys) if not self._store.check([key])]
                 if not late or not self._end():  # the last ones have come since the look before
                     return
+                self._deadline.require_wanted()
                 raise CollectiveTimeout(
                     f"{name_ranks(late)} did not come to make a communicator before the timeout of "
                     f"{self._deadline.timeout_s:g} s: every rank of the group has to call"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dtcomm.device.streams import HostStreams
-from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
+from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError, PeerLost
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
-from dtcomm.runtime.connection import Connection, join_threads
+from dtcomm.runtime.connection import Connection, wait_for_threads
 from dtcomm.work import CompositeWork, Work
 
 RELEASED = "group: its communicators have been released"
@@ -80,7 +80,7 @@ def test_operations_start_in_the_order_of_issue() -> None:
         work.wait()
     assert ranks.started == [0, 1, 2, 3, 4]
     assert ranks.calls == ["connect", "connected"]
-    join_threads(10.0)
+    wait_for_threads(10.0)
 
 
 def test_threads_share_one_connection() -> None:
@@ -136,7 +136,7 @@ def test_cancel_before_anything_was_issued() -> None:
     ranks = Ranks()
     assert ranks.connection.cancel()
     for call in (ranks.connection.wait, partial(ranks.start, 0)):
-        with pytest.raises(DtcommError, match=RELEASED):
+        with pytest.raises(CommunicatorClosed, match=RELEASED):
             call()
     assert ranks.calls == []
 
@@ -149,9 +149,9 @@ def test_cancel_while_ranks_are_waited_for(ranks_come: bool) -> None:
     assert ranks.connection.cancel()
     if ranks_come:
         ranks.come.set()
-    with pytest.raises(DtcommError, match=RELEASED):
+    with pytest.raises(CommunicatorClosed, match=RELEASED):
         work.wait()
-    join_threads(10.0)
+    wait_for_threads(10.0)
     # What was made after all is closed.
     assert ranks.calls in ([["connect", "close"], ["connect"]] if ranks_come else [["connect"]])
     assert ranks.started == []
@@ -269,4 +269,4 @@ def test_random_threads_start_everything_in_order(seed: int) -> None:
         assert not failed and not refused
     assert ranks.started == sorted(ranks.started)
     assert len(ranks.started) + failed + len(refused) == len(issued)
-    join_threads(10.0)
+    wait_for_threads(10.0)
