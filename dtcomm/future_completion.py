@@ -8,23 +8,11 @@ from __future__ import annotations
 import itertools
 import os
 import queue
-import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from dtcomm import _C
 from dtcomm.completion_threads import CompletionThreads
-
-_EXIT_S = 1.0  # how long threads may take to leave the engine at exit
-# Where threads wait in the engine.
-_FOLDER = os.path.dirname(__file__)
-_WAITS = (
-    __file__,
-    os.path.join(_FOLDER, "work.py"),
-    os.path.join(_FOLDER, "runtime", "native", "runtime.py"),
-)
 
 _tickets = itertools.count(1)
 _awaiting_completion: dict[int, Callable[[], None]] = {}
@@ -76,23 +64,6 @@ def stop() -> None:
     """End the engine's threads, at interpreter exit, when all communicators are closed."""
     _C.stop()
     _completions.stop()
-    _await_native_calls()
-
-
-def _await_native_calls() -> None:
-    """Wait until daemon threads whose calls the closing has ended have left the engine.
-
-    A thread that returns from native code while the interpreter is finalized aborts the process.
-    """
-    deadline = time.monotonic() + _EXIT_S
-    this_thread = threading.get_ident()
-    while time.monotonic() < deadline:
-        frames = sys._current_frames()
-        frames.pop(this_thread, None)
-        if not any(frame.f_code.co_filename in _WAITS for frame in frames.values()):
-            return
-        del frames
-        time.sleep(1e-3)
 
 
 def _after_fork() -> None:

@@ -29,4 +29,11 @@ class Error : public std::runtime_error {
   int failed_rank_;
 };
 
+// A call on a communicator that this rank has closed, or an operation that the closing ended. No rank is at fault, and
+// the peers are not told of an error.
+class ClosedError : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
 }  // namespace dtcomm

@@ -4,7 +4,8 @@
 //     what is wrong. The caller decides what to do with it; the bindings raise ValueError. A function that queues work
 //     on a CUDA device returns one, too, with CUDA's reason.
 //   - A function that cannot deliver its result throws: std::invalid_argument for wrong arguments (ValueError in
-//     Python), std::system_error where the operating system refused, std::logic_error for calls on a closed object.
+//     Python), std::system_error where the operating system refused (OSError), ClosedError (core/error.h) for calls on
+//     a closed communicator.
 //   - A collective that cannot complete throws `Error` (core/error.h), which carries a kind and the failed rank. The
 //     other ranks learn of it, and the bindings raise the exception of dtcomm.errors that belongs to the kind.
 //   - A value that may be absent is a std::optional or a null pointer, never a bool with an output parameter.

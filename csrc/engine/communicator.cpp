@@ -57,8 +57,7 @@ void Communicator::close() {
   }
   ProgressThread::instance().remove(this);
   queue_.wait_until_free();
-  queue_.fail_all(
-      std::make_exception_ptr(std::logic_error("the communicator was destroyed before this operation ended")));
+  queue_.fail_all(std::make_exception_ptr(ClosedError("the communicator was destroyed before this operation ended")));
   peers_.send_goodbye(failures_.failed());
   const std::lock_guard<std::mutex> lock(attached_mutex_);
   peers_.close();
@@ -151,10 +150,12 @@ std::exception_ptr Communicator::publish_current_exception() {
     throw;
   } catch (const Error& error) {
     failures_.publish(error);
+  } catch (const ClosedError&) {  // the peers learn of it when the communicator is closed
   } catch (const std::exception& error) {
-    if (!queue_.stopping()) {
-      failures_.publish(Error(ErrorKind::internal, peers_.name(peers_.rank) + ": " + error.what(), peers_.rank));
-    }
+    const Error failure(ErrorKind::internal, peers_.name(peers_.rank) + ": " + error.what(), peers_.rank);
+    failures_.publish(failure);
+    // What this rank raises is then the error that its peers raise, unless the arguments are at fault.
+    if (dynamic_cast<const std::runtime_error*>(&error)) return std::make_exception_ptr(failure);
   }
   return std::current_exception();
 }
@@ -230,7 +231,7 @@ void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline
   spin_yield_sleep(
       peers_, failures_, wait_policy_,
       [&] {
-        if (queue_.stopping()) throw std::logic_error("the communicator was destroyed meanwhile");
+        if (queue_.stopping()) throw ClosedError("the communicator was destroyed before this operation ended");
         peers_.receive();
         const Progress progress = interpreter.advance();
         failures_.check_interpreter(interpreter);

@@ -1,13 +1,12 @@
 #include "engine/operation_queue.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 namespace dtcomm {
 
 void OperationQueue::require_usable() const {
-  if (closed()) throw std::logic_error("this communicator has been destroyed");
+  if (closed()) throw ClosedError("this communicator has been destroyed");
   failures_.throw_if_failed();
 }
 

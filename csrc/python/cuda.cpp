@@ -10,6 +10,7 @@
 #include "cuda/kernels.h"
 #include "python/arguments.h"
 #include "python/cuda.h"
+#include "python/without_gil.h"
 
 namespace dtcomm::python {
 
@@ -85,8 +86,9 @@ void combine(const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& pa
   const Combine call = combine_call(payloads, position, local, local_dtype, residual_in, residual_out, numel, divisor,
                                     op, key, offset, payload_out, out, dtype, out_dtype);
   check(codec, call, table);
-  const py::gil_scoped_release release;  // a full queue blocks
-  raise_if_not_queued(cuda::combine(codec, call, pointer<const std::uint8_t* const>(table), pointer<void>(stream)));
+  without_gil([&] {  // a full queue blocks
+    raise_if_not_queued(cuda::combine(codec, call, pointer<const std::uint8_t* const>(table), pointer<void>(stream)));
+  });
 }
 
 void decode(const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype_number,
@@ -99,9 +101,10 @@ void decode(const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t nu
   }
   check_aligned("payload", payload, kAlign);
   check_aligned("out", out, size_of(out_dtype));
-  const py::gil_scoped_release release;
-  raise_if_not_queued(cuda::decode(codec, pointer<const std::uint8_t>(payload), numel, dtype, pointer<void>(out),
-                                   out_dtype, pointer<void>(stream)));
+  without_gil([&] {
+    raise_if_not_queued(cuda::decode(codec, pointer<const std::uint8_t>(payload), numel, dtype, pointer<void>(out),
+                                     out_dtype, pointer<void>(stream)));
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "python/cuda.h"
 #include "python/fused_plan.h"
+#include "python/without_gil.h"
 
 namespace dtcomm::python {
 
@@ -14,8 +15,8 @@ void bind_cuda_fused(py::module_& module) {
       [](cuda::FusedPlan& plan, const std::vector<TensorAddresses>& addresses, std::uintptr_t stream,
          std::size_t features) {
         const cuda::LaunchTensors tensors = launch_tensors(plan, addresses, features);
-        const py::gil_scoped_release release;  // a full queue blocks
-        raise_if_not_queued(cuda::launch(plan, tensors, pointer<void>(stream)));
+        // A full queue blocks.
+        without_gil([&] { raise_if_not_queued(cuda::launch(plan, tensors, pointer<void>(stream))); });
       },
       py::arg("tensors"), py::arg("stream"), py::arg("features") = 0,
       "Queue a call on a stream of the current device. `tensors` are the addresses of each local rank's input, output, "

@@ -8,6 +8,7 @@
 #include "cuda/low_rank.h"
 #include "python/arguments.h"
 #include "python/cuda.h"
+#include "python/without_gil.h"
 
 namespace dtcomm::python {
 
@@ -24,8 +25,8 @@ void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) 
     check_aligned("vectors", first, sizeof(float));
     of.push_back({pointer<float>(first), count, n, key});
   }
-  const py::gil_scoped_release release;  // a full queue blocks
-  raise_if_not_queued(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream)));
+  // A full queue blocks.
+  without_gil([&] { raise_if_not_queued(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream))); });
 }
 
 // The addresses of both factors, their sizes in elements, and the address of the bool.
@@ -38,8 +39,7 @@ void check_finite(const std::vector<FactorNumbers>& factors, std::uintptr_t stre
     check_aligned("right", right, sizeof(float));
     of.push_back({pointer<float>(left), pointer<float>(right), left_size, right_size, pointer<std::uint8_t>(finite)});
   }
-  const py::gil_scoped_release release;
-  raise_if_not_queued(cuda::check_finite(of.data(), of.size(), pointer<void>(stream)));
+  without_gil([&] { raise_if_not_queued(cuda::check_finite(of.data(), of.size(), pointer<void>(stream))); });
 }
 
 void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::uint64_t rows, std::uint64_t columns,
@@ -63,8 +63,7 @@ void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::ui
   call.rows = rows;
   call.columns = columns;
   call.rank = rank;
-  const py::gil_scoped_release release;
-  raise_if_not_queued(cuda::expand(call, pointer<void>(stream)));
+  without_gil([&] { raise_if_not_queued(cuda::expand(call, pointer<void>(stream))); });
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "engine/progress_thread.h"
 #include "python/bindings.h"
 #include "python/engine_calls.h"
+#include "python/without_gil.h"
 
 namespace py = pybind11;
 
@@ -52,7 +53,12 @@ py::object text_of(const std::string& text) {
   return py::reinterpret_steal<py::object>(decoded);
 }
 
-// Raises the exception of dtcomm.errors that belongs to an Error.
+void raise(const char* name, const char* message) {
+  const py::object type = py::module_::import("dtcomm.errors").attr(name);
+  PyErr_SetObject(type.ptr(), text_of(message).ptr());
+}
+
+// Raises the exception of dtcomm.errors that belongs to an error of the engine, or OSError with its errno.
 void translate_error(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
@@ -62,20 +68,25 @@ void translate_error(std::exception_ptr pointer) {
     if (error.kind() == ErrorKind::peer_lost) name = "PeerLost";
     if (error.kind() == ErrorKind::mismatch) name = "CollectiveMismatch";
     if (error.kind() == ErrorKind::corrupt) name = "PayloadCorrupt";
-    const py::object type = py::module_::import("dtcomm.errors").attr(name);
-    PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
+    raise(name, error.what());
+  } catch (const ClosedError& error) {
+    raise("CommunicatorClosed", error.what());
+  } catch (const std::system_error& error) {
+    // OSError chooses the subclass by the number.
+    const py::object arguments = py::make_tuple(error.code().value(), text_of(error.what()));
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
   }
 }
 
 void bind_work(py::module_& module) {
   py::class_<Work, std::shared_ptr<Work>>(module, "NativeWork")
-      .def(
-          "wait",
-          [](const std::shared_ptr<Work>& self) {
-            const auto communicator = self->finished() ? nullptr : self->communicator.lock();
-            communicator ? communicator->wait(self) : self->wait();
-          },
-          py::call_guard<py::gil_scoped_release>())
+      .def("wait",
+           [](const std::shared_ptr<Work>& self) {
+             without_gil([&] {
+               const auto communicator = self->finished() ? nullptr : self->communicator.lock();
+               communicator ? communicator->wait(self) : self->wait();
+             });
+           })
       .def("finished", &Work::finished)
       .def("cancel_notify", &Work::cancel_notify)
       .def("raise_failure",
@@ -98,11 +109,7 @@ void bind_work(py::module_& module) {
   module.def("notify", &Work::notify, py::arg("work"), py::arg("ticket"),
              "Makes next_completion() return the ticket when the work is finished.");
   module.def(
-      "next_completion",
-      [] {
-        const py::gil_scoped_release release;
-        return CompletionQueue::instance().next();
-      },
+      "next_completion", [] { return without_gil([] { return CompletionQueue::instance().next(); }); },
       "Waits for the ticket of a finished work; None after stop().");
 }
 
@@ -186,9 +193,10 @@ void bind_communicator(py::module_& module) {
            [](Communicator& self, std::shared_ptr<Plan> plan, std::uintptr_t in, std::uintptr_t out,
               std::uintptr_t residual, std::uint64_t seed) {
              Call call = make_call(std::move(plan), {tensor_pointers(in, out, residual)}, seed);
-             const py::gil_scoped_release release;
-             locate_input(call);
-             return self.run(std::move(call));
+             return without_gil([&] {
+               locate_input(call);
+               return self.run(std::move(call));
+             });
            })
       .def(
           "run_all",
@@ -196,8 +204,7 @@ void bind_communicator(py::module_& module) {
              std::uint64_t seed, const Tasks& before, const Tasks& after, std::uint64_t agreed) {
             Call call = make_call(std::move(plan), tensor_pointers(pointers), seed);
             add_tasks(call, before, after, agreed);
-            const py::gil_scoped_release release;
-            return self.run(std::move(call));
+            return without_gil([&] { return self.run(std::move(call)); });
           },
           py::arg("plan"), py::arg("pointers"), py::arg("seed"), py::arg("before") = Tasks(),
           py::arg("after") = Tasks(), py::arg("agreed") = 0)
@@ -208,18 +215,19 @@ void bind_communicator(py::module_& module) {
              std::uint64_t agreed) {
             Call call = make_call(std::move(plan), tensor_pointers(pointers), seed);
             add_tasks(call, before, after, agreed);
-            const py::gil_scoped_release release;
-            // Peers may read a tensor as soon as the operation is announced, which is before its first task runs.
-            if (before.empty()) locate_input(call);
-            const auto work = self->submit(std::move(call));
-            work->communicator = self;
-            return work;
+            return without_gil([&] {
+              // Peers may read a tensor as soon as the operation is announced, which is before its first task runs.
+              if (before.empty()) locate_input(call);
+              std::shared_ptr<Work> work = self->submit(std::move(call));
+              work->communicator = self;
+              return work;
+            });
           },
           py::arg("plan"), py::arg("pointers"), py::arg("seed"), py::arg("before") = Tasks(),
           py::arg("after") = Tasks(), py::arg("agreed") = 0)
       .def("flight_records", &flight_records)
       .def("peer_snapshots", &peer_snapshots)
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", [](Communicator& self) { without_gil([&] { self.close(); }); })
       .def_property_readonly("failure", [](const Communicator& self) { return text_of(self.failure()); })
       .def_property_readonly("operations", &Communicator::operations)
       .def_property_readonly("wire_bytes", &Communicator::wire_bytes)
@@ -231,8 +239,7 @@ void bind_crc32c(py::module_& module) {
       "crc32c",
       [](std::uintptr_t data, std::size_t bytes, bool hardware) {
         const auto* begin = reinterpret_cast<const void*>(data);
-        const py::gil_scoped_release release;
-        return hardware ? crc32c(begin, bytes) : crc32c_by_table(begin, bytes);
+        return without_gil([&] { return hardware ? crc32c(begin, bytes) : crc32c_by_table(begin, bytes); });
       },
       py::arg("data"), py::arg("bytes"), py::arg("hardware") = true);
   module.def("crc32c_in_hardware", &crc32c_in_hardware);
@@ -261,9 +268,10 @@ void bind_engine(py::module_& module) {
   module.def(
       "stop",
       [] {
-        const py::gil_scoped_release release;
-        ProgressThread::instance().stop();
-        CompletionQueue::instance().stop();
+        without_gil([] {
+          ProgressThread::instance().stop();
+          CompletionQueue::instance().stop();
+        });
       },
       "Ends the progress thread and next_completion().");
 }

@@ -12,6 +12,7 @@
 #include "python/arguments.h"
 #include "python/bindings.h"
 #include "python/local_tasks.h"
+#include "python/without_gil.h"
 
 namespace dtcomm::python {
 
@@ -66,8 +67,7 @@ void bind_epilogue(py::module_& module) {
         std::vector<PayloadRun> runs;
         for (const auto& [payload, numel] : payloads) runs.push_back({pointer<const std::uint8_t>(payload), numel});
         const Epilogue call = call_of(features, dtype, bias, residual, out, weight, eps, norm_out);
-        const py::gil_scoped_release release;
-        epilogue(kernels, codec, runs, call);
+        without_gil([&] { epilogue(kernels, codec, runs, call); });
       },
       py::arg("kernel"), py::arg("codec"), py::arg("runs"), py::arg("features"), py::arg("dtype"), py::arg("bias"),
       py::arg("residual"), py::arg("out"), py::arg("weight"), py::arg("eps"), py::arg("norm_out"),

@@ -10,6 +10,7 @@
 #include "cpu/kernels.h"
 #include "python/arguments.h"
 #include "python/bindings.h"
+#include "python/without_gil.h"
 
 namespace dtcomm::python {
 
@@ -28,8 +29,7 @@ void combine(const char* kernel, const py::bytes& codec_bytes, const std::vector
                               key, offset, payload_out, out, dtype, out_dtype);
   call.stream_payload = stream_payload;
   call.stream_out = stream_out;
-  const py::gil_scoped_release release;
-  kernels.combine(codec, call);
+  without_gil([&] { kernels.combine(codec, call); });
 }
 
 void decode(const char* kernel, const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel, int dtype,
@@ -37,8 +37,9 @@ void decode(const char* kernel, const py::bytes& codec_bytes, std::uintptr_t pay
   const Kernels& kernels = kernels_of(kernel);
   const Codec codec = codec_of(codec_bytes);
   const DType from = dtype_of(dtype), to = dtype_of(out_dtype);
-  const py::gil_scoped_release release;
-  kernels.decode(codec, pointer<const std::uint8_t>(payload), numel, from, pointer<void>(out), to, stream);
+  without_gil([&] {
+    kernels.decode(codec, pointer<const std::uint8_t>(payload), numel, from, pointer<void>(out), to, stream);
+  });
 }
 
 // For benchmarks: `repeats` calls on fp32 tensors without Python between them, which takes longer than a call on a
@@ -55,14 +56,15 @@ void repeat_kernel(const char* kernel, const py::bytes& codec_bytes, const std::
   call.stream_payload = stream_payload;
   call.stream_out = stream_out;
   const bool decodes = call.count == 1 && !local && !residual && !payload_out;
-  const py::gil_scoped_release release;
-  for (int i = 0; i < repeats; ++i) {
-    if (decodes) {
-      kernels.decode(codec, call.payloads[0], numel, DType::f32, call.out, DType::f32, stream_out);
-    } else {
-      kernels.combine(codec, call);
+  without_gil([&] {
+    for (int i = 0; i < repeats; ++i) {
+      if (decodes) {
+        kernels.decode(codec, call.payloads[0], numel, DType::f32, call.out, DType::f32, stream_out);
+      } else {
+        kernels.combine(codec, call);
+      }
     }
-  }
+  });
 }
 
 }  // namespace
@@ -90,8 +92,7 @@ void bind_kernels(py::module_& module) {
       "payload_error",
       [](const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t numel) {
         const Codec codec = codec_of(codec_bytes);
-        const py::gil_scoped_release release;
-        return check_payload(codec, pointer<const std::uint8_t>(payload), numel).message();
+        return without_gil([&] { return check_payload(codec, pointer<const std::uint8_t>(payload), numel).message(); });
       },
       py::arg("codec"), py::arg("payload"), py::arg("numel"),
       "The first invalid granule of a payload and what is wrong with it; empty if the payload is valid.");

@@ -2,6 +2,7 @@
 #include "cpu/core_to_core_latency.h"
 
 #include "python/bindings.h"
+#include "python/without_gil.h"
 
 namespace dtcomm::python {
 
@@ -12,8 +13,7 @@ void bind_latency(py::module_& module) {
       "round_trip_ns",
       [](int cpu_a, int cpu_b, int batches, int trips) {
         if (batches < 1 || trips < 1) throw py::value_error("batches, trips: must be at least 1");
-        const py::gil_scoped_release release;
-        return round_trip_ns(cpu_a, cpu_b, batches, trips);
+        return without_gil([&] { return round_trip_ns(cpu_a, cpu_b, batches, trips); });
       },
       py::arg("cpu_a"), py::arg("cpu_b"), py::arg("batches"), py::arg("trips"),
       "Round-trip time of a cache line between two CPUs in nanoseconds; negative if a thread may not run on one.");

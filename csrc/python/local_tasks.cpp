@@ -8,6 +8,7 @@
 #include "python/arguments.h"
 #include "python/bindings.h"
 #include "python/local_tasks.h"
+#include "python/without_gil.h"
 
 #include "codec/reproducible.h"
 
@@ -149,8 +150,7 @@ void bind_local_tasks(py::module_& module) {
           "run",
           [](const NativeTask& self, const char* name) {
             const Kernels& kernels = kernels_of(name);
-            const py::gil_scoped_release release;
-            self.run(kernels);
+            without_gil([&] { self.run(kernels); });
           },
           py::arg("kernel"), "Runs the task with the kernels of that name.");
   module.attr("AUDIT_OK") = kAuditOk;

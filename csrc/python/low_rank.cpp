@@ -3,6 +3,7 @@
 #include "cpu/kernels.h"
 #include "python/arguments.h"
 #include "python/bindings.h"
+#include "python/without_gil.h"
 
 namespace dtcomm::python {
 
@@ -35,9 +36,8 @@ void bind_pass(py::module_& module, const char* name, const char* first, const c
              std::size_t columns, std::size_t rank, std::uintptr_t one, std::uintptr_t two) {
         const Matrix matrix = matrix_of(gradient, dtype, residual, rows, columns, rank);
         const LowRank& passes = kernels_of(kernel).low_rank;
-        const py::gil_scoped_release release;
-        pass(passes, matrix, Outputs{pointer<void>(gradient), pointer<float>(residual)}, pointer<float>(one),
-             pointer<float>(two));
+        const Outputs outputs{pointer<void>(gradient), pointer<float>(residual)};
+        without_gil([&] { pass(passes, matrix, outputs, pointer<float>(one), pointer<float>(two)); });
       },
       py::arg("kernel"), py::arg("gradient"), py::arg("dtype"), py::arg("residual"), py::arg("rows"),
       py::arg("columns"), py::arg("rank"), py::arg(first), py::arg(second));
@@ -62,8 +62,7 @@ void bind_low_rank(py::module_& module) {
       "orthonormalise",
       [](const char* kernel, std::uintptr_t vectors, std::size_t count, std::size_t n, std::uint64_t key) {
         const LowRank& passes = kernels_of(kernel).low_rank;
-        const py::gil_scoped_release release;
-        passes.orthonormalise(pointer<float>(vectors), count, n, key);
+        without_gil([&] { passes.orthonormalise(pointer<float>(vectors), count, n, key); });
       },
       py::arg("kernel"), py::arg("vectors"), py::arg("count"), py::arg("n"), py::arg("key"));
 }

@@ -6,6 +6,7 @@
 #include "python/arguments.h"
 #include "python/bindings.h"
 #include "python/engine_calls.h"
+#include "python/without_gil.h"
 
 namespace py = pybind11;
 
@@ -51,12 +52,10 @@ void bind_simulated_world(py::module_& module) {
           calls_of_ranks.emplace_back();
           for (const SimulatedCall& call : calls_of_rank) calls_of_ranks.back().push_back(call_of(call));
         }
-        std::vector<SimulationOutcome> outcomes;
-        {
-          const py::gil_scoped_release release;
+        const std::vector<SimulationOutcome> outcomes = without_gil([&] {
           SimulatedWorld world(options);
-          outcomes = world.run(std::move(calls_of_ranks));
-        }
+          return world.run(std::move(calls_of_ranks));
+        });
         py::list result;
         for (const SimulationOutcome& outcome : outcomes) {
           result.append(py::make_tuple(static_cast<int>(outcome.kind), outcome.failed_rank, outcome.finished,

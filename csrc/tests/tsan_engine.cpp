@@ -217,7 +217,7 @@ void closed_under_a_waiter() {
         } else {
           group[0]->run(std::move(call));
         }
-      } catch (const std::logic_error&) {
+      } catch (const ClosedError&) {
         refused = true;
       }
     });
@@ -245,7 +245,7 @@ void closed_under_two_waiters(Reach reach) {
         try {
           group[0]->wait(work);
           fail("an operation survived its communicator");
-        } catch (const std::logic_error&) {
+        } catch (const ClosedError&) {
         }
       });
     }

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
 from dtcomm.device.streams import HostStreams
-from dtcomm.errors import CollectiveMismatch, DtcommError
+from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.process_groups import group_store
@@ -263,7 +263,7 @@ class MessageMatcher:
         receive = ReceiveWork(self, tensor, src, tag)
         with self.lock:
             if self._closed:
-                raise DtcommError("group: it has been destroyed")
+                raise CommunicatorClosed("group: it has been destroyed")
             inboxes = list(self._inboxes.values()) if src is None else [self._inbox(src)]
             for inbox in inboxes:
                 if inbox.error is not None and (src is not None or len(self.ranks) == 2):
@@ -327,7 +327,7 @@ class MessageMatcher:
             self._closed = True
             receives, self._receives = self._receives, []
             for receive in receives:
-                receive.finish(DtcommError("group: it was destroyed before a message came"))
+                receive.finish(CommunicatorClosed("group: it was destroyed before a message came"))
 
     def _inbox(self, peer: int) -> PeerInbox:
         inbox = self._inboxes.get(peer)

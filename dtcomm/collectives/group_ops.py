@@ -73,7 +73,8 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: G
         The tensor.
 
     Raises:
-        OSError: If the machine has no such memory left.
+        OSError: If the machine has no such memory or the process no descriptor left; ``errno`` says which.
+        RuntimeError: If the process already holds 4,096 such tensors.
 
     Example:
         >>> import dtcomm, torch

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtcomm import env
+from dtcomm.errors import CommunicatorClosed
 
 FORMAT = 1
 CAPACITY = 256  # operations of a communicator that are kept, as in csrc/engine/flight_recorder.h
@@ -150,9 +151,9 @@ def write(directory: str | Path, reason: str = "") -> Path:
 
 
 def failed(reason: BaseException) -> None:
-    """Write the record of a failure to DTCOMM_FLIGHT_DIR, if that is set. Never raises."""
+    """Write the record of a failure to DTCOMM_FLIGHT_DIR, if that is set. Closing is no failure. Never raises."""
     directory = env.get("DTCOMM_FLIGHT_DIR")
-    if not directory:
+    if not directory or isinstance(reason, CommunicatorClosed):
         return
     try:
         write(directory, f"{type(reason).__name__}: {reason}")

@@ -21,7 +21,7 @@ import torch
 
 from dtcomm import env
 from dtcomm.device.streams import HostStreams, Streams, record_buffers
-from dtcomm.errors import DtcommError
+from dtcomm.errors import CommunicatorClosed, DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import phase_timer
 from dtcomm.runtime.flight_recorder import FlightEntry
@@ -223,7 +223,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def _require_usable(self) -> None:
         super()._require_usable()
         if self._closed:
-            raise DtcommError("group: its communicator has been released")
+            raise CommunicatorClosed("group: its communicator has been released")
 
     def _enqueue(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from typing import Any
 
 import pytest
@@ -123,3 +125,18 @@ def test_copying_collectives_read_shared_memory(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_reductions_read_shared_memory(n: int) -> None:
     run_ranks(reduce_shared_tensors, n)
+
+
+def allocate_without_descriptors(rank: int, n: int) -> int | None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="memfd_create") as caught:
+            collectives.empty(10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return caught.value.errno
+
+
+def test_empty_raises_what_the_system_says() -> None:
+    assert run_ranks(allocate_without_descriptors, 1) == [errno.EMFILE]

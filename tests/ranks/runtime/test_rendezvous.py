@@ -138,7 +138,7 @@ def fail_once(rank: int, world_size: int, directory: Path, cause: str) -> str:
         elif cause == "memory" and rank == 1:
             patch.setattr(NativeRuntime, "attach", run_out_of_memory)
         watch = Stopwatch()
-        with pytest.raises((RuntimeError, ValueError, MemoryError)) as error:
+        with pytest.raises((RuntimeError, OSError, ValueError, MemoryError)) as error:
             C.barrier()
         elapsed = watch.elapsed()
     (directory / f"raised-{rank}").touch()
@@ -166,7 +166,12 @@ def run_out_of_memory(*args: object, **kwargs: object) -> None:
     ("cause", "culprit", "own", "others"),
     [
         ("table", 0, "ValueError: DTCOMM_TUNE=/nonexistent", "ValueError: DTCOMM_TUNE=/nonexistent"),
-        ("descriptors", 1, "RuntimeError: memfd_create: Too many", "RuntimeError: memfd_create: Too many"),
+        (
+            "descriptors",
+            1,
+            "OSError: [Errno 24] memfd_create: Too many",
+            "OSError: [Errno 24] memfd_create: Too many",
+        ),
         ("memory", 1, "MemoryError: no memory left", "MemoryError: no memory left"),
     ],
 )

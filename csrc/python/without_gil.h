@@ -1,0 +1,69 @@
+// Running native code while other Python threads run.
+#pragma once
+
+#include <Python.h>
+#include <unistd.h>
+
+#include <exception>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+namespace dtcomm::python {
+
+inline bool interpreter_is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Takes the GIL back, unless the interpreter is being finalized: then the thread, which is a daemon, pauses until the
+// process ends, as Python itself does from 3.14 on. Before 3.14 Python ends such a thread with pthread_exit, which
+// unwinds the stack, and a destructor or another noexcept function on the way ends the process.
+inline void take_gil_back(PyThreadState* state) {
+  if (!interpreter_is_finalizing()) {
+    try {
+      PyEval_RestoreThread(state);
+      return;
+    } catch (...) {
+      // A C function throws nothing: this is the unwinding of pthread_exit, as the finalization began after the look
+      // above. It must not go on, and so this handler must not be left.
+      for (;;) pause();
+    }
+  }
+  for (;;) pause();
+}
+
+// Calls `function` without the GIL and returns what it returns, or throws what it throws, with the GIL. Use it instead
+// of py::gil_scoped_release, whose destructor takes the GIL back.
+template <class Function>
+std::invoke_result_t<Function&> without_gil(Function&& function) {
+  using Result = std::invoke_result_t<Function&>;
+  // Only the thread that finalizes the interpreter can have the GIL then, and no other thread can use it.
+  if (interpreter_is_finalizing()) return function();
+  PyThreadState* const state = PyEval_SaveThread();
+  std::exception_ptr failure;
+  if constexpr (std::is_void_v<Result>) {
+    try {
+      function();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    take_gil_back(state);
+    if (failure) std::rethrow_exception(std::move(failure));
+  } else {
+    std::optional<Result> result;
+    try {
+      result.emplace(function());
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    take_gil_back(state);
+    if (failure) std::rethrow_exception(std::move(failure));
+    return std::move(*result);
+  }
+}
+
+}  // namespace dtcomm::python
