@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -12,6 +13,12 @@ namespace {
 
 constexpr std::uint64_t kMismatchNs = 200 * 1000 * 1000;   // how long to wait for the other ranks' op headers
 constexpr std::uint64_t kStaleWaitNs = 500 * 1000 * 1000;  // a rank that sleeps in the engine looks more often
+
+std::string seconds_text(std::uint64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", static_cast<double>(ns) * 1e-9);
+  return text;
+}
 
 std::string describe(const Interpreter& interpreter) {
   return "operation " + std::to_string(interpreter.number()) + ", " + interpreter.call().plan->text();
@@ -138,8 +145,7 @@ void FailureMonitor::throw_timeout(const Interpreter& interpreter, std::uint64_t
     if (next < 0 || next == peers_.rank || since + kStaleWaitNs < now_ns()) break;
     failed = next;
   }
-  std::string message = describe(interpreter) + ", did not end within " +
-                        std::to_string(static_cast<double>(timeout_ns) * 1e-9).substr(0, 6) + " s";
+  std::string message = describe(interpreter) + ", did not end within " + seconds_text(timeout_ns) + " s";
   if (failed >= 0) {
     std::uint64_t last = 0;
     for (const OpHeader& header : peers_.peer(failed).header->ops) {
