@@ -1,5 +1,6 @@
 #include "engine/communicator.h"
 
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -49,16 +50,31 @@ void Communicator::set_wait_policy(const WaitPolicy& policy) {
   if (!peers_.has_latency) wait_policy_.yield_ns = policy.yield_ns;
 }
 
-void Communicator::close() {
-  if (!queue_.close()) return;
-  if (in_forked_child()) {
-    peers_.close();
-    return;
+void Communicator::close_all(const std::vector<Communicator*>& communicators) {
+  std::vector<Communicator*> closing;
+  for (Communicator* const communicator : communicators) {
+    if (!communicator->in_forked_child() && communicator->queue_.close()) closing.push_back(communicator);
   }
+  for (Communicator* const communicator : closing) communicator->start_closing();
+  for (;;) {
+    bool pending = false;
+    for (Communicator* const communicator : closing) pending |= communicator->peers_.goodbye_pending();
+    if (!pending) break;
+    const timespec moment{0, 1000 * 1000};
+    nanosleep(&moment, nullptr);
+  }
+  for (Communicator* const communicator : closing) communicator->end_closing();
+}
+
+void Communicator::start_closing() {
   ProgressThread::instance().remove(this);
   queue_.wait_until_free();
   queue_.fail_all(std::make_exception_ptr(ClosedError("the communicator was destroyed before this operation ended")));
-  peers_.send_goodbye(failures_.failed());
+  peers_.start_goodbye(failures_.failed());
+}
+
+void Communicator::end_closing() {
+  peers_.end_goodbye();
   const std::lock_guard<std::mutex> lock(attached_mutex_);
   peers_.close();
 }
@@ -123,6 +139,7 @@ std::shared_ptr<Work> Communicator::submit(Call call) {
 
 void Communicator::wait(const std::shared_ptr<Work>& work) {
   while (!work->finished()) {
+    if (in_forked_child()) throw ClosedError("the operation is one of the process that this one was forked from");
     const OperationQueue::WaitRole role = queue_.start_waiting(*work);
     if (role == OperationQueue::WaitRole::finished) break;
     if (role == OperationQueue::WaitRole::drive) {
@@ -231,7 +248,7 @@ void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline
   spin_yield_sleep(
       peers_, failures_, wait_policy_,
       [&] {
-        if (queue_.stopping()) throw ClosedError("the communicator was destroyed before this operation ended");
+        if (queue_.closed()) throw ClosedError("the communicator was destroyed before this operation ended");
         peers_.receive();
         const Progress progress = interpreter.advance();
         failures_.check_interpreter(interpreter);
@@ -252,7 +269,7 @@ void Communicator::drive_until_finished(const Work& work) {
   spin_yield_sleep(
       peers_, failures_, policy,
       [&] {
-        if (queue_.stopping()) return Progress::done;
+        if (queue_.closed()) return Progress::done;
         const DriveResult result = advance_front(kWaitBudget);
         if (work.finished()) return Progress::done;
         const bool moved = result == DriveResult::moved || (helper && helper->advance_others());

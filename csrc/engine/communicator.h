@@ -55,8 +55,14 @@ class Communicator {
   // Waits for a queued operation, and meanwhile runs what is queued up to it unless another thread does. Rethrows the
   // operation's failure.
   void wait(const std::shared_ptr<Work>& work);
-  // Ends all operations with an error, tells the peers and releases all memory.
-  void close();
+  // Ends all operations with an error, tells the peers and releases all memory. Does nothing in a forked child.
+  void close() { close_all({this}); }
+  // Closes several communicators together: peers that do not receive what was sent to them delay it as long as one
+  // communicator would.
+  static void close_all(const std::vector<Communicator*>& communicators);
+  // The copy that a forked child inherits is unusable, and must not be destroyed: threads that the child does not have
+  // may hold its locks, or have been about to change it.
+  bool in_forked_child() const;
 
   // For reports.
   std::string failure() const { return failures_.message(); }  // empty unless it failed
@@ -88,7 +94,8 @@ class Communicator {
   void hand_over();
   std::exception_ptr publish_current_exception();
   void finish_front(std::exception_ptr failure);
-  bool in_forked_child() const;
+  void start_closing();
+  void end_closing();
   std::uint64_t timeout_ns() const { return timeout_ns_.load(std::memory_order_relaxed); }
 
   PeerSet peers_;
@@ -97,7 +104,7 @@ class Communicator {
   OperationQueue queue_;
   WaitPolicy wait_policy_;
   std::atomic<std::uint64_t> timeout_ns_;
-  int owner_pid_;  // in a forked child the copy is unusable
+  int owner_pid_;
 };
 
 }  // namespace dtcomm

@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "net/forked_children.h"
+
 namespace dtcomm {
 namespace {
 
@@ -46,6 +48,7 @@ MemfdMapping MemfdMapping::create(const char* name, std::size_t bytes, ForkedChi
   mapping.owner_pid_ = static_cast<int>(getpid());
   mapping.fd_ = memfd_create(name, MFD_CLOEXEC);
   if (mapping.fd_ < 0) throw_errno("memfd_create");
+  if (children == ForkedChildren::excluded) close_in_children(mapping.fd_);
   if (ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) throw_errno("shared memory: ftruncate");
   mapping.data_ = map(mapping.fd_, bytes, children);
   if (!mapping.data_) throw_errno("shared memory: mmap");
@@ -85,7 +88,11 @@ bool MemfdMapping::in_forked_child() const { return owner_pid_ != static_cast<in
 
 void MemfdMapping::reset() {
   if (data_ && (children_ == ForkedChildren::inherit || !in_forked_child())) munmap(data_, size_);
-  if (fd_ >= 0) close(fd_);
+  if (children_ == ForkedChildren::excluded) {
+    close_unless_in_child(fd_);
+  } else if (fd_ >= 0) {
+    close(fd_);
+  }
   data_ = nullptr;
   size_ = 0;
   fd_ = -1;

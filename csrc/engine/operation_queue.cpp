@@ -132,13 +132,15 @@ void OperationQueue::fail_all(std::exception_ptr failure) {
 }
 
 bool OperationQueue::close() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !closed_.exchange(true, std::memory_order_acq_rel);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_.exchange(true, std::memory_order_acq_rel)) return false;
+  }
+  LocalProcess::instance().page().wakeup.notify();
+  return true;
 }
 
 void OperationQueue::wait_until_free() {
-  stopping_.store(true, std::memory_order_release);
-  LocalProcess::instance().page().wakeup.notify();
   std::unique_lock<std::mutex> lock(mutex_);
   became_free_.wait(lock, [&] { return !driven_; });
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -11,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "engine/condition.h"
 #include "engine/failure_monitor.h"
 #include "engine/flight_recorder.h"
 #include "engine/interpreter.h"
@@ -89,12 +89,11 @@ class OperationQueue {
   // Completes all operations with a failure.
   void fail_all(std::exception_ptr failure);
 
-  // Closing. close() returns false if it was closed before.
+  // Closing. close() asks the driver to stop, which looks at closed(); it returns false if the queue was closed before.
   bool close();
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  // Asks the driver to stop (see stopping()) and returns when no thread drives any more.
+  // Returns when no thread drives any more. After close().
   void wait_until_free();
-  bool stopping() const { return stopping_.load(std::memory_order_acquire); }
 
   // The flight recorder and totals.
   void record_start(std::uint64_t number, std::uint64_t now);
@@ -111,9 +110,8 @@ class OperationQueue {
   std::deque<QueuedOperation> queue_;
   bool driven_ = false;
   std::vector<Work*> waiting_;
-  std::condition_variable became_free_;
+  Condition became_free_;
   std::atomic<bool> closed_{false};
-  std::atomic<bool> stopping_{false};
   std::uint64_t operations_ = 0;
   std::uint64_t wire_bytes_ = 0;
   FlightRecorder recorder_;

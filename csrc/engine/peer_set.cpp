@@ -1,11 +1,8 @@
 #include "engine/peer_set.h"
 
-#include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
@@ -74,7 +71,6 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
     names_.push_back(address.name);
     peer_regions_.emplace_back();
     processes_.emplace_back();
-    pidfds_.push_back(-1);
     if (peer == rank) {
       peers.push_back(own_);
       continue;
@@ -97,26 +93,19 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
 void PeerSet::map_peer(int peer, const PeerAddress& address) {
   RegionLayout layout = layout_;
   layout.rank = static_cast<std::uint32_t>(peer);
-  // The process is opened first: the tokens then prove that it is the one that was meant, not a later one with its pid.
-  const auto pidfd = static_cast<int>(syscall(SYS_pidfd_open, address.pid, 0));
-  if (pidfd < 0) throw std::system_error(errno, std::generic_category(), "pidfd_open of " + address.name);
-  pidfds_.back() = pidfd;
+  // First, so that the region's token, too, is read after the process was opened.
+  processes_.back() =
+      std::make_unique<PeerProcess>(address.pid, address.page_fd, address.page_token, address.page_address);
   peer_regions_.back() = MemfdMapping::attach(address.pid, address.region_fd, layout.bytes());
   const PeerView view = view_of(peer_regions_.back().data(), layout);
   if (view.header->magic != kRegionMagic || view.header->token != address.region_token ||
       view.header->rank != static_cast<std::uint32_t>(peer) || view.header->bytes != layout.bytes()) {
     throw std::runtime_error("shared memory of " + address.name + " is not what it announced");
   }
-  processes_.back() =
-      std::make_unique<PeerProcess>(address.pid, address.page_fd, address.page_token, address.page_address);
   peers.push_back(view);
 }
 
 void PeerSet::close() {
-  for (const int pidfd : pidfds_) {
-    if (pidfd >= 0) ::close(pidfd);
-  }
-  pidfds_.clear();
   peers.clear();
   peer_regions_.clear();
   processes_.clear();
@@ -174,8 +163,8 @@ bool PeerSet::has_ended(int peer, int wait_ms) const {
   if (const TcpPeer* const tcp = tcp_peer(peer)) {
     return tcp->stream().ended() && !tcp->view().header->closed.load(std::memory_order_acquire);
   }
-  pollfd process{pidfds_[static_cast<std::size_t>(peer)], POLLIN, 0};
-  return peer != rank && process.fd >= 0 && poll(&process, 1, wait_ms) > 0;
+  const auto& process = processes_[static_cast<std::size_t>(peer)];
+  return process && process->has_ended(wait_ms);
 }
 
 void PeerSet::receive() {
@@ -184,10 +173,10 @@ void PeerSet::receive() {
   if (between_) between_->begin_round();
 }
 
-void PeerSet::send_goodbye(bool failed) {
+void PeerSet::start_goodbye(bool failed) {
   own_.header->closed.store(1, std::memory_order_release);
   wake_peers();
-  tcp_.send_goodbye(failed);
+  tcp_.start_goodbye(failed);
 }
 
 std::uint64_t PeerSet::max_sleep_ns(std::uint64_t limit) const {
@@ -202,8 +191,8 @@ void PeerSet::sleep(WakeupFutex& futex, std::uint32_t seen, std::uint64_t timeou
     return;
   }
   tcp_.flush();
-  const int fd = tcp_.epoll_fd();
-  sleep_until_readable(&fd, 1, mixed_ ? std::min(timeout_ns, kMixedSleepNs) : timeout_ns);
+  pollfd arrival{tcp_.epoll_fd(), POLLIN, 0};
+  sleep_until_readable(&arrival, 1, mixed_ ? std::min(timeout_ns, kMixedSleepNs) : timeout_ns);
 }
 
 void PeerSet::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) {

@@ -93,8 +93,10 @@ class PeerSet final : public Transport {
     tcp_.send_waiting_for(*own_.header, last_announced_, peer, force);
   }
   void send_failure() { tcp_.send_failure(*own_.header, last_announced_); }
-  // Tells the peers that this rank is closing its communicator.
-  void send_goodbye(bool failed);
+  // Tells the peers that this rank is closing its communicator; see TcpPeerSet.
+  void start_goodbye(bool failed);
+  bool goodbye_pending() { return tcp_.goodbye_pending(); }
+  void end_goodbye() { tcp_.end_goodbye(); }
   // How long a blocked thread may sleep, at most `limit`: less if an emulated link is about to deliver.
   std::uint64_t max_sleep_ns(std::uint64_t limit) const;
   // Sleeps until a peer wakes this process, a frame arrives or `timeout_ns` has passed; `seen` as in WakeupFutex.
@@ -123,7 +125,6 @@ class PeerSet final : public Transport {
   PeerView own_;
   std::vector<MemfdMapping> peer_regions_;
   std::vector<std::unique_ptr<PeerProcess>> processes_;  // null for this rank and TCP peers
-  std::vector<int> pidfds_;                              // -1 likewise
   std::vector<std::string> names_;
   TcpPeerSet tcp_;
   bool mixed_ = false;

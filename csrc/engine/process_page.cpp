@@ -52,21 +52,6 @@ LocalProcess::LocalProcess() : mapping_(MemfdMapping::create("dtcomm-process", r
   page_->token = random_token();
 }
 
-LocalProcess& LocalProcess::instance() {
-  static std::mutex mutex;
-  static std::atomic<LocalProcess*> current{nullptr};
-  static std::atomic<int> owner{0};
-  const int pid = static_cast<int>(getpid());
-  if (owner.load(std::memory_order_acquire) == pid) return *current.load(std::memory_order_acquire);
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (owner.load() != pid) {
-    current =
-        new LocalProcess;  // the parent's page is not mapped in its children; it is never freed, as peers may use it
-    owner.store(pid, std::memory_order_release);
-  }
-  return *current.load();
-}
-
 SharedTensorLocation LocalProcess::find(const void* data, std::size_t bytes) {
   if (count_.load(std::memory_order_relaxed) == 0) return {};
   const auto* begin = static_cast<const std::uint8_t*>(data);
@@ -118,6 +103,7 @@ SharedTensorMemory::~SharedTensorMemory() {
 
 PeerProcess::PeerProcess(int pid, int page_fd, std::uint64_t token, std::uint64_t page_address)
     : pid_(pid),
+      handle_(ProcessHandle::open(pid, token)),
       page_address_(page_address),
       mapping_(MemfdMapping::attach(pid, page_fd, round_up(sizeof(ProcessPage), kPage))) {
   if (page().token != token) {

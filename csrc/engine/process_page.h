@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <vector>
@@ -12,6 +13,8 @@
 #include "core/status.h"
 #include "engine/cpu_relax.h"
 #include "engine/memfd.h"
+#include "engine/per_process.h"
+#include "engine/process_handle.h"
 
 namespace dtcomm {
 
@@ -86,8 +89,8 @@ struct SharedTensorLocation {
 // This process as its peers see it.
 class LocalProcess {
  public:
-  // A forked child gets an object of its own.
-  static LocalProcess& instance();
+  static LocalProcess& instance() { return per_process<LocalProcess>(); }
+  LocalProcess();
 
   ProcessPage& page() { return *page_; }
   int fd() const { return mapping_.fd(); }
@@ -95,7 +98,6 @@ class LocalProcess {
 
  private:
   friend class SharedTensorMemory;
-  LocalProcess();
 
   MemfdMapping mapping_;
   ProcessPage* page_;
@@ -112,14 +114,15 @@ class LocalProcess {
   std::uint64_t next_id_ = 1;
 };
 
-// A peer process: its page, and mappings of those of its shared tensors that were used.
+// A peer process: its handle, its page, and mappings of those of its shared tensors that were used.
 class PeerProcess {
  public:
-  // `page_address` is the address of the page in the peer itself. Throws std::system_error if the page cannot be
-  // mapped, and std::runtime_error if it belongs to another process.
+  // `page_address` is the address of the page in the peer itself. Throws std::system_error if there is no such
+  // process or the page cannot be mapped, and std::runtime_error if it belongs to another process.
   PeerProcess(int pid, int page_fd, std::uint64_t token, std::uint64_t page_address);
 
   ProcessPage& page() const { return *static_cast<ProcessPage*>(mapping_.data()); }
+  bool has_ended(int wait_ms = 0) const { return handle_->has_ended(wait_ms); }
   // The address, in this process, of bytes of a shared tensor of the peer; maps the tensor on first use.
   std::uint8_t* map_tensor(const SharedTensorLocation& location, std::size_t bytes);
   // Copies from the peer's private memory (process_vm_readv).
@@ -134,6 +137,9 @@ class PeerProcess {
     MemfdMapping mapping;
   };
   int pid_;
+  // Opened before the page is read: its token then proves that this is the process that was meant, not a later one with
+  // its pid.
+  std::shared_ptr<const ProcessHandle> handle_;
   std::uint64_t page_address_;
   MemfdMapping mapping_;
   std::uint64_t freed_ = 0;

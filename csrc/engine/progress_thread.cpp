@@ -1,7 +1,6 @@
 #include "engine/progress_thread.h"
 
 #include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,6 +9,7 @@
 
 #include "engine/communicator.h"
 #include "engine/cpu_relax.h"
+#include "net/forked_children.h"
 
 namespace dtcomm {
 namespace {
@@ -22,21 +22,10 @@ constexpr WaitPolicy kSocketPolicy{32, 0};  // a frame wakes its sleeper at once
 
 ProgressThread::ProgressThread() : wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  close_in_children(wake_fd_);
 }
 
-ProgressThread& ProgressThread::instance() {
-  static std::mutex mutex;
-  static std::atomic<ProgressThread*> current{nullptr};
-  static std::atomic<int> owner{0};
-  const int pid = static_cast<int>(getpid());
-  if (owner.load(std::memory_order_acquire) == pid) return *current.load(std::memory_order_acquire);
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (owner.load() != pid) {
-    current = new ProgressThread;  // a forked child has no threads: its parent's object is left alone
-    owner.store(pid, std::memory_order_release);
-  }
-  return *current.load();
-}
+ProgressThread::~ProgressThread() { close_unless_in_child(wake_fd_); }
 
 void ProgressThread::add(Communicator* communicator) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -118,7 +107,7 @@ ProgressThread::AdvanceResult ProgressThread::advance_all() {
   const std::lock_guard<std::mutex> lock(mutex_);
   AdvanceResult all;
   max_sleep_ns_ = kSleepNs;
-  sleep_fds_.assign(1, wake_fd_);
+  sleep_fds_.assign(1, {wake_fd_, POLLIN, 0});
   bool shares_memory = false;
   for (Communicator* communicator : communicators_) {
     const Communicator::DriveResult result = communicator->drive_front(kBudget);
@@ -127,7 +116,7 @@ ProgressThread::AdvanceResult ProgressThread::advance_all() {
     all.blocked = true;
     const PeerSet& peers = communicator->peers();
     max_sleep_ns_ = std::min(max_sleep_ns_, peers.max_sleep_ns(kSleepNs));
-    if (peers.has_tcp_peers()) sleep_fds_.push_back(peers.epoll_fd());
+    if (peers.has_tcp_peers()) sleep_fds_.push_back({peers.epoll_fd(), POLLIN, 0});
     shares_memory |= !peers.has_tcp_peers() || peers.is_mixed();
   }
   // Peers in shared memory cannot wake a thread that sleeps on sockets.

@@ -2,6 +2,8 @@
 // Python's GIL.
 #pragma once
 
+#include <poll.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -9,14 +11,17 @@
 #include <thread>
 #include <vector>
 
+#include "engine/per_process.h"
+
 namespace dtcomm {
 
 class Communicator;
 
 class ProgressThread {
  public:
-  // A forked child gets an object of its own.
-  static ProgressThread& instance();
+  static ProgressThread& instance() { return per_process<ProgressThread>(); }
+  ProgressThread();
+  ~ProgressThread();
 
   void add(Communicator* communicator);
   // Returns when the thread no longer uses the communicator.
@@ -47,7 +52,6 @@ class ProgressThread {
   };
 
  private:
-  ProgressThread();
   void loop();
   // Returns when no stop() is under way: two threads must not run loop() at once.
   void await_stop(std::unique_lock<std::mutex>& lock);
@@ -68,7 +72,7 @@ class ProgressThread {
   std::condition_variable stopped_;
   std::uint64_t max_sleep_ns_ = 0;  // that the blocked communicators allow
   int wake_fd_;                     // an eventfd by which wake() ends a sleep on sockets
-  std::vector<int> sleep_fds_;      // wake_fd_ and the descriptors of blocked communicators with sockets
+  std::vector<pollfd> sleep_fds_;   // wake_fd_ and the descriptors of blocked communicators with sockets
   std::atomic<bool> sleeps_on_sockets_{false};
   std::atomic<int> latency_communicators_{0};
   std::atomic<bool> has_work_{false};

@@ -1,7 +1,5 @@
 #include "engine/tcp_peer_set.h"
 
-#include <time.h>
-
 #include <utility>
 
 #include "engine/process_page.h"
@@ -114,18 +112,20 @@ void TcpPeerSet::send_failure(const RegionHeader& own, std::uint64_t last_operat
   });
 }
 
-void TcpPeerSet::send_goodbye(bool failed) {
-  if (peers_.empty()) return;
+void TcpPeerSet::start_goodbye(bool failed) {
   for_each_locked([](TcpPeer& peer) { peer.send_closed(); });
-  const std::uint64_t deadline = now_ns() + (failed ? kFailedGoodbyeNs : kGoodbyeNs);
-  for (;;) {
-    bool unsent = flush();
-    for (const auto& peer : peers_) unsent |= peer && peer->stream().unacknowledged() > 0;
-    if (!unsent || now_ns() > deadline) break;
-    receive();  // notices peers that have ended, which are not waited for
-    const timespec moment{0, 1000 * 1000};
-    nanosleep(&moment, nullptr);
-  }
+  goodbye_deadline_ns_ = now_ns() + (failed ? kFailedGoodbyeNs : kGoodbyeNs);
+}
+
+bool TcpPeerSet::goodbye_pending() {
+  bool unsent = flush();
+  for (const auto& peer : peers_) unsent |= peer && peer->stream().unacknowledged() > 0;
+  if (!unsent || now_ns() > goodbye_deadline_ns_) return false;
+  receive();  // notices peers that have ended, which are not waited for
+  return true;
+}
+
+void TcpPeerSet::end_goodbye() {
   for (const auto& peer : peers_) {
     if (peer) peer->stream().shutdown_send();
   }

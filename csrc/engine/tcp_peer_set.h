@@ -35,9 +35,12 @@ class TcpPeerSet {
   // that it waits for. Does nothing if that was sent a moment ago, unless `force` is set.
   void send_waiting_for(const RegionHeader& own, std::uint64_t last_operation, int rank, bool force);
   void send_failure(const RegionHeader& own, std::uint64_t last_operation);
-  // Tells the peers that this rank closes, waits until the peers have received what was sent last, and ends the sending
-  // direction.
-  void send_goodbye(bool failed);
+  // Closing: start_goodbye() tells the peers that this rank closes; goodbye_pending() is to be called again while it
+  // returns true, which it does until the peers have received what was sent last, or at most two seconds;
+  // end_goodbye() ends the sending direction.
+  void start_goodbye(bool failed);
+  bool goodbye_pending();
+  void end_goodbye();
   void close();
 
  private:
@@ -48,6 +51,7 @@ class TcpPeerSet {
   std::vector<std::unique_ptr<TcpPeer>> peers_;  // by rank; empty if there are none
   EpollSet epoll_;
   std::uint64_t wait_sent_ns_ = 0;
+  std::uint64_t goodbye_deadline_ns_ = 0;
 };
 
 }  // namespace dtcomm

@@ -55,11 +55,6 @@ bool Work::cancel_notify() {
   return true;
 }
 
-CompletionQueue& CompletionQueue::instance() {
-  static auto* queue = new CompletionQueue;  // never freed: threads may put tickets while the process exits
-  return *queue;
-}
-
 void CompletionQueue::put(std::uint64_t ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
   tickets_.push_back(ticket);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -10,6 +9,8 @@
 #include <mutex>
 #include <optional>
 
+#include "engine/condition.h"
+#include "engine/per_process.h"
 #include "engine/phase_times.h"
 
 namespace dtcomm {
@@ -43,7 +44,7 @@ class Work {
 
  private:
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  Condition changed_;
   std::atomic<bool> finished_{false};  // written under the mutex, read also without it
   bool handed_over_ = false;
   std::exception_ptr failure_;
@@ -53,7 +54,7 @@ class Work {
 // Tickets of finished works whose Python futures are to be completed, for one Python thread.
 class CompletionQueue {
  public:
-  static CompletionQueue& instance();
+  static CompletionQueue& instance() { return per_process<CompletionQueue>(); }
   void put(std::uint64_t ticket);
   // Waits for the next ticket; nothing after stop().
   std::optional<std::uint64_t> next();
@@ -61,7 +62,7 @@ class CompletionQueue {
 
  private:
   std::mutex mutex_;
-  std::condition_variable changed_;
+  Condition changed_;
   std::deque<std::uint64_t> tickets_;
   bool stopped_ = false;
 };

@@ -1,6 +1,5 @@
 #include "net/epoll_set.h"
 
-#include <poll.h>
 #include <sys/epoll.h>
 #include <time.h>
 #include <unistd.h>
@@ -9,7 +8,7 @@
 #include <cerrno>
 #include <system_error>
 
-#include "net/frame_stream.h"
+#include "net/forked_children.h"
 
 namespace dtcomm {
 namespace {
@@ -49,7 +48,7 @@ void EpollSet::remove(int fd) {
 
 void EpollSet::close() {
   if (fd_ < 0) return;
-  if (forget_in_children(fd_)) ::close(fd_);
+  close_unless_in_child(fd_);
   fd_ = -1;
 }
 
@@ -60,12 +59,9 @@ std::size_t EpollSet::ready(int* numbers, std::size_t capacity) const {
   return count > 0 ? static_cast<std::size_t>(count) : 0;
 }
 
-void sleep_until_readable(const int* fds, std::size_t count, std::uint64_t timeout_ns) {
-  pollfd polled[kMaxEvents];
-  count = std::min(count, kMaxEvents);
-  for (std::size_t i = 0; i < count; ++i) polled[i] = {fds[i], POLLIN, 0};
+void sleep_until_readable(pollfd* fds, std::size_t count, std::uint64_t timeout_ns) {
   timespec timeout{static_cast<time_t>(timeout_ns / 1000000000ull), static_cast<long>(timeout_ns % 1000000000ull)};
-  ppoll(polled, count, &timeout, nullptr);
+  ppoll(fds, count, &timeout, nullptr);
 }
 
 }  // namespace dtcomm

@@ -1,6 +1,8 @@
 // A set of sockets (epoll) that is itself one descriptor, readable while any of the sockets needs attention.
 #pragma once
 
+#include <poll.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -29,7 +31,7 @@ class EpollSet {
   std::vector<bool> watches_writable_;  // by number
 };
 
-// Sleeps until one of the descriptors is readable or `timeout_ns` has passed.
-void sleep_until_readable(const int* fds, std::size_t count, std::uint64_t timeout_ns);
+// Sleeps until one of the descriptors is in a state that it is polled for, or `timeout_ns` has passed.
+void sleep_until_readable(pollfd* fds, std::size_t count, std::uint64_t timeout_ns);
 
 }  // namespace dtcomm

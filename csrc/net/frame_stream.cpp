@@ -1,7 +1,6 @@
 #include "net/frame_stream.h"
 
 #include <linux/sockios.h>
-#include <pthread.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -10,9 +9,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
 #include <utility>
-#include <vector>
+
+#include "net/forked_children.h"
 
 namespace dtcomm {
 namespace {
@@ -21,50 +20,13 @@ constexpr std::size_t kFramesPerCall = 32;
 constexpr const char* kClosedByPeer = "closed by the peer";
 constexpr std::size_t kMaxReceive = 4 * 1024 * 1024;  // bytes of one peer before the others are served
 
-// Descriptors to close in forked children.
-struct InheritedFds {
-  std::mutex mutex;
-  std::vector<int> fds;
-};
-
-InheritedFds& inherited() {
-  static auto* const instance = [] {
-    auto* fds = new InheritedFds;  // never freed: a child may be forked while the process exits
-    pthread_atfork([] { inherited().mutex.lock(); }, [] { inherited().mutex.unlock(); },
-                   [] {
-                     for (const int fd : inherited().fds) ::close(fd);
-                     inherited().fds.clear();
-                     inherited().mutex.unlock();
-                   });
-    return fds;
-  }();
-  return *instance;
-}
-
 bool is_temporary(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
 
 }  // namespace
 
-void close_in_children(int fd) {
-  InheritedFds& children = inherited();
-  const std::lock_guard<std::mutex> lock(children.mutex);
-  children.fds.push_back(fd);
-}
-
-bool forget_in_children(int fd) {
-  InheritedFds& children = inherited();
-  const std::lock_guard<std::mutex> lock(children.mutex);
-  const auto found = std::find(children.fds.begin(), children.fds.end(), fd);
-  if (found == children.fds.end()) return false;
-  children.fds.erase(found);
-  return true;
-}
-
 FrameStream::FrameStream(int fd) : fd_(fd) { close_in_children(fd); }
 
-FrameStream::~FrameStream() {
-  if (forget_in_children(fd_)) ::close(fd_);
-}
+FrameStream::~FrameStream() { close_unless_in_child(fd_); }
 
 void FrameStream::enqueue(const FrameHeader& frame, const std::uint8_t* data) {
   if (!ended() && send_error_.empty()) queue_.push_back({frame, {}, data});

@@ -82,11 +82,4 @@ class FrameStream {
   std::size_t missing_ = 0;
 };
 
-// Closes `fd` in every child that this process forks: a copy there would keep the connection open after this process
-// has ended.
-void close_in_children(int fd);
-// Undoes close_in_children before `fd` is closed. False if this process is such a child, in which the number may belong
-// to another file by now.
-bool forget_in_children(int fd);
-
 }  // namespace dtcomm

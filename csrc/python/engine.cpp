@@ -125,7 +125,9 @@ std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32
   options.peers.between = link_rate(between);
   options.timeout_ns = timeout_ns("timeout_s", timeout_s);
   options.wait.yield_ns = ns_of_us(yield_us);
-  return std::make_shared<Communicator>(options);
+  return {new Communicator(options), [](Communicator* communicator) {
+            if (!communicator->in_forked_child()) delete communicator;
+          }};
 }
 
 // (pid, page descriptor, page token, page address, region descriptor, region token, socket or -1, on another host,
@@ -228,6 +230,14 @@ void bind_communicator(py::module_& module) {
       .def("flight_records", &flight_records)
       .def("peer_snapshots", &peer_snapshots)
       .def("close", [](Communicator& self) { without_gil([&] { self.close(); }); })
+      .def_static(
+          "close_all",
+          [](const std::vector<std::shared_ptr<Communicator>>& communicators) {
+            std::vector<Communicator*> all;
+            for (const auto& communicator : communicators) all.push_back(communicator.get());
+            without_gil([&] { Communicator::close_all(all); });
+          },
+          py::arg("communicators"), "Closes several communicators in the time of one.")
       .def_property_readonly("failure", [](const Communicator& self) { return text_of(self.failure()); })
       .def_property_readonly("operations", &Communicator::operations)
       .def_property_readonly("wire_bytes", &Communicator::wire_bytes)

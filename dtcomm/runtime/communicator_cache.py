@@ -25,6 +25,7 @@ from dtcomm import future_completion
 from dtcomm.errors import CommunicatorClosed
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.connection import wait_for_threads
+from dtcomm.runtime.native.runtime import close_all
 from dtcomm.runtime.process_groups import inherited, position, require_group
 
 
@@ -210,6 +211,7 @@ def _drop(chosen: Callable[[GroupEntry], bool]) -> None:
             if chosen(entry) and _cache.pop(key, None) is not None
         ]
     communicators = [communicator for entry in entries for communicator in entry.communicators()]
+    close_all([communicator.runtime for communicator in communicators])
     for communicator in communicators:
         communicator.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,8 @@ class NativeRuntime:
             inside: The ranks of this host; None: all.
 
         Raises:
-            OSError, RuntimeError: If a rank cannot be reached.
+            OSError: If the system refuses to connect to a rank.
+            RuntimeError: If a rank's memory is not what it announced.
         """
         sockets = sockets or {}
         inside = range(self.ranks) if inside is None else inside
@@ -188,6 +189,13 @@ class NativeRuntime:
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
+
+
+def close_all(runtimes: Iterable[object]) -> None:
+    """Close the native ones of several runtimes in the time that one takes."""
+    _C.NativeCommunicator.close_all(
+        [runtime.native for runtime in runtimes if isinstance(runtime, NativeRuntime)]
+    )
 
 
 class NativeOperation:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dtcomm
 import dtcomm.collectives as C
 from dtcomm import _C
+from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator_cache import existing_communicator
 
 
 def status_of_child(task: Callable[[], None]) -> int:
@@ -97,3 +106,57 @@ def read_tensor_in_child(rank: int, world_size: int) -> int:
 
 def test_child_reads_tensors_in_shared_memory() -> None:
     assert run_ranks(read_tensor_in_child, 2) == [0, 0]
+
+
+def close_in_children(rank: int, world_size: int, children: int) -> list[str]:
+    """The outcome of children that are forked while a thread uses the locks of the communicator that they close."""
+    tensors = [torch.ones(10) for _ in range(3)]
+    C.all_reduce(tensors[0])
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["forked"])
+    works = [C.all_reduce(tensor, async_op=True) for tensor in tensors]
+    threads = [threading.Thread(target=work.wait) for work in works]  # one drives, the others wait
+    for thread in threads:
+        thread.start()
+    outcomes = []
+    if rank == 0:
+        communicator = existing_communicator(dist.group.WORLD)
+        assert communicator is not None
+        time.sleep(0.1)  # until all threads wait
+        outcomes = [outcome_of_child(communicator, works) for _ in range(children)]
+        store.set("forked", "")
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def outcome_of_child(communicator: Communicator, works: list[Any]) -> str:
+    child = os.fork()
+    if child == 0:
+        try:
+            communicator.close()
+            with pytest.raises(DtcommError, match="forked"):
+                works[0].wait()
+            works.clear()
+            gc.collect()
+            C.release()
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return str(os.waitstatus_to_exitcode(status))
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hangs"
+
+
+def test_child_closes_a_communicator_whose_locks_are_held() -> None:
+    # A thread that spins takes the lock of the queue at each look.
+    outcomes, _ = run_ranks(close_in_children, 2, 50, env={"DTCOMM_SPINS": "1000000000"}, timeout=300)
+    assert outcomes == ["0"] * 50
