@@ -104,7 +104,13 @@ class CpuBootstrap:
                 if listener is not None:
                     listener.close()
                 return native
-        return self._group_runtime()
+        runtime = self._group_runtime()
+        try:
+            exchange.all_gather({})  # a rank that could not make its own raises on all
+        except BaseException:
+            runtime.close()
+            raise
+        return runtime
 
     @functools.cached_property
     def _store(self) -> c10d.Store:
@@ -288,7 +294,12 @@ class CpuBootstrap:
         """A Gloo or NCCL backend over the same ranks, outside any process group."""
         store = c10d.PrefixStore(f"{self._prefix}/{name}", self._store)
         if name == "gloo":
-            return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
+            gloo: Any = dist.ProcessGroupGloo
+            gloo_options = gloo._Options()
+            # Ranks connect when they first send: one that waits for another here would not learn that it has failed.
+            gloo_options._devices = [gloo.create_default_device(lazy_init=True)]
+            gloo_options._timeout = self._timeout
+            return gloo(store, self.rank, self.size, gloo_options)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.is_high_priority_stream = False

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import dtcomm.collectives as C
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
+from dtcomm.runtime.bootstrap import cpu
 from dtcomm.runtime.native.runtime import NativeRuntime
 from tests.support.stopwatch import Elapsed, Stopwatch
 
@@ -126,7 +127,7 @@ def test_error_of_the_store_is_reported_as_such(tmp_path: Path, before: bool) ->
 def fail_once(rank: int, world_size: int, directory: Path, cause: str) -> str:
     """Return the error that one rank causes in the first barrier; the second barrier works."""
     init_with_tcp_store(rank, world_size, directory, 60.0)
-    if rank == 2 and cause != "memory":  # it comes when the others have raised
+    if rank == 2 and cause in ("table", "descriptors"):  # it comes when the others have raised
         while len(list(directory.glob("raised-*"))) < 2:
             time.sleep(0.005)
     with contextlib.ExitStack() as faults:
@@ -137,6 +138,10 @@ def fail_once(rank: int, world_size: int, directory: Path, cause: str) -> str:
             use_all_descriptors(faults)
         elif cause == "memory" and rank == 1:
             patch.setattr(NativeRuntime, "attach", run_out_of_memory)
+        elif cause == "connection":
+            patch.setenv("DTCOMM_RUNTIME", "process_group")
+            if rank == 1:  # while the others connect through Gloo
+                patch.setattr(cpu, "private_store", run_out_of_memory)
         watch = Stopwatch()
         with pytest.raises((RuntimeError, OSError, ValueError, MemoryError)) as error:
             C.barrier()
@@ -173,6 +178,7 @@ def run_out_of_memory(*args: object, **kwargs: object) -> None:
             "OSError: [Errno 24] memfd_create: Too many",
         ),
         ("memory", 1, "MemoryError: no memory left", "MemoryError: no memory left"),
+        ("connection", 1, "MemoryError: no memory left", "MemoryError: no memory left"),
     ],
 )
 def test_failure_of_one_rank_is_raised_on_all(
