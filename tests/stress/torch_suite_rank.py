@@ -17,10 +17,7 @@ _RUN_ANYWAY = (
     "Only MPI supports all_to_all",
     "https://github.com/",
 )
-_CHOOSE_BY_NAME = (
-    "no_sync",
-    "ddp_device",
-)  # tests that have one model for Gloo and one for NCCL, and none else
+_CHOOSE_BY_NAME = ("no_sync",)  # tests that have one model for Gloo and one for NCCL, and none else
 
 
 def environment(world_size: int, folder: str | os.PathLike[str] = "") -> dict[str, str]:
