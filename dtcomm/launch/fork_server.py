@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,7 @@ class ForkServer:
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(STARTUP_SECONDS)
         self._requests = 0
+        self._lock = threading.Lock()  # several threads may run ranks
         self._ranks: set[int] = set()
         self._shutting_down = False
         self._process = subprocess.Popen(
@@ -100,6 +102,10 @@ class ForkServer:
             self._process.wait()
 
     def _request(self, command: str, argument: object, files: list[int] | None = None) -> int | None:
+        with self._lock:
+            return self._answer(command, argument, files)
+
+    def _answer(self, command: str, argument: object, files: list[int] | None) -> int | None:
         self._requests += 1
         try:
             message = json.dumps([self._requests, command, argument]).encode()

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -116,6 +117,7 @@ class ProcessPool:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
+        self._lock = threading.RLock()  # several threads may run ranks
         self._idle: list[RankProcess] = []
         self._fork_server: ForkServer | None = None
         atexit.register(self.close)
@@ -143,21 +145,23 @@ class ProcessPool:
 
     def _take_idle(self, rank: int) -> RankProcess | None:
         """Remove and return a live idle process of ``rank``, if there is one."""
-        for process in [process for process in self._idle if process.rank == rank]:
-            self._idle.remove(process)
-            if process.alive():
-                return process
-            process.kill_and_reap()
+        with self._lock:
+            for process in [process for process in self._idle if process.rank == rank]:
+                self._idle.remove(process)
+                if process.alive():
+                    return process
+                process.kill_and_reap()
         return None
 
     def _current_fork_server(self, fresh: bool) -> ForkServer:
         """Return the fork server; for fresh processes, one that was started with the current environment."""
         current = {name: value for name, value in environment(None).items() if name != _PYTEST_VARIABLE}
-        if fresh and self._fork_server is not None and self._fork_server.environment != current:
-            self._retire_fork_server()
-        if self._fork_server is None:
-            self._fork_server = ForkServer(current)
-        return self._fork_server
+        with self._lock:
+            if fresh and self._fork_server is not None and self._fork_server.environment != current:
+                self._retire_fork_server()
+            if self._fork_server is None:
+                self._fork_server = ForkServer(current)
+            return self._fork_server
 
     def _retire_fork_server(self) -> None:
         fork_server, self._fork_server = self._fork_server, None
@@ -166,11 +170,12 @@ class ProcessPool:
 
     def release(self, process: RankProcess) -> None:
         """Keep a process for later runs, or end it if the pool is full."""
-        if len(self._idle) < POOL_SIZE:
-            process.messages.clear()
-            self._idle.append(process)
-        else:
-            process.kill_and_reap()
+        with self._lock:
+            if len(self._idle) < POOL_SIZE:
+                process.messages.clear()
+                self._idle.append(process)
+                return
+        process.kill_and_reap()
 
     def owned_by_this_process(self) -> bool:
         """Return False in a process forked from the pool's owner."""
