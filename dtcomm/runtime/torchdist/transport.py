@@ -6,8 +6,11 @@ that the host waits for, from and to a device through host memory, and finds the
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import struct
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -185,6 +188,7 @@ class GlooTransport(Transport):
     ) -> None:
         self.rank: int = group.rank()
         self._group: Any = group
+        _transports.add(self)
         self._names = list(names)
         self._timeout = timedelta(seconds=timeout_s)
         self._attribution = FaultAttribution(group, self._names, timeout_s, store)
@@ -299,3 +303,16 @@ def _with_checksum(payload: torch.Tensor) -> torch.Tensor:
     checksum = CHECKSUM.pack(_C.crc32c(payload.data_ptr(), size))
     framed[size:].copy_(torch.frombuffer(bytearray(checksum), dtype=torch.uint8))
     return framed
+
+
+_transports: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # Gloo's destructor waits for threads, which a child does not have: a child that exits would hang in it.
+    for transport in _transports:
+        if transport._group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport._group))
+
+
+os.register_at_fork(after_in_child=_after_fork)
