@@ -199,6 +199,7 @@ class CpuBootstrap:
         try:
             sockets = self._connect(infos, listener, by_socket, check)
         except OSError as error:
+            peer_processes.require_alive(self.ranks)
             return f"cannot connect to a peer: {error}"
         if isinstance(sockets, str):
             return sockets
@@ -207,6 +208,7 @@ class CpuBootstrap:
         try:
             native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
         except (OSError, RuntimeError) as error:
+            peer_processes.require_alive(self.ranks)  # the memory of a rank ends with its process
             return f"cannot map the memory of a peer: {error}"
         return ""
 

@@ -40,19 +40,24 @@ def machine() -> str:
 
 def own() -> dict[str, Any]:
     """This process, as JSON values."""
-    return {"machine": machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"machine": machine(), "pid": os.getpid(), "started": _started(os.getpid()) or ""}
 
 
 def remember(
     global_ranks: Sequence[int], names: Sequence[str], processes: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Remember the processes of ranks on this machine; ``processes`` are what they say of themselves."""
+    """Remember the processes of ranks on this machine; ``processes`` are what they say of themselves.
+
+    Raises:
+        PeerLost: If one has ended since.
+    """
     here = machine()
     world: Any = c10d._world
     known = _known.setdefault(world.default_pg, {})
     for rank, name, process in zip(global_ranks, names, processes, strict=True):
-        if here and process["machine"] == here and _started(process["pid"]) == process["started"]:
+        if here and process["machine"] == here and process["started"]:
             known[rank] = _Process(name, process["pid"], process["started"])
+    require_alive(global_ranks)
 
 
 def require_alive(global_ranks: Sequence[int]) -> None:
@@ -61,15 +66,28 @@ def require_alive(global_ranks: Sequence[int]) -> None:
     known = _known.get(world.default_pg, {})
     for rank in global_ranks:
         process = known.get(rank)
-        if process is not None and _started(process.pid) != process.started:
+        if process is not None and _has_ended(process):
             raise PeerLost(f"{process.name} is gone: its process ended while the ranks made a communicator")
 
 
-def _started(pid: int) -> str:
-    """When a process started; empty if there is none, or it has ended and its parent has not asked for it."""
+def _has_ended(process: _Process) -> bool:
+    started = _started(process.pid)
+    if started is not None:
+        return started != process.started
+    try:  # /proc may hide the processes of other users
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _started(pid: int) -> str | None:
+    """When a process started; empty if it has ended and its parent has not asked for it, None if /proc has none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
+        return None
     fields = text.rpartition(")")[2].split()
     return "" if fields[_STATE] in "ZX" else fields[_START_TIME]

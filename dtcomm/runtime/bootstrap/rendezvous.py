@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -83,6 +84,8 @@ class Rendezvous:
         self._base = f"dtcomm/{PROTOCOL}/{name}"
         self._epoch_key = f"{self._base}/epoch"
         self._error_key = f"{self._base}/error"
+        self._late_key = f"{self._base}/late"
+        self._first_epoch = 0  # of this call
 
     def run(
         self,
@@ -104,6 +107,7 @@ class Rendezvous:
         while True:
             with store_errors():
                 self._enter()
+            self._first_epoch = self._first_epoch or self.epoch
             exchange = StoreExchange(
                 self._store,
                 self.prefix,
@@ -112,6 +116,7 @@ class Rendezvous:
                 self._deadline,
                 self.check,
                 self._end,
+                self._blame,
             )
             try:
                 result = attempt(exchange)
@@ -207,6 +212,18 @@ class Rendezvous:
             if self._store.add(self._epoch_key, state.following - state) == state.following:
                 return
 
+    def _blame(self, late: list[int]) -> list[int]:
+        """Of ranks that have not come, those that another rank has waited for; if there are none, all, and report them.
+
+        A rank that waited in vain and has left is missing then, but not to blame.
+        """
+        if self._store.check([self._late_key]):
+            report: dict[str, Any] = json.loads(self._store.get(self._late_key))
+            if report["epoch"] >= self._first_epoch:
+                return [rank for rank in late if rank in report["ranks"]] or late
+        self._store.set(self._late_key, json.dumps({"epoch": self.epoch, "ranks": late}))
+        return late
+
     def _error(self) -> dict[str, Any] | None:
         """The last error that a rank reported."""
         if not self._store.check([self._error_key]):
@@ -220,7 +237,9 @@ class Rendezvous:
         if report is None or report["epoch"] < epoch or report["rank"] == self._rank:
             return
         kind, text = getattr(errors, report["type"], None), report["text"]
+        rank, cause = self._global_ranks[report["rank"]], f"{report['type']}: {text}"
         if isinstance(kind, type) and issubclass(kind, DtcommError):
-            raise kind(text)  # it names the ranks that it is about
-        rank = self._global_ranks[report["rank"]]
-        raise DtcommError(f"rank {rank} could not make a communicator: {report['type']}: {text}")
+            if re.search(r"\branks? \d", text):  # it names the ranks that it is about
+                raise kind(text)
+            cause = text
+        raise DtcommError(f"rank {rank} could not make a communicator: {cause}")

@@ -74,6 +74,7 @@ class StoreExchange:
         deadline: When waiting for the other ranks ends.
         check: Called while it waits; None: nothing but the deadline ends a wait.
         end: Called before a wait fails, so that it fails on all ranks. False: all ranks have come after all.
+        blame: Given the global ranks that have not come at the deadline, returns those to name; called before ``end``.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class StoreExchange:
         deadline: Deadline,
         check: Callable[[], None] | None = None,
         end: Callable[[], bool] = lambda: True,
+        blame: Callable[[list[int]], list[int]] = lambda late: late,
     ) -> None:
         self._store = store
         self._prefix = prefix
@@ -94,6 +96,7 @@ class StoreExchange:
         self._deadline = deadline
         self.check: Callable[[], None] = check or (lambda: None)
         self._end = end
+        self._blame = blame
         self._rounds: list[str] = []
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -121,11 +124,12 @@ class StoreExchange:
             left_s = self._deadline.left_s()
             if not left_s:
                 late = [rank for rank, key in zip(self._global_ranks, keys) if not self._store.check([key])]
+                blamed = late if self._deadline.cancelled or not late else self._blame(late)
                 if not late or not self._end():  # the last ones have come since the look before
                     return
                 self._deadline.require_wanted()
                 raise CollectiveTimeout(
-                    f"{name_ranks(late)} did not come to make a communicator before the timeout of "
+                    f"{name_ranks(blamed)} did not come to make a communicator before the timeout of "
                     f"{self._deadline.timeout_s:g} s: every rank of the group has to call"
                 )
             try:
