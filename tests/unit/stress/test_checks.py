@@ -8,12 +8,22 @@ import pytest
 
 from dtcomm.launch.ranks import RankOutcome
 from tests.stress.bit_identity import compare
-from tests.stress.fault_ranks import Fault, Seen, excess
-from tests.stress.faults import GROUP_TIMEOUT, LIMIT_SECONDS, judge
+from tests.stress.campaign import judge
+from tests.stress.campaign_cases import (
+    ACTIONS,
+    LIMIT_SECONDS,
+    MARGIN_SECONDS,
+    PHASES,
+    TIMEOUT_SECONDS,
+    TRANSPORTS,
+    cases,
+    make_case,
+)
+from tests.stress.campaign_ranks import Seen, excess
 from tests.stress.random_ops import COLLECTIVES, WHOLE, memberships, sequence
 from tests.stress.soak import CYCLE, SETTLED, growth
 
-FAULT = Fault(kind="SIGKILL", victim=1, numel=16)
+KILLED = make_case("all_reduce", "kill", "memory", 3, 0, victim=1)
 GOOD = Seen(error="PeerLost", message="rank 1 (pid 77) is gone", at=10.5, next_error="PeerLost")
 
 
@@ -22,7 +32,7 @@ def outcome(seen: Seen) -> RankOutcome:
 
 
 def test_a_right_report_has_no_complaints() -> None:
-    assert judge(FAULT, outcome(GOOD), 10.0, 77) == []
+    assert judge(KILLED, outcome(GOOD), 10.0, 77) == []
 
 
 @pytest.mark.parametrize(
@@ -32,28 +42,47 @@ def test_a_right_report_has_no_complaints() -> None:
         ({"error": "", "message": ""}, "no error instead of PeerLost"),
         ({"message": "rank 2 (pid 77) is gone"}, "does not name rank 1"),
         ({"message": "rank 1 is gone"}, "does not name pid 77"),
+        ({"message": "ranks 1 and 2 (pid 77) are gone"}, "does not name rank 1"),
         ({"at": 10.0 + LIMIT_SECONDS + 0.1}, "instead of 2"),
         ({"next_error": "no error"}, "the next call gave no error"),
         ({"next_seconds": 1.0}, "after 1.00 s"),
+        ({"close_seconds": LIMIT_SECONDS + 0.1}, "released its communicators after"),
         ({"left": {"threads": ["dtcomm"]}}, "left behind"),
     ],
 )
 def test_each_flaw_is_named(change: dict[str, object], complaint: str) -> None:
-    complaints = judge(FAULT, outcome(replace(GOOD, **change)), 10.0, 77)  # type: ignore[arg-type]
+    complaints = judge(KILLED, outcome(replace(GOOD, **change)), 10.0, 77)  # type: ignore[arg-type]
     assert any(complaint in text for text in complaints), complaints
 
 
 def test_a_survivor_that_hangs_or_dies_is_a_complaint() -> None:
-    assert "did not return" in judge(FAULT, RankOutcome(rank=0, timed_out=True, seconds=20), 10.0, 77)[0]
-    assert "SIGSEGV" in judge(FAULT, RankOutcome(rank=0, exitcode=-11), 10.0, 77)[0]
+    assert "did not return" in judge(KILLED, RankOutcome(rank=0, timed_out=True, seconds=20), 10.0, 77)[0]
+    assert "SIGSEGV" in judge(KILLED, RankOutcome(rank=0, exitcode=-11), 10.0, 77)[0]
 
 
 def test_a_stopped_rank_is_reported_at_the_groups_timeout() -> None:
-    stopped = replace(FAULT, kind="SIGSTOP")
+    stopped = replace(KILLED, action="stop")
     seen = Seen(error="CollectiveTimeout", message="rank 1", next_error="CollectiveTimeout")
-    in_time = replace(seen, at=GROUP_TIMEOUT + LIMIT_SECONDS - 0.1)
-    assert judge(stopped, outcome(in_time), 0.0, 77) == []
-    assert judge(stopped, outcome(replace(seen, at=GROUP_TIMEOUT + LIMIT_SECONDS + 0.1)), 0.0, 77) != []
+    latest = TIMEOUT_SECONDS + MARGIN_SECONDS
+    assert judge(stopped, outcome(replace(seen, at=latest - 0.1)), 0.0, 77) == []
+    assert judge(stopped, outcome(replace(seen, at=latest + 0.1)), 0.0, 77) != []
+
+
+def test_a_rank_of_which_nothing_is_known_may_be_late_and_others_may_not() -> None:
+    unknown = make_case("publish", "kill", "sockets", 2, 0, known=False)
+    assert unknown.errors == ("CollectiveTimeout",)
+    assert replace(unknown, known=True).errors == ("PeerLost",)
+    assert replace(unknown, phase="read").errors == ("PeerLost",)
+
+
+def test_a_case_is_drawn_from_its_seed_alone() -> None:
+    def drawn(repeat: int, seed: int) -> list[object]:
+        return list(cases(list(PHASES), ["kill", "stop"], ["memory"], [2, 3], range(repeat), seed))
+
+    assert drawn(4, 1) == drawn(4, 1) != drawn(4, 2)
+    assert set(drawn(2, 1)) < set(drawn(4, 1))
+    everything = [action for actions in ACTIONS.values() for action in actions]
+    assert len(list(cases(list(PHASES), everything, list(TRANSPORTS), [2], [0], 0))) == 3 * len(everything)
 
 
 def test_excess_names_what_is_new() -> None:
