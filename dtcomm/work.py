@@ -164,6 +164,10 @@ class NativeWork(Work):
         return True
 
     def get_future(self) -> TensorsFuture:
+        if self._future is None and self._native.finished():  # callers that have waited expect a complete one
+            self._future = torch.futures.Future()
+            self.complete()
+            return self._future
         future_completion.about_to_block()  # a callback that asks for a future may wait for it
         return self._make_future()
 

@@ -88,3 +88,18 @@ def send_and_reduce_in_a_ring(rank: int, n: int) -> None:
 
 def test_ring_messages_beside_all_reduces() -> None:
     run_ranks(send_and_reduce_in_a_ring, 3)
+
+
+def take_values_after_waiting(rank: int, n: int) -> list[float]:
+    """Return the values of futures that are asked for when the operation has been waited for."""
+    values = []
+    for _ in range(300):
+        work = collectives.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        work.wait()
+        values.append(float(work.get_future().value()[0][0]))
+    return values
+
+
+def test_future_of_a_finished_operation_is_complete() -> None:
+    assert run_ranks(take_values_after_waiting, 2) == [[2.0] * 300] * 2
