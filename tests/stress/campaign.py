@@ -160,7 +160,8 @@ def judge(case: Case, outcome: RankOutcome, at: float, pid: int) -> list[str]:
         most = case.limit
     if seen.next_error == "no error" or seen.next_seconds > most:
         complaints.append(f"{reporter}: the next call gave {seen.next_error} after {seen.next_seconds:.2f} s")
-    if seen.close_seconds > LIMIT_SECONDS + (case.pause if victim else 0.0):
+    # A rank that closes waits two seconds at most for peers to take what it sent last; a stopped one takes nothing.
+    if seen.close_seconds > case.limit + (case.pause if victim else 0.0):
         complaints.append(f"{reporter}: it released its communicators after {seen.close_seconds:.2f} s")
     if seen.left:
         complaints.append(f"{reporter}: left behind {seen.left}")

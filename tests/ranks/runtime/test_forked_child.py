@@ -160,24 +160,3 @@ def test_child_closes_a_communicator_whose_locks_are_held() -> None:
     # A thread that spins takes the lock of the queue at each look.
     outcomes, _ = run_ranks(close_in_children, 2, 50, env={"DTCOMM_SPINS": "1000000000"}, timeout=300)
     assert outcomes == ["0"] * 50
-
-
-def exit_in_child(rank: int, world_size: int) -> int:
-    """Return how a child ended that leaves by the interpreter's own exit, not by os._exit."""
-    C.all_reduce(torch.ones(10))
-    child = os.fork()
-    if child == 0:
-        sys.exit(0)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            C.all_reduce(torch.ones(10))
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    raise AssertionError("the child did not end")
-
-
-@pytest.mark.parametrize("runtime", ["native", "process_group"])
-def test_child_exits(runtime: str) -> None:
-    assert run_ranks(exit_in_child, 2, env={"DTCOMM_RUNTIME": runtime}) == [0, 0]
