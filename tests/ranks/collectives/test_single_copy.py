@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
-import struct
 import threading
 import time
 from typing import Any
@@ -17,6 +14,7 @@ from dtcomm import collectives
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
+from tests.support.forbidden_calls import CANNOT_FORBID, forbid
 
 ON = {"DTCOMM_SINGLE_COPY": "on"}
 
@@ -152,33 +150,12 @@ def test_rank_that_dies_during_reads_is_named() -> None:
         assert "rank 1 (host" in outcomes[rank].result and "is gone" in outcomes[rank].result, outcomes[rank]
 
 
-UNFORBIDDEN = "process_vm_readv cannot be forbidden to a thread by a seccomp filter"
-
-
-def forbid_process_vm_readv() -> str:
-    """Make the kernel refuse process_vm_readv to this thread, as a container may; return why that is impossible."""
-    number = {"x86_64": 310, "aarch64": 270}.get(platform.machine())
-    if number is None:
-        return f"its number on {platform.machine()} is not known here"
-    load, compare, answer = 0x20, 0x15, 0x06
-    rules = [(load, 0, 0, 0), (compare, 0, 1, number), (answer, 0, 0, 0x00050001), (answer, 0, 0, 0x7FFF0000)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
-    program = ctypes.create_string_buffer(struct.pack("@HP", len(rules), ctypes.addressof(code)))
-    libc = ctypes.CDLL(None, use_errno=True)
-    no_new_privileges, seccomp, by_filter = 38, 22, 2
-    if libc.prctl(no_new_privileges, 1, 0, 0, 0):
-        return f"PR_SET_NO_NEW_PRIVS: {os.strerror(ctypes.get_errno())}"
-    if libc.prctl(seccomp, by_filter, program, 0, 0):
-        return f"PR_SET_SECCOMP: {os.strerror(ctypes.get_errno())}"
-    return ""
-
-
 def meet_with_forbidden_rank(rank: int, n: int) -> str:
     errors = []
 
     def meet() -> None:  # seccomp rules apply to a thread
-        if rank == 1 and (reason := forbid_process_vm_readv()):
-            errors.append(f"{UNFORBIDDEN}, {reason}")
+        if rank == 1 and (reason := forbid("process_vm_readv")):
+            errors.append(reason)
         try:
             collectives.barrier()
         except DtcommError as error:
@@ -192,7 +169,7 @@ def meet_with_forbidden_rank(rank: int, n: int) -> str:
 
 def test_single_copy_is_refused_if_one_rank_lacks_permission() -> None:
     errors = run_ranks(meet_with_forbidden_rank, 3, env=ON)
-    if errors[1].startswith(UNFORBIDDEN):
+    if errors[1].startswith(CANNOT_FORBID):
         pytest.skip(errors[1])
     for text in errors:
         assert text.startswith("DTCOMM_SINGLE_COPY=on, but process_vm_readv of rank 0 (host"), text

@@ -1,0 +1,83 @@
+"""Ranks in containers: system calls that are refused, and little shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import dtcomm
+import dtcomm.collectives as C
+from dtcomm.launch.ranks import run_ranks
+from tests.support.forbidden_calls import CANNOT_FORBID, forbid
+
+NUMEL = 2**21
+_NEW_MOUNTS, _PRIVATE = 0x00020000, 1 << 18 | 1 << 14  # CLONE_NEWNS; MS_PRIVATE | MS_REC
+
+
+def use_everything(rank: int) -> dict[str, Any]:
+    """Run operations of every kind of hand-over; return what `dtcomm.info` says."""
+    tensor, shared = torch.full((NUMEL,), rank + 1.0), dtcomm.empty(NUMEL)
+    shared.fill_(rank + 1.0)
+    gathered, copied = torch.empty(2 * NUMEL), torch.full((NUMEL,), rank + 1.0)
+    C.all_reduce(tensor)
+    C.all_reduce(shared)
+    C.all_gather(gathered, torch.full((NUMEL,), rank + 1.0))
+    C.broadcast(copied, 1)
+    C.all_reduce(small := torch.ones(3), codec="int8")
+    assert tensor.eq(3).all() and shared.eq(3).all() and copied.eq(2).all() and small.sub(2).abs().max() < 0.1
+    assert gathered[:NUMEL].eq(1).all() and gathered[NUMEL:].eq(2).all()
+    return C.info()
+
+
+def run_without(rank: int, world_size: int, calls: tuple[str, ...], on: list[int]) -> tuple[str, Any]:
+    if rank in on and (reason := forbid(*calls)):
+        return reason, None
+    info = use_everything(rank)
+    return "", {key: info.get(key) for key in ("runtime", "reason", "single_copy")}
+
+
+@pytest.mark.parametrize("on", [[1], [0, 1]], ids=["one rank", "both"])
+def test_without_ptrace(on: list[int]) -> None:
+    calls = ("process_vm_readv", "process_vm_writev")
+    results = run_ranks(run_without, 2, calls, on, fresh=True)
+    if reason := next((reason for reason, _ in results if reason), ""):
+        assert reason.startswith(CANNOT_FORBID)
+        pytest.skip(reason)
+    assert [info["runtime"] for _, info in results] == ["native", "native"]
+    assert all(info["single_copy"] != "process_vm_readv" for _, info in results), results
+
+
+@pytest.mark.parametrize("on", [[1], [0, 1]], ids=["one rank", "both"])
+def test_without_handles_of_processes(on: list[int]) -> None:
+    """The engine needs pidfd_open, to notice that a peer has died; without it Gloo serves, on all ranks."""
+    results = run_ranks(run_without, 2, ("pidfd_open",), on, fresh=True)
+    if reason := next((reason for reason, _ in results if reason), ""):
+        assert reason.startswith(CANNOT_FORBID)
+        pytest.skip(reason)
+    for _, info in results:
+        assert info["runtime"] == "process_group"
+        assert "pidfd_open" in info["reason"] and "Operation not permitted" in info["reason"]
+
+
+def run_with_little_shared_memory(rank: int, world_size: int) -> tuple[str, Any]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if (
+        libc.unshare(_NEW_MOUNTS)
+        or libc.mount(b"none", b"/", None, _PRIVATE, None)
+        or libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k")
+    ):
+        return f"/dev/shm cannot be replaced: {os.strerror(ctypes.get_errno())} (needs root)", None
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 * 1024
+    return "", use_everything(rank)["runtime"]
+
+
+def test_with_a_small_dev_shm() -> None:
+    """Shared memory of dtcomm has no names, and none of it lies in /dev/shm."""
+    results = run_ranks(run_with_little_shared_memory, 2, fresh=True)
+    if reason := next((reason for reason, _ in results if reason), ""):
+        pytest.skip(reason)
+    assert [runtime for _, runtime in results] == ["native", "native"]
