@@ -143,17 +143,24 @@ class Connection:
 
     def _run(self, deadline: Deadline) -> BaseException | None:
         """Connect, start what is deferred, and return the error, if any."""
-        error: BaseException | None = None
         thread = threading.get_ident()
         _connecting.add(thread)
         try:
-            self._connect(deadline)
-        except BaseException as raised:
-            error = raised
+            error = self._join(deadline)
+            self._start_deferred(error)
+            return error
         finally:
             with _ended:
                 _connecting.discard(thread)
                 _ended.notify_all()
+
+    def _join(self, deadline: Deadline) -> BaseException | None:
+        """Connect, and return the error, if any."""
+        error: BaseException | None = None
+        try:
+            self._connect(deadline)
+        except BaseException as raised:
+            error = raised
         with self._lock:
             self._joined = error is None and not self._cancelled
         if self._cancelled and not self._joined:
@@ -161,6 +168,9 @@ class Connection:
                 self._close()
             error = CommunicatorClosed(_RELEASED)
         self._error = error
+        return error
+
+    def _start_deferred(self, error: BaseException | None) -> None:
         while True:
             with self._lock:
                 deferred, self._deferred = self._deferred, []
@@ -168,7 +178,7 @@ class Connection:
                     if error is None:
                         self._connected()
                     self._complete.set()
-                    return error
+                    return
             for work, start in deferred:
                 work.begin(start if error is None else self._fail)
                 work.connect_future()
