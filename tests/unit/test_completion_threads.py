@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from dtcomm.completion_threads import CompletionThreads
 from dtcomm.device.streams import HostStreams
@@ -131,7 +132,7 @@ def test_a_callback_of_a_detached_operation_may_wait_for_a_later_one() -> None:
 
 
 def test_a_callback_of_a_deferred_operation_may_wait_for_a_later_one() -> None:
-    first, second = DeferredWork([]), DeferredWork([])
+    first, second = (DeferredWork([], torch.futures.Future()) for _ in range(2))
     waited = first.get_future().then(lambda done: second.get_future().wait())
     for work in (first, second):
         ended = QueuedWork([], HostStreams())

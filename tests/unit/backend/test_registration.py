@@ -44,13 +44,13 @@ def test_backend_is_registered(order: str, programs: dict[str, subprocess.Popen[
 
 
 BROKEN = {
-    "half removed": None,
+    "half removed": "",
     "built for another Python": "raise ImportError('compiled for Python 3.9')",
     "damaged": "this is no Python",
 }
 
 
-def installed(folder: Path, init: str | None) -> Path:
+def installed(folder: Path, init: str) -> Path:
     """An environment in which dtcomm is installed with the entry point of pyproject.toml; ``init`` is its __init__."""
     root = Path(__file__).parents[3]
     line = next(
@@ -62,8 +62,7 @@ def installed(folder: Path, init: str | None) -> Path:
     (metadata / "entry_points.txt").write_text("[torch.backends]\n" + line.replace('"', "") + "\n")
     shutil.copy(root / "dtcomm_autoload.py", folder)
     (folder / "dtcomm").mkdir()
-    if init is not None:
-        (folder / "dtcomm" / "__init__.py").write_text(init)
+    (folder / "dtcomm" / "__init__.py").write_text(init)
     return folder
 
 
