@@ -44,7 +44,7 @@ def test_backend_is_registered(order: str, programs: dict[str, subprocess.Popen[
 
 
 BROKEN = {
-    "half removed": "",
+    "half removed": "from dtcomm import a_part_that_was_removed",
     "built for another Python": "raise ImportError('compiled for Python 3.9')",
     "damaged": "this is no Python",
 }
