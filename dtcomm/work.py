@@ -146,6 +146,7 @@ class NativeWork(Work):
         self._operands = keep_alive
         self._future: TensorsFuture | None = None
         self._ticket = 0
+        self._waited = False
         _keep_alive(self)
 
     def wait(self) -> None:
@@ -155,6 +156,7 @@ class NativeWork(Work):
             self._failed(error)
             raise
         finally:
+            self._waited = True
             _let_go(self)
 
     def is_completed(self) -> bool:
@@ -164,10 +166,11 @@ class NativeWork(Work):
         return True
 
     def get_future(self) -> TensorsFuture:
-        if self._future is None and self._native.finished():  # callers that have waited expect a complete one
-            self._future = torch.futures.Future()
-            self.complete()
-            return self._future
+        if self._waited and (self._future is None or not self._future.done()):
+            # Callers that have waited expect a complete future; another thread will complete the one that exists.
+            future: TensorsFuture = torch.futures.Future()
+            self._complete(future)
+            return future
         future_completion.about_to_block()  # a callback that asks for a future may wait for it
         return self._make_future()
 
@@ -200,9 +203,10 @@ class NativeWork(Work):
     def complete(self) -> None:
         """Complete the future; a thread of `dtcomm.future_completion` calls it."""
         _let_go(self)
-        future = self._future
-        if future is None:
-            return
+        if self._future is not None:
+            self._complete(self._future)
+
+    def _complete(self, future: TensorsFuture) -> None:
         try:
             self._native.raise_failure()
         except BaseException as error:
@@ -422,6 +426,7 @@ class DeferredWork(Work):
     def __init__(self, outputs: Sequence[torch.Tensor], future: TensorsFuture) -> None:
         super().__init__(outputs)
         self._begun = threading.Event()
+        self._waited = False
         self._work: Work | None = None
         self._error: BaseException | None = None
         self._future = future
@@ -462,13 +467,17 @@ class DeferredWork(Work):
 
     def wait(self) -> None:
         self._started().wait()
+        self._waited = True
 
     def is_completed(self) -> bool:
         return self._begun.is_set() and (self._work is None or self._work.is_completed())
 
     def get_future(self) -> TensorsFuture:
-        if not self._future.done():
-            future_completion.about_to_block()
+        if self._future.done():
+            return self._future
+        if self._waited and self._work is not None:  # callers that have waited expect a complete one
+            return self._work.get_future()
+        future_completion.about_to_block()
         return self._future
 
     def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:

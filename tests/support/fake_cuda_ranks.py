@@ -21,7 +21,7 @@ def fake_cuda_rank(streams: RecordedStreams, leave_out: str = "") -> Iterator[No
     """Give this rank a fake CUDA device within the block. All ranks enter it; each is checked by its ``streams``."""
     replacements: dict[str, Any] = {
         "backend_of": lambda group, device: "nccl",
-        "describe_gpu": lambda device: {},
+        "describe_gpu": lambda device: {"trouble": "is a fake"},
     }
     original_functions = {name: vars(cuda)[name] for name in replacements}
     original_backend_runtime = cuda.CudaBootstrap._backend_runtime

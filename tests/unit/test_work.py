@@ -103,9 +103,6 @@ class FailedOperation:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def finished(self) -> bool:
-        return False  # the future is asked for before the end
-
     def raise_failure(self) -> None:
         raise self.error
 
