@@ -217,7 +217,14 @@ void PeerSet::wake_peers() {
 }
 
 std::uint8_t* PeerSet::map_tensor(int peer, const SharedTensorLocation& location, std::size_t bytes) {
-  return processes_[static_cast<std::size_t>(peer)]->map_tensor(location, bytes);
+  try {
+    return processes_[static_cast<std::size_t>(peer)]->map_tensor(location, bytes);
+  } catch (const std::exception& error) {
+    // The descriptors of a process that is exiting go away before the process itself.
+    if (has_ended(peer, kExitingMs)) throw_peer_lost(peer);
+    throw Error(ErrorKind::internal, name(rank) + " could not map a tensor of " + name(peer) + ": " + error.what(),
+                peer);
+  }
 }
 
 void PeerSet::read_memory(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) {

@@ -142,7 +142,7 @@ def _fault_in_rendezvous(case: Case) -> Iterator[None]:
     connect: dict[str, tuple[Any, str]] = {
         "memory": (NativeRuntime, "attach"),
         "sockets": (Listener, "_accept"),  # it has connected to lower ranks
-        "gloo": (dist, "ProcessGroupGloo") if case.at_random_moment else (CpuBootstrap, "_private_backend"),
+        "gloo": (CpuBootstrap, "_private_backend"),
     }
     seams: dict[str, tuple[Any, str]] = {
         "publish": (StoreExchange, "all_gather"),
@@ -400,7 +400,7 @@ def _starved(case: Case) -> Iterator[None]:
             (NativeRuntime, "attach"),
             (Listener, "__init__"),
             (Listener, "connect"),
-            (dist, "ProcessGroupGloo"),
+            (CpuBootstrap, "_private_backend"),
         ):
             stack.enter_context(_around_calls(owner, name, lambda: _limited(case)))
         yield
