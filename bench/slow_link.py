@@ -161,7 +161,7 @@ def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> di
             for _ in range(3):  # DDP rebuilds its buckets after the first
                 pool.call("step", name=model, batch=batch)
             if name in AUTO:
-                for _ in range(120):
+                for _ in range(600):  # where gains are as large as the noise, it takes hundreds of steps
                     chosen, has_residual = pool.call("chosen", name=model)[0]
                     if chosen and not has_residual:
                         facts[model] |= {"chosen": chosen, "reason": pool.call("reason", name=model)[0]}

@@ -10,6 +10,7 @@ well; what compression loses is fed back, as for gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,18 +19,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm.collectives import Work, broadcast
+from dtcomm.arguments import require_int
+from dtcomm.collectives import Algorithm, Work, broadcast
 from dtcomm.compress.bucket_averager import NONE, BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
-from dtcomm.compress.checkpoint import VERSION, require_matching_sizes, select_share
+from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
-from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy
-from dtcomm.compress.report import ParameterTotals, Report, group_rows, total_seconds
+from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
+from dtcomm.compress.report import ParameterTotals, Report, describe_uncompressed, group_rows, total_seconds
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng
+
+_log = logging.getLogger("dtcomm")
 
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 DEFAULT_GUARD = Guard()
@@ -72,8 +76,10 @@ class LocalSGD:
             ``lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``. Default None: the
             weights are averaged.
         warmup: The number of steps at the start after each of which the weights are averaged. Default 0.
-        algorithm: The algorithm of the all-reduce. Default "direct".
+        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it. Default "direct".
         seed: The seed of stochastic rounding. Default 0.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
+            Default: none.
         bucket_bytes: The size of one message; the messages are in flight side by side. Default 25 MiB.
         guard: Limits beyond which compression counts as harmful; its steps are averages. None: no guard. Default
             ``Guard()``.
@@ -109,8 +115,9 @@ class LocalSGD:
         residual: str = "fp32",
         outer: OuterOptimizer | None = None,
         warmup: int = 0,
-        algorithm: str = "direct",
+        algorithm: Algorithm = "direct",
         seed: int = 0,
+        exclude: str | Sequence[str] = (),
         bucket_bytes: int = 25 * 2**20,
         guard: Guard | None = DEFAULT_GUARD,
         sample_every: int = 10,
@@ -122,15 +129,19 @@ class LocalSGD:
         for name, value, least in (
             ("every", every, 1),
             ("warmup", warmup, 0),
+            ("seed", seed, None),
             ("bucket_bytes", bucket_bytes, 1),
             ("sample_every", sample_every, 0),
         ):
-            if value < least:
-                raise ValueError(f"{name}={value}: want {least} or more")
-        self.policy = as_policy(spec).for_model(model)
+            require_int(name, value, least)
+        if not isinstance(guard, Guard | None):
+            raise TypeError(f"guard: want a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+        excluded = exclusions(exclude, [name for name, _ in model.named_parameters()])
+        self.policy = (excluded | as_policy(spec)).for_model(model)
         schemes = [rule.codec for rule in self.policy.rules]
         if any(isinstance(scheme, DGC) for scheme in schemes):
             raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimizer's")
+        self._options = {"spec": str(self.policy), "feedback": str(feedback)}
         self.every, self.warmup, self.group = every, warmup, group
         self.steps = self.syncs = 0
         self._error_state = ErrorState(feedback, residual, schemes)
@@ -147,11 +158,15 @@ class LocalSGD:
                 tensor.copy_(contiguous)
         self._common = [weight.detach().float().clone() for weight in self._weights.values()]
         self._outer = None if outer is None else outer(self._common)
-        self._monitor = make_monitor(guard if any(scheme != NONE for scheme in schemes) else None)
+        self._compresses = any(scheme != NONE for scheme in schemes)
+        self._monitor = make_monitor(guard if self._compresses else None)
         self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
         self._retired: list[BucketLayout] = []
         self._buckets: list[tuple[list[str], BucketLayout]] = []
         self._update_layouts()
+        if self._compresses and dist.get_world_size(group) > 1 and dist.get_rank(group) == 0:
+            if text := self.report().uncompressed:
+                _log.warning("dtcomm.LocalSGD: %s", text)
 
     def step(self) -> bool:
         """Count a step of this rank, and average if it is time; return whether the ranks averaged."""
@@ -206,6 +221,7 @@ class LocalSGD:
         layouts = [*self._retired, *(layout for _, layout in self._buckets)]
         for layout in layouts:
             layout.add_to(totals)
+        rows = group_rows(totals.items())
         return Report(
             policy=f"every {self.every} steps: {self.policy}",
             feedback=self._error_state.kind,
@@ -220,7 +236,8 @@ class LocalSGD:
                 "common weights": sum(4 * common.numel() for common in self._common),
             },
             events=count_events(self.events),
-            rows=group_rows(totals.items()),
+            rows=rows,
+            uncompressed=describe_uncompressed(rows) if self._compresses else "",
         )
 
     @property
@@ -244,6 +261,7 @@ class LocalSGD:
             "seed": self._averager.seed,
             "rank": dist.get_rank(self.group),
             "world_size": dist.get_world_size(self.group),
+            "options": self._options,
             **self._error_state.state_dict(),
             "factors": self._averager.factors.state_dict(),
             "watch": self._monitor.state_dict(),
@@ -253,20 +271,29 @@ class LocalSGD:
             "outer": {} if self._outer is None else self._outer.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
         """Continue from a checkpoint.
 
         Args:
             state: What `state_dict` returned on this rank, or, if the number of ranks has changed, the list of all
                 ranks' states in rank order.
+            strict: Refuse a state that was saved with another ``spec`` or ``feedback``; False: of the compression load
+                its residuals alone.
+
+        Raises:
+            ValueError: A single state comes from another number of ranks, the parameters are not this model's, or it
+                was saved with other options.
         """
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         first, residuals = select_share(state, rank, world_size)
         sizes = {name: weight.numel() for name, weight in self._weights.items()}
         require_matching_sizes(residuals, sizes)
         require_matching_sizes({name: common.flatten() for name, common in first["common"].items()}, sizes)
-        self._error_state.load(state, residuals, rank, world_size)
-        self._averager.factors.load_state_dict(first["factors"])
+        same_options = has_options(first, self._options, strict)
+        self._error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
+        self._averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
         self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
         for name, common in zip(self._weights, self._common, strict=True):

@@ -19,7 +19,7 @@ from dtcomm.codecs import Codec
 from dtcomm.fsdp import spec
 from dtcomm.fsdp.flat_layout import ParameterShape, ShardedLayout
 from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
-from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, CompressionSpec, parse_spec
+from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, UNCOMPRESSED, CompressionSpec, parse_spec
 from dtcomm.kernels.ops import encode, reduce, reduce_encode
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
@@ -84,12 +84,13 @@ class Shards:
         for unit, flat in self._flats.items():
             exact_flat = flat.join(exact, self.ranks)
             reference = self._references.get(unit)
+            parameters = self._usable(self.parameters, exact_flat)
             if self.parameters.prefix != "delta":
-                received = self._all_gather(exact_flat, self.parameters)
+                received = self._all_gather(exact_flat, parameters)
             elif reference is None:
-                received = self._all_gather(exact_flat, parse_spec("none", (), "parameters"))
+                received = self._all_gather(exact_flat, UNCOMPRESSED)
             else:
-                received = reference + self._all_gather(exact_flat - reference, self.parameters)
+                received = reference + self._all_gather(exact_flat - reference, parameters)
             if self.parameters.prefix == "delta":
                 self._references[unit] = received
             # Backward gathers the parameters again, except the root's; differences are known by then.
@@ -104,13 +105,14 @@ class Shards:
         means: Tensors = {}
         for unit, flat in self._flats.items():
             inputs = [flat.join(of_rank, self.ranks) for of_rank in gradients]
+            spec = self._usable(self.gradients, inputs[0])
             residuals = [
-                None if errors is None else errors.take(unit, flat_input)
+                None if errors is None or spec.is_none else errors.take(unit, flat_input)
                 for errors, flat_input in zip(self._errors, inputs, strict=True)
             ]
             outputs = [flat_input.new_empty(flat_input.numel() // self.ranks) for flat_input in inputs]
-            if self.gradients.between is None:
-                self._run("reduce_scatter", "avg", self.gradients.inside, inputs, outputs, residuals)
+            if spec.between is None:
+                self._run("reduce_scatter", "avg", spec.inside, inputs, outputs, residuals)
             else:
                 self._by_levels(inputs, outputs, residuals)
             for errors, residual in zip(self._errors, residuals, strict=True):
@@ -118,6 +120,10 @@ class Shards:
                     errors.put(unit, residual)
             means |= flat.split(torch.cat(outputs), self.ranks)
         return {name: value.view(gradients[0][name].shape) for name, value in means.items()}
+
+    def _usable(self, spec: CompressionSpec, flat: torch.Tensor) -> CompressionSpec:
+        """Return the spec of a flat tensor's collective: none where no payload of a shard would be smaller."""
+        return UNCOMPRESSED if spec.obstacle(flat.dtype, flat.numel() // self.ranks) else spec
 
     def _all_gather(self, flat: torch.Tensor, codecs: CompressionSpec) -> torch.Tensor:
         inputs = list(flat.clone().view(self.ranks, -1))

@@ -1,18 +1,22 @@
 """The registry of algorithms: which name builds which schedule of which collective.
 
 A name is one of `SINGLE_LEVEL`, or ``hierarchical``, or ``hierarchical:INSIDE/BETWEEN`` with names of those:
-``hierarchical:ring/tree`` runs rings inside the hosts and a tree between them.
+``hierarchical:ring/tree`` runs rings inside the hosts and a tree between them. `register` adds a name.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 from dtcomm.algorithms import direct, double_tree, halving, hierarchical, ring, tree
 from dtcomm.algorithms.hierarchical import Hosts
+from dtcomm.arguments import suggest
+from dtcomm.errors import ScheduleError
 from dtcomm.schedule.ir import COLLECTIVES, ROOTED, Schedule
+from dtcomm.schedule.verify import verify
 
 # name -> collective -> function of ranks, and of root and chunks if it takes them. The order is that of error messages.
 SINGLE_LEVEL: dict[str, dict[str, Callable[..., Schedule]]] = {
@@ -70,6 +74,76 @@ HIERARCHICAL: dict[str, Callable[..., Schedule]] = {
 }
 # The algorithms of ``hierarchical`` without a suffix.
 DEFAULT_INSIDE, DEFAULT_BETWEEN = "one_shot", "halving"
+# The algorithms that `register` added, in the form of `SINGLE_LEVEL`.
+REGISTERED: dict[str, dict[str, Callable[..., Schedule]]] = {}
+# What a name means besides the algorithms of `SINGLE_LEVEL`, here and in the parts that take an algorithm's name.
+RESERVED = ("auto", "direct", "hierarchical", "two_shot_symmetric", "send", "own", "all")
+
+
+def register(name: str, collective: str, builder: Callable[..., Schedule]) -> None:
+    """Add an algorithm of your own: from then on its name is valid wherever ``algorithm`` is an argument.
+
+    Register it on every rank. What it builds is verified when it is first built for a number of ranks, and ranks whose
+    schedules differ raise CollectiveMismatch. ``"auto"`` chooses it only where `dtcomm tune` has measured it.
+
+    Args:
+        name: The name: a letter, then letters, digits and underscores. A name may be registered for several
+            collectives, each with a builder of its own.
+        collective: The collective that it implements, one of `collectives`.
+        builder: A function ``builder(ranks)``, or ``builder(ranks, root)`` for broadcast, reduce, gather and scatter,
+            that returns the `dtcomm.schedule.Schedule` of that collective for any number of ranks from 1 on. It raises
+            ValueError for numbers of ranks that it does not support. With an annotated argument ``chunks`` it lets the
+            caller of `build` choose their number.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If the name is not valid, means something else already, or there is no such collective.
+
+    Example:
+        All ranks add to rank 0, which copies the sum to all::
+
+            def star(ranks: int) -> Schedule:
+                builder = Builder("all_reduce", ranks, chunks=1)
+                for rank in range(1, ranks):
+                    builder.chunk(0).at(rank).reduce_to(0)
+                for rank in range(1, ranks):
+                    builder.chunk(0).at(0).copy_to(rank)
+                return builder.build()
+
+            dtcomm.algorithms.register("star", "all_reduce", star)
+            dtcomm.all_reduce(tensor, algorithm="star")
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a str, got {type(name).__name__}")
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+        raise ValueError(f"name: expected a letter, then letters, digits and underscores, got {name!r}")
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective: {collective!r} is not one of {', '.join(COLLECTIVES)}")
+    if not callable(builder):
+        raise TypeError(f"builder: expected a function of the number of ranks, got {type(builder).__name__}")
+    if name in SINGLE_LEVEL or name in RESERVED:
+        raise ValueError(f"name: {name!r} is taken; taken are {', '.join((*SINGLE_LEVEL, *RESERVED))}")
+    if REGISTERED.get(name, {}).get(collective, builder) is not builder:
+        raise ValueError(f"name: {name!r} is registered for {collective} already, with another builder")
+    REGISTERED.setdefault(name, {})[collective] = builder
+
+
+def is_registered(name: str) -> bool:
+    """Return whether `register` added the algorithm, or a level of it.
+
+    Args:
+        name: The algorithm's name.
+
+    Returns:
+        True or False.
+
+    Example:
+        >>> from dtcomm import algorithms
+        >>> algorithms.is_registered("ring")
+        False
+    """
+    kind, _, levels = name.partition(":")
+    return any(part in REGISTERED for part in (kind, *split_levels(levels)))
 
 
 def collectives() -> tuple[str, ...]:
@@ -123,7 +197,9 @@ def require(name: str, collective: str, besides: tuple[str, ...] = ()) -> None:
     names = (*besides, *available(collective))
     kind, colon, levels = name.partition(":")
     if kind not in names or (colon and kind != "hierarchical"):
-        raise ValueError(f"algorithm: {name!r} is not one of {', '.join(names)}, which {collective} has")
+        raise ValueError(
+            f"algorithm: {name!r} is not one of {', '.join(names)}, which {collective} has{suggest(name, names)}"
+        )
     if colon:
         _require_levels(name, collective, *split_levels(levels))
 
@@ -181,12 +257,15 @@ def build(
         raise ValueError(f"hosts: {hosts!r} have {sum(map(len, groups))} ranks, expected {ranks}")
     inside, between = split_levels(levels)
     rooted = (root,) if collective in ROOTED else ()
-    return HIERARCHICAL[collective](
+    schedule = HIERARCHICAL[collective](
         groups,
         *rooted,
         inside=functools.partial(build_single_level, inside),
         between=functools.partial(build_single_level, between),
     )
+    if is_registered(name):
+        _verify_registered(name, collective, ranks, root, schedule)
+    return schedule
 
 
 def split_levels(levels: str) -> tuple[str, str]:
@@ -196,40 +275,69 @@ def split_levels(levels: str) -> tuple[str, str]:
 
 
 def single_level(collective: str) -> tuple[str, ...]:
-    """Return the names of `SINGLE_LEVEL` that implement ``collective``."""
-    return tuple(name for name, builders in SINGLE_LEVEL.items() if collective in builders)
+    """Return the names of `SINGLE_LEVEL` and `REGISTERED` that implement ``collective``."""
+    return tuple(
+        name for name, builders in (*SINGLE_LEVEL.items(), *REGISTERED.items()) if collective in builders
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def build_single_level(
     name: str, collective: str, ranks: int, root: int = 0, chunks: int | None = None
 ) -> Schedule:
-    """Return the schedule by an algorithm of `SINGLE_LEVEL`, which must implement ``collective``."""
+    """Return the schedule by an algorithm of `single_level`, which must implement ``collective``."""
     options: dict[str, Any] = {"root": root} if collective in ROOTED else {}
-    builder = SINGLE_LEVEL[name][collective]
     if chunks is not None:
         if not takes_chunks(name, collective):
             raise ValueError(f"chunks: {name} cuts {collective} into one chunk a rank, got chunks={chunks}")
         options["chunks"] = chunks
-    return builder(ranks, **options)
+    schedule = _builder(name, collective)(ranks, **options)
+    if name in REGISTERED:
+        _verify_registered(name, collective, ranks, root, schedule)
+    return schedule
 
 
 def takes_chunks(name: str, collective: str) -> bool:
     """Return whether the caller may choose the number of chunks."""
-    return "chunks" in SINGLE_LEVEL[name][collective].__annotations__
+    return "chunks" in getattr(_builder(name, collective), "__annotations__", {})
+
+
+def _builder(name: str, collective: str) -> Callable[..., Schedule]:
+    return (SINGLE_LEVEL.get(name) or REGISTERED[name])[collective]
+
+
+def _verify_registered(name: str, collective: str, ranks: int, root: int, schedule: object) -> None:
+    """Check what a user's builder returned."""
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"algorithm: the builder of {name!r} returned {type(schedule).__name__}, expected a Schedule"
+        )
+    built = schedule.collective, schedule.ranks, schedule.root
+    if built != (collective, ranks, root):
+        raise ValueError(
+            f"algorithm: the builder of {name!r} returned a schedule of {built[0]}, ranks={built[1]}, root={built[2]}; "
+            f"expected {collective}, ranks={ranks}, root={root}"
+        )
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"algorithm {name!r}, {ranks} ranks: {error}") from error
 
 
 def _require_levels(name: str, collective: str, inside: str, between: str) -> None:
     # Inside a host an all-reduce is a reduce-scatter and, later, an all-gather. Between hosts one_shot is not valid for
     # all_reduce: it would leave the representatives with sums that each encodes for its own host, which are equal
     # numbers but not the same bits.
-    collective_inside = "reduce_scatter" if collective == "all_reduce" else collective
+    halves = ("reduce_scatter", "all_gather") if collective == "all_reduce" else (collective,)
+    valid_inside = [
+        algorithm for algorithm in single_level(halves[0]) if algorithm in single_level(halves[-1])
+    ]
     valid_between = [
         algorithm
         for algorithm in single_level(collective)
         if (algorithm, collective) != ("one_shot", "all_reduce")
     ]
-    for part, valid in ((inside, single_level(collective_inside)), (between, valid_between)):
+    for part, valid in ((inside, valid_inside), (between, valid_between)):
         if part not in valid:
             raise ValueError(
                 f"algorithm: {part!r} in {name!r} is not one of {', '.join(valid)}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,17 @@ import torch.distributed as dist
 from dtcomm.backend.fallback_backends import FallbackBackends
 from dtcomm.backend.tensor_views import StagingBuffer, as_sendable, copy_to_tensors, flatten, shares_memory
 from dtcomm.work import COMPLETED, CompositeWork, TorchWork, Work
+
+
+def _exclude_from_compilation(function: FunctionType) -> None:
+    """Keep torch.compile from tracing a function and what it calls.
+
+    Inside a compiled model torch calls the group's methods from C++, each of which would be traced as a frame of its
+    own. ``torch.compiler.disable`` does the same but imports the compiler, which takes seconds.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 class ProcessGroupBase(dist.ProcessGroup):
@@ -24,6 +36,11 @@ class ProcessGroupBase(dist.ProcessGroup):
 
     _fallbacks: FallbackBackends
     _coalesced: list[TorchWork] | None = None
+
+    def __init_subclass__(cls) -> None:
+        for value in vars(cls).values():
+            if isinstance(value, FunctionType):
+                _exclude_from_compilation(value)
 
     @functools.cached_property
     def _staging(self) -> StagingBuffer:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dtcomm.arguments import suggest
 from dtcomm.codecs.base import Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign
@@ -90,7 +91,8 @@ def codec(spec: str | Codec) -> Codec:
         raise TypeError(f"codec: expected a spec string or a Codec, got {type(spec).__name__}")
     name, colon, rest = spec.strip().partition(":")
     if name not in CODECS:
-        raise ValueError(f"codec: unknown codec {name!r}; valid names: {', '.join(names())}")
+        hint = suggest(name, CODECS, lambda guess: spec.replace(name, guess, 1))
+        raise ValueError(f"codec: unknown codec {name!r}{hint}; valid names: {', '.join(names())}")
     entry = CODECS[name]
     if colon and not rest:
         raise ValueError(f"{name}: nothing follows the colon in {spec!r}")
@@ -127,7 +129,7 @@ def options_of(name: str, rest: str, options: Mapping[str, dataclasses.Field[Any
         key, equals, text = (piece.strip() for piece in part.partition("="))
         if key not in options:
             valid = f"valid options: {', '.join(options)}" if options else "it takes no options"
-            raise ValueError(f"{name}: unknown option {key!r}; {valid}")
+            raise ValueError(f"{name}: unknown option {key!r}{suggest(key, options)}; {valid}")
         if not equals:
             raise ValueError(f"{name}: option {key!r} needs a value; valid: {options[key].metadata['valid']}")
         if key in values:

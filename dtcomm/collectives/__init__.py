@@ -11,6 +11,7 @@ whose ranks agree on a representation before they add.
 
 from __future__ import annotations
 
+from dtcomm.collectives._arguments import Algorithm
 from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from dtcomm.collectives.custom_schedule import run
@@ -22,6 +23,7 @@ from dtcomm.runtime.communicator_cache import release
 from dtcomm.work import Work
 
 __all__ = [
+    "Algorithm",
     "Work",
     "all_gather",
     "all_gather_coalesced",

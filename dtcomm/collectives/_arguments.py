@@ -16,8 +16,11 @@ from dtcomm.codecs import Codec, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.types import OPS
+from dtcomm.schedule import Schedule
 
 Group = dist.ProcessGroup | None
+Algorithm = str | Schedule
+"""What the argument ``algorithm`` takes: a name, or a schedule or its text."""
 Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
@@ -39,7 +42,7 @@ class SendOptions(ReceiveOptions, total=False):
 class Options(SendOptions, total=False):
     """Keyword arguments of every collective of one tensor."""
 
-    algorithm: Any
+    algorithm: Algorithm
 
 
 class AllReduceOptions(Options, total=False):
@@ -53,7 +56,7 @@ class CoalescedOptions(TypedDict, total=False):
     """Keyword arguments of the collectives of several tensors."""
 
     codec: str | Codec | Sequence[str | Codec]
-    algorithm: str
+    algorithm: Algorithm
     group: Group
     seed: int | None
     residuals: Sequence[torch.Tensor | None] | None

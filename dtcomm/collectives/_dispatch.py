@@ -13,10 +13,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, planner
 from dtcomm.codecs import Codec
-from dtcomm.collectives._arguments import op_name, require_dtype
+from dtcomm.collectives._arguments import Algorithm, Group, op_name, require_dtype
 from dtcomm.collectives._multi_stage import (
     MultiStagePlan,
     PrepareStage,
@@ -31,27 +32,31 @@ from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.connection import Connection
 from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, PreparedPlan, TensorSpec
-from dtcomm.schedule import Schedule
+from dtcomm.schedule import Schedule, parse, verify
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 from dtcomm.work import CompositeWork, Work
 
+parse_text = functools.lru_cache(maxsize=64)(parse)
 
-class CustomSchedule(NamedTuple):
-    """A verified schedule of the user's, with the name by which ranks compare it; see `dtcomm.run`."""
+
+class NamedSchedule(NamedTuple):
+    """A verified schedule of the user's, with the name by which ranks compare it."""
 
     name: str
     schedule: Schedule
 
     @classmethod
-    def of(cls, schedule: Schedule) -> CustomSchedule:
+    def of(cls, schedule: Schedule) -> NamedSchedule:
         """Return the schedule under a name made of a checksum of its text."""
         return cls(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
 
-    def __hash__(self) -> int:
-        return hash(self.name)
 
+def require_algorithm(algorithm: Algorithm, group: Group = None, collective: str = "all_reduce") -> None:
+    """Raise now what a collective without a root, over a group, would raise for ``algorithm``.
 
-Algorithm = str | CustomSchedule
+    Integrations call it where they are given the algorithm, long before the first call.
+    """
+    _custom_schedule(algorithm, collective, dist.get_world_size(group), root=0)
 
 
 def make_plan(
@@ -59,7 +64,7 @@ def make_plan(
     key: Hashable,
     collective: str,
     parts: Sequence[tuple[int, torch.dtype, str | Codec]],
-    algorithm: Algorithm,
+    algorithm: Algorithm | NamedSchedule,
     *,
     op: Any = "sum",
     root: int = 0,
@@ -95,12 +100,8 @@ def make_plan(
         for codec in (inside, between or inside):
             require_dtype(op, dtype, codec)
         tensors.append(TensorSpec(numel, dtype, inside, between))
-    custom = algorithm if isinstance(algorithm, CustomSchedule) else None
-    if custom is None and not isinstance(algorithm, str):
-        raise TypeError(f"algorithm: expected a name, got {type(algorithm).__name__}")
-    name = algorithm if isinstance(algorithm, str) else algorithm.name
-    if custom is None and name != TWO_SHOT_SYMMETRIC:
-        algorithms.require(name, collective, besides=planner.CHOOSERS)
+    custom = _custom_schedule(algorithm, collective, communicator.size, root)
+    name = custom.name if custom is not None else str(algorithm)
     request = OpSpec(collective, op, tuple(tensors), name, root, splits, checksum)
     # The list, and not a generator: every tensor is checked.
     needs_agreement = [_needs_agreement(part) for part in tensors] if collective in REDUCING else []
@@ -143,6 +144,39 @@ def start(
         return plan.submit(buffers, outputs, key, hooks)
     plan.run(buffers, key, hooks)
     return None
+
+
+class PlanWithoutFeedback:
+    """A plan whose schedule encodes a chunk more than once on a rank, so that no residual could hold all its errors.
+
+    Args:
+        plan: The plan.
+        reason: What the schedule does, for the error.
+    """
+
+    def __init__(self, plan: PreparedPlan, reason: str) -> None:
+        self._plan, self._reason = plan, reason
+        self.table_bytes = plan.table_bytes
+
+    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Run the plan; ValueError if there is a residual."""
+        self._require_no_residual(buffers)
+        return self._plan.run(buffers, seed, hooks)
+
+    def submit(
+        self,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> Work:
+        """Queue the plan; ValueError if there is a residual."""
+        self._require_no_residual(buffers)
+        return self._plan.submit(buffers, outputs, seed, hooks)
+
+    def _require_no_residual(self, buffers: Sequence[Buffers]) -> None:
+        if any(part.residual is not None for part in buffers):
+            raise ValueError(f"residual: {self._reason}; error feedback needs at most one encoding of each")
 
 
 class PlanOfSplits(NamedTuple):
@@ -237,18 +271,53 @@ class StagesOfCommunicator:
         return stages, [*([] if check is None else [check]), *(() if hooks is None else hooks.after)]
 
 
-def _prepare(communicator: Communicator, custom: CustomSchedule | None, request: OpSpec) -> PreparedPlan:
+def _custom_schedule(
+    algorithm: Algorithm | NamedSchedule, collective: str, ranks: int, root: int
+) -> NamedSchedule | None:
+    """Return the verified schedule that ``algorithm`` is, or None if it is a name, which must be valid."""
+    if isinstance(algorithm, NamedSchedule):
+        return algorithm
+    if isinstance(algorithm, str) and "\n" not in algorithm:
+        if algorithm != TWO_SHOT_SYMMETRIC:
+            algorithms.require(algorithm, collective, besides=planner.CHOOSERS)
+        if algorithms.is_registered(algorithm) and ":" not in algorithm:
+            algorithms.build(algorithm, collective, ranks, root)  # raises now what is wrong with it
+        return None
+    if not isinstance(algorithm, str | Schedule):
+        raise TypeError(f"algorithm: expected a name or a Schedule, got {type(algorithm).__name__}")
+    schedule = parse_text(algorithm) if isinstance(algorithm, str) else algorithm
+    if schedule.collective != collective:
+        raise ValueError(f"algorithm: the schedule is for {schedule.collective}, not {collective}")
+    if schedule.ranks != ranks:
+        raise ValueError(f"algorithm: the schedule is for {schedule.ranks} ranks, the group has {ranks}")
+    if schedule.root != root:
+        raise ValueError(
+            f"algorithm: the schedule's root is rank {schedule.root} of the group, the call's is {root}"
+        )
+    verify(schedule)
+    return NamedSchedule.of(schedule)
+
+
+def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: OpSpec) -> PreparedPlan:
     """Choose the algorithm of one operation and return the runtime's plan of it.
 
     ``request.algorithm`` is what the caller asked for: a name, "auto" or "direct", or the name of ``custom``.
     """
-    if custom is not None and request.algorithm == custom.name:
-        return communicator.runtime.prepare(request, custom.schedule)
-    algorithm = _choose_algorithm(communicator, request)
-    schedule = _build_schedule(
-        algorithm, request.collective, communicator.size, request.root, communicator.groups
-    )
-    return communicator.runtime.prepare(request._replace(algorithm=algorithm), schedule)
+    if custom is None or request.algorithm != custom.name:
+        algorithm = _choose_algorithm(communicator, request)
+        schedule = _build_schedule(
+            algorithm, request.collective, communicator.size, request.root, communicator.groups
+        )
+        if not algorithms.is_registered(algorithm):
+            return communicator.runtime.prepare(request._replace(algorithm=algorithm), schedule)
+        # Ranks may have registered different builders under one name.
+        custom = NamedSchedule(f"{algorithm} ({NamedSchedule.of(schedule).name})", schedule)
+    plan = communicator.runtime.prepare(request._replace(algorithm=custom.name), custom.schedule)
+    encodings = verify(custom.schedule).encodings
+    (rank, chunk), times = max(encodings.items(), key=lambda item: item[1], default=((0, 0), 0))
+    if times <= 1:
+        return plan
+    return PlanWithoutFeedback(plan, f"rank {rank} encodes chunk {chunk} {times} times in {custom.name}")
 
 
 def _needs_agreement(part: TensorSpec) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
+    Algorithm,
     Group,
     Options,
     require_contiguous,
@@ -18,7 +19,7 @@ from dtcomm.collectives._arguments import (
     require_same_device,
     require_tensor,
 )
-from dtcomm.collectives._dispatch import Algorithm, PlanOfSplits, make_plan, start
+from dtcomm.collectives._dispatch import PlanOfSplits, make_plan, start
 from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime.communicator import Communicator
@@ -83,7 +84,8 @@ def all_to_all(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_to_all")``; ``"direct"`` for the one
-            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.

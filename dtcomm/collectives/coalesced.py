@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
+    Algorithm,
     CoalescedOptions,
     Group,
     Op,
@@ -54,7 +55,7 @@ def all_reduce_coalesced(
     op: Op = "sum",
     *,
     codec: Specs = "none",
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
@@ -76,7 +77,8 @@ def all_reduce_coalesced(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
             tensor.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_reduce")``; ``"direct"`` for the one
-            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -146,7 +148,7 @@ def all_gather_coalesced(
     inputs: Sequence[Tensor],
     *,
     codec: Specs = "none",
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
@@ -165,7 +167,8 @@ def all_gather_coalesced(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
             tensor.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_gather")``; ``"direct"`` for the one
-            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -226,7 +229,7 @@ def reduce_scatter_coalesced(
     op: Op = "sum",
     *,
     codec: Specs = "none",
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     group: Group = None,
     async_op: bool = False,
     seed: int | None = None,
@@ -248,7 +251,8 @@ def reduce_scatter_coalesced(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
             tensor.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("reduce_scatter")``; ``"direct"`` for the
-            one or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            one or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -303,7 +307,7 @@ class _CoalescedCall(NamedTuple):
     communicator: Communicator
     collective: str
     op: Any
-    algorithm: str
+    algorithm: Algorithm
     checksum: bool | None
     seed: int | None
     async_op: bool

@@ -1,4 +1,4 @@
-"""`run`: a collective by a schedule that the user wrote."""
+"""`run`: the collective of a schedule that the user wrote; ``algorithm=`` of each collective takes one too."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import Group, Op, SendOptions
-from dtcomm.collectives._dispatch import CustomSchedule
+from dtcomm.collectives._dispatch import parse_text
 from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator_cache import get_communicator
-from dtcomm.schedule import Schedule, parse, verify
-from dtcomm.schedule.verify import Proof
+from dtcomm.schedule import Schedule
 from dtcomm.work import Work
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-MAX_CACHED_PROOFS = 64
-# The key is the object's id: comparing schedules transfer by transfer would cost more than running them.
-_verified: dict[int, tuple[Schedule | str, CustomSchedule, Proof]] = {}
 
 
 @overload
@@ -108,20 +103,15 @@ def run(
             rank 2 | c1+0 | .      | c0=0,1\"\"\"
             dtcomm.run(schedule, tensor, codec="int8")
     """
-    custom, proof = verify_and_cache(schedule)
-    schedule = custom.schedule
+    if not isinstance(schedule, Schedule | str):
+        raise TypeError(f"schedule: expected a Schedule or its text, got {type(schedule).__name__}")
+    schedule = parse_text(schedule) if isinstance(schedule, str) else schedule
     communicator = get_communicator(group)
     if schedule.ranks != communicator.size:
         raise ValueError(f"schedule: is for {schedule.ranks} ranks, the group has {communicator.size}")
-    if residual is not None and not proof.encodes_once:
-        (rank, chunk), times = max(proof.encodings.items(), key=lambda item: item[1])
-        raise ValueError(
-            f"residual: rank {rank} encodes chunk {chunk} {times} times in this schedule; "
-            "error feedback needs at most one encoding of each"
-        )
     options: dict[str, Any] = {
         "codec": codec,
-        "algorithm": custom,
+        "algorithm": schedule,
         "group": group,
         "async_op": async_op,
         "seed": seed,
@@ -153,17 +143,3 @@ def run(
         case _:
             work = all_to_all(target, source, **options)
     return work
-
-
-def verify_and_cache(schedule: Schedule | str) -> tuple[CustomSchedule, Proof]:
-    """Return the schedule under the name that ranks compare, and its proof; schedules are verified once."""
-    if not isinstance(schedule, Schedule | str):
-        raise TypeError(f"schedule: expected a Schedule or its text, got {type(schedule).__name__}")
-    entry = _verified.get(id(schedule))
-    if entry is None or entry[0] is not schedule:
-        parsed = parse(schedule) if isinstance(schedule, str) else schedule
-        entry = schedule, CustomSchedule.of(parsed), verify(parsed)
-        if len(_verified) >= MAX_CACHED_PROOFS:
-            _verified.clear()
-        _verified[id(schedule)] = entry
-    return entry[1:]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
+    Algorithm,
     Group,
     Options,
     in_memory,
@@ -21,7 +22,7 @@ from dtcomm.collectives._arguments import (
     require_tensor,
     require_type,
 )
-from dtcomm.collectives._dispatch import Algorithm, make_plan, start
+from dtcomm.collectives._dispatch import make_plan, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
@@ -69,7 +70,8 @@ def all_gather(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_gather")``; ``"direct"`` for the one
-            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -148,7 +150,8 @@ def broadcast(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("broadcast")``; ``"direct"`` for the one
-            or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -243,7 +246,8 @@ def gather(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("gather")``; ``"direct"`` for the one or
-            two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -356,7 +360,8 @@ def scatter(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("scatter")``; ``"direct"`` for the one or
-            two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.

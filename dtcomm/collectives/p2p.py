@@ -17,7 +17,7 @@ from dtcomm.collectives._arguments import (
     require_residual,
     require_tensor,
 )
-from dtcomm.collectives._dispatch import CustomSchedule, make_plan, start
+from dtcomm.collectives._dispatch import NamedSchedule, make_plan, start
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.types import Buffers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # A message is a broadcast over two ranks in which only the receiver has an output. Indexed by the root.
 _SCHEDULES = [
-    CustomSchedule.of(
+    NamedSchedule.of(
         Schedule(
             collective="broadcast",
             ranks=2,

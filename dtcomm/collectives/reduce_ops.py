@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import (
+    Algorithm,
     AllReduceOptions,
     Group,
     Op,
@@ -21,7 +22,7 @@ from dtcomm.collectives._arguments import (
     require_tensor,
     require_type,
 )
-from dtcomm.collectives._dispatch import Algorithm, make_plan, start
+from dtcomm.collectives._dispatch import make_plan, start
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
@@ -68,8 +69,8 @@ def all_reduce(
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_reduce")``; ``"direct"`` for the one
             or two shots that suit the codec; ``"two_shot_symmetric"`` for two shots in which a chunk's owner encodes
-            its own contribution too (fused CUDA kernels only); or ``"auto"`` for the fastest by prediction or
-            measurement.
+            its own contribution too (fused CUDA kernels only); ``"auto"`` for the fastest by prediction or measurement;
+            or a `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -183,7 +184,8 @@ def reduce(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("reduce")``; ``"direct"`` for the one or
-            two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
@@ -268,7 +270,8 @@ def reduce_scatter(
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("reduce_scatter")``; ``"direct"`` for the
-            one or two shots that suit the codec; or ``"auto"`` for the fastest by prediction or measurement.
+            one or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.

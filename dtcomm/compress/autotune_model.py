@@ -51,6 +51,10 @@ class AutoConfig:
     schemes: tuple[Scheme, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.budget is not None and (
+            isinstance(self.budget, bool) or not isinstance(self.budget, int | float)
+        ):
+            raise TypeError(f"budget: want a relative error such as {ERROR_BUDGET}, got {self.budget!r}")
         if self.budget is not None and not self.budget > 0:
             raise ValueError(f"budget={self.budget}: want a relative error above 0, such as {ERROR_BUDGET}")
         if self.every < 1:
@@ -248,30 +252,6 @@ def propose_candidates(
     promising = [candidate for candidate in ranked if candidate.seconds * MIN_GAIN < uncompressed.seconds]
     near = [candidate for candidate in promising if candidate.seconds <= 1.5 * promising[0].seconds]
     return [*near[:max_lossy], replace(uncompressed, bypass=True), uncompressed]
-
-
-def pick(tried: Sequence[tuple[CodecAssignment, float]]) -> CodecAssignment:
-    """Return the assignment with the least error of those whose step time is as good as the best.
-
-    A lossy one must be 3 % faster than the best lossless one, if that was tried, and plain DDP 1 % faster than our
-    uncompressed all-reduce.
-    """
-    lossless = [
-        (candidate, seconds * (1.01 if candidate.bypass else 1.0))
-        for candidate, seconds in tried
-        if candidate.lossless
-    ]
-    best_lossless = min((seconds for _, seconds in lossless), default=math.inf)
-    lossy = [
-        (candidate, seconds)
-        for candidate, seconds in tried
-        if not candidate.lossless and seconds * 1.03 < best_lossless
-    ]
-    if not lossy:
-        return next(candidate for candidate, seconds in lossless if seconds == best_lossless)
-    best = min(seconds for _, seconds in lossy)
-    good = [candidate for candidate, seconds in lossy if seconds <= 1.02 * best]
-    return min(good, key=lambda candidate: candidate.error)
 
 
 def cpu_oversubscribed(local_ranks: int) -> bool:

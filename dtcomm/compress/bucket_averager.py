@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dtcomm.codecs import codec
-from dtcomm.collectives import Work, all_reduce_coalesced
+from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
+from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.collectives.group_ops import level_shares
 from dtcomm.compress.bucket_layout import BucketLayout, LevelShares
 from dtcomm.compress.powersgd import Factors, LowRankTask, PowerSGD, low_rank_stages
@@ -34,18 +36,20 @@ class BucketAverager:
         all_reduce: The collective; `dtcomm.measure.simulated_ranks` passes another one.
 
     Raises:
-        ValueError: The algorithm has no levels, and a scheme has a codec for each of them.
+        ValueError: The algorithm is not valid for the group, or it has no levels and a scheme has a codec for each.
     """
 
     def __init__(
         self,
-        algorithm: str,
+        algorithm: Algorithm,
         group: Any,
         seed: int,
         schemes: Sequence[Scheme] = (),
         factors: Factors | None = None,
         all_reduce: AllReduce = all_reduce_coalesced,
     ) -> None:
+        if dist.is_initialized():
+            require_algorithm(algorithm, group)
         self.seed = seed
         self.factors = factors or Factors()
         self._algorithm, self._group, self._all_reduce = algorithm, group, all_reduce
@@ -53,9 +57,10 @@ class BucketAverager:
         for scheme in schemes:
             if isinstance(scheme, LevelCodecs):
                 self._level_shares = None  # known with the first bucket
-                if algorithm not in ("direct", "auto") and algorithm.partition(":")[0] != "hierarchical":
+                if algorithm not in ("direct", "auto") and not str(algorithm).startswith("hierarchical"):
+                    name = repr(algorithm) if isinstance(algorithm, str) else "a Schedule"
                     raise ValueError(
-                        f"algorithm: {scheme} names a codec for each level, and {algorithm!r} has no levels; valid: "
+                        f"algorithm: {scheme} names a codec for each level, and {name} has no levels; valid: "
                         "direct, auto, hierarchical, hierarchical:INSIDE/BETWEEN"
                     )
 
@@ -65,7 +70,8 @@ class BucketAverager:
         It is made on all ranks, before the collective of the first bucket.
         """
         if self._level_shares is None:
-            algorithm = self._algorithm if self._algorithm.startswith("hierarchical") else "hierarchical"
+            algorithm = str(self._algorithm)
+            algorithm = algorithm if algorithm.startswith("hierarchical") else "hierarchical"
             self._level_shares = level_shares(algorithm, buffer, self._group)
             if self._level_shares[1] and self._algorithm == "direct":
                 self._algorithm = "hierarchical"

@@ -28,11 +28,12 @@ LevelShares = tuple[float, float]
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter's gradient within a segment; ``reason`` says why it is not compressed."""
+    """One parameter's gradient within a segment; ``reason`` and ``refused`` are those of its `CodecChoice`."""
 
     name: str
     numel: int
     reason: str
+    refused: bool = False
 
 
 @dataclass
@@ -186,16 +187,23 @@ class BucketLayout:
             events=dict(counts),
         )
 
+    def add_codecs_to(self, totals: dict[str, ParameterTotals]) -> None:
+        """Add the parameters with what each is compressed with, without what was counted."""
+        for segment in self.segments:
+            for member in segment.members:
+                total = totals.setdefault(member.name, ParameterTotals(numel=member.numel))
+                total.codec, total.reason, total.refused = str(segment.codec), member.reason, member.refused
+                total.dtype = str(segment.dtype).removeprefix("torch.")
+
     def add_to(self, totals: dict[str, ParameterTotals]) -> None:
         """Divide what was counted among the parameters; the codec of the last layout counts as theirs."""
         shares = self.level_shares
         payload = sum(segment.payload_bytes(shares) for segment in self.segments)
         sent_per_byte = self.wire_bytes / payload if payload else 0.0
+        self.add_codecs_to(totals)
         for segment in map(Segment.read_errors, self.segments):
             for member in segment.members:
-                total = totals.setdefault(member.name, ParameterTotals(numel=member.numel))
-                total.codec, total.reason = str(segment.codec), member.reason
-                total.dtype = str(segment.dtype).removeprefix("torch.")
+                total = totals[member.name]
                 total.lossless = total.lossless and segment.lossless
                 share = sent_per_byte * (member.numel / segment.numel if segment.numel else 0.0)
                 total.wire_bytes += share * segment.payload_bytes(shares)
@@ -227,7 +235,7 @@ def build_layout(
         start = int(gradient.storage_offset() - origin)
         numel = gradient.numel()
         choice = choose(name, gradient)
-        member = Member(name, numel, choice.reason)
+        member = Member(name, numel, choice.reason, choice.refused)
         lossless = choice.codec.lossless(buffer.dtype)
         last = segments[-1] if segments else None
         if last and lossless and last.codec == choice.codec and last.stop == start:

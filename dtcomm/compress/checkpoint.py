@@ -2,8 +2,8 @@
 
 The state of one rank is a dict of plain values and tensors that ``torch.load(..., weights_only=True)`` reads:
 ``version``, ``steps`` and ``seed`` are the same on all ranks, ``rank`` and ``world_size`` say which rank saved it, and
-``residuals`` maps a parameter's name to a flat fp32 tensor. Residuals differ between ranks, so every rank saves its
-own state. With torch.distributed.checkpoint::
+``residuals`` maps a parameter's name to a flat fp32 tensor. ``options`` says how the run compresses that saved it.
+Residuals differ between ranks, so every rank saves its own state. With torch.distributed.checkpoint::
 
     saved = {"model": ..., "compression": Checkpointed(state)}
     torch.distributed.checkpoint.save(saved, checkpoint_id=path)
@@ -14,6 +14,7 @@ own state. With torch.distributed.checkpoint::
 from __future__ import annotations
 
 import io
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -26,7 +27,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from dtcomm.compress.residuals import redistribute
 
-VERSION = 1
+VERSION = 2
+
+_log = logging.getLogger("dtcomm")
 
 SavedState = Mapping[str, Any]
 
@@ -134,6 +137,35 @@ def select_share(
     if saved_ranks == world_size:
         return first, dict(states[rank]["residuals"])
     return first, redistribute([state["residuals"] for state in states], rank, world_size)
+
+
+def has_options(saved: SavedState, options: Mapping[str, str], strict: bool) -> bool:
+    """Return whether a state was saved with these options.
+
+    What belongs to an option, such as PowerSGD's factors, is of no use with another one; residuals are.
+
+    Args:
+        saved: A state that `select_share` returned.
+        options: The options that load it, by name.
+        strict: Refuse a state that was saved with others; else say what differs, in the log.
+
+    Raises:
+        ValueError: An option differs, and ``strict`` is True.
+    """
+    differences = [
+        f"{name}={saved['options'].get(name)!r} (here {value!r})"
+        for name, value in options.items()
+        if saved["options"].get(name) != value
+    ]
+    if differences and strict:
+        raise ValueError(
+            f"state: saved with {', '.join(differences)}; strict=False loads its residuals all the same"
+        )
+    if differences:
+        _log.warning(
+            "loading at most the residuals of a state that was saved with %s", ", ".join(differences)
+        )
+    return not differences
 
 
 def require_matching_sizes(residuals: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:

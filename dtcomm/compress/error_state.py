@@ -208,8 +208,11 @@ class ErrorState:
             self._references.finish(name, pending.gradient, pending.sent, residual)
             return
         if pending.encoder_input is not None and pending.has_update is not None:
-            # What left this rank; the encoding of a sum may have lost something as well, which is in the residual too.
-            was_sent = (pending.encoder_input - residual).abs() > pending.encoder_input.abs() / 2
+            # What was sent leaves little of itself behind. What was not is in the residual as a whole, and on the rank
+            # that encodes the sum together with what others sent, which now and then cancels part of it. Values of few
+            # bits leave more behind; then the element of the mean shows whether it was sent.
+            kept, whole = residual.abs(), pending.encoder_input.abs()
+            was_sent = (kept < whole / 8) | ((kept < whole / 2) & (pending.gradient != 0))
             self._velocities.mask(name, was_sent & pending.has_update)
         if pending.deferred_residual is not None:
             residual.add_(pending.deferred_residual)
@@ -265,6 +268,8 @@ class ErrorState:
         residuals: Mapping[str, torch.Tensor],
         rank: int,
         world_size: int,
+        *,
+        residuals_only: bool = False,
     ) -> None:
         """Continue from a checkpoint.
 
@@ -274,12 +279,15 @@ class ErrorState:
             rank: This rank.
             world_size: The number of ranks now. If it differs from the saved one, the sum of the residuals over ranks
                 is kept, and the mean of the velocities and of the references.
+            residuals_only: Start with no velocities and no references.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         same_size = states[0]["world_size"] == world_size
         own = states[0] if isinstance(saved, Mapping) else states[rank if same_size else 0]
         self._residuals.load_state_dict(residuals)
         self._repaying.clear()
+        if residuals_only:
+            own, states = {}, [{}]
         velocities = [state.get("velocities", {}) for state in states]
         self._velocities.load_state_dict(
             own.get("velocities", {}) if same_size else average_states(velocities)

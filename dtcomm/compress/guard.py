@@ -41,7 +41,7 @@ class Guard:
     Attributes:
         error: The largest share of the 90 % smallest elements that one encoding may lose: 1 less their projection on
             what arrives. It is near 1 where a few outliers set the scale of every block. Schemes that send only a part
-            of the elements (sparse, sign, PowerSGD) are not held to it. Default 0.9.
+            of the elements (sparse, sign, PowerSGD) are held to it only under FSDP without feedback. Default 0.9.
         residual: The largest ``norm(residual) / norm(gradient)``. Default None: 10, and more for schemes that keep
             most elements waiting (`residual_limit`).
         spike: The largest norm of a gradient over its running mean. Default 20.

@@ -54,6 +54,8 @@ class ErrorSample:
         stride: Every ``stride``-th element is in the sample.
         encoder_input: The sampled elements of gradient + residual, fp32.
         gradient_norm: The norm of the whole gradient; a tensor without dimensions on the gradient's device.
+        is_gradient: Whether it is a gradient, which the limit of spikes applies to; otherwise it is a parameter.
+            Default True.
     """
 
     name: str
@@ -61,6 +63,7 @@ class ErrorSample:
     stride: int
     encoder_input: torch.Tensor
     gradient_norm: float | torch.Tensor
+    is_gradient: bool = True
 
     @staticmethod
     def take(
@@ -69,19 +72,21 @@ class ErrorSample:
         gradient_norm: float | torch.Tensor,
         sent: torch.Tensor,
         residual: torch.Tensor | None,
+        is_gradient: bool = True,
     ) -> ErrorSample:
         """Copy every n-th element of ``sent`` + ``residual``, the two tensors that are given to the collective."""
         stride = max(1, sent.numel() // MAX_SAMPLES)
-        encoder_input = sent[::stride].float()
+        # A copy in any case: collectives may write their result over their input.
+        encoder_input = sent[::stride].to(torch.float32, copy=True)
         if residual is not None:
-            encoder_input = encoder_input + residual[::stride]
-        return ErrorSample(name, scheme, stride, encoder_input, gradient_norm)
+            encoder_input += residual[::stride]
+        return ErrorSample(name, scheme, stride, encoder_input, gradient_norm, is_gradient)
 
     def measure(self, lost: torch.Tensor) -> torch.Tensor:
         """Return fp32 [3] on the device of ``lost``; the host does not wait for it.
 
         The values are the share of the typical elements that is missing (1 less their projection on what arrived),
-        |lost| / |gradient|, and |gradient| squared. The first two are 0 if they are not finite.
+        |lost| / |gradient|, and |gradient| squared, or 0 for a parameter. The first two are 0 if they are not finite.
         """
         magnitudes = self.encoder_input.abs()
         if not magnitudes.numel():
@@ -97,7 +102,8 @@ class ErrorSample:
         gradient_norm = torch.as_tensor(self.gradient_norm, dtype=torch.float32).reshape(1)
         residual_ratio = torch.linalg.vector_norm(lost) / gradient_norm
         errors = torch.stack([missing.clamp(min=0.0), residual_ratio.reshape(())])
-        return torch.cat([torch.where(torch.isfinite(errors), errors, 0.0), gradient_norm.square()])
+        square = gradient_norm.square() if self.is_gradient else torch.zeros_like(gradient_norm)
+        return torch.cat([torch.where(torch.isfinite(errors), errors, 0.0), square])
 
 
 def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,8 +129,11 @@ class Monitor(Protocol):
     def observe_loss(self, loss: float | torch.Tensor) -> None:
         """Record this step's loss on this rank; a tensor on a device is not read by the host."""
 
-    def register_sample(self, name: str, scheme: Scheme) -> None:
-        """Announce that a parameter is sampled in this step, on every rank and in the same order."""
+    def register_sample(self, name: str, scheme: Scheme, feedback: bool = True) -> None:
+        """Announce that a parameter is sampled in this step, on every rank and in the same order.
+
+        ``feedback`` says whether what its encoding loses is sent later.
+        """
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
         """Record what the encoding of a sampled parameter lost."""
@@ -209,6 +218,7 @@ class GuardMonitor:
     _sampled_before: list[str] = field(default_factory=list)
     _in_flight: deque[list[str]] = field(default_factory=deque)
     _schemes: dict[str, Scheme] = field(default_factory=dict)
+    _without_feedback: set[str] = field(default_factory=set)
     # What all ranks decided.
     _resets: list[str] = field(default_factory=list)
     _changed: list[str] = field(default_factory=list)
@@ -224,10 +234,12 @@ class GuardMonitor:
         else:
             self._loss = float(loss)
 
-    def register_sample(self, name: str, scheme: Scheme) -> None:
+    def register_sample(self, name: str, scheme: Scheme, feedback: bool = True) -> None:
         """See `Monitor.register_sample`."""
         self._sampled.append(name)
         self._schemes[name] = scheme
+        if not feedback:
+            self._without_feedback.add(name)
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
         """See `Monitor.record_error`."""
@@ -281,7 +293,9 @@ class GuardMonitor:
             self._compare(step, "spike", math.sqrt(square), self.guard.spike)
         for name, missing, residual_ratio in zip(names, errors[::2], errors[1::2], strict=True):
             scheme = self._schemes[name]
-            if sends_most_elements(scheme) and missing > self.guard.error:
+            # A scheme may send a part of the elements only where feedback sends the others later.
+            held_to_error = name in self._without_feedback or sends_most_elements(scheme)
+            if held_to_error and missing > self.guard.error:
                 self._act(step, "error", name, missing, self.guard.error)
             limit = residual_limit(scheme) if self.guard.residual is None else self.guard.residual
             if residual_ratio > limit:
@@ -365,7 +379,7 @@ class NullMonitor:
 
     def observe_loss(self, loss: float | torch.Tensor) -> None: ...
 
-    def register_sample(self, name: str, scheme: Scheme) -> None: ...
+    def register_sample(self, name: str, scheme: Scheme, feedback: bool = True) -> None: ...
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None: ...
 

@@ -11,11 +11,12 @@ be smaller than the tensor go uncompressed, and the choice says why.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from dtcomm.arguments import suggest
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, parse_scheme, wire_codec
@@ -29,10 +30,14 @@ CONDITIONS = {"ndim<": "ndim_below", "numel<": "numel_below", "name=": "name", "
 
 @dataclass(frozen=True, kw_only=True)
 class CodecChoice:
-    """What a tensor is compressed with; ``reason`` is the reason if it stays uncompressed."""
+    """What a tensor is compressed with; ``reason`` is the reason if it stays uncompressed.
+
+    ``refused`` says that a scheme was asked for that does not apply to the tensor.
+    """
 
     codec: Scheme
     reason: str = ""
+    refused: bool = False
 
     def replaced_by(self, scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
         """Return the choice after a guard asked for ``scheme``; what is uncompressed stays so."""
@@ -94,6 +99,8 @@ class Rule:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise ValueError(f"policy rule {text.strip()!r}: want 'condition -> codec'")
+        if "->" in right:
+            raise ValueError(f"policy rule {text.strip()!r}: two arrows; rules are separated by semicolons")
         conditions: dict[str, str] = {}
         for part in left.split():
             for prefix, field_name in CONDITIONS.items():
@@ -183,23 +190,51 @@ class Policy:
         return Policy(rules=tuple(Rule.parse(part) for part in text.split(";") if part.strip()))
 
 
+def exclusions(patterns: str | Sequence[str], names: Collection[str] | None = None) -> Policy:
+    """Return the rules that leave parameters uncompressed; ``exclusions(...) | policy`` applies them first.
+
+    Args:
+        patterns: Shell patterns of parameters, or of modules with all that they contain, such as ``lm_head`` or
+            ``*.norm``.
+        names: The parameters of the model; None if they are not known.
+
+    Raises:
+        TypeError: ``patterns`` is neither a string nor a sequence of strings.
+        ValueError: A pattern matches none of ``names``.
+    """
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    rules = []
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise TypeError(f"exclude: expected patterns of names, got {type(pattern).__name__}")
+        both = (pattern, f"{pattern}.*")
+        if names is not None and not any(fnmatch.filter(names, each) for each in both):
+            parts = {name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1)}
+            raise ValueError(
+                f"exclude: {pattern!r} matches no parameter and no module{suggest(pattern, sorted(parts))}"
+            )
+        rules += [Rule(codec=NONE, name=each) for each in both]
+    return Policy(rules=tuple(rules))
+
+
 def choose_for(scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
     """Return ``scheme`` for a gradient of this dtype and shape, or none if it does not apply, and why."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype not in scheme.dtypes:
-        return CodecChoice(codec=NONE, reason=f"{scheme} does not take {dtype}")
+        return CodecChoice(codec=NONE, reason=f"{scheme} does not take {dtype}", refused=True)
     plain_bytes = NONE.wire_bytes(tensor.numel(), tensor.dtype)
     if isinstance(scheme, PowerSGD):
         if tensor.ndim < 2:
-            return CodecChoice(codec=NONE, reason="powersgd needs a matrix")
+            return CodecChoice(codec=NONE, reason="powersgd needs a matrix", refused=True)
         rows, columns = matrix_shape(tensor)
         if scheme.payload_bytes(rows, columns) >= plain_bytes:
-            return CodecChoice(codec=NONE, reason=f"{scheme} would not make {rows}x{columns} smaller")
+            reason = f"{scheme} would not make {rows}x{columns} smaller"
+            return CodecChoice(codec=NONE, reason=reason, refused=True)
     else:
         codecs = (scheme.inside, scheme.between) if isinstance(scheme, LevelCodecs) else (wire_codec(scheme),)
         if any(level.wire_bytes(tensor.numel(), tensor.dtype) < plain_bytes for level in codecs):
             return CodecChoice(codec=scheme)
-        return CodecChoice(codec=NONE, reason=f"{scheme} would not make {dtype} smaller")
+        return CodecChoice(codec=NONE, reason=f"{scheme} would not make {dtype} smaller", refused=True)
     return CodecChoice(codec=scheme)
 
 

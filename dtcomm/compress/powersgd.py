@@ -21,7 +21,7 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.collectives import Work, all_reduce_coalesced
+from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
 from dtcomm.compress.stage_scheduler import Stages
 from dtcomm.device.streams import match_device
 from dtcomm.kernels import counter_rng, low_rank
@@ -170,7 +170,7 @@ def low_rank_stages(
     *,
     factors: Factors,
     step: int,
-    algorithm: str,
+    algorithm: Algorithm,
     group: object,
     seed: int,
     all_reduce: Callable[..., Work | None] = all_reduce_coalesced,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from dtcomm.profiling.metrics import Metric
 from dtcomm.profiling.tables import format_bytes, format_table, rich_group, rich_table
 
 MAX_BUCKETS_SHOWN = 16
+_BY_POLICY = ("policy:", "no rule matches")  # how reasons of a policy begin
 _HEAD = ("codec", "dtype", "params", "elements", "sent", "saved", "rel. error", "note")
 _LEFT = {0, 1, len(_HEAD) - 1}
 _BUCKET_HEAD = ("bucket", "codec", "params", "bytes", "sent", "ratio", "rel. error", "ms", "guard")
@@ -40,6 +41,7 @@ class ParameterTotals:
     codec: str = ""
     dtype: str = ""
     reason: str = ""
+    refused: bool = False
     lossless: bool = True
     wire_bytes: float = 0.0
     plain_bytes: float = 0.0
@@ -60,6 +62,7 @@ class Row:
         wire_bytes: What this rank sent.
         plain_bytes: What the same schedule would have sent uncompressed.
         relative_error: |what the encodings lost| / |gradient| over the sampled steps; None before the first one.
+        refused: Whether a scheme was asked for that does not apply to them.
     """
 
     codec: str
@@ -70,6 +73,7 @@ class Row:
     wire_bytes: int
     plain_bytes: int
     relative_error: float | None
+    refused: bool = False
 
     @property
     def saved_bytes(self) -> int:
@@ -145,6 +149,7 @@ class Report:
         buckets: One row for each bucket.
         auto: What "auto" decided, and why.
         plans: What "auto" compared last: predicted and measured milliseconds of a step, first to last bucket.
+        uncompressed: What was asked for and is not compressed, as a sentence; empty if there is nothing.
     """
 
     policy: str
@@ -161,6 +166,7 @@ class Report:
     buckets: tuple[BucketRow, ...] = field(default=())
     auto: tuple[str, ...] = ()
     plans: tuple[dict[str, Any], ...] = ()
+    uncompressed: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -185,13 +191,13 @@ class Report:
             if len(self.buckets) > MAX_BUCKETS_SHOWN:
                 lines.append(f"… {len(self.buckets) - MAX_BUCKETS_SHOWN} more buckets in to_dict()")
             lines.append("")
-        return "\n".join([*lines, *self._tail()])
+        return "\n".join([*filter(None, [self.uncompressed]), *lines, *self._tail()])
 
     def __rich__(self) -> Any:
         tables = [rich_table(f"dtcomm: {self.policy}", _HEAD, self._cells(), _LEFT)]
         if self.buckets:
             tables.append(rich_table("", _BUCKET_HEAD, self._bucket_cells(), _BUCKET_LEFT))
-        return rich_group(*tables, *self._tail())
+        return rich_group(*filter(None, [self.uncompressed]), *tables, *self._tail())
 
     def metrics(self) -> list[Metric]:
         """Return the metrics for Prometheus and TensorBoard."""
@@ -268,6 +274,27 @@ class Report:
         return lines
 
 
+def describe_uncompressed(rows: Sequence[Row]) -> str:
+    """Return what was asked for and is not compressed, as a sentence; empty if there is nothing.
+
+    Parameters that a policy leaves uncompressed count only if it leaves all of them so.
+
+    Args:
+        rows: The rows of a report in which something was to be compressed.
+    """
+    nothing = all(row.codec == "none" for row in rows)
+    named = [row for row in rows if row.refused or (nothing and row.reason.startswith(_BY_POLICY))]
+    if not named:
+        return ""
+    elements = sum(row.numel for row in rows)
+    parts = [
+        f"{len(row.names)} parameters with {row.numel / elements:.0%} of the elements, "
+        f"{_names(tuple(sorted(row.names)))} ({row.reason})"
+        for row in named
+    ]
+    return f"{'nothing is' if nothing else 'not'} compressed although asked for: {'; '.join(parts)}"
+
+
 def group_rows(totals: Iterable[tuple[str, ParameterTotals]]) -> tuple[Row, ...]:
     """Group (name, totals) pairs by codec, dtype and reason, the largest group first."""
     groups: dict[tuple[str, str, str], list[tuple[str, ParameterTotals]]] = {}
@@ -283,6 +310,7 @@ def group_rows(totals: Iterable[tuple[str, ParameterTotals]]) -> tuple[Row, ...]
             wire_bytes=round(sum(total.wire_bytes for _, total in members)),
             plain_bytes=round(sum(total.plain_bytes for _, total in members)),
             relative_error=_relative_error([total for _, total in members]),
+            refused=members[0][1].refused,
         )
         for key, members in groups.items()
     ]

@@ -24,6 +24,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.collectives import Algorithm
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.guard import Guard
@@ -48,6 +49,11 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 
         model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
     """
+    if not isinstance(state, State):
+        raise TypeError(
+            f"state: want a dtcomm.ddp.State, got {type(state).__name__}: "
+            'model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)'
+        )
     return state.reduce(bucket)
 
 
@@ -57,8 +63,9 @@ def compress(
     feedback: bool | str = True,
     *,
     residual: str = "fp32",
-    algorithm: str = "direct",
+    algorithm: Algorithm = "direct",
     seed: int = 0,
+    exclude: str | Sequence[str] = (),
     sample_every: int = 50,
     guard: Guard | None = DEFAULT_GUARD,
     warmup: int = 0,
@@ -79,10 +86,13 @@ def compress(
             "diana": send differences to a reference that all ranks share; False: none. Default True.
         residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
             "bf16" or "int8". Default "fp32".
-        algorithm: The algorithm of the all-reduce. With the direct ones ("direct", "one_shot", "two_shot") a run
-            resumed from a checkpoint continues bit for bit. With codecs for two levels "direct" means "hierarchical" on
-            several hosts, of which the same is true. Default "direct".
+        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
+            direct ones ("direct", "one_shot", "two_shot") a run resumed from a checkpoint continues bit for bit. With
+            codecs for two levels "direct" means "hierarchical" on several hosts, of which the same is true. Default
+            "direct".
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, such
+            as ``"lm_head"`` or ``["*.norm*", "embed"]``. Default: none.
         sample_every: Measure the relative error in every step that this divides, for the guard and the report; 0:
             never. Default 50.
         guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. Default
@@ -119,6 +129,7 @@ def compress(
         algorithm=algorithm,
         seed=seed,
         parameters=model.module.named_parameters(),
+        exclude=exclude,
         sample_every=sample_every,
         guard=guard,
         warmup=warmup,
@@ -170,8 +181,9 @@ def attach(
     feedback: bool | str = True,
     *,
     residual: str = "fp32",
-    algorithm: str = "direct",
+    algorithm: Algorithm = "direct",
     seed: int = 0,
+    exclude: str | Sequence[str] = (),
     sample_every: int = 50,
     guard: Guard | None = DEFAULT_GUARD,
     warmup: int = 0,
@@ -187,8 +199,9 @@ def attach(
         spec: What to compress with, as for `compress`. Default "int8".
         feedback: Error feedback: True, "ef21", "diana" or False. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
-        algorithm: The algorithm of the all-reduce. Default "direct".
+        algorithm: The algorithm of the all-reduce: a name or a Schedule. Default "direct".
         seed: The seed of stochastic rounding. Default 0.
+        exclude: Shell patterns of parameters or modules that travel uncompressed. Default: none.
         sample_every: Measure the relative error in every step that this divides; 0: never. Default 50.
         guard: Limits beyond which compression counts as harmful; None: no guard. Default ``Guard()``.
         warmup: The number of uncompressed steps at the start. Default 0.
@@ -215,6 +228,7 @@ def attach(
         "residual": residual,
         "algorithm": algorithm,
         "seed": seed,
+        "exclude": exclude,
         "sample_every": sample_every,
         "guard": guard,
         "warmup": warmup,
@@ -224,7 +238,7 @@ def attach(
         "check_every": check_every,
     }
     # Wrong options raise their errors now, and not when the model is wrapped.
-    if spec == AUTO:
+    if spec == AUTO:  # its state needs a process group
         AutoConfig(budget=budget, candidates=candidates, every=check_every)
     else:
         State(spec, **options)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 from collections import deque
@@ -16,15 +17,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.collectives import Work
 from dtcomm.compress.guard_monitor import Monitor
+from dtcomm.compress.report import ParameterTotals, describe_uncompressed, group_rows
 from dtcomm.ddp.autotune.measure import BucketTiming
 from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
 from dtcomm.device.streams import AsyncHostCopy, Streams
 from dtcomm.profiling import MessageRecord, Timeline
+
+_log = logging.getLogger("dtcomm")
 
 
 @dataclass
@@ -198,6 +203,25 @@ class TunerObserver(ReducerObserver):
             for bucket in buckets
         ]
         self._clock.end_step(step, marks)
+
+
+class UncompressedObserver(ReducerObserver):
+    """Logs once, on rank 0 and after the warm-up, what was asked for and is not compressed."""
+
+    def __init__(self, reducer: Reducer, warmup: int) -> None:
+        self._reducer, self._warmup = reducer, warmup
+
+    def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:
+        """Look at the codecs of the first step after the warm-up."""
+        if step < self._warmup:
+            return
+        self._reducer.detach(self)
+        totals: dict[str, ParameterTotals] = {}
+        for bucket in buckets:
+            bucket.layout.add_codecs_to(totals)
+        text = describe_uncompressed(group_rows(totals.items()))
+        if text and dist.get_rank() == 0:
+            _log.warning("dtcomm.ddp: %s", text)
 
 
 class TimelineObserver(ReducerObserver):

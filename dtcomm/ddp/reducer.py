@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
+from dtcomm.collectives import Algorithm
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
@@ -149,7 +150,7 @@ class Reducer:
         *,
         feedback: bool | str,
         residual: str,
-        algorithm: str,
+        algorithm: Algorithm,
         seed: int,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
         sample_every: int,

@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.arguments import require_int
+from dtcomm.collectives import Algorithm
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.bucket_averager import NONE
-from dtcomm.compress.checkpoint import VERSION, require_matching_sizes, select_share
+from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
-from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.report import ParameterTotals, Report, group_rows, total_seconds
+from dtcomm.compress.policy import Policy, as_policy, exclusions
+from dtcomm.compress.report import ParameterTotals, Report, describe_uncompressed, group_rows, total_seconds
 from dtcomm.compress.spec import Scheme
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import Tuner
@@ -32,6 +34,7 @@ from dtcomm.ddp.observers import (
     StepRecorder,
     TimelineObserver,
     TunerObserver,
+    UncompressedObserver,
 )
 from dtcomm.ddp.reducer import Reducer
 from dtcomm.ddp.registration import RegistrationObserver
@@ -54,14 +57,17 @@ class State:
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
             "diana": send differences to a reference that all ranks share; False: none. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
-        algorithm: The algorithm of the all-reduce. With the direct ones ("direct", "one_shot", "two_shot") a result
-            does not depend on the bucket a parameter is in, so that a run resumed from a checkpoint continues bit for
-            bit although DDP starts with other buckets. With codecs for two levels "direct" means "hierarchical" on
-            several hosts, of which the same is true. Default "direct".
+        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
+            direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
+            that a run resumed from a checkpoint continues bit for bit although DDP starts with other buckets. With
+            codecs for two levels "direct" means "hierarchical" on several hosts, of which the same is true. Default
+            "direct".
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
         parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
             ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and
             run with the same model and bucket size.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
+            Default: none.
         sample_every: Measure the relative error in every step that this divides; 0: never. Default 50.
         guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. What happened
             is in ``state.events`` and in the report. Default ``Guard()``.
@@ -88,9 +94,10 @@ class State:
         feedback: bool | str = True,
         *,
         residual: str = "fp32",
-        algorithm: str = "direct",
+        algorithm: Algorithm = "direct",
         seed: int = 0,
         parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        exclude: str | Sequence[str] = (),
         sample_every: int = 50,
         guard: Guard | None = DEFAULT_GUARD,
         warmup: int = 0,
@@ -99,19 +106,29 @@ class State:
         candidates: Sequence[str | Scheme] | None = None,
         check_every: int = 500,
     ) -> None:
-        if sample_every < 0:
-            raise ValueError(f"sample_every={sample_every}: want 0 (never) or more")
-        if warmup < 0:
-            raise ValueError(f"warmup={warmup}: want 0 or more steps")
+        for name, value, least in (
+            ("seed", seed, None),
+            ("sample_every", sample_every, 0),
+            ("warmup", warmup, 0),
+            ("timeline", timeline, 0),
+            ("check_every", check_every, 1),
+        ):
+            require_int(name, value, least)
+        if not isinstance(guard, Guard | None):
+            raise TypeError(f"guard: want a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+        named = None if parameters is None else list(parameters)
+        excluded = exclusions(exclude, None if named is None else [name for name, _ in named])
         tuner = None
         if spec == AUTO:
             config = AutoConfig(budget=budget, candidates=candidates, every=check_every)
-            tuner = Tuner(config, ProcessGroupConsensus(group))
-        elif budget is not None or candidates is not None:
-            raise ValueError(f"spec: budget and candidates go with {AUTO!r}, got {spec!r}")
-        self._chooser: Chooser = tuner or FixedPolicy(as_policy(spec))
+            tuner = Tuner(config, ProcessGroupConsensus(group), excluded)
+        elif budget is not None or candidates is not None or check_every != AutoConfig.every:
+            raise ValueError(f"spec: budget, candidates and check_every go with {AUTO!r}, got {str(spec)!r}")
+        self._chooser: Chooser = tuner or FixedPolicy(excluded | as_policy(spec))
+        self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
         self.group = group
         self.feedback = feedback
+        self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
         self._monitor = make_monitor(guard)
@@ -123,7 +140,7 @@ class State:
             residual=residual,
             algorithm=algorithm,
             seed=seed,
-            parameters=parameters,
+            parameters=named,
             sample_every=sample_every,
             warmup=warmup,
         )
@@ -135,6 +152,8 @@ class State:
             self._reducer.attach(GuardObserver(self._monitor, self._reducer))
         if tuner is not None:
             self._reducer.attach(TunerObserver(tuner, self._reducer))
+        if self._compresses:
+            self._reducer.attach(UncompressedObserver(self._reducer, warmup))
         self._reducer.attach(TimelineObserver(self.timeline))
         self._reducer.attach(self._recorder)
 
@@ -183,6 +202,7 @@ class State:
             memory["factors"] = factors
         for layout in all_layouts:
             layout.add_to(totals)
+        rows = group_rows(totals.items())
         return Report(
             policy=str(self._chooser),
             feedback=self.feedback,
@@ -196,7 +216,8 @@ class State:
             events=count_events(self._monitor.events),
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
-            rows=group_rows(totals.items()),
+            rows=rows,
+            uncompressed=describe_uncompressed(rows) if self._compresses else "",
             buckets=tuple(layout.row(index, events) for index, layout in sorted(layouts.current.items())),
         )
 
@@ -243,6 +264,7 @@ class State:
             "seed": self.seed,
             "rank": dist.get_rank(self.group),
             "world_size": dist.get_world_size(self.group),
+            "options": self._options,
             **self._reducer.error_state.state_dict(),
             "factors": self._reducer.averager.factors.state_dict(),
             "watch": self._monitor.state_dict(),
@@ -254,6 +276,8 @@ class State:
         state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         rank: int | None = None,
         world_size: int | None = None,
+        *,
+        strict: bool = True,
     ) -> None:
         """Continue from a checkpoint.
 
@@ -262,9 +286,12 @@ class State:
                 the number of ranks may change; the sum of the residuals over ranks is kept.
             rank: This rank; None: its rank in the group.
             world_size: The number of ranks; None: that of the group.
+            strict: Refuse a state that was saved with another ``spec`` or ``feedback``; False: load its residuals
+                alone.
 
         Raises:
-            ValueError: A single state comes from another number of ranks, or the parameters are not this model's.
+            ValueError: A single state comes from another number of ranks, the parameters are not this model's, or it
+                was saved with other options.
         """
         rank = dist.get_rank(self.group) if rank is None else rank
         world_size = dist.get_world_size(self.group) if world_size is None else world_size
@@ -273,12 +300,13 @@ class State:
         sizes = reducer.layouts.sizes()
         if sizes is not None:
             require_matching_sizes(residuals, sizes)
-        reducer.error_state.load(state, residuals, rank, world_size)
-        reducer.averager.factors.load_state_dict(first.get("factors", {}))
+        same_options = has_options(first, self._options, strict)
+        reducer.error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
+        reducer.averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
         # With another number of ranks the link is another one, and "auto" measures again.
-        same_size = first["world_size"] == world_size
-        self._chooser.load_state_dict(first.get("auto", {}) if same_size else {})
+        same_job = same_options and first["world_size"] == world_size
+        self._chooser.load_state_dict(first["auto"] if same_job else {})
         reducer.steps, reducer.averager.seed = first["steps"], first["seed"]
 
     def register(self, model: DistributedDataParallel, hook: Any) -> None:

@@ -16,6 +16,9 @@ shard.
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
+from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.compress.guard import Guard
 from dtcomm.fsdp.collectives import (
     BackwardOverlap,
@@ -37,17 +41,21 @@ from dtcomm.fsdp.collectives import (
     ReplicaAllReduce,
 )
 from dtcomm.fsdp.flat_layout import ConcatenatedLayout, concatenated_layout, layout_of
+from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.report import Report, Traffic
 from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
 from dtcomm.fsdp.spec import (
     FEEDBACKS,
     PARAMETER_PREFIXES,
     PRESETS,
-    CompressionSpec,
     find_preset,
     parse_spec,
+    require_accurate,
+    with_feedback,
 )
 from dtcomm.fsdp.state import State
+from dtcomm.fsdp.units import excluded_units, find_units, parameter_groups
+from dtcomm.profiling.tables import format_bytes
 
 __all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "compress"]
 
@@ -61,12 +69,15 @@ def compress(
     parameters: str | Codec | None = None,
     *,
     preset: str | None = None,
-    feedback: bool = False,
+    feedback: bool | str = "auto",
     residual: str = "fp32",
+    exclude: str | Sequence[str] = (),
     replicas: DeviceMesh | dist.ProcessGroup | None = None,
     guard: Guard | None = _DEFAULT_GUARD,
     sample_every: int = 50,
     seed: int = 0,
+    allow_inaccurate: bool = False,
+    algorithm: str = "auto",
 ) -> State:
     """Compress the collectives of every FSDP module in ``model``.
 
@@ -80,28 +91,41 @@ def compress(
         preset: ``"zero++"`` (Wang et al. 2023, arXiv:2306.10209), ``"loco"`` (Xie et al. 2024, arXiv:2407.04480) or
             ``"sdp4bit"`` (Jia et al. 2024, arXiv:2410.15526) set both specs; ``gradients`` and ``parameters`` override
             the preset's. Default: none.
-        feedback: The same as the prefix ``ef:``: add the error of each gradient's encoding to the next gradient. It
-            takes an fp32 copy of every module's whole gradient on every rank; ``loco:`` takes a quarter of that.
-            Default: False.
+        feedback: Error feedback: add the error of each gradient's encoding to the next gradient. True is the same as
+            the prefix ``ef:``, and takes an fp32 copy of every module's whole gradient on every rank; ``loco:`` takes a
+            quarter of that. ``"auto"`` is True for codecs that do not converge without it, those that lose more than
+            20 % of Gaussian numbers in one encoding, such as sign, topk and int2; a log line states the memory.
+            Default: ``"auto"``.
         residual: How ``ef:`` stores residuals between steps: ``"fp32"``, ``"bf16"`` or ``"int8"``
             (`dtcomm.compress.residuals`). Default: ``"fp32"``.
+        exclude: Shell patterns of what travels uncompressed: FSDP modules, with all that they contain, or parameters,
+            if they are all parameters of an FSDP module, because a module's parameters travel as one tensor. The root
+            module itself is ``"(root)"``. Default: nothing.
         replicas: Mesh dimension or process group of the replicas of this model, which is sharded over one dimension
             only; their gradients are averaged in the codec of ``gradients``. This is HSDP with both collectives
             compressed. With torch's own HSDP (a two-dimensional mesh in `fully_shard`) the all-reduce between replicas
             is torch's, uncompressed, and the report says so. Default: no replicas.
-        guard: Limits and actions that protect training (`dtcomm.compress.guard`): the guard raises a module's precision
-            or stops compressing it when compression does harm. `State.observe` passes the loss to it. None: no guard.
-            Default: ``Guard()``.
-        sample_every: Steps from one measurement of encoding errors to the next, for report and guard; 0: never.
-            Default: 50.
+        guard: Limits and actions that protect training (`dtcomm.compress.guard`): the guard raises the precision of a
+            module's gradients or parameters, or stops compressing, when compression does harm. `State.observe` passes
+            the loss to it. None: no guard. Default: ``Guard()``.
+        sample_every: Steps from one measurement of encoding errors to the next, of gradients and of parameters, for
+            report and guard; 0: never. Default: 50.
         seed: Seed of stochastic rounding. Default: 0.
+        allow_inaccurate: Accept codecs that destroy what they are applied to: those that lose, in one encoding of
+            Gaussian numbers, more than 20 % (relative error) of parameters or of gradients without feedback, or more
+            than 50 % of the differences of ``delta:``. Default: False.
+        algorithm: Name of the algorithm of the compressed collectives over the shards, one that reduce_scatter and
+            all_gather both have, built in or registered (`dtcomm.algorithms.register`). Default: ``"auto"``.
 
     Returns:
-        The state, with the report, `State.state_dict` for checkpoints, and the timeline.
+        The state, with the report, `State.state_dict` for checkpoints, and the timeline. `State.detach` gives the model
+        its own collectives back.
 
     Raises:
-        TypeError: ``model`` has no FSDP module, or ``parameters`` were requested of FSDP1.
-        ValueError: A spec, preset or option is wrong, or ``replicas`` were passed for a mesh that has replicas already.
+        TypeError: ``model`` has no FSDP module, FSDP1 was asked for ``parameters``, or an argument has a wrong type.
+        ValueError: A spec, preset or option is wrong, a codec is too inaccurate, or ``replicas`` were passed for a mesh
+            that has replicas already.
+        RuntimeError: The model, or a part of it, is compressed already. In all of these cases the model is unchanged.
 
     Example::
 
@@ -112,56 +136,94 @@ def compress(
             optimizer.step()
         print(state.report())
     """
+    if not isinstance(allow_inaccurate, bool):
+        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+    units = find_units(model)
     defaults = None if preset is None else find_preset(preset)
     if gradients is None:
         gradients = defaults.gradients if defaults else DEFAULT_GRADIENTS
     if parameters is None:
         parameters = defaults.parameters if defaults else DEFAULT_PARAMETERS
-    gradient_spec = parse_spec(gradients, FEEDBACKS, "gradients")
-    if feedback and not gradient_spec.prefix:
-        gradient_spec = CompressionSpec(gradient_spec.inside, gradient_spec.between, "ef")
+    parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
+    gradient_spec = with_feedback(parsed_gradients, feedback)
     parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
+    residual_size = _residual_size(sum(unit.trainable_numel for unit in units), residual)
+    if not allow_inaccurate:
+        require_accurate(gradient_spec, parameter_spec, residual_size)
     state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
-    state.timeline.attach(model)
+    for name, pattern in excluded_units(exclude, units).items():
+        state.exclude(name, pattern)
+    state.algorithm = algorithm
     if isinstance(model, FullyShardedDataParallel):
-        if str(state.parameters) != "none":
-            raise TypeError(
-                f"parameters: FSDP1 has a hook for gradients only, got {str(state.parameters)!r}; "
-                "valid: 'none', or use FSDP2's fully_shard"
-            )
-        if replicas is not None:
-            raise ValueError(
-                "replicas: FSDP1 has hybrid strategies of its own; valid: None, or use fully_shard"
-            )
-        _attach_to_fsdp1(state, model)
-        _begin_step_in_forward(model, state)
-        return state
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    if not modules:
-        raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to")
-    replica_group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
-    overlap = BackwardOverlap()
-    for name, module in modules:
-        _attach_to_fsdp2(state, name, module, replica_group, overlap)
-    _begin_step_in_forward(model, state)
+        _attach_to_fsdp1(state, model, replicas)
+    else:
+        _attach_to_fsdp2(state, model, replicas)
+    state.timeline.attach(model)
+    _observe_forward(model, state)
+    if feedback == "auto" and gradient_spec != parsed_gradients:
+        state.log(
+            f"gradients={str(parsed_gradients)!r} needs error feedback, which is on (feedback='auto') and keeps "
+            f"{residual_size} on every rank; feedback=True is the same without this line"
+        )
     return state
 
 
-def _begin_step_in_forward(model: torch.nn.Module, state: State) -> None:
+def _residual_size(numel: int, residual: str) -> str:
+    """Return the memory of error feedback on each rank, as text."""
+    size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(residual, 4.0))
+    return f"{size} of residuals" + (" (a quarter with residual='int8')" if residual == "fp32" else "")
+
+
+def _observe_forward(model: torch.nn.Module, state: State) -> None:
     """Begin a training step in the model's forward, before FSDP's own hook, which gathers parameters."""
-    model.register_forward_pre_hook(
-        lambda *_: state.begin_step() if torch.is_grad_enabled() else None, prepend=True
-    )
 
+    def begin_step(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            state.begin_step()
 
-def _parameter_groups(fsdp_state: Any) -> list[Any]:
-    """Return a module's parameter groups; up to torch 2.11 there is at most one."""
-    if hasattr(fsdp_state, "_fsdp_param_groups"):
-        return list(fsdp_state._fsdp_param_groups)
-    return [] if fsdp_state._fsdp_param_group is None else [fsdp_state._fsdp_param_group]
+    def end_inference(*_: Any) -> None:
+        if not torch.is_grad_enabled():  # otherwise backward gathers and reduces more
+            state.log_uncompressed()
+
+    state.on_detach(model.register_forward_pre_hook(begin_step, prepend=True).remove)
+    state.on_detach(model.register_forward_hook(end_inference).remove)
 
 
 def _attach_to_fsdp2(
+    state: State, model: torch.nn.Module, replicas: DeviceMesh | dist.ProcessGroup | None
+) -> None:
+    """Replace the collectives of all modules, after checking what can be refused."""
+    if isinstance(replicas, DeviceMesh):
+        if replicas.ndim != 1:
+            raise ValueError(
+                f"replicas: expected one dimension of a mesh, got {replicas.ndim}; valid: mesh['replicate'], say"
+            )
+        replicas = replicas.get_group()
+    if replicas is not None and not isinstance(replicas, dist.ProcessGroup):
+        raise TypeError(
+            f"replicas: expected a DeviceMesh, a ProcessGroup or None, got {type(replicas).__name__}"
+        )
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for _, module in modules:
+        for group in parameter_groups(module):
+            if isinstance(group.mesh_info, FSDPMeshInfo):
+                for collective in ("reduce_scatter", "all_gather"):
+                    require_algorithm(state.algorithm, group.mesh_info.shard_process_group, collective)
+            if _has_replicas(group.mesh_info) and replicas is not None:
+                raise ValueError(
+                    "replicas: the mesh passed to fully_shard has a dimension of replicas already, whose all-reduce is "
+                    "torch's; pass fully_shard the dimension of shards alone"
+                )
+    overlap = BackwardOverlap()
+    for name, module in modules:
+        _attach_to_module(state, name, module, replicas, overlap)
+
+
+def _has_replicas(mesh: Any) -> bool:
+    return isinstance(mesh, DDPMeshInfo) and mesh.replicate_mesh_size > 1
+
+
+def _attach_to_module(
     state: State,
     name: str,
     module: FSDPModule,
@@ -169,11 +231,10 @@ def _attach_to_fsdp2(
     overlap: BackwardOverlap,
 ) -> None:
     """Replace the collectives of one module."""
-    groups = _parameter_groups(module._get_fsdp_state())
+    groups = parameter_groups(module)
     if len(groups) > 1:
-        state.add_note(
-            f"{name or '(root)'}: uncompressed, because its parameters are in {len(groups)} groups, for which torch "
-            "accepts no custom collectives"
+        state.add_fallback(
+            name, f"its parameters are in {len(groups)} groups, for which torch accepts no custom collectives"
         )
         return
     for group in groups:
@@ -181,24 +242,41 @@ def _attach_to_fsdp2(
         if isinstance(mesh, FSDPMeshInfo):
             state.num_shards, state.shard_index = mesh.shard_mesh_size, mesh.shard_mesh_rank
             state.group = mesh.shard_process_group
-        if isinstance(mesh, DDPMeshInfo) and mesh.replicate_mesh_size > 1:
-            if replicas is not None:
-                raise ValueError(
-                    "replicas: the mesh passed to fully_shard has a dimension of replicas already, whose all-reduce is "
-                    "torch's; pass fully_shard the dimension of shards alone"
-                )
+        if _has_replicas(mesh):
+            state.logs = state.logs and mesh.replicate_mesh_rank == 0
             state.add_note(
-                f"{name or '(root)'}: torch averages the gradients of {mesh.replicate_mesh_size} replicas, "
+                f"{name or ROOT}: torch averages the gradients of {mesh.replicate_mesh_size} replicas, "
                 "uncompressed; to compress that, pass fully_shard the shards' dimension of the mesh alone, and "
                 "compress(replicas=) the other"
             )
+        state.on_detach(_restorer(group))
     module.set_custom_all_gather(CompressedAllGather(state, name))
     module.set_custom_reduce_scatter(CompressedReduceScatter(state, name, module, overlap))
     if replicas is not None:
+        state.logs = state.logs and replicas.rank() == 0
         module.set_all_reduce_hook(ReplicaAllReduce(state, name, replicas))
     state.register_layout(name, layout_of(name, module))
     # Loaded parameters differ from the references by more than an update; the next gather must send whole values.
-    module.register_load_state_dict_post_hook(lambda *_: state.invalidate_references())  # type: ignore[attr-defined]
+    handle = module.register_load_state_dict_post_hook(  # type: ignore[attr-defined]
+        lambda *_: state.invalidate_references()
+    )
+    state.on_detach(handle.remove)
+
+
+def _restorer(group: Any) -> Callable[[], None]:
+    """Return what gives a parameter group its present collectives back, without keeping the group alive."""
+    reference = weakref.ref(group)
+    before = {
+        name: getattr(group, name)
+        for name in ("_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook")
+    }
+
+    def restore() -> None:
+        if (alive := reference()) is not None:
+            for name, value in before.items():
+                setattr(alive, name, value)
+
+    return restore
 
 
 @dataclass(frozen=True)
@@ -210,11 +288,21 @@ class _Fsdp1Unit:
     group: dist.ProcessGroup | None
 
 
-def _attach_to_fsdp1(state: State, model: FullyShardedDataParallel) -> None:
+def _attach_to_fsdp1(
+    state: State, model: FullyShardedDataParallel, replicas: DeviceMesh | dist.ProcessGroup | None
+) -> None:
     """Register `_reduce_fsdp1_gradient` on every unit of the FSDP1 root module ``model``.
 
-    torch raises an error for hybrid strategies and for a second hook.
+    torch raises an error for hybrid strategies.
     """
+    if str(state.parameters) != "none":
+        raise TypeError(
+            f"parameters: FSDP1 has a hook for gradients only, got {str(state.parameters)!r}; "
+            "valid: 'none', or use FSDP2's fully_shard"
+        )
+    if replicas is not None:
+        raise ValueError("replicas: FSDP1 has hybrid strategies of its own; valid: None, or use fully_shard")
+    require_algorithm(state.algorithm, model.process_group, "reduce_scatter")
     model.register_comm_hook(state, _reduce_fsdp1_gradient)
     state.group = group = model.process_group
     state.num_shards, state.shard_index = dist.get_world_size(group), dist.get_rank(group)
@@ -224,9 +312,15 @@ def _attach_to_fsdp1(state: State, model: FullyShardedDataParallel) -> None:
             # torch passes the hook one state for all units; replacing it tells the hook which unit calls.
             module._comm_hook_state = _Fsdp1Unit(state, name, module.process_group)
             state.register_layout(name, _unit_layout(name, module))
+            state.on_detach(functools.partial(_remove_fsdp1_hook, weakref.ref(module)))
     state.add_note(
         "FSDP1: torch gathers the parameters, uncompressed, because FSDP1 has no hook for that; fully_shard has one"
     )
+
+
+def _remove_fsdp1_hook(reference: weakref.ref[FullyShardedDataParallel]) -> None:
+    if (module := reference()) is not None:
+        module._comm_hook = module._comm_hook_state = None
 
 
 def _reduce_fsdp1_gradient(
@@ -244,7 +338,10 @@ def _reduce_fsdp1_gradient(
     if shard is None:
         work = all_reduce(gradient, "avg", group=unit.group, **reduction.options)
     else:
-        work = reduce_scatter(shard, gradient, "avg", group=unit.group, **reduction.options)
+        algorithm = unit.state.algorithm
+        work = reduce_scatter(
+            shard, gradient, "avg", algorithm=algorithm, group=unit.group, **reduction.options
+        )
     assert work is not None  # async_op is True
     work.wait()
     reduction.finish()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.guard_monitor import ErrorSample
 from dtcomm.device.streams import record_streams
+from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
@@ -60,10 +61,13 @@ class GradientReduction:
     ) -> None:
         self._state = state
         self._key = module if kind == "gradients" else f"{module}, {kind}"
-        self.traffic = state.traffic(module, kind, state.gradients)
-        spec = state.guard.current_spec(module, state.gradients) if guarded else state.gradients
-        codec_spec = codec_spec_for(spec, gradient, self.traffic)
-        lossy = not all(codec.lossless(gradient.dtype) for codec in spec.codecs()) and not self.traffic.reason
+        spec = state.spec(module, state.gradients)
+        self.traffic = state.traffic(module, kind, spec)
+        if guarded:
+            spec = state.guard.current_spec(module, spec)
+        codec_spec = codec_spec_for(spec, gradient, self.traffic, gradient.numel() // state.num_shards)
+        state.note_choice(module, self.traffic)
+        lossy = not self.traffic.reason and not spec.lossless(gradient.dtype)
         self._stored_residual = state.take_residual(self._key, gradient) if lossy else None
         self._residual = self._stored_residual
         self._sample: ErrorSample | None = None
@@ -135,7 +139,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._called_ns = time.monotonic_ns()
-        spec = self.state.parameters
+        spec = self.state.spec(self.module, self.state.parameters)
         traffic = self.state.traffic(self.module, "parameters", spec)
         plain_bytes = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1)
         if group.size() != self.state.num_shards:
@@ -147,12 +151,51 @@ class CompressedAllGather(_FsdpCollective, AllGather):
             return self.pending("parameters", work, traffic, plain_bytes)
         if spec.prefix == "delta":
             return self._gather_differences(output_tensor, input_tensor, group, traffic, plain_bytes)
-        codec_spec = codec_spec_for(self.state.guard.current_spec(self.module, spec), input_tensor, traffic)
+        spec = self.state.guard.current_spec(parameters_name(self.module), spec)
+        codec_spec = codec_spec_for(spec, input_tensor, traffic)
+        self.state.note_choice(self.module, traffic)
         seed = self.state.next_seed()
+        # FSDP's input is a part of its output, which the gather overwrites with decoded values.
+        sample = self._take_sample(spec, traffic, input_tensor, input_tensor)
+        sent = None if sample is None else input_tensor.to(torch.float32, copy=True)
+        algorithm = self.state.algorithm
         work = all_gather(
-            output_tensor, input_tensor, codec=codec_spec, group=group, seed=seed, async_op=True
+            output_tensor,
+            input_tensor,
+            codec=codec_spec,
+            algorithm=algorithm,
+            group=group,
+            seed=seed,
+            async_op=True,
         )
-        return self.pending("parameters", work, traffic, plain_bytes)
+
+        def record_error() -> None:
+            if sample is not None and sent is not None:
+                self._record_error(sample, sent, output_tensor, group, traffic)
+
+        return self.pending("parameters", work, traffic, plain_bytes, record_error)
+
+    def _take_sample(
+        self, spec: CompressionSpec, traffic: Traffic, shard: torch.Tensor, sent: torch.Tensor
+    ) -> ErrorSample | None:
+        """Return a sample of what is about to be encoded, if one is due and the codec is lossy."""
+        if traffic.reason or spec.lossless(shard.dtype):
+            return None
+        return self.state.guard.take_parameter_sample(self.module, spec, shard, sent)
+
+    def _record_error(
+        self,
+        sample: ErrorSample,
+        sent: torch.Tensor,
+        decoded: torch.Tensor,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+    ) -> None:
+        """Record the error of this rank's own shard: every rank, its owner included, gets the decoded values."""
+        # FSDP waits on another stream than it gathers on.
+        record_streams(sent, decoded, sample.encoder_input, torch.as_tensor(sample.gradient_norm))
+        lost = sent.float() - decoded.view(group.size(), -1)[group.rank()].float()
+        traffic.relative_error = self.state.guard.record_parameter_error(sample, lost)
 
     def _gather_differences(
         self,
@@ -174,14 +217,18 @@ class CompressedAllGather(_FsdpCollective, AllGather):
             output.copy_(reference)
             traffic.save(plain_bytes)
             return TorchWork(COMPLETED, ())
-        spec = self.state.guard.current_spec(self.module, self.state.parameters)
+        spec = self.state.guard.current_spec(parameters_name(self.module), self.state.parameters)
         codec_spec = codec_spec_for(spec, shard, traffic)
+        self.state.note_choice(self.module, traffic)
         shard_of_reference = reference.view(group.size(), -1)[group.rank()]
         differences = self.state.buffers.take(output.shape, output.dtype, output.device)
+        difference = shard - shard_of_reference
+        sample = self._take_sample(spec, traffic, shard, difference)
         work = all_gather(
             differences,
-            shard - shard_of_reference,
+            difference,
             codec=codec_spec,
+            algorithm=self.state.algorithm,
             group=group,
             seed=self.state.next_seed(),
             async_op=True,
@@ -189,6 +236,8 @@ class CompressedAllGather(_FsdpCollective, AllGather):
 
         def add_differences() -> None:
             record_streams(differences, reference)  # FSDP waits on another stream than it gathers on
+            if sample is not None:
+                self._record_error(sample, difference, differences, group, traffic)
             reference.add_(differences)
             output.copy_(reference)
             self.state.put_reference(self.module, reference)
@@ -278,7 +327,8 @@ class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
     ) -> dist.Work | None:
         self._called_ns = time.monotonic_ns()
         reduction = GradientReduction(self.state, self.module, input_tensor)
-        work = reduce_scatter(output_tensor, input_tensor, op_name(op), group=group, **reduction.options)
+        options = {"algorithm": self.state.algorithm, "group": group, **reduction.options}
+        work = reduce_scatter(output_tensor, input_tensor, op_name(op), **options)
         plain_bytes = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
         pending = self.pending("gradients", work, reduction.traffic, plain_bytes, reduction.finish)
         module = self._module_ref()

@@ -134,7 +134,7 @@ def layout_of(name: str, module: FSDPModule) -> ShardedLayout | None:
     if group is None:
         return None
     parameters = []
-    names = _parameter_names(name, module)  # type: ignore[arg-type]
+    names = parameter_names(name, module)  # type: ignore[arg-type]
     for fsdp_parameter in group.fsdp_params:
         if fsdp_parameter.fsdp_placement.dim != 0:
             return None
@@ -151,7 +151,8 @@ def concatenated_layout(named_shapes: Sequence[tuple[str, torch.Size]]) -> Conca
     return ConcatenatedLayout(tuple(ParameterShape(name, shape) for name, shape in named_shapes))
 
 
-def _parameter_names(prefix: str, module: torch.nn.Module) -> dict[int, str]:
+def parameter_names(prefix: str, module: torch.nn.Module) -> dict[int, str]:
+    """Return the names of a module's parameters by the parameters' ids."""
     return {
         id(parameter): f"{prefix}.{name}" if prefix else name for name, parameter in module.named_parameters()
     }

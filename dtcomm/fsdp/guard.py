@@ -1,7 +1,8 @@
 """The guard of a sharded model: applies a `dtcomm.compress.guard.Guard` to each FSDP module or optimizer bucket.
 
-In every ``sample_every``-th step each rank measures the errors of its gradients' encodings. Before the next forward
-pass the ranks average the measurements, a few floats, so that all ranks take the same decisions.
+In every ``sample_every``-th step each rank measures the errors of its gradients' encodings, and of the encoding of its
+own shard of the parameters. Before the next forward pass the ranks average the measurements, a few floats, so that all
+ranks take the same decisions. Gradients and parameters of a module are guarded apart.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from dtcomm.fsdp.spec import CompressionSpec
 ROOT = "(root)"  # the guard's name of the root module, whose own name is empty
 
 
+def parameters_name(module: str) -> str:
+    """Return the guard's name of a module's parameters; that of its gradients is the module's."""
+    return f"{module or ROOT}, parameters"
+
+
 class ShardGuard:
     """Samples encoding errors and holds the guard's decisions.
 
@@ -34,10 +40,17 @@ class ShardGuard:
         sampling: Whether errors are measured in the current step.
 
     Raises:
+        TypeError: ``guard`` is not a Guard, or ``every`` is not an int.
         ValueError: ``every`` is negative.
     """
 
     def __init__(self, guard: Guard | None, every: int) -> None:
+        if guard is not None and not isinstance(guard, Guard):
+            raise TypeError(
+                f"guard: expected a Guard or None, got {type(guard).__name__}; Guard() has the default limits"
+            )
+        if isinstance(every, bool) or not isinstance(every, int):
+            raise TypeError(f"sample_every: expected a number of steps (int), got {type(every).__name__}")
         if every < 0:
             raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
         self._monitor = make_monitor(guard)
@@ -45,6 +58,7 @@ class ShardGuard:
         self._evaluation_due = False
         self._device: torch.device | None = None  # of the gradients
         self._pending_stats: AsyncHostCopy | None = None  # averaged statistics on their way to the host
+        self._sampled_parameters: set[str] = set()  # modules whose parameters were sampled in this step
         self.steps = 0
         self.sampling = False
 
@@ -83,14 +97,18 @@ class ShardGuard:
         resets = ["" if name == ROOT else name for name in monitor.pop_resets()]
         self._evaluation_due = self._every > 0 and self.steps % self._every == 0
         self.sampling = self._evaluation_due
+        self._sampled_parameters.clear()
         self.steps += 1
         return resets
 
-    def current_spec(self, module: str, spec: CompressionSpec) -> CompressionSpec:
-        """Return the spec that is used for ``module`` now instead of the requested ``spec``."""
+    def current_spec(self, name: str, spec: CompressionSpec) -> CompressionSpec:
+        """Return the spec that is used now instead of the requested ``spec``.
+
+        ``name`` is a module, for its gradients, or its `parameters_name`.
+        """
         step = max(0, self.steps - 1)  # the current one
         inside, between = (
-            codec and self._monitor.scheme_for(module or ROOT, codec, step)
+            codec and self._monitor.scheme_for(name or ROOT, codec, step)
             for codec in (spec.inside, spec.between)
         )
         assert isinstance(inside, Codec) and (between is None or isinstance(between, Codec))
@@ -102,9 +120,35 @@ class ShardGuard:
         """Return a sample of a gradient that is about to be encoded."""
         norm = l2_norm(gradient)
         self._device = gradient.device
-        self._monitor.register_sample(module or ROOT, spec.inside)
+        self._monitor.register_sample(module or ROOT, spec.inside, feedback=bool(spec.prefix))
         self._monitor.report_nonfinite(~torch.isfinite(norm))
         return ErrorSample.take(module or ROOT, spec.inside, norm, gradient, residual)
+
+    def take_parameter_sample(
+        self, module: str, spec: CompressionSpec, shard: torch.Tensor, sent: torch.Tensor
+    ) -> ErrorSample | None:
+        """Return a sample of a shard of parameters that is about to be encoded; None if none is due.
+
+        Only the first gather of a module in a sampled step is sampled. ``sent`` is what is encoded: the shard, or its
+        difference from the reference.
+        """
+        if not self.sampling or module in self._sampled_parameters:
+            return None
+        self._sampled_parameters.add(module)
+        self._device = shard.device
+        name = parameters_name(module)
+        self._monitor.register_sample(name, spec.inside, feedback=spec.prefix == "delta")
+        return ErrorSample.take(name, spec.inside, l2_norm(shard), sent, None, is_gradient=False)
+
+    def record_parameter_error(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:
+        """Record the error of a shard's encoding and return its norm relative to that of the shard.
+
+        On a device the result is a tensor on that device.
+        """
+        self._monitor.record_error(sample, lost)
+        norm = torch.as_tensor(sample.gradient_norm)
+        relative = torch.where(norm > 0, l2_norm(lost) / norm, 0.0)
+        return float(relative) if relative.is_cpu else relative
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:
         """Record the encoding's error and return it relative to the encoder's input, over the sampled elements.

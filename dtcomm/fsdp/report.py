@@ -9,7 +9,9 @@ import torch
 
 from dtcomm.collectives import Work
 from dtcomm.profiling import Metric
-from dtcomm.profiling.tables import format_bytes
+from dtcomm.profiling.tables import format_bytes, format_table
+
+MAX_NAMES = 3  # modules that are named in the report's first line
 
 
 @dataclass
@@ -23,7 +25,9 @@ class Traffic:
         wire_bytes: Bytes sent.
         plain_bytes: Bytes that the same calls would have sent uncompressed.
         reason: Why the most recent call was not compressed, or empty.
-        relative_error: Error of the last sampled encoding, relative to gradient plus residual (L2 norms).
+        fallback: Whether it was to be compressed, but cannot be.
+        relative_error: Error of the last sampled encoding, relative (L2 norms) to gradient plus residual, or, for
+            parameters, to this rank's exact shard of them.
     """
 
     codec: str
@@ -32,6 +36,7 @@ class Traffic:
     wire_bytes: int = 0
     plain_bytes: int = 0
     reason: str = ""
+    fallback: bool = False
     relative_error: float | torch.Tensor | None = None
 
     def add(self, work: Work, plain_bytes: int) -> None:
@@ -44,6 +49,16 @@ class Traffic:
         """Count a call that had nothing to send, for which FSDP itself sends ``plain_bytes``."""
         self.saved_calls += 1
         self.plain_bytes += plain_bytes
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the report's table with numbers."""
+        return (
+            str(self.calls),
+            format_bytes(self.wire_bytes),
+            format_bytes(self.plain_bytes),
+            f"{1 - self.wire_bytes / self.plain_bytes:.1%}" if self.plain_bytes else "-",
+            "-" if self.relative_error is None else f"{self.relative_error:.1e}",
+        )
 
 
 @dataclass
@@ -86,28 +101,48 @@ class Report:
             for kind in kinds:
                 total = sum(getattr(t[kind], name) for t in self.modules.values() if kind in t)
                 metrics.append(Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": kind}))
+        error_help = "error of the last sampled encoding, of the module where it is largest"
+        for kind in kinds:
+            errors = [float(t[kind].relative_error or 0.0) for t in self.modules.values() if kind in t]
+            if any(errors):
+                metrics.append(
+                    Metric("dtcomm_relative_error", max(errors), error_help, labels={"what": kind})
+                )
         return metrics
+
+    def uncompressed(self) -> str:
+        """Return what was to be compressed and cannot be, and why, as one line; empty if there is nothing."""
+        modules_of: dict[tuple[str, str], list[str]] = {}
+        for name, kinds in self.modules.items():
+            for kind, traffic in kinds.items():
+                if traffic.fallback:
+                    modules_of.setdefault((kind, traffic.reason), []).append(name or "(root)")
+        parts = []
+        for (kind, reason), modules in modules_of.items():
+            total = sum(kind in kinds for kinds in self.modules.values())
+            which = f"all {total} modules" if total > 1 else "the only module"
+            if len(modules) < total:
+                shown = ", ".join(modules[:MAX_NAMES]) + (", ..." if len(modules) > MAX_NAMES else "")
+                which = f"{len(modules)} of {total} modules: {shown}"
+            parts.append(f"{kind} of {which} ({reason})")
+        return "not compressed although asked for: " + "; ".join(parts) if parts else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [
-            f"{'module':<32} {'what':<10} {'codec':<28} {'calls':>6} {'sent':>10} {'instead of':>10} {'rel. error':>10}"
+        head = ("module", "what", "codec", "calls", "sent", "instead of", "saved", "rel. error", "note")
+        rows = [
+            (name or "(root)", kind, traffic.codec, *traffic.cells(), traffic.reason)
+            for name, kinds in self.modules.items()
+            for kind, traffic in kinds.items()
         ]
-        for name, kinds in self.modules.items():
-            for kind, traffic in kinds.items():
-                error = "-" if traffic.relative_error is None else f"{traffic.relative_error:.1e}"
-                lines.append(
-                    f"{name or '(root)':<32} {kind:<10} {traffic.codec:<28} {traffic.calls:>6} "
-                    f"{format_bytes(traffic.wire_bytes):>10} {format_bytes(traffic.plain_bytes):>10} {error:>10} "
-                    f"{traffic.reason}".rstrip()
-                )
+        lines = format_table(head, rows, left={0, 1, 2, len(head) - 1})
         lines.append(
             f"{format_bytes(self.residual_bytes)} of residuals, {format_bytes(self.reference_bytes)} of references, "
             f"{format_bytes(self.buffer_bytes)} of shared buffers"
         )
         if self.events:
             lines.append("guard: " + ", ".join(f"{kind} {count}x" for kind, count in self.events.items()))
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*filter(None, [self.uncompressed()]), *lines, *self.notes])

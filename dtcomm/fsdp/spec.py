@@ -8,17 +8,29 @@ hosts. A prefix may precede them:
 - ``ef:`` (gradients) is error feedback: the error of each encoding is added to the next gradient.
 - ``loco:`` (gradients) is the error feedback of LoCo (Xie et al. 2024, arXiv:2407.04480): a moving average of the
   error, in 8 bits, which is reset every 1024 calls.
+
+`require_accurate` refuses specs that lose too much.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dtcomm.codecs import Codec, parse_levels
+import torch
+
+from dtcomm.arguments import suggest
+from dtcomm.codecs import Codec, codec, names, parse_levels
+from dtcomm.compress.autotune_model import NAME as AUTO
+from dtcomm.compress.spec import COMPRESSORS, MAX_ERROR, LevelCodecs, gaussian_error, needs_feedback
 
 #: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")
 PARAMETER_PREFIXES = ("", "delta")
+
+#: The largest relative error of an encoding of differences (``delta:``), whose error is part of the next difference.
+#: With error e parameters stay e / (1 - e) updates behind, if differences look Gaussian: with 0.5, one update. Codecs
+#: beyond it (sign, topk) stay tens of updates behind, because what they leave out repeatedly is not Gaussian.
+MAX_DIFFERENCE_ERROR = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,8 +72,38 @@ class CompressionSpec:
         """Return the codecs of all levels."""
         return (self.inside,) if self.between is None else (self.inside, self.between)
 
+    @property
+    def is_none(self) -> bool:
+        """Whether the codecs of all levels are ``none``."""
+        return all(level.name == "none" for level in self.codecs())
+
+    def obstacle(self, dtype: torch.dtype, numel: int) -> str:
+        """Return why ``numel`` elements that are encoded together cannot be compressed; empty if they can.
+
+        A codec may not support the dtype, or no payload would be smaller.
+        """
+        if self.is_none:
+            return ""
+        dtype_name = str(dtype).removeprefix("torch.")
+        for level in self.codecs():
+            if dtype not in level.dtypes:
+                return f"{level} does not support {dtype_name}"
+        plain_bytes = codec("none").wire_bytes(numel, dtype)
+        # Reproducible codecs are chosen for their sums, whatever their size.
+        if any(level.reproducible or level.wire_bytes(numel, dtype) < plain_bytes for level in self.codecs()):
+            return ""
+        return f"{self.codec_spec} would not make {dtype_name} smaller"
+
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Return whether the codecs of all levels keep every bit of a dtype."""
+        return all(level.lossless(dtype) for level in self.codecs())
+
     def __str__(self) -> str:
         return f"{self.prefix}:{self.codec_spec}" if self.prefix else str(self.codec_spec)
+
+
+#: The spec of a module that is excluded.
+UNCOMPRESSED = CompressionSpec(codec("none"), None, "")
 
 
 def parse_spec(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> CompressionSpec:
@@ -78,21 +120,125 @@ def parse_spec(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> C
     """
     if isinstance(spec, Codec):
         return CompressionSpec(spec, None, "")
+    if isinstance(spec, LevelCodecs):
+        return CompressionSpec(spec.inside, spec.between, "")
     if not isinstance(spec, str):
-        raise TypeError(f"{argument}: expected a spec or a Codec, got {type(spec).__name__}")
-    prefix, colon, codecs = spec.partition(":")
-    if not colon or prefix not in ("delta", "ef", "loco"):
-        prefix, codecs = "", spec
-    elif prefix not in prefixes:
-        valid = " or ".join(f"'{name}:'" for name in prefixes if name)
-        raise ValueError(
-            f"{argument}: '{prefix}:' is not valid here; use a codec, optionally prefixed by {valid}"
+        raise TypeError(
+            f"{argument}: expected a spec or a Codec, got {type(spec).__name__}; compressors and policies are for "
+            "dtcomm.ddp.compress (here exclude= leaves modules uncompressed)"
         )
+    if "->" in spec:
+        raise ValueError(
+            f"{argument}: {spec!r} is a policy, which is for dtcomm.ddp.compress; here a module's parameters travel as "
+            "one tensor with one codec, and exclude= leaves modules uncompressed"
+        )
+    prefix, colon, codecs = spec.strip().partition(":")
+    if not colon or prefix not in (*FEEDBACKS, *PARAMETER_PREFIXES):
+        prefix, codecs = "", spec.strip()
+    elif prefix not in prefixes:
+        raise ValueError(
+            f"{argument}: '{prefix}:' is not valid here; use a codec, optionally prefixed by {_quoted(prefixes)}"
+        )
+    for level in codecs.split("/"):
+        if (name := level.partition(":")[0].strip()) not in names():
+            raise ValueError(f"{argument}: " + _explain_unknown_name(name, spec, prefix, prefixes))
     return CompressionSpec(*parse_levels(codecs), prefix)
+
+
+def _explain_unknown_name(name: str, spec: str, prefix: str, prefixes: tuple[str, ...]) -> str:
+    """Return what is wrong with a spec in which ``name`` stands where a codec should, and what is valid."""
+    if name == AUTO or name in COMPRESSORS:
+        return f"{name!r} is for dtcomm.ddp.compress; valid codecs here: {', '.join(names())}"
+    if prefix and name in (*FEEDBACKS, *PARAMETER_PREFIXES):
+        return f"{spec!r} has two prefixes; use one prefix before the codec, of {_quoted(prefixes)}"
+    known = [*filter(None, prefixes)] if not prefix else []
+    if all(part.partition(":")[0] in names() for part in name.split(",")):
+        hint = f" (did you mean {spec.replace(',', '/')!r}?)"
+    else:
+        hint = suggest(name, [*known, *names()], lambda guess: spec.replace(name, guess, 1))
+    return (
+        f"unknown codec or prefix {name!r} in {spec!r}{hint}; valid codecs: {', '.join(names())}; "
+        f"valid prefixes: {_quoted(prefixes)}"
+    )
+
+
+def _quoted(prefixes: tuple[str, ...]) -> str:
+    return ", ".join(f"'{name}:'" for name in prefixes if name)
+
+
+def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> CompressionSpec:
+    """Return the spec of gradients with the error feedback that ``feedback`` asks for.
+
+    Args:
+        gradients: The spec; one with a prefix has feedback already.
+        feedback: True, False, or ``"auto"``: for codecs that lose more than `MAX_ERROR`.
+
+    Raises:
+        TypeError: ``feedback`` is neither a bool nor a string.
+        ValueError: It is another string, or contradicts the prefix.
+    """
+    valid = "valid: True, False, 'auto', or a prefix of gradients, 'ef:' or 'loco:'"
+    if not isinstance(feedback, bool | str):
+        raise TypeError(f"feedback: got {type(feedback).__name__}; {valid}")
+    if feedback in ("ef21", "diana"):
+        raise ValueError(f"feedback: {feedback!r} is for dtcomm.ddp.compress; {valid}")
+    if isinstance(feedback, str) and feedback != "auto":
+        raise ValueError(f"feedback: got {feedback!r}; {valid}")
+    if gradients.prefix:
+        if feedback is False:
+            raise ValueError(
+                f"feedback: False contradicts gradients={str(gradients)!r}, whose prefix is error feedback"
+            )
+        return gradients
+    if feedback == "auto":
+        feedback = any(map(needs_feedback, gradients.codecs()))
+    return replace(gradients, prefix="ef") if feedback else gradients
+
+
+def require_accurate(gradients: CompressionSpec, parameters: CompressionSpec, residual_bytes: str) -> None:
+    """Refuse codecs that destroy what they are applied to.
+
+    With error feedback any codec of gradients is accurate enough, because what it loses is sent later.
+
+    Args:
+        gradients: Spec of the gradients.
+        parameters: Spec of the parameters.
+        residual_bytes: The memory of error feedback on each rank, for the message.
+
+    Raises:
+        ValueError: An encoding loses more than `MAX_ERROR` or `MAX_DIFFERENCE_ERROR`; the message says how to allow it.
+    """
+    allow = "allow_inaccurate=True allows it"
+    if not gradients.prefix:
+        for level in gradients.codecs():
+            if (error := gaussian_error(level)) > MAX_ERROR:
+                raise ValueError(
+                    f"gradients: {level} loses {error:.0%} (relative error; the limit is {MAX_ERROR:.0%}), "
+                    "which without error feedback is never sent, so that training does not converge; use "
+                    f"feedback=True, which keeps {residual_bytes} on every rank; {allow}"
+                )
+    if parameters.prefix == "delta":
+        limit, what = MAX_DIFFERENCE_ERROR, "of each difference"
+        effect = "modules would compute with parameters several updates behind; use 3 bits or more"
+    else:
+        limit, what = MAX_ERROR, "of the parameters"
+        effect = (
+            "every module would compute with the rest; use 4 bits or more, 'int8', 'fp8_e4m3' or 'delta:int4'"
+        )
+    for level in parameters.codecs():
+        if (error := gaussian_error(level)) > limit:
+            raise ValueError(
+                f"parameters: {level} loses {error:.0%} {what} (relative error; the limit is {limit:.0%}), and "
+                f"{effect}; {allow}"
+            )
 
 
 def find_preset(name: str) -> Preset:
     """Return the preset of this name; ValueError lists the valid names."""
+    if not isinstance(name, str):
+        raise TypeError(
+            f"preset: expected the name of a preset or None, got {type(name).__name__}; valid: {', '.join(PRESETS)}"
+        )
     if name not in PRESETS:
-        raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
+        raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}{suggest(name, PRESETS)}")
     return PRESETS[name]

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.arguments import require_int
+from dtcomm.codecs import Codec
 from dtcomm.collectives import empty
-from dtcomm.compress.checkpoint import VERSION, select_share
+from dtcomm.compress.checkpoint import VERSION, has_options, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.residuals import FORMS
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.fsdp.flat_layout import FlatLayout
 from dtcomm.fsdp.guard import ShardGuard
 from dtcomm.fsdp.report import Report, Traffic
 from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
-from dtcomm.fsdp.spec import CompressionSpec
+from dtcomm.fsdp.spec import UNCOMPRESSED, CompressionSpec
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Metric, Timeline
 
 MIN_SHARED_BYTES = (
     64 * 1024
 )  # smaller buffers cost more, in whole pages and a file descriptor, than they save
+
+_log = logging.getLogger("dtcomm")
 
 
 class State:
@@ -44,6 +49,7 @@ class State:
         num_shards: Number of ranks that parameters are cut over. In a two-dimensional mesh that is not the world size.
         shard_index: This rank's position among them.
         group: Their process group; None is the default group.
+        logs: Whether this rank may log what all ranks find alike; its first rank does.
         buffers: The buffers of collectives; ``buffers.trim()`` frees those that are not in use.
         timeline: Recorder of training steps (`dtcomm.profiling`).
     """
@@ -57,8 +63,10 @@ class State:
         guard: Guard | None = None,
         sample_every: int = 0,
     ) -> None:
+        require_int("seed", seed)
         self.gradients, self.parameters = gradients, parameters
         self.seed = seed
+        self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
         self.num_shards, self.shard_index = dist.get_world_size(), dist.get_rank()
         self.group: dist.ProcessGroup | None = None
@@ -72,6 +80,11 @@ class State:
         self._report = Report()
         self.timeline = Timeline("fsdp")
         self.guard = ShardGuard(guard, sample_every)
+        self._excluded: dict[str, str] = {}  # module -> the pattern that excludes it
+        self._undo: list[Callable[[], None]] = []
+        # What was asked for and is not compressed is logged once, by the first rank, at the end of a pass.
+        self.logs = True
+        self._has_begun = self._has_fallback = self._logged = self._log_is_queued = False
 
     # --- for users --------------------------------------------------------------------------------------------
 
@@ -82,6 +95,7 @@ class State:
         self._report.buffer_bytes = self.buffers.nbytes()
         self._report.events = count_events(self.events)
         self._report.fetch_errors()
+        self.log_uncompressed()
         if self.buffers.unshared_reason:
             self.add_note(self.buffers.unshared_reason)
         return self._report
@@ -108,6 +122,23 @@ class State:
     def observe(self, loss: float | torch.Tensor) -> None:
         """Pass this step's loss to the guard; call it once per step, before backward, on every rank."""
         self.guard.observe_loss(loss)
+
+    def detach(self) -> None:
+        """Give the model its own, uncompressed collectives back; call it between two steps, on every rank.
+
+        The model may be compressed again afterwards. The report and `state_dict` keep what there was; references of
+        ``delta:`` and shared buffers are freed.
+
+        Example::
+
+            state.detach()
+            state = dtcomm.fsdp.compress(model, gradients="int4")
+        """
+        while self._undo:
+            self._undo.pop()()
+        self.timeline.stop()
+        self.resync()
+        self.buffers.trim()
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``, for a loss scale that changed by this factor between two steps."""
@@ -143,6 +174,7 @@ class State:
             "seed": self.seed,
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
+            "options": self._options(),
             "guard": self.guard.state_dict(),
             "counts": {} if self._residuals is None else dict(self._residuals.counts),
             "residuals": residuals,
@@ -152,27 +184,41 @@ class State:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def _options(self) -> dict[str, str]:
+        """Return what must be equal where a state is saved and where it is loaded."""
+        return {
+            "gradients": str(self.gradients.codec_spec),
+            "parameters": str(self.parameters),
+            "feedback": self.gradients.prefix or "none",
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
         """Continue from a state that `state_dict` returned.
 
         Args:
             state: This rank's own state, or the states of all ranks of the saved run in rank order. With the latter the
                 number of ranks may have changed: residuals keep their sum over the ranks, and ``delta:`` starts with
                 whole parameters.
+            strict: Refuse a state that was saved with other codecs or another kind of feedback; False: load its
+                residuals alone, if feedback is of the same kind.
 
         Raises:
-            ValueError: A single state comes from a run with another number of ranks.
+            ValueError: A single state comes from a run with another number of ranks, or the state was saved with other
+                options.
         """
         ranks = dist.get_world_size()
         first, residuals = select_share(state, dist.get_rank(), ranks)
+        same_options = has_options(first, self._options(), strict)
         self.calls, self.seed = first["calls"], first["seed"]
         self.guard.load_state_dict(first.get("guard", {}))
         self.resync()
         same_ranks = first["world_size"] == ranks
-        if same_ranks:
+        if same_ranks and same_options:
             own_state = state if isinstance(state, Mapping) else state[dist.get_rank()]
             self._saved_reference_shards = dict(own_state["references"])
-        if self._residuals is None:
+        if self._residuals is None or first["options"]["feedback"] != self._options()["feedback"]:
             return
         flat_residuals: dict[str, torch.Tensor] = {}
         for module, layout in self._layouts.items():
@@ -182,10 +228,57 @@ class State:
             flat_residuals |= {name[1:-1]: flat for name, flat in residuals.items() if name.startswith("[")}
         self._residuals.load_state_dict(flat_residuals, first["counts"])
 
+    # --- for `compress` ---------------------------------------------------------------------------------------
+
+    def on_detach(self, undo: Callable[[], None]) -> None:
+        """Let `detach` call ``undo``."""
+        self._undo.append(undo)
+
+    def exclude(self, module: str, pattern: str) -> None:
+        """Send a module uncompressed, because its name matches ``pattern``."""
+        self._excluded[module] = pattern
+
+    def add_fallback(self, module: str, reason: str) -> None:
+        """Report that torch communicates what was to be compressed of a module, and log it after the first pass."""
+        for kind, spec in (("parameters", self.parameters), ("gradients", self.gradients)):
+            if not spec.is_none and module not in self._excluded:
+                traffic = self.traffic(module, kind, UNCOMPRESSED)
+                traffic.reason, traffic.fallback = reason, True
+                self._has_fallback = True
+
     # --- for the collectives ----------------------------------------------------------------------------------
+
+    def spec(self, module: str, requested: CompressionSpec) -> CompressionSpec:
+        """Return the spec of a module's collective: ``requested``, or none if the module is excluded."""
+        return UNCOMPRESSED if module in self._excluded else requested
+
+    def note_choice(self, module: str, traffic: Traffic) -> None:
+        """Complete the reason in ``traffic`` for a module's codec, and log it at the end of the pass if it must be."""
+        if module in self._excluded:
+            traffic.reason = f"exclude: {self._excluded[module]}"
+        self._has_fallback |= traffic.fallback
+        running_backward = torch._C._current_graph_task_id() != -1
+        if self._has_fallback and running_backward and not (self._logged or self._log_is_queued):
+            # Only at the end of backward it is known what all modules did.
+            self._log_is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.log_uncompressed)
+
+    def log_uncompressed(self) -> None:
+        """Log, once, what was asked for and is not compressed."""
+        if self._has_fallback and not self._logged:
+            self._logged = True
+            self.log(f"{self._report.uncompressed()}; see state.report()")
+
+    def log(self, text: str) -> None:
+        """Log a line on the first rank, because all ranks find it alike."""
+        if self.logs and self.shard_index == 0:
+            _log.warning("dtcomm.fsdp: %s", text)
 
     def begin_step(self) -> None:
         """Begin a training step: apply the guard's decisions. The model's forward pass calls it."""
+        if self._has_begun:  # the pass before this one is complete
+            self.log_uncompressed()
+        self._has_begun = True
         for module in self.guard.begin_step(self.group):
             if self._residuals is not None:
                 self._residuals.reset(module)
@@ -303,20 +396,30 @@ def _use_count(tensor: torch.Tensor) -> int:
 
 def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:
     """Return the store for a spec's prefix; ValueError if the form of residuals is unknown or not applicable."""
+    if form not in FORMS:
+        raise ValueError(f"residual: {form!r}; valid: {', '.join(FORMS)}")
     if prefix == "ef":
         return FullResidual(form)
     if form != "fp32":
-        reason = f"'{prefix}:' has its own form" if prefix else "these gradients keep no residuals"
-        raise ValueError(f"residual: {form!r} applies to gradients with 'ef:' only; {reason}")
+        reason = (
+            f"'{prefix}:' has its own form"
+            if prefix
+            else "these gradients keep no residuals; feedback=True keeps some"
+        )
+        raise ValueError(
+            f"residual: {form!r} applies to gradients with 'ef:' or feedback=True only; {reason}"
+        )
     return LoCoResidual() if prefix == "loco" else None
 
 
-def codec_spec_for(spec: CompressionSpec, tensor: torch.Tensor, traffic: Traffic) -> str | Codec:
-    """Return the codecs of ``spec``, or ``none`` if one does not support the tensor's dtype; counted in ``traffic``."""
-    unsupported = next((codec for codec in spec.codecs() if tensor.dtype not in codec.dtypes), None)
-    traffic.codec, traffic.reason = str(spec), ""
-    if unsupported is None:
-        return spec.codec_spec
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    traffic.codec, traffic.reason = "none", f"{unsupported} does not support {dtype}"
-    return codec("none")
+def codec_spec_for(
+    spec: CompressionSpec, tensor: torch.Tensor, traffic: Traffic, numel: int | None = None
+) -> str | Codec:
+    """Return the codecs of ``spec``, or ``none`` if they cannot compress the tensor; ``traffic`` says which, and why.
+
+    ``numel`` elements are encoded together (default: the whole tensor).
+    """
+    traffic.reason = spec.obstacle(tensor.dtype, tensor.numel() if numel is None else numel)
+    traffic.fallback = bool(traffic.reason)
+    traffic.codec = "none" if traffic.fallback else str(spec)
+    return UNCOMPRESSED.codec_spec if traffic.fallback else spec.codec_spec

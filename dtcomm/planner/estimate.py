@@ -100,10 +100,10 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def candidates(collective: str, codec: Codec, system: System) -> tuple[str, ...]:
-    """Return the algorithms to consider for a codec: NCCL's if NCCL runs it, otherwise those of dtcomm."""
+    """Return the algorithms to consider for a codec: NCCL's if NCCL runs it, otherwise dtcomm's own."""
     if system.engine == "nccl" and codec.name == "none":
         return nccl_model.algorithms(collective, system)
-    names = algorithms.available(collective)
+    names = tuple(name for name in algorithms.available(collective) if not algorithms.is_registered(name))
     if system.ranks > MANY_RANKS:
         # Algorithms whose steps or messages grow with the number of ranks cannot win.
         names = tuple(name for name in names if name in ("hierarchical", "halving", "two_shot"))

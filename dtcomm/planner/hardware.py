@@ -14,13 +14,20 @@ what TCP leaves of the line with frames of 1500 bytes. ``latency`` is one way, f
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from dtcomm.arguments import suggest
 from dtcomm.codecs.base import Codec
 from dtcomm.schedule.ir import Transfer
+
+
+def not_one_of(name: object, valid: Iterable[str]) -> str:
+    """Return the message for a name that is not valid: the valid ones, and the one that was probably meant."""
+    names = list(valid)
+    return f"{name!r} is not one of {', '.join(names)}{suggest(name, names)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class Port:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind: {self.kind!r} is not one of {', '.join(KINDS)}")
+            raise ValueError(f"kind: {not_one_of(self.kind, KINDS)}")
         if not self.gbytes > 0:
             raise ValueError(f"gbytes: must be over 0, got {self.gbytes}")
         for name in ("latency_us", "message_us"):
@@ -109,7 +116,7 @@ def find_port(name_or_fields: str | Mapping[str, Any]) -> Port:
     if isinstance(name_or_fields, Mapping):
         known = {field.name for field in fields(Port)}
         if unknown := sorted(set(name_or_fields) - known):
-            raise ValueError(f"link: {unknown[0]!r} is not one of {', '.join(sorted(known))}")
+            raise ValueError(f"link: {not_one_of(unknown[0], sorted(known))}")
         try:
             return Port(**name_or_fields)
         except TypeError as error:
@@ -124,7 +131,8 @@ def find_port(name_or_fields: str | Mapping[str, Any]) -> Port:
             return _tcp(gbit) if gbit <= 50 else _rdma(gbit, 3.0)
         except ValueError:
             pass
-    raise ValueError(f"link: {name_or_fields!r} is not one of {', '.join(PORTS)}, nor a number of gbit")
+    names = [*PORTS, "or a number of gbit"]
+    raise ValueError(f"link: {not_one_of(name_or_fields, names)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +146,8 @@ class Device:
         kernel_us: Microseconds of launching a kernel.
         reach: The share of the memory bandwidth that kernels reach.
         rates: (codec, encode, decode) in GB/s of fp32, for codecs whose rate is not that of the memory.
+        memory_gib: GiB that a rank's tensors can use; 0 if that is not known.
+        tflops: (type, TFLOP/s) of matrix products, dense, by the type in which they are computed.
     """
 
     name: str
@@ -147,6 +157,26 @@ class Device:
     kernel_us: float = 0.0
     reach: float = 0.8
     rates: tuple[tuple[str, float, float], ...] = ()
+    memory_gib: float = 0.0
+    tflops: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that a rank's tensors can use; 0 if that is not known."""
+        return int(self.memory_gib * 2**30)
+
+    def peak_flops(self, compute: str) -> float:
+        """Return the peak FLOP/s of matrix products in ``compute``: fp32, tf32, bf16 or fp16.
+
+        Raises:
+            ValueError: If it is not known for this device.
+        """
+        peaks = dict(self.tflops)
+        if not peaks:
+            raise ValueError(f"no peak FLOP/s is known for the device {self.name}")
+        if compute not in peaks:
+            raise ValueError(f"compute: {not_one_of(compute, peaks)}")
+        return peaks[compute] * 1e12
 
     def work(self, codec: Codec) -> tuple[float, float]:
         """Return the seconds per element to encode, and to decode and sum."""
@@ -159,13 +189,53 @@ class Device:
         return seconds, seconds
 
 
+def _peaks(fp32: float, tf32: float, half: float) -> tuple[tuple[str, float], ...]:
+    return (("fp32", fp32), ("tf32", tf32), ("bf16", half), ("fp16", half))
+
+
+# Peak TFLOP/s are NVIDIA's for the SXM boards (data sheets of the A100, H100 and H200, and of the HGX B200), without
+# sparsity: where a data sheet has only figures with sparsity (H100, H200, B200), they are halved. fp32 is that of the
+# CUDA cores, the others are of tensor cores. Memory is what is left for tensors of the 80, 80, 141 and 180 GB that the
+# data sheets name: about what torch reports as a device's total capacity.
 DEVICES = {
     device.name: device
     for device in (
-        Device(name="a100", memory_gbytes=2039, generation="ampere", launch_us=22.0, kernel_us=4.0),
-        Device(name="h100", memory_gbytes=3350, generation="hopper", launch_us=3.0, kernel_us=4.0),
-        Device(name="h200", memory_gbytes=4800, generation="hopper", launch_us=3.0, kernel_us=4.0),
-        Device(name="b200", memory_gbytes=8000, generation="blackwell", launch_us=10.0, kernel_us=4.0),
+        Device(
+            name="a100",
+            memory_gbytes=2039,
+            generation="ampere",
+            launch_us=22.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(19.5, 156, 312),
+        ),
+        Device(
+            name="h100",
+            memory_gbytes=3350,
+            generation="hopper",
+            launch_us=3.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(67, 494.7, 989.4),
+        ),
+        Device(
+            name="h200",
+            memory_gbytes=4800,
+            generation="hopper",
+            launch_us=3.0,
+            kernel_us=4.0,
+            memory_gib=139,
+            tflops=_peaks(67, 494.7, 989.4),
+        ),
+        Device(
+            name="b200",
+            memory_gbytes=8000,
+            generation="blackwell",
+            launch_us=10.0,
+            kernel_us=4.0,
+            memory_gib=178,
+            tflops=_peaks(75, 1100, 2250),
+        ),
         # One core that works half in its cache: about an EPYC's. `dtcomm tune` measures the actual machine.
         Device(
             name="cpu",
@@ -243,6 +313,7 @@ class System:
         return {
             "name": self.name,
             "device": self.device.name,
+            "device_memory_bytes": self.device.memory_bytes or None,
             "hosts": self.hosts,
             "per_host": self.per_host,
             "ranks": self.ranks,
@@ -276,10 +347,17 @@ SYSTEMS = {
 
 
 def find_system(name: str) -> System:
-    """Return one of `SYSTEMS`; ValueError lists the names."""
-    if name not in SYSTEMS:
-        raise ValueError(f"system: {name!r} is not one of {', '.join(SYSTEMS)}")
-    return SYSTEMS[name]
+    """Return one of `SYSTEMS`, in any case; ValueError lists the names."""
+    if name.lower() not in SYSTEMS:
+        raise ValueError(f"system: {not_one_of(name, SYSTEMS)}")
+    return SYSTEMS[name.lower()]
+
+
+def find_device(name: str) -> Device:
+    """Return one of `DEVICES`, in any case; ValueError lists the names."""
+    if name.lower() not in DEVICES:
+        raise ValueError(f"device: {not_one_of(name, DEVICES)}")
+    return DEVICES[name.lower()]
 
 
 def system_from_links(inside: str, between: str, device: str | None = None, nics: int = 1) -> System:
@@ -295,10 +373,8 @@ def system_from_links(inside: str, between: str, device: str | None = None, nics
     if device is None:
         implied = [BY_LINK[link] for link in (inside.lower(), port_inside.kind) if link in BY_LINK]
         device = implied[0] if implied else {"nvlink": "h100"}.get(port_inside.kind, "cpu")
-    if device not in DEVICES:
-        raise ValueError(f"device: {device!r} is not one of {', '.join(DEVICES)}")
     name = f"{inside} inside, {between} between"
-    return System(name=name, device=DEVICES[device], inside=port_inside, between=port_between, nics=nics)
+    return System(name=name, device=find_device(device), inside=port_inside, between=port_between, nics=nics)
 
 
 def system_from_dict(description: Mapping[str, Any]) -> System:
@@ -309,13 +385,11 @@ def system_from_dict(description: Mapping[str, Any]) -> System:
     """
     known = ("name", "system", "device", "hosts", "per_host", "nics", "cores", "inside", "between")
     if unknown := sorted(set(description) - set(known)):
-        raise ValueError(f"topology: {unknown[0]!r} is not one of {', '.join(known)}")
-    base = find_system(description["system"]) if "system" in description else SYSTEMS["local"]
+        raise ValueError(f"topology: {not_one_of(unknown[0], known)}")
+    base = find_system(str(description["system"])) if "system" in description else SYSTEMS["local"]
     changes: dict[str, Any] = {"name": str(description.get("name", "from a file"))}
     if "device" in description:
-        if description["device"] not in DEVICES:
-            raise ValueError(f"device: {description['device']!r} is not one of {', '.join(DEVICES)}")
-        changes["device"] = DEVICES[description["device"]]
+        changes["device"] = find_device(str(description["device"]))
     for side in ("inside", "between"):
         if side in description:
             changes[side] = find_port(description[side])

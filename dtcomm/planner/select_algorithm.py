@@ -13,7 +13,8 @@ The choice is a pure function of what all ranks know alike, so all ranks choose 
   of a host; every further hop would encode again. The prediction is made for sizes rounded up to a power of two, so
   that it is rarely made.
 - If `dtcomm tune` has measured a group of as many ranks and hosts with this codec, its times decide ``auto``: the
-  choice above stays as long as it is within 3 % of the fastest, and a lossy sum is encoded at most twice.
+  choice above stays as long as it is within 3 % of the fastest, and a lossy sum is encoded at most twice. Algorithms
+  that a user registered are chosen in this way only, and only if a rank encodes each chunk once.
 
 `compression_pays` predicts whether a codec makes an all_reduce of a given size faster, for paths where latency decides.
 """
@@ -33,6 +34,7 @@ from dtcomm.codecs.spec import codec
 from dtcomm.planner.cost_model import Table, measured_bytes, parse, predict
 from dtcomm.planner.hardware import Topology
 from dtcomm.schedule.ir import REDUCING
+from dtcomm.schedule.verify import verify
 
 CHOOSERS = ("auto", "direct")
 NEAR_FASTEST = 1.03  # times the fastest: the default choice stays within this
@@ -147,6 +149,7 @@ def explain(
             name
             for name in times[0]
             if all(name in seconds for seconds in times)
+            and _may_be_chosen(name, collective, ranks)
             and (any_order or _encodings(name, collective, ranks, hosts) <= MAX_ENCODINGS * hosts)
         ]
         return _fastest(default, [{name: seconds[name] for name in names} for seconds in times], table)
@@ -211,6 +214,15 @@ def _encodings(name: str, collective: str, ranks: int, hosts: int) -> int:
     return algorithms.build(name, collective, ranks, hosts=groups).requantizations()
 
 
+def _may_be_chosen(name: str, collective: str, ranks: int) -> bool:
+    """Return whether a measured algorithm exists here; one of the user's must also allow error feedback."""
+    if name not in algorithms.available(collective):  # measured where it was registered
+        return False
+    return (
+        not algorithms.is_registered(name) or verify(algorithms.build(name, collective, ranks)).encodes_once
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def _costs(
     collective: str, numel: int, dtype: torch.dtype, codec: Codec, ranks: int, hosts: int, table: Table
@@ -221,7 +233,9 @@ def _costs(
         schedule = algorithms.build(name, collective, ranks, hosts=topology.groups)
         return predict(schedule, numel, dtype, codec, topology, table)
 
-    return {name: cost(name) for name in algorithms.available(collective)}
+    # An algorithm of the user's is only chosen where it was measured.
+    names = [name for name in algorithms.available(collective) if not algorithms.is_registered(name)]
+    return {name: cost(name) for name in names}
 
 
 #: Seconds that a codec adds to a call whatever its size, inside a host and between hosts: more kernel calls, more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import Codec
 from dtcomm.planner import nccl_model
 from dtcomm.planner.cost_model import Table
-from dtcomm.planner.estimate import UNMEASURED, Estimate, candidates, estimate
+from dtcomm.planner.estimate import LINK_REACH, UNMEASURED, Estimate, candidates, estimate
 from dtcomm.planner.hardware import System
 
 SMALLEST, LARGEST = 1 << 10, 1 << 36  # bytes between which a break-even is searched
@@ -65,6 +65,52 @@ class Sweep:
                 self.skipped.append(name)
         return estimates
 
+    def add_rows(
+        self,
+        sizes: Sequence[int],
+        names: Mapping[Codec, Sequence[str]],
+        every: bool = False,
+    ) -> None:
+        """Add the rows of some sizes.
+
+        Args:
+            sizes: Uncompressed bytes.
+            names: The algorithms to consider for each codec.
+            every: Whether to add a row for each algorithm; by default only the fastest has one.
+        """
+        for nbytes in sizes:
+            baseline = self.baseline(nbytes)
+            for codec, algorithms in names.items():
+                estimates = self.estimates(algorithms, codec, nbytes)
+                ordered = sorted(estimates, key=lambda candidate: candidate.seconds)
+                for index, candidate in enumerate(ordered if every else ordered[:1]):
+                    speedup = baseline / candidate.seconds if candidate.seconds else 1.0
+                    others = () if index else tuple(ordered[1:])
+                    self.rows.append(SweepRow(best=candidate, speedup=speedup, others=others))
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What the estimates take for granted without a measurement, in sentences."""
+        system = self.system
+        if system.engine == "nccl":
+            lines = [
+                "NCCL is modelled with its published constants; from 1 MB on the median error against published "
+                "tables is 1 to 14 % (docs/guides/planning.md)"
+            ]
+            if any(row.best.engine != "nccl" for row in self.rows):
+                lines.append(
+                    f"GPU kernels are assumed to reach {system.device.reach:.0%} of the memory bandwidth, and dtcomm's "
+                    f"messages {LINK_REACH['nccl']:.0%} of a link's: neither has been measured on several GPUs, so "
+                    "gains of a codec inside an NVLink node are upper bounds"
+                )
+            return lines
+        if all(row.best.detail.startswith("measured") for row in self.rows):
+            return []
+        return [
+            "links have the bandwidth of their kind, and a CPU core encodes as fast as one of an EPYC: "
+            "`dtcomm tune` measures a machine"
+        ]
+
     def baseline(self, nbytes: int) -> float:
         """Return the seconds of the fastest algorithm without a codec."""
         none = parse("none")
@@ -113,35 +159,37 @@ def run_sweep(
         table: Measured times of this machine.
         placement: The CPU placement whose measurements are preferred.
     """
-    parsed = [parse("none"), *dict.fromkeys(codec for codec in map(parse, codecs) if codec.name != "none")]
+    parsed = with_none(codecs)
     sweep = Sweep(system=system, collective=collective, table=table, dtype=dtype, placement=placement)
-    names = {codec: _names(sweep, codec, algorithms) for codec in parsed}
-    for nbytes in sizes:
-        baseline = sweep.baseline(nbytes)
-        for codec in parsed:
-            estimates = sweep.estimates(names[codec], codec, nbytes)
-            ordered = sorted(estimates, key=lambda candidate: candidate.seconds)
-            shown = ordered[:1] if "auto" in algorithms else ordered
-            for index, candidate in enumerate(shown):
-                speedup = baseline / candidate.seconds if candidate.seconds else 1.0
-                others = () if index else tuple(ordered[1:])
-                sweep.rows.append(SweepRow(best=candidate, speedup=speedup, others=others))
+    names = {codec: requested_algorithms(sweep, codec, algorithms) for codec in parsed}
+    sweep.add_rows(sizes, names, every="auto" not in algorithms)
     for codec in parsed[1:]:
         sweep.break_even[str(codec)] = sweep.pays_from(codec, names[codec])
         sweep.verdicts.append(_verdict(sweep, str(codec)))
     return sweep
 
 
-def _names(sweep: Sweep, codec: Codec, requested: Sequence[str]) -> tuple[str, ...]:
+def with_none(specs: Sequence[str]) -> list[Codec]:
+    """Return ``none``, then every other codec of ``specs`` once."""
+    return [parse("none"), *dict.fromkeys(codec for codec in map(parse, specs) if codec.name != "none")]
+
+
+def requested_algorithms(sweep: Sweep, codec: Codec, requested: Sequence[str]) -> tuple[str, ...]:
+    """Return the algorithms to consider for a codec: ``requested`` are names, ``auto`` or ``all``.
+
+    Raises:
+        ValueError: If a name is not valid.
+    """
     collective, system = sweep.collective, sweep.system
     if set(requested) <= {"auto", "all"}:
         return candidates(collective, codec, system)
     nccl_names = nccl_model.algorithms(collective, system) if system.engine == "nccl" else ()
+    own_names = registry.available(collective)
     for name in requested:
         if name not in nccl_names:
-            registry.require(name, collective, besides=("auto", "all", *nccl_names))
+            only_nccl = (other for other in nccl_names if other not in own_names)
+            registry.require(name, collective, besides=("auto", "all", *only_nccl))
     # Algorithms that only NCCL has cannot carry a codec's payloads.
-    own_names = registry.available(collective)
     return tuple(
         name
         for name in requested
@@ -151,18 +199,30 @@ def _names(sweep: Sweep, codec: Codec, requested: Sequence[str]) -> tuple[str, .
 
 def _verdict(sweep: Sweep, spec: str) -> str:
     break_even = sweep.break_even[spec]
-    gains = [row.speedup for row in sweep.rows if row.best.codec == spec]
+    gains: dict[int, float] = {}
+    for row in sweep.rows:
+        if row.best.codec == spec:
+            gains[row.best.nbytes] = max(row.speedup, gains.get(row.best.nbytes, 0.0))
     where = "on the local engine" if sweep.system.engine == "memory" else "on this system"
     if not gains:
         return f"{spec}: none of the algorithms can carry it or be estimated for {sweep.system.ranks} ranks"
-    if break_even is None:
+    paying = [size for size, gain in gains.items() if gain > MIN_SPEEDUP]
+    # Where one algorithm takes over from another, a codec may pay at a size and not at a larger one.
+    early = [size for size in paying if break_even is None or size < break_even]
+    late = [size for size in gains if size not in paying and break_even is not None and size >= break_even]
+    at = f"at {', '.join(map(size_name, early))}"
+    from_there = "" if break_even is None else f"from {size_name(break_even)} on"
+    if late:
+        from_there += f" (not at {', '.join(map(size_name, late))})"
+    if not paying and break_even is None:
         return (
             f"{where} {spec} is not faster than none: the bytes it saves are not what takes the time "
             f"(gains below {MIN_SPEEDUP - 1:.0%} are not counted)"
         )
-    if max(gains) <= MIN_SPEEDUP:
-        return f"{where} {spec} does not pay at the sizes shown; it would from {size_name(break_even)} on"
-    return f"{where} {spec} pays from {size_name(break_even)} on, up to {max(gains):.2f}x at the sizes shown"
+    if not paying:
+        return f"{where} {spec} does not pay at the sizes shown; it would {from_there}"
+    pays = " and ".join(part for part in (at if early else "", from_there) if part)
+    return f"{where} {spec} pays {pays}, up to {max(gains.values()):.2f}x at the sizes shown"
 
 
 def size_name(nbytes: int) -> str:
@@ -171,3 +231,15 @@ def size_name(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}" if nbytes % scale else f"{nbytes // scale} {unit}"
     return f"{nbytes} B"
+
+
+def time_name(seconds: float) -> str:
+    """Return a time such as ``1.250 ms``, to four digits."""
+    if seconds <= 0:
+        return "0 us"
+    if seconds >= 999.95:
+        return f"{seconds:,.0f} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9999 * scale:
+            return f"{seconds / scale:#.4g} {unit}"
+    return f"{seconds * 1e6:#.4g} us"

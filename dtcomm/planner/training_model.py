@@ -1,14 +1,18 @@
 """Predicts the time of a training step, and the memory of a rank. ``dtcomm plan`` calls both.
 
-**Time.** Gradients become ready bucket by bucket, and their communication overlaps the backward pass. Buckets are sent
-one after the other, each when it is ready and the previous one is complete. A step ends ``rest`` seconds after both
-the backward pass and the last bucket are complete; ``rest`` is the optimizer and whatever else precedes the next
+**Time of DDP.** Gradients become ready bucket by bucket, and their communication overlaps the backward pass. Buckets
+are sent one after the other, each when it is ready and the previous one is complete. A step ends ``rest`` seconds after
+both the backward pass and the last bucket are complete; ``rest`` is the optimizer and whatever else precedes the next
 backward pass.
 
+**Time of FSDP.** A *unit* is what is gathered at once: a layer. A unit's parameters are gathered before its forward and
+again before its backward, one unit ahead of the computation, and its gradients are reduce-scattered after its backward.
+Gathers and reductions share the links, so they take place one after the other, in the order in which they are issued.
+
 **Memory** in each stage of sharding (Rajbhandari et al. 2020, arXiv:1910.02054). A model has P parameters of b bytes,
-on n ranks, and an optimizer that keeps s values for each. A *unit* is what is gathered at once: a layer. FSDP and the
-stages 1 and 2 update their shards in fp32. Compression adds residuals of a rank's whole gradients, and with ``delta:``
-a copy of the parameters as the peers know them.
+on n ranks, and an optimizer that keeps s values in fp32 for each. FSDP and the stages 1 and 2 update their shards in
+fp32. Compression adds residuals of a rank's whole gradients, and with ``delta:`` a copy of the parameters as the peers
+know them.
 """
 
 from __future__ import annotations
@@ -86,6 +90,44 @@ def replay(buckets: Sequence[Bucket], rest: float, seconds: Callable[[Bucket], f
     return TrainingStep(seconds=max(free, ready) + rest, compute=ready + rest, communication=total)
 
 
+def replay_sharded(
+    layers: int, forward: float, backward: float, gather: float, reduce: float
+) -> TrainingStep:
+    """Return a step of FSDP with equal units.
+
+    Args:
+        layers: The number of units.
+        forward: Seconds of a unit's forward.
+        backward: Seconds of a unit's backward.
+        gather: Seconds of the all_gather of a unit's parameters.
+        reduce: Seconds of the reduce_scatter of a unit's gradients.
+    """
+    link_free = computed = started = 0.0
+
+    def send(issued: float, seconds: float) -> float:
+        nonlocal link_free
+        link_free = max(link_free, issued) + seconds
+        return link_free
+
+    for _ in range(layers):
+        # Issued as the previous unit's forward starts.
+        gathered = send(started, gather)
+        started = max(computed, gathered)
+        computed = started + forward
+    gathered = send(computed, gather)
+    for unit in range(layers):
+        started = max(computed, gathered)
+        if unit + 1 < layers:
+            gathered = send(started, gather)
+        computed = started + backward
+        send(computed, reduce)
+    return TrainingStep(
+        seconds=max(computed, link_free),
+        compute=layers * (forward + backward),
+        communication=layers * (2 * gather + reduce),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A recorded run: its buckets, the seconds after them, and the measured time of its steps."""
@@ -159,7 +201,7 @@ RESIDUAL_BYTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """A model of ``layers`` equal units; ``states`` are the optimizer's values per parameter, 2 for Adam."""
+    """A model of ``layers`` equal units; ``states`` are the optimizer's fp32 values per parameter, 2 for Adam."""
 
     params: float
     layers: int = 32
@@ -234,7 +276,7 @@ def rank_memory(
     bucket = min(float(model.bucket_bytes), whole)
     if stage == "ddp":
         # Buckets are another copy of the gradients, unless gradient_as_bucket_view is set.
-        parts = {"parameters": whole, "optimizer": model.states * whole, "gradients": whole, "passing": whole}
+        parts = {"parameters": whole, "optimizer": model.states * 4 * p, "gradients": whole, "passing": whole}
     else:
         parts = {"optimizer": model.states * shard, "gradients": shard, "parameters": shard}
         if stage != "fsdp":

@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import future_completion
 from dtcomm.errors import CommunicatorClosed
+from dtcomm.runtime import torch_threads
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.connection import wait_for_threads
 from dtcomm.runtime.native.runtime import close_all
 from dtcomm.runtime.process_groups import inherited, position, require_group
 
@@ -231,7 +231,7 @@ def _shutdown() -> None:
     global _exiting
     _exiting = True
     _drop(lambda _: True)
-    wait_for_threads(_EXIT_SECONDS)
+    torch_threads.wait(_EXIT_SECONDS)
     if not inherited:
         future_completion.stop()
 

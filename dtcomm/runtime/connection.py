@@ -8,7 +8,6 @@ ranks, and then starts the deferred operations in the order in which they were i
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,15 +17,13 @@ import torch
 from dtcomm import future_completion
 from dtcomm.device.streams import Streams
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError
+from dtcomm.runtime import torch_threads
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.work import DeferredWork, Work
 
 _GRACE_SECONDS = 0.5
 _RELEASED = "group: its communicators have been released"
-
-_connecting: set[int] = set()  # threads
-_ended = threading.Condition()
 
 
 class Connection:
@@ -115,7 +112,7 @@ class Connection:
                         with streams.on(stream):  # which chooses the device too
                             self._run(deadline)
 
-                    threading.Thread(target=run, name="dtcomm-connect", daemon=True).start()
+                    torch_threads.start(run, "dtcomm-connect")
                     self._deadline = deadline
                 work = DeferredWork(outputs, streams.future())
                 self._deferred.append((work, start_on_stream))
@@ -143,16 +140,10 @@ class Connection:
 
     def _run(self, deadline: Deadline) -> BaseException | None:
         """Connect, start what is deferred, and return the error, if any."""
-        thread = threading.get_ident()
-        _connecting.add(thread)
-        try:
+        with torch_threads.running():  # the store's functions are native
             error = self._join(deadline)
             self._start_deferred(error)
             return error
-        finally:
-            with _ended:
-                _connecting.discard(thread)
-                _ended.notify_all()
 
     def _join(self, deadline: Deadline) -> BaseException | None:
         """Connect, and return the error, if any."""
@@ -193,22 +184,3 @@ class Connection:
     def _fail(self) -> Work:
         self._raise_error()
         raise AssertionError("called without an error")
-
-
-def wait_for_threads(limit_s: float) -> None:
-    """Wait at most ``limit_s`` seconds for other threads to stop connecting, at interpreter exit.
-
-    They use torch's store, and a thread that returns from torch's native code while the interpreter is finalized ends
-    the process.
-    """
-    with _ended:
-        _ended.wait_for(lambda: _connecting <= {threading.get_ident()}, limit_s)
-
-
-def _after_fork() -> None:
-    global _ended
-    _connecting.clear()
-    _ended = threading.Condition()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -85,7 +85,8 @@ def group_store(group: dist.ProcessGroup) -> c10d.Store:
 def private_store(group: dist.ProcessGroup) -> c10d.Store:
     """The group's store through a connection of its own, where the store has connections.
 
-    A wait on a shared TCPStore blocks every other thread that uses it, whatever group it serves.
+    A wait on a shared TCPStore blocks every other thread that uses it, whatever group it serves. Waits on the new
+    connection end at the group's timeout; the store's own, of five minutes, would keep a thread that has been given up.
 
     Raises:
         DtcommError: If the store cannot be reached.
@@ -106,6 +107,8 @@ def private_store(group: dist.ProcessGroup) -> c10d.Store:
                 ) from error
         try:
             clone: c10d.Store = store.clone()  # type: ignore[attr-defined]
-            return clone
         except (AttributeError, RuntimeError):  # a store of the user's own
             return store
+        if isinstance(server, dist.TCPStore | dist.FileStore):  # type: ignore[attr-defined]
+            clone.set_timeout(group_timeout(group))  # the clones of others are the store itself
+        return clone

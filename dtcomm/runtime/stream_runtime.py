@@ -148,8 +148,9 @@ class StreamRuntime(abc.ABC, Generic[PlanT]):
             entry.stage = "failed"
             entry.finished_ns = time.monotonic_ns()
             failure = self._failure_of(error)
-            self._failure = type(failure)(str(failure))  # without the frames of the one that is raised
-            flight_recorder.failed(failure)
+            if self._failure is None:  # else the operation had been given up
+                self._failure = type(failure)(str(failure))  # without the frames of the one that is raised
+                flight_recorder.failed(failure)
             if failure is error or not isinstance(error, Exception):
                 raise
             raise failure from error

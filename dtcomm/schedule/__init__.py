@@ -2,9 +2,11 @@
 
 A `Schedule` lists which rank sends which chunk to which rank in which step. The functions here read that one value:
 `verify` proves it, `str` prints it and `parse` reads the text back, `simulate` predicts its time, and `lower` turns it
-into the `Program` of one rank, which is all that a runtime executes. `dtcomm.algorithms` builds schedules.
+into the `Program` of one rank, which is all that a runtime executes. `Builder` writes a schedule by following chunks
+from rank to rank; `dtcomm.algorithms` has the built-in ones.
 """
 
+from dtcomm.schedule.builder import Builder, Chunk
 from dtcomm.schedule.ir import Schedule, Transfer
 from dtcomm.schedule.lower import lower
 from dtcomm.schedule.program import Program
@@ -12,4 +14,4 @@ from dtcomm.schedule.simulate import simulate
 from dtcomm.schedule.text import parse
 from dtcomm.schedule.verify import verify
 
-__all__ = ["Program", "Schedule", "Transfer", "lower", "parse", "simulate", "verify"]
+__all__ = ["Builder", "Chunk", "Program", "Schedule", "Transfer", "lower", "parse", "simulate", "verify"]

@@ -153,10 +153,15 @@ class Schedule:
                 f"chunks: {self.collective} over {self.ranks} ranks has {expected}, got {self.chunks}"
             )
         for transfer in self.transfers:
-            self._check(transfer)
+            self.check(transfer)
         object.__setattr__(self, "transfers", tuple(sorted(self.transfers, key=lambda t: t.key)))
 
-    def _check(self, t: Transfer) -> None:
+    def __hash__(self) -> int:
+        # Plans are cached by schedule, so this is part of every call. Hashing the transfers would take longer than it.
+        return hash((self.ranks, self.chunks, self.root, len(self.transfers)))
+
+    def check(self, t: Transfer) -> None:
+        """Raise ScheduleError if a transfer names a rank, chunk, op or step that this schedule does not have."""
         if not 0 <= t.src < self.ranks or not 0 <= t.dst < self.ranks:
             raise ScheduleError(f"{t}: ranks are 0..{self.ranks - 1}")
         if not 0 <= t.chunk < self.chunks:

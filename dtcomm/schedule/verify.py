@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Proof:
         return max(self.encodings.values(), default=0) <= 1
 
 
+@functools.lru_cache(maxsize=64)
 def verify(schedule: Schedule) -> Proof:
     """Prove that a schedule does what its collective promises.
 

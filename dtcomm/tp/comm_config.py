@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.codecs import Codec, codec
+from dtcomm.collectives import Algorithm
+from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.collectives.group_ops import compression_pays
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
@@ -55,11 +57,12 @@ class CommConfig:
     Attributes:
         codec: Codec of what the forward pass sends.
         backward_codec: Codec of the gradients that the backward pass sends.
-        algorithm: An algorithm of `dtcomm.all_reduce`; ``"two_shot_symmetric"`` for the all-reduce of Flash
-            Communication (`dtcomm.tp.flash_all_reduce`); or ``"auto"``: one-shot on two ranks, where it sends no more
-            bytes than two-shot and encodes each activation once instead of twice, and ``"direct"`` on more ranks. With
-            ``"one_shot"`` and ``"two_shot_symmetric"`` every rank's contribution is encoded at its position in the
-            tensor, so a result depends only on the elements of its own block (see `batch_invariant`).
+        algorithm: An algorithm of `dtcomm.all_reduce`, a schedule as its text; ``"two_shot_symmetric"`` for the
+            all-reduce of Flash Communication (`dtcomm.tp.flash_all_reduce`); or ``"auto"``: one-shot on two ranks,
+            where it sends no more bytes than two-shot and encodes each activation once instead of twice, and
+            ``"direct"`` on more ranks. With ``"one_shot"`` and ``"two_shot_symmetric"`` every rank's contribution is
+            encoded at its position in the tensor, so a result depends only on the elements of its own block (see
+            `batch_invariant`).
         group: Process group; None is the default group.
         latency: Send small messages uncompressed where the planner predicts that to be faster. Never done with
             ``"one_shot"`` and ``"two_shot_symmetric"``, whose results would then depend on the message's size.
@@ -158,7 +161,7 @@ def make_comm_config(
     spec: str | Codec = "none",
     backward: str | Codec = "none",
     *,
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     group: GroupOrMesh = None,
     latency: bool = True,
 ) -> CommConfig:
@@ -167,7 +170,7 @@ def make_comm_config(
     Args:
         spec: Codec of the forward pass, as a spec such as ``"int8"`` or a `Codec`. Default: uncompressed.
         backward: Codec of the gradients. Default: uncompressed.
-        algorithm: See `CommConfig`. Default: ``"auto"``.
+        algorithm: See `CommConfig`; a Schedule becomes its text. Default: ``"auto"``.
         group: Process group, or a device mesh with one dimension. Default: all ranks.
         latency: See `CommConfig`. Default: True.
 
@@ -175,7 +178,7 @@ def make_comm_config(
         The settings.
 
     Raises:
-        ValueError: A spec is not valid, or the mesh has more than one dimension.
+        ValueError: A spec or the algorithm is not valid, or the mesh has more than one dimension.
 
     Example::
 
@@ -183,11 +186,12 @@ def make_comm_config(
         y = dtcomm.tp.functional.reduce_from_ranks(x, comm)
     """
     process_group = process_group_of(group)
+    require_algorithm(algorithm, process_group)
     forward_codec, backward_codec = codec(spec), codec(backward)
     return CommConfig(
         codec=forward_codec,
         backward_codec=backward_codec,
-        algorithm=algorithm,
+        algorithm=str(algorithm),
         group=process_group,
         latency=latency,
         codec_specs=(str(forward_codec), str(backward_codec)),

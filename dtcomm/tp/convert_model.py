@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from dtcomm.codecs import Codec
+from dtcomm.collectives import Algorithm
 from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
 from dtcomm.tp.layer_plan import (
     Plan,
@@ -59,7 +60,7 @@ def compress(
     codec: str | Codec = "int8",
     *,
     backward_codec: str | Codec = "none",
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     chunks: int | str = 1,
     latency: bool = True,
 ) -> ConversionReport:

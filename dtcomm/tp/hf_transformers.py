@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dtcomm.codecs import Codec, codec
+from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
 from dtcomm.tp.comm_config import CommConfig, make_comm_config
 from dtcomm.tp.styles import to_replicated
@@ -34,7 +35,7 @@ def register(
     name: str = "",
     *,
     backward_codec: str | Codec = "none",
-    algorithm: str = "auto",
+    algorithm: Algorithm = "auto",
     latency: bool = True,
 ) -> StyleNames:
     """Register the styles ``rowwise_<name>`` and ``colwise_<name>`` with transformers.

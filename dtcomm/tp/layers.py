@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dtcomm.codecs import Codec
+from dtcomm.collectives import Algorithm
 from dtcomm.kernels.epilogue import supports_epilogue
 from dtcomm.tp import functional
 from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
@@ -105,7 +106,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: int = 1,
         packed: int = 1,
         transposed: bool = False,
-        algorithm: str = "auto",
+        algorithm: Algorithm = "auto",
         latency: bool = True,
         group: GroupOrMesh = None,
         device: Any = None,
@@ -199,7 +200,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_dim: int = 1,
         chunks: int | str = 1,
         transposed: bool = False,
-        algorithm: str = "auto",
+        algorithm: Algorithm = "auto",
         latency: bool = True,
         group: GroupOrMesh = None,
         device: Any = None,
@@ -305,7 +306,7 @@ class VocabParallelEmbedding(ShardedModule):
         embedding_dim: int,
         *,
         codec: str | Codec = "none",
-        algorithm: str = "auto",
+        algorithm: Algorithm = "auto",
         group: GroupOrMesh = None,
         device: Any = None,
         dtype: torch.dtype | None = None,

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
+from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
 from dtcomm.tp.comm_config import CommConfig, make_comm_config
 
@@ -43,7 +44,7 @@ class _LinearStyle:
         use_local_output: bool = True,
         codec: str | Codec = "none",
         backward_codec: str | Codec = "none",
-        algorithm: str = "auto",
+        algorithm: Algorithm = "auto",
         latency: bool = True,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
@@ -156,7 +157,7 @@ class _LayoutStyle:
         *args: Any,
         codec: str | Codec = "none",
         backward_codec: str | Codec = "none",
-        algorithm: str = "auto",
+        algorithm: Algorithm = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)

@@ -172,9 +172,6 @@ def names_rank(message: str, case: Case) -> bool:
     """Return whether an error names the victim, and no other rank as one that did not come."""
     if case.action in MISMATCHES:
         return f"rank {case.victim}" in message
-    in_gloo = case.transport == "gloo" and (case.phase == "connect" or case.action in STARVED)
-    if in_gloo and message.startswith("Gloo could not connect"):
-        return re.search(rf"\b{case.victim}\b", message) is not None  # which of the others, only Gloo knows
     blamed = re.match(r"ranks ([\d, ]+) and (\d+)", message)
     return blamed is None and re.search(rf"\brank {case.victim}\b", message) is not None
 

@@ -48,7 +48,7 @@ CHILD_SECONDS = 10.0  # in which a forked child must have ended; a normal exit t
 GLOO_CONNECT_SECONDS = 11.0
 # What torch and dtcomm keep for the lifetime of the process, some of it from the first asynchronous operation on.
 # Mapped stay the page that a process shares with its peers, and those of up to three peers.
-KEPT = {"descriptors": 4, "threads": 8, "children": 0, "mappings": 4}
+KEPT = {"descriptors": 3, "threads": 8, "children": 0, "mappings": 4}
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""torch's own tests of torch.distributed on backend "dtcomm" and, for comparison, on Gloo.
+"""torch's own tests of torch.distributed on backend "dtcomm"; those that fail are run on Gloo too.
 
 python -m tests.stress.torch_suite [--world-size 2 3 4] [-k PATTERN ...] [--without TEST ...] [--json FILE]
 
@@ -85,13 +85,10 @@ def judge(rows: list[dict[str, Any]], expected: dict[str, str], peer: str) -> li
 
 
 def compare(test: str, world_size: int, backend: str, peer: str) -> dict[str, Any]:
-    """Run a test on the backend and, if that does not skip it, on its peer."""
+    """Run a test on the backend and, if it fails there, on its peer."""
     row = {"test": test, "ranks": world_size, **attempt(test, world_size, backend)}
-    if peer:
-        skipped = row["verdict"] == "skipped"
-        row[peer] = (
-            {"verdict": "skipped", "reason": row["reason"]} if skipped else attempt(test, world_size, peer)
-        )
+    if peer and row["verdict"] == "failed":
+        row[peer] = attempt(test, world_size, peer)
     return row
 
 
@@ -114,7 +111,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--without", nargs="+", default=[], help="names of tests to leave out")
     parser.add_argument("--backend", default="dtcomm", help="what is tested")
-    parser.add_argument("--peer", default="gloo", help="what it is compared with; '': nothing")
+    parser.add_argument("--peer", default="gloo", help="what failed tests are run on too; '': nothing")
     parser.add_argument("--json", help="where to write instead of bench/results/torch_suite.json")
     options = parser.parse_args(arguments)
     fork_server.MODULES.append("tests.stress.torch_suite_module")
@@ -128,7 +125,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             progress(number, len(chosen), f"{world_size} ranks: {test}")
             rows.append(row := compare(test, world_size, options.backend, options.peer))
             verdicts = [f"{options.backend} {row['verdict']}"]
-            verdicts += [f"{options.peer} {row[options.peer]['verdict']}"] if options.peer else []
+            verdicts += [f"{options.peer} {row[options.peer]['verdict']}"] if options.peer in row else []
             reason = f" ({row['reason'].splitlines()[0]})" if row["reason"] else ""
             progress(number + 1, len(chosen), "")
             print(f"{world_size} ranks, {test}: {', '.join(verdicts)}{reason}", flush=True)

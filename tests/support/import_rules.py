@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ANY = frozenset({"*"})
-LEAVES = frozenset({"errors", "env"})
+LEAVES = frozenset({"errors", "env", "arguments"})
 
 
 def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozenset[str]]:
@@ -25,6 +25,7 @@ _INTEGRATION = _may("_autograd profiling compress collectives codecs kernels dev
 PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": _may(),
     "env": _may(),
+    "arguments": _may(),
     # One typed helper for autograd functions: a leaf.
     "_autograd": _may("", "torch"),
     "schedule": _may(),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import re
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,6 +122,7 @@ class PerfOptions:
     json: str | None
     csv: str | None
     plot: str | None
+    imports: tuple[str, ...] = ()  # the ranks import them too
 
     @property
     def on_device(self) -> bool:
@@ -143,6 +148,28 @@ def parse(argv: list[str]) -> PerfOptions:
         return _checked_options(namespace)
     except (ValueError, TypeError, OSError, ScheduleError) as error:
         command.error(str(error))
+
+
+def add_import_argument(add: Callable[..., object]) -> None:
+    """Add the flag ``--import``, whose value `import_modules` takes."""
+    add("--import", action="append", default=[], metavar="MODULE", dest="imports",
+        help="your module, from the current folder or installed, which calls dtcomm.algorithms.register; may be "
+        "repeated")  # fmt: skip
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the user's modules, which register algorithms; as ``python -m`` does, from the current folder too.
+
+    Raises:
+        ValueError: If a module cannot be imported, or a registration is refused.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (ImportError, ValueError, TypeError) as error:
+            raise ValueError(f"--import {name}: {error}") from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -230,10 +257,14 @@ def parser() -> argparse.ArgumentParser:
         help="none, fp16, int8:block=64, ...; repeated or a,b (none)",
     )
     add(
-        "--algorithm", action="append", metavar="NAME", help="auto, direct, ring, ...; repeated or a,b (auto)"
+        "--algorithm",
+        action="append",
+        metavar="NAME",
+        help="auto, direct, ring, ..., or your own (--import); repeated or a,b (auto)",
     )
     add("--schedule", metavar="FILE",
         help="your own schedule, as `print(schedule)` writes it: verified, then measured")  # fmt: skip
+    add_import_argument(add)
     add("--backend", action="append", metavar="NAME", help=BACKEND_HELP)
     add("--compare", action="append", metavar="NAME",
         help=f"{', '.join(PEERS)}, or several (a,b): measured alternately with dtcomm, with a column of ratios "
@@ -273,6 +304,7 @@ def _root(text: str) -> str:
 
 
 def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
+    import_modules(namespace.imports)
     schedule = None if namespace.schedule is None else _read_schedule(namespace)
     if namespace.collective is None:
         if schedule is None:
@@ -319,6 +351,7 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
         "compare": compare,
         "device": device,
         "device_reason": device_reason,
+        "imports": tuple(namespace.imports),
     }
     return PerfOptions(**fields)
 

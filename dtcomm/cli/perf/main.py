@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf import virtual
-from dtcomm.cli.perf.args import PerfOptions, parse
+from dtcomm.cli.perf.args import PerfOptions, import_modules, parse
 from dtcomm.cli.perf.files import to_csv, to_json, write_plot
 from dtcomm.cli.perf.report import PerfReport, ProgressListener
 from dtcomm.cli.perf.runner import run
@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
 
 def measure(rank: int, world_size: int, options: PerfOptions) -> PerfReport | None:
     """Run the benchmark as a rank that ``--nproc`` started; rank 0 returns the report."""
+    import_modules(options.imports)
     report = run(options, Printer(options) if rank == 0 else ProgressListener())
     return report if rank == 0 else None
 

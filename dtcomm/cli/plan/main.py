@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +32,40 @@ def main(argv: list[str] | None = None) -> int:
         return report.estimate_memory(options)
     try:
         table = _table(options)
-        sweep = run_sweep(
-            options.system,
-            options.collective,
-            options.sizes,
-            options.codecs,
-            options.algorithms,
-            options.dtype,
-            table,
-            tune_measure.cpu_placement() if options.system.name == "local" and table.measured else "",
-        )
-        trainings: list[Training] = []
+        placement = tune_measure.cpu_placement() if options.system.name == "local" and table.measured else ""
+        training = None
         if options.model is not None:
-            trainings.append(of_model(sweep, options.model, options.codecs))
-        if options.record is not None:
-            trainings.append(of_record(sweep, options.record, options.codecs))
+            training = of_model(options, table, placement)
+        elif options.record is not None:
+            training = of_record(options, table, placement)
+        if training is not None:
+            sweeps = [messages.sweep for messages in training.messages]
+        else:
+            sweeps = [
+                run_sweep(
+                    options.system,
+                    options.collective,
+                    options.sizes,
+                    options.codecs,
+                    options.algorithms,
+                    options.dtype,
+                    table,
+                    placement,
+                )
+            ]
     except ValueError as error:
         print(f"dtcomm plan: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        text = json.dumps(as_dict(sweep, trainings), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(as_dict(sweeps, training), indent=1, allow_nan=False) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
         else:
             Path(options.json).write_text(text)
     if options.json != "-":
-        report.print_plan(sweep, trainings)
+        report.print_plan(sweeps, training)
     if options.plot is not None:
-        report.plot(sweep, trainings, options.plot)
+        report.plot(sweeps, training, options.plot)
         print(f"Wrote {options.plot}", file=sys.stderr)
     return 0
 
@@ -70,19 +77,28 @@ def _table(options: PlanOptions) -> Table:
     return parse_table(env.tune_text() if options.system.name == "local" else "")
 
 
-def as_dict(sweep: Sweep, trainings: list[Training]) -> dict[str, Any]:
-    """Return JSON values; times in microseconds, bandwidths in GB/s (1e9)."""
+def as_dict(sweeps: Sequence[Sweep], training: Training | None) -> dict[str, Any]:
+    """Return JSON values; times in microseconds, bandwidths in GB/s (1e9).
+
+    Args:
+        sweeps: The estimates of a collective, or of each collective of the training step.
+        training: The training step, if one was requested.
+    """
+    first = sweeps[0]
+    rows = [row for sweep in sweeps for row in sweep.rows]
     return {
         "version": 1,
-        "system": sweep.system.as_dict(),
-        "table": sweep.table.source,
-        "placement": sweep.placement,
-        "collective": sweep.collective,
-        "dtype": str(sweep.dtype).removeprefix("torch."),
-        "results": [row.as_dict() for row in sweep.rows],
-        "alternatives": [other.as_dict() for row in sweep.rows for other in row.others],
-        "break_even_bytes": sweep.break_even,
-        "verdicts": sweep.verdicts,
-        "not_estimated": sweep.skipped,
-        **{training.kind: training.as_dict() for training in trainings},
+        "system": first.system.as_dict(),
+        "table": first.table.source,
+        "placement": first.placement,
+        "collective": first.collective,
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "results": [row.as_dict() for row in rows],
+        "alternatives": [other.as_dict() for row in rows for other in row.others],
+        "break_even_bytes": first.break_even,
+        "verdicts": first.verdicts if training is None else [training.verdict],
+        "warnings": [] if training is None else training.warnings,
+        "assumptions": first.assumptions if training is None else training.assumptions,
+        "not_estimated": sorted({name for sweep in sweeps for name in sweep.skipped}),
+        **({} if training is None else {training.kind: training.as_dict()}),
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,39 +16,115 @@ from dtcomm import algorithms, codecs
 from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.planner import hardware, training_model
-from dtcomm.planner.hardware import System
+from dtcomm.planner.hardware import System, not_one_of
 
 EPILOG = """\
 examples
   dtcomm plan all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8
   dtcomm plan all_reduce --inside nvlink4 --between 400gbit --hosts 4 --codec int8 --codec int4 --plot plan.png
-  dtcomm plan all_reduce --system a100 --hosts 16 --model params=7e9,step_ms=900 --codec int4
-  dtcomm plan --system h100 --hosts 2 --memory params=7e9,layers=32,dtype=bf16
-  dtcomm plan all_reduce --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
+  dtcomm plan all_reduce --system a100 --hosts 16 --model params=1B,tokens=8192 --codec int4
+  dtcomm plan reduce_scatter --system h100 --hosts 8 --model params=70B,layers=80,tokens=8192,dtype=bf16
+  dtcomm plan --system h100 --hosts 2 --memory params=7B,layers=32,dtype=bf16
+  dtcomm plan --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
+
+With --model, all_reduce is a step of DDP, which all-reduces gradients in buckets, and reduce_scatter one of FSDP, which
+gathers parameters twice and reduce-scatters gradients, layer by layer. In params and tokens K, M, B and T are powers of
+1000.
 
 Without a codec GPUs use NCCL, which is modelled with its published constants. Payloads of a codec follow dtcomm's
 schedules, which are simulated. docs/guides/planning.md describes the models and their accuracy.
 algbw and busbw count uncompressed bytes, as nccl-tests does; GB is 1e9 bytes, K, M and G are powers of 1024."""
 
 
+DEFAULT_MFU = 0.4  # of large language models on A100s and H100s; Llama 3's report has 38 to 43 %
+MAX_LAYERS = 100_000
+FEEDBACKS = tuple(training_model.RESIDUAL_BYTES)
+TRAINING_DTYPES = {
+    **dict.fromkeys(("fp32", "float", "float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "half", "float16"), torch.float16),
+}
+COMPUTE_OF_DTYPE = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+COMPUTE_TYPES = ("fp32", "tf32", "bf16", "fp16")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingModel:
-    """A training step: ``params`` gradients of ``dtype`` in buckets of ``bucket_bytes``, and ``step_ms`` of compute."""
+    """A training step of data parallelism, on each rank.
+
+    Args:
+        params: The number of parameters.
+        tokens: Tokens that a rank processes in a step, or None if ``step_ms`` is known.
+        step_ms: Milliseconds of computing in a step, without communication, or None if ``tokens`` are known.
+        mfu: With ``tokens``, the share of the device's peak FLOP/s that computing reaches; None: `DEFAULT_MFU`.
+        compute: With ``tokens``, the type in which matrix products are computed, one of `COMPUTE_TYPES`; None: that
+            of tensor cores for ``dtype``.
+        dtype: The type of the gradients, and of the parameters that are sent and computed with.
+        bucket_bytes: The size of DDP's buckets.
+        layers: The number of FSDP's units.
+        feedback: The form in which residuals of error feedback are kept; None: DDP's or FSDP's default.
+    """
 
     params: float
-    step_ms: float
+    tokens: float | None = None
+    step_ms: float | None = None
+    mfu: float | None = None
+    compute: str | None = None
     dtype: torch.dtype = torch.float32
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = training_model.BUCKET_BYTES
+    layers: int = 32
+    feedback: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.step_ms is None):
+            given = "both" if self.tokens is not None else "neither"
+            raise ValueError(
+                "give tokens=, those of a rank in a step (for example tokens=8192), or step_ms=, the milliseconds "
+                f"that a rank computes in a step; got {given}"
+            )
+        for name in ("mfu", "compute"):
+            if self.step_ms is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: only valid with tokens=, not with step_ms=")
+        if self.layers > MAX_LAYERS:
+            raise ValueError(f"layers: expected at most {MAX_LAYERS}, got {self.layers}")
+        if not 0 < self.utilization <= 1:
+            raise ValueError(f"mfu: expected over 0 and up to 1, got {self.utilization:g}")
+
+    @property
+    def utilization(self) -> float:
+        """``mfu`` or its default."""
+        return DEFAULT_MFU if self.mfu is None else self.mfu
+
+    @property
+    def compute_type(self) -> str:
+        """``compute`` or its default."""
+        return self.compute or COMPUTE_OF_DTYPE[self.dtype]
+
+    @property
+    def flops(self) -> float | None:
+        """FLOPs of a rank in a step: 6 for each parameter and token, 2 of them forward. None without ``tokens``."""
+        return None if self.tokens is None else 6 * self.params * self.tokens
+
+    def compute_seconds(self, device: hardware.Device) -> float:
+        """Return the seconds of computing in a step."""
+        if self.step_ms is not None:
+            return self.step_ms * 1e-3
+        assert self.flops is not None
+        try:
+            return self.flops / (self.utilization * device.peak_flops(self.compute_type))
+        except ValueError as error:
+            raise ValueError(f"--model: tokens: {error}; give step_ms= instead") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to estimate, checked."""
+    """What to estimate, checked. ``parameters`` is the codec of the parameters that FSDP gathers."""
 
     collective: str
     system: System
     sizes: list[int]
     codecs: list[str]
+    parameters: str
     algorithms: list[str]
     dtype: torch.dtype
     model: TrainingModel | None
@@ -58,20 +135,27 @@ class PlanOptions:
     json: str | None
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage of 30 flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists all flags)\n")
+
+
 def parse(argv: list[str] | None) -> PlanOptions:
     """Parse a command line; exits with status 2 and a line that names the flag if one is wrong."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dtcomm plan",
-        description="Predict the time of a collective on a system, and the gain of codecs and algorithms.",
+        description="Predict the time of a collective or a training step on a system, and the gain of codecs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("collective", nargs="?", default="all_reduce", choices=algorithms.collectives(),
-        help="default all_reduce")  # fmt: skip
+    add("collective", nargs="?", type=_name_of(algorithms.collectives()),
+        help=f"{', '.join(algorithms.collectives())} (default all_reduce)")  # fmt: skip
     system = parser.add_argument_group("the system")
     add = system.add_argument
-    add("--system", metavar="NAME", choices=list(hardware.SYSTEMS),
+    add("--system", metavar="NAME", type=_name_of(hardware.SYSTEMS),
         help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs, each with a port; or local (this machine)")  # fmt: skip
     add(
         "--inside",
@@ -88,8 +172,8 @@ def parse(argv: list[str] | None) -> PlanOptions:
     add(
         "--device",
         metavar="NAME",
-        choices=list(hardware.DEVICES),
-        help="device that encodes, if the link does not imply it",
+        type=_name_of(hardware.DEVICES),
+        help=f"{', '.join(hardware.DEVICES)}: what computes and encodes, if the link does not imply it",
     )
     add("--hosts", metavar="N", type=count_argument(1), help="hosts (default 1)")
     add(
@@ -118,32 +202,11 @@ def parse(argv: list[str] | None) -> PlanOptions:
     )
     workload = parser.add_argument_group("what to estimate")
     add = workload.add_argument
-    add(
-        "-b",
-        "--minbytes",
-        metavar="SIZE",
-        type=size_argument(1),
-        default=2**20,
-        help="smallest size (default 1M)",
-    )
-    add(
-        "-e",
-        "--maxbytes",
-        metavar="SIZE",
-        type=size_argument(1),
-        default=2**30,
-        help="largest size (default 1G)",
-    )
+    add("-b", "--minbytes", metavar="SIZE", type=size_argument(1), help="smallest size (default 1M)")
+    add("-e", "--maxbytes", metavar="SIZE", type=size_argument(1), help="largest size (default 1G)")
     add("-i", "--stepbytes", metavar="SIZE", type=size_argument(1), help="step between sizes, instead of -f")
-    add(
-        "-f",
-        "--stepfactor",
-        metavar="N",
-        type=count_argument(1),
-        default=8,
-        help="factor between sizes (default 8)",
-    )
-    add("-d", "--datatype", metavar="TYPE", default="float", help="of the tensor (default float)")
+    add("-f", "--stepfactor", metavar="N", type=count_argument(1), help="factor between sizes (default 8)")
+    add("-d", "--datatype", metavar="TYPE", help="of the tensor, or of a record's gradients (default float)")
     add(
         "--codec",
         metavar="SPEC",
@@ -154,9 +217,13 @@ def parse(argv: list[str] | None) -> PlanOptions:
     add("--algorithm", metavar="NAME", action="append", default=[],
         help="auto: the fastest for each codec; all: a row for each; or names (default auto)")  # fmt: skip
     add("--model", metavar="K=V,…", type=_model,
-        help="estimate a training step: params=7e9,step_ms=900[,dtype=bf16][,bucket=25M]")  # fmt: skip
+        help="estimate a training step instead: params=7B and tokens=8192 (of a rank and step) or step_ms=900; "
+        f"[mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] [bucket=25M] [layers=32] "
+        f"[feedback={'|'.join(FEEDBACKS)}]")  # fmt: skip
+    add("--parameters", metavar="SPEC",
+        help="codec of the parameters that FSDP gathers, with reduce_scatter --model (default none)")  # fmt: skip
     add("--memory", metavar="K=V,…", type=_memory,
-        help="estimate the memory of a model instead: params=7e9[,layers=32][,dtype=bf16][,states=2]")  # fmt: skip
+        help="estimate the memory of a model instead: params=7B[,layers=32][,dtype=bf16][,states=2]")  # fmt: skip
     add("--record", metavar="FILE", type=Path,
         help="replay a run's bucket-ready times (written by state.record of dtcomm.ddp) on this system")  # fmt: skip
     output = parser.add_argument_group("output")
@@ -182,30 +249,34 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         path = getattr(arguments, name)
         if path is not None and not path.is_file():
             fail(f"--{name} {path}: there is no such file")
+    _refuse_combinations(fail, arguments)
     try:
         specs = [str(codecs.codec(spec)) for spec in arguments.codec or ["int8"]]
+        parameters = str(codecs.codec(arguments.parameters or "none"))
     except ValueError as error:
         fail(error)
-    dtype = ALIASES.get(arguments.datatype, arguments.datatype)
+    datatype = (arguments.datatype or "float").lower()
+    dtype = ALIASES.get(datatype, datatype)
     if dtype not in DTYPES:
-        fail(f"-d {arguments.datatype}: want one of {', '.join([*DTYPES, *ALIASES])}")
-    if arguments.maxbytes < arguments.minbytes:
-        fail(f"-e {arguments.maxbytes}: less than -b {arguments.minbytes}")
+        fail(f"-d: {not_one_of(arguments.datatype, [*DTYPES, *ALIASES])}")
+    smallest = 2**20 if arguments.minbytes is None else arguments.minbytes
+    largest = 2**30 if arguments.maxbytes is None else arguments.maxbytes
+    if largest < smallest:
+        fail(f"-e {largest}: less than -b {smallest}")
     try:
         system = _system(arguments)
-        sizes = series(
-            arguments.minbytes,
-            arguments.maxbytes,
-            arguments.stepbytes or 0,
-            1 if arguments.stepbytes else arguments.stepfactor,
-        )
+        factor = 8 if arguments.stepfactor is None else arguments.stepfactor
+        sizes = series(smallest, largest, arguments.stepbytes or 0, 1 if arguments.stepbytes else factor)
+        if arguments.model is not None:
+            arguments.model.compute_seconds(system.device)
     except ValueError as error:
         fail(error)
     return PlanOptions(
-        collective=arguments.collective,
+        collective=arguments.collective or "all_reduce",
         system=system,
         sizes=sizes,
         codecs=specs,
+        parameters=parameters,
         algorithms=[name for text in arguments.algorithm or ["auto"] for name in text.split(",")],
         dtype=DTYPES[dtype],
         model=arguments.model,
@@ -215,6 +286,51 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         plot=arguments.plot,
         json=arguments.json,
     )
+
+
+STEP_COLLECTIVES = {"model": ("all_reduce", "reduce_scatter"), "record": ("all_reduce",)}
+
+
+def _refuse_combinations(fail: Callable[[object], NoReturn], arguments: argparse.Namespace) -> None:
+    """Refuse what would otherwise be ignored."""
+    what = [name for name in ("model", "record", "memory") if getattr(arguments, name) is not None]
+    if len(what) > 1:
+        fail(f"--{what[0]} and --{what[1]}: give one of them")
+    chosen = what[0] if what else ""
+    sizes = [
+        flag
+        for flag, name in (("-b", "minbytes"), ("-e", "maxbytes"), ("-i", "stepbytes"), ("-f", "stepfactor"))
+        if getattr(arguments, name) is not None
+    ]
+    if chosen and sizes:
+        where = {"model": "bucket= and layers= of --model", "record": "the record"}.get(chosen, "the model")
+        fail(f"{sizes[0]}: not valid with --{chosen}: the sizes follow from {where}")
+    if chosen in ("model", "memory") and arguments.datatype is not None:
+        fail(f"-d: not valid with --{chosen}; valid: --{chosen} …,dtype={arguments.datatype}")
+    if chosen == "memory":
+        for name in ("collective", "codec", "algorithm", "table", "plot"):
+            if getattr(arguments, name):
+                flag = arguments.collective if name == "collective" else f"--{name}"
+                fail(f"{flag}: not valid with --memory, which shows every stage and every form of residuals")
+    if chosen == "model" and arguments.model.feedback == "loco" and arguments.collective != "reduce_scatter":
+        fail("--model: feedback: 'loco' is FSDP's; valid with all_reduce: none, fp32, bf16, int8")
+    valid = STEP_COLLECTIVES.get(chosen, ())
+    if valid and arguments.collective not in (None, *valid):
+        steps = {
+            "all_reduce": "all_reduce (DDP: gradients in buckets)",
+            "reduce_scatter": "reduce_scatter (FSDP: gradients are reduce-scattered, parameters gathered twice)",
+        }
+        listed = " or ".join(steps[name] for name in valid)
+        fail(f"{arguments.collective}: no training step of --{chosen} consists of it; valid: {listed}")
+    if chosen == "model" and arguments.collective == "reduce_scatter" and arguments.algorithm:
+        fail(
+            "--algorithm: not valid with reduce_scatter --model: dtcomm.fsdp has no such option and uses auto"
+        )
+    if arguments.parameters is not None and (chosen, arguments.collective) != ("model", "reduce_scatter"):
+        fail(
+            "--parameters: only FSDP gathers parameters; valid with reduce_scatter --model. "
+            "The codec of gradients is --codec"
+        )
 
 
 def _system(arguments: argparse.Namespace) -> System:
@@ -231,12 +347,19 @@ def _system(arguments: argparse.Namespace) -> System:
         if arguments.between is not None:
             system = replace(system, between=hardware.find_port(arguments.between), nics=arguments.nics or 1)
     if arguments.device is not None:
-        system = replace(system, device=hardware.DEVICES[arguments.device])
+        system = replace(system, device=hardware.find_device(arguments.device))
     if arguments.nics is not None:
         system = replace(system, nics=arguments.nics)
     hosts, per_host = _hosts_and_ranks_per_host(arguments, system)
-    cores = len(os.sched_getaffinity(0)) if system.name == "local" else system.cores
-    return replace(system, hosts=hosts, per_host=per_host, cores=cores)
+    system = replace(system, hosts=hosts, per_host=per_host)
+    if system.name != "local" or system.device.generation:
+        return system
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_host
+    return replace(
+        system,
+        cores=len(os.sched_getaffinity(0)),
+        device=replace(system.device, memory_gib=memory_gib),
+    )
 
 
 def _hosts_and_ranks_per_host(arguments: argparse.Namespace, system: System) -> tuple[int, int]:
@@ -252,56 +375,114 @@ def _hosts_and_ranks_per_host(arguments: argparse.Namespace, system: System) -> 
     return ranks // per_host, per_host
 
 
+def _name_of(valid: Iterable[str]) -> Callable[[str], str]:
+    """Return an argparse type for one of some names, in any case."""
+    names = list(valid)
+
+    def convert(text: str) -> str:
+        if text.lower() not in names:
+            raise argparse.ArgumentTypeError(not_one_of(text, names))
+        return text.lower()
+
+    return convert
+
+
 def _model(text: str) -> TrainingModel:
     converters = {
-        "params": ("params", _positive),
+        "params": ("params", parse_count),
+        "tokens": ("tokens", parse_count),
         "step_ms": ("step_ms", _positive),
+        "mfu": ("mfu", _positive),
+        "compute": ("compute", _name_of(COMPUTE_TYPES)),
         "dtype": ("dtype", _dtype),
         "bucket": ("bucket_bytes", _bucket_bytes),
+        "layers": ("layers", count_argument(1)),
+        "feedback": ("feedback", _name_of(FEEDBACKS)),
     }
-    return TrainingModel(**_key_values(text, converters, required=("params", "step_ms")))
+    try:
+        return TrainingModel(**_key_values(text, converters))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _memory(text: str) -> training_model.ModelSize:
     converters = {
-        "params": ("params", _positive),
+        "params": ("params", parse_count),
         "layers": ("layers", count_argument(1)),
         "dtype": ("itemsize", lambda value: _dtype(value).itemsize),
         "states": ("states", count_argument(0)),
         "bucket": ("bucket_bytes", _bucket_bytes),
     }
-    return training_model.ModelSize(**_key_values(text, converters, required=("params",)))
+    return training_model.ModelSize(**_key_values(text, converters))
 
 
-def _key_values(
-    text: str, converters: Mapping[str, tuple[str, Callable[[str], Any]]], required: Sequence[str]
-) -> dict[str, Any]:
-    """Parse ``key=value,...``; ``converters`` has the field and the converter of each key."""
+def _key_values(text: str, converters: Mapping[str, tuple[str, Callable[[str], Any]]]) -> dict[str, Any]:
+    """Parse ``params=…,key=value,…``; ``converters`` has the field and the converter of each key.
+
+    The first value may stand alone: it is that of ``params``.
+    """
     values: dict[str, Any] = {}
-    for part in text.split(","):
-        key, _, value = (word.strip() for word in part.partition("="))
+    for index, part in enumerate(text.split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        key = key.lower()
+        if not equals and key not in converters:
+            if index:
+                raise argparse.ArgumentTypeError(
+                    f"{part!r}: expected KEY=VALUE; keys: {', '.join(converters)}"
+                )
+            key, value = "params", part.strip()
         if key not in converters:
-            raise argparse.ArgumentTypeError(f"{key!r} is not one of {', '.join(converters)}")
+            raise argparse.ArgumentTypeError(not_one_of(key, converters))
         name, convert = converters[key]
+        if name in values:
+            raise argparse.ArgumentTypeError(f"{key}: given twice")
         try:
             values[name] = convert(value)
-        except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(f"{part!r}: not a value for {key}") from None
-    for key in required:
-        if key not in values:
-            raise argparse.ArgumentTypeError(f"no {key}=")
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{key}: {error}") from None
+    if "params" not in values:
+        raise argparse.ArgumentTypeError("no params=, the number of parameters, for example params=7B")
     return values
 
 
+COUNT_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def parse_count(text: str) -> float:
+    """Return a number of parameters or tokens, with an optional unit K, M, B or T (powers of 1000).
+
+    Raises:
+        ValueError: ``text`` is not such a number, or is 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\+?\d+)?)\s*([KMBT]?)", text.strip().upper())
+    number = float(match[1]) * COUNT_UNITS[match[2]] if match else 0.0
+    if not 1 <= number < 1e18:
+        raise ValueError(f"{text!r} is not a number of at least 1; valid: 8192, 350M, 70B, 1.5T, 7e9")
+    return number
+
+
+def count_name(count: float) -> str:
+    """Return a count such as ``70B`` or ``8,192``, to four digits."""
+    for unit in "TBM":
+        if count >= 0.9999 * COUNT_UNITS[unit]:
+            return f"{count / COUNT_UNITS[unit]:.4g}{unit}"
+    return f"{count:,.0f}"
+
+
 def _positive(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number < 1e18:
-        raise ValueError
+        raise ValueError(f"{text!r} is not a number over 0")
     return number
 
 
 def _dtype(text: str) -> torch.dtype:
-    return DTYPES[ALIASES.get(text, text)]
+    if text.lower() not in TRAINING_DTYPES:
+        raise ValueError(not_one_of(text, TRAINING_DTYPES))
+    return TRAINING_DTYPES[text.lower()]
 
 
 def _bucket_bytes(text: str) -> int:

@@ -1,13 +1,15 @@
-"""Output of ``dtcomm plan``: tables, a plot, and the memory tables of ``--memory``.
+"""Output of ``dtcomm plan``: tables and verdicts, a plot, and the memory tables of ``--memory``.
 
-The plot shows bus bandwidth against size, the speed-up of codecs, and training steps.
+The plot of a collective shows bus bandwidth and speed-up against size, that of a training step its time.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +17,72 @@ from rich.console import Console
 from rich.table import Table
 
 from dtcomm.cli._plot import COLOURS, GREY, INK, styled_pyplot
-from dtcomm.cli.plan.options import PlanOptions
+from dtcomm.cli.plan.options import PlanOptions, count_name
 from dtcomm.cli.plan.training import Training
-from dtcomm.planner.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name
+from dtcomm.planner.hardware import System
+from dtcomm.planner.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name, time_name
 from dtcomm.planner.training_model import ModelSize, RankMemory, memory_table
 
 WIDTH = 146  # least columns; a narrower terminal wraps the lines
 
 
-def print_plan(sweep: Sweep, trainings: Sequence[Training], console: Console | None = None) -> None:
-    """Print the tables and the verdicts."""
+MOST_SIZES = 8  # of a step's messages that are printed
+
+
+def print_plan(sweeps: Sequence[Sweep], training: Training | None, console: Console | None = None) -> None:
+    """Print the estimates of a collective, or those of a training step, its messages first."""
     console = console or Console()
     if console.width < WIDTH:
         console = Console(width=WIDTH, file=console.file)
-    console.print(_header(sweep), highlight=False, soft_wrap=True)
-    console.print(_collectives_table(sweep))
-    for training in trainings:
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    line(_header(sweeps[0], training))
+    if training is None:
+        console.print(_collectives_table(sweeps[0].rows, {}))
+    else:
+        for messages in training.messages:
+            largest = sorted(messages.counts, key=lambda size: size * messages.counts[size])[-MOST_SIZES:]
+            shown: Counter[int] = Counter()
+            for size in largest:
+                shown[messages.fastest["none", size].nbytes] += messages.counts[size]
+            rows = [row for row in messages.sweep.rows if row.best.nbytes in shown]
+            console.print(_collectives_table(rows, shown, f"{messages.sweep.collective}: messages of a step"))
+            if len(largest) < len(messages.counts):
+                line(
+                    f"and {len(messages.counts) - len(largest)} other sizes with fewer bytes (--json has all)"
+                )
         console.print(_training_table(training))
-        for line in training.verdicts:
-            console.print(f"[dim]{line}[/dim]", highlight=False)
-    for line in sweep.verdicts:
-        console.print(line, highlight=False, soft_wrap=True)
-    if sweep.skipped:
-        names = ", ".join(sweep.skipped)
-        console.print(f"not estimated because the schedule is too large: {names}", highlight=False)
+        for note in training.notes:
+            line(note, "dim")
+    skipped = sorted({name for sweep in sweeps for name in sweep.skipped})
+    if skipped:
+        line(f"not estimated because the schedule is too large: {', '.join(skipped)}")
+    assumptions = sweeps[0].assumptions if training is None else training.assumptions
+    if assumptions:
+        line("assumed, not measured:", "dim")
+        for text in assumptions:
+            line(f"- {text}", "dim")
+    if training is None:
+        for text in sweeps[0].verdicts:
+            line(f"verdict: {text}", "bold")
+        return
+    for text in training.warnings:
+        line(f"warning: {text}", "yellow")
+    line(f"verdict: {training.verdict}", "bold")
 
 
-def _header(sweep: Sweep) -> str:
+def _header(sweep: Sweep, training: Training | None) -> str:
     system = sweep.system
     inside, between = system.inside, system.between
+    memory = f", {size_name(system.device.memory_bytes)} a rank" if system.device.memory_bytes else ""
     lines = [
-        f"{sweep.collective} of {str(sweep.dtype).removeprefix('torch.')} on {system.ranks} ranks: "
-        f"{system.hosts} host(s) of {system.per_host}, {system.name} ({system.device.name})",
+        f"{sweep.collective} of {str(sweep.dtype).removeprefix('torch.')}"
+        if training is None
+        else training.title,
+        f"on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name} "
+        f"({system.device.name}{memory})",
         f"inside {inside.gbytes:.4g} GB/s a rank, {inside.latency_us:g} us"
         + (
             f"; between {system.nics} x {between.gbytes:.4g} GB/s a host, {between.latency_us:g} us"
@@ -54,6 +90,8 @@ def _header(sweep: Sweep) -> str:
             else ""
         ),
     ]
+    if training is not None:
+        lines.append(training.computing)
     if sweep.table.measured and not system.device.generation:
         lines.append(f"measured times: {sweep.table.source}{_placement_note(sweep)}")
     return "\n".join(lines)
@@ -66,25 +104,32 @@ def _placement_note(sweep: Sweep) -> str:
     return f"; the CPUs are {sweep.placement} now, which was not measured: run `dtcomm tune` again to add these times"
 
 
-def _collectives_table(sweep: Sweep) -> Table:
-    table = Table()
+def _collectives_table(
+    rows: Sequence[SweepRow], counts: Mapping[int, int], title: str | None = None
+) -> Table:
+    """Return a table of estimates, with a column of how often each size is sent if ``counts`` has that."""
+    table = Table(title=title, title_justify="left")
     table.add_column("size", justify="right", no_wrap=True)
+    if counts:
+        table.add_column("times", justify="right", no_wrap=True)
     table.add_column("codec", no_wrap=True)
     table.add_column("algorithm", overflow="fold")  # long names are folded, not numbers
-    for name in ("time us", "algbw", "busbw", "speed-up", "sent", "encoded"):
+    for name in ("time", "algbw GB/s", "busbw GB/s", "speed-up", "sent", "encoded"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("runs on; what takes the time")
     last = None
-    for row in sweep.rows:
+    for row in rows:
         estimate = row.best
         if last not in (None, estimate.nbytes):
             table.add_section()
+        again = last == estimate.nbytes
         faster = f"{row.speedup:.2f}x"
         table.add_row(
-            size_name(estimate.nbytes) if last != estimate.nbytes else "",
+            "" if again else size_name(estimate.nbytes),
+            *([] if not counts else ["" if again else f"{counts[estimate.nbytes]:,}"]),
             estimate.codec,
             estimate.algorithm,
-            f"{estimate.seconds * 1e6:,.1f}",
+            time_name(estimate.seconds),
             f"{estimate.algbw:.2f}",
             f"{estimate.busbw:.2f}",
             faster if estimate.codec == "none" else f"[{'green' if row.speedup > 1 else 'red'}]{faster}[/]",
@@ -97,39 +142,52 @@ def _collectives_table(sweep: Sweep) -> Table:
 
 
 def _training_table(training: Training) -> Table:
-    table = Table(
-        title=f"{training.title}: {size_name(training.gradient_bytes)} of gradients", title_justify="left"
-    )
-    table.add_column("codec", no_wrap=True)
-    for name in ("step ms", "communication ms", "hidden", "scaling", "speed-up", "residuals", "buffers"):
+    table = Table()
+    sharded = training.strategy == "FSDP"
+    for name in ("gradients", "parameters") if sharded else ("codec",):
+        table.add_column(name, no_wrap=True)
+    checked = any(row.memory is not None for row in training.rows)
+    for name in (
+        *("step", "communication", "hidden", "scaling"),
+        *(["MFU"] if training.flops is not None else []),
+        *("speed-up", "residuals", "buffers"),
+        *(["memory of a rank"] if checked else []),
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for row in training.rows:
-        table.add_row(
-            row.codec,
-            f"{row.step.seconds * 1e3:,.2f}",
-            f"{row.step.communication * 1e3:,.2f}",
-            f"{row.step.hidden:.0%}",
-            f"{row.step.efficiency:.1%}",
+        cells = [row.codec, *([row.parameters] if sharded else [])]
+        cells += [time_name(row.step.seconds), time_name(row.step.communication)]
+        cells += [f"{row.step.hidden:.0%}", f"{row.step.efficiency:.1%}"]
+        cells += [] if row.mfu is None else [f"{row.mfu:.1%}"]
+        cells += [
             f"{row.speedup:.2f}x",
             size_name(row.residual_bytes) if row.residual_bytes else "-",
             size_name(row.buffer_bytes) if row.buffer_bytes else "-",
-        )
+        ]
+        if row.memory is not None:
+            total = size_name(round(row.memory.total))
+            cells.append(f"[red]{total}: does not fit[/red]" if row.fits is False else total)
+        table.add_row(*cells)
     return table
 
 
-def plot(sweep: Sweep, trainings: Sequence[Training], path: Path) -> None:
-    """Write the plot in the format of the path's extension."""
-    panels = 2 + len(trainings)
+def plot(sweeps: Sequence[Sweep], training: Training | None, path: Path) -> None:
+    """Write the plot of a collective or of a training step, in the format of the path's extension."""
+    panels = 2 if training is None else 1
     with styled_pyplot() as pyplot:
-        figure, axes = pyplot.subplots(1, panels, figsize=(1 + 5 * panels, 4.8), layout="constrained")
-        lines = _plot_lines(sweep)
-        _plot_bandwidth(axes[0], lines)
-        _plot_speedups(axes[1], sweep, lines)
-        for panel, training in zip(axes[2:], trainings, strict=True):
-            _plot_steps(panel, training)
-        system = sweep.system
+        figure, axes = pyplot.subplots(
+            1, panels, figsize=(1 + 5 * panels, 4.8), layout="constrained", squeeze=False
+        )
+        if training is None:
+            lines = _plot_lines(sweeps[0])
+            _plot_bandwidth(axes[0][0], lines)
+            _plot_speedups(axes[0][1], sweeps[0], lines)
+        else:
+            _plot_steps(axes[0][0], training)
+        system = sweeps[0].system
+        what = sweeps[0].collective if training is None else f"{training.strategy} step"
         figure.suptitle(
-            f"{sweep.collective} on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name}",
+            f"{what} on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name}",
             x=0.01,
             ha="left",
             fontsize=12,
@@ -206,7 +264,7 @@ def _size_axis(axes: Any) -> None:
 
 
 def _plot_steps(axes: Any, training: Training) -> None:
-    names = [row.codec for row in training.rows]
+    names = [row.label.replace(" with ", "\nwith ") for row in training.rows]
     compute = [row.step.compute * 1e3 for row in training.rows]
     exposed = [(row.step.seconds - row.step.compute) * 1e3 for row in training.rows]
     axes.bar(names, compute, color=COLOURS[0], label="compute")
@@ -222,75 +280,94 @@ def _plot_steps(axes: Any, training: Training) -> None:
         )
     axes.set_ylim(top=1.25 * max(row.step.seconds for row in training.rows) * 1e3)
     axes.set_ylabel("ms per step")
-    axes.set_title(f"training step, scaling efficiency\n{training.title}", fontsize=9.5)
+    axes.set_title(textwrap.fill(f"scaling efficiency: {training.title}", 64), fontsize=8.5)
     axes.legend(frameon=False, fontsize=8.5)
 
 
 MEMORY_COLUMNS = ("parameters", "optimizer", "gradients", "passing", "residuals", "references", "total")
 MEMORY_NOTE = (
     "passing: gathered units during their computation, their gradients, and DDP's buckets. references: the peers' copy "
-    "of the parameters, only with delta:. Activations and the engine's buffers are not included."
+    "of the parameters, only with delta:. Activations, the engine's buffers and what NCCL allocates come on top."
 )
 
 
 def estimate_memory(options: PlanOptions) -> int:
     """Print the table or write the JSON; return 0."""
     assert options.memory is not None
-    ranks = options.system.ranks
-    rows = memory_table(options.memory, ranks)
+    system = options.system
+    rows = memory_table(options.memory, system.ranks)
     if options.json is not None:
-        text = json.dumps(memory_as_dict(options.memory, ranks, rows), indent=1) + "\n"
+        text = json.dumps(memory_as_dict(options.memory, system, rows), indent=1) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
             return 0
         Path(options.json).write_text(text)
-    print_memory(options.memory, ranks, rows)
+    print_memory(options.memory, system, rows)
     return 0
 
 
-def memory_as_dict(model: ModelSize, ranks: int, rows: list[RankMemory]) -> dict[str, Any]:
-    """Return JSON values: bytes on one rank, and bytes per parameter."""
+def memory_as_dict(model: ModelSize, system: System, rows: list[RankMemory]) -> dict[str, Any]:
+    """Return JSON values: bytes on one rank, bytes per parameter, and whether that fits (None: not known)."""
+    capacity = system.device.memory_bytes
     return {
         "version": 1,
         "params": model.params,
         "layers": model.layers,
         "itemsize": model.itemsize,
         "states": model.states,
-        "ranks": ranks,
-        "results": [{**row.as_dict(), "per_parameter": round(row.total / model.params, 4)} for row in rows],
+        "system": system.as_dict(),
+        "ranks": system.ranks,
+        "results": [
+            {
+                **row.as_dict(),
+                "per_parameter": round(row.total / model.params, 4),
+                "fits": row.total <= capacity if capacity else None,
+            }
+            for row in rows
+        ],
+        "assumptions": [MEMORY_NOTE],
     }
 
 
-def print_memory(model: ModelSize, ranks: int, rows: list[RankMemory]) -> None:
+def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> None:
     """Print the table."""
     console = Console()
     if console.width < WIDTH:
         console = Console(width=WIDTH, file=console.file)
+    capacity = system.device.memory_bytes
+    available = f", which have {size_name(capacity)} each" if capacity else ", whose memory is not known"
     console.print(
-        f"{model.params:.3g} parameters of {model.itemsize} bytes in {model.layers} layers on {ranks} ranks, "
-        f"{model.states} states each: GB (1e9) on a rank",
+        f"{count_name(model.params)} parameters of {model.itemsize} bytes in {model.layers} layers, {model.states} "
+        f"states of the optimizer for each, on {system.ranks} ranks ({system.device.name}){available}: GiB on a rank",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table()
     for name in ("stage", "residuals kept", "parameters sent"):
         table.add_column(name, no_wrap=True)
-    for name in (*MEMORY_COLUMNS, "bytes/parameter"):
+    for name in (*MEMORY_COLUMNS, "bytes/param"):
         table.add_column(name, justify="right")
+    if capacity:
+        table.add_column("fits", no_wrap=True)
     last = ""
     for row in rows:
         if last and last != row.stage:
             table.add_section()
+        fits = row.total <= capacity
         table.add_row(
             row.stage if row.stage != last else "",
             row.feedback,
             "delta:" if row.delta else "whole" if row.stage != "ddp" else "-",
-            *(_gigabytes(getattr(row, name)) for name in MEMORY_COLUMNS),
+            *(_gibibytes(getattr(row, name)) for name in MEMORY_COLUMNS),
             f"{row.total / model.params:.2f}",
+            *(["[green]yes[/green]" if fits else "[red]no[/red]"] if capacity else []),
         )
         last = row.stage
     console.print(table)
     console.print(MEMORY_NOTE, style="dim", highlight=False)
 
 
-def _gigabytes(size: float) -> str:
-    return "-" if not size else f"{size / 1e9:.3g}"
+def _gibibytes(size: float) -> str:
+    if not size:
+        return "-"
+    return f"{size / 2**30:,.0f}" if size >= 100 * 2**30 else f"{size / 2**30:.3g}"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, env
 from dtcomm.cli._sizes import size_argument
+from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.cli.perf.main import LAUNCHER
 from dtcomm.cli.tune.measure import GroupResult, TuneOptions, measure_group
 from dtcomm.errors import DtcommError
@@ -64,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(rank: int, world_size: int, options: TuneOptions) -> list[dict[str, Any]] | None:
     """Measure as one of the started ranks; rank 0 returns the results."""
+    import_modules(options.imports)
     return measure_group(options)
 
 
@@ -99,6 +101,7 @@ def _options(namespace: argparse.Namespace, seconds: float) -> TuneOptions:
         codecs=tuple(namespace.codec or ("none", "int8")),
         largest=namespace.maxbytes,
         seconds=seconds,
+        imports=tuple(namespace.imports),
         quiet=namespace.json or not sys.stderr.isatty(),
     )
 
@@ -214,9 +217,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=64 << 20,
         help="largest size (default 64M)",
     )
+    add_import_argument(add)
     add("--fresh", action="store_true", help="drop earlier results from the file")
     add("--json", action="store_true", help="print the table as JSON")
     options = parser.parse_args(argv)
+    try:
+        import_modules(options.imports)
+    except ValueError as error:
+        parser.error(str(error))
     if any(ranks < 2 for ranks in options.nproc):
         parser.error(f"--nproc {min(options.nproc)}: expected at least 2 ranks")
     if options.seconds <= 0:

@@ -70,6 +70,7 @@ class TuneOptions:
         collectives: Names of collectives.
         codecs: Codec specs.
         largest: Largest size in bytes.
+        imports: Modules that the ranks import, which register the user's algorithms.
         seconds: Time for everything since ``begun``.
         quiet: Whether to print no progress.
         begun: Start in seconds of time.time(); None for the start of the call.
@@ -79,6 +80,7 @@ class TuneOptions:
     codecs: tuple[str, ...]
     largest: int
     seconds: float
+    imports: tuple[str, ...] = ()
     quiet: bool = True
     begun: float | None = None
 

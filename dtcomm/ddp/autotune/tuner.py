@@ -1,10 +1,10 @@
 """The autotuner, for ``compress(model, "auto")``: it measures, tries, chooses, and checks its choice during training.
 
 1. The first steps go uncompressed and are timed (`Measurements`).
-2. What the model of `compress.autotune_model` finds promising is tried on real steps, and plain DDP beside it
-   (`Trials`). The assignment with the best step time stays.
+2. What the model of `compress.autotune_model` finds promising is tried on real steps beside plain DDP, which stays
+   unless a candidate is shown to be faster (`Trials`).
 3. Every ``check_every`` steps the link is probed. If it has changed, or if steps have become slow, all of it begins
-   again. At the first check the candidates that came near the choice are tried once more beside it.
+   again. So it does if plain DDP, which is tried again beside a choice that was not much faster, is shown to be faster.
 
 Every decision is made by all ranks in the same step, from the largest of their measurements.
 """
@@ -15,7 +15,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +26,24 @@ from dtcomm.compress.autotune_model import (
     NONE,
     AutoConfig,
     CodecAssignment,
-    pick,
     propose_candidates,
 )
 from dtcomm.compress.guard import Event
-from dtcomm.compress.policy import CodecChoice, default_policy
+from dtcomm.compress.policy import CodecChoice, Policy, default_policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme, parse_scheme
 from dtcomm.ddp.autotune.measure import BucketTiming, Consensus, Measurements
+from dtcomm.ddp.autotune.trials import NEAR, Trials
 
 FIRST_SKIPPED = (
     3  # steps before measuring counts: DDP rebuilds its buckets, memory is touched for the first time
 )
 SKIPPED = 1  # the same after every change
-COUNTED = 3  # steps that count in every turn of a candidate
+MEASURED = 3  # uncompressed steps that are measured before the trials
+COUNTED = 1  # steps that count in every turn of a candidate
 LINK_CHANGE = 1.5  # times a link must have become faster or slower
 STEP_SLOWDOWN = 1.25  # times a step must have become longer
-NEAR = 1.2  # times the best step; steps of a busy machine vary as much
-MAX_ROUNDS = 3  # of trials
+RISK = 0.01  # of all trials of a run, to accept a candidate that is no faster; every trial takes half of what is left
 
 _log = logging.getLogger("dtcomm")
 
@@ -66,82 +66,18 @@ class Decision(Event):
         return f"step {self.step}: auto: {self.action}; {times}{self.reason}"
 
 
-@dataclass
-class Trials:
-    """The trials of several candidates on real steps, in turn.
-
-    A few steps of each tell candidates apart that differ by much. Those near the best are tried again in the opposite
-    order, so that a drift of the machine or of the training does not favour the same ones; all steps of a candidate
-    count.
-
-    Attributes:
-        candidates: In the order of the first round.
-        seconds: This rank's step times, by candidate.
-        round: The number of rounds that are over.
-    """
-
-    candidates: Sequence[CodecAssignment]
-    seconds: list[list[float]] = field(default_factory=list)
-    round: int = 0
-    _remaining: list[int] = field(default_factory=list)  # indices of the candidates of this round
-
-    def __post_init__(self) -> None:
-        self.seconds = self.seconds or [[] for _ in self.candidates]
-        self._remaining = [index for index, seconds in enumerate(self.seconds) if not seconds]
-
-    @property
-    def current(self) -> CodecAssignment:
-        """The candidate to try now."""
-        return self.candidates[self._remaining[0]]
-
-    @property
-    def running(self) -> bool:
-        """Whether a candidate remains in this round."""
-        return bool(self._remaining)
-
-    def add_steps(self, seconds: Sequence[float]) -> None:
-        """Add the step times of the current candidate, and go to the next one."""
-        self.seconds[self._remaining.pop(0)] += seconds
-
-    def step_seconds(self, consensus: Consensus) -> list[float]:
-        """Return the step time of each candidate: the median on the slowest rank."""
-        medians = [statistics.median(seconds) for seconds in self.seconds]
-        return consensus.max(medians) if medians else []
-
-    def start_next_round(self, step_seconds: Sequence[float]) -> bool:
-        """Start a round of the candidates near the best, the same on all ranks; return whether there is one."""
-        self.round += 1
-        near = [index for index, seconds in enumerate(step_seconds) if seconds <= NEAR * min(step_seconds)]
-        if self.round < MAX_ROUNDS and len(near) > 1:
-            self._remaining = near[::-1] if self.round % 2 else near
-        return self.running
-
-
-def runners_up(
-    tried: Sequence[tuple[CodecAssignment, float]], chosen: CodecAssignment, limit: int = 2
-) -> list[CodecAssignment]:
-    """Return the candidates near the choice: the best lossless one, then the best others."""
-    chosen_seconds = next(seconds for candidate, seconds in tried if candidate is chosen)
-    near = [
-        (seconds, candidate)
-        for candidate, seconds in tried
-        if candidate is not chosen and seconds <= NEAR * chosen_seconds
-    ]
-    near.sort(key=lambda pair: pair[0])
-    lossless = [candidate for _, candidate in near if candidate.lossless][:1]
-    return [*lossless, *(candidate for _, candidate in near if candidate not in lossless)][:limit]
-
-
 class Tuner:
     """A `Chooser` that measures; `TunerObserver` attaches it to the reducer.
 
     Args:
         config: What it may choose from.
         consensus: Agreement with the other ranks.
+        excluded: The rules of what stays uncompressed whatever it chooses; None: none.
     """
 
-    def __init__(self, config: AutoConfig, consensus: Consensus) -> None:
+    def __init__(self, config: AutoConfig, consensus: Consensus, excluded: Policy | None = None) -> None:
         self.config, self._consensus = config, consensus
+        self._excluded = excluded or Policy(rules=())
         self.revision = 0
         self.bypass = False
         self.decisions: list[Decision] = []
@@ -155,8 +91,10 @@ class Tuner:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._measurements = Measurements()
         self._trials: Trials | None = None
-        self._runners_up: list[CodecAssignment] = []  # until they have been tried beside the choice once more
+        self._trials_begun = 0
+        self._baseline: CodecAssignment | None = None
         self._chosen: CodecAssignment | None = None
+        self._confirmed = 1.0  # the choice's step time, as a fraction of the baseline's
         self._chosen_seconds = 0.0  # of a step, when the choice was made
         self._probe_per_byte = 0.0  # of the link, when the choice was made
         self._disabled = False  # there is no link worth saving
@@ -185,7 +123,7 @@ class Tuner:
         """See `Chooser.choose`."""
         scheme = self._scheme_of.get(name, NONE)
         if scheme != NONE:
-            return default_policy(scheme).choose(name, gradient)
+            return (self._excluded | default_policy(scheme)).choose(name, gradient)
         reason = "auto: measuring" if self._measuring else f"auto: {BASELINE}" if self.bypass else "auto"
         return CodecChoice(codec=NONE, reason=reason)
 
@@ -210,7 +148,7 @@ class Tuner:
     def begin_step(self, step: int) -> None:
         """Begin a step, on all ranks: act, if a measurement, a turn of a candidate or an interval is over."""
         if self._act_at < 0:
-            self._count_from, self._act_at = step + FIRST_SKIPPED, step + FIRST_SKIPPED + COUNTED
+            self._count_from, self._act_at = step + FIRST_SKIPPED, step + FIRST_SKIPPED + MEASURED
             if self._consensus.ranks > 1 and self._consensus.in_memory():
                 self._disable(step)
         if not self.reads_clock(step):
@@ -257,7 +195,7 @@ class Tuner:
             return
         self._disabled = False
         self._scheme_of = {name: parse_scheme(spec) for name, spec in state["chosen"].items()}
-        self._measuring, self._trials, self._runners_up = False, None, []
+        self._measuring, self._trials, self._chosen = False, None, None
         self._count_from, self._act_at = 0, state["until"]
         self._chosen_seconds, self._probe_per_byte = state["usual"], state["link"]
         self.bypass = state["own"]
@@ -266,11 +204,13 @@ class Tuner:
 
     def _measure_again(self, step: int) -> None:
         """Measure from this step on; -1: from the next one."""
-        self._measuring, self._trials, self._runners_up = True, None, []
-        self._count_from, self._act_at = (step + SKIPPED, step + SKIPPED + COUNTED) if step >= 0 else (-1, -1)
+        self._measuring, self._trials = True, None
+        self._count_from, self._act_at = (
+            (step + SKIPPED, step + SKIPPED + MEASURED) if step >= 0 else (-1, -1)
+        )
         self._step_seconds.clear()
         self._measurements = Measurements()
-        self._scheme_of, self.bypass, self._chosen = {}, False, None
+        self._scheme_of, self.bypass, self._chosen, self._baseline = {}, False, None, None
         self.revision += 1
 
     def _start_trials(self, step: int) -> None:
@@ -290,53 +230,77 @@ class Tuner:
             f"{scheme} (error {error:.2g})" for scheme, error in measured.errors.items() if error > limit
         ]
         self._gbit_per_s = 8e-9 / measured.costs.per_byte if measured.costs.per_byte else 0.0
-        # The last candidate is uncompressed and has been measured.
-        untried: list[list[float]] = [[] for _ in candidates[:-1]]
-        self._run(step, Trials(candidates, [*untried, list(self._step_seconds)] if candidates else []))
+        if candidates:
+            # The last two are plain DDP and our uncompressed all-reduce.
+            self._baseline = next((candidate for candidate in candidates if candidate.bypass), candidates[-1])
+        else:  # no bucket was seen
+            self._baseline = CodecAssignment(schemes=(), seconds=self._chosen_seconds, error=0.0)
+        others = [candidate for candidate in candidates if candidate is not self._baseline]
+        self._run(step, self._new_trials(others, self._baseline))
+
+    def _new_trials(self, candidates: Sequence[CodecAssignment], baseline: CodecAssignment) -> Trials:
+        self._trials_begun += 1
+        return Trials(
+            candidates,
+            baseline,
+            risk=RISK * 0.5**self._trials_begun,
+            seed=self._trials_begun,
+            agree=self._consensus.max,
+        )
 
     def _run(self, step: int, trials: Trials) -> None:
         """Start the next turn; choose if none is left."""
+        self._trials = trials if trials.running else None
         if trials.running:
-            self._trials = trials
             self._install(trials.current)
             self._step_seconds.clear()
             self._count_from, self._act_at = step + SKIPPED, step + SKIPPED + COUNTED
+        elif self._chosen is None:
+            self._decide(step, trials)
         else:
-            tried = list(zip(trials.candidates, trials.step_seconds(self._consensus), strict=True))
-            self._decide(step, tried)
+            self._end_recheck(step, trials)
 
     def _end_turn(self, step: int, trials: Trials) -> None:
-        trials.add_steps(self._step_seconds)
-        if not trials.running:
-            trials.start_next_round(trials.step_seconds(self._consensus))
+        trials.add_turn(self._median())
         self._run(step, trials)
 
-    def _decide(self, step: int, tried: list[tuple[CodecAssignment, float]]) -> None:
-        if tried:
-            chosen = pick(tried)
-        else:
-            chosen = CodecAssignment(schemes=(), seconds=self._chosen_seconds, error=0.0)
-        confirmed = self._chosen is chosen
-        baseline = next((seconds for candidate, seconds in tried if candidate.bypass), self._chosen_seconds)
-        self._chosen_seconds = next(
-            (seconds for candidate, seconds in tried if candidate is chosen), baseline
-        )
-        self._runners_up = [] if self._chosen is not None or not tried else runners_up(tried, chosen)
-        self._chosen, self._trials = chosen, None
-        if not confirmed:
-            self._report(step, chosen, tried, baseline)
+    def _decide(self, step: int, trials: Trials) -> None:
+        assert trials.chosen is not None
+        chosen, self._confirmed = trials.chosen, trials.confirmed
+        times = trials.step_seconds()
+        tried = [*zip(trials.candidates, times, strict=False), (trials.baseline, times[-1])]
+        baseline_seconds = times[-1] or self._chosen_seconds
+        self._chosen_seconds = next(seconds for candidate, seconds in tried if candidate is chosen)
+        self._chosen_seconds = self._chosen_seconds or baseline_seconds
+        self._chosen = chosen
+        self._report(step, trials, tried, baseline_seconds)
+        self._use_choice(step, chosen)
+
+    def _use_choice(self, step: int, chosen: CodecAssignment) -> None:
         self._install(chosen)
         self._uncompressed = [name for name, scheme in self._scheme_of.items() if scheme == NONE]
         self._step_seconds.clear()
         self._count_from, self._act_at = step + SKIPPED, step + self.config.every
 
+    def _end_recheck(self, step: int, trials: Trials) -> None:
+        """Keep the choice, or measure again if the baseline was shown to be faster."""
+        assert self._chosen is not None
+        if trials.chosen is self._chosen:
+            self._use_choice(step, self._chosen)
+            return
+        baseline_seconds, chosen_seconds = trials.step_seconds()
+        self._add_decision(step, "measure again", str(trials), chosen_seconds, baseline_seconds)
+        self._measure_again(step)
+
     def _report(
         self,
         step: int,
-        chosen: CodecAssignment,
+        trials: Trials,
         tried: Sequence[tuple[CodecAssignment, float]],
-        baseline: float,
+        baseline_seconds: float,
     ) -> None:
+        chosen = trials.chosen
+        assert chosen is not None
         self.rows = [
             {
                 "plan": str(candidate),
@@ -350,11 +314,13 @@ class Tuner:
         others = [
             f"{candidate} {seconds * 1e3:.1f} ms" for candidate, seconds in tried if candidate is not chosen
         ]
-        reason = f"{self._gbit_per_s:.3g} Gbit/s a rank; tried {', '.join(others) or 'nothing else'}"
+        reason = (
+            f"{self._gbit_per_s:.3g} Gbit/s a rank; {trials}; tried {', '.join(others) or 'nothing else'}"
+        )
         if self._over_budget:
             reason += f"; over the budget: {', '.join(self._over_budget)}"
         text = str(chosen) if chosen.schemes else str(NONE)
-        self._add_decision(step, text, reason, self._chosen_seconds, baseline)
+        self._add_decision(step, text, reason, self._chosen_seconds, baseline_seconds)
 
     def _add_decision(
         self, step: int, action: str, reason: str, value: float = 0.0, limit: float = 0.0
@@ -388,9 +354,9 @@ class Tuner:
         elif slowdown >= STEP_SLOWDOWN:
             reason = f"steps take {slowdown:.2g} times as long"
         else:
-            if self._runners_up and self._chosen is not None:
-                self._run(step, Trials([*self._runners_up, self._chosen]))
             self._step_seconds.clear()
+            if self._chosen is not None and self._baseline is not None and 1 / NEAR < self._confirmed < 1:
+                self._run(step, self._new_trials([self._baseline], self._chosen))
             return
         self._add_decision(step, "measure again", reason, seconds, self._chosen_seconds)
         self._measure_again(step)

@@ -10,7 +10,8 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,10 +19,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
 from dtcomm.device.streams import HostStreams, Streams
-from dtcomm.errors import DtcommError
+from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap import peer_processes
+from dtcomm.runtime.bootstrap import gloo, peer_processes
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
@@ -31,6 +32,9 @@ from dtcomm.runtime.process_groups import group_store, group_timeout, private_st
 from dtcomm.runtime.types import Runtime
 
 Infos = Sequence[dict[str, Any]]
+
+_ANSWERS_POLL_S = 0.25  # looks ask the store for every rank, and connecting seldom takes as long
+_GRACE_S = 0.5  # for the process of a rank to end after its memory and connections have
 
 
 class CpuBootstrap:
@@ -70,6 +74,7 @@ class CpuBootstrap:
         self.runtime: Runtime | None = None
         self._name = name
         self._prefix = ""
+        self._exchange: StoreExchange | None = None  # of the present attempt
         self._group = group
         self._timeout = group_timeout(group)
         self._deadline = Deadline(self._timeout) if deadline is None else deadline
@@ -87,7 +92,7 @@ class CpuBootstrap:
         rendezvous = Rendezvous(store, self._name, self.rank, self.ranks, self._deadline)
 
         def attempt(exchange: StoreExchange) -> Runtime:
-            self.epoch, self._prefix = rendezvous.epoch, rendezvous.prefix
+            self.epoch, self._prefix, self._exchange = rendezvous.epoch, rendezvous.prefix, exchange
             return self._attempt(exchange)
 
         self.runtime = rendezvous.run(attempt, lambda runtime: runtime.close())
@@ -98,19 +103,13 @@ class CpuBootstrap:
             if listener is not None:
                 on_failure.callback(listener.close)
             native, infos = self._exchange_info(exchange, listener, why_closed, on_failure)
-            failure = self._attach(native, infos, listener, exchange.check)
+            failure = self._attach(native, infos, listener, exchange)
             if self._agree(exchange, native, infos, failure):
                 on_failure.pop_all()
                 if listener is not None:
                     listener.close()
                 return native
-        runtime = self._group_runtime()
-        try:
-            exchange.all_gather({})  # a rank that could not make its own raises on all
-        except BaseException:
-            runtime.close()
-            raise
-        return runtime
+        return self._group_runtime()
 
     @functools.cached_property
     def _store(self) -> c10d.Store:
@@ -180,7 +179,7 @@ class CpuBootstrap:
         return len(self.groups) > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
 
     def _attach(
-        self, native: NativeRuntime, infos: Infos, listener: Listener | None, check: Callable[[], None]
+        self, native: NativeRuntime, infos: Infos, listener: Listener | None, exchange: StoreExchange
     ) -> str:
         """Connect the engine to all peers; returns why that is not possible, or an empty string."""
         if env.get("DTCOMM_RUNTIME") == "process_group":
@@ -197,9 +196,9 @@ class CpuBootstrap:
         if by_socket and dispatch.current() == "reference":
             return "the reference kernels are in force, which the engine does not run"
         try:
-            sockets = self._connect(infos, listener, by_socket, check)
+            sockets = self._connect(infos, listener, by_socket, exchange)
         except OSError as error:
-            peer_processes.require_alive(self.ranks)
+            peer_processes.require_alive(self.ranks, _GRACE_S)
             return f"cannot connect to a peer: {error}"
         if isinstance(sockets, str):
             return sockets
@@ -208,7 +207,7 @@ class CpuBootstrap:
         try:
             native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
         except (OSError, RuntimeError) as error:
-            peer_processes.require_alive(self.ranks)  # the memory of a rank ends with its process
+            peer_processes.require_alive(self.ranks, _GRACE_S)
             return f"cannot map the memory of a peer: {error}"
         return ""
 
@@ -217,7 +216,7 @@ class CpuBootstrap:
         infos: Infos,
         listener: Listener | None,
         peers: Mapping[int, Mapping[str, Any]],
-        check: Callable[[], None],
+        exchange: StoreExchange,
     ) -> dict[int, int] | str:
         """A connected socket for each of ``peers``, or why there can be none."""
         if not peers:
@@ -226,6 +225,19 @@ class CpuBootstrap:
             if "closed" in info:
                 return f"{self.names[rank]} cannot be connected to: {info['closed']}"
         assert listener is not None
+        next_look = time.monotonic() + _ANSWERS_POLL_S
+
+        def check() -> None:
+            nonlocal next_look
+            exchange.check()
+            if time.monotonic() < next_look:
+                return
+            next_look = time.monotonic() + _ANSWERS_POLL_S
+            # A rank that could not connect says so to `_agree` and will not come.
+            for rank, answer in exchange.early_answers().items():
+                if answer["failure"]:
+                    raise ConnectionError(f"{self.names[rank]}: {answer['failure']}")
+
         return listener.connect(self.rank, peers, self.names, self._deadline.left_s(), check)
 
     def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> bool:
@@ -246,6 +258,7 @@ class CpuBootstrap:
             return False
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
+            peer_processes.require_alive(self.ranks, _GRACE_S)
             raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
         self.reason = self._engine_reason(native.transport)
         return True
@@ -269,7 +282,14 @@ class CpuBootstrap:
 
         wait_records = c10d.PrefixStore(self._prefix, self._store)
         timeout_s = self._timeout.total_seconds()
-        transport = GlooTransport(group, self.names, timeout_s, wait_records, streams)
+        transport = GlooTransport(
+            group,
+            self.names,
+            timeout_s,
+            wait_records,
+            streams,
+            lambda peer: peer_processes.has_ended(self.ranks[peer]),
+        )
         compare = transport.require_same_operation if env.get("DTCOMM_CHECK") == "1" else None
         return TorchDistRuntime(transport, streams or HostStreams(), self.rank, compare=compare)
 
@@ -290,22 +310,37 @@ class CpuBootstrap:
             use_local_synchronization=True,
             group_desc="dtcomm",
         )
+        self._require_connected(True)  # a rank that could not make its own raises on all
         return private
 
     def _private_backend(self, name: str) -> Any:
         """A Gloo or NCCL backend over the same ranks, outside any process group."""
-        store = c10d.PrefixStore(f"{self._prefix}/{name}", self._store)
+        prefix = f"{self._prefix}/{name}"
+        store = c10d.PrefixStore(prefix, self._store)
         if name == "gloo":
-            gloo: Any = dist.ProcessGroupGloo
-            gloo_options = gloo._Options()
-            # Ranks connect when they first send: one that waits for another here would not learn that it has failed.
-            gloo_options._devices = [gloo.create_default_device(lazy_init=True)]
-            gloo_options._timeout = self._timeout
-            return gloo(store, self.rank, self.size, gloo_options)
+            return self._connect_gloo(store, c10d.PrefixStore(prefix, group_store(self._group)))
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.is_high_priority_stream = False
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def _connect_gloo(self, store: c10d.Store, flags: c10d.Store) -> Any:
+        assert self._exchange is not None
+        check = self._exchange.check
+        backend = gloo.connect(store, flags, self.rank, self.size, self._timeout, self._deadline, check)
+        self._require_connected(backend is not None)
+        return backend
+
+    def _require_connected(self, connected: bool) -> None:
+        """CollectiveTimeout on all ranks if one was not connected to the others in time."""
+        assert self._exchange is not None
+        answers = self._exchange.all_gather({"connected": connected})
+        late = [name for name, answer in zip(self.names, answers, strict=True) if not answer["connected"]]
+        if late:
+            raise CollectiveTimeout(
+                f"{', '.join(late)} could not connect to the other ranks through Gloo before the timeout of "
+                f"{self._deadline.timeout_s:g} s"
+            )
 
 
 def _listen() -> tuple[Listener | None, str]:

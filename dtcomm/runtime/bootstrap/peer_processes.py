@@ -6,6 +6,7 @@ A rank tells its process in the first message of each rendezvous; it is remember
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,14 +61,31 @@ def remember(
     require_alive(global_ranks)
 
 
-def require_alive(global_ranks: Sequence[int]) -> None:
-    """PeerLost if a rank is known to have died."""
+def has_ended(global_rank: int) -> bool:
+    """Whether the process of a rank on this machine is known to have ended."""
+    world: Any = c10d._world
+    process = _known.get(world.default_pg, {}).get(global_rank)
+    return process is not None and _has_ended(process)
+
+
+def require_alive(global_ranks: Sequence[int], grace_s: float = 0.0) -> None:
+    """PeerLost if a rank is known to have died, or is found dead within ``grace_s`` seconds.
+
+    Memory and connections of a process that is killed go before the process has ended.
+    """
     world: Any = c10d._world
     known = _known.get(world.default_pg, {})
-    for rank in global_ranks:
-        process = known.get(rank)
-        if process is not None and _has_ended(process):
-            raise PeerLost(f"{process.name} is gone: its process ended while the ranks made a communicator")
+    processes = [known[rank] for rank in global_ranks if rank in known]
+    end = time.monotonic() + grace_s
+    while True:
+        for process in processes:
+            if _has_ended(process):
+                raise PeerLost(
+                    f"{process.name} is gone: its process ended while the ranks made a communicator"
+                )
+        if time.monotonic() >= end:
+            return
+        time.sleep(5e-3)
 
 
 def _has_ended(process: _Process) -> bool:

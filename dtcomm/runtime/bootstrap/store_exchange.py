@@ -117,6 +117,17 @@ class StoreExchange:
                 if None not in texts:  # else a rank has given up meanwhile
                     return [json.loads(text) for text in texts if text is not None]
 
+    def early_answers(self) -> dict[int, dict[str, Any]]:
+        """What ranks have already given to the next all-gather, by position."""
+        prefix = f"{self._prefix}/{len(self._rounds)}"
+        answers: dict[int, dict[str, Any]] = {}
+        with store_errors():
+            for rank in range(self._ranks):
+                if self._store.check([key := f"{prefix}/{rank}"]):
+                    text = _read(self._store, key)
+                    answers |= {} if text is None else {rank: json.loads(text)}
+        return answers
+
     def _wait(self, keys: list[str]) -> None:
         # Polled: TCPStore.wait keeps every other thread from the store, whatever group it serves.
         pause, longest = _MIN_POLL_S, max(_MAX_POLL_S, _MAX_POLL_S_PER_RANK * len(keys))

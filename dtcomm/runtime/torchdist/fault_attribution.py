@@ -39,6 +39,13 @@ class FaultAttribution:
         """Set the timeout that errors mention."""
         self._timeout_s = seconds
 
+    def gave_up(self, peer: int) -> bool:
+        """Whether a rank has recorded that it gave up on another one."""
+        try:
+            return self._store is not None and bool(self._store.check([_key(peer)]))
+        except RuntimeError:  # the store is gone with its rank
+            return False
+
     def error(self, peer: int, cause: RuntimeError, context: str) -> DtcommError:
         """The error to raise for a backend's error about a message with ``peer``."""
         kind = "timeout" if "timed out" in str(cause).lower() else "lost"

@@ -1,13 +1,14 @@
 """The runtime over a torch.distributed group: it executes the rounds of a plan through a transport.
 
 It serves CUDA tensors over NCCL, where everything is queued on streams and the host waits for nothing, and CPU and CUDA
-tensors over Gloo, where the host waits for messages: there a synchronous call runs on the caller's thread and an
-asynchronous one on a thread of the runtime. All memory of a call on a device comes from torch's allocator and goes back
-to it, so that a CUDA graph can capture any call over NCCL.
+tensors over Gloo, where the host waits for messages: there calls run on a thread of the runtime, which may have to be
+given up, because Gloo does not always notice that a rank has died. All memory of a call on a device comes from torch's
+allocator and goes back to it, so that a CUDA graph can capture any call over NCCL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -23,7 +24,7 @@ from dtcomm import env
 from dtcomm.device.streams import HostStreams, Streams, record_buffers
 from dtcomm.errors import CommunicatorClosed, DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime import phase_timer
+from dtcomm.runtime import flight_recorder, phase_timer
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.stream_runtime import StreamRuntime
@@ -39,6 +40,7 @@ from dtcomm.runtime.torchdist.rounds import (
     host_message_bytes,
 )
 from dtcomm.runtime.torchdist.transport import P2PMessage, Transport
+from dtcomm.runtime.torchdist.watch import watch
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
 from dtcomm.work import QueuedWork, Statistics, StreamWork, Work
@@ -51,6 +53,7 @@ class QueuedOp:
     """An operation on its way through the runtime of a transport that blocks the host.
 
     ``inputs_ready`` is the event at which its tensors are ready, on a device; ``work`` is the caller's handle.
+    ``ended`` says that the handle has its result or an error.
     """
 
     entry: FlightEntry
@@ -60,6 +63,7 @@ class QueuedOp:
     hooks: OpHooks
     work: QueuedWork
     inputs_ready: Any
+    ended: bool = False
 
 
 class TorchDistRuntime(StreamRuntime[RoundsPlan]):
@@ -91,7 +95,8 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._compare = compare
         self._closed = False
         self._memory = MemoryPool(streams)
-        self._submitted = self._executed = 0  # operations that went through the queue
+        self._running: QueuedOp | None = None
+        self._seen: tuple[QueuedOp, int] | None = None  # the operation and its progress at the last look
         self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
         self._queue_lock = threading.Lock()  # nothing is queued behind the None that ends the thread
         self._thread: threading.Thread | None = None
@@ -111,10 +116,10 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def run(
         self, plan: RoundsPlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
     ) -> int:
-        """Run on the current stream, or on this thread; returns the bytes sent."""
+        """Run on the current stream, or on the runtime's thread; returns the bytes sent."""
         hooks = hooks or NO_HOOKS
         with self._lock:
-            if self._executed == self._submitted:
+            if not self._transport.blocks_host or threading.current_thread() is self._thread:
                 self._perform(plan, buffers, seed, hooks)
                 return plan.sent_bytes
             work = self._enqueue(plan, buffers, (), seed, hooks)
@@ -177,11 +182,6 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     ) -> Any:
         """Run on the current stream; returns the event behind the operation."""
         self._require_usable()
-        blocks_host = self._transport.blocks_host
-        if blocks_host and self._streams.capturing():
-            raise DtcommError(
-                "group: a graph cannot capture what goes through the host's memory; NCCL groups can"
-            )
         entry = entry or self._recorder.issue(plan.text, plan.spec.details())
         self._transport.entry = entry
 
@@ -196,7 +196,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
                 task()
 
         event = self._execute(plan, operation, entry)
-        if blocks_host:
+        if self._transport.blocks_host:
             entry.stage = "done"
             entry.finished_ns = time.monotonic_ns()
         return event
@@ -234,6 +234,10 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         hooks: OpHooks,
     ) -> QueuedWork:
         self._require_usable()
+        if self._streams.capturing():
+            raise DtcommError(
+                "group: a graph cannot capture what goes through the host's memory; NCCL groups can"
+            )
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
@@ -244,7 +248,6 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
             record_buffers(self._streams, [*buffers, *hooks.tensors()])
         with self._queue_lock:
             self._require_usable()
-            self._submitted += 1
             self._queue.put(op)
         return work
 
@@ -256,21 +259,58 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
 
     def _serve_one(self, op: QueuedOp) -> None:
         timer = PhaseTimer() if phase_timer.enabled() else None
+        self._running = op
+        watch(self)
         try:
             self._streams.wait(op.inputs_ready)
             event = self._perform(op.plan, op.buffers, op.seed, op.hooks, op.entry, timer)
         except BaseException as error:
-            if op.entry.stage == "issued":  # an operation before it has failed
-                op.entry.stage = "failed"
-            self._executed += 1
-            op.work.fail(error)
+            self._running = None
+            self._fail(op, error)
             return
+        self._running = None
         entry, spans = op.entry, timer.spans() if timer is not None else []
         started, finished = entry.started_ns, entry.finished_ns
-        self._executed += 1  # before the handle's callbacks, which may start operations
-        op.work.complete(
-            event, Statistics(op.plan.sent_bytes, (finished - started) * 1e-9, started, finished), spans
-        )
+        if self._end(op):
+            op.work.complete(
+                event, Statistics(op.plan.sent_bytes, (finished - started) * 1e-9, started, finished), spans
+            )
+
+    def busy(self) -> bool:
+        """Whether an operation is running that has not been given up."""
+        op = self._running
+        return op is not None and not op.ended and not self._closed
+
+    def look(self) -> None:
+        """Give up the running operation if it makes no progress and waits for a rank that will not come."""
+        op, seen = self._running, self._seen
+        self._seen = None if op is None else (op, self._transport.progress())
+        if op is None or op.ended or self._seen != seen:
+            return
+        error = self._transport.lost_peer()
+        if error is None or self._running is not op:
+            return
+        op.entry.finished_ns = time.monotonic_ns()
+        self._failure = type(error)(str(error))
+        flight_recorder.failed(error)
+        # The thread stays in its wait until the timeout, and whatever is queued with it.
+        self._fail(op, error)
+        with contextlib.suppress(queue.Empty):
+            while (waiting := self._queue.get_nowait()) is not None:
+                self._fail(waiting, type(error)(str(error)))
+            self._queue.put(None)
+
+    def _fail(self, op: QueuedOp, error: BaseException) -> None:
+        if op.entry.stage in ("issued", "started"):
+            op.entry.stage = "failed"
+        if self._end(op):
+            op.work.fail(error)
+
+    def _end(self, op: QueuedOp) -> bool:
+        """Mark an operation as ended; return whether it was not yet."""
+        with self._queue_lock:
+            first, op.ended = not op.ended, True
+        return first
 
 
 class MemoryPool:

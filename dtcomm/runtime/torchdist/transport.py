@@ -11,7 +11,7 @@ import hashlib
 import os
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C
 from dtcomm.device.streams import Streams
-from dtcomm.errors import PayloadCorrupt
+from dtcomm.errors import DtcommError, PayloadCorrupt
 from dtcomm.runtime.bootstrap.store_exchange import disagreement
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.torchdist.fault_attribution import FaultAttribution, connection_error
@@ -82,6 +82,14 @@ class Transport:
     def wait(self, handle: Any) -> None:
         """Wait for what was started; see ``blocks_host``."""
         raise NotImplementedError
+
+    def progress(self) -> int:
+        """A number that changes whenever a wait ends."""
+        return 0
+
+    def lost_peer(self) -> DtcommError | None:
+        """The error of the rank that is waited for, if it is known that it will not come; called by any thread."""
+        return None
 
     def describe(self, device: torch.device) -> str:
         """How bytes move, for reports."""
@@ -173,6 +181,7 @@ class GlooTransport(Transport):
         timeout_s: Seconds that a wait lasts.
         store: Where ranks record whom they gave up on; None: the group's own store.
         streams: The streams of the tensors' device; None: CPU tensors.
+        has_ended: Whether the process of a rank is known to have ended.
     """
 
     name = "gloo"
@@ -185,6 +194,7 @@ class GlooTransport(Transport):
         timeout_s: float,
         store: Any = None,
         streams: Streams | None = None,
+        has_ended: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.rank: int = group.rank()
         self._group: Any = group
@@ -193,6 +203,9 @@ class GlooTransport(Transport):
         self._timeout = timedelta(seconds=timeout_s)
         self._attribution = FaultAttribution(group, self._names, timeout_s, store)
         self._streams = streams
+        self._has_ended = has_ended
+        self._waiting: _Started | None = None
+        self._waits = 0
 
     def send_recv(
         self, sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], checksum: bool, context: str
@@ -211,13 +224,32 @@ class GlooTransport(Transport):
     def wait(self, handle: Sequence[_Started]) -> None:
         for message in handle:
             self._note_waiting(message.peer)
+            self._waiting = message
             try:
                 message.work.wait(self._timeout)
             except RuntimeError as error:
                 cause = connection_error(self._group, message.peer, error)
                 raise self._attribution.error(message.peer, cause, message.context) from error
+            finally:
+                self._waiting = None
+                self._waits += 1
             if message.payload is not None:
                 self._unpack(message, message.payload)
+
+    def progress(self) -> int:
+        return self._waits
+
+    def lost_peer(self) -> DtcommError | None:
+        message = self._waiting
+        if message is None:
+            return None
+        if self._has_ended(message.peer):
+            cause = RuntimeError("its process has ended")
+        elif self._attribution.gave_up(message.peer):
+            cause = RuntimeError("it has given up")
+        else:
+            return None
+        return self._attribution.error(message.peer, cause, message.context)
 
     def require_same_operation(self, text: str, value: object) -> None:
         """Compare what the ranks are about to do, for DTCOMM_CHECK=1; all raise CollectiveMismatch if they differ.
@@ -309,10 +341,10 @@ _transports: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # Gloo's destructor waits for threads, which a child does not have: a child that exits would hang in it.
+    # Gloo's destructors wait for threads, which a child does not have: a child that exits would hang or crash in them.
     for transport in _transports:
-        if transport._group is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(transport._group))
+        for kept in (transport, transport._group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -19,6 +19,7 @@ from dtcomm.cli.perf.main import measure
 from dtcomm.cli.perf.report import PerfReport, PerfRow
 from dtcomm.launch.ranks import run_ranks
 
+ROOT = Path(__file__).parents[3]
 QUICK = ["-n", "3", "-w", "1"]
 
 
@@ -163,6 +164,61 @@ def test_schedule_of_the_user_is_measured(tmp_path: Path) -> None:
         assert built_in.wire_bytes == custom.wire_bytes
     with pytest.raises(ValueError, match="--schedule: is for 3 ranks, there are 2"):
         measure_on_warm_ranks(f"all_reduce -b 9K -e 9K --schedule {tmp_path}/all_reduce.txt", nproc=2)
+
+
+OWN_ALGORITHM = """
+import dtcomm
+from dtcomm.schedule import Builder
+
+
+def star(ranks):
+    builder = Builder("all_reduce", ranks, chunks=1)
+    for rank in range(1, ranks):
+        builder.chunk(0).at(rank).reduce_to(0)
+    for rank in range(1, ranks):
+        builder.chunk(0).at(0).copy_to(rank)
+    return builder.build()
+
+
+dtcomm.algorithms.register("star", "all_reduce", star)
+"""
+
+
+def test_algorithm_of_an_imported_module_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHM)
+    file = tmp_path / "report.json"
+    line = "perf all_reduce -b 9K -e 9K -n 3 -w 1 --nproc 3 --codec int8 --algorithm ring,star"
+    command = [
+        sys.executable,
+        "-m",
+        "dtcomm",
+        *line.split(),
+        "--import",
+        "own_algorithms",
+        "--json",
+        str(file),
+    ]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+    rows = json.loads(file.read_text())["results"]
+    assert [row["algorithm"] for row in rows] == ["ring", "star"]
+    assert all(row["in_place"]["nwrong"] == 0 for row in rows)
+
+
+def test_wrong_import_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "takes_a_name.py").write_text(
+        "import dtcomm\ndtcomm.algorithms.register('ring', 'reduce', print)"
+    )
+    for module, message in (
+        ("no_such_module", "--import no_such_module: No module named 'no_such_module'"),
+        ("takes_a_name", "--import takes_a_name: name: 'ring' is taken"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(["all_reduce", "--import", module])
+        assert message in capsys.readouterr().err
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dtcomm.cli.tune import measure as tune_measure
 from dtcomm.cli.tune.measure import BenchmarkCase, CaseSamples, _curves, lower_quartile
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator_cache import get_communicator
+from tests.ranks.cli.test_perf import OWN_ALGORITHM, ROOT
 
 QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e", "16K"]
 
@@ -27,6 +30,24 @@ def test_tune_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {row["algorithm"] for row in document["measured"]} >= {"ring", "tree", "one_shot", "two_shot"}
     assert all(us > 0 for row in document["measured"] for _, us in row["points_us"])
     assert document["rates"]["int8"][0] > 0 and document["links"]["inside"]["gbytes"] > 0
+
+
+def test_tune_measures_the_algorithm_of_an_imported_module(tmp_path: Path) -> None:
+    (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHM)
+    path = tmp_path / "tune.json"
+    command = [
+        sys.executable,
+        "-m",
+        "dtcomm",
+        "tune",
+        *QUICK,
+        "--import",
+        "own_algorithms",
+        "--output",
+        str(path),
+    ]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+    assert "star" in {row["algorithm"] for row in json.loads(path.read_text())["measured"]}
 
 
 def row(name: str = "ring", *, ranks: int = 2, placement: str = "near", us: float = 1.0) -> dict[str, Any]:

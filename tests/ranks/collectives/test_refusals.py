@@ -17,7 +17,7 @@ from dtcomm.launch.ranks import run_ranks
 x = torch.ones(8)
 
 REFUSED: list[tuple[type[Exception], str, Any]] = [
-    (ValueError, r"codec: unknown codec 'int9'; valid names: none", lambda: collectives.all_reduce(x, codec="int9")),
+    (ValueError, r"codec: unknown codec 'int9' .did you mean 'int8'..; valid names: none", lambda: collectives.all_reduce(x, codec="int9")),
     (ValueError, r"algorithm: 'rings' is not one of auto, direct, ring", lambda: collectives.all_reduce(x, algorithm="rings")),
     (ValueError, r"op: 'mean' is not one of sum, avg, min, max", lambda: collectives.all_reduce(x, "mean")),
     (ValueError, r"op: .* is not one of sum", lambda: collectives.all_reduce(x, dist.ReduceOp.PRODUCT)),

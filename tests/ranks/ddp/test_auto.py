@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from dtcomm.compress.autotune_model import (
     NONE,
     AutoConfig,
     BucketProfile,
-    CodecAssignment,
     LinkCosts,
-    pick,
     propose_candidates,
 )
 from dtcomm.compress.bucket_layout import Member, Segment
@@ -26,7 +23,7 @@ from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import parse_scheme
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus, relative_error
-from dtcomm.ddp.autotune.tuner import COUNTED, FIRST_SKIPPED, Tuner
+from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, wrapped
 
@@ -85,19 +82,6 @@ def test_codecs_slower_than_the_link_are_not_proposed() -> None:
         link_costs(100, encode=1e-8, cpu_oversubscribed=True), bucket_profiles(0.01), ERRORS, 0.2
     )
     assert [str(plan) for plan in candidates] == ["plain DDP", "none"]
-
-
-def test_least_error_is_picked_among_the_fastest_candidates() -> None:
-    def plan(spec: str, error: float) -> CodecAssignment:
-        return CodecAssignment(schemes=(codec(spec),), seconds=1.0, error=error)
-
-    int4, int8, none = plan("int4", 0.1), plan("int8", 0.01), plan("none", 0.0)
-    assert pick([(int4, 1.0), (int8, 1.01), (none, 2.0)]) is int8
-    assert pick([(int4, 1.0), (int8, 1.2), (none, 2.0)]) is int4
-    assert pick([(int4, 0.98), (int8, 1.2), (none, 1.0)]) is none
-    own = replace(none, bypass=True)
-    assert pick([(int4, 0.9), (own, 0.8), (none, 1.0)]) is own
-    assert pick([(int4, 0.995), (own, 0.995), (none, 1.0)]) is none
 
 
 @pytest.mark.parametrize("chosen", SCHEMES)
@@ -176,7 +160,7 @@ def train_with_auto(rank: int, world_size: int, steps: int, width: int) -> Outco
 
 def test_auto_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_LINK", "100mbit,50us")
-    results = run_ranks(train_with_auto, 2, 24, 256)
+    results = run_ranks(train_with_auto, 2, 120, 256)
     assert results[0] == results[1]
     action, codecs, tried = results[0]
     assert action.startswith("int4") and codecs[0] == "int4"
@@ -206,8 +190,10 @@ def test_ranks_on_two_hosts_share_no_memory() -> None:
 def train_and_save(rank: int, world_size: int) -> dict[str, Any]:
     model = wrapped()
     state = ddp.compress(model, "auto", candidates=["int8"], check_every=3)
-    for step in range(FIRST_SKIPPED + 2 * COUNTED + 3):
+    step = 0
+    while not state.state_dict()["auto"]:  # no choice yet
         backward(model, rank, step)
+        step += 1
     return state.state_dict()
 
 

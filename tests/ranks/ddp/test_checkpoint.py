@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -114,3 +115,50 @@ def test_a_state_of_another_model_or_version_is_refused_with_the_reason() -> Non
         assert "first.weight" in size
         assert "2304" in size
         assert "ranks [1, 0]" in order
+
+
+def load_into_other_options(rank: int, world_size: int) -> tuple[list[str], list[bool], list[str]]:
+    """Return the refusals, whether strict=False loaded the residuals, and what is saved afterwards beside them."""
+    saved = {}
+    for spec, feedback in (("powersgd:rank=2", True), ("int8", "ef21"), ("int8", True)):
+        model = wrapped(**SMALL_BUCKETS)
+        state = ddp.compress(model, spec, feedback=feedback)
+        train(model, rank, range(3))
+        saved[spec, feedback] = from_bytes(to_bytes(state.state_dict()))
+    messages, loaded, kinds = [], [], []
+    for key, spec, feedback in (
+        (("powersgd:rank=2", True), "int8", True),
+        (("int8", "ef21"), "int8", True),
+        (("int8", True), "int4", False),
+    ):
+        model = wrapped(**SMALL_BUCKETS)
+        state = ddp.compress(model, spec, feedback=feedback)
+        with pytest.raises(ValueError) as error:
+            state.load_state_dict(saved[key])
+        assert state.steps == 0 and not state.state_dict()["residuals"]
+        messages.append(str(error.value))
+        state.load_state_dict(saved[key], strict=False)
+        again = state.state_dict()
+        loaded.append(
+            state.steps == 3
+            and again["residuals"].keys() == saved[key]["residuals"].keys()
+            and all(
+                torch.equal(again["residuals"][name], saved[key]["residuals"][name])
+                for name in again["residuals"]
+            )
+        )
+        train(model, rank, range(3, 5))
+        assert state.error is None
+        kinds += [kind for kind in ("velocities", "references") if state.state_dict()[kind]]
+        kinds += [kind for kind, tensors in state.state_dict()["factors"].items() if tensors]
+    return messages, loaded, kinds
+
+
+def test_a_state_of_other_options_is_refused_and_its_residuals_can_be_loaded() -> None:
+    for (scheme, feedback, both), loaded, kinds in run_ranks(load_into_other_options, 2):
+        assert re.search(
+            r"saved with spec='.*\* -> powersgd:rank=2' \(here '.*\* -> int8'\); strict=False", scheme
+        )
+        assert "saved with feedback='ef21' (here 'True'); strict=False" in feedback
+        assert re.search(r"-> int8' \(here '.*-> int4'\), feedback='True' \(here 'False'\); strict", both)
+        assert loaded == [True] * 3 and kinds == []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.launch.ranks import run_ranks
@@ -158,3 +159,23 @@ def test_grad_scaler_skips_an_overflow_on_every_rank_and_goes_on() -> None:
         assert stepped == [True, True, False, True, True, True]
         assert scales == [256.0, 256.0, 128.0, 128.0, 128.0, 128.0]
         assert gap < 1e-2
+
+
+def masked_shares(rank: int, world_size: int, values: str) -> list[float]:
+    """Return the share of the momentum that dgc set to zero in the last step, by the rank that encodes the sum."""
+    model = DistributedDataParallel(torch.nn.Linear(1024, 64, bias=False))  # four granules a rank
+    state = ddp.compress(model, f"dgc:ratio=0.01,values={values}")
+    for step in range(8):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x, weight = torch.randn(64, 1024, generator=generator), torch.randn(64, 64, generator=generator)
+        (model(x) * weight).sum().backward()
+    (velocity,) = state.state_dict()["velocities"].values()
+    return [float((chunk == 0).float().mean()) for chunk in velocity.chunk(world_size)]
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "int4"])
+def test_dgc_masks_the_momentum_of_what_was_sent_alone(values: str) -> None:
+    """Also where a rank encodes the sum, whose residual has what the other ranks sent."""
+    for shares in run_ranks(masked_shares, 4, values):
+        assert all(0.0085 < share < 0.0125 for share in shares), shares

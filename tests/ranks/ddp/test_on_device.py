@@ -248,7 +248,8 @@ def train_with_auto(rank: int, world_size: int) -> tuple[list[torch.Tensor], lis
         )
         buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]
         means = []
-        for step in range(16):
+        step = 0
+        while not state.events or step < 16:
             generator = torch.Generator().manual_seed(100 * step + rank)
             tuner = state._chooser
             assert isinstance(tuner, Tuner)
@@ -262,6 +263,7 @@ def train_with_auto(rank: int, world_size: int) -> tuple[list[torch.Tensor], lis
                 unexpected.append(step)
             streams.faults.clear()
             means += [bucket.memory.clone() for bucket in buckets]
+            step += 1
         C.release()
         return means, unexpected, [event.action for event in state.events]
 

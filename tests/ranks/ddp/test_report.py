@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
@@ -56,3 +61,70 @@ def test_a_policy_chooses_by_name() -> None:
     assert by_codec["int8", ""] == ["last.bias", "last.weight"]
     assert by_codec["none", "no rule matches"] == ["branch.weight", "norm.bias", "norm.weight"]
     assert "no rule matches" in text
+
+
+def collect_uncompressed(
+    rank: int, world_size: int, spec: str, dtype: torch.dtype, width: int
+) -> tuple[str, str, list[str]]:
+    """Return the report's sentence about what is not compressed, its first line, and what was logged in five steps."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dtcomm").addHandler(handler)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width)).to(dtype)
+    model = DistributedDataParallel(net)
+    state = ddp.compress(model, spec, warmup=2)
+    for _ in range(5):
+        model(torch.randn(2, width, dtype=dtype)).sum().backward()
+    logging.getLogger("dtcomm").removeHandler(handler)
+    return state.report().uncompressed, str(state.report()).splitlines()[0], logged
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "width", "says"),
+    [
+        (
+            "int8",
+            torch.float64,
+            64,
+            "98% of the elements, 0.weight … 1.weight (int8 does not take float64)",
+        ),
+        (
+            "int8",
+            torch.float32,
+            16,
+            "94% of the elements, 0.weight … 1.weight (policy: numel<1024)",
+        ),
+        (
+            "name=*head* -> int8",
+            torch.float32,
+            64,
+            "4 parameters with 100% of the elements, 0.bias … 1.weight (no rule matches)",
+        ),
+        ("powersgd:rank=64", torch.float32, 64, "powersgd:rank=64 would not make 64x64 smaller"),
+    ],
+)
+def test_what_was_asked_for_and_is_not_compressed_is_logged_once(
+    spec: str, dtype: torch.dtype, width: int, says: str
+) -> None:
+    (text, first_line, logged), (_, _, elsewhere) = run_ranks(collect_uncompressed, 2, spec, dtype, width)
+    assert text.startswith("nothing is compressed although asked for: ") and says in text
+    assert first_line == text and logged == [f"dtcomm.ddp: {text}"] and elsewhere == []
+
+
+@pytest.mark.parametrize(("spec", "dtype"), [("int8", torch.float32), ("none", torch.float64)])
+def test_nothing_is_logged_where_all_is_as_asked(spec: str, dtype: torch.dtype) -> None:
+    for text, first_line, logged in run_ranks(collect_uncompressed, 2, spec, dtype, 64):
+        assert text == "" and logged == [] and first_line.startswith("codec")
+
+
+def test_a_part_that_is_not_compressed_is_named() -> None:
+    spec = "name=0.* -> int8; * -> powersgd:rank=64"
+    (text, _, logged), _ = run_ranks(collect_uncompressed, 2, spec, torch.float32, 64)
+    assert (
+        text.startswith("not compressed although asked for: ")
+        and "1.weight" in text
+        and "0.weight" not in text
+    )
+    assert logged == [f"dtcomm.ddp: {text}"]

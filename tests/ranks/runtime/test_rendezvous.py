@@ -1,14 +1,18 @@
 """The rendezvous, in which the ranks of a group make a communicator: deadlines, failures and several groups at once."""
 
 import contextlib
+import errno
 import os
 import resource
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +22,11 @@ import dtcomm.collectives as C
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.bootstrap import cpu
+from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
+from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
+from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.runtime import NativeRuntime
+from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from tests.support.stopwatch import Elapsed, Stopwatch
 
 
@@ -232,6 +240,142 @@ def wait_for_a_dead_rank(rank: int, world_size: int) -> tuple[str, Elapsed]:
     with pytest.raises(PeerLost) as error:
         C.barrier(group=group)
     return str(error.value), watch.elapsed()
+
+
+def die_while_gloo_connects(rank: int, world_size: int, moment: tuple[type, str]) -> tuple[str, str, Elapsed]:
+    """Return the error of the first operation over Gloo, where the last rank dies just before ``moment``, a method."""
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=60))
+    dist.barrier()
+    if rank == world_size - 1:
+        setattr(*moment, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    watch = Stopwatch()
+    with pytest.raises(DtcommError) as error:
+        C.all_reduce(torch.ones(8), group=group)
+    return type(error.value).__name__, str(error.value), watch.elapsed()
+
+
+@pytest.mark.parametrize("moment", [(CpuBootstrap, "_private_backend"), (TorchDistRuntime, "prepare")])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_dies_before_its_first_message_is_named(
+    world_size: int, moment: tuple[type, str]
+) -> None:
+    """Gloo waits five times the timeout for a connection from a rank that has died."""
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    with spawn_ranks(die_while_gloo_connects, world_size, moment, env=env) as ranks:
+        pid = ranks.pids[world_size - 1]
+        for outcome in ranks.join(40)[:-1]:
+            assert outcome.ok, outcome
+            kind, text, elapsed = outcome.result
+            assert kind == "PeerLost", text
+            assert text.startswith(f"rank {world_size - 1} (") and f"pid {pid}) is gone" in text
+            assert elapsed.within(cpu_s=2.0, wall_s=20.0), elapsed
+
+
+def die_before_its_memory_is_read(rank: int, world_size: int) -> str:
+    """Return the error where a rank agrees to single copies and dies before the others try to read its memory."""
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=30))
+    victim = world_size - 1
+    if rank == victim:
+        agree = CpuBootstrap._agree
+
+        def agree_and_die(self: CpuBootstrap, exchange: StoreExchange, *args: Any) -> bool:
+            with mock.patch.object(exchange, "_wait", lambda _: os.kill(os.getpid(), signal.SIGKILL)):
+                return agree(self, exchange, *args)
+
+        with mock.patch.object(CpuBootstrap, "_agree", agree_and_die):
+            C.all_reduce(torch.ones(8), group=group)
+    why_no_single_copy = NativeRuntime.why_no_single_copy
+
+    def await_the_death(self: NativeRuntime) -> str:
+        while not self.native.single_copy_error():
+            time.sleep(1e-3)
+        return why_no_single_copy(self)
+
+    with mock.patch.object(NativeRuntime, "why_no_single_copy", await_the_death):
+        with pytest.raises(PeerLost) as error:
+            C.all_reduce(torch.ones(8), group=group)
+    return str(error.value)
+
+
+def test_a_rank_that_dies_before_its_memory_is_read_is_named() -> None:
+    with spawn_ranks(die_before_its_memory_is_read, 3, env={"DTCOMM_SINGLE_COPY": "on"}) as ranks:
+        for outcome in ranks.join(40)[:-1]:
+            assert outcome.ok, outcome
+            assert outcome.result.startswith("rank 2 (")
+
+
+def fail_to_connect(rank: int, world_size: int) -> tuple[str, str, Elapsed]:
+    """Return what serves a group in which the last rank has no descriptors left, and how long it took to connect."""
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=60))
+    dist.barrier()
+    os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
+    watch = Stopwatch()
+    with contextlib.ExitStack() as patches:
+        if rank == world_size - 1:
+            error = OSError(errno.EMFILE, "Too many open files")
+            patches.enter_context(mock.patch.object(Listener, "connect", side_effect=error))
+        C.barrier(group=group)
+    info = C.info(group)
+    return info["runtime"], info["reason"], watch.elapsed()
+
+
+def test_the_ranks_do_not_wait_for_connections_of_one_that_cannot_make_them() -> None:
+    for runtime, reason, elapsed in run_ranks(fail_to_connect, 3):
+        assert runtime == "process_group" and "Too many open files" in reason
+        assert elapsed.within(cpu_s=2.0, wall_s=10.0), elapsed
+
+
+def stop_while_gloo_connects(rank: int, world_size: int, directory: Path) -> str:
+    init_with_tcp_store(rank, world_size, directory, 60.0)
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=2))
+    dist.barrier()
+    if rank == world_size - 1:
+        with mock.patch.object(
+            CpuBootstrap, "_private_backend", lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        ):
+            C.all_reduce(torch.ones(8), group=group)
+    watch = Stopwatch()
+    with pytest.raises(CollectiveTimeout) as error:
+        C.all_reduce(torch.ones(8), group=group)
+    elapsed = watch.elapsed()
+    send_to_parent((str(error.value), elapsed))
+    time.sleep(60)  # rank 0 has the store
+    return ""
+
+
+def test_a_rank_that_stops_while_gloo_connects_is_named_at_the_deadline(tmp_path: Path) -> None:
+    """Gloo waits in the store, and a client in which one thread waits serves no other."""
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    with spawn_ranks(stop_while_gloo_connects, 3, tmp_path, backend=None, env=env) as ranks:
+        for rank in range(2):
+            text, elapsed = ranks.receive(rank)
+            assert text.startswith("rank 2 did not come to make a communicator before the timeout of 2 s")
+            assert elapsed.within(cpu_s=1.0, wall_s=3.8), elapsed
+
+
+def give_up_connecting(rank: int, world_size: int, path: str) -> float:
+    """Return how long the thread lives on in which Gloo connects, where another rank stops and the store is lost."""
+    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if rank == 1:
+        with mock.patch.object(CpuBootstrap, "_private_backend", lambda *_: time.sleep(60)):
+            C.all_reduce(torch.ones(8))
+    with pytest.raises(CollectiveTimeout):
+        C.all_reduce(torch.ones(8))
+    Path(path).unlink()
+    given_up = time.monotonic()
+    while any(thread.name == "dtcomm-gloo" for thread in threading.enumerate()):
+        time.sleep(0.05)
+    send_to_parent(time.monotonic() - given_up)
+    return 0.0
+
+
+def test_the_thread_of_a_connection_that_was_given_up_ends(tmp_path: Path) -> None:
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    path = str(tmp_path / "store")
+    with spawn_ranks(give_up_connecting, 2, path, backend=None, env=env) as ranks:
+        assert ranks.receive(0, 60) < 20  # Gloo waits five times the timeout
 
 
 def test_a_rank_that_dies_is_named() -> None:

@@ -90,7 +90,7 @@ def test_a_gather_has_no_operator() -> None:
         ("all_reduce -d float128", "'float128' is not one of int8, "),
         ("all_reduce -o prod", "'prod' is not one of sum, avg, min, max, all"),
         ("all_reduce -d int32 -o avg", "-o avg: int32 has no average"),
-        ("all_reduce --codec int9", "unknown codec 'int9'; valid names: none"),
+        ("all_reduce --codec int9", "unknown codec 'int9' (did you mean 'int8'?); valid names: none"),
         ("all_reduce --codec int8 -d int32", "-d int32: codec int8 takes half, float, bfloat16"),
         ("all_reduce --codec int8 -o max", "-o max: codec int8 takes"),
         ("all_reduce --codec int8 --backend gloo", "--codec 'int8': gloo sends tensors uncompressed"),

@@ -53,12 +53,15 @@ def test_every_power_of_two_is_a_valid_block() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("int9", "unknown codec 'int9'; valid names: none, fp16, bf16, "),
+        ("int9", "unknown codec 'int9' (did you mean 'int8'?); valid names: none, fp16, bf16, "),
         ("int1", "unknown codec 'int1'"),
         ("", "unknown codec ''"),
         ("INT8", "unknown codec 'INT8'"),
         ("int8:", "nothing follows the colon"),
-        ("int8:blok=32", "unknown option 'blok'; valid options: block, scale, symmetric, round"),
+        (
+            "int8:blok=32",
+            "unknown option 'blok' (did you mean 'block'?); valid options: block, scale",
+        ),
         ("int8:bits=4", "unknown option 'bits'"),
         ("int8:block", "option 'block' needs a value; valid: a power of two from 16 to 4096"),
         ("int8:block=", "option 'block' is ''; valid: a power of two from 16 to 4096"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -53,7 +55,7 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
         ("topk:values=sign", "option 'values' is sign; valid: bf16, fp16, fp32, int8"),
         (
             "dgc:ration=0.1",
-            "dgc: unknown option 'ration'; valid options: ratio, momentum, clip, warmup, values",
+            "dgc: unknown option 'ration' (did you mean 'ratio'?); valid options: ratio, momentum, clip, warmup",
         ),
         ("dgc:momentum=1", "dgc: option 'momentum' is 1.0; valid: 0 or more, below 1"),
         ("dgc:ratio=0", "option 'ratio' is 0"),
@@ -64,7 +66,7 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
     ],
 )
 def test_wrong_specs_are_refused(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse_scheme(spec)
 
 

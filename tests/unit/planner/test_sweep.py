@@ -15,7 +15,15 @@ from dtcomm.planner.hardware import (
     system_from_dict,
     system_from_links,
 )
-from dtcomm.planner.training_model import Bucket, even_buckets, parse_record, replay
+from dtcomm.planner.training_model import (
+    Bucket,
+    ModelSize,
+    even_buckets,
+    parse_record,
+    rank_memory,
+    replay,
+    replay_sharded,
+)
 
 MB, GB = 2**20, 2**30
 
@@ -41,6 +49,16 @@ def test_links_by_rate_and_by_parameters() -> None:
         find_port({"kind": "tcp", "gbytes": 0, "latency_us": 2})
     with pytest.raises(ValueError, match="system: 'h300' is not one of a100"):
         find_system("h300")
+    assert find_system("H100") is SYSTEMS["h100"]
+
+
+def test_peaks_are_dense() -> None:
+    assert find_system("a100").device.peak_flops("bf16") == 312e12
+    assert find_system("h100").device.peak_flops("bf16") == 989.4e12
+    with pytest.raises(ValueError, match="compute: 'fp8' is not one of fp32, tf32, bf16, fp16"):
+        find_system("h100").device.peak_flops("fp8")
+    with pytest.raises(ValueError, match="no peak FLOP/s is known for the device cpu"):
+        find_system("local").device.peak_flops("bf16")
 
 
 def test_systems_from_topology_files() -> None:
@@ -92,7 +110,7 @@ def test_a_sweep_is_limited_to_the_named_algorithms() -> None:
     nvls_only = sweep.run_sweep(system, "all_reduce", [MB], ["int8"], ["nvls_tree"])
     assert [row.best.codec for row in nvls_only.rows] == ["none"]
     assert "none of the algorithms can carry it" in nvls_only.verdicts[0]
-    with pytest.raises(ValueError, match="'rings' is not one of auto, all, ring"):
+    with pytest.raises(ValueError, match="'rings' is not one of auto, all, nvls_tree, ring"):
         sweep.run_sweep(system, "all_reduce", [MB], [], ["rings"])
 
 
@@ -123,6 +141,22 @@ def test_early_buckets_overlap_with_the_backward_pass() -> None:
     slow = replay(buckets, 0.5, lambda _: 2.0)
     assert slow.seconds == 1 + 2 + 2 + 0.5
     assert replay([], 1.0, lambda _: 1.0).hidden == 1
+
+
+def test_fsdp_overlaps_gathers_and_reductions_with_computing() -> None:
+    # Only the first gathers of forward and backward and the last reduction are exposed.
+    hidden = replay_sharded(4, forward=3.0, backward=6.0, gather=1.0, reduce=2.0)
+    assert hidden.compute == 36 and hidden.communication == 4 * (2 * 1 + 2)
+    assert hidden.seconds == 36 + 1 + 1 + 2
+    # Without computing, all collectives follow each other.
+    exposed = replay_sharded(4, forward=0.0, backward=0.0, gather=1.0, reduce=2.0)
+    assert exposed.seconds == exposed.communication == 16
+    assert replay_sharded(3, 1.0, 2.0, 0.0, 0.0).seconds == 9
+
+
+def test_ddp_keeps_the_optimizer_in_fp32() -> None:
+    memory = rank_memory(ModelSize(params=10, itemsize=2), ranks=8, stage="ddp", feedback="fp32")
+    assert (memory.parameters, memory.gradients, memory.optimizer, memory.residuals) == (20, 20, 80, 40)
 
 
 def test_buckets_of_a_model() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from dtcomm.codecs import codec
 from dtcomm.device.streams import HostStreams
-from dtcomm.errors import DtcommError
+from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
-from dtcomm.runtime.torchdist.transport import Transport
+from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage, Transport
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.algorithms.every_algorithm import build
 
@@ -45,3 +49,117 @@ def test_an_operation_that_meets_the_end_of_the_runtime_is_refused() -> None:
     x = torch.ones(8)
     with pytest.raises(DtcommError, match="released"):
         operation.submit([Buffers(x, x, None)], [x], 1, None)
+
+
+class StuckTransport(Transport):
+    """A transport whose first wait does not end, as Gloo's where the other rank died at the wrong moment."""
+
+    name = "stuck"
+    blocks_host = True
+
+    def __init__(self) -> None:
+        self.is_lost = self.progresses = False
+        self.waits, self.released, self.closed = 0, threading.Event(), False
+
+    def send_recv(
+        self, sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], checksum: bool, context: str
+    ) -> Any:
+        return [*sends, *receives]
+
+    def wait(self, handle: Any) -> None:
+        self.waits += 1
+        if not self.released.wait(30.0):
+            raise AssertionError("the test has not released the wait")
+        raise RuntimeError("the connection has ended")
+
+    def progress(self) -> int:
+        self.waits += self.progresses
+        return self.waits
+
+    def lost_peer(self) -> DtcommError | None:
+        return PeerLost("rank 1 is gone") if self.is_lost else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def stuck() -> Iterator[tuple[StuckTransport, Any]]:
+    """A transport, and the operation of a runtime over it."""
+    transport = StuckTransport()
+    runtime = TorchDistRuntime(transport, HostStreams(), 0)
+    spec = OpSpec("all_reduce", "sum", (TensorSpec(8, torch.float32, codec("none")),), "ring", 0)
+    yield transport, runtime.prepare(spec, build("ring", "all_reduce", 2, 0))
+    transport.released.set()
+    runtime.close()
+
+
+def test_operations_that_wait_for_a_rank_that_is_gone_are_given_up(stuck: Any) -> None:
+    transport, operation = stuck
+    x = torch.ones(8)
+    works = [operation.submit([Buffers(x, x, None)], [x], 1, None) for _ in range(3)]
+    time.sleep(0.7)
+    assert not any(work.is_completed() for work in works)  # late is not lost
+    transport.is_lost = True
+    begin = time.monotonic()
+    for work in works:
+        with pytest.raises(PeerLost, match="rank 1 is gone"):
+            work.wait()
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        operation.run([Buffers(x, x, None)], 1, None)
+    assert time.monotonic() - begin < 10
+    # The wait ends at last: its error does not replace the first one, and the connections are closed.
+    transport.released.set()
+    while not transport.closed:
+        time.sleep(0.01)
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        operation.run([Buffers(x, x, None)], 1, None)
+
+
+def test_a_synchronous_call_is_given_up_too(stuck: Any) -> None:
+    transport, operation = stuck
+    transport.is_lost = True
+    x = torch.ones(8)
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        operation.run([Buffers(x, x, None)], 1, None)
+
+
+def test_an_operation_that_makes_progress_is_not_given_up(stuck: Any) -> None:
+    """The rank may have done its part and ended."""
+    transport, operation = stuck
+    transport.is_lost = transport.progresses = True
+    x = torch.ones(8)
+    work = operation.submit([Buffers(x, x, None)], [x], 1, None)
+    time.sleep(1.2)
+    assert not work.is_completed()
+
+
+class GlooGroup:
+    """A group of two whose messages end when the test sets `end`."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def rank(self) -> int:
+        return 0
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda timeout: self.end.wait(30.0))
+
+
+def test_gloo_s_transport_tells_what_it_waits_for() -> None:
+    ended: set[int] = set()
+    group = GlooGroup()
+    transport = GlooTransport(group, ["rank 0", "rank 1"], 60.0, None, None, ended.__contains__)
+    assert transport.lost_peer() is None
+    messages = transport.send_recv([], [P2PMessage(torch.empty(4, dtype=torch.uint8), 1, 5)], False, "a call")
+    waiting = threading.Thread(target=transport.wait, args=(messages,))
+    before = transport.progress()
+    waiting.start()
+    time.sleep(0.1)
+    assert transport.lost_peer() is None and transport.progress() == before
+    ended.add(1)
+    assert str(transport.lost_peer()).startswith("rank 1 is gone (receiving a call: its process has ended")
+    group.end.set()
+    waiting.join()
+    assert transport.lost_peer() is None and transport.progress() != before

@@ -21,7 +21,7 @@ def test_documented_schedule_is_printed() -> None:
 
 
 def test_documented_example_and_error() -> None:
-    example = parse(GUIDE.split('schedule = """')[1].split('"""')[0])
+    example = parse(GUIDE.split('relay = """')[1].split('"""')[0])
     assert verify(example).encodes_once
     with pytest.raises(ScheduleError) as caught:
         verify(parse("all_reduce ranks=3 chunks=1\nrank 0 | c0+1 | .\nrank 1 | . | c0=0,2\nrank 2 | . | ."))

@@ -1,0 +1,38 @@
+"""Checks of arguments, and suggestions for their error messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+
+def suggest(given: object, valid: Iterable[str], in_context: Callable[[str], str] = str) -> str:
+    """Return `` (did you mean 'int8'?)`` with the valid name that is most like ``given``; empty if none is.
+
+    Args:
+        given: What was given.
+        valid: The valid names.
+        in_context: Turns the name into what the caller should write.
+    """
+    names = list(valid)
+    near = difflib.get_close_matches(str(given), names, n=1)
+    near = near or difflib.get_close_matches(str(given).lower(), names, n=1)
+    return f" (did you mean {in_context(near[0])!r}?)" if near else ""
+
+
+def require_int(name: str, value: object, least: int | None = None) -> None:
+    """Require an integer, of at least ``least``.
+
+    Args:
+        name: The argument, for the error.
+        value: What was given.
+        least: The smallest valid value; None: any.
+
+    Raises:
+        TypeError: ``value`` is no integer.
+        ValueError: It is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: want an integer, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}: want {least} or more")

@@ -1,0 +1,146 @@
+"""The FSDP modules of a model, and which of them ``exclude`` leaves uncompressed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+from dtcomm.arguments import suggest
+from dtcomm.fsdp.collectives import CompressedAllGather
+from dtcomm.fsdp.flat_layout import parameter_names
+from dtcomm.fsdp.guard import ROOT
+
+MAX_NAMES = 8  # modules that an error lists
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An FSDP module.
+
+    Attributes:
+        name: Its name in the model; empty for the root module.
+        parameters: Names of the parameters that it gathers and reduces itself, as one tensor.
+        trainable_numel: Elements of those that have gradients, on all ranks together.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    trainable_numel: int
+
+    @property
+    def label(self) -> str:
+        """The name that users see."""
+        return self.name or ROOT
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return a module's parameter groups; up to torch 2.11 there is at most one."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def find_units(model: torch.nn.Module) -> list[Unit]:
+    """Return the FSDP modules of a model that `fully_shard` was applied to, or of an FSDP1 root module.
+
+    Raises:
+        TypeError: There is none.
+        RuntimeError: One is compressed already.
+    """
+    units: list[Unit] = []
+    if isinstance(model, FullyShardedDataParallel):
+        for path, module in model.named_modules():
+            if isinstance(module, FullyShardedDataParallel):
+                unit = _fsdp1_unit(clean_tensor_name(path), module)
+                if module._comm_hook is not None:
+                    raise _already_compressed(unit, "has a communication hook, or is compressed already")
+                units.append(unit)
+    elif isinstance(model, torch.nn.Module):
+        names = parameter_names("", model)
+        for path, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                groups = parameter_groups(module)
+                parameters = [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+                numel = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+                unit = Unit(path, tuple(names.get(id(parameter), "") for parameter in parameters), numel)
+                if any(isinstance(group._all_gather_comm, CompressedAllGather) for group in groups):
+                    raise _already_compressed(unit, "is compressed already")
+                units.append(unit)
+    if not units:
+        raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to")
+    return units
+
+
+def _fsdp1_unit(name: str, module: FullyShardedDataParallel) -> Unit:
+    if module._handle is None:
+        return Unit(name, (), 0)
+    flat = module._handle.flat_param
+    parameters = tuple(f"{name}.{path}" if name else path for path in flat._fqns)
+    return Unit(name, parameters, sum(shape.numel() for shape in flat._shapes))
+
+
+def _already_compressed(unit: Unit, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"model: {unit.label} {what}; call detach() on the State that compress returned for it, then compress again"
+    )
+
+
+def excluded_units(patterns: str | Collection[str], units: Sequence[Unit]) -> dict[str, str]:
+    """Return the units that ``exclude`` leaves uncompressed, each with the pattern that it matches.
+
+    Args:
+        patterns: Shell patterns of modules, or of all parameters of a unit; one, or several.
+        units: The FSDP modules of the model.
+
+    Raises:
+        TypeError: A pattern is not a string.
+        ValueError: A pattern matches nothing, or a part of a unit; or no unit is left.
+    """
+    if isinstance(patterns, str):
+        patterns = (patterns,)
+    wrong = (
+        [patterns]
+        if not isinstance(patterns, Collection)
+        else [p for p in patterns if not isinstance(p, str)]
+    )
+    if wrong:
+        raise TypeError(
+            f"exclude: expected a pattern or several patterns (str), got {type(wrong[0]).__name__}"
+        )
+    excluded: dict[str, str] = {}
+    for pattern in patterns:
+        matched = [unit.name for unit in units if _matches(unit, pattern)]
+        if not matched:
+            valid = [unit.label for unit in units]
+            listed = ", ".join(valid[:MAX_NAMES]) + (", ..." if len(valid) > MAX_NAMES else "")
+            raise ValueError(
+                f"exclude: {pattern!r} matches nothing{suggest(pattern, valid)}; FSDP modules: {listed}"
+            )
+        excluded |= dict.fromkeys(matched, pattern)
+    if len(excluded) == len(units):
+        raise ValueError(f"exclude: {', '.join(map(repr, patterns))} leaves no module to compress")
+    return excluded
+
+
+def _matches(unit: Unit, pattern: str) -> bool:
+    """Return whether a pattern matches a unit; ValueError if it matches only a part of its parameters."""
+    path = unit.name.split(".")
+    # A module's name stands for all that it contains.
+    modules = [".".join(path[: length + 1]) for length in range(len(path))] if unit.name else [ROOT]
+    if any(fnmatchcase(module, pattern) for module in modules):
+        return True
+    matched = [name for name in unit.parameters if fnmatchcase(name, pattern)]
+    if matched and len(matched) < len(unit.parameters):
+        holder = matched[0].rpartition(".")[0] or matched[0]
+        raise ValueError(
+            f"exclude: {pattern!r} matches {matched[0]}, a part of {unit.label!r}, whose parameters travel as one "
+            f"tensor; apply fully_shard to {holder!r}, or exclude {unit.label!r}"
+        )
+    return bool(matched)

@@ -1,0 +1,63 @@
+"""A thread that looks at runtimes whose messages the host waits for, while operations run.
+
+Gloo fails a message that it is just writing or reading only at the timeout, also where the other rank has died.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Protocol
+
+from dtcomm.runtime import torch_threads
+
+LOOK_S = 0.25
+
+_lock = threading.Lock()
+_watched: set[Watched] = set()
+
+
+class Watched(Protocol):
+    """What is looked at."""
+
+    def busy(self) -> bool:
+        """Whether an operation is running."""
+
+    def look(self) -> None:
+        """Look at the running operation."""
+
+
+def watch(runtime: Watched) -> None:
+    """Call ``look`` of a runtime, which is busy, every quarter of a second as long as it is."""
+    if runtime in _watched:
+        return
+    with _lock:
+        starts = not _watched
+        _watched.add(runtime)
+    if starts:
+        threading.Thread(target=_look, name="dtcomm-watch", daemon=True).start()
+
+
+def _look() -> None:
+    while True:
+        time.sleep(LOOK_S)
+        with torch_threads.running():  # looks use the store, whose functions are native
+            for runtime in list(_watched):
+                runtime.look()
+        with _lock:
+            idle = [runtime for runtime in _watched if not runtime.busy()]
+            _watched.difference_update(idle)
+            # One that has become busy just before has found itself watched.
+            _watched.update(runtime for runtime in idle if runtime.busy())
+            if not _watched:
+                return
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
