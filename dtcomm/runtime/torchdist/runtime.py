@@ -47,6 +47,8 @@ from dtcomm.work import QueuedWork, Statistics, StreamWork, Work
 
 Compare = Callable[[str, object], None]
 
+_RELEASED = "group: its communicator has been released"
+
 
 @dataclass
 class QueuedOp:
@@ -147,7 +149,10 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._transport.set_timeout(seconds)
 
     def close(self) -> None:
-        """Leave the group. Peers that wait for this rank raise PeerLost."""
+        """Leave the group. Peers that wait for this rank raise PeerLost.
+
+        An operation that still waits for other ranks after a second fails with CommunicatorClosed.
+        """
         if os.getpid() != self._pid:
             return
         with self._queue_lock:
@@ -156,6 +161,8 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
             if self._thread.is_alive():  # in a wait that ends at the timeout; the group goes with the process
+                if (op := self._running) is not None:
+                    self._give_up(op, CommunicatorClosed(_RELEASED))
                 return
         self._transport.close()
 
@@ -223,7 +230,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def _require_usable(self) -> None:
         super()._require_usable()
         if self._closed:
-            raise CommunicatorClosed("group: its communicator has been released")
+            raise CommunicatorClosed(_RELEASED)
 
     def _enqueue(
         self,
@@ -279,7 +286,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def busy(self) -> bool:
         """Whether an operation is running that has not been given up."""
         op = self._running
-        return op is not None and not op.ended and not self._closed
+        return op is not None and not op.ended
 
     def look(self) -> None:
         """Give up the running operation if it makes no progress and waits for a rank that will not come."""
@@ -288,8 +295,11 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         if op is None or op.ended or self._seen != seen:
             return
         error = self._transport.lost_peer()
-        if error is None or self._running is not op:
-            return
+        if error is not None and self._running is op:
+            self._give_up(op, error)
+
+    def _give_up(self, op: QueuedOp, error: DtcommError) -> None:
+        """Fail the running operation and those behind it, while the thread waits in the transport."""
         op.entry.finished_ns = time.monotonic_ns()
         self._failure = type(error)(str(error))
         flight_recorder.failed(error)
