@@ -171,6 +171,9 @@ class Codec(abc.ABC):
         False  # sums have the same bits in any order of additions, and can be audited
     )
     has_cuda_kernel: ClassVar[bool] = True  # `dtcomm._cuda` encodes and decodes it
+    in_python: ClassVar[bool] = (
+        False  # a user's functions encode and decode it; it has no layout and no kernel
+    )
 
     @property
     @abc.abstractmethod
@@ -180,6 +183,11 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         """The layout of a tensor of `dtype`; only ``none`` depends on the type."""
+
+    @property
+    def identity(self) -> str:
+        """What ranks compare: its spec string, and a checksum of what no spec says."""
+        return str(self)
 
     def lossless(self, dtype: torch.dtype) -> bool:
         """Whether decoding returns every number of a tensor of `dtype` unchanged."""

@@ -100,6 +100,8 @@ class CommConfig:
         Args:
             features: Size of the tensor's last dimension.
         """
+        if self.codec.in_python:  # one call encodes the tokens of a chunk together
+            return False
         layout = self.codec.layout()
         token_blocks = layout.kept == 0 and not self.codec.needs_agreement and features % layout.block == 0
         nearest = getattr(self.codec, "round", "nearest") == "nearest"
@@ -151,7 +153,7 @@ class CommConfig:
 
 def default_algorithm(world_size: int, codec: Codec, dtype: torch.dtype) -> str:
     """Return what ``algorithm="auto"`` stands for."""
-    independent_blocks = not codec.needs_agreement and codec.layout().kept == 0
+    independent_blocks = not codec.in_python and not codec.needs_agreement and codec.layout().kept == 0
     if world_size == 2 and independent_blocks and not codec.lossless(dtype):
         return "one_shot"
     return "direct"

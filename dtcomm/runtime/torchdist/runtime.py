@@ -35,6 +35,7 @@ from dtcomm.runtime.torchdist.rounds import (
     ALL_TO_ALL,
     HOST_LOOKAHEAD,
     MESSAGES,
+    WHOLE,
     Payload,
     RoundsPlan,
     host_message_bytes,
@@ -105,15 +106,17 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
 
     def make_plan(self, spec: OpSpec, schedule: Schedule) -> RoundsPlan:
         """A plan for calls of this operation. ValueError if it needs what the transport does not do."""
+        # A codec written in Python gets every chunk in one piece, in every runtime: the results are the same then.
+        whole = WHOLE if spec.in_python else 0
         if self._transport.blocks_host:
-            least = self._message_bytes or int(env.get("DTCOMM_PIECE_KIB")) * 1024
+            least = whole or self._message_bytes or int(env.get("DTCOMM_PIECE_KIB")) * 1024
             least = least or host_message_bytes(spec, schedule)
             return RoundsPlan(spec, schedule, self.rank, least, False, HOST_LOOKAHEAD)
         if spec.checksum:
             raise ValueError(
                 "checksum: payloads are not looked at on their way between devices; expected False"
             )
-        return RoundsPlan(spec, schedule, self.rank, self._message_bytes)
+        return RoundsPlan(spec, schedule, self.rank, whole or self._message_bytes)
 
     def run(
         self, plan: RoundsPlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
