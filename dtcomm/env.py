@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ class Variable:
         choices: The valid values; empty: any.
         shared: Whether all ranks need the same value, which they compare when a communicator is made.
         number: Whether the value is a whole number.
+        check: Called with a value that is not empty; raises ValueError, with the reason, if it is not valid.
     """
 
     default: str
@@ -28,6 +31,16 @@ class Variable:
     choices: tuple[str, ...] = ()
     shared: bool = False
     number: bool = False
+    check: Callable[[str], object] | None = None
+
+
+def _ports(text: str) -> range:
+    """The ports of ``20000-20100`` or ``20000``."""
+    match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise ValueError("expected a port or a range of ports from 1 to 65535, such as 20000-20100")
+    return range(first, last + 1)
 
 
 VARIABLES: dict[str, Variable] = {
@@ -53,6 +66,14 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_HOST_ID": Variable(
         default="", meaning="Name of the host that this rank counts as, for tests. Empty: the real host"
+    ),
+    "DTCOMM_PORTS": Variable(
+        default="",
+        meaning="Ports on which ranks listen for the connections of the native engine, such as 20000-20100: one for"
+        " each rank of a host while a communicator is made. Ranks that need connections then use them or raise."
+        " Empty: ports that the kernel chooses",
+        shared=True,
+        check=_ports,
     ),
     "DTCOMM_CHECK": Variable(
         default="0",
@@ -143,12 +164,27 @@ def get(name: str) -> str:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(variable.choices)}")
     if variable.number and not value.isdecimal():
         raise ValueError(f"{name}={value!r} is not a whole number")
+    if variable.check is not None and value:
+        try:
+            variable.check(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r}: {error}") from None
     return value
 
 
 def shared() -> dict[str, str]:
     """The values of the variables that must be equal on all ranks."""
     return {name: get(name) for name, variable in VARIABLES.items() if variable.shared}
+
+
+def ports() -> range:
+    """The ports that DTCOMM_PORTS allows to listen on; port 0, of which the kernel makes one, if it is not set.
+
+    Raises:
+        ValueError: If the variable's value is not valid.
+    """
+    text = get("DTCOMM_PORTS")
+    return _ports(text) if text else range(1)
 
 
 def tune_file() -> Path:
