@@ -23,6 +23,7 @@ class Variable:
         choices: The valid values; empty: any.
         shared: Whether all ranks need the same value, which they compare when a communicator is made.
         number: Whether the value is a whole number.
+        build: Whether the variable is read when dtcomm is built, by setup.py or CMake.
         check: Called with a value that is not empty; raises ValueError, with the reason, if it is not valid.
     """
 
@@ -31,6 +32,7 @@ class Variable:
     choices: tuple[str, ...] = ()
     shared: bool = False
     number: bool = False
+    build: bool = False
     check: Callable[[str], object] | None = None
 
 
@@ -142,13 +144,44 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_CUDA": Variable(
         default="AUTO",
-        meaning="At build time. 1: build the CUDA module. 0: do not. AUTO: build it for the GPU that is visible, "
-        "if there is one",
+        meaning="1: build the CUDA kernels, for the architectures of release wheels. 0: do not. AUTO: build them for"
+        " the GPU that is visible, if there is one",
+        choices=("AUTO", "0", "1"),
+        build=True,
     ),
-    "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="At build time: CMake's build type"),
-    "DTCOMM_SANITIZE": Variable(default="", meaning="At build time: sanitizers for the native core"),
-    "DTCOMM_TESTS": Variable(default="OFF", meaning="At build time. ON: also build csrc/tests"),
-    "DTCOMM_WERROR": Variable(default="0", meaning="At build time. 1: treat warnings as errors"),
+    "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="CMake's build type", build=True),
+    "DTCOMM_EMULATOR": Variable(
+        default="0",
+        meaning="1: also build the module that runs the CUDA kernels' source on the CPU, for tests and"
+        " dtcomm perf --device emulator",
+        choices=("0", "1"),
+        build=True,
+    ),
+    "DTCOMM_SANITIZE": Variable(
+        default="", meaning="Sanitizers for the native code: address,undefined or thread", build=True
+    ),
+    "DTCOMM_TESTS": Variable(
+        default="OFF", meaning="ON: also build the tests in csrc/tests", choices=("OFF", "ON"), build=True
+    ),
+    "DTCOMM_WERROR": Variable(
+        default="0", meaning="1: treat compiler warnings as errors", choices=("0", "1"), build=True
+    ),
+}
+
+# Variables of other programs that dtcomm reads, with what it takes from them; for the reference page.
+EXTERNAL: dict[str, str] = {
+    "GLOO_SOCKET_IFNAME": "The network interface by which other hosts reach this rank, as for Gloo; of several,"
+    " separated by commas, the first with an address. Unset: the interface of the host's name, else the first that"
+    " is not the loopback",
+    "RANK": "Set by torchrun: `dtcomm perf`, `tune` and `doctor` then measure the ranks of the job",
+    "WORLD_SIZE": "Set by torchrun: the number of ranks",
+    "LOCAL_RANK": "Set by torchrun: the number of this rank among those of its host, which chooses its GPU and cores",
+    "LOCAL_WORLD_SIZE": "Set by torchrun: the number of ranks of this host",
+    "THP_MEM_ALLOC_ENABLE": "torch's: 1 lets it use huge pages for tensors; dtcomm then expects them when it chooses"
+    " how to copy",
+    "TRITON_INTERPRET": "Triton's: 1 runs its kernels in the interpreter, also for CPU tensors",
+    "XDG_CACHE_HOME": "The user's cache folder, in which the table of `dtcomm tune` lies. Unset: `~/.cache`",
+    "CUDAARCHS": "CMake's, at build time: the architectures of the CUDA kernels, such as `90-real`",
 }
 
 
