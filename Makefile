@@ -6,7 +6,7 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
-SOURCES := $(wildcard dtcomm dtcomm_autoload.py tests bench examples setup.py)
+SOURCES := $(wildcard dtcomm dtcomm_autoload.py tests bench examples docs setup.py)
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 NATIVE_INPUTS := $(shell find csrc cmake) CMakeLists.txt setup.py
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,8 @@ class Variable:
         choices: The valid values; empty: any.
         shared: Whether all ranks need the same value, which they compare when a communicator is made.
         number: Whether the value is a whole number.
+        build: Whether the variable is read when dtcomm is built, by setup.py or CMake.
+        check: Called with a value that is not empty; raises ValueError, with the reason, if it is not valid.
     """
 
     default: str
@@ -28,6 +32,17 @@ class Variable:
     choices: tuple[str, ...] = ()
     shared: bool = False
     number: bool = False
+    build: bool = False
+    check: Callable[[str], object] | None = None
+
+
+def _ports(text: str) -> range:
+    """The ports of ``20000-20100`` or ``20000``."""
+    match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last <= 65535:
+        raise ValueError("expected a port or a range of ports from 1 to 65535, such as 20000-20100")
+    return range(first, last + 1)
 
 
 VARIABLES: dict[str, Variable] = {
@@ -53,6 +68,14 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_HOST_ID": Variable(
         default="", meaning="Name of the host that this rank counts as, for tests. Empty: the real host"
+    ),
+    "DTCOMM_PORTS": Variable(
+        default="",
+        meaning="Ports on which ranks listen for the connections of the native engine, such as 20000-20100: one for"
+        " each rank of a host while a communicator is made. Ranks that need connections then use them or raise."
+        " Empty: ports that the kernel chooses",
+        shared=True,
+        check=_ports,
     ),
     "DTCOMM_CHECK": Variable(
         default="0",
@@ -121,13 +144,44 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_CUDA": Variable(
         default="AUTO",
-        meaning="At build time. 1: build the CUDA module. 0: do not. AUTO: build it for the GPU that is visible, "
-        "if there is one",
+        meaning="1: build the CUDA kernels, for the architectures of release wheels. 0: do not. AUTO: build them for"
+        " the GPU that is visible, if there is one",
+        choices=("AUTO", "0", "1"),
+        build=True,
     ),
-    "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="At build time: CMake's build type"),
-    "DTCOMM_SANITIZE": Variable(default="", meaning="At build time: sanitizers for the native core"),
-    "DTCOMM_TESTS": Variable(default="OFF", meaning="At build time. ON: also build csrc/tests"),
-    "DTCOMM_WERROR": Variable(default="0", meaning="At build time. 1: treat warnings as errors"),
+    "DTCOMM_BUILD_TYPE": Variable(default="Release", meaning="CMake's build type", build=True),
+    "DTCOMM_EMULATOR": Variable(
+        default="0",
+        meaning="1: also build the module that runs the CUDA kernels' source on the CPU, for tests and"
+        " dtcomm perf --device emulator",
+        choices=("0", "1"),
+        build=True,
+    ),
+    "DTCOMM_SANITIZE": Variable(
+        default="", meaning="Sanitizers for the native code: address,undefined or thread", build=True
+    ),
+    "DTCOMM_TESTS": Variable(
+        default="OFF", meaning="ON: also build the tests in csrc/tests", choices=("OFF", "ON"), build=True
+    ),
+    "DTCOMM_WERROR": Variable(
+        default="0", meaning="1: treat compiler warnings as errors", choices=("0", "1"), build=True
+    ),
+}
+
+# Variables of other programs that dtcomm reads, with what it takes from them; for the reference page.
+EXTERNAL: dict[str, str] = {
+    "GLOO_SOCKET_IFNAME": "The network interface by which other hosts reach this rank, as for Gloo; of several,"
+    " separated by commas, the first with an address. Unset: the interface of the host's name, else the first that"
+    " is not the loopback",
+    "RANK": "Set by torchrun: `dtcomm perf`, `tune` and `doctor` then measure the ranks of the job",
+    "WORLD_SIZE": "Set by torchrun: the number of ranks",
+    "LOCAL_RANK": "Set by torchrun: the number of this rank among those of its host, which chooses its GPU and cores",
+    "LOCAL_WORLD_SIZE": "Set by torchrun: the number of ranks of this host",
+    "THP_MEM_ALLOC_ENABLE": "torch's: 1 lets it use huge pages for tensors; dtcomm then expects them when it chooses"
+    " how to copy",
+    "TRITON_INTERPRET": "Triton's: 1 runs its kernels in the interpreter, also for CPU tensors",
+    "XDG_CACHE_HOME": "The user's cache folder, in which the table of `dtcomm tune` lies. Unset: `~/.cache`",
+    "CUDAARCHS": "CMake's, at build time: the architectures of the CUDA kernels, such as `90-real`",
 }
 
 
@@ -143,12 +197,27 @@ def get(name: str) -> str:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(variable.choices)}")
     if variable.number and not value.isdecimal():
         raise ValueError(f"{name}={value!r} is not a whole number")
+    if variable.check is not None and value:
+        try:
+            variable.check(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r}: {error}") from None
     return value
 
 
 def shared() -> dict[str, str]:
     """The values of the variables that must be equal on all ranks."""
     return {name: get(name) for name, variable in VARIABLES.items() if variable.shared}
+
+
+def ports() -> range:
+    """The ports that DTCOMM_PORTS allows to listen on; port 0, of which the kernel makes one, if it is not set.
+
+    Raises:
+        ValueError: If the variable's value is not valid.
+    """
+    text = get("DTCOMM_PORTS")
+    return _ports(text) if text else range(1)
 
 
 def tune_file() -> Path:

@@ -42,7 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("model", metavar="MODEL")
+    command.add_argument(
+        "model", metavar="MODEL", help="a folder of transformers, or package.module:function; see below"
+    )
     command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
     command.add_argument(
         "--plan", help=f"kinds of layers: {', '.join(PLANS)} or a .json file (default: by the model's type)"
@@ -56,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument(
         "--text", type=Path, help="for a folder: the text to measure on (default: the source of Python)"
     )
-    command.add_argument("--batches", type=int, default=4)
-    command.add_argument("--batch-size", type=int, default=4)
+    command.add_argument("--batches", type=int, default=4, help="number of batches to measure on (4)")
+    command.add_argument("--batch-size", type=int, default=4, help="for a folder: rows of a batch (4)")
     command.add_argument("--length", type=int, default=128, help="for a folder: tokens per row")
     command.add_argument(
         "--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)"
@@ -65,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument(
         "--json", metavar="FILE", help="write all figures as JSON; - writes to standard output"
     )
-    command.add_argument("--plot", type=Path, metavar="FILE")
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the divergence of the logits for each layer and codec"
+    )
     command.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(argv)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:

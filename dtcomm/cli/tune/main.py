@@ -204,7 +204,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--nproc", metavar="N", type=int, nargs="+", default=[2, 4], help="local ranks to start (default 2 4)"
     )
-    add("--output", "-o", metavar="FILE", type=Path, help=f"default DTCOMM_TUNE, or {env.tune_file()}")
+    add(
+        "--output",
+        "-o",
+        metavar="FILE",
+        type=Path,
+        help="default: the file that DTCOMM_TUNE names, else one in the user's cache folder",
+    )
     add("--seconds", metavar="S", type=float, default=45.0, help="approximate total time (default 45)")
     add("--collective", metavar="NAME", action="append", choices=algorithms.collectives(),
         help="only this one; may be repeated (default: those with a choice of algorithms)")  # fmt: skip

@@ -255,6 +255,9 @@ class CpuBootstrap:
                 raise DtcommError(f"{variable}, but {self.reason}")
             if env.get("DTCOMM_LINK"):
                 raise DtcommError(f"DTCOMM_LINK: only the native engine emulates links, but {self.reason}")
+            if env.get("DTCOMM_PORTS") and self._uses_sockets():
+                # Messages of the group's backend would use other ports, which a firewall may drop silently.
+                raise DtcommError(f"DTCOMM_PORTS={env.get('DTCOMM_PORTS')}, but {self.reason}")
             return False
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":

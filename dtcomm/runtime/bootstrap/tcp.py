@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from dtcomm import env
 
 _HELLO = struct.Struct("<8sQI")  # magic, the listener's token, the caller's rank
 _MAGIC = b"dtcomm 1"
@@ -26,16 +29,17 @@ class Listener:
 
     GLOO_SOCKET_IFNAME names the interface, or several of which the first with an address is used, as for Gloo. If it
     is unset, the address of the host's name is used, else the first interface that is not the loopback.
+    DTCOMM_PORTS limits the ports.
 
     Raises:
-        OSError: If there is no such interface.
+        OSError: If there is no such interface, or no free port.
     """
 
     def __init__(self) -> None:
         self.token = secrets.randbits(64)
         address = _local_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        self._socket = _listen(address, family)
 
     def info(self) -> dict[str, Any]:
         """The address, port and token that peers connect with."""
@@ -171,6 +175,22 @@ class _Caller:
             return True
         self.hello += received
         return not received or len(self.hello) == _HELLO.size
+
+
+def _listen(address: str, family: socket.AddressFamily) -> socket.socket:
+    """A listening socket at the first port of DTCOMM_PORTS that is free."""
+    ports = env.ports()
+    for port in ports:
+        try:
+            return socket.create_server((address, port), family=family, backlog=1024)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise OSError(error.errno, f"cannot listen at {address}:{port}: {error.strerror}") from None
+    raise OSError(
+        errno.EADDRINUSE,
+        f"all {len(ports)} ports of DTCOMM_PORTS={env.get('DTCOMM_PORTS')} are in use at {address}; each rank of a"
+        " host needs one while a communicator is made",
+    )
 
 
 def _connect(listener: Mapping[str, Any], rank: int, name: str, deadline: float) -> socket.socket:

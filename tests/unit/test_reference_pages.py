@@ -1,0 +1,148 @@
+"""The generated reference pages contain every variable, every public argument and every flag of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+import dtcomm
+from dtcomm import env
+from dtcomm.cli import main as cli
+from dtcomm.codecs.spec import CODECS
+
+ROOT = Path(__file__).parents[2]
+BUILD_SCRIPTS = (ROOT / "setup.py", ROOT / "CMakeLists.txt", ROOT / "Makefile", ROOT / ".ci" / "run")
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs" / "reference_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def variables_read(path: Path) -> Iterator[str]:
+    """The names of the environment variables that a Python file reads."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            owner, called = ast.unparse(node.func.value), node.func.attr
+            reads = called == "getenv" or (
+                owner.endswith("environ") and called in ("get", "pop", "setdefault")
+            )
+            name = node.args[0]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
+            reads, name = True, node.slice
+        else:
+            continue
+        if reads and isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield name.value
+
+
+def test_every_variable_is_on_the_page(pages: ModuleType) -> None:
+    page = pages.environment()
+    for name, variable in env.VARIABLES.items():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert all(f"`{choice}`" in row for choice in variable.choices)
+        assert ("Equal on all ranks" in row) == variable.shared
+    assert all(f"| `{name}` |" in page for name in env.EXTERNAL)
+
+
+def test_every_variable_that_the_sources_read_is_registered() -> None:
+    known = {*env.VARIABLES, *env.EXTERNAL}
+    read = {name for path in (ROOT / "dtcomm").rglob("*.py") for name in variables_read(path)}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        read |= set(re.findall(r'getenv\("(\w+)"\)', path.read_text(encoding="utf-8")))
+    for path in BUILD_SCRIPTS:
+        text = path.read_text(encoding="utf-8")
+        read |= {
+            name
+            for pair in re.findall(r"ENV\{(\w+)\}|(?<![-\w])(DTCOMM_\w+)=", text)
+            for name in pair
+            if name
+        }
+    setup = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    read |= {
+        node.value
+        for node in ast.walk(setup)
+        if isinstance(node, ast.Constant) and re.fullmatch(r"DTCOMM_\w+", str(node.value))
+    }
+    # Options of CMake and a macro, which are no environment variables.
+    read -= {"DTCOMM_OUTPUT_DIR", "DTCOMM_PYTHON", "DTCOMM_ISA"}
+    assert not read - known, f"add them to dtcomm/env.py: {sorted(read - known)}"
+    # The other way round: no variable is left over that nothing reads.
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "dtcomm").rglob("*.py"))
+    unread = [name for name in env.EXTERNAL if name != "CUDAARCHS" and text.count(f'"{name}"') < 2]
+    assert not unread
+
+
+def test_every_public_argument_is_on_the_page(pages: ModuleType) -> None:
+    page = pages.options()
+    names = [name for section in pages.OPTION_SECTIONS.values() for name in section]
+    callables = dict(pages.public_callables(tuple(names)))
+    assert {"dtcomm.ddp.compress", "dtcomm.fsdp.compress", "dtcomm.tp.compress"} < callables.keys()
+    assert {"dtcomm.fsdp.ShardedOptimizer", "dtcomm.local_sgd.LocalSGD"} < callables.keys()
+    functions = {name for name in dtcomm.__all__ if inspect.isfunction(getattr(dtcomm, name))}
+    assert {f"dtcomm.{name}" for name in functions} <= callables.keys()
+    for name, value in callables.items():
+        section = page.partition(f"### {name}\n")[2].partition("\n#")[0]
+        for key, parameter in pages.option_parameters(value).items():
+            (row,) = (line for line in section.splitlines() if re.match(rf"\| `\**{key}` \|", line))
+            *_, default, meaning = re.split(r"(?<!\\)\|", row)[1:-1]
+            assert meaning.strip() and (parameter.default is parameter.empty) == (not default.strip())
+    for name, entry in CODECS.items():
+        section = page.partition("\n## Codecs\n")[2].partition(f"`{name}`")[2].partition("\n###")[0]
+        assert all(f"| `{option}` |" in section for option in entry.options()), name
+
+
+def test_every_flag_is_on_the_page(pages: ModuleType) -> None:
+    page = pages.command_line()
+    parsers = pages.parsers()
+    assert {f"dtcomm {name}" for name in cli.COMMANDS} <= {parser.prog for parser in parsers}
+    for parser in parsers:
+        section = page.partition(f"## {parser.prog}\n")[2].partition("\n## ")[0]
+        for action in parser._actions:
+            assert all(flag in section for flag in action.option_strings), (
+                parser.prog,
+                action.option_strings,
+            )
+
+
+def test_what_has_no_description_is_an_error(pages: ModuleType) -> None:
+    def function(documented: int, forgotten: str = "x") -> None:
+        """Do something.
+
+        Args:
+            documented: A number
+                of a size.
+        """
+
+    assert pages.documented(function) == {"documented": "A number of a size."}
+    with pytest.raises(pages.Undocumented, match=r"somewhere.function: argument 'forgotten'"):
+        list(pages._option_rows("somewhere.function", function))
+    with (
+        mock.patch.dict(env.VARIABLES, {"DTCOMM_NEW": env.Variable(default="", meaning=" ")}),
+        pytest.raises(pages.Undocumented, match="DTCOMM_NEW has no meaning"),
+    ):
+        pages.environment()
+    parser = argparse.ArgumentParser(prog="dtcomm new")
+    parser.add_argument("--forgotten")
+    with (
+        mock.patch.object(pages, "parsers", lambda: [parser]),
+        pytest.raises(pages.Undocumented, match="dtcomm new: --forgotten has no help"),
+    ):
+        pages.command_line()
+
+
+def test_text_of_docstrings_becomes_markdown(pages: ModuleType) -> None:
+    assert pages._cell("a | b_c, ``d|_e`` and *f*") == r"a \| b\_c, ``d\|_e`` and \*f\*"
