@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.codecs.base import Codec, Layout, aligned
+from dtcomm.codecs.base import Codec, Layout, aligned, count
 
 PROBE_SIZES = (1, 15, 1000, 2500)  # elements of the tensors that `probe` encodes
 PROBE_KEYS = (1, 2**63)
@@ -38,7 +38,6 @@ class PythonCodec(Codec):
         takes_key: Whether `encode_function` has a parameter `key`.
     """
 
-    in_python: ClassVar[bool] = True
     has_cuda_kernel: ClassVar[bool] = False
 
     label: str
@@ -52,6 +51,10 @@ class PythonCodec(Codec):
     @property
     def name(self) -> str:
         return self.label
+
+    @property
+    def in_python(self) -> bool:
+        return True
 
     @property
     def granularity(self) -> int:
@@ -69,11 +72,7 @@ class PythonCodec(Codec):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
         """The size of a payload in bytes: what the user's function says, rounded up to a multiple of 16."""
-        if isinstance(numel, bool) or not isinstance(numel, int):
-            raise TypeError(f"numel: expected an int, got {type(numel).__name__}")
-        if numel < 0:
-            raise ValueError(f"numel: expected 0 or more, got {numel}")
-        return aligned(self.payload_bytes(numel))
+        return aligned(self.payload_bytes(count(numel)))
 
     def payload_bytes(self, numel: int) -> int:
         """The size of a payload without its padding; 0 for no elements."""

@@ -1,4 +1,4 @@
-"""Runs codecs that are written in Python: the sums and the error feedback around a user's functions, in torch.
+"""Runs codecs that are written in Python: the sums and the error feedback around their functions, in torch.
 
 The arithmetic is that of `reference`, for tensors of any device, on the current stream. Callers have checked the
 arguments.
@@ -6,17 +6,19 @@ arguments.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
-from dtcomm.codecs import Codec, PythonCodec
+from dtcomm.codecs import Codec
+from dtcomm.codecs.base import RunsInTorch
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.types import Combine
 
 
 def combine(call: Combine) -> None:
     """Run one call (see :class:`Combine`)."""
-    codec, numel = call.codec, call.numel
-    assert isinstance(codec, PythonCodec)
+    codec, numel = cast(RunsInTorch, call.codec), call.numel
     # Outputs may be inference tensors, which only inference mode writes.
     with torch.inference_mode():
         terms = [_decode(codec, payload, numel) for payload in call.payloads]
@@ -53,10 +55,9 @@ def combine(call: Combine) -> None:
 
 def decode(codec: Codec, payload: torch.Tensor, numel: int, out: torch.Tensor) -> None:
     """`out` <- the `numel` elements of the payload."""
-    assert isinstance(codec, PythonCodec)
     with torch.inference_mode():
-        out.view(-1).copy_(_decode(codec, payload, numel))
+        out.view(-1).copy_(_decode(cast(RunsInTorch, codec), payload, numel))
 
 
-def _decode(codec: PythonCodec, payload: torch.Tensor, numel: int) -> torch.Tensor:
+def _decode(codec: RunsInTorch, payload: torch.Tensor, numel: int) -> torch.Tensor:
     return codec.decode(payload[: codec.payload_bytes(numel)], numel)
