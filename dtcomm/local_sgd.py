@@ -26,6 +26,7 @@ from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
@@ -110,7 +111,7 @@ class LocalSGD:
         every: int = 16,
         spec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
-        feedback: bool | str = True,
+        feedback: bool | str | Feedback = True,
         *,
         residual: str = "fp32",
         outer: OuterOptimizer | None = None,

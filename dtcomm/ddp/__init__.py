@@ -27,12 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import Scheme
 from dtcomm.ddp.state import DEFAULT_GUARD, State
 
-__all__ = ["Attached", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["Attached", "Feedback", "Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -60,7 +61,7 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 def compress(
     model: DistributedDataParallel,
     spec: str | Scheme | Policy = "int8",
-    feedback: bool | str = True,
+    feedback: bool | str | Feedback = True,
     *,
     residual: str = "fp32",
     algorithm: Algorithm = "direct",
@@ -83,7 +84,8 @@ def compress(
             other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
             size or module; or "auto", which measures the first steps and chooses what pays. Default "int8".
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
-            "diana": send differences to a reference that all ranks share; False: none. Default True.
+            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
+            True.
         residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
             "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
@@ -178,7 +180,7 @@ class Attached:
 def attach(
     owner: Any,
     spec: str | Scheme | Policy = "int8",
-    feedback: bool | str = True,
+    feedback: bool | str | Feedback = True,
     *,
     residual: str = "fp32",
     algorithm: Algorithm = "direct",
@@ -197,7 +199,7 @@ def attach(
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
         spec: What to compress with, as for `compress`. Default "int8".
-        feedback: Error feedback: True, "ef21", "diana" or False. Default True.
+        feedback: Error feedback: True, "ef21", "diana", a `Feedback` of your own or False. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce: a name or a Schedule. Default "direct".
         seed: The seed of stochastic rounding. Default 0.

@@ -15,6 +15,7 @@ from dtcomm.collectives import Algorithm
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard_monitor import ErrorSample, Monitor, l2_norm
 from dtcomm.compress.report import total_seconds
 from dtcomm.compress.stage_scheduler import StageScheduler
@@ -148,7 +149,7 @@ class Reducer:
         chooser: Chooser,
         monitor: Monitor,
         *,
-        feedback: bool | str,
+        feedback: bool | str | Feedback,
         residual: str,
         algorithm: Algorithm,
         seed: int,

@@ -20,6 +20,7 @@ from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.bucket_averager import NONE
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import Policy, as_policy, exclusions
@@ -55,7 +56,8 @@ class State:
             `dtcomm.compress.policy.default_policy`; a `Policy` or its text; or "auto". Default "int8".
         group: The process group of the model; None is the default group.
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
-            "diana": send differences to a reference that all ranks share; False: none. Default True.
+            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
+            True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
             direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
@@ -91,7 +93,7 @@ class State:
         self,
         spec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
-        feedback: bool | str = True,
+        feedback: bool | str | Feedback = True,
         *,
         residual: str = "fp32",
         algorithm: Algorithm = "direct",
@@ -205,7 +207,7 @@ class State:
         rows = group_rows(totals.items())
         return Report(
             policy=str(self._chooser),
-            feedback=self.feedback,
+            feedback=self.feedback if isinstance(self.feedback, bool | str) else str(self.feedback),
             steps=self.steps,
             messages=sum(layout.messages for layout in all_layouts),
             wire_bytes=sum(layout.wire_bytes for layout in all_layouts),

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dtcomm
 from dtcomm.launch.ranks import run_ranks
 from tests.support import python_codecs
+from tests.unit.compress.test_feedback import EF21, Momentum
 
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group"}
 
@@ -140,3 +141,34 @@ def tensor_parallel(rank: int, n: int) -> None:
 
 def test_tensor_parallel_layers() -> None:
     run_ranks(tensor_parallel, 2, fresh=True)
+
+
+def own_feedback(rank: int, n: int) -> None:
+    results = []
+    for feedback in ("ef21", EF21()):
+        model = DistributedDataParallel(network())
+        state = dtcomm.ddp.compress(model, "topk:ratio=0.1", feedback=feedback)
+        losses = train(model, rank)
+        results.append((losses, [parameter.detach() for parameter in model.parameters()]))
+    assert results[0][0] == results[1][0] and all(map(torch.equal, results[0][1], results[1][1]))
+    assert "feedback EF21()" in str(state.report())
+    saved = state.state_dict()
+    again = DistributedDataParallel(network())
+    again.load_state_dict(model.state_dict())
+    restored = dtcomm.ddp.compress(again, "topk:ratio=0.1", feedback=EF21())
+    restored.load_state_dict(saved)
+    assert train(again, rank) == train(model, rank)
+    other = dtcomm.ddp.compress(DistributedDataParallel(network()), "topk:ratio=0.1", feedback=Momentum(0.5))
+    with pytest.raises(
+        ValueError, match=r"saved with feedback='EF21\(\)' \(here 'Momentum\(momentum=0.5\)'\)"
+    ):
+        other.load_state_dict(saved)
+    local = dtcomm.local_sgd.LocalSGD(network(), every=1, spec="int4", feedback=EF21())
+    local.step()
+    assert "feedback EF21()" in str(local.report())
+    with pytest.raises(TypeError, match="feedback: got EF21; valid: True, False, 'auto'"):
+        dtcomm.fsdp.compress(fully_shard(network(), mesh=init_device_mesh("cpu", (n,))), feedback=EF21())  # type: ignore[arg-type]
+
+
+def test_ddp_takes_a_feedback_of_the_user_s() -> None:
+    run_ranks(own_feedback, 2, fresh=True)
