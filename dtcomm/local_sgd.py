@@ -29,8 +29,16 @@ from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
+from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
-from dtcomm.compress.report import ParameterTotals, Report, describe_uncompressed, group_rows, total_seconds
+from dtcomm.compress.report import (
+    ParameterTotals,
+    Report,
+    Reporting,
+    describe_uncompressed,
+    group_rows,
+    total_seconds,
+)
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng
 
@@ -38,6 +46,7 @@ _log = logging.getLogger("dtcomm")
 
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 DEFAULT_GUARD = Guard()
+WHAT = "differences of weights"  # what the ranks average, in reports
 
 
 @dataclass
@@ -59,7 +68,7 @@ class _PendingBucket:
     samples: list[ErrorSample]
 
 
-class LocalSGD:
+class LocalSGD(Reporting):
     """Keeps the replicas of a model together by averaging weights; call `step` after each optimizer step.
 
     All ranks start with rank 0's weights. Frozen parameters stay as they are; floating-point buffers (running means)
@@ -145,6 +154,7 @@ class LocalSGD:
         self._options = {"spec": str(self.policy), "feedback": str(feedback)}
         self.every, self.warmup, self.group = every, warmup, group
         self.steps = self.syncs = 0
+        self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self._error_state = ErrorState(feedback, residual, schemes)
         self._averager = BucketAverager(algorithm, group, seed, schemes)
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -222,11 +232,16 @@ class LocalSGD:
         layouts = [*self._retired, *(layout for _, layout in self._buckets)]
         for layout in layouts:
             layout.add_to(totals)
-        rows = group_rows(totals.items())
+        rows = group_rows(totals.items(), WHAT)
+        current = [layout for _, layout in self._buckets]
         return Report(
+            integration="LocalSGD",
+            rank=dist.get_rank(self.group),
+            world_size=dist.get_world_size(self.group),
             policy=f"every {self.every} steps: {self.policy}",
             feedback=self._error_state.kind,
-            steps=self.steps,
+            steps=self.steps - self._earlier_steps,
+            earlier_steps=self._earlier_steps,
             messages=sum(layout.messages for layout in layouts),
             wire_bytes=sum(layout.wire_bytes for layout in layouts),
             plain_bytes=round(sum(layout.plain_bytes for layout in layouts)),
@@ -238,7 +253,9 @@ class LocalSGD:
             },
             events=count_events(self.events),
             rows=rows,
+            by_message=tuple(layout.row(f"bucket {index}", WHAT, {}) for index, layout in enumerate(current)),
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
+            payoff=predict_payoff(current, self.group, "an average") if self._compresses else None,
         )
 
     @property
@@ -296,6 +313,7 @@ class LocalSGD:
         self._error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         self._averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
+        self._earlier_steps = first["steps"] - (self.steps - self._earlier_steps)
         self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
         for name, common in zip(self._weights, self._common, strict=True):
             common.copy_(first["common"][name])

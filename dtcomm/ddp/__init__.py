@@ -119,7 +119,7 @@ def compress(
         model = DistributedDataParallel(model)
         state = dtcomm.ddp.compress(model, "int8")
         ...  # train as before
-        print(state.report())
+        state.print_report()
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model: want a DistributedDataParallel, got {type(model).__name__}")
@@ -223,7 +223,7 @@ def attach(
 
         attached = dtcomm.ddp.attach(trainer, "int8")
         trainer.train()  # Lightning: trainer.fit(module)
-        print(attached.state.report())
+        attached.state.print_report()
     """
     options: dict[str, Any] = {
         "feedback": feedback,

@@ -16,15 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm
+from dtcomm.compress.autotune_model import BASELINE, AutoConfig
 from dtcomm.compress.autotune_model import NAME as AUTO
-from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.bucket_averager import NONE
+from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
+from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
-from dtcomm.compress.report import ParameterTotals, Report, describe_uncompressed, group_rows, total_seconds
+from dtcomm.compress.report import (
+    ParameterTotals,
+    Payoff,
+    Report,
+    Reporting,
+    describe_uncompressed,
+    group_rows,
+    total_seconds,
+)
 from dtcomm.compress.spec import Scheme
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import Tuner
@@ -44,7 +54,7 @@ from dtcomm.profiling import Metric, Timeline
 DEFAULT_GUARD = Guard()
 
 
-class State:
+class State(Reporting):
     """The state of the hook: the scheme of each parameter, the residuals, and what was counted.
 
     `dtcomm.ddp.compress` makes it and registers the hook; frameworks that register hooks themselves take
@@ -146,6 +156,7 @@ class State:
             sample_every=sample_every,
             warmup=warmup,
         )
+        self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("ddp")
         if timeline:
             self.timeline.start(timeline)
@@ -190,7 +201,8 @@ class State:
     def report(self) -> Report:
         """Return what was compressed, with what, and what it saved, up to the last backward pass.
 
-        ``print(state.report())`` prints tables; ``to_dict()`` and ``to_json()`` give the values.
+        ``state.print_report()`` prints tables on the group's first rank; ``to_dict()`` and ``to_json()`` give the
+        values.
         """
         events = {
             name: count_events([event for event in self.events if event.name == name])
@@ -205,10 +217,14 @@ class State:
         for layout in all_layouts:
             layout.add_to(totals)
         rows = group_rows(totals.items())
+        current = [layout for _, layout in sorted(layouts.current.items())]
         return Report(
+            rank=dist.get_rank(self.group),
+            world_size=dist.get_world_size(self.group),
             policy=str(self._chooser),
             feedback=self.feedback if isinstance(self.feedback, bool | str) else str(self.feedback),
-            steps=self.steps,
+            steps=self.steps - self._earlier_steps,
+            earlier_steps=self._earlier_steps,
             messages=sum(layout.messages for layout in all_layouts),
             wire_bytes=sum(layout.wire_bytes for layout in all_layouts),
             plain_bytes=round(sum(layout.plain_bytes for layout in all_layouts)),
@@ -220,8 +236,30 @@ class State:
             plans=tuple(self._chooser.rows),
             rows=rows,
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
-            buckets=tuple(layout.row(index, events) for index, layout in sorted(layouts.current.items())),
+            by_message=tuple(
+                layout.row(f"bucket {index}", "gradients", events)
+                for index, layout in sorted(layouts.current.items())
+            ),
+            payoff=self._payoff(current),
         )
+
+    def _payoff(self, layouts: list[BucketLayout]) -> Payoff | None:
+        """Return whether compression pays: as "auto" measured it, or by prediction."""
+        rows = self._chooser.rows
+        chosen = [row["measured_ms"] for row in rows if row["chosen"]]
+        baseline = [row["measured_ms"] for row in rows if row["plan"] == BASELINE]
+        if chosen and baseline:
+            return Payoff(
+                compressed_ms=chosen[0],
+                uncompressed_ms=baseline[0],
+                source="measured",
+                scope="a step from its first bucket to its last",
+                baseline=BASELINE,
+            )
+        if all(segment.lossless for layout in layouts for segment in layout.segments):
+            return None
+        summary = self.timeline.summary() if self.timeline.has_summary else None
+        return predict_payoff(layouts, self.group, "a step", summary)
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of the report, and of the timeline if one is kept.
@@ -309,6 +347,7 @@ class State:
         # With another number of ranks the link is another one, and "auto" measures again.
         same_job = same_options and first["world_size"] == world_size
         self._chooser.load_state_dict(first["auto"] if same_job else {})
+        self._earlier_steps = first["steps"] - (reducer.steps - self._earlier_steps)
         reducer.steps, reducer.averager.seed = first["steps"], first["seed"]
 
     def register(self, model: DistributedDataParallel, hook: Any) -> None:

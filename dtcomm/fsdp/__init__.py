@@ -33,6 +33,7 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.compress.guard import Guard
+from dtcomm.compress.report import Report, Traffic
 from dtcomm.fsdp.collectives import (
     BackwardOverlap,
     CompressedAllGather,
@@ -42,7 +43,6 @@ from dtcomm.fsdp.collectives import (
 )
 from dtcomm.fsdp.flat_layout import ConcatenatedLayout, concatenated_layout, layout_of
 from dtcomm.fsdp.guard import ROOT
-from dtcomm.fsdp.report import Report, Traffic
 from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
 from dtcomm.fsdp.spec import (
     FEEDBACKS,
@@ -51,11 +51,11 @@ from dtcomm.fsdp.spec import (
     find_preset,
     parse_spec,
     require_accurate,
+    residual_size,
     with_feedback,
 )
 from dtcomm.fsdp.state import State
 from dtcomm.fsdp.units import excluded_units, find_units, parameter_groups
-from dtcomm.profiling.tables import format_bytes
 
 __all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "compress"]
 
@@ -134,7 +134,7 @@ def compress(
             loss = model(batch)
             loss.backward()
             optimizer.step()
-        print(state.report())
+        state.print_report()
     """
     if not isinstance(allow_inaccurate, bool):
         raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
@@ -147,9 +147,9 @@ def compress(
     parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
     gradient_spec = with_feedback(parsed_gradients, feedback)
     parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
-    residual_size = _residual_size(sum(unit.trainable_numel for unit in units), residual)
+    memory = residual_size(sum(unit.trainable_numel for unit in units), residual)
     if not allow_inaccurate:
-        require_accurate(gradient_spec, parameter_spec, residual_size)
+        require_accurate(gradient_spec, parameter_spec, memory)
     state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
     for name, pattern in excluded_units(exclude, units).items():
         state.exclude(name, pattern)
@@ -160,18 +160,9 @@ def compress(
         _attach_to_fsdp2(state, model, replicas)
     state.timeline.attach(model)
     _observe_forward(model, state)
-    if feedback == "auto" and gradient_spec != parsed_gradients:
-        state.log(
-            f"gradients={str(parsed_gradients)!r} needs error feedback, which is on (feedback='auto') and keeps "
-            f"{residual_size} on every rank; feedback=True is the same without this line"
-        )
+    if feedback == "auto":
+        state.log_feedback(parsed_gradients, memory)
     return state
-
-
-def _residual_size(numel: int, residual: str) -> str:
-    """Return the memory of error feedback on each rank, as text."""
-    size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(residual, 4.0))
-    return f"{size} of residuals" + (" (a quarter with residual='int8')" if residual == "fp32" else "")
 
 
 def _observe_forward(model: torch.nn.Module, state: State) -> None:

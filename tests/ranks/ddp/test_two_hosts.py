@@ -110,8 +110,8 @@ def count_bytes(rank: int, world_size: int, spec: str) -> tuple[int, int]:
     (row,) = report.rows
     assert (row.codec, len(row.names), row.relative_error is None) == (spec, 2, False)
     assert (row.wire_bytes, row.plain_bytes) == (report.wire_bytes, report.plain_bytes)
-    assert sum(bucket.wire_bytes for bucket in report.buckets) <= report.wire_bytes
-    assert f"\n{spec} " in str(report)
+    assert sum(bucket.wire_bytes for bucket in report.by_message) <= report.wire_bytes
+    assert f"gradients  {spec} " in str(report)
     return report.wire_bytes, report.plain_bytes
 
 
