@@ -74,21 +74,21 @@ class Links:
         return self.inside is not None or self.between is not None
 
 
-def parse(text: str) -> Links:
-    """The links that the text describes, none if it is empty; ValueError if it is not valid."""
+def parse(text: str, source: str = "DTCOMM_LINK") -> Links:
+    """The links that the text describes, none if it is empty; ValueError that names ``source`` if it is not valid."""
     text = text.strip().lower()
     if not text:
         return Links()
     if "=" not in text:
-        link = _link(text, text)
+        link = _link(text, text, source)
         return Links(inside=link, between=link)
     levels: dict[str, Link] = {}
     for part in text.split(";"):
         name, _, description = part.partition("=")
         name = name.strip()
         if name not in ("inside", "between") or name in levels:
-            raise _wrong(text, f"{name!r} is not one of inside, between, each at most once")
-        levels[name] = _link(description, text)
+            raise _wrong(source, text, f"{name!r} is not one of inside, between, each at most once")
+        levels[name] = _link(description, text, source)
     return Links(**levels)
 
 
@@ -131,35 +131,37 @@ def machine() -> str:
         return ""
 
 
-def _link(description: str, text: str) -> Link:
+def _link(description: str, text: str, source: str) -> Link:
     words = [word.strip() for word in description.split(",")]
     rate = _RATE.fullmatch(words[0])
     if rate is None or float(rate[1]) == 0:
-        raise _wrong(text, f"{words[0]!r} is not a rate such as 10gbit")
+        raise _wrong(source, text, f"{words[0]!r} is not a rate such as 10gbit")
     if len(words) > 3:
-        raise _wrong(text, f"{description!r} is more than a rate, a latency and a cost")
+        raise _wrong(source, text, f"{description!r} is more than a rate, a latency and a cost")
     seconds = 0.0
     if len(words) > 1:
         latency = _LATENCY.fullmatch(words[1])
         if latency is None:
-            raise _wrong(text, f"{words[1]!r} is not a latency such as 50us")
+            raise _wrong(source, text, f"{words[1]!r} is not a latency such as 50us")
         seconds = float(latency[1]) / _TIMES[latency[2]]
     bits = float(rate[1]) * _RATES[rate[2]]
     return Link(
-        bits_per_second=bits, latency_s=seconds, cost=_cost(words[2], text) if len(words) > 2 else None
+        bits_per_second=bits,
+        latency_s=seconds,
+        cost=_cost(words[2], text, source) if len(words) > 2 else None,
     )
 
 
-def _cost(word: str, text: str) -> float:
+def _cost(word: str, text: str, source: str) -> float:
     if word in ("tcp", "rdma"):
         return tcp_ns_per_byte() if word == "tcp" else 0.0
     cost = _COST.fullmatch(word)
     if cost is None:
-        raise _wrong(text, f"{word!r} is not tcp, rdma, or a cost such as 0.5ns/byte")
+        raise _wrong(source, text, f"{word!r} is not tcp, rdma, or a cost such as 0.5ns/byte")
     return float(cost[1])
 
 
-def _wrong(text: str, reason: str) -> ValueError:
+def _wrong(source: str, text: str, reason: str) -> ValueError:
     return ValueError(
-        f"DTCOMM_LINK={text!r}: {reason}; valid are '10gbit,50us' and 'inside=400gbit,2us;between=10gbit,50us'"
+        f"{source}={text!r}: {reason}; valid are '10gbit,50us' and 'inside=400gbit,2us;between=10gbit,50us'"
     )

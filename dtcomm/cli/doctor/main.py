@@ -3,6 +3,9 @@
 It prints one line per check: ``ok``, ``note`` (works, with a remark) or ``FAIL``. The exit status is 1 if a check
 failed. ``--json`` prints the same with all details.
 
+Under torchrun it measures the bandwidth and latency between the ranks of the job instead, on any number of hosts, and
+names a slow or failed host, rank or link (`dtcomm.cli.doctor.network`).
+
 ``dtcomm doctor --flight DIR`` reads the flight records that ranks wrote when an operation failed (DTCOMM_FLIGHT_DIR)
 and prints a diagnosis of each communicator.
 """
@@ -11,11 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import textwrap
 from collections.abc import Callable
 
-from dtcomm.cli.doctor import checks, flight
+from dtcomm.cli.doctor import checks, flight, network
 from dtcomm.cli.doctor.checks import FAIL, Check
+from dtcomm.cli.perf.main import LAUNCHER
+from dtcomm.runtime import emulated_link
+
+EPILOG = """\
+Under torchrun (torchrun --nnodes 2 --nproc-per-node 8 ... -m dtcomm doctor) the links between the ranks of the job are
+measured instead: bandwidth and latency of pairs of ranks, inside hosts and between them. A slow or failed host, rank or
+link is named."""
 
 
 def main(argv: list[str]) -> int:
@@ -23,6 +34,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.flight is not None:
         return flight.report(options.flight, as_json=options.json)
+    if all(name in os.environ for name in LAUNCHER):
+        return _measure_job(options)
     results = [
         _guarded("versions", checks.versions),
         _guarded("build", checks.build),
@@ -34,8 +47,23 @@ def main(argv: list[str]) -> int:
     # If a check failed, every rank would only repeat the same failure.
     if not any(check.status == FAIL for check in results):
         results.append(_guarded("engine", lambda: checks.engine(options.nproc)))
+    return _report(results, as_json=options.json)
+
+
+def _measure_job(options: argparse.Namespace) -> int:
+    """Measure as a rank of a job; rank 0 prints the report and returns 1 if a check failed."""
+    results = network.main(options.expect, options.json)
+    if results is None:
+        return 0
+    status = _report(results, as_json=options.json)
+    if not options.json:
+        print("\n".join(network.table(results[-1])))
+    return status
+
+
+def _report(results: list[Check], *, as_json: bool) -> int:
     healthy = all(check.status != FAIL for check in results)
-    if options.json:
+    if as_json:
         print(json.dumps({"ok": healthy, "checks": [check.as_dict() for check in results]}, indent=2))
     else:
         print("\n".join(_line(check) for check in results))
@@ -63,13 +91,34 @@ def _line(check: Check) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dtcomm doctor", description="Check this machine and the engine.")
+    parser = argparse.ArgumentParser(
+        prog="dtcomm doctor",
+        description="Check this machine and the engine, or, under torchrun, the links between the ranks of a job.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--nproc", type=_ranks, default=2, help="number of ranks of the self-test (default 2)"
+    )
+    parser.add_argument(
+        "--expect",
+        metavar="LINK",
+        type=_links,
+        default="",
+        help="under torchrun: the least rate and the largest latency of a link, 9gbit,100us or"
+        " inside=50gbit,20us;between=9gbit,100us; a link that misses them is a failure",
     )
     parser.add_argument("--flight", metavar="DIR", help="read the flight records of a failed run instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _links(text: str) -> str:
+    try:
+        emulated_link.parse(text, "--expect")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _ranks(text: str) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from dtcomm.cli.doctor import checks
+from dtcomm.cli.doctor import checks, network
 from dtcomm.cli.doctor import main as doctor_command
 from dtcomm.kernels import ops
 from dtcomm.launch import ranks
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime import emulated_link
 
 
 def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -129,3 +132,39 @@ def test_invalid_rank_counts_are_refused(value: str) -> None:
     with pytest.raises(SystemExit) as error:
         doctor_command.main(["--nproc", value])
     assert error.value.code == 2
+
+
+FAST, SLOW = "400mbit,1ms", "100mbit,4ms"
+
+
+def _measure_links(rank: int, world_size: int, slow_rank: int, expect: str) -> dict[str, Any] | None:
+    """Measure the ranks of a job in which one has a slower network card, as DTCOMM_LINK emulates it."""
+    if rank == slow_rank:
+        link = emulated_link.parse(SLOW)
+        with mock.patch("dtcomm.runtime.native.runtime.links", lambda: link):
+            results = network.measure(expect)
+    else:
+        results = network.measure(expect)
+    return None if results is None else {check.name: check.as_dict() for check in results}
+
+
+def test_a_slow_rank_of_three_is_named() -> None:
+    report, *others = run_ranks(_measure_links, 3, 1, "", env={"DTCOMM_LINK": FAST, "DTCOMM_HOST_ID": "h"})
+    assert others == [None, None] and report is not None
+    assert report["ranks"]["status"] == "ok" and report["ranks"]["hosts"] == ["h"]
+    links = report["links"]
+    assert links["status"] == "note" and links["failures"] == []
+    (line,) = links["slow"]
+    assert line.startswith("rank 1 (host h): all 2 links are slow")
+    fast = next(link for link in links["links"] if link["ranks"] == (0, 2))
+    assert all(0.1 < gbit < 0.4 for gbit in fast["gbit"]) and fast["latency_us"] > 1000
+
+
+def test_the_link_of_two_ranks_is_compared_with_what_is_expected() -> None:
+    report, _ = run_ranks(_measure_links, 2, 1, "300mbit", env={"DTCOMM_LINK": FAST})
+    assert report is not None
+    (line,) = report["links"]["failures"]
+    assert report["links"]["status"] == "FAIL"
+    assert line.startswith("ranks 0 and 1: 0.0") and line.endswith("expected 0.3 Gbit/s")
+    report, _ = run_ranks(_measure_links, 2, -1, "200mbit", env={"DTCOMM_LINK": FAST})
+    assert report is not None and report["links"]["status"] == "ok"
