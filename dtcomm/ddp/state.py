@@ -5,6 +5,7 @@ It makes the `Reducer`, which does the work, and attaches the guard, the autotun
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,14 @@ from dtcomm.collectives import Algorithm
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.bucket_averager import NONE
-from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
+from dtcomm.compress.checkpoint import (
+    VERSION,
+    has_options,
+    rank_and_size,
+    require_matching_sizes,
+    select_share,
+)
+from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.policy import Policy, as_policy, exclusions
@@ -41,6 +49,8 @@ from dtcomm.ddp.registration import RegistrationObserver
 from dtcomm.profiling import Metric, Timeline
 
 DEFAULT_GUARD = Guard()
+
+_log = logging.getLogger("dtcomm")
 
 
 class State:
@@ -128,6 +138,7 @@ class State:
         self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
         self.group = group
         self.feedback = feedback
+        self._unused = ""
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
@@ -217,7 +228,7 @@ class State:
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
             rows=rows,
-            uncompressed=describe_uncompressed(rows) if self._compresses else "",
+            uncompressed=self._unused or (describe_uncompressed(rows) if self._compresses else ""),
             buckets=tuple(layout.row(index, events) for index, layout in sorted(layouts.current.items())),
         )
 
@@ -240,7 +251,7 @@ class State:
         Raises:
             ValueError: No step was recorded; give ``timeline=100`` or call ``timeline.start()``.
         """
-        return self.timeline.trace(path, dist.get_rank(self.group))
+        return self.timeline.trace(path, rank_and_size(self.group)[0])
 
     def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
         """Record when buckets are ready and how long they take, for ``dtcomm plan --record``.
@@ -249,7 +260,7 @@ class State:
             path: The file, which rank 0 of the group writes once the step after the recorded ones has begun.
             steps: The number of steps.
         """
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank, ranks = rank_and_size(self.group)
         self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
@@ -257,13 +268,18 @@ class State:
         self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by parameter name, and the counters; every rank saves its own."""
+        """Return this rank's residuals by parameter name, and the counters; every rank saves its own.
+
+        In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
+        """
+        rank, world_size = rank_and_size(self.group)
         return {
             "version": VERSION,
             "steps": self.steps,
             "seed": self.seed,
-            "rank": dist.get_rank(self.group),
-            "world_size": dist.get_world_size(self.group),
+            "rank": rank,
+            "world_size": world_size,
+            "unused": self._unused,
             "options": self._options,
             **self._reducer.error_state.state_dict(),
             "factors": self._reducer.averager.factors.state_dict(),
@@ -293,8 +309,9 @@ class State:
             ValueError: A single state comes from another number of ranks, the parameters are not this model's, or it
                 was saved with other options.
         """
-        rank = dist.get_rank(self.group) if rank is None else rank
-        world_size = dist.get_world_size(self.group) if world_size is None else world_size
+        own_rank, own_size = rank_and_size(self.group)
+        rank = own_rank if rank is None else rank
+        world_size = own_size if world_size is None else world_size
         first, residuals = select_share(state, rank, world_size)
         reducer = self._reducer
         sizes = reducer.layouts.sizes()
@@ -311,6 +328,8 @@ class State:
 
     def register(self, model: DistributedDataParallel, hook: Any) -> None:
         """Register ``hook`` with this state at a DDP model, and let the model's next forward raise `error`."""
+        if dist.get_world_size(model.process_group) == 1:
+            self.set_unused(has_hook=True)
         self._reducer.finish_before_ddp = model.find_unused_parameters
         self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
         model.register_comm_hook(self, hook)
@@ -322,6 +341,17 @@ class State:
 
         model.register_forward_pre_hook(raise_error)
         self.timeline.attach(model)
+
+    def set_unused(self, *, has_hook: bool = False) -> None:
+        """Say in the log, the report and the state that this state compresses nothing: the job has one process.
+
+        Args:
+            has_hook: Whether the hook is registered nevertheless.
+        """
+        self._unused = "nothing is compressed: the job has one process"
+        if not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes):
+            self._unused += ", and the momentum of 'dgc' does not act; give it to the optimizer"
+        _log.warning("dtcomm.ddp: %s", self._unused)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket in place; the future holds its buffer once that is done. The hook calls it."""
