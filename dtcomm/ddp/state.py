@@ -5,6 +5,7 @@ It makes the `Reducer`, which does the work, and attaches the guard, the autotun
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,14 @@ from dtcomm.compress.autotune_model import BASELINE, AutoConfig
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.bucket_averager import NONE
 from dtcomm.compress.bucket_layout import BucketLayout
-from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
+from dtcomm.compress.checkpoint import (
+    VERSION,
+    has_options,
+    rank_and_size,
+    require_matching_sizes,
+    select_share,
+)
+from dtcomm.compress.dgc import DGC
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
@@ -52,6 +60,8 @@ from dtcomm.ddp.registration import RegistrationObserver
 from dtcomm.profiling import Metric, Timeline
 
 DEFAULT_GUARD = Guard()
+
+_log = logging.getLogger("dtcomm")
 
 
 class State(Reporting):
@@ -140,6 +150,7 @@ class State(Reporting):
         self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
         self.group = group
         self.feedback = feedback
+        self._unused = ""
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
@@ -218,9 +229,10 @@ class State(Reporting):
             layout.add_to(totals)
         rows = group_rows(totals.items())
         current = [layout for _, layout in sorted(layouts.current.items())]
+        rank, world_size = rank_and_size(self.group)
         return Report(
-            rank=dist.get_rank(self.group),
-            world_size=dist.get_world_size(self.group),
+            rank=rank,
+            world_size=world_size,
             policy=str(self._chooser),
             feedback=self.feedback if isinstance(self.feedback, bool | str) else str(self.feedback),
             steps=self.steps - self._earlier_steps,
@@ -235,12 +247,12 @@ class State(Reporting):
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
             rows=rows,
-            uncompressed=describe_uncompressed(rows) if self._compresses else "",
+            uncompressed=self._unused or (describe_uncompressed(rows) if self._compresses else ""),
             by_message=tuple(
                 layout.row(f"bucket {index}", "gradients", events)
                 for index, layout in sorted(layouts.current.items())
             ),
-            payoff=self._payoff(current),
+            payoff=None if self._unused else self._payoff(current),
         )
 
     def _payoff(self, layouts: list[BucketLayout]) -> Payoff | None:
@@ -280,7 +292,7 @@ class State(Reporting):
         Raises:
             ValueError: No step was recorded; give ``timeline=100`` or call ``timeline.start()``.
         """
-        return self.timeline.trace(path, dist.get_rank(self.group))
+        return self.timeline.trace(path, rank_and_size(self.group)[0])
 
     def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
         """Record when buckets are ready and how long they take, for ``dtcomm plan --record``.
@@ -289,7 +301,7 @@ class State(Reporting):
             path: The file, which rank 0 of the group writes once the step after the recorded ones has begun.
             steps: The number of steps.
         """
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank, ranks = rank_and_size(self.group)
         self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
@@ -297,13 +309,18 @@ class State(Reporting):
         self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by parameter name, and the counters; every rank saves its own."""
+        """Return this rank's residuals by parameter name, and the counters; every rank saves its own.
+
+        In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
+        """
+        rank, world_size = rank_and_size(self.group)
         return {
             "version": VERSION,
             "steps": self.steps,
             "seed": self.seed,
-            "rank": dist.get_rank(self.group),
-            "world_size": dist.get_world_size(self.group),
+            "rank": rank,
+            "world_size": world_size,
+            "unused": self._unused,
             "options": self._options,
             **self._reducer.error_state.state_dict(),
             "factors": self._reducer.averager.factors.state_dict(),
@@ -333,8 +350,9 @@ class State(Reporting):
             ValueError: A single state comes from another number of ranks, the parameters are not this model's, or it
                 was saved with other options.
         """
-        rank = dist.get_rank(self.group) if rank is None else rank
-        world_size = dist.get_world_size(self.group) if world_size is None else world_size
+        own_rank, own_size = rank_and_size(self.group)
+        rank = own_rank if rank is None else rank
+        world_size = own_size if world_size is None else world_size
         first, residuals = select_share(state, rank, world_size)
         reducer = self._reducer
         sizes = reducer.layouts.sizes()
@@ -352,6 +370,8 @@ class State(Reporting):
 
     def register(self, model: DistributedDataParallel, hook: Any) -> None:
         """Register ``hook`` with this state at a DDP model, and let the model's next forward raise `error`."""
+        if dist.get_world_size(model.process_group) == 1:
+            self.set_unused(has_hook=True)
         self._reducer.finish_before_ddp = model.find_unused_parameters
         self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
         model.register_comm_hook(self, hook)
@@ -363,6 +383,17 @@ class State(Reporting):
 
         model.register_forward_pre_hook(raise_error)
         self.timeline.attach(model)
+
+    def set_unused(self, *, has_hook: bool = False) -> None:
+        """Say in the log, the report and the state that this state compresses nothing: the job has one process.
+
+        Args:
+            has_hook: Whether the hook is registered nevertheless.
+        """
+        self._unused = "nothing is compressed: the job has one process"
+        if not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes):
+            self._unused += ", and the momentum of 'dgc' does not act; give it to the optimizer"
+        _log.warning("dtcomm.ddp: %s", self._unused)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket in place; the future holds its buffer once that is done. The hook calls it."""
