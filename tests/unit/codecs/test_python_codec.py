@@ -21,6 +21,8 @@ from dtcomm.compress.policy import Policy
 from dtcomm.compress.spec import COMPRESSORS, gaussian_error, parse_scheme
 from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.kernels import ops
+from dtcomm.runtime.cuda_peer.launch import why_not
+from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support import python_codecs
 from tests.support.python_codecs import bf16_bytes, decode_bf16, encode_bf16
 
@@ -237,6 +239,11 @@ def test_what_needs_a_kernel_says_so() -> None:
         ValueError, match=r"codec: 'python_int8' is written in Python: it has no kernel .*simulated"
     ):
         codec.native()
+    for algorithm in ("one_shot", "two_shot"):
+        spec = OpSpec("all_reduce", "sum", (TensorSpec(4096, torch.float32, codec),), algorithm)
+        assert why_not(spec, 2) == "codec python_int8 is written in Python, which no kernel calls"
+    with pytest.raises(ValueError, match="topk: option 'values' is python_int8; valid: bf16, fp16"):
+        codecs.codec("topk:values=python_int8")
 
 
 def test_inference_tensors_are_written() -> None:
