@@ -444,7 +444,7 @@ class Report:
             "total",
             "",
             "",
-            str(sum(row.tensors for row in self.rows)) if one_kind else "",
+            str(len({name for row in self.rows for name in row.names})) if one_kind else "",
             f"{sum(row.numel for row in self.rows):,}" if one_kind else "",
             str(self.messages),
             *_byte_cells(self.wire_bytes, self.plain_bytes),
@@ -476,10 +476,12 @@ class Report:
         duration = "" if not self.seconds else f" in {self.seconds:.3f} s"
         steps = "" if self.steps is None else f"{self.steps} steps, "
         earlier = f" (after {self.earlier_steps} steps of earlier runs)" if self.earlier_steps else ""
-        memory = _format_memory(self.memory) or f"{format_bytes(self.residual_bytes)} of residuals"
+        memory = _format_memory(self.memory)
+        if not memory and self.residual_bytes:
+            memory = f"{format_bytes(self.residual_bytes)} of residuals"
         lines = [
             f"this run{earlier}: {steps}{self.messages} messages: sent {format_bytes(self.wire_bytes)} instead of "
-            f"{format_bytes(self.plain_bytes)}{duration}; {memory}"
+            f"{format_bytes(self.plain_bytes)}{duration}" + (f"; {memory}" if memory else "")
         ]
         if self.payoff is not None:
             lines.append(str(self.payoff))
@@ -688,12 +690,14 @@ def _names(names: tuple[str, ...]) -> str:
 def _which(row: Row, rows: Sequence[Row], unit: str) -> str:
     """Return which of the tensors in ``rows`` are in ``row``."""
     alike = [other for other in rows if other.what == row.what]
-    total = sum(other.tensors for other in alike)
+    total = len({name for other in alike for name in other.names})
+    share = ""
+    if sum(other.tensors for other in alike) > total:  # a layer may send some of its sums uncompressed
+        share = f" in {row.calls} of {sum(other.calls for other in alike)} calls"
+    elif row.numel and row.tensors < total:
+        share = f" with {row.numel / sum(other.numel for other in alike):.0%} of the elements"
     if row.tensors == total:
-        return f"all {total} {unit}" if total > 1 else f"the only {unit.removesuffix('s')}"
-    share = (
-        f" with {row.numel / sum(other.numel for other in alike):.0%} of the elements" if row.numel else ""
-    )
+        return (f"all {total} {unit}" if total > 1 else f"the only {unit.removesuffix('s')}") + share
     return f"{row.tensors} of {total} {unit}{share}, {_names(tuple(sorted(row.names)))}"
 
 

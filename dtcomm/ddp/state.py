@@ -45,7 +45,7 @@ from dtcomm.compress.report import (
 )
 from dtcomm.compress.spec import Scheme
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
-from dtcomm.ddp.autotune.tuner import Tuner
+from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
 from dtcomm.ddp.observers import (
     GuardObserver,
@@ -257,13 +257,11 @@ class State(Reporting):
 
     def _payoff(self, layouts: list[BucketLayout]) -> Payoff | None:
         """Return whether compression pays: as "auto" measured it, or by prediction."""
-        rows = self._chooser.rows
-        chosen = [row["measured_ms"] for row in rows if row["chosen"]]
-        baseline = [row["measured_ms"] for row in rows if row["plan"] == BASELINE]
-        if chosen and baseline:
+        choice = self._chooser.decisions[-1] if self._chooser.decisions else None
+        if choice is not None and choice.limit and choice.action != MEASURE_AGAIN:
             return Payoff(
-                compressed_ms=chosen[0],
-                uncompressed_ms=baseline[0],
+                compressed_ms=choice.value * 1e3,
+                uncompressed_ms=choice.limit * 1e3,
                 source="measured",
                 scope="a step from its first bucket to its last",
                 baseline=BASELINE,

@@ -95,3 +95,31 @@ def test_all_integrations_report_in_one_format() -> None:
         assert reports[1][1]["payoff"]["scope"] == "communication in a step, hidden or exposed"
         errors = {row["what"]: row["relative_error"] for row in reports[2][1]["rows"]}
         assert 1e-4 < errors["gradients"] < 0.05 and 1e-4 < errors["parameters"] < 0.05
+
+
+def count_steps_after_resuming(rank: int, ranks: int) -> list[tuple[str, int | None, int]]:
+    saved: list[dict[str, Any]] = []
+    counts = []
+    for resumed in (False, True):
+        for number, (state, model, optimizer) in enumerate(run_integrations(ranks)):
+            if isinstance(state, tp.State):
+                saved.append({})
+                continue
+            if resumed:
+                state.load_state_dict(saved[number])
+            for step, _ in enumerate(train(model, optimizer)):
+                if isinstance(state, LocalSGD):
+                    state.step()
+                if resumed and step == 0:
+                    break
+            saved.append(state.state_dict())
+            report = state.report()
+            counts.append((report.integration, report.steps, report.earlier_steps))
+    return counts
+
+
+def test_steps_and_messages_are_those_of_this_run() -> None:
+    names = ("DDP", "FSDP", "ShardedOptimizer", "LocalSGD")
+    expected = [*((name, STEPS, 0) for name in names), *((name, 1, STEPS) for name in names)]
+    for counts in run_ranks(count_steps_after_resuming, 2):
+        assert counts == expected

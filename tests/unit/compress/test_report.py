@@ -171,6 +171,10 @@ def test_what_was_not_compressed_is_the_first_line_of_text_and_rich(
         "(int8 does not take float64)"
     )
     assert describe_uncompressed([make_row()]) == ""
+    # A layer may send some of its sums uncompressed.
+    assert describe_uncompressed([replace(refused, calls=1), make_row()], "layers") == (
+        "not compressed although asked for: gradients of all 2 layers in 1 of 4 calls (int8 does not take float64)"
+    )
     report = make_report(refused, uncompressed=sentence)
     assert str(report).splitlines()[0] == sentence
     rich = pytest.importorskip("rich")
