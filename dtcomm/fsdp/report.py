@@ -72,6 +72,7 @@ class Report:
         reference_bytes: Memory of the reference parameters that ``delta:`` takes differences to.
         buffer_bytes: Shared memory of reused buffers.
         events: Guard event → number of times.
+        unused: Why nothing is compressed in this job, or empty.
     """
 
     modules: dict[str, dict[str, Traffic]] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Report:
     reference_bytes: int = 0
     buffer_bytes: int = 0
     events: dict[str, int] = field(default_factory=dict)
+    unused: str = ""
 
     def fetch_errors(self) -> Report:
         """Replace errors that are still on a device by floats, which waits for the device; returns the report."""
@@ -112,6 +114,8 @@ class Report:
 
     def uncompressed(self) -> str:
         """Return what was to be compressed and cannot be, and why, as one line; empty if there is nothing."""
+        if self.unused:
+            return self.unused
         modules_of: dict[tuple[str, str], list[str]] = {}
         for name, kinds in self.modules.items():
             for kind, traffic in kinds.items():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
 from dtcomm.collectives import empty
-from dtcomm.compress.checkpoint import VERSION, has_options, select_share
+from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.residuals import FORMS
 from dtcomm.device.streams import Streams, record_streams, streams_of
@@ -68,7 +68,7 @@ class State:
         self.seed = seed
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
-        self.num_shards, self.shard_index = dist.get_world_size(), dist.get_rank()
+        self.shard_index, self.num_shards = rank_and_size()
         self.group: dist.ProcessGroup | None = None
         self.buffers = BufferPool()
         self.references: dict[str, torch.Tensor] = {}
@@ -112,7 +112,7 @@ class State:
 
         See `dtcomm.ddp.State.trace`.
         """
-        return self.timeline.trace(path, dist.get_rank())
+        return self.timeline.trace(path, rank_and_size()[0])
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -158,7 +158,7 @@ class State:
         """Return this rank's residuals by parameter name, its shards of the references, the guard and the counters.
 
         The state consists of plain values and CPU tensors, which torch.load reads with its defaults. Every rank saves
-        its own.
+        its own. In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
         """
         residuals: dict[str, torch.Tensor] = {}
         flat_residuals = {} if self._residuals is None else self._residuals.state_dict()
@@ -168,12 +168,14 @@ class State:
                 residuals |= layout.split(flat, self.num_shards)
             else:
                 residuals[f"[{module}]"] = flat
+        rank, ranks = rank_and_size()
         return {
             "version": VERSION,
             "calls": self.calls,
             "seed": self.seed,
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": rank,
+            "world_size": ranks,
+            "unused": self._report.unused,
             "options": self._options(),
             "guard": self.guard.state_dict(),
             "counts": {} if self._residuals is None else dict(self._residuals.counts),
@@ -208,15 +210,15 @@ class State:
             ValueError: A single state comes from a run with another number of ranks, or the state was saved with other
                 options.
         """
-        ranks = dist.get_world_size()
-        first, residuals = select_share(state, dist.get_rank(), ranks)
+        rank, ranks = rank_and_size()
+        first, residuals = select_share(state, rank, ranks)
         same_options = has_options(first, self._options(), strict)
         self.calls, self.seed = first["calls"], first["seed"]
         self.guard.load_state_dict(first.get("guard", {}))
         self.resync()
         same_ranks = first["world_size"] == ranks
         if same_ranks and same_options:
-            own_state = state if isinstance(state, Mapping) else state[dist.get_rank()]
+            own_state = state if isinstance(state, Mapping) else state[rank]
             self._saved_reference_shards = dict(own_state["references"])
         if self._residuals is None or first["options"]["feedback"] != self._options()["feedback"]:
             return
@@ -233,6 +235,11 @@ class State:
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Let `detach` call ``undo``."""
         self._undo.append(undo)
+
+    def set_unused(self) -> None:
+        """Say in the log, the report and the state that this state compresses nothing: the job has one process."""
+        self._report.unused = "nothing is compressed: the job has one process"
+        _log.warning("dtcomm.fsdp: %s", self._report.unused)
 
     def exclude(self, module: str, pattern: str) -> None:
         """Send a module uncompressed, because its name matches ``pattern``."""
