@@ -15,7 +15,7 @@ from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
 from dtcomm.collectives import empty
 from dtcomm.collectives.group_ops import expected_call
-from dtcomm.compress.checkpoint import VERSION, has_options, select_share
+from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.report import (
     Payoff,
@@ -87,7 +87,7 @@ class State(Reporting):
         self.seed = seed
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
-        self.num_shards, self.shard_index = dist.get_world_size(), dist.get_rank()
+        self.shard_index, self.num_shards = rank_and_size()
         self.group: dist.ProcessGroup | None = None
         self.buffers = BufferPool()
         self.references: dict[str, torch.Tensor] = {}
@@ -99,6 +99,7 @@ class State(Reporting):
         self.integration, self.steps_ahead = "FSDP", 0
         self._modules: dict[str, dict[str, Traffic]] = {}  # module -> kind of collective -> counters
         self._notes: list[str] = []
+        self._unused = ""  # why nothing is compressed in this job, or empty
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("fsdp")
         self.guard = ShardGuard(guard, sample_every)
@@ -117,10 +118,11 @@ class State(Reporting):
         traffic = self._traffic()
         rows = group_traffic(traffic)
         residual_bytes = 0 if self._residuals is None else self._residuals.nbytes()
+        rank, world_size = rank_and_size(self.group)
         report = Report(
             integration=self.integration,
-            rank=dist.get_rank(self.group),
-            world_size=dist.get_world_size(self.group),
+            rank=rank,
+            world_size=world_size,
             policy=f"gradients {self.gradients}, parameters {self.parameters}",
             feedback=self.gradients.prefix or False,
             steps=max(0, self._steps()),
@@ -143,8 +145,8 @@ class State(Reporting):
             },
             events=count_events(self.events),
             notes=tuple(self._notes),
-            uncompressed=self._uncompressed(),
-            payoff=self._payoff(),
+            uncompressed=self._unused or self._uncompressed(),
+            payoff=None if self._unused else self._payoff(),
         )
         self.log_uncompressed()
         return report
@@ -230,7 +232,7 @@ class State(Reporting):
 
         See `dtcomm.ddp.State.trace`.
         """
-        return self.timeline.trace(path, dist.get_rank())
+        return self.timeline.trace(path, rank_and_size()[0])
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -276,7 +278,7 @@ class State(Reporting):
         """Return this rank's residuals by parameter name, its shards of the references, the guard and the counters.
 
         The state consists of plain values and CPU tensors, which torch.load reads with its defaults. Every rank saves
-        its own.
+        its own. In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
         """
         residuals: dict[str, torch.Tensor] = {}
         flat_residuals = {} if self._residuals is None else self._residuals.state_dict()
@@ -286,12 +288,14 @@ class State(Reporting):
                 residuals |= layout.split(flat, self.num_shards)
             else:
                 residuals[f"[{module}]"] = flat
+        rank, ranks = rank_and_size()
         return {
             "version": VERSION,
             "calls": self.calls,
             "seed": self.seed,
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": rank,
+            "world_size": ranks,
+            "unused": self._unused,
             "options": self._options(),
             "guard": self.guard.state_dict(),
             "counts": {} if self._residuals is None else dict(self._residuals.counts),
@@ -326,8 +330,8 @@ class State(Reporting):
             ValueError: A single state comes from a run with another number of ranks, or the state was saved with other
                 options.
         """
-        ranks = dist.get_world_size()
-        first, residuals = select_share(state, dist.get_rank(), ranks)
+        rank, ranks = rank_and_size()
+        first, residuals = select_share(state, rank, ranks)
         same_options = has_options(first, self._options(), strict)
         self.calls, self.seed = first["calls"], first["seed"]
         steps = self.guard.steps - self._earlier_steps
@@ -336,7 +340,7 @@ class State(Reporting):
         self.resync()
         same_ranks = first["world_size"] == ranks
         if same_ranks and same_options:
-            own_state = state if isinstance(state, Mapping) else state[dist.get_rank()]
+            own_state = state if isinstance(state, Mapping) else state[rank]
             self._saved_reference_shards = dict(own_state["references"])
         if self._residuals is None or first["options"]["feedback"] != self._options()["feedback"]:
             return
@@ -353,6 +357,11 @@ class State(Reporting):
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Let `detach` call ``undo``."""
         self._undo.append(undo)
+
+    def set_unused(self) -> None:
+        """Say in the log, the report and the state that this state compresses nothing: the job has one process."""
+        self._unused = "nothing is compressed: the job has one process"
+        _log.warning("dtcomm.fsdp: %s", self._unused)
 
     def exclude(self, module: str, pattern: str) -> None:
         """Send a module uncompressed, because its name matches ``pattern``."""
