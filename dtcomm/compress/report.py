@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dtcomm.compress.gradient_sketch import Fidelity
 from dtcomm.profiling.metrics import Metric
 from dtcomm.profiling.tables import format_bytes, format_table, rich_group, rich_table
 
@@ -145,6 +146,8 @@ class Report:
         residual_bytes: The memory that feedback and momentum hold between steps.
         rows: One row for each codec, dtype and reason.
         events: What the guard found and did, counted.
+        fidelity: How the averaged gradients of the guard's last window compare with the uncompressed ones; None
+            before the end of the first window.
         memory: The bytes of memory, by kind.
         buckets: One row for each bucket.
         auto: What "auto" decided, and why.
@@ -162,6 +165,7 @@ class Report:
     residual_bytes: int
     rows: tuple[Row, ...] = field(default=())
     events: dict[str, int] = field(default_factory=dict)
+    fidelity: Fidelity | None = None
     memory: dict[str, int] = field(default_factory=dict)
     buckets: tuple[BucketRow, ...] = field(default=())
     auto: tuple[str, ...] = ()
@@ -221,6 +225,11 @@ class Report:
             if row.relative_error is not None:
                 labels = {"codec": row.codec, "dtype": row.dtype, "note": row.reason}
                 metrics.append(Metric("dtcomm_relative_error", row.relative_error, error_help, labels=labels))
+        if self.fidelity is not None:
+            text = "cosine between the averaged gradients of a window and the uncompressed ones"
+            metrics.append(Metric("dtcomm_gradient_cosine", self.fidelity.cosine, text))
+            text = "norm of the averaged gradients of a window over that of the uncompressed ones"
+            metrics.append(Metric("dtcomm_gradient_norm_ratio", self.fidelity.norm_ratio, text))
         for kind, count in self.events.items():
             metrics.append(
                 Metric("dtcomm_guard_events_total", count, "events of the guard", "counter", {"kind": kind})
@@ -269,6 +278,8 @@ class Report:
             f"feedback {_format_feedback(self.feedback)}, {memory}"
         ]
         lines += self.auto
+        if self.fidelity is not None:
+            lines.append(f"guard: {self.fidelity}")
         if self.events:
             lines.append("guard: " + _format_counts(self.events))
         return lines

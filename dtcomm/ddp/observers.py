@@ -81,7 +81,7 @@ class GuardObserver(ReducerObserver):
             for pending, sample in zip(bucket.pending, bucket.samples, strict=True):
                 if pending.residual is not None:
                     self._monitor.record_error(sample, pending.residual)
-        self._monitor.check_finite(bucket.buffer)
+        self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
         for stats in self._unread:
             if stats.mean is bucket.stats:
                 stats.on_host = AsyncHostCopy(stats.mean)

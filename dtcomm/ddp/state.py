@@ -131,7 +131,7 @@ class State:
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
-        self._monitor = make_monitor(guard)
+        self._monitor = make_monitor(guard, group)
         self._reducer = Reducer(
             group,
             self._chooser,
@@ -214,6 +214,7 @@ class State:
             residual_bytes=self._reducer.error_state.persistent_bytes(),
             memory=memory,
             events=count_events(self._monitor.events),
+            fidelity=self._monitor.fidelity,
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
             rows=rows,
