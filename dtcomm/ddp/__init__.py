@@ -73,6 +73,7 @@ def compress(
     budget: float | None = None,
     candidates: Sequence[str | Scheme] | None = None,
     check_every: int = 500,
+    grad_scaler: Any = None,
 ) -> State:
     """Compress the gradients of a DDP model: makes a `State` and registers the hook.
 
@@ -103,6 +104,8 @@ def compress(
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
+            skips leaves them as they were, which takes a second copy of them. Default None: call `State.rescale`.
 
     Returns:
         The state: ``report()``, ``events``, ``state_dict()``, ``timeline``, ...
@@ -137,6 +140,7 @@ def compress(
         budget=budget,
         candidates=candidates,
         check_every=check_every,
+        grad_scaler=grad_scaler,
     )
     state.register(model, hook)
     return state
@@ -195,7 +199,8 @@ def attach(
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
 
     Args:
-        owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
+        owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``; residuals follow the
+            GradScaler that it may have.
         spec: What to compress with, as for `compress`. Default "int8".
         feedback: Error feedback: True, "ef21", "diana" or False. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
@@ -244,7 +249,7 @@ def attach(
         State(spec, **options)
 
     def compress_wrapped(model: DistributedDataParallel) -> State:
-        return compress(model, spec, **options)
+        return compress(model, spec, grad_scaler=_find_grad_scaler(owner), **options)
 
     # The frameworks are not imported here: their objects are recognised by their attributes.
     accelerator = getattr(owner, "accelerator", owner)
@@ -256,6 +261,14 @@ def attach(
         "owner: expected an accelerate.Accelerator, a transformers.Trainer or a lightning.Trainer, "
         f"got {type(owner).__name__}"
     )
+
+
+def _find_grad_scaler(owner: Any) -> Any:
+    """Return the GradScaler of an Accelerator or of a Lightning or Hugging Face Trainer; None if it has none."""
+    accelerator = getattr(owner, "accelerator", owner)
+    precision = getattr(getattr(owner, "strategy", None), "precision_plugin", None)
+    scaler = getattr(precision, "scaler", None) or getattr(accelerator, "scaler", None)
+    return scaler if callable(getattr(scaler, "get_scale", None)) else None
 
 
 def _attach_to_accelerator(

@@ -30,6 +30,7 @@ from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
 from dtcomm.ddp.observers import (
     GuardObserver,
+    LossScaleObserver,
     RecorderObserver,
     StepRecorder,
     TimelineObserver,
@@ -77,6 +78,8 @@ class State:
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
+            skips leaves them as they were, which takes a second copy of them. Default None: call `rescale` yourself.
 
     Attributes:
         group: The process group.
@@ -105,6 +108,7 @@ class State:
         budget: float | None = None,
         candidates: Sequence[str | Scheme] | None = None,
         check_every: int = 500,
+        grad_scaler: Any = None,
     ) -> None:
         for name, value, least in (
             ("seed", seed, None),
@@ -116,6 +120,8 @@ class State:
             require_int(name, value, least)
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: want a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+            raise TypeError(f"grad_scaler: want a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
         named = None if parameters is None else list(parameters)
         excluded = exclusions(exclude, None if named is None else [name for name, _ in named])
         tuner = None
@@ -148,6 +154,10 @@ class State:
         if timeline:
             self.timeline.start(timeline)
         self._recorder = RecorderObserver()
+        self._loss_scale: LossScaleObserver | None = None
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            self._loss_scale = LossScaleObserver(grad_scaler, self._reducer)
+            self._reducer.attach(self._loss_scale)
         if guard is not None:
             self._reducer.attach(GuardObserver(self._monitor, self._reducer))
         if tuner is not None:
@@ -254,7 +264,10 @@ class State:
         self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps."""
+        """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps.
+
+        With ``grad_scaler`` this happens by itself.
+        """
         self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,6 +283,7 @@ class State:
             "factors": self._reducer.averager.factors.state_dict(),
             "watch": self._monitor.state_dict(),
             "auto": self._chooser.state_dict(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.scale,
         }
 
     def load_state_dict(
@@ -305,6 +319,8 @@ class State:
         reducer.error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         reducer.averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
+        if self._loss_scale is not None:
+            self._loss_scale.scale = first.get("loss_scale")
         # With another number of ranks the link is another one, and "auto" measures again.
         same_job = same_options and first["world_size"] == world_size
         self._chooser.load_state_dict(first["auto"] if same_job else {})
@@ -320,6 +336,8 @@ class State:
         def raise_error(module: torch.nn.Module, args: Any) -> None:
             if self.error is not None:
                 raise self.error
+            if self._loss_scale is not None:
+                self._loss_scale.fetch()
 
         model.register_forward_pre_hook(raise_error)
         self.timeline.attach(model)
