@@ -28,7 +28,7 @@ from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
+from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, l2_norm, make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
 from dtcomm.compress.report import (
@@ -59,6 +59,7 @@ class _PendingBucket:
         buffer: The differences, which become their mean.
         pending: Its lossy segments.
         samples: Samples of them, in averages in which errors are measured.
+        measurement: What the guard measured of this rank's differences.
     """
 
     layout: BucketLayout
@@ -66,6 +67,7 @@ class _PendingBucket:
     buffer: torch.Tensor
     pending: list[PendingGradient]
     samples: list[ErrorSample]
+    measurement: GradientMeasurement | None
 
 
 class LocalSGD(Reporting):
@@ -170,7 +172,7 @@ class LocalSGD(Reporting):
         self._common = [weight.detach().float().clone() for weight in self._weights.values()]
         self._outer = None if outer is None else outer(self._common)
         self._compresses = any(scheme != NONE for scheme in schemes)
-        self._monitor = make_monitor(guard if self._compresses else None)
+        self._monitor = make_monitor(guard if self._compresses else None, group)
         self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
         self._retired: list[BucketLayout] = []
         self._buckets: list[tuple[list[str], BucketLayout]] = []
@@ -252,6 +254,7 @@ class LocalSGD(Reporting):
                 "common weights": sum(4 * common.numel() for common in self._common),
             },
             events=count_events(self.events),
+            fidelity=self._monitor.fidelity,
             rows=rows,
             by_message=tuple(layout.row(f"bucket {index}", WHAT, {}) for index, layout in enumerate(current)),
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
@@ -326,6 +329,7 @@ class LocalSGD(Reporting):
         """Return a bucket with error feedback applied; none of its stages has begun."""
         buffer, ranks = self._differences(names), dist.get_world_size(self.group)
         sampled = self._sample_every > 0 and self.syncs % self._sample_every == 0
+        measurement = self._monitor.measure_gradient(layout, buffer)
         samples: list[ErrorSample] = []
         tensors: list[torch.Tensor] = []
         residuals: list[torch.Tensor | None] = []
@@ -347,7 +351,7 @@ class LocalSGD(Reporting):
             residuals.append(prepared.residual)
         layout.messages += 1
         stages = self._averager.stages(layout, tensors, residuals, stats, self.syncs)
-        return _PendingBucket(layout, stages, buffer, pending, samples)
+        return _PendingBucket(layout, stages, buffer, pending, samples, measurement)
 
     def _finish(self, bucket: _PendingBucket, key: int) -> None:
         """Record what was lost of a bucket, and store its residuals."""
@@ -355,7 +359,7 @@ class LocalSGD(Reporting):
         for sample in bucket.samples:
             if (residual := residuals[sample.name]) is not None:
                 self._monitor.record_error(sample, residual)
-        self._monitor.check_finite(bucket.buffer)
+        self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
         for pending in bucket.pending:
             self._error_state.finish(pending, key)
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dtcomm.codecs import Codec, codec
+from dtcomm.compress.dgc import DGC
+from dtcomm.compress.gradient_sketch import GradientSketch
 from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import MessageRow, ParameterTotals
@@ -133,6 +135,7 @@ class BucketLayout:
     level_shares: LevelShares = (1.0, 0.0)
     lossy: list[Segment] = field(init=False)
     codecs: list[str | Codec] = field(init=False)
+    _sketch: GradientSketch | None = None
 
     def __post_init__(self) -> None:
         self.lossy = [segment for segment in self.segments if not segment.lossless]
@@ -141,6 +144,18 @@ class BucketLayout:
             for segment in self.segments
             if not isinstance(segment.codec, PowerSGD)
         ]
+
+    @property
+    def sketched(self) -> list[Segment]:
+        """The segments that `sketch` compares: those that lose something, without DGC, which applies momentum."""
+        return [segment for segment in self.lossy if not isinstance(segment.codec, DGC)]
+
+    def sketch(self, device: torch.device) -> GradientSketch:
+        """Return the sketch of the buffer for the guard; it depends on names and sizes of parameters only."""
+        if self._sketch is None:
+            parameters = [(segment.name, segment.start, segment.numel) for segment in self.sketched]
+            self._sketch = GradientSketch(parameters, device)
+        return self._sketch
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of the buffer for each segment."""

@@ -94,6 +94,8 @@ class ErrorState:
         if kind in ("ef21", "diana"):
             self._references = References(1.0 if kind == "ef21" else DIANA_RATE)
         self._velocities = Velocities()
+        #: Whether residuals are kept as they were before a step until the next one, for `begin_step`.
+        self.keeps_backups = False
         # Steps left until a residual is repaid; it stays whole until the last of them.
         self._repaying: dict[str, int] = {}
 
@@ -131,6 +133,8 @@ class ErrorState:
             return PendingGradient(segment, gradient, gradient, lost if sampled else None)
         if self._references is not None:
             return PendingGradient(segment, gradient, *self._references.begin(name, gradient))
+        if self.keeps_backups:
+            self._residuals.back_up(name)
         # DDP drops the result of a parameter that no rank used, and with it what the residuals added to it. A residual
         # is therefore withheld as long as the gradient is all zeros.
         used = deferred = None
@@ -234,6 +238,15 @@ class ErrorState:
         self._velocities.scale(factor)
         if self._references is not None:
             self._references.scale(factor)
+
+    def begin_step(self, *, undo: bool) -> None:
+        """Forget the backups of the step before; with ``undo`` set the residuals to them first.
+
+        The optimizer has skipped that step, so what the residuals added to its gradients was not applied.
+        """
+        if undo:
+            self._residuals.restore()
+        self._residuals.drop_backups()
 
     def reset(self, name: str) -> None:
         """Drop the state of a parameter; to be called on all ranks in the same step."""

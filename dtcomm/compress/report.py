@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dtcomm.compress.gradient_sketch import Fidelity
 from dtcomm.profiling.metrics import Metric
 from dtcomm.profiling.tables import format_bytes, format_table, rich_group, rich_table
 from dtcomm.work import Work
@@ -312,6 +313,8 @@ class Report:
         by_message: One row for each bucket, module or layer.
         modules: Module → kind of collective → counters, where the integration counts by module.
         events: What the guard found and did, counted.
+        fidelity: How the averaged gradients of the guard's last window compare with the uncompressed ones; None
+            before the end of the first window.
         memory: The bytes of memory, by kind.
         auto: What "auto" decided, and why.
         plans: What "auto" compared last: predicted and measured milliseconds of a step, first to last bucket.
@@ -336,6 +339,7 @@ class Report:
     by_message: tuple[MessageRow, ...] = field(default=())
     modules: dict[str, dict[str, Traffic]] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
+    fidelity: Fidelity | None = None
     memory: dict[str, int] = field(default_factory=dict)
     auto: tuple[str, ...] = ()
     plans: tuple[dict[str, Any], ...] = ()
@@ -356,6 +360,7 @@ class Report:
             name: {kind: asdict(traffic) for kind, traffic in kinds.items()}
             for name, kinds in self.modules.items()
         }
+        values["fidelity"] = None if self.fidelity is None else asdict(self.fidelity)
         values["payoff"] = (
             None if self.payoff is None else asdict(self.payoff) | {"verdict": self.payoff.verdict}
         )
@@ -428,7 +433,7 @@ class Report:
             if message.relative_error is not None:
                 name, text = "dtcomm_message_relative_error", f"{error_help}, by message"
                 metrics.append(Metric(name, message.relative_error, text, labels=labels))
-        return metrics + _guard_metrics(self.events)
+        return metrics + _guard_metrics(self.fidelity, self.events)
 
     def _title(self) -> str:
         return (
@@ -485,7 +490,7 @@ class Report:
         ]
         if self.payoff is not None:
             lines.append(str(self.payoff))
-        return [*lines, *self.auto, *_guard_lines(self.events), *self.notes]
+        return [*lines, *self.auto, *_guard_lines(self.fidelity, self.events), *self.notes]
 
 
 class Reporting(ABC):
@@ -508,14 +513,21 @@ class Reporting(ABC):
         self.report().print(all_ranks=all_ranks)
 
 
-def _guard_lines(events: Mapping[str, int]) -> list[str]:
-    """Return the lines about the guard's events."""
-    return ["guard: " + _format_counts(events)] if events else []
+def _guard_lines(fidelity: Fidelity | None, events: Mapping[str, int]) -> list[str]:
+    """Return the lines about what the guard measured and did."""
+    lines = [] if fidelity is None else [f"guard: {fidelity}"]
+    return [*lines, "guard: " + _format_counts(events)] if events else lines
 
 
-def _guard_metrics(events: Mapping[str, int]) -> list[Metric]:
-    """Return the metrics of the guard's events."""
-    return [
+def _guard_metrics(fidelity: Fidelity | None, events: Mapping[str, int]) -> list[Metric]:
+    """Return the metrics of what the guard measured and did."""
+    metrics = []
+    if fidelity is not None:
+        text = "cosine between the averaged gradients of a window and the uncompressed ones"
+        metrics.append(Metric("dtcomm_gradient_cosine", fidelity.cosine, text))
+        text = "norm of the averaged gradients of a window over that of the uncompressed ones"
+        metrics.append(Metric("dtcomm_gradient_norm_ratio", fidelity.norm_ratio, text))
+    return metrics + [
         Metric("dtcomm_guard_events_total", count, "events of the guard", "counter", {"kind": kind})
         for kind, count in events.items()
     ]

@@ -78,6 +78,7 @@ def compress(
     budget: float | None = None,
     candidates: Sequence[str | Scheme] | None = None,
     check_every: int = 500,
+    grad_scaler: Any = None,
 ) -> State:
     """Compress the gradients of a DDP model: makes a `State` and registers the hook.
 
@@ -111,6 +112,8 @@ def compress(
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
+            skips leaves them as they were, which takes a second copy of them. Default None: call `State.rescale`.
 
     Returns:
         The state: ``report()``, ``events``, ``state_dict()``, ``timeline``, ...
@@ -147,6 +150,7 @@ def compress(
         budget=budget,
         candidates=candidates,
         check_every=check_every,
+        grad_scaler=grad_scaler,
     )
     if ddp_model is None:
         state.set_unused()
@@ -178,7 +182,8 @@ def attach(
     (docs/guides/frameworks.md). In a job with one process nothing is compressed; one log line and the report say so.
 
     Args:
-        owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
+        owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``; residuals follow the
+            GradScaler that it may have.
         spec: What to compress with, as for `compress`. Default "int8".
         feedback: Error feedback: True, "ef21", "diana", a `Feedback` of your own or False. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
@@ -236,7 +241,7 @@ def attach(
             wrapper="DDP",
             accepts=lambda model: isinstance(model, DistributedDataParallel),
             obstacle=_obstacle,
-            compress=lambda model: compress(model, spec, **options),
+            compress=lambda model: compress(model, spec, grad_scaler=_find_grad_scaler(owner), **options),
             unused=unused,
         ),
     )
@@ -247,3 +252,11 @@ def _obstacle(model: torch.nn.Module) -> str:
     if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
         return "the framework wrapped the model in FSDP, so nothing is compressed; use dtcomm.fsdp.attach"
     return ""
+
+
+def _find_grad_scaler(owner: Any) -> Any:
+    """Return the GradScaler of an Accelerator or of a Lightning or Hugging Face Trainer; None if it has none."""
+    accelerator = getattr(owner, "accelerator", owner)
+    precision = getattr(getattr(owner, "strategy", None), "precision_plugin", None)
+    scaler = getattr(precision, "scaler", None) or getattr(accelerator, "scaler", None)
+    return scaler if callable(getattr(scaler, "get_scale", None)) else None

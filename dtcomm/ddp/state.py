@@ -49,6 +49,7 @@ from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
 from dtcomm.ddp.observers import (
     GuardObserver,
+    LossScaleObserver,
     RecorderObserver,
     StepRecorder,
     TimelineObserver,
@@ -99,6 +100,8 @@ class State(Reporting):
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
+            skips leaves them as they were, which takes a second copy of them. Default None: call `rescale` yourself.
 
     Attributes:
         group: The process group.
@@ -127,6 +130,7 @@ class State(Reporting):
         budget: float | None = None,
         candidates: Sequence[str | Scheme] | None = None,
         check_every: int = 500,
+        grad_scaler: Any = None,
     ) -> None:
         for name, value, least in (
             ("seed", seed, None),
@@ -138,6 +142,8 @@ class State(Reporting):
             require_int(name, value, least)
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: want a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+            raise TypeError(f"grad_scaler: want a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
         named = None if parameters is None else list(parameters)
         excluded = exclusions(exclude, None if named is None else [name for name, _ in named])
         tuner = None
@@ -154,7 +160,7 @@ class State(Reporting):
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
-        self._monitor = make_monitor(guard)
+        self._monitor = make_monitor(guard, group)
         self._reducer = Reducer(
             group,
             self._chooser,
@@ -172,6 +178,10 @@ class State(Reporting):
         if timeline:
             self.timeline.start(timeline)
         self._recorder = RecorderObserver()
+        self._loss_scale: LossScaleObserver | None = None
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            self._loss_scale = LossScaleObserver(grad_scaler, self._reducer)
+            self._reducer.attach(self._loss_scale)
         if guard is not None:
             self._reducer.attach(GuardObserver(self._monitor, self._reducer))
         if tuner is not None:
@@ -244,6 +254,7 @@ class State(Reporting):
             residual_bytes=self._reducer.error_state.persistent_bytes(),
             memory=memory,
             events=count_events(self._monitor.events),
+            fidelity=self._monitor.fidelity,
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
             rows=rows,
@@ -303,7 +314,10 @@ class State(Reporting):
         self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps."""
+        """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps.
+
+        With ``grad_scaler`` this happens by itself.
+        """
         self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
@@ -324,6 +338,7 @@ class State(Reporting):
             "factors": self._reducer.averager.factors.state_dict(),
             "watch": self._monitor.state_dict(),
             "auto": self._chooser.state_dict(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.scale,
         }
 
     def load_state_dict(
@@ -360,6 +375,8 @@ class State(Reporting):
         reducer.error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         reducer.averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
+        if self._loss_scale is not None:
+            self._loss_scale.scale = first.get("loss_scale")
         # With another number of ranks the link is another one, and "auto" measures again.
         same_job = same_options and first["world_size"] == world_size
         self._chooser.load_state_dict(first["auto"] if same_job else {})
@@ -378,6 +395,8 @@ class State(Reporting):
         def raise_error(module: torch.nn.Module, args: Any) -> None:
             if self.error is not None:
                 raise self.error
+            if self._loss_scale is not None:
+                self._loss_scale.fetch()
 
         model.register_forward_pre_hook(raise_error)
         self.timeline.attach(model)
