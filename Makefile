@@ -1,6 +1,8 @@
 # Needs Python >= 3.10, a C++17 compiler and make; everything else is installed into .venv.
-# Variables: PYTHON (the interpreter .venv is made with), VENV (another environment to use), ARGS (more arguments).
+# Variables: PYTHON (the interpreter .venv is made with), TORCH (another version of torch than requirements.txt pins, such as
+# 2.11), VENV (another environment to use), ARGS (more arguments).
 PYTHON ?= python3
+TORCH ?=
 VENV ?= .venv
 ARGS ?=
 
@@ -66,15 +68,20 @@ native = $(2) $(PY) setup.py -q build_ext --build-temp $(1)/cmake --build-lib $(
 
 # Without --compile: Python compiles the few modules that are imported, when they are.
 PIP_INSTALL = $(PY) -m pip install -q --no-compile -r
+# The files of requirements with the version of torch that TORCH gives.
+PINS = mkdir -p $(VENV)/pins && cp requirements.txt requirements-dev.txt $(VENV)/pins \
+	$(if $(TORCH),&& sed -i 's/^torch==.*/torch==$(TORCH).*/' $(VENV)/pins/requirements.txt)
 
 $(DEPS): requirements.txt
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dtcomm needs Python >= 3.10; this is " + sys.version + "; try make PYTHON=python3.12")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) $<
+	$(PINS)
+	$(PIP_INSTALL) $(VENV)/pins/$<
 	@touch $@
 
 $(DEV_DEPS): requirements-dev.txt $(DEPS)
-	$(PIP_INSTALL) $<
+	$(PINS)
+	$(PIP_INSTALL) $(VENV)/pins/$<
 	@touch $@
 
 $(NATIVE): $(DEPS) $(NATIVE_INPUTS)
