@@ -54,8 +54,8 @@ class Guard:
     Attributes:
         cosine: The smallest cosine between what the ranks applied in a window of steps and what they would have applied
             without compression: the sums over the window of the averaged gradients (``harm``). Feedback that catches
-            up within the window does not count. None: `cosine_limit`, 0.7 where every element is sent in every step
-            and 0.5 elsewhere. DGC is left out, because it applies momentum. Default None.
+            up within the window does not count. None: `cosine_limit`, 0.7 for `sign` and 0.5 for the others. DGC is
+            left out, because it applies momentum. Default None.
         norm_ratio: The largest ratio of the norms of these two sums, in either direction. Default 2.
         window: The smallest number of steps in a window; with sparse codecs of a ratio r it is at least 1 / (2 r). Two
             windows in a row must exceed a limit. Default 24.
@@ -197,13 +197,10 @@ def residual_limit(scheme: Scheme) -> float:
 def cosine_limit(scheme: Scheme) -> float:
     """Return the default of `Guard.cosine`.
 
-    With feedback, schemes that send every element in every step catch up within a few steps: in healthy runs their
-    cosine over a window is above 0.75. Schemes that send a part of the elements or of the directions reach 0.5.
+    With feedback `sign` catches up within a few steps: in healthy runs its cosine over a window is above 0.75, and
+    below where the learning rate is too large for its delay. Other schemes come near 0.5 in healthy runs.
     """
-    if isinstance(scheme, LevelCodecs):
-        return min(cosine_limit(scheme.inside), cosine_limit(scheme.between))
-    partial = isinstance(scheme, PowerSGD | DGC) or hasattr(scheme, "ratio")
-    return 0.5 if partial else 0.7
+    return 0.7 if not isinstance(scheme, PowerSGD | DGC | LevelCodecs) and scheme.name == "sign" else 0.5
 
 
 def send_interval(scheme: Scheme) -> int:

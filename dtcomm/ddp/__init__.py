@@ -175,6 +175,7 @@ def attach(
     budget: float | None = None,
     candidates: Sequence[str | Scheme] | None = None,
     check_every: int = 500,
+    grad_scaler: Any = None,
 ) -> Attached[State]:
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
 
@@ -182,8 +183,7 @@ def attach(
     (docs/guides/frameworks.md). In a job with one process nothing is compressed; one log line and the report say so.
 
     Args:
-        owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``; residuals follow the
-            GradScaler that it may have.
+        owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
         spec: What to compress with, as for `compress`. Default "int8".
         feedback: Error feedback: True, "ef21", "diana", a `Feedback` of your own or False. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
@@ -197,6 +197,7 @@ def attach(
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` that residuals follow. Default None: that of ``owner``, if it has one.
 
     Returns:
         An object whose ``state`` is the `State`, once the framework has wrapped the model.
@@ -227,10 +228,14 @@ def attach(
     }
     if spec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
         AutoConfig(budget=budget, candidates=candidates, every=check_every)
-    State(spec, **options)
+    State(spec, grad_scaler=grad_scaler, **options)
+
+    def compress_wrapped(model: torch.nn.Module) -> State:
+        scaler = _find_grad_scaler(owner) if grad_scaler is None else grad_scaler
+        return compress(model, spec, grad_scaler=scaler, **options)
 
     def unused() -> State:
-        state = State(spec, **options)
+        state = State(spec, grad_scaler=grad_scaler, **options)
         state.set_unused()
         return state
 
@@ -241,7 +246,7 @@ def attach(
             wrapper="DDP",
             accepts=lambda model: isinstance(model, DistributedDataParallel),
             obstacle=_obstacle,
-            compress=lambda model: compress(model, spec, grad_scaler=_find_grad_scaler(owner), **options),
+            compress=compress_wrapped,
             unused=unused,
         ),
     )

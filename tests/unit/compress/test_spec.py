@@ -115,8 +115,8 @@ def test_the_guard_s_limits_of_two_levels_are_those_of_the_coarser_one() -> None
     assert residual_limit(parse_scheme("int8/topk:ratio=0.01")) == residual_limit(
         parse_scheme("topk:ratio=0.01")
     )
-    assert cosine_limit(parse_scheme("int8/int4")) == cosine_limit(parse_scheme("sign")) == 0.7
-    assert cosine_limit(parse_scheme("int8/topk:ratio=0.01")) == 0.5
+    assert cosine_limit(parse_scheme("int8/int4")) == cosine_limit(parse_scheme("int8/sign")) == 0.5
+    assert cosine_limit(parse_scheme("sign")) == 0.7
     assert (
         send_interval(parse_scheme("int8/topk:ratio=0.01")) == 100
         and send_interval(parse_scheme("int8/int4")) == 1
