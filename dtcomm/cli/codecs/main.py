@@ -50,7 +50,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "mxfp8": ("element=e5m2",),
     "mxfp4": ("rotate=hadamard",),
     "sign": ("rotate=hadamard",),
-    "topk": ("ratio=0.1", "ratio=0.1,values=int8", "scope=tensor"),
+    "topk": ("ratio=0.1", "ratio=0.1,values=int8"),
     "randk": ("ratio=0.1", "positions=shared"),
     "exact": ("bits=16",),
 }
