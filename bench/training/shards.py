@@ -20,6 +20,7 @@ from dtcomm.fsdp import spec
 from dtcomm.fsdp.flat_layout import ParameterShape, ShardedLayout
 from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
 from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, UNCOMPRESSED, CompressionSpec, parse_spec
+from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import encode, reduce, reduce_encode
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
@@ -115,9 +116,9 @@ class Shards:
                 self._run("reduce_scatter", "avg", spec.inside, inputs, outputs, residuals)
             else:
                 self._by_levels(inputs, outputs, residuals)
-            for errors, residual in zip(self._errors, residuals, strict=True):
+            for rank, (errors, residual) in enumerate(zip(self._errors, residuals, strict=True)):
                 if errors is not None and residual is not None:
-                    errors.put(unit, residual)
+                    errors.put(unit, residual, counter_rng.mix_key(0, rank, 0))
             means |= flat.split(torch.cat(outputs), self.ranks)
         return {name: value.view(gradients[0][name].shape) for name, value in means.items()}
 

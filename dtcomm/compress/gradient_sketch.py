@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtcomm.device.streams import copy_to_device
 from dtcomm.kernels import counter_rng
 
 SKETCH_SIZE = 256
@@ -65,8 +66,8 @@ class GradientSketch:
             (SAMPLED_RUN, [_sampled_runs(*parameter) for parameter in usable if parameter[2] > FULL_SIZE]),
         ):
             if maps:
-                starts = torch.cat([starts for starts, _ in maps], dim=1).to(device)
-                weights = torch.cat([weights for _, weights in maps], dim=1).to(device)
+                starts = copy_to_device(torch.cat([starts for starts, _ in maps], dim=1), device)
+                weights = copy_to_device(torch.cat([weights for _, weights in maps], dim=1), device)
                 self._parts.append((length, starts, weights))
 
     @property

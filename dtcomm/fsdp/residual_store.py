@@ -33,7 +33,11 @@ class ResidualStore(Protocol):
         """Return the flat fp32 residual, which the next encoding adds and overwrites; ``like`` is the gradient."""
 
     def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
-        """Store the same tensor after the encoding; ``key`` seeds stochastic rounding."""
+        """Store the same tensor after the encoding.
+
+        Stochastic rounding to the stored form is keyed by ``key``, which differs between ranks, the module and its
+        number of calls: not by a number of calls of all modules, since several may be under way.
+        """
 
     def scale(self, factor: float) -> None:
         """Multiply all residuals by ``factor``."""
@@ -59,18 +63,23 @@ class FullResidual:
             element of the whole gradient, ``"bf16"`` takes 2, ``"int8"`` about 1. Default: ``"fp32"``.
     """
 
-    counts: Mapping[str, int] = {}
-
     def __init__(self, form: str = "fp32") -> None:
         self._residuals = Residuals(form)
+        self._calls: dict[str, int] = {}
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Number of calls of each module."""
+        return self._calls
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
         """Return the flat fp32 residual, which the next encoding adds and overwrites."""
         return self._residuals.get(module, like)
 
     def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
-        """Store the same tensor after the encoding; ``key`` seeds the stochastic rounding to the stored form."""
-        self._residuals.put(module, key)
+        """Store the same tensor after the encoding; see `ResidualStore.put`."""
+        calls = self._calls[module] = self._calls.get(module, 0) + 1
+        self._residuals.put(module, counter_rng.absorb(key, calls))
 
     def scale(self, factor: float) -> None:
         """Multiply all residuals by ``factor``."""
@@ -89,7 +98,8 @@ class FullResidual:
         return self._residuals.state_dict()
 
     def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` and `counts` returned."""
+        self._calls = dict(counts)
         self._residuals.load_state_dict(residuals)
 
 
@@ -128,7 +138,7 @@ class LoCoResidual:
             self._numels[module] = residual.numel()
             payload = self._payloads.get(module)
             reusable = payload is not None and payload.device == residual.device
-            key = counter_rng.absorb(key, zlib.crc32(module.encode()))
+            key = counter_rng.absorb(key, zlib.crc32(module.encode()), calls)
             self._payloads[module] = encode(LOCO_CODEC, average, key, out=payload if reusable else None)
             self._loaded.pop(module, None)
             self._pending_factors.pop(module, None)

@@ -455,7 +455,7 @@ class State(Reporting):
     def put_residual(self, module: str, residual: torch.Tensor | None) -> None:
         """Store the residual from `take_residual` after the collective has updated it."""
         if self._residuals is not None and residual is not None:
-            key = counter_rng.mix_key(self.seed, dist.get_rank(), self.calls)
+            key = counter_rng.mix_key(self.seed, dist.get_rank(), 0)
             self._residuals.put(self._residual_key(module, residual), residual, key)
 
     def _residual_key(self, module: str, gradient: torch.Tensor) -> str:

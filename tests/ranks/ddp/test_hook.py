@@ -216,9 +216,15 @@ def test_a_model_on_a_subgroup_averages_over_it() -> None:
     assert first == third != 0.0
 
 
-def test_compress_requires_a_ddp_model() -> None:
+def compress_without_ddp(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="want a DistributedDataParallel, got Net"):
-        ddp.compress(Net(), "int8")  # type: ignore[arg-type]
+        ddp.compress(Net(), "int8")
+
+
+def test_several_ranks_require_a_ddp_model() -> None:
+    run_ranks(compress_without_ddp, 2)
+    with pytest.raises(TypeError, match="want a DistributedDataParallel, got str"):
+        ddp.compress("model", "int8")  # type: ignore[arg-type]
 
 
 def compress_twice(rank: int, world_size: int) -> str:

@@ -126,4 +126,4 @@ def test_the_report_states_the_memory() -> None:
     assert "feedback ef21" in text
     memory, text = run_ranks(train_and_report, 2, "dgc:warmup=3", {})[0]
     assert memory == {"residuals in fp32": 4 * matrices, "velocities": 4 * (matrices + 4 * 48)}
-    assert "\ndgc " in text
+    assert "\ngradients  dgc" in text

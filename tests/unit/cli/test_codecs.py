@@ -70,7 +70,10 @@ def test_codecs_of_an_imported_module_have_rows(
 def test_every_option_but_rare_ones_is_shown() -> None:
     assert set(codecs_command.VARIANTS) <= set(CODECS)
     shown_options = {option for layout in codecs_command.default_codecs() for option in layout.options()}
-    assert {option for entry in CODECS.values() for option in entry.options()} - shown_options <= {"scale", "scope"}
+    assert {option for entry in CODECS.values() for option in entry.options()} - shown_options <= {
+        "scale",
+        "scope",
+    }
 
 
 def test_the_printed_table_has_a_row_for_each_codec(capsys: pytest.CaptureFixture[str]) -> None:
