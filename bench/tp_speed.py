@@ -133,7 +133,7 @@ class Rank:
                 f"*.{layer}": "row" for layer in rows
             }
             algorithm = "two_shot_symmetric" if name.endswith("two_shot_symmetric") else "auto"
-            tp.compress(model, self.mesh, layer_plan, CODECS[name], algorithm=algorithm, chunks="auto")
+            tp.compress(model, self.mesh, CODECS[name], layer_plan, algorithm=algorithm, chunks="auto")
         self.models[name] = model
         with torch.no_grad():
             return float((model(x) - expected).abs().max() / expected.abs().max())

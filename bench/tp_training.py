@@ -48,7 +48,7 @@ def train(
     corpus = demo.load_corpus(limit=2_000_000)
     torch.manual_seed(0)
     model = demo.GPT(SHAPE)
-    tp.compress(model, mesh["tp"], gpt.PLAN, codecs[0], backward_codec=codecs[1], latency=False)
+    tp.compress(model, mesh["tp"], codecs[0], gpt.PLAN, backward_codec=codecs[1], latency=False)
     runner: nn.Module = model
     if replicas > 1:
         runner = DistributedDataParallel(model, process_group=mesh["dp"].get_group())

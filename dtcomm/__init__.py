@@ -81,6 +81,7 @@ _SUBMODULES = (
     "compress",
     "ddp",
     "errors",
+    "frameworks",
     "fsdp",
     "kernels",
     "launch",

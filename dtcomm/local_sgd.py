@@ -26,10 +26,19 @@ from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
+from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, l2_norm, make_monitor
+from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
-from dtcomm.compress.report import ParameterTotals, Report, describe_uncompressed, group_rows, total_seconds
+from dtcomm.compress.report import (
+    ParameterTotals,
+    Report,
+    Reporting,
+    describe_uncompressed,
+    group_rows,
+    total_seconds,
+)
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng
 
@@ -37,6 +46,7 @@ _log = logging.getLogger("dtcomm")
 
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 DEFAULT_GUARD = Guard()
+WHAT = "differences of weights"  # what the ranks average, in reports
 
 
 @dataclass
@@ -49,6 +59,7 @@ class _PendingBucket:
         buffer: The differences, which become their mean.
         pending: Its lossy segments.
         samples: Samples of them, in averages in which errors are measured.
+        measurement: What the guard measured of this rank's differences.
     """
 
     layout: BucketLayout
@@ -56,9 +67,10 @@ class _PendingBucket:
     buffer: torch.Tensor
     pending: list[PendingGradient]
     samples: list[ErrorSample]
+    measurement: GradientMeasurement | None
 
 
-class LocalSGD:
+class LocalSGD(Reporting):
     """Keeps the replicas of a model together by averaging weights; call `step` after each optimizer step.
 
     All ranks start with rank 0's weights. Frozen parameters stay as they are; floating-point buffers (running means)
@@ -110,7 +122,7 @@ class LocalSGD:
         every: int = 16,
         spec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
-        feedback: bool | str = True,
+        feedback: bool | str | Feedback = True,
         *,
         residual: str = "fp32",
         outer: OuterOptimizer | None = None,
@@ -144,6 +156,7 @@ class LocalSGD:
         self._options = {"spec": str(self.policy), "feedback": str(feedback)}
         self.every, self.warmup, self.group = every, warmup, group
         self.steps = self.syncs = 0
+        self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self._error_state = ErrorState(feedback, residual, schemes)
         self._averager = BucketAverager(algorithm, group, seed, schemes)
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -159,7 +172,7 @@ class LocalSGD:
         self._common = [weight.detach().float().clone() for weight in self._weights.values()]
         self._outer = None if outer is None else outer(self._common)
         self._compresses = any(scheme != NONE for scheme in schemes)
-        self._monitor = make_monitor(guard if self._compresses else None)
+        self._monitor = make_monitor(guard if self._compresses else None, group)
         self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
         self._retired: list[BucketLayout] = []
         self._buckets: list[tuple[list[str], BucketLayout]] = []
@@ -221,11 +234,16 @@ class LocalSGD:
         layouts = [*self._retired, *(layout for _, layout in self._buckets)]
         for layout in layouts:
             layout.add_to(totals)
-        rows = group_rows(totals.items())
+        rows = group_rows(totals.items(), WHAT)
+        current = [layout for _, layout in self._buckets]
         return Report(
+            integration="LocalSGD",
+            rank=dist.get_rank(self.group),
+            world_size=dist.get_world_size(self.group),
             policy=f"every {self.every} steps: {self.policy}",
             feedback=self._error_state.kind,
-            steps=self.steps,
+            steps=self.steps - self._earlier_steps,
+            earlier_steps=self._earlier_steps,
             messages=sum(layout.messages for layout in layouts),
             wire_bytes=sum(layout.wire_bytes for layout in layouts),
             plain_bytes=round(sum(layout.plain_bytes for layout in layouts)),
@@ -236,8 +254,11 @@ class LocalSGD:
                 "common weights": sum(4 * common.numel() for common in self._common),
             },
             events=count_events(self.events),
+            fidelity=self._monitor.fidelity,
             rows=rows,
+            by_message=tuple(layout.row(f"bucket {index}", WHAT, {}) for index, layout in enumerate(current)),
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
+            payoff=predict_payoff(current, self.group, "an average") if self._compresses else None,
         )
 
     @property
@@ -295,6 +316,7 @@ class LocalSGD:
         self._error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         self._averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
+        self._earlier_steps = first["steps"] - (self.steps - self._earlier_steps)
         self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
         for name, common in zip(self._weights, self._common, strict=True):
             common.copy_(first["common"][name])
@@ -307,6 +329,7 @@ class LocalSGD:
         """Return a bucket with error feedback applied; none of its stages has begun."""
         buffer, ranks = self._differences(names), dist.get_world_size(self.group)
         sampled = self._sample_every > 0 and self.syncs % self._sample_every == 0
+        measurement = self._monitor.measure_gradient(layout, buffer)
         samples: list[ErrorSample] = []
         tensors: list[torch.Tensor] = []
         residuals: list[torch.Tensor | None] = []
@@ -328,7 +351,7 @@ class LocalSGD:
             residuals.append(prepared.residual)
         layout.messages += 1
         stages = self._averager.stages(layout, tensors, residuals, stats, self.syncs)
-        return _PendingBucket(layout, stages, buffer, pending, samples)
+        return _PendingBucket(layout, stages, buffer, pending, samples, measurement)
 
     def _finish(self, bucket: _PendingBucket, key: int) -> None:
         """Record what was lost of a bucket, and store its residuals."""
@@ -336,7 +359,7 @@ class LocalSGD:
         for sample in bucket.samples:
             if (residual := residuals[sample.name]) is not None:
                 self._monitor.record_error(sample, residual)
-        self._monitor.check_finite(bucket.buffer)
+        self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
         for pending in bucket.pending:
             self._error_state.finish(pending, key)
 

@@ -105,8 +105,7 @@ def main() -> None:
     )
     if options.trace:
         compression.trace(options.trace)  # +
-    if rank == 0:
-        print(compression.report())  # +
+    compression.print_report()  # +
     dist.destroy_process_group()
 
 

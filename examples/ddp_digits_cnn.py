@@ -90,10 +90,9 @@ def main() -> None:
 
     if options.trace:
         compression.trace(options.trace)  # +
-    if rank == 0:
-        print(compression.report())  # +
-        if options.trace:
-            print(compression.timeline.summary())  # +
+    compression.print_report()  # +
+    if rank == 0 and options.trace:
+        print(compression.timeline.summary())  # +
     dist.destroy_process_group()
 
 

@@ -117,8 +117,7 @@ def train(options: argparse.Namespace) -> None:
             print(f"step {step:4d}  loss {loss.item():.3f}", flush=True)
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
             checkpoint.save(full_state(), checkpoint_id=options.checkpoints / str(step + 1))
-    if rank == 0:
-        print(compression.report())  # +
+    compression.print_report()  # +
 
 
 def main() -> None:

@@ -31,16 +31,15 @@ def run(codec: str = "int8", plan: str | None = None, tokens: int = 8) -> tuple[
     """Return the generated tokens and the relative difference of the logits from the unsharded model's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     reference, shared = model(), model()
-    report = dtcomm.tp.compress(shared, mesh, plan, codec)  # the only line dtcomm needs
+    state = dtcomm.tp.compress(shared, mesh, codec, plan)  # the only line dtcomm needs
     prompt = torch.arange(64)[None] % 512
     expected, output = reference(prompt).logits, shared(prompt).logits
     error = float((output - expected).norm() / expected.norm())
     written = shared.generate(prompt, max_new_tokens=tokens, do_sample=False)[0, 64:].tolist()
     if dist.get_rank() == 0:
-        print(report)
+        print(state)
         print(f"logits differ by {100 * error:.2f} %; generated tokens: {written}")
-        traffic = shared.model.layers[0].mlp.down_proj.comm.traffic
-        print(f"down_proj: {traffic}")
+    state.print_report()
     return written, error
 
 

@@ -1,16 +1,18 @@
 """Codecs: byte layouts as frozen values, parsed from spec strings by :func:`codec`.
 
 Each class documents a codec: bits, layout, options with defaults, paper. docs/reference/wire-format.md specifies the
-bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is registered in `dtcomm.codecs.spec`.
+bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is registered in `dtcomm.codecs.spec`;
+:func:`custom` registers one of your own, written in Python.
 """
 
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign
 from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8
+from dtcomm.codecs.python_codec import PythonCodec
 from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
-from dtcomm.codecs.spec import codec, names, parse_levels
+from dtcomm.codecs.spec import codec, custom, names, parse_levels
 
 __all__ = [
     "Bf16",
@@ -22,11 +24,13 @@ __all__ = [
     "Layout",
     "Mxfp4",
     "Mxfp8",
+    "PythonCodec",
     "RandK",
     "Sign",
     "TopK",
     "Uncompressed",
     "codec",
+    "custom",
     "names",
     "parse_levels",
 ]

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import struct
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -42,6 +42,15 @@ ELEMENTS = {"none": 0, "e4m3": 1, "e5m2": 2, "e2m1": 3, "bf16": 4, "fp16": 5, "f
 def aligned(size: int) -> int:
     """`size` bytes rounded up to the padding of a granule."""
     return -(-size // ALIGN) * ALIGN
+
+
+def count(numel: int) -> int:
+    """`numel`, if it is a number of elements. TypeError or ValueError if it is not."""
+    if isinstance(numel, bool) or not isinstance(numel, int):
+        raise TypeError(f"numel: expected an int, got {type(numel).__name__}")
+    if numel < 0:
+        raise ValueError(f"numel: expected 0 or more, got {numel}")
+    return numel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +190,16 @@ class Codec(abc.ABC):
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         """The layout of a tensor of `dtype`; only ``none`` depends on the type."""
 
+    @property
+    def in_python(self) -> bool:
+        """Whether functions on torch tensors encode and decode it, as in `RunsInTorch`: no layout and no kernel."""
+        return False
+
+    @property
+    def identity(self) -> str:
+        """What ranks compare: its spec string, and a checksum of what no spec says."""
+        return str(self)
+
     def lossless(self, dtype: torch.dtype) -> bool:
         """Whether decoding returns every number of a tensor of `dtype` unchanged."""
         return False
@@ -216,11 +235,7 @@ class Codec(abc.ABC):
             TypeError: `numel` is not an int.
             ValueError: `numel` is negative.
         """
-        if isinstance(numel, bool) or not isinstance(numel, int):
-            raise TypeError(f"numel: expected an int, got {type(numel).__name__}")
-        if numel < 0:
-            raise ValueError(f"numel: expected 0 or more, got {numel}")
-        return self.layout(dtype).payload_bytes(numel)
+        return self.layout(dtype).payload_bytes(count(numel))
 
     def sum_messages(self, numel: int) -> list[tuple[int, Codec, torch.dtype]]:
         """The messages of a sum of `numel` elements: (elements, codec, dtype) of each, in order.
@@ -271,6 +286,19 @@ class Codec(abc.ABC):
         (field,) = (field for field in dataclasses.fields(self) if field.name == option)
         value = _text(getattr(self, option))
         return ValueError(f"{self.name}: option {option!r} is {value}; valid: {field.metadata['valid']}")
+
+
+class RunsInTorch(Protocol):
+    """A codec that functions on torch tensors encode and decode; each chunk of a collective's schedule is one call."""
+
+    def payload_bytes(self, numel: int) -> int:
+        """The size of a payload without its padding; 0 for no elements."""
+
+    def encode(self, x: torch.Tensor, key: int) -> torch.Tensor:
+        """The payload, uint8 [payload_bytes(n)], of an fp32 tensor [n] with n ≥ 1."""
+
+    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """The fp32 tensor [numel] of a payload without padding."""
 
 
 def pack(

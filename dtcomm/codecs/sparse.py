@@ -15,6 +15,8 @@ from dtcomm.codecs.base import (
     SPARSE_GRANULE,
     Codec,
     Layout,
+    aligned,
+    count,
     option,
     pack,
 )
@@ -22,6 +24,14 @@ from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer
 
 POSITIONS = ("own", "shared")
+SCOPES = ("granule", "tensor")
+POSITION_BYTES = 4  # with scope=tensor
+# With scope=tensor: the type of values, the type of their codes, and the code of NaN.
+_VALUE_TYPES = {
+    "bf16": (torch.bfloat16, torch.int16, 0x7FC0),
+    "fp16": (torch.float16, torch.int16, 0x7E00),
+    "fp32": (torch.float32, torch.int32, 0x7FC00000),
+}
 RANDK_HEAD = 8  # bytes of the key from which a granule's positions are drawn
 INTEGERS = tuple(f"int{bits}" for bits in range(8, 1, -1))
 CASTS: dict[str, Codec] = {"bf16": Bf16(), "fp16": Fp16(), "fp32": Uncompressed()}
@@ -102,10 +112,15 @@ class TopK(_Sparse):
     Of elements of equal magnitude the first are sent. Positions are a list of 12-bit numbers, or a bitmap if that is
     shorter. Use it for gradients with error feedback.
 
+    With ``scope=tensor`` the elements are the largest of everything that is encoded together: of the whole tensor with
+    ``one_shot``, of a rank's chunk with other algorithms. That keeps more of gradients whose large elements lie close
+    together. Positions then take 32 bits, and torch sorts and sends, without a kernel.
+
     Options:
         ratio: The part of the elements that is sent, above 0 and at most 1. Default 0.01.
         values: The codec of their values: bf16 (default), fp16, fp32, or int8 to int2.
         round: nearest (default) or stochastic; for integer values.
+        scope: What ``ratio`` is a part of: granule (default) or tensor, with values bf16, fp16 or fp32.
 
     Papers: Lin et al., "Deep Gradient Compression", ICLR 2018. Selection per chunk of 4096, which gives 12-bit
     positions, is that of DeMo and SparseLoCo. Reference: dtcomm.kernels.reference.sparse.
@@ -113,16 +128,89 @@ class TopK(_Sparse):
 
     family: ClassVar[int] = 7
     stores_positions: ClassVar[bool] = True
+    scope: str = option(default="granule", choices=SCOPES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scope not in SCOPES:
+            raise self._refuse("scope")
+        if self.in_python and self.values not in CASTS:
+            raise ValueError(
+                f"topk: option 'values' is {self.values}; valid with scope=tensor: {', '.join(CASTS)}"
+            )
 
     @property
     def name(self) -> str:
         return "topk"
 
+    @property
+    def in_python(self) -> bool:
+        return self.scope == "tensor"
+
+    @property
+    def granularity(self) -> int:
+        return SPARSE_GRANULE
+
+    def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
+        self._require_kernel()
+        return super().layout(dtype)
+
+    def native(self) -> bytes:
+        self._require_kernel()
+        return super().native()
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        if not self.in_python:
+            return super().wire_bytes(numel, dtype)
+        return aligned(self.payload_bytes(count(numel)))
+
+    def payload_bytes(self, numel: int) -> int:
+        """With ``scope=tensor``: the size of a payload without its padding."""
+        if numel >= 2**31:
+            raise ValueError(
+                f"numel: {numel}; valid with scope=tensor: less than 2**31, because of the positions"
+            )
+        value_bytes = _VALUE_TYPES[self.values][0].itemsize
+        return self._kept_of_tensor(numel) * (POSITION_BYTES + value_bytes) if numel else 0
+
+    def encode(self, x: torch.Tensor, key: int) -> torch.Tensor:
+        """With ``scope=tensor``: the payload of an fp32 tensor [n]; positions, ascending, then values."""
+        magnitudes = x.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
+        # Numbers that all differ: the larger magnitude first, of equal ones the smaller index.
+        ranking = (magnitudes << 32) - torch.arange(x.numel(), device=x.device)
+        kept = self._kept_of_tensor(x.numel())
+        positions = ranking.topk(kept, sorted=False).indices.sort().values
+        values = x[positions]
+        dtype, integers, nan = _VALUE_TYPES[self.values]
+        # Conversions give a NaN other bits in a vector.
+        codes = torch.where(values.isnan(), nan, values.to(dtype).view(integers))
+        return torch.cat([positions.int().view(torch.uint8), codes.view(torch.uint8)])
+
+    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """With ``scope=tensor``: the fp32 tensor of a payload; values at positions outside it are ignored."""
+        split = POSITION_BYTES * self._kept_of_tensor(numel)
+        positions = payload[:split].view(torch.int32).long()
+        values = payload[split:].clone().view(_VALUE_TYPES[self.values][0]).float()
+        outside = (positions < 0) | (positions >= numel)
+        decoded = torch.zeros(numel + 1, device=payload.device)
+        return decoded.scatter_(0, torch.where(outside, numel, positions), values)[:numel]
+
+    def _kept_of_tensor(self, numel: int) -> int:
+        return max(1, round(self.ratio * numel))
+
+    def _require_kernel(self) -> None:
+        if self.in_python:
+            raise ValueError(
+                f"codec: {str(self)!r} is executed by torch: it has no kernel and no granules; valid where kernels are "
+                "needed (simulated ranks, fused kernels): scope=granule"
+            )
+
     def _position_bits(self) -> int:
         return 1 if self.kept * POSITION_BITS > SPARSE_GRANULE else POSITION_BITS
 
     def lossless(self, dtype: torch.dtype) -> bool:
-        return self.kept == SPARSE_GRANULE and self.value_codec().lossless(dtype)
+        keeps_all = self.ratio == 1 if self.in_python else self.kept == SPARSE_GRANULE
+        return keeps_all and self.value_codec().lossless(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

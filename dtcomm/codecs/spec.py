@@ -1,4 +1,4 @@
-"""Spec strings (``int8:block=64,round=stochastic``) and the registry of codecs, `CODECS`."""
+"""Spec strings (``int8:block=64,round=stochastic``) and the registry of codecs, `CODECS`; `custom` adds to it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtcomm.arguments import suggest
-from dtcomm.codecs.base import Codec
+from dtcomm.codecs.base import GRANULE, Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign
 from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8
+from dtcomm.codecs.python_codec import (
+    DecodeFunction,
+    EncodeFunction,
+    PythonCodec,
+    SizeFunction,
+    probe,
+    takes_key,
+)
 from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
 
@@ -43,6 +51,10 @@ CODECS: dict[str, Entry] = {
     "randk": Entry(make=RandK),
     "exact": Entry(make=Exact),
 }
+# The codecs that `custom` added.
+REGISTERED: dict[str, PythonCodec] = {}
+# What the name of a codec would mean besides a codec, in specs of the parts that take one.
+RESERVED = ("auto", "powersgd", "dgc", "ef", "loco", "delta", "zero", "sdp4bit", "all")
 
 # Floats as `repr` prints them and as people write them.
 NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -59,7 +71,85 @@ def names() -> tuple[str, ...]:
         >>> dtcomm.codecs.names()[:4]
         ('none', 'fp16', 'bf16', 'fp8_e4m3')
     """
-    return tuple(CODECS)
+    return (*CODECS, *REGISTERED)
+
+
+def custom(
+    name: str,
+    encode: EncodeFunction,
+    decode: DecodeFunction,
+    wire_bytes: SizeFunction,
+    *,
+    granularity: int = GRANULE,
+) -> PythonCodec:
+    """Add a codec of your own, written in Python: from then on its name is valid wherever ``codec`` is an argument.
+
+    Its payloads travel instead of the tensor. As with every codec each version of a chunk is encoded at most once, all
+    ranks use the decoded bytes, sums are taken in fp32 in rank order, and all ranks end with the same bits. It is
+    slower than a codec of dtcomm. Register it on every rank; ranks whose functions give other bytes under one name
+    raise CollectiveMismatch, over Gloo and NCCL with DTCOMM_CHECK=1.
+
+    The functions work on torch tensors of any device, CPU threads and CUDA streams included, without gradients. They
+    must not change their arguments or wait for other ranks. They are called here with small tensors to check them.
+
+    Args:
+        name: The name: a letter, then letters, digits and underscores. It takes no options.
+        encode: ``encode(x) -> payload``: x is an fp32 tensor [n] with n ≥ 1; the payload is uint8, [wire_bytes(n)], on
+            the device of x. The same x must give the same bytes. A function that rounds at random has another
+            parameter, ``encode(x, key)``: a number below 2**64 that differs for every call, rank and chunk, the seed
+            of a ``torch.Generator``.
+        decode: ``decode(payload, n) -> x``: the payload as `encode` returned it, on any rank, its memory aligned to 16
+            bytes; x is an fp32 tensor [n]. All ranks must compute the same bits.
+        wire_bytes: ``wire_bytes(n) -> int``: the bytes of a payload of n elements, whatever they are. Payloads are
+            padded to multiples of 16 bytes on the wire.
+        granularity: A collective cuts a tensor into chunks at multiples of so many elements, each of which is encoded
+            by one call. Default 1024; give a multiple of the block of a block-scaled codec.
+
+    Returns:
+        The codec. Its name as a spec string means the same.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong, the name is taken, or a function does not do what it should; the
+            message names the argument.
+
+    Example:
+        The upper half of each fp32 number, rounded towards zero::
+
+            def encode(x: torch.Tensor) -> torch.Tensor:
+                return (x.view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
+
+            def decode(payload: torch.Tensor, n: int) -> torch.Tensor:
+                return (payload.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+
+            dtcomm.codecs.custom("upper16", encode, decode, lambda n: 2 * n)
+            dtcomm.all_reduce(tensor, codec="upper16")
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a str, got {type(name).__name__}")
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
+        raise ValueError(f"name: expected a letter, then letters, digits and underscores, got {name!r}")
+    if name in CODECS or name in RESERVED:
+        raise ValueError(f"name: {name!r} is taken; taken are {', '.join((*CODECS, *RESERVED))}")
+    for argument, function in (("encode", encode), ("decode", decode), ("wire_bytes", wire_bytes)):
+        if not callable(function):
+            raise TypeError(f"{argument}: expected a function, got {type(function).__name__}")
+    if isinstance(granularity, bool) or not isinstance(granularity, int):
+        raise TypeError(f"granularity: expected an int, got {type(granularity).__name__}")
+    if granularity < 1:
+        raise ValueError(f"granularity: expected 1 or more elements, got {granularity}")
+    new = PythonCodec(
+        label=name,
+        fingerprint=0,
+        elements=granularity,
+        encode_function=encode,
+        decode_function=decode,
+        size_function=wire_bytes,
+        takes_key=takes_key(encode),
+    )
+    new = dataclasses.replace(new, fingerprint=probe(new))
+    if REGISTERED.get(name, new) != new:
+        raise ValueError(f"name: {name!r} is registered already, with other functions; give another name")
+    return REGISTERED.setdefault(name, new)
 
 
 def codec(spec: str | Codec) -> Codec:
@@ -90,8 +180,12 @@ def codec(spec: str | Codec) -> Codec:
     if not isinstance(spec, str):
         raise TypeError(f"codec: expected a spec string or a Codec, got {type(spec).__name__}")
     name, colon, rest = spec.strip().partition(":")
+    if name in REGISTERED:
+        if colon:
+            raise ValueError(f"{name}: it takes no options, because it is written in Python; got {spec!r}")
+        return REGISTERED[name]
     if name not in CODECS:
-        hint = suggest(name, CODECS, lambda guess: spec.replace(name, guess, 1))
+        hint = suggest(name, names(), lambda guess: spec.replace(name, guess, 1))
         raise ValueError(f"codec: unknown codec {name!r}{hint}; valid names: {', '.join(names())}")
     entry = CODECS[name]
     if colon and not rest:

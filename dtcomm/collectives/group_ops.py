@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from dtcomm import algorithms, planner
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec, codec, parse_levels
 from dtcomm.collectives._arguments import Group
 from dtcomm.collectives.reduce_ops import all_reduce
 from dtcomm.runtime import flight_recorder
@@ -20,6 +21,8 @@ from dtcomm.runtime.communicator_cache import (
 )
 from dtcomm.runtime.native.copy_policy import empty_shared
 from dtcomm.runtime.process_groups import require_group
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
+from dtcomm.schedule import Schedule, parse
 from dtcomm.schedule.ir import trace
 from dtcomm.work import Work
 
@@ -160,6 +163,73 @@ def compression_pays(
     return planner.compression_pays(
         codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
     )
+
+
+class ExpectedCall(NamedTuple):
+    """What one call costs: seconds, bytes that this rank sends, and where the seconds come from."""
+
+    seconds: float
+    wire_bytes: float
+    source: str
+
+
+def expected_call(
+    collective: str,
+    numel: int,
+    dtype: torch.dtype,
+    spec: str | Codec,
+    algorithm: str = "auto",
+    group: Group = None,
+) -> ExpectedCall | None:
+    """Return what a call costs by the group's measurements (`dtcomm tune`), or by prediction.
+
+    Nothing is communicated, so reports may ask on one rank alone. The seconds are those of CPU tensors.
+
+    Args:
+        collective: The collective's name.
+        numel: Elements of the whole tensor, all shards together.
+        dtype: The dtype of the tensor.
+        spec: The codec, or ``A/B``, of which B counts if the group has several hosts.
+        algorithm: The algorithm of the call, which decides what this rank sends.
+        group: The process group; None is the default group.
+
+    Returns:
+        The costs; None if the group has not communicated yet.
+    """
+    communicator = existing_communicator(require_group(group))
+    if communicator is None:
+        communicator = next(iter(device_communicators(group).values()), None)
+    if communicator is None or communicator.connection is not None:
+        return None
+    ranks, hosts = communicator.size, communicator.hosts
+    if ranks == 1 or numel == 0:
+        return ExpectedCall(0.0, 0.0, "nothing is sent")
+    inside, between = parse_levels(spec)
+    chosen = between if between is not None and hosts > 1 else inside
+    table = planner.parse(communicator.tuning_table)
+    seconds, measured = planner.collective_seconds(collective, numel, dtype, chosen, ranks, hosts, table)
+    if algorithm == TWO_SHOT_SYMMETRIC:
+        algorithm = "two_shot"
+    elif "\n" not in algorithm:
+        algorithm = planner.select(
+            collective, numel, dtype, chosen, ranks, hosts=hosts, table=table, algorithm=algorithm
+        )
+    share = _sent_share(algorithm, collective, ranks, communicator.groups, communicator.rank)
+    source = f"{'measured by dtcomm tune' if measured else 'predicted'}, {table.source}"
+    return ExpectedCall(seconds, share * chosen.wire_bytes(numel, dtype), source)
+
+
+@functools.lru_cache(maxsize=256)
+def _sent_share(
+    algorithm: str, collective: str, ranks: int, groups: tuple[tuple[int, ...], ...], rank: int
+) -> float:
+    """Return how many times the size of the whole tensor a rank sends; ``algorithm`` may be a schedule's text."""
+    schedule: Schedule = (
+        parse(algorithm)
+        if "\n" in algorithm
+        else algorithms.build(algorithm, collective, ranks, hosts=groups)
+    )
+    return sum(transfer.src == rank for transfer in schedule.transfers) / schedule.chunks
 
 
 def level_shares(algorithm: str, tensor: torch.Tensor, group: Group = None) -> tuple[float, float]:

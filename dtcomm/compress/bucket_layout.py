@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 import torch
 
 from dtcomm.codecs import Codec, codec
+from dtcomm.compress.dgc import DGC
+from dtcomm.compress.gradient_sketch import GradientSketch
 from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.report import BucketRow, ParameterTotals
+from dtcomm.compress.report import MessageRow, ParameterTotals
 from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, wire_codec
 
 NONE = codec("none")
@@ -133,6 +135,7 @@ class BucketLayout:
     level_shares: LevelShares = (1.0, 0.0)
     lossy: list[Segment] = field(init=False)
     codecs: list[str | Codec] = field(init=False)
+    _sketch: GradientSketch | None = None
 
     def __post_init__(self) -> None:
         self.lossy = [segment for segment in self.segments if not segment.lossless]
@@ -141,6 +144,18 @@ class BucketLayout:
             for segment in self.segments
             if not isinstance(segment.codec, PowerSGD)
         ]
+
+    @property
+    def sketched(self) -> list[Segment]:
+        """The segments that `sketch` compares: those that lose something, without DGC, which applies momentum."""
+        return [segment for segment in self.lossy if not isinstance(segment.codec, DGC)]
+
+    def sketch(self, device: torch.device) -> GradientSketch:
+        """Return the sketch of the buffer for the guard; it depends on names and sizes of parameters only."""
+        if self._sketch is None:
+            parameters = [(segment.name, segment.start, segment.numel) for segment in self.sketched]
+            self._sketch = GradientSketch(parameters, device)
+        return self._sketch
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of the buffer for each segment."""
@@ -168,18 +183,20 @@ class BucketLayout:
             return 0.0
         return math.sqrt(sum(segment.error for segment in self.lossy) / signal) if signal else None
 
-    def row(self, index: int, events: Mapping[str, Mapping[str, int]]) -> BucketRow:
+    def row(self, name: str, what: str, events: Mapping[str, Mapping[str, int]]) -> MessageRow:
         """Return the row of a report; ``events`` counts the guard's events by parameter."""
         counts: Counter[str] = Counter()
         members = [member for segment in self.segments for member in segment.members]
         for member in members:
             counts.update(events.get(member.name, {}))
-        return BucketRow(
-            index=index,
+        return MessageRow(
+            name=name,
+            what=what,
             codec=self.spec,
-            parameters=len(members),
-            nbytes=sum(segment.numel for segment in self.segments) * self.dtype.itemsize,
-            messages=self.messages,
+            dtype=str(self.dtype).removeprefix("torch."),
+            tensors=len(members),
+            numel=sum(segment.numel for segment in self.segments),
+            calls=self.messages,
             wire_bytes=self.wire_bytes,
             plain_bytes=round(self.plain_bytes),
             seconds=self.seconds,
@@ -204,6 +221,7 @@ class BucketLayout:
         for segment in map(Segment.read_errors, self.segments):
             for member in segment.members:
                 total = totals[member.name]
+                total.messages[id(self)] = self.messages
                 total.lossless = total.lossless and segment.lossless
                 share = sent_per_byte * (member.numel / segment.numel if segment.numel else 0.0)
                 total.wire_bytes += share * segment.payload_bytes(shares)

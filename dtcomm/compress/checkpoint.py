@@ -95,6 +95,13 @@ def restore(state: Compressor, checkpoint_id: str | PathLike[str], key: str) -> 
     state.load_state_dict(states[dist.get_rank()] if same_size else states)
 
 
+def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+    """Return this rank and the number of ranks; (0, 1) in a process without a process group."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def select_share(
     saved: SavedState | Sequence[SavedState], rank: int, world_size: int
 ) -> tuple[SavedState, dict[str, torch.Tensor]]:

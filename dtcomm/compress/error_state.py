@@ -1,6 +1,7 @@
 """The state that error feedback keeps from step to step on one rank, by parameter name.
 
-It consists of residuals (`residuals`), or of references (`ef21`), and with DGC of velocities (`dgc`).
+It consists of residuals (`residuals`), or of references (`ef21`) or of what a user's own feedback keeps (`feedback`),
+and with DGC of velocities (`dgc`).
 `ErrorState.prepare` turns a gradient into what a collective averages, `ErrorState.finish` stores what the encoding lost
 once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of the tests call them.
 """
@@ -16,6 +17,7 @@ import torch
 from dtcomm.compress.bucket_layout import Segment
 from dtcomm.compress.dgc import DGC, Velocities
 from dtcomm.compress.ef21 import References
+from dtcomm.compress.feedback import Feedback, FeedbackStates
 from dtcomm.compress.residuals import Residuals, average_states
 from dtcomm.compress.spec import Scheme
 from dtcomm.device.streams import record_streams
@@ -55,8 +57,8 @@ class ErrorState:
     """Residuals or references, and velocities, of all parameters on one rank.
 
     Args:
-        feedback: True or "residual": error feedback; "ef21" or "diana": differences to shared references; False:
-            nothing is kept.
+        feedback: True or "residual": error feedback; "ef21" or "diana": differences to shared references; a
+            `Feedback`: the user's own; False: nothing is kept.
         form: How residuals are kept between steps: "fp32", "bf16" or "int8".
         schemes: All schemes that may be used. If DGC is one of them, every parameter gets its momentum.
 
@@ -65,11 +67,19 @@ class ErrorState:
     """
 
     def __init__(
-        self, feedback: bool | str = True, form: str = "fp32", schemes: Sequence[Scheme] = ()
+        self, feedback: bool | str | Feedback = True, form: str = "fp32", schemes: Sequence[Scheme] = ()
     ) -> None:
-        kind = "residual" if feedback is True else feedback
-        if kind is not False and kind not in FEEDBACKS:
-            raise ValueError(f"feedback: {feedback!r}; valid: True, False, {', '.join(map(repr, FEEDBACKS))}")
+        own = feedback if isinstance(feedback, Feedback) else None
+        kind = (
+            "residual"
+            if feedback is True
+            else feedback
+            if isinstance(feedback, bool | str)
+            else str(feedback)
+        )
+        if own is None and kind is not False and kind not in FEEDBACKS:
+            valid = f"True, False, {', '.join(map(repr, FEEDBACKS))}, or a dtcomm.ddp.Feedback"
+            raise ValueError(f"feedback: {feedback!r}; valid: {valid}")
         momenta = {scheme.momentum for scheme in schemes if isinstance(scheme, DGC)}
         if len(momenta) > 1:
             raise ValueError(f"dgc: momenta {sorted(momenta)} in one model; valid: one")
@@ -80,10 +90,12 @@ class ErrorState:
         self.kind = kind
         self._momentum = momenta.pop() if momenta else None
         self._residuals = Residuals(form)
-        self._references = None
+        self._references: References | FeedbackStates | None = None if own is None else FeedbackStates(own)
         if kind in ("ef21", "diana"):
             self._references = References(1.0 if kind == "ef21" else DIANA_RATE)
         self._velocities = Velocities()
+        #: Whether residuals are kept as they were before a step until the next one, for `begin_step`.
+        self.keeps_backups = False
         # Steps left until a residual is repaid; it stays whole until the last of them.
         self._repaying: dict[str, int] = {}
 
@@ -121,6 +133,8 @@ class ErrorState:
             return PendingGradient(segment, gradient, gradient, lost if sampled else None)
         if self._references is not None:
             return PendingGradient(segment, gradient, *self._references.begin(name, gradient))
+        if self.keeps_backups:
+            self._residuals.back_up(name)
         # DDP drops the result of a parameter that no rank used, and with it what the residuals added to it. A residual
         # is therefore withheld as long as the gradient is all zeros.
         used = deferred = None
@@ -193,7 +207,7 @@ class ErrorState:
         if (
             not residual.is_cpu
         ):  # these were allocated on the gradients' stream; the current one may be another
-            references = (None, None) if self._references is None else self._references.get(name)
+            references = () if self._references is None else self._references.get(name)
             record_streams(
                 pending.gradient,
                 pending.sent,
@@ -224,6 +238,15 @@ class ErrorState:
         self._velocities.scale(factor)
         if self._references is not None:
             self._references.scale(factor)
+
+    def begin_step(self, *, undo: bool) -> None:
+        """Forget the backups of the step before; with ``undo`` set the residuals to them first.
+
+        The optimizer has skipped that step, so what the residuals added to its gradients was not applied.
+        """
+        if undo:
+            self._residuals.restore()
+        self._residuals.drop_backups()
 
     def reset(self, name: str) -> None:
         """Drop the state of a parameter; to be called on all ranks in the same step."""
@@ -293,7 +316,10 @@ class ErrorState:
             own.get("velocities", {}) if same_size else average_states(velocities)
         )
         if self._references is not None:
-            self._references.load_state_dict(own.get("references", {}), same_world_size=same_size)
+            references = dict(own.get("references", {}))
+            if isinstance(self._references, FeedbackStates) and references and not same_size:
+                references["local"] = average_states([state["references"]["local"] for state in states])
+            self._references.load_state_dict(references, same_world_size=same_size)
 
     def _repay_part(self, name: str, gradient: torch.Tensor) -> None:
         # One pass over memory: the residual stays as it is, and each step adds the same share of it.

@@ -5,6 +5,7 @@ A `Guard` is what users configure. `dtcomm.compress.guard_monitor` compares what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,11 +15,23 @@ from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import DtcommError
 
+KINDS = ("harm", "error", "residual", "spike", "loss", "nonfinite")
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
 
 
 class CompressionHarmful(DtcommError):
-    """Raised by a guard whose action is "stop"; the message says which limit was exceeded."""
+    """Raised by a guard whose action is "stop"; the message says which limit was exceeded, and what caused it.
+
+    Attributes:
+        event: What exceeded a limit.
+        cause: "compression"; "gradients" if a rank's gradients held NaN or Inf before they were compressed; or
+            "unknown" (a loss or a norm that jumps may have either cause).
+        rank: With "gradients": the only rank whose gradients were not finite; None if there are several.
+    """
+
+    def __init__(self, event: Event) -> None:
+        super().__init__(str(event))
+        self.event, self.cause, self.rank = event, event.cause, event.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +52,23 @@ class Guard:
     and parameter; all of them are in ``state.events`` and in the report.
 
     Attributes:
-        error: The largest share of the 90 % smallest elements that one encoding may lose: 1 less their projection on
-            what arrives. It is near 1 where a few outliers set the scale of every block. Schemes that send only a part
-            of the elements (sparse, sign, PowerSGD) are held to it only under FSDP without feedback. Default 0.9.
+        cosine: The smallest cosine between what the ranks applied in a window of steps and what they would have applied
+            without compression: the sums over the window of the averaged gradients (``harm``). Feedback that catches
+            up within the window does not count. None: `cosine_limit`, 0.7 for `sign` and 0.5 for the others. DGC is
+            left out, because it applies momentum. Default None.
+        norm_ratio: The largest ratio of the norms of these two sums, in either direction. Default 2.
+        window: The smallest number of steps in a window; with sparse codecs of a ratio r it is at least 1 / (2 r). Two
+            windows in a row must exceed a limit. Default 24.
+        error: FSDP and `ShardedOptimizer` only, which have no ``cosine``: the largest share of the 90 % smallest
+            elements that one encoding may lose, as 1 less their projection on what arrives. It is near 1 where a few
+            outliers set the scale of every block. Default 0.9.
         residual: The largest ``norm(residual) / norm(gradient)``. Default None: 10, and more for schemes that keep
             most elements waiting (`residual_limit`).
         spike: The largest norm of a gradient over its running mean. Default 20.
         loss: The largest loss, as passed to ``state.observe``, over its running mean, in two steps in a row. Default
             2. Both running means are geometric, and a value must also exceed four times the usual deviation.
         nonfinite: The number of steps in a row whose gradients may hold NaN or Inf. Default 25.
+        on_harm: The action for ``cosine`` and ``norm_ratio``. Default "warn".
         on_error: The action for ``error``. Default "raise".
         on_residual: The action for ``residual``. Default "reset".
         on_spike: The action for ``spike``. Default "warn".
@@ -60,15 +81,19 @@ class Guard:
 
     Example:
         >>> from dtcomm.compress.guard import Guard
-        >>> Guard(error=0.5, on_loss="stop").on_error
-        'raise'
+        >>> Guard(cosine=0.6, on_loss="stop").on_harm
+        'warn'
     """
 
+    cosine: float | None = None
+    norm_ratio: float = 2.0
+    window: int = 24
     error: float = 0.9
     residual: float | None = None
     spike: float = 20.0
     loss: float = 2.0
     nonfinite: int = 25
+    on_harm: str = "warn"
     on_error: str = "raise"
     on_residual: str = "reset"
     on_spike: str = "warn"
@@ -77,15 +102,21 @@ class Guard:
     steps: int = 100
 
     def __post_init__(self) -> None:
-        for kind in ("error", "residual", "spike", "loss", "nonfinite"):
+        for kind in KINDS:
             action = getattr(self, f"on_{kind}")
             if action not in ACTIONS:
                 raise ValueError(f"guard: on_{kind} is {action!r}; valid: {', '.join(ACTIONS)}")
-            limit = getattr(self, kind)
+        for name in ("error", "residual", "spike", "loss", "nonfinite"):
+            limit = getattr(self, name)
             if limit is not None and not limit > 0:
-                raise ValueError(f"guard: {kind} is {limit!r}; valid: a number above 0")
-        if self.steps < 1:
-            raise ValueError(f"guard: steps is {self.steps!r}; valid: 1 or more")
+                raise ValueError(f"guard: {name} is {limit!r}; valid: a number above 0")
+        if self.cosine is not None and not 0 < self.cosine < 1:
+            raise ValueError(f"guard: cosine is {self.cosine!r}; valid: None or a number between 0 and 1")
+        if not self.norm_ratio > 1:
+            raise ValueError(f"guard: norm_ratio is {self.norm_ratio!r}; valid: a number above 1")
+        for name in ("steps", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"guard: {name} is {getattr(self, name)!r}; valid: 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +125,14 @@ class Event:
 
     Attributes:
         step: The step in which the ranks acted.
-        kind: The limit: "error", "residual", "spike", "loss" or "nonfinite".
+        kind: The limit: "harm", "error", "residual", "spike", "loss" or "nonfinite".
         name: The parameter, or an empty string for the whole model.
-        value: What was measured.
+        value: What was measured; of "harm" the cosine or the ratio of norms, whichever is beyond its limit.
         limit: The limit it was compared with.
         action: What was done.
+        explanation: What the value means here, as a sentence; empty if there is nothing to add.
+        cause: "compression", "gradients" or "unknown", as in `CompressionHarmful`.
+        rank: As in `CompressionHarmful`.
     """
 
     step: int
@@ -107,10 +141,14 @@ class Event:
     value: float
     limit: float
     action: str
+    explanation: str = ""
+    cause: str = "unknown"
+    rank: int | None = None
 
     def __str__(self) -> str:
         subject = f"{self.kind} of {self.name}" if self.name else self.kind
-        return f"step {self.step}: {subject} is {self.value:.3g}, limit {self.limit:g}: {self.action}"
+        text = f"step {self.step}: {subject} is {self.value:.3g}, limit {self.limit:g}: {self.action}"
+        return f"{text}; {self.explanation}" if self.explanation else text
 
 
 def finer(scheme: Scheme) -> Scheme:
@@ -156,11 +194,21 @@ def residual_limit(scheme: Scheme) -> float:
     return 10.0 if ratio is None else max(10.0, 4.0 / float(ratio))
 
 
-def sends_most_elements(scheme: Scheme) -> bool:
-    """Return whether one encoding sends (nearly) all elements, so that `Guard.error` applies to it."""
+def cosine_limit(scheme: Scheme) -> float:
+    """Return the default of `Guard.cosine`.
+
+    With feedback `sign` catches up within a few steps: in healthy runs its cosine over a window is above 0.75, and
+    below where the learning rate is too large for its delay. Other schemes come near 0.5 in healthy runs.
+    """
+    return 0.7 if not isinstance(scheme, PowerSGD | DGC | LevelCodecs) and scheme.name == "sign" else 0.5
+
+
+def send_interval(scheme: Scheme) -> int:
+    """Return the number of steps that an element waits until it is sent, on average; 1 if all are sent each time."""
     if isinstance(scheme, LevelCodecs):
-        return sends_most_elements(scheme.inside) and sends_most_elements(scheme.between)
-    return not isinstance(scheme, PowerSGD | DGC) and not hasattr(scheme, "ratio") and scheme.name != "sign"
+        return max(send_interval(scheme.inside), send_interval(scheme.between))
+    ratio = getattr(scheme, "ratio", None)
+    return 1 if ratio is None else math.ceil(1 / float(ratio))
 
 
 def count_events(events: Sequence[Event]) -> dict[str, int]:

@@ -1,6 +1,8 @@
 """Monitors: what a rank measures for the guard, and what all ranks decide from the averages.
 
-On every ``sample_every``-th step an `ErrorSample` measures what an encoding loses of a gradient, on some of its
+In every step sketches of the gradients before compression and of their mean after it are added up
+(`dtcomm.compress.gradient_sketch`); the cosine and the norms of the sums over a window say whether compression does
+harm. On every ``sample_every``-th step an `ErrorSample` measures what an encoding loses of a gradient, on some of its
 elements; the reports read it too.
 
 All ranks must act alike. What a rank measures in one step therefore travels, as a few floats, with the last bucket of
@@ -19,21 +21,27 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from dtcomm.codecs import codec
+from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.gradient_sketch import SKETCH_SIZE, Fidelity, compare_sketches
 from dtcomm.compress.guard import (
     CompressionHarmful,
     Event,
     Guard,
+    cosine_limit,
     finer,
     residual_limit,
-    sends_most_elements,
+    send_interval,
 )
 from dtcomm.compress.spec import Scheme
 from dtcomm.device.streams import copy_to_device
 
 MAX_SAMPLES = 8192  # elements of a gradient, or of a mean, that are looked at
 TYPICAL_SHARE = 0.9  # the share of elements, the smallest ones, over which the typical error is taken
+HEADER_SIZE = 6  # of `GuardMonitor.stats_tensor`
+HARM_PATIENCE = 2  # windows in a row that must exceed a limit
 LOSS_PATIENCE = 2  # steps in a row in which a loss must exceed its limit
 DECAY = 0.9  # of the running means, for each value
 MIN_VALUES = 5  # values that a running mean needs before anything is compared with it
@@ -112,8 +120,28 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
     return norm
 
 
+@dataclass(frozen=True)
+class GradientMeasurement:
+    """What was measured of a bucket's gradients on this rank before they were compressed.
+
+    Attributes:
+        sketch: The sketch of its lossy segments; None if there are none.
+        nonfinite: Whether the gradients hold NaN or Inf, a bool tensor without dimensions. Only a sample is looked at,
+            unless means of the steps before were not finite.
+    """
+
+    sketch: torch.Tensor | None
+    nonfinite: torch.Tensor
+
+
 class Monitor(Protocol):
-    """What an integration tells the guard in a step, and asks it between steps."""
+    """What an integration tells the guard in a step, and asks it between steps.
+
+    Attributes:
+        group: The process group whose ranks average the statistics; None is the default group.
+    """
+
+    group: dist.ProcessGroup | None
 
     @property
     def events(self) -> Sequence[Event]:
@@ -123,26 +151,35 @@ class Monitor(Protocol):
     def revision(self) -> int:
         """Changes whenever the scheme of a parameter may have changed."""
 
+    @property
+    def fidelity(self) -> Fidelity | None:
+        """The comparison of the last window, the same on all ranks; None before the end of the first one."""
+
     def begin_step(self, step: int) -> None:
         """Start a step, after the statistics that have arrived were evaluated."""
 
     def observe_loss(self, loss: float | torch.Tensor) -> None:
         """Record this step's loss on this rank; a tensor on a device is not read by the host."""
 
-    def register_sample(self, name: str, scheme: Scheme, feedback: bool = True) -> None:
+    def register_sample(self, name: str, scheme: Scheme, held_to_error: bool = False) -> None:
         """Announce that a parameter is sampled in this step, on every rank and in the same order.
 
-        ``feedback`` says whether what its encoding loses is sent later.
+        ``held_to_error`` says whether `Guard.error` applies to it.
         """
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
         """Record what the encoding of a sampled parameter lost."""
 
-    def check_finite(self, mean: torch.Tensor) -> None:
-        """Look for NaN and Inf in a sample of an averaged bucket."""
+    def measure_gradient(self, layout: BucketLayout, gradient: torch.Tensor) -> GradientMeasurement | None:
+        """Measure a bucket on this rank before it is compressed; on every rank for the same buckets."""
 
-    def report_nonfinite(self, nonfinite: torch.Tensor) -> None:
-        """Record whether this step's gradients held NaN or Inf, a bool tensor without dimensions."""
+    def record_mean(
+        self, measurement: GradientMeasurement | None, layout: BucketLayout, mean: torch.Tensor
+    ) -> None:
+        """Record the averaged bucket, with what was measured before."""
+
+    def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
+        """Record whether this step's mean or this rank's own gradients held NaN or Inf, bools without dimensions."""
 
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
         """Return what to average over ranks: fp32 [n] on ``device`` (None: the CPU), or None if there is no guard."""
@@ -166,9 +203,14 @@ class Monitor(Protocol):
         """Continue with the decisions of a `state_dict`."""
 
 
-def make_monitor(guard: Guard | None) -> Monitor:
-    """Return the monitor of a guard; without a guard one that does nothing."""
-    return NullMonitor() if guard is None else GuardMonitor(guard)
+def make_monitor(guard: Guard | None, group: dist.ProcessGroup | None = None) -> Monitor:
+    """Return the monitor of a guard for the ranks of a group; without a guard one that does nothing."""
+    return NullMonitor() if guard is None else GuardMonitor(guard, group)
+
+
+def _is_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return whether a sample of a flat tensor holds NaN or Inf, a bool tensor without dimensions."""
+    return ~torch.isfinite(tensor[:: max(1, tensor.numel() // MAX_SAMPLES)]).all()
 
 
 @dataclass
@@ -203,22 +245,38 @@ class EwmaLogStats:
 
 @dataclass
 class GuardMonitor:
-    """The `Monitor` of a guard."""
+    """The `Monitor` of a guard.
+
+    Args:
+        guard: The limits and actions.
+        group: The process group; None is the default group.
+        ranks: (rank, number of ranks), where there is no process group.
+    """
 
     guard: Guard
+    group: dist.ProcessGroup | None = None
+    ranks: tuple[int, int] | None = None
     events: list[Event] = field(default_factory=list)
     revision: int = 0
+    fidelity: Fidelity | None = None
     # What this rank measured in this step.
     _loss: float | torch.Tensor = math.nan
-    _nonfinite: torch.Tensor | None = None
+    _nonfinite: torch.Tensor | None = None  # bool [2]: of the mean, of this rank's gradients
+    _step_sketches: torch.Tensor | None = None  # [2, 256]: of this rank's gradients, of the mean
+    # Sums over the steps of a window, and those of a window that is complete but was not sent yet.
+    _window: torch.Tensor | None = None
+    _complete_window: torch.Tensor | None = None
+    _window_steps: int = 0
+    _window_size: int = 0
+    _compared: dict[str, Scheme] = field(default_factory=dict)  # the parameters that are sketched
     _errors: dict[str, torch.Tensor] = field(default_factory=dict)  # `ErrorSample.measure` by parameter
     # Which parameters were sampled: in this step, in the one whose statistics are sent next, and in each `stats_tensor`
     # that was not evaluated yet.
     _sampled: list[str] = field(default_factory=list)
     _sampled_before: list[str] = field(default_factory=list)
-    _in_flight: deque[list[str]] = field(default_factory=deque)
+    _in_flight: deque[tuple[list[str], bool]] = field(default_factory=deque)  # bool: with sketches
     _schemes: dict[str, Scheme] = field(default_factory=dict)
-    _without_feedback: set[str] = field(default_factory=set)
+    _held_to_error: set[str] = field(default_factory=set)
     # What all ranks decided.
     _resets: list[str] = field(default_factory=list)
     _changed: list[str] = field(default_factory=list)
@@ -226,6 +284,7 @@ class GuardMonitor:
     _uncompressed_until: int = 0
     _running: dict[str, EwmaLogStats] = field(default_factory=dict)
     _nonfinite_steps: int = 0
+    _harmful_windows: int = 0
 
     def observe_loss(self, loss: float | torch.Tensor) -> None:
         """See `Monitor.observe_loss`."""
@@ -234,34 +293,60 @@ class GuardMonitor:
         else:
             self._loss = float(loss)
 
-    def register_sample(self, name: str, scheme: Scheme, feedback: bool = True) -> None:
+    def register_sample(self, name: str, scheme: Scheme, held_to_error: bool = False) -> None:
         """See `Monitor.register_sample`."""
         self._sampled.append(name)
         self._schemes[name] = scheme
-        if not feedback:
-            self._without_feedback.add(name)
+        if held_to_error:
+            self._held_to_error.add(name)
+        else:
+            self._held_to_error.discard(name)
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
         """See `Monitor.record_error`."""
         self._errors[sample.name] = sample.measure(lost)
 
-    def check_finite(self, mean: torch.Tensor) -> None:
-        """See `Monitor.check_finite`."""
-        self.report_nonfinite(~torch.isfinite(mean[:: max(1, mean.numel() // MAX_SAMPLES)]).all())
+    def measure_gradient(self, layout: BucketLayout, gradient: torch.Tensor) -> GradientMeasurement:
+        """See `Monitor.measure_gradient`."""
+        if self._nonfinite_steps or self.guard.nonfinite == 1:  # the message is to say whose they are
+            nonfinite = ~torch.isfinite(gradient.abs().amax()) if gradient.numel() else torch.tensor(False)
+        else:
+            nonfinite = _is_nonfinite(gradient)
+        if self.guard.on_harm == "ignore":
+            return GradientMeasurement(None, nonfinite)
+        sketch = layout.sketch(gradient.device)
+        if sketch.is_empty:
+            return GradientMeasurement(None, nonfinite)
+        for segment in layout.sketched:
+            self._compared[segment.name] = self._schemes[segment.name] = segment.codec
+        return GradientMeasurement(sketch(gradient), nonfinite)
 
-    def report_nonfinite(self, nonfinite: torch.Tensor) -> None:
+    def record_mean(
+        self, measurement: GradientMeasurement | None, layout: BucketLayout, mean: torch.Tensor
+    ) -> None:
+        """See `Monitor.record_mean`."""
+        if measurement is None:
+            return
+        self.report_nonfinite(_is_nonfinite(mean), measurement.nonfinite)
+        if measurement.sketch is not None:
+            pair = torch.stack([measurement.sketch, layout.sketch(mean.device)(mean)])
+            self._step_sketches = pair if self._step_sketches is None else self._step_sketches + pair
+
+    def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
         """See `Monitor.report_nonfinite`."""
-        self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite | nonfinite
+        both = torch.stack([nonfinite, own.to(nonfinite.device)])
+        self._nonfinite = both if self._nonfinite is None else self._nonfinite | both
 
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor:
         """See `Monitor.stats_tensor`.
 
-        The layout is: 1 if this rank has no loss, the loss, 1 if a gradient was not finite, the squared norm of the
-        sampled gradients, then (missing share, |residual| / |gradient|) of each sampled parameter.
+        The layout is: 1 if this rank has no loss, the loss, 1 if a mean was not finite, the squared norm of the sampled
+        gradients, 1 if this rank's gradients were not finite, then this rank + 1, otherwise two zeros, then
+        (missing share, |residual| / |gradient|) of each sampled parameter, then both sketches if a window is complete.
         """
-        names = self._sampled_before
+        names, window = self._sampled_before, self._complete_window
         loss = self._loss if isinstance(self._loss, float) else math.nan
-        header = [0.0 if math.isfinite(loss) else 1.0, loss, 0.0, 0.0]
+        header = [0.0 if math.isfinite(loss) else 1.0, loss, *[0.0] * (HEADER_SIZE - 2)]
         stats = torch.tensor([*header, *[0.0] * (2 * len(names))], dtype=torch.float32)
         if device is not None and device.type != "cpu":
             stats = copy_to_device(stats, device)
@@ -271,35 +356,41 @@ class GuardMonitor:
             stats[:1] = (~finite).float()
             stats[1:2] = torch.where(finite, device_loss, 0.0)
         if self._nonfinite is not None:
-            stats[2:3] = self._nonfinite.to(stats.device, torch.float32)
+            flags = self._nonfinite.to(stats.device, torch.float32)
+            stats[2:3], stats[4:5], stats[5:6] = flags[:1], flags[1:], flags[1:] * (self._ranks()[0] + 1)
         for index, name in enumerate(names):
             if (error := self._errors.get(name)) is not None:
-                stats[4 + 2 * index : 6 + 2 * index] = error[:2]
+                place = HEADER_SIZE + 2 * index
+                stats[place : place + 2] = error[:2]
                 stats[3:4] += error[2:]
-        self._loss, self._nonfinite, self._errors = math.nan, None, {}
-        self._in_flight.append(names)
+        if window is not None:
+            stats = torch.cat([stats, window.flatten().to(stats.device)])
+        self._loss, self._nonfinite, self._errors, self._complete_window = math.nan, None, {}, None
+        self._in_flight.append((names, window is not None))
         return torch.nan_to_num(stats, nan=0.0, posinf=3e38, neginf=-3e38)
 
     def evaluate(self, step: int, mean: torch.Tensor) -> None:
         """See `Monitor.evaluate`. Raises CompressionHarmful if an action is "stop"."""
-        names = self._in_flight.popleft() if self._in_flight else self._sampled_before
-        without_loss, loss, nonfinite, square, *errors = mean.tolist()
+        names, with_sketches = self._in_flight.popleft() if self._in_flight else (self._sampled_before, False)
+        if with_sketches:
+            mean, sketches = mean[: -2 * SKETCH_SIZE], mean[-2 * SKETCH_SIZE :].view(2, SKETCH_SIZE)
+            self._compare_sketches(step, sketches[0], sketches[1])
+        without_loss, loss, nonfinite, square, own_nonfinite, own_rank, *errors = mean.tolist()
         self._nonfinite_steps = self._nonfinite_steps + 1 if nonfinite > 0 else 0
         if self._nonfinite_steps >= self.guard.nonfinite:
-            self._act(step, "nonfinite", "", self._nonfinite_steps, self.guard.nonfinite)
+            blame = self._blame(own_nonfinite, own_rank)
+            self._act(step, "nonfinite", "", self._nonfinite_steps, self.guard.nonfinite, *blame)
         if without_loss < 1:
             self._compare(step, "loss", loss / (1 - without_loss), self.guard.loss, LOSS_PATIENCE)
         if square > 0:
             self._compare(step, "spike", math.sqrt(square), self.guard.spike)
         for name, missing, residual_ratio in zip(names, errors[::2], errors[1::2], strict=True):
             scheme = self._schemes[name]
-            # A scheme may send a part of the elements only where feedback sends the others later.
-            held_to_error = name in self._without_feedback or sends_most_elements(scheme)
-            if held_to_error and missing > self.guard.error:
-                self._act(step, "error", name, missing, self.guard.error)
+            if name in self._held_to_error and missing > self.guard.error:
+                self._act(step, "error", name, missing, self.guard.error, cause="compression")
             limit = residual_limit(scheme) if self.guard.residual is None else self.guard.residual
             if residual_ratio > limit:
-                self._act(step, "residual", name, residual_ratio, limit)
+                self._act(step, "residual", name, residual_ratio, limit, cause="compression")
 
     def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
         """See `Monitor.scheme_for`."""
@@ -311,6 +402,7 @@ class GuardMonitor:
 
     def begin_step(self, step: int) -> None:
         """See `Monitor.begin_step`."""
+        self._add_to_window()
         self._sampled_before, self._sampled = self._sampled, []
         if step == self._uncompressed_until and step > 0:
             self.revision += 1  # the action "none" ends here
@@ -346,16 +438,103 @@ class GuardMonitor:
             del self._running[kind]  # the values after this one are compared with a new mean
             self._act(step, kind, "", math.exp(excess), limit)
 
-    def _act(self, step: int, kind: str, name: str, value: float, limit: float) -> None:
+    def _add_to_window(self) -> None:
+        """Add the sketches of the step that is over to the window."""
+        sketches, self._step_sketches = self._step_sketches, None
+        if sketches is None:
+            return
+        # A step with NaN or Inf, which all ranks have alike, does not count; a GradScaler skips it.
+        sketches = torch.where(torch.isfinite(sketches).all(), sketches, 0.0)
+        self._window = sketches if self._window is None else self._window + sketches
+        self._window_steps += 1
+        # All ranks know the same schemes. What waits longer than a window would seem to be lost.
+        wait = max(map(send_interval, self._compared.values()), default=1)
+        self._window_size = max(self.guard.window, wait // 2)
+        if self._window_steps >= self._window_size:
+            self._complete_window, self._window, self._window_steps = self._window, None, 0
+
+    def _compare_sketches(self, step: int, uncompressed: torch.Tensor, applied: torch.Tensor) -> None:
+        """Compare the sketches of a window, and act if two windows in a row are beyond a limit."""
+        self.fidelity = compare_sketches(uncompressed, applied, self._window_size)
+        cosine, norm_ratio = self.fidelity.cosine, self.fidelity.norm_ratio
+        default = min(map(cosine_limit, self._compared.values()), default=0.5)
+        limit = default if self.guard.cosine is None else self.guard.cosine
+        highest = self.guard.norm_ratio
+        if cosine >= limit and 1 / highest <= norm_ratio <= highest:
+            self._harmful_windows = 0
+            return
+        self._harmful_windows += 1
+        if self._harmful_windows < HARM_PATIENCE:
+            return
+        self._harmful_windows = 0
+        value, exceeded = cosine, limit
+        meaning = "what compression loses does not arrive in time, or the error of the rest is too large"
+        if cosine >= limit:
+            value, exceeded = norm_ratio, highest if norm_ratio > 1 else 1 / highest
+            meaning = (
+                "delayed gradients come back in bursts, or are scaled up"
+                if norm_ratio > 1
+                else "a large part of the gradients does not arrive"
+            )
+        remedy = "use more bits or elements, feedback, or a lower learning rate"
+        explanation = f"{self.fidelity}, and the window before was beyond a limit too: {meaning}; {remedy}"
+        self._act(step, "harm", "", value, exceeded, explanation, "compression")
+
+    def _ranks(self) -> tuple[int, int]:
+        """Return this rank and the number of ranks."""
+        if self.ranks is None:
+            self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        return self.ranks
+
+    def _blame(self, own_nonfinite: float, own_rank: float) -> tuple[str, str, int | None]:
+        """Return explanation, cause and rank of means that are not finite, from the averages of `stats_tensor`."""
+        if own_nonfinite == 0:
+            return (
+                "the gradients of all ranks were finite before compression: values or sums beyond the range of the "
+                "codec or of the gradients' dtype",
+                "compression",
+                None,
+            )
+        size = self._ranks()[1]
+        count = round(own_nonfinite * size)
+        if count == 1:
+            rank = round(own_rank * size) - 1
+            return f"the gradients of rank {rank} held NaN or Inf before compression", "gradients", rank
+        text = f"the gradients of {count} of {size} ranks held NaN or Inf before compression"
+        if count == size:
+            text += "; the weights may hold them already"
+        return text, "gradients", None
+
+    def _act(
+        self,
+        step: int,
+        kind: str,
+        name: str,
+        value: float,
+        limit: float,
+        explanation: str = "",
+        cause: str = "unknown",
+        rank: int | None = None,
+    ) -> None:
         action = getattr(self.guard, f"on_{kind}")
         if action == "ignore":
             return
-        event = Event(step=step, kind=kind, name=name, value=value, limit=limit, action=action)
+        event = Event(
+            step=step,
+            kind=kind,
+            name=name,
+            value=value,
+            limit=limit,
+            action=action,
+            explanation=explanation,
+            cause=cause,
+            rank=rank,
+        )
         if not any((old.kind, old.name) == (kind, name) for old in self.events):
             _log.warning("%s", event)
         self.events.append(event)
         if action == "stop":
-            raise CompressionHarmful(str(event))
+            raise CompressionHarmful(event)
         affected = [name] if name else list(self._schemes)
         if action == "raise":
             for parameter in affected:
@@ -374,18 +553,25 @@ class NullMonitor:
 
     events: Sequence[Event] = ()
     revision = 0
+    fidelity: Fidelity | None = None
+    group: dist.ProcessGroup | None = None
 
     def begin_step(self, step: int) -> None: ...
 
     def observe_loss(self, loss: float | torch.Tensor) -> None: ...
 
-    def register_sample(self, name: str, scheme: Scheme, feedback: bool = True) -> None: ...
+    def register_sample(self, name: str, scheme: Scheme, held_to_error: bool = False) -> None: ...
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None: ...
 
-    def check_finite(self, mean: torch.Tensor) -> None: ...
+    def measure_gradient(self, layout: BucketLayout, gradient: torch.Tensor) -> GradientMeasurement | None:
+        return None
 
-    def report_nonfinite(self, nonfinite: torch.Tensor) -> None: ...
+    def record_mean(
+        self, measurement: GradientMeasurement | None, layout: BucketLayout, mean: torch.Tensor
+    ) -> None: ...
+
+    def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None: ...
 
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
         return None

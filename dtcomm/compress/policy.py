@@ -202,6 +202,8 @@ def exclusions(patterns: str | Sequence[str], names: Collection[str] | None = No
         TypeError: ``patterns`` is neither a string nor a sequence of strings.
         ValueError: A pattern matches none of ``names``.
     """
+    if not isinstance(patterns, Collection):
+        raise TypeError(f"exclude: expected patterns of names, got {type(patterns).__name__}")
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     rules = []
     for pattern in given:

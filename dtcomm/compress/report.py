@@ -1,26 +1,55 @@
-"""Reports: what was compressed, with what, how much it saved and what it cost; what was not compressed, and why.
+"""The report of every integration: what was compressed, with what, what that saved and cost, and whether it paid.
 
-Parameters with the same codec, dtype and reason form one row. Bytes are those of the wire: the collective counts what
-this rank sent, and the bytes of a message are divided among its parameters in proportion to their payloads.
+DDP, FSDP, `ShardedOptimizer`, tensor parallelism and `LocalSGD` count differently, but all of them fill in the same
+`Report`: one `Row` for each combination of codec, dtype and reason, one `MessageRow` for each bucket, module or layer,
+and totals. `Report` alone makes text, plain values and metrics of them. Bytes are those that this rank sent.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+import textwrap
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import torch
+
+from dtcomm.compress.gradient_sketch import Fidelity
 from dtcomm.profiling.metrics import Metric
 from dtcomm.profiling.tables import format_bytes, format_table, rich_group, rich_table
+from dtcomm.work import Work
 
-MAX_BUCKETS_SHOWN = 16
+MAX_MESSAGES_SHOWN = 16
+LEGEND_WIDTH = 118
+#: From this relative error on a legend line says what such an error means.
+LARGE_ERROR = 0.2
+#: Times that differ by less than this factor count as equal.
+EQUAL_TIMES = 1.03
 _BY_POLICY = ("policy:", "no rule matches")  # how reasons of a policy begin
-_HEAD = ("codec", "dtype", "params", "elements", "sent", "saved", "rel. error", "note")
-_LEFT = {0, 1, len(_HEAD) - 1}
-_BUCKET_HEAD = ("bucket", "codec", "params", "bytes", "sent", "ratio", "rel. error", "ms", "guard")
-_BUCKET_LEFT = {0, 1, len(_BUCKET_HEAD) - 1}
+#: Column → meaning.
+COLUMNS = {
+    "what": "what was communicated",
+    "codec": "what it was compressed with",
+    "dtype": "its type before that",
+    "tensors": "number of parameters, modules or layers",
+    "elements": "their elements",
+    "calls": "collectives that carried it",
+    "sent": "bytes that this rank sent",
+    "instead of": "bytes that the same calls would have sent uncompressed",
+    "saved": "the share of those that was not sent",
+    "rel. error": "|what encodings lost| / |what was to be sent|, L2 norms, in the sampled steps",
+    "note": "why it was not compressed, or its names",
+}
+MESSAGE_COLUMNS = {
+    "message": "one collective of each step",
+    **COLUMNS,
+    "ms": "mean time of a call, start to finish",
+    "guard": "the guard's events",
+}
+_LEFT = {"message", "what", "codec", "dtype", "note", "guard"}
 
 
 def total_seconds(times: Iterable[float | None]) -> float | None:
@@ -35,7 +64,11 @@ def total_seconds(times: Iterable[float | None]) -> float | None:
 
 @dataclass
 class ParameterTotals:
-    """The totals of one parameter; ``error`` and ``signal`` are sums of squares over the sampled steps."""
+    """The totals of one parameter; ``error`` and ``signal`` are sums of squares over the sampled steps.
+
+    Attributes:
+        messages: For each layout that contained the parameter (by its identity) the number of messages.
+    """
 
     numel: int
     codec: str = ""
@@ -47,29 +80,96 @@ class ParameterTotals:
     plain_bytes: float = 0.0
     error: float = 0.0
     signal: float = 0.0
+    messages: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Counters of one kind of collective of one module or layer, on this rank; ``str()`` gives one line.
+
+    Attributes:
+        codec: Codec of the most recent call.
+        what: What is communicated, such as ``"gradients"``.
+        dtype: Type of the elements, or empty before the first call.
+        tensors: Number of parameters in a call.
+        numel: Elements of a call, all ranks' shards together.
+        calls: Number of calls.
+        saved_calls: Number of calls that had nothing to send.
+        wire_bytes: Bytes sent.
+        plain_bytes: Bytes that the same calls would have sent uncompressed.
+        seconds: Time of the calls, start to finish, added up; None if it is not known.
+        reason: Why the most recent call was not compressed, or empty.
+        fallback: Whether it was to be compressed, but cannot be.
+        relative_error: Error of the last sampled encoding, relative (L2 norms) to gradient plus residual, or, for
+            parameters, to this rank's exact shard of them.
+    """
+
+    codec: str
+    what: str = ""
+    dtype: str = ""
+    tensors: int = 1
+    numel: int = 0
+    calls: int = 0
+    saved_calls: int = 0
+    wire_bytes: int = 0
+    plain_bytes: int = 0
+    seconds: float | None = 0.0
+    reason: str = ""
+    fallback: bool = False
+    relative_error: float | torch.Tensor | None = None
+
+    def add(self, work: Work, plain_bytes: int) -> None:
+        """Count one completed call, which would have sent ``plain_bytes`` uncompressed."""
+        self.calls += 1
+        self.wire_bytes += work.wire_bytes
+        self.plain_bytes += plain_bytes
+        self.seconds = total_seconds((self.seconds, work.seconds))
+
+    def save(self, plain_bytes: int) -> None:
+        """Count a call that had nothing to send, for which FSDP itself sends ``plain_bytes``."""
+        self.saved_calls += 1
+        self.plain_bytes += plain_bytes
+
+    def fetch_error(self) -> float | None:
+        """Return the error as a float; the host waits if it is still on a device."""
+        if isinstance(self.relative_error, torch.Tensor):
+            self.relative_error = float(self.relative_error)
+        return self.relative_error
+
+    def __str__(self) -> str:
+        error = "" if self.relative_error is None else f", relative error {format_error(self.fetch_error())}"
+        reason = f" ({self.reason})" if self.reason else ""
+        return (
+            f"{self.calls} calls in {self.codec}{reason}: sent {format_bytes(self.wire_bytes)} instead of "
+            f"{format_bytes(self.plain_bytes)}{error}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One group of parameters; bytes are this rank's, over all steps.
+    """One group of tensors; counts and bytes are this rank's, over all steps of this run.
 
     Attributes:
-        codec: What they are compressed with.
-        dtype: The dtype of their gradients.
-        reason: Why they are not compressed.
-        names: The parameters.
+        what: What was communicated, such as ``"gradients"``.
+        codec: What it is compressed with.
+        dtype: The dtype before that.
+        reason: Why it is not compressed.
+        names: The parameters, modules or layers.
         numel: Their elements.
+        calls: The collectives that carried at least one of them.
         wire_bytes: What this rank sent.
-        plain_bytes: What the same schedule would have sent uncompressed.
-        relative_error: |what the encodings lost| / |gradient| over the sampled steps; None before the first one.
+        plain_bytes: What the same calls would have sent uncompressed.
+        relative_error: |what the encodings lost| / |what was to be sent|; None before the first sample.
         refused: Whether a scheme was asked for that does not apply to them.
     """
 
+    what: str = "gradients"
     codec: str
     dtype: str
     reason: str
     names: tuple[str, ...]
     numel: int
+    calls: int = 0
     wire_bytes: int
     plain_bytes: int
     relative_error: float | None
@@ -80,54 +180,116 @@ class Row:
         """The bytes that were saved."""
         return self.plain_bytes - self.wire_bytes
 
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of the table, in the order of `COLUMNS`."""
+        numbers = _number_cells(self)
+        return (self.what, self.codec, self.dtype, *numbers, self.reason or _names(self.names))
+
+    @property
+    def tensors(self) -> int:
+        """The number of tensors."""
+        return len(self.names)
+
 
 @dataclass(frozen=True, kw_only=True)
-class BucketRow:
-    """One bucket, since its parameters and codecs last changed.
+class MessageRow:
+    """The collective of one bucket, module or layer.
 
     Attributes:
-        index: DDP's index.
+        name: The bucket, module or layer.
+        what: What is communicated.
         codec: Its codecs.
-        parameters: The number of parameters.
-        nbytes: The size of its uncompressed gradients.
-        messages: How often it was sent.
-        wire_bytes: What this rank sent, all messages together.
-        plain_bytes: What the same schedule would have sent uncompressed.
-        seconds: The time of its collectives, start to finish, all messages together; None if unknown.
-        relative_error: |what the encodings lost| / |gradient| over the sampled steps; None before the first one.
-        events: The guard's events about its parameters, counted over the whole run.
+        dtype: The dtype before that.
+        tensors: The number of parameters.
+        numel: Their elements.
+        calls: How often it was sent.
+        wire_bytes: What this rank sent, all calls together.
+        plain_bytes: What the same calls would have sent uncompressed.
+        seconds: The time of its calls, start to finish, all together; None if unknown.
+        relative_error: As of `Row`.
+        reason: Why it is not compressed.
+        events: The guard's events about it, counted over the whole run.
     """
 
-    index: int
+    name: str
+    what: str
     codec: str
-    parameters: int
-    nbytes: int
-    messages: int
+    dtype: str
+    tensors: int
+    numel: int
+    calls: int
     wire_bytes: int
     plain_bytes: int
     seconds: float | None
     relative_error: float | None
+    reason: str = ""
     events: dict[str, int] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
-        """Uncompressed bytes over sent bytes; None before the first message."""
+        """Uncompressed bytes over sent bytes; None before the first byte."""
         return self.plain_bytes / self.wire_bytes if self.wire_bytes else None
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of the tables; sizes and time are those of one message."""
-        count = max(1, self.messages)
+        """Return the cells of the table, in the order of `MESSAGE_COLUMNS`."""
+        known = self.seconds is not None and self.calls > 0
         return (
-            str(self.index),
+            self.name,
+            self.what,
             self.codec,
-            str(self.parameters),
-            format_bytes(self.nbytes),
-            format_bytes(self.wire_bytes / count),
-            "-" if self.ratio is None else f"{self.ratio:.2f}",
-            _format_error(self.relative_error),
-            "-" if self.seconds is None else f"{self.seconds / count * 1e3:.2f}",
+            self.dtype,
+            *_number_cells(self),
+            self.reason,
+            f"{(self.seconds or 0.0) / self.calls * 1e3:.2f}" if known else "-",
             _format_counts(self.events),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payoff:
+    """The time of communication with and without compression; ``str()`` says whether compression paid.
+
+    Both times come from the same source, because a measured time and a predicted one do not compare.
+
+    Attributes:
+        compressed_ms: Milliseconds with compression.
+        uncompressed_ms: Milliseconds without.
+        source: ``"measured"`` or ``"predicted"``.
+        scope: What the milliseconds are.
+        basis: What predictions are made from.
+        baseline: What communicates without compression.
+        measured_ms: If both are predicted: the same time as it was measured with compression; None if it was not.
+        exposed_ms: How much of that a step waited for, as measured; None if that was not measured.
+    """
+
+    compressed_ms: float
+    uncompressed_ms: float
+    source: str
+    scope: str
+    basis: str = ""
+    baseline: str = "codec none"
+    measured_ms: float | None = None
+    exposed_ms: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """``"paid"``, ``"did not pay"`` or ``"made no difference"``."""
+        if self.uncompressed_ms > EQUAL_TIMES * self.compressed_ms:
+            return "paid"
+        if self.compressed_ms > EQUAL_TIMES * self.uncompressed_ms:
+            return "did not pay"
+        return "made no difference"
+
+    def __str__(self) -> str:
+        text = (
+            f"compression {self.verdict}: {self.compressed_ms:.3g} ms of {self.scope}, "
+            f"{self.uncompressed_ms:.3g} ms with {self.baseline} (both {self.basis or self.source})"
+        )
+        if self.measured_ms is not None:
+            text += f"; measured with compression: {self.measured_ms:.3g} ms"
+        if self.exposed_ms is not None:
+            text += f", of which {self.exposed_ms:.3g} ms exposed"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,193 +297,393 @@ class Report:
     """The report of one rank. ``str()`` and rich's print give tables, `to_dict` plain values, `to_json` their text.
 
     Attributes:
-        policy: The policy, or "auto".
+        integration: What communicated: ``"DDP"``, ``"FSDP"``, ``"ShardedOptimizer"``, ``"TP"`` or ``"LocalSGD"``.
+        rank: This rank in its group.
+        world_size: The number of ranks of the group.
+        policy: What was asked for.
         feedback: The kind of error feedback.
-        steps: The number of steps.
-        messages: The number of messages.
+        steps: The number of steps of this run; None if it is not known.
+        earlier_steps: The steps of the runs before, if this one continued from a checkpoint.
+        messages: The number of collectives of this run.
         wire_bytes: What this rank sent.
-        plain_bytes: What the same schedule would have sent uncompressed.
+        plain_bytes: What the same calls would have sent uncompressed.
         seconds: The time of all collectives, start to finish, added up; None if unknown.
         residual_bytes: The memory that feedback and momentum hold between steps.
         rows: One row for each codec, dtype and reason.
+        by_message: One row for each bucket, module or layer.
+        modules: Module → kind of collective → counters, where the integration counts by module.
         events: What the guard found and did, counted.
+        fidelity: How the averaged gradients of the guard's last window compare with the uncompressed ones; None
+            before the end of the first window.
         memory: The bytes of memory, by kind.
-        buckets: One row for each bucket.
         auto: What "auto" decided, and why.
         plans: What "auto" compared last: predicted and measured milliseconds of a step, first to last bucket.
+        notes: What is communicated by others, uncompressed, and why.
         uncompressed: What was asked for and is not compressed, as a sentence; empty if there is nothing.
+        payoff: Whether compression paid; None if that is neither measured nor predictable.
     """
 
+    integration: str = "DDP"
+    rank: int = 0
+    world_size: int = 1
     policy: str
     feedback: bool | str
-    steps: int
+    steps: int | None
+    earlier_steps: int = 0
     messages: int
     wire_bytes: int
     plain_bytes: int
     seconds: float | None
     residual_bytes: int
     rows: tuple[Row, ...] = field(default=())
+    by_message: tuple[MessageRow, ...] = field(default=())
+    modules: dict[str, dict[str, Traffic]] = field(default_factory=dict)
     events: dict[str, int] = field(default_factory=dict)
+    fidelity: Fidelity | None = None
     memory: dict[str, int] = field(default_factory=dict)
-    buckets: tuple[BucketRow, ...] = field(default=())
     auto: tuple[str, ...] = ()
     plans: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
     uncompressed: str = ""
+    payoff: Payoff | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        values = asdict(self)
-        for values_row, row in zip(values["rows"], self.rows, strict=True):
-            values_row["names"] = list(row.names)
-            values_row["saved_bytes"] = row.saved_bytes
-        values["rows"] = list(values["rows"])
-        values["buckets"] = [
-            bucket | {"ratio": row.ratio} for bucket, row in zip(values["buckets"], self.buckets)
+        """Return plain values: everything that the text says, and more."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("auto", "plans", "notes"):
+            values[name] = list(values[name])
+        values["rows"] = [
+            asdict(row) | {"names": list(row.names), "saved_bytes": row.saved_bytes} for row in self.rows
         ]
+        values["by_message"] = [asdict(row) | {"ratio": row.ratio} for row in self.by_message]
+        values["modules"] = {
+            name: {kind: asdict(traffic) for kind, traffic in kinds.items()}
+            for name, kinds in self.modules.items()
+        }
+        values["fidelity"] = None if self.fidelity is None else asdict(self.fidelity)
+        values["payoff"] = (
+            None if self.payoff is None else asdict(self.payoff) | {"verdict": self.payoff.verdict}
+        )
+        values["legend"] = self.legend()
         return values
 
     def to_json(self, indent: int | None = None) -> str:
         """Return `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
+    def legend(self) -> list[str]:
+        """Return what the columns mean, and what a large relative error means if a row has one."""
+        columns = MESSAGE_COLUMNS if self.by_message else COLUMNS
+        lines = [", ".join(f"{name}: {meaning}" for name, meaning in columns.items())]
+        if self.modules:
+            lines.append("rel. error of several modules: the largest of their last samples")
+        if any(row.calls for row in self.rows) and sum(row.calls for row in self.rows) > self.messages:
+            lines.append("calls: one message carries several rows, so their sum exceeds the total")
+        lines += _explain_large_error(self.rows, self.feedback)
+        return lines
+
     def __str__(self) -> str:
-        lines = format_table(_HEAD, self._cells(), _LEFT)
-        if self.buckets:
-            lines += ["", *format_table(_BUCKET_HEAD, self._bucket_cells(), _BUCKET_LEFT)]
-            if len(self.buckets) > MAX_BUCKETS_SHOWN:
-                lines.append(f"… {len(self.buckets) - MAX_BUCKETS_SHOWN} more buckets in to_dict()")
-            lines.append("")
-        return "\n".join([*filter(None, [self.uncompressed]), *lines, *self._tail()])
+        return "\n".join(self._lines())
+
+    def print(self, *, all_ranks: bool = False) -> None:
+        """Print the text on the group's first rank.
+
+        Args:
+            all_ranks: Print on every rank, each with its own counters. Default: False.
+        """
+        if all_ranks or self.rank == 0:
+            print(self, flush=True)
 
     def __rich__(self) -> Any:
-        tables = [rich_table(f"dtcomm: {self.policy}", _HEAD, self._cells(), _LEFT)]
-        if self.buckets:
-            tables.append(rich_table("", _BUCKET_HEAD, self._bucket_cells(), _BUCKET_LEFT))
-        return rich_group(*filter(None, [self.uncompressed]), *tables, *self._tail())
+        tables = [rich_table(self._title(), *self._table())]
+        if self.by_message:
+            tables.append(rich_table("", *self._message_table()))
+        return rich_group(*filter(None, [self.uncompressed]), *tables, *self._summary(), *self.legend())
 
     def metrics(self) -> list[Metric]:
         """Return the metrics for Prometheus and TensorBoard."""
-        counters: dict[str, tuple[float, str]] = {
-            "steps_total": (self.steps, "steps of training"),
-            "messages_total": (self.messages, "messages sent"),
-            "wire_bytes_total": (self.wire_bytes, "bytes that this rank sent"),
-            "plain_bytes_total": (self.plain_bytes, "bytes that it would have sent uncompressed"),
-        }
+        metrics = [Metric("dtcomm_messages_total", self.messages, "collectives", "counter")]
+        if self.steps is not None:
+            metrics.append(Metric("dtcomm_steps_total", self.steps, "steps of training", "counter"))
         if self.seconds is not None:
             text = "start to finish of all collectives, added up"
-            counters["collective_seconds_total"] = self.seconds, text
-        metrics = [
-            Metric(f"dtcomm_{name}", value, text, "counter") for name, (value, text) in counters.items()
-        ]
+            metrics.append(Metric("dtcomm_collective_seconds_total", self.seconds, text, "counter"))
+        for name, text in (
+            ("wire_bytes", "bytes that this rank sent"),
+            ("plain_bytes", "bytes that it would have sent uncompressed"),
+            ("calls", "collectives"),
+        ):
+            for what in dict.fromkeys(row.what for row in self.rows):
+                total = sum(getattr(row, name) for row in self.rows if row.what == what)
+                metrics.append(Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": what}))
         metrics.append(
             Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback and momentum")
         )
-        error_help = "what encodings dropped over the gradient, of sampled steps"
+        error_help = "what encodings dropped over what was to be sent, of sampled steps"
         for row in self.rows:
             if row.relative_error is not None:
-                labels = {"codec": row.codec, "dtype": row.dtype, "note": row.reason}
+                labels = {"what": row.what, "codec": row.codec, "dtype": row.dtype, "note": row.reason}
                 metrics.append(Metric("dtcomm_relative_error", row.relative_error, error_help, labels=labels))
-        for kind, count in self.events.items():
-            metrics.append(
-                Metric("dtcomm_guard_events_total", count, "events of the guard", "counter", {"kind": kind})
-            )
-        for bucket in self.buckets:
-            labels = {"bucket": str(bucket.index), "codec": bucket.codec}
-            if bucket.seconds is not None:
-                text = "mean time of a bucket's message, start to finish"
-                mean = bucket.seconds / max(1, bucket.messages)
-                metrics.append(Metric("dtcomm_bucket_seconds", mean, text, labels=labels))
-            if bucket.relative_error is not None:
-                metrics.append(
-                    Metric(
-                        "dtcomm_bucket_relative_error",
-                        bucket.relative_error,
-                        f"{error_help}, by bucket",
-                        labels=labels,
-                    )
-                )
-        return metrics
+        for message in self.by_message:
+            labels = {"message": message.name, "what": message.what, "codec": message.codec}
+            if message.seconds is not None and message.calls:
+                text = "mean time of a message, start to finish"
+                mean = message.seconds / message.calls
+                metrics.append(Metric("dtcomm_message_seconds", mean, text, labels=labels))
+            if message.relative_error is not None:
+                name, text = "dtcomm_message_relative_error", f"{error_help}, by message"
+                metrics.append(Metric(name, message.relative_error, text, labels=labels))
+        return metrics + _guard_metrics(self.fidelity, self.events)
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                row.codec,
-                row.dtype,
-                str(len(row.names)),
-                f"{row.numel:,}",
-                format_bytes(row.wire_bytes),
-                f"{row.saved_bytes / row.plain_bytes:.1%}" if row.plain_bytes else "-",
-                _format_error(row.relative_error),
-                row.reason or _names(row.names),
-            )
-            for row in self.rows
-        ]
+    def _title(self) -> str:
+        return (
+            f"dtcomm {self.integration}: {self.policy}, feedback {_format_feedback(self.feedback)}, "
+            f"rank {self.rank} of {self.world_size}"
+        )
 
-    def _bucket_cells(self) -> list[tuple[str, ...]]:
-        return [bucket.cells() for bucket in self.buckets[:MAX_BUCKETS_SHOWN]]
+    def _table(self) -> tuple[list[str], list[tuple[str, ...]], set[int]]:
+        """Return head, rows and the left-aligned columns, as `format_table` takes them."""
+        # The gradients and the parameters of a module are the same elements: their sum says nothing.
+        one_kind = len({row.what for row in self.rows}) == 1
+        total = (
+            "total",
+            "",
+            "",
+            str(len({name for row in self.rows for name in row.names})) if one_kind else "",
+            f"{sum(row.numel for row in self.rows):,}" if one_kind else "",
+            str(self.messages),
+            *_byte_cells(self.wire_bytes, self.plain_bytes),
+            "",
+            "",
+        )
+        return list(COLUMNS), [*(row.cells() for row in self.rows), total], _left(COLUMNS)
 
-    def _tail(self) -> list[str]:
-        duration = "" if self.seconds is None else f" in {self.seconds:.3f} s"
-        memory = _format_memory(self.memory) or f"{format_bytes(self.residual_bytes)} of residuals"
+    def _message_table(self) -> tuple[list[str], list[tuple[str, ...]], set[int]]:
+        rows = [row.cells() for row in self.by_message[:MAX_MESSAGES_SHOWN]]
+        return list(MESSAGE_COLUMNS), rows, _left(MESSAGE_COLUMNS)
+
+    def _lines(self) -> Iterator[str]:
+        if self.uncompressed:
+            yield self.uncompressed
+        yield self._title()
+        yield from format_table(*self._table())
+        if self.by_message:
+            yield ""
+            yield from format_table(*self._message_table())
+            if len(self.by_message) > MAX_MESSAGES_SHOWN:
+                yield f"… {len(self.by_message) - MAX_MESSAGES_SHOWN} more messages in to_dict()"
+        yield ""
+        yield from self._summary()
+        for line in self.legend():
+            yield from textwrap.wrap(line, LEGEND_WIDTH, subsequent_indent="  ")
+
+    def _summary(self) -> list[str]:
+        duration = "" if not self.seconds else f" in {self.seconds:.3f} s"
+        steps = "" if self.steps is None else f"{self.steps} steps, "
+        earlier = f" (after {self.earlier_steps} steps of earlier runs)" if self.earlier_steps else ""
+        memory = _format_memory(self.memory)
+        if not memory and self.residual_bytes:
+            memory = f"{format_bytes(self.residual_bytes)} of residuals"
         lines = [
-            f"{self.steps} steps, {self.messages} messages: sent {format_bytes(self.wire_bytes)} instead of "
-            f"{format_bytes(self.plain_bytes)}{duration}; "
-            f"feedback {_format_feedback(self.feedback)}, {memory}"
+            f"this run{earlier}: {steps}{self.messages} messages: sent {format_bytes(self.wire_bytes)} instead of "
+            f"{format_bytes(self.plain_bytes)}{duration}" + (f"; {memory}" if memory else "")
         ]
-        lines += self.auto
-        if self.events:
-            lines.append("guard: " + _format_counts(self.events))
-        return lines
+        if self.payoff is not None:
+            lines.append(str(self.payoff))
+        return [*lines, *self.auto, *_guard_lines(self.fidelity, self.events), *self.notes]
 
 
-def describe_uncompressed(rows: Sequence[Row]) -> str:
+class Reporting(ABC):
+    """What has a report: the states of DDP, FSDP and tensor parallelism, `ShardedOptimizer` and `LocalSGD`."""
+
+    @abstractmethod
+    def report(self) -> Report:
+        """Return the report of this rank."""
+
+    def print_report(self, *, all_ranks: bool = False) -> None:
+        """Print the report on the group's first rank; call it on every rank, or on some: nothing is communicated.
+
+        Args:
+            all_ranks: Print on every rank, each with its own counters. Default: False.
+
+        Example::
+
+            state.print_report()  # one report, however many ranks there are
+        """
+        self.report().print(all_ranks=all_ranks)
+
+
+def _guard_lines(fidelity: Fidelity | None, events: Mapping[str, int]) -> list[str]:
+    """Return the lines about what the guard measured and did."""
+    lines = [] if fidelity is None else [f"guard: {fidelity}"]
+    return [*lines, "guard: " + _format_counts(events)] if events else lines
+
+
+def _guard_metrics(fidelity: Fidelity | None, events: Mapping[str, int]) -> list[Metric]:
+    """Return the metrics of what the guard measured and did."""
+    metrics = []
+    if fidelity is not None:
+        text = "cosine between the averaged gradients of a window and the uncompressed ones"
+        metrics.append(Metric("dtcomm_gradient_cosine", fidelity.cosine, text))
+        text = "norm of the averaged gradients of a window over that of the uncompressed ones"
+        metrics.append(Metric("dtcomm_gradient_norm_ratio", fidelity.norm_ratio, text))
+    return metrics + [
+        Metric("dtcomm_guard_events_total", count, "events of the guard", "counter", {"kind": kind})
+        for kind, count in events.items()
+    ]
+
+
+def _explain_large_error(rows: Sequence[Row], feedback: bool | str) -> list[str]:
+    """Return what the largest relative error means, if it is that of a scheme which sends a part at a time."""
+    large = [row for row in rows if (row.relative_error or 0.0) >= LARGE_ERROR]
+    if not large:
+        return []
+    row = max(large, key=lambda row: row.relative_error or 0.0)
+    error = row.relative_error or 0.0
+    sends_part = row.codec.startswith(("powersgd", "topk", "dgc"))
+    part = (
+        f"a part with {math.sqrt(1 - error**2):.0%} of the norm"
+        if sends_part and error < 1
+        else "only a part"
+    )
+    rest = (
+        "The rest is in the residuals and is sent in later steps, so the error of one step is not that of training"
+        if feedback not in (False, "none", "")
+        else "Without error feedback the rest is lost"
+    )
+    return [
+        f"a relative error of {error:.2f} ({row.codec}) means that one call sends {part} of what it was given. {rest}; "
+        "low-rank, sparse and sign schemes and codecs of 2 bits have such errors by design"
+    ]
+
+
+def describe_uncompressed(rows: Sequence[Row], unit: str = "parameters") -> str:
     """Return what was asked for and is not compressed, as a sentence; empty if there is nothing.
 
     Parameters that a policy leaves uncompressed count only if it leaves all of them so.
 
     Args:
         rows: The rows of a report in which something was to be compressed.
+        unit: What the names of the rows are.
     """
     nothing = all(row.codec == "none" for row in rows)
     named = [row for row in rows if row.refused or (nothing and row.reason.startswith(_BY_POLICY))]
     if not named:
         return ""
-    elements = sum(row.numel for row in rows)
-    parts = [
-        f"{len(row.names)} parameters with {row.numel / elements:.0%} of the elements, "
-        f"{_names(tuple(sorted(row.names)))} ({row.reason})"
-        for row in named
-    ]
+    parts = [f"{row.what} of {_which(row, rows, unit)} ({row.reason})" for row in named]
     return f"{'nothing is' if nothing else 'not'} compressed although asked for: {'; '.join(parts)}"
 
 
-def group_rows(totals: Iterable[tuple[str, ParameterTotals]]) -> tuple[Row, ...]:
+def group_rows(totals: Iterable[tuple[str, ParameterTotals]], what: str = "gradients") -> tuple[Row, ...]:
     """Group (name, totals) pairs by codec, dtype and reason, the largest group first."""
     groups: dict[tuple[str, str, str], list[tuple[str, ParameterTotals]]] = {}
     for name, total in totals:
         groups.setdefault((total.codec, total.dtype, total.reason), []).append((name, total))
-    rows = [
-        Row(
-            codec=key[0],
-            dtype=key[1],
-            reason=key[2],
-            names=tuple(name for name, _ in members),
-            numel=sum(total.numel for _, total in members),
-            wire_bytes=round(sum(total.wire_bytes for _, total in members)),
-            plain_bytes=round(sum(total.plain_bytes for _, total in members)),
-            relative_error=_relative_error([total for _, total in members]),
-            refused=members[0][1].refused,
+    rows = []
+    for key, members in groups.items():
+        messages: dict[int, int] = {}
+        for _, total in members:
+            messages |= total.messages
+        rows.append(
+            Row(
+                what=what,
+                codec=key[0],
+                dtype=key[1],
+                reason=key[2],
+                names=tuple(name for name, _ in members),
+                numel=sum(total.numel for _, total in members),
+                calls=sum(messages.values()),
+                wire_bytes=round(sum(total.wire_bytes for _, total in members)),
+                plain_bytes=round(sum(total.plain_bytes for _, total in members)),
+                relative_error=_relative_error([total for _, total in members]),
+                refused=members[0][1].refused,
+            )
         )
-        for key, members in groups.items()
-    ]
     return tuple(sorted(rows, key=lambda row: -row.numel))
 
 
-def _format_error(relative: float | None) -> str:
+def group_traffic(traffic: Sequence[tuple[str, Traffic]]) -> tuple[Row, ...]:
+    """Group (module, counters) pairs by what they are, codec, dtype and reason, in the order of the first module."""
+    groups: dict[tuple[str, str, str, str], list[tuple[str, Traffic]]] = {}
+    for name, counters in traffic:
+        key = (counters.what, counters.codec, counters.dtype, counters.reason)
+        groups.setdefault(key, []).append((name, counters))
+    rows = []
+    for (what, codec, dtype, reason), members in groups.items():
+        errors = [error for _, counters in members if (error := counters.fetch_error()) is not None]
+        rows.append(
+            Row(
+                what=what,
+                codec=codec,
+                dtype=dtype,
+                reason=reason,
+                names=tuple(name for name, _ in members),
+                numel=sum(counters.numel for _, counters in members),
+                calls=sum(counters.calls for _, counters in members),
+                wire_bytes=sum(counters.wire_bytes for _, counters in members),
+                plain_bytes=sum(counters.plain_bytes for _, counters in members),
+                relative_error=max(errors, default=None),
+                refused=members[0][1].fallback,
+            )
+        )
+    return tuple(rows)
+
+
+def message_rows(
+    traffic: Sequence[tuple[str, Traffic]],
+    events: Mapping[tuple[str, str], dict[str, int]] | None = None,
+) -> tuple[MessageRow, ...]:
+    """Return a row for each pair of a module and its counters.
+
+    Args:
+        traffic: The pairs.
+        events: (module, what is communicated) → counts of the guard's events. Default: none.
+    """
+    return tuple(
+        MessageRow(
+            name=name,
+            what=counters.what,
+            codec=counters.codec,
+            dtype=counters.dtype,
+            tensors=counters.tensors,
+            numel=counters.numel,
+            calls=counters.calls,
+            wire_bytes=counters.wire_bytes,
+            plain_bytes=counters.plain_bytes,
+            seconds=counters.seconds,
+            relative_error=counters.fetch_error(),
+            reason=counters.reason,
+            events=(events or {}).get((name, counters.what), {}),
+        )
+        for name, counters in traffic
+    )
+
+
+def format_error(relative: float | None) -> str:
+    """Return a relative error as text; ``-`` if it is not known."""
     return "-" if relative is None else f"{relative:.1e}" if relative else "0"
 
 
-def _format_counts(events: dict[str, int]) -> str:
+def _number_cells(row: Row | MessageRow) -> tuple[str, ...]:
+    return (
+        str(row.tensors),
+        f"{row.numel:,}",
+        str(row.calls),
+        *_byte_cells(row.wire_bytes, row.plain_bytes),
+        format_error(row.relative_error),
+    )
+
+
+def _byte_cells(wire_bytes: int, plain_bytes: int) -> tuple[str, str, str]:
+    saved = f"{1 - wire_bytes / plain_bytes:.1%}" if plain_bytes else "-"
+    return format_bytes(wire_bytes), format_bytes(plain_bytes), saved
+
+
+def _left(columns: Mapping[str, str]) -> set[int]:
+    return {index for index, name in enumerate(columns) if name in _LEFT}
+
+
+def _format_counts(events: Mapping[str, int]) -> str:
     return ", ".join(f"{kind} {count}x" for kind, count in events.items())
 
 
@@ -337,9 +699,23 @@ def _names(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
+def _which(row: Row, rows: Sequence[Row], unit: str) -> str:
+    """Return which of the tensors in ``rows`` are in ``row``."""
+    alike = [other for other in rows if other.what == row.what]
+    total = len({name for other in alike for name in other.names})
+    share = ""
+    if sum(other.tensors for other in alike) > total:  # a layer may send some of its sums uncompressed
+        share = f" in {row.calls} of {sum(other.calls for other in alike)} calls"
+    elif row.numel and row.tensors < total:
+        share = f" with {row.numel / sum(other.numel for other in alike):.0%} of the elements"
+    if row.tensors == total:
+        return (f"all {total} {unit}" if total > 1 else f"the only {unit.removesuffix('s')}") + share
+    return f"{row.tensors} of {total} {unit}{share}, {_names(tuple(sorted(row.names)))}"
+
+
 def _format_feedback(feedback: bool | str) -> str:
     return feedback if isinstance(feedback, str) else "on" if feedback else "off"
 
 
-def _format_memory(sizes: dict[str, int]) -> str:
+def _format_memory(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in sizes.items())

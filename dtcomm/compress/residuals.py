@@ -40,6 +40,7 @@ class Residuals:
         self._codec = FORMS[form]
         self._expanded: dict[str, torch.Tensor] = {}
         self._packed: dict[str, tuple[torch.Tensor, int]] = {}
+        self._backups: dict[str, torch.Tensor | tuple[torch.Tensor, int] | None] = {}  # None: there was none
         self.max_expanded_bytes = 0  # the most fp32 bytes that were held within a step beside the packed ones
 
     def get(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -75,6 +76,25 @@ class Residuals:
         mixed = counter_rng.absorb(key, zlib.crc32(name.encode()))
         self._packed[name] = ops.encode(self._codec, residual, key=mixed), residual.numel()
 
+    def back_up(self, name: str) -> None:
+        """Keep the residual of ``name`` as it is now, until `restore` or `drop_backups`."""
+        expanded = self._expanded.get(name)
+        self._backups[name] = self._packed.get(name) if expanded is None else expanded.clone()
+
+    def restore(self) -> None:
+        """Set all residuals with a backup to it."""
+        for name, backup in self._backups.items():
+            self.reset(name)
+            if isinstance(backup, torch.Tensor):
+                self._expanded[name] = backup
+            elif backup is not None:
+                self._packed[name] = backup
+        self._backups.clear()
+
+    def drop_backups(self) -> None:
+        """Forget the backups."""
+        self._backups.clear()
+
     def add(self, name: str, lost: torch.Tensor, key: int = 0) -> None:
         """Add ``lost`` to the residual of ``name`` and pack it."""
         self.get(name, lost).add_(lost)
@@ -104,6 +124,11 @@ class Residuals:
     def nbytes(self) -> int:
         """Return the bytes that are held between steps; `max_expanded_bytes` were held in addition within one."""
         packed = sum(payload.numel() for payload, _ in self._packed.values())
+        for backup in self._backups.values():
+            if isinstance(backup, torch.Tensor):
+                packed += 4 * backup.numel()
+            elif backup is not None:
+                packed += backup[0].numel()
         return packed + sum(residual.numel() * 4 for residual in self._expanded.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -117,6 +142,7 @@ class Residuals:
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all residuals; they stay fp32 until their next step, so that loading is exact."""
         self._expanded, self._packed = flat_copies(tensors, "residual"), {}
+        self._backups.clear()
 
     def _expand(self, name: str) -> torch.Tensor:
         assert self._codec is not None

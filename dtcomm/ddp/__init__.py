@@ -17,22 +17,27 @@ An error in a collective is raised by ``backward()`` with its own type (`PeerLos
 """
 
 # Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
+from dtcomm.compress.checkpoint import rank_and_size
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import Scheme
 from dtcomm.ddp.state import DEFAULT_GUARD, State
+from dtcomm.frameworks import Attached, Integration
+from dtcomm.frameworks import attach as attach_to
 
-__all__ = ["Attached", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["Attached", "Feedback", "Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -58,9 +63,9 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 
 
 def compress(
-    model: DistributedDataParallel,
+    model: torch.nn.Module,
     spec: str | Scheme | Policy = "int8",
-    feedback: bool | str = True,
+    feedback: bool | str | Feedback = True,
     *,
     residual: str = "fp32",
     algorithm: Algorithm = "direct",
@@ -73,17 +78,21 @@ def compress(
     budget: float | None = None,
     candidates: Sequence[str | Scheme] | None = None,
     check_every: int = 500,
+    grad_scaler: Any = None,
 ) -> State:
     """Compress the gradients of a DDP model: makes a `State` and registers the hook.
 
+    In a job with one process nothing is communicated, so nothing is compressed. One log line and the report say so.
+
     Args:
-        model: The DistributedDataParallel.
+        model: The DistributedDataParallel; in a job with one process also a model without it.
         spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
             hosts and codec B between hosts ("int8/int4"), which goes to matrices of 1024 elements or more, while the
             other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
             size or module; or "auto", which measures the first steps and chooses what pays. Default "int8".
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
-            "diana": send differences to a reference that all ranks share; False: none. Default True.
+            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
+            True.
         residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
             "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
@@ -103,12 +112,14 @@ def compress(
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
+            skips leaves them as they were, which takes a second copy of them. Default None: call `State.rescale`.
 
     Returns:
         The state: ``report()``, ``events``, ``state_dict()``, ``timeline``, ...
 
     Raises:
-        TypeError: ``model`` is not a DistributedDataParallel.
+        TypeError: ``model`` is not a DistributedDataParallel, and the job has several processes.
         ValueError: An option is wrong; the message names it and what is valid.
         RuntimeError: The model has a communication hook already.
 
@@ -117,18 +128,20 @@ def compress(
         model = DistributedDataParallel(model)
         state = dtcomm.ddp.compress(model, "int8")
         ...  # train as before
-        print(state.report())
+        state.print_report()
     """
-    if not isinstance(model, DistributedDataParallel):
+    ddp_model = model if isinstance(model, DistributedDataParallel) else None
+    if ddp_model is None and not (isinstance(model, torch.nn.Module) and rank_and_size()[1] == 1):
         raise TypeError(f"model: want a DistributedDataParallel, got {type(model).__name__}")
+    module = model if ddp_model is None else ddp_model.module
     state = State(
-        spec if spec == AUTO else as_policy(spec).for_model(model.module),
-        model.process_group,
+        spec if spec == AUTO else as_policy(spec).for_model(module),
+        None if ddp_model is None else ddp_model.process_group,
         feedback,
         residual=residual,
         algorithm=algorithm,
         seed=seed,
-        parameters=model.module.named_parameters(),
+        parameters=module.named_parameters(),
         exclude=exclude,
         sample_every=sample_every,
         guard=guard,
@@ -137,48 +150,19 @@ def compress(
         budget=budget,
         candidates=candidates,
         check_every=check_every,
+        grad_scaler=grad_scaler,
     )
-    state.register(model, hook)
+    if ddp_model is None:
+        state.set_unused()
+    else:
+        state.register(ddp_model, hook)
     return state
-
-
-class Attached:
-    """Compresses a model as soon as a framework has wrapped it in DDP; `dtcomm.ddp.attach` returns it.
-
-    Args:
-        compress: Called with the DDP model; returns the state of the hook.
-        ddp_options: Keyword arguments of DDP that the framework uses, or None.
-    """
-
-    def __init__(self, compress: Callable[[DistributedDataParallel], State], ddp_options: Any = None) -> None:
-        self._compress, self._ddp_options = compress, ddp_options
-        self._state: State | None = None
-
-    @property
-    def state(self) -> State:
-        """The state of the hook; RuntimeError before the framework has wrapped the model."""
-        if self._state is None:
-            raise RuntimeError(
-                "state: the model is not wrapped in DDP yet: call prepare(model), train() or fit() first, "
-                "on more than one rank"
-            )
-        return self._state
-
-    # Accelerate keeps DDP's options in an object with the following two methods. This one replaces it.
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """Return DDP's options."""
-        return {} if self._ddp_options is None else dict(self._ddp_options.to_kwargs())
-
-    def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Compress the model that was just wrapped."""
-        self._state = self._compress(model)
 
 
 def attach(
     owner: Any,
     spec: str | Scheme | Policy = "int8",
-    feedback: bool | str = True,
+    feedback: bool | str | Feedback = True,
     *,
     residual: str = "fp32",
     algorithm: Algorithm = "direct",
@@ -191,13 +175,17 @@ def attach(
     budget: float | None = None,
     candidates: Sequence[str | Scheme] | None = None,
     check_every: int = 500,
-) -> Attached:
+    grad_scaler: Any = None,
+) -> Attached[State]:
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
+
+    The framework's checkpoints then contain the state of compression of every rank, and a resumed run continues with it
+    (docs/guides/frameworks.md). In a job with one process nothing is compressed; one log line and the report say so.
 
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
         spec: What to compress with, as for `compress`. Default "int8".
-        feedback: Error feedback: True, "ef21", "diana" or False. Default True.
+        feedback: Error feedback: True, "ef21", "diana", a `Feedback` of your own or False. Default True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce: a name or a Schedule. Default "direct".
         seed: The seed of stochastic rounding. Default 0.
@@ -209,6 +197,7 @@ def attach(
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` that residuals follow. Default None: that of ``owner``, if it has one.
 
     Returns:
         An object whose ``state`` is the `State`, once the framework has wrapped the model.
@@ -221,7 +210,7 @@ def attach(
 
         attached = dtcomm.ddp.attach(trainer, "int8")
         trainer.train()  # Lightning: trainer.fit(module)
-        print(attached.state.report())
+        attached.state.print_report()
     """
     options: dict[str, Any] = {
         "feedback": feedback,
@@ -237,50 +226,42 @@ def attach(
         "candidates": candidates,
         "check_every": check_every,
     }
-    # Wrong options raise their errors now, and not when the model is wrapped.
-    if spec == AUTO:  # its state needs a process group
+    if spec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
         AutoConfig(budget=budget, candidates=candidates, every=check_every)
-    else:
-        State(spec, **options)
+    State(spec, grad_scaler=grad_scaler, **options)
 
-    def compress_wrapped(model: DistributedDataParallel) -> State:
-        return compress(model, spec, **options)
+    def compress_wrapped(model: torch.nn.Module) -> State:
+        scaler = _find_grad_scaler(owner) if grad_scaler is None else grad_scaler
+        return compress(model, spec, grad_scaler=scaler, **options)
 
-    # The frameworks are not imported here: their objects are recognised by their attributes.
-    accelerator = getattr(owner, "accelerator", owner)
-    if hasattr(accelerator, "ddp_handler"):
-        return _attach_to_accelerator(accelerator, compress_wrapped)
-    if hasattr(getattr(owner, "strategy", None), "setup"):
-        return _attach_to_lightning(owner.strategy, compress_wrapped)
-    raise TypeError(
-        "owner: expected an accelerate.Accelerator, a transformers.Trainer or a lightning.Trainer, "
-        f"got {type(owner).__name__}"
+    def unused() -> State:
+        state = State(spec, grad_scaler=grad_scaler, **options)
+        state.set_unused()
+        return state
+
+    return attach_to(
+        owner,
+        Integration(
+            name="dtcomm.ddp",
+            wrapper="DDP",
+            accepts=lambda model: isinstance(model, DistributedDataParallel),
+            obstacle=_obstacle,
+            compress=compress_wrapped,
+            unused=unused,
+        ),
     )
 
 
-def _attach_to_accelerator(
-    accelerator: Any, compress: Callable[[DistributedDataParallel], State]
-) -> Attached:
-    ddp_options = accelerator.ddp_handler
-    hook = getattr(ddp_options, "comm_hook", "no")
-    if str(getattr(hook, "value", hook)) != "no":
-        raise ValueError(f"owner: its DDP options ask for the communication hook {hook} already")
-    attached = Attached(compress, ddp_options)
-    accelerator.ddp_handler = attached
-    return attached
+def _obstacle(model: torch.nn.Module) -> str:
+    """Return why a model that a framework has wrapped in something else cannot be compressed."""
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        return "the framework wrapped the model in FSDP, so nothing is compressed; use dtcomm.fsdp.attach"
+    return ""
 
 
-def _attach_to_lightning(strategy: Any, compress: Callable[[DistributedDataParallel], State]) -> Attached:
-    """Wrap the strategy's setup: Lightning silently ignores its own ``ddp_comm_hook`` if the model is not on a GPU."""
-    if getattr(strategy, "_ddp_comm_hook", None) is not None:
-        raise ValueError("owner: its strategy has a ddp_comm_hook already")
-    attached = Attached(compress)
-    original_setup = strategy.setup
-
-    def setup(trainer: Any) -> None:
-        original_setup(trainer)
-        if isinstance(strategy.model, DistributedDataParallel):
-            attached.register_comm_hook(strategy.model)
-
-    strategy.setup = setup
-    return attached
+def _find_grad_scaler(owner: Any) -> Any:
+    """Return the GradScaler of an Accelerator or of a Lightning or Hugging Face Trainer; None if it has none."""
+    accelerator = getattr(owner, "accelerator", owner)
+    precision = getattr(getattr(owner, "strategy", None), "precision_plugin", None)
+    scaler = getattr(precision, "scaler", None) or getattr(accelerator, "scaler", None)
+    return scaler if callable(getattr(scaler, "get_scale", None)) else None

@@ -81,10 +81,39 @@ class GuardObserver(ReducerObserver):
             for pending, sample in zip(bucket.pending, bucket.samples, strict=True):
                 if pending.residual is not None:
                     self._monitor.record_error(sample, pending.residual)
-        self._monitor.check_finite(bucket.buffer)
+        self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
         for stats in self._unread:
             if stats.mean is bucket.stats:
                 stats.on_host = AsyncHostCopy(stats.mean)
+
+
+class LossScaleObserver(ReducerObserver):
+    """Lets the residuals follow the loss scale of a ``torch.amp.GradScaler``.
+
+    When the scale changes, the residuals change by the same factor. When it decreases, the scaler has skipped the step
+    before, because gradients held NaN or Inf; the residuals are then set back to what they were before that step.
+    """
+
+    def __init__(self, scaler: Any, reducer: Reducer) -> None:
+        self._scaler, self._error_state = scaler, reducer.error_state
+        self._error_state.keeps_backups = True
+        self._fetched: AsyncHostCopy | None = None
+        self.scale: float | None = None  # of the residuals; None before the first step
+
+    def fetch(self) -> None:
+        """Start to copy the scale to the host, before a forward pass, so that the backward pass does not wait."""
+        scale = self._scaler._scale  # None until the scaler is first used
+        self._fetched = None if scale is None else AsyncHostCopy(scale)
+
+    def begin_pass(self, step: int, streams: Streams) -> None:
+        """Apply a change of the scale to the residuals."""
+        fetched, self._fetched = self._fetched, None
+        scale = float(self._scaler.get_scale() if fetched is None else fetched.get())
+        old = scale if self.scale is None else self.scale
+        self.scale = scale
+        self._error_state.begin_step(undo=scale < old)
+        if scale != old:
+            self._error_state.scale(scale / old)
 
 
 class BucketMarks(NamedTuple):

@@ -15,7 +15,8 @@ from dtcomm.collectives import Algorithm
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
-from dtcomm.compress.guard_monitor import ErrorSample, Monitor, l2_norm
+from dtcomm.compress.feedback import Feedback
+from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, Monitor, l2_norm
 from dtcomm.compress.report import total_seconds
 from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser
@@ -36,6 +37,7 @@ class InFlightBucket:
         pending: The lossy segments.
         samples: A sample of each of ``pending`` in steps in which errors are measured, else empty.
         stats: The guard's statistics that are averaged along with the bucket, or None.
+        measurement: What the guard measured of this rank's gradients, or None.
         key: Chooses the random numbers with which residuals are rounded.
         ready_ns: When DDP called the hook (``time.monotonic_ns``, like the other two).
         launched_ns: When the hook returned.
@@ -51,6 +53,7 @@ class InFlightBucket:
     pending: list[PendingGradient]
     samples: list[ErrorSample]
     stats: torch.Tensor | None
+    measurement: GradientMeasurement | None
     key: int
     ready_ns: int = 0
     launched_ns: int = 0
@@ -148,7 +151,7 @@ class Reducer:
         chooser: Chooser,
         monitor: Monitor,
         *,
-        feedback: bool | str,
+        feedback: bool | str | Feedback,
         residual: str,
         algorithm: Algorithm,
         seed: int,
@@ -244,11 +247,14 @@ class Reducer:
         layout = self.layouts.of(bucket, buffer, self.steps, self._ranks)
         for bucket_ready in self._callbacks["bucket_ready"]:
             bucket_ready(self.steps, bucket)
+        measurement = self._monitor.measure_gradient(layout, buffer)
         pending, samples, tensors, residuals = self._prepare(layout, buffer)
         stats = None
         if bucket.is_last() and not self._chooser.bypass:
             stats = self._monitor.stats_tensor(buffer.device)
-        in_flight = InFlightBucket(bucket.index(), layout, buffer, pending, samples, stats, self._key)
+        in_flight = InFlightBucket(
+            bucket.index(), layout, buffer, pending, samples, stats, measurement, self._key
+        )
         for bucket_prepared in self._callbacks["bucket_prepared"]:
             bucket_prepared(in_flight)
         in_flight.ready_s = time.perf_counter()

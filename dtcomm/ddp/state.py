@@ -5,6 +5,7 @@ It makes the `Reducer`, which does the work, and attaches the guard, the autotun
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,20 +17,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm
+from dtcomm.compress.autotune_model import BASELINE, AutoConfig
 from dtcomm.compress.autotune_model import NAME as AUTO
-from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.bucket_averager import NONE
-from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
+from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.checkpoint import (
+    VERSION,
+    has_options,
+    rank_and_size,
+    require_matching_sizes,
+    select_share,
+)
+from dtcomm.compress.dgc import DGC
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
+from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
-from dtcomm.compress.report import ParameterTotals, Report, describe_uncompressed, group_rows, total_seconds
+from dtcomm.compress.report import (
+    ParameterTotals,
+    Payoff,
+    Report,
+    Reporting,
+    describe_uncompressed,
+    group_rows,
+    total_seconds,
+)
 from dtcomm.compress.spec import Scheme
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
-from dtcomm.ddp.autotune.tuner import Tuner
+from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
 from dtcomm.ddp.observers import (
     GuardObserver,
+    LossScaleObserver,
     RecorderObserver,
     StepRecorder,
     TimelineObserver,
@@ -42,8 +62,10 @@ from dtcomm.profiling import Metric, Timeline
 
 DEFAULT_GUARD = Guard()
 
+_log = logging.getLogger("dtcomm")
 
-class State:
+
+class State(Reporting):
     """The state of the hook: the scheme of each parameter, the residuals, and what was counted.
 
     `dtcomm.ddp.compress` makes it and registers the hook; frameworks that register hooks themselves take
@@ -55,7 +77,8 @@ class State:
             `dtcomm.compress.policy.default_policy`; a `Policy` or its text; or "auto". Default "int8".
         group: The process group of the model; None is the default group.
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
-            "diana": send differences to a reference that all ranks share; False: none. Default True.
+            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
+            True.
         residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
             direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
@@ -77,6 +100,8 @@ class State:
         budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
         candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
         check_every: With "auto": the steps between two checks of the choice. Default 500.
+        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
+            skips leaves them as they were, which takes a second copy of them. Default None: call `rescale` yourself.
 
     Attributes:
         group: The process group.
@@ -91,7 +116,7 @@ class State:
         self,
         spec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
-        feedback: bool | str = True,
+        feedback: bool | str | Feedback = True,
         *,
         residual: str = "fp32",
         algorithm: Algorithm = "direct",
@@ -105,6 +130,7 @@ class State:
         budget: float | None = None,
         candidates: Sequence[str | Scheme] | None = None,
         check_every: int = 500,
+        grad_scaler: Any = None,
     ) -> None:
         for name, value, least in (
             ("seed", seed, None),
@@ -116,6 +142,8 @@ class State:
             require_int(name, value, least)
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: want a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
+            raise TypeError(f"grad_scaler: want a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
         named = None if parameters is None else list(parameters)
         excluded = exclusions(exclude, None if named is None else [name for name, _ in named])
         tuner = None
@@ -128,10 +156,11 @@ class State:
         self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
         self.group = group
         self.feedback = feedback
+        self._unused = ""
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
-        self._monitor = make_monitor(guard)
+        self._monitor = make_monitor(guard, group)
         self._reducer = Reducer(
             group,
             self._chooser,
@@ -144,10 +173,15 @@ class State:
             sample_every=sample_every,
             warmup=warmup,
         )
+        self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("ddp")
         if timeline:
             self.timeline.start(timeline)
         self._recorder = RecorderObserver()
+        self._loss_scale: LossScaleObserver | None = None
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            self._loss_scale = LossScaleObserver(grad_scaler, self._reducer)
+            self._reducer.attach(self._loss_scale)
         if guard is not None:
             self._reducer.attach(GuardObserver(self._monitor, self._reducer))
         if tuner is not None:
@@ -188,7 +222,8 @@ class State:
     def report(self) -> Report:
         """Return what was compressed, with what, and what it saved, up to the last backward pass.
 
-        ``print(state.report())`` prints tables; ``to_dict()`` and ``to_json()`` give the values.
+        ``state.print_report()`` prints tables on the group's first rank; ``to_dict()`` and ``to_json()`` give the
+        values.
         """
         events = {
             name: count_events([event for event in self.events if event.name == name])
@@ -203,10 +238,15 @@ class State:
         for layout in all_layouts:
             layout.add_to(totals)
         rows = group_rows(totals.items())
+        current = [layout for _, layout in sorted(layouts.current.items())]
+        rank, world_size = rank_and_size(self.group)
         return Report(
+            rank=rank,
+            world_size=world_size,
             policy=str(self._chooser),
-            feedback=self.feedback,
-            steps=self.steps,
+            feedback=self.feedback if isinstance(self.feedback, bool | str) else str(self.feedback),
+            steps=self.steps - self._earlier_steps,
+            earlier_steps=self._earlier_steps,
             messages=sum(layout.messages for layout in all_layouts),
             wire_bytes=sum(layout.wire_bytes for layout in all_layouts),
             plain_bytes=round(sum(layout.plain_bytes for layout in all_layouts)),
@@ -214,12 +254,33 @@ class State:
             residual_bytes=self._reducer.error_state.persistent_bytes(),
             memory=memory,
             events=count_events(self._monitor.events),
+            fidelity=self._monitor.fidelity,
             auto=tuple(map(str, self._chooser.decisions)),
             plans=tuple(self._chooser.rows),
             rows=rows,
-            uncompressed=describe_uncompressed(rows) if self._compresses else "",
-            buckets=tuple(layout.row(index, events) for index, layout in sorted(layouts.current.items())),
+            uncompressed=self._unused or (describe_uncompressed(rows) if self._compresses else ""),
+            by_message=tuple(
+                layout.row(f"bucket {index}", "gradients", events)
+                for index, layout in sorted(layouts.current.items())
+            ),
+            payoff=None if self._unused else self._payoff(current),
         )
+
+    def _payoff(self, layouts: list[BucketLayout]) -> Payoff | None:
+        """Return whether compression pays: as "auto" measured it, or by prediction."""
+        choice = self._chooser.decisions[-1] if self._chooser.decisions else None
+        if choice is not None and choice.limit and choice.action != MEASURE_AGAIN:
+            return Payoff(
+                compressed_ms=choice.value * 1e3,
+                uncompressed_ms=choice.limit * 1e3,
+                source="measured",
+                scope="a step from its first bucket to its last",
+                baseline=BASELINE,
+            )
+        if all(segment.lossless for layout in layouts for segment in layout.segments):
+            return None
+        summary = self.timeline.summary() if self.timeline.has_summary else None
+        return predict_payoff(layouts, self.group, "a step", summary)
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of the report, and of the timeline if one is kept.
@@ -240,7 +301,7 @@ class State:
         Raises:
             ValueError: No step was recorded; give ``timeline=100`` or call ``timeline.start()``.
         """
-        return self.timeline.trace(path, dist.get_rank(self.group))
+        return self.timeline.trace(path, rank_and_size(self.group)[0])
 
     def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
         """Record when buckets are ready and how long they take, for ``dtcomm plan --record``.
@@ -249,26 +310,35 @@ class State:
             path: The file, which rank 0 of the group writes once the step after the recorded ones has begun.
             steps: The number of steps.
         """
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        rank, ranks = rank_and_size(self.group)
         self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps."""
+        """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps.
+
+        With ``grad_scaler`` this happens by itself.
+        """
         self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals by parameter name, and the counters; every rank saves its own."""
+        """Return this rank's residuals by parameter name, and the counters; every rank saves its own.
+
+        In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
+        """
+        rank, world_size = rank_and_size(self.group)
         return {
             "version": VERSION,
             "steps": self.steps,
             "seed": self.seed,
-            "rank": dist.get_rank(self.group),
-            "world_size": dist.get_world_size(self.group),
+            "rank": rank,
+            "world_size": world_size,
+            "unused": self._unused,
             "options": self._options,
             **self._reducer.error_state.state_dict(),
             "factors": self._reducer.averager.factors.state_dict(),
             "watch": self._monitor.state_dict(),
             "auto": self._chooser.state_dict(),
+            "loss_scale": None if self._loss_scale is None else self._loss_scale.scale,
         }
 
     def load_state_dict(
@@ -293,8 +363,9 @@ class State:
             ValueError: A single state comes from another number of ranks, the parameters are not this model's, or it
                 was saved with other options.
         """
-        rank = dist.get_rank(self.group) if rank is None else rank
-        world_size = dist.get_world_size(self.group) if world_size is None else world_size
+        own_rank, own_size = rank_and_size(self.group)
+        rank = own_rank if rank is None else rank
+        world_size = own_size if world_size is None else world_size
         first, residuals = select_share(state, rank, world_size)
         reducer = self._reducer
         sizes = reducer.layouts.sizes()
@@ -304,13 +375,18 @@ class State:
         reducer.error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         reducer.averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
+        if self._loss_scale is not None:
+            self._loss_scale.scale = first.get("loss_scale")
         # With another number of ranks the link is another one, and "auto" measures again.
         same_job = same_options and first["world_size"] == world_size
         self._chooser.load_state_dict(first["auto"] if same_job else {})
+        self._earlier_steps = first["steps"] - (reducer.steps - self._earlier_steps)
         reducer.steps, reducer.averager.seed = first["steps"], first["seed"]
 
     def register(self, model: DistributedDataParallel, hook: Any) -> None:
         """Register ``hook`` with this state at a DDP model, and let the model's next forward raise `error`."""
+        if dist.get_world_size(model.process_group) == 1:
+            self.set_unused(has_hook=True)
         self._reducer.finish_before_ddp = model.find_unused_parameters
         self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
         model.register_comm_hook(self, hook)
@@ -319,9 +395,22 @@ class State:
         def raise_error(module: torch.nn.Module, args: Any) -> None:
             if self.error is not None:
                 raise self.error
+            if self._loss_scale is not None:
+                self._loss_scale.fetch()
 
         model.register_forward_pre_hook(raise_error)
         self.timeline.attach(model)
+
+    def set_unused(self, *, has_hook: bool = False) -> None:
+        """Say in the log, the report and the state that this state compresses nothing: the job has one process.
+
+        Args:
+            has_hook: Whether the hook is registered nevertheless.
+        """
+        self._unused = "nothing is compressed: the job has one process"
+        if not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes):
+            self._unused += ", and the momentum of 'dgc' does not act; give it to the optimizer"
+        _log.warning("dtcomm.ddp: %s", self._unused)
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket in place; the future holds its buffer once that is done. The hook calls it."""

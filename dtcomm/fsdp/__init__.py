@@ -28,11 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives._dispatch import require_algorithm
+from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.guard import Guard
+from dtcomm.compress.report import Report, Traffic
+from dtcomm.frameworks import Attached, Integration
+from dtcomm.frameworks import attach as attach_to
 from dtcomm.fsdp.collectives import (
     BackwardOverlap,
     CompressedAllGather,
@@ -42,22 +47,22 @@ from dtcomm.fsdp.collectives import (
 )
 from dtcomm.fsdp.flat_layout import ConcatenatedLayout, concatenated_layout, layout_of
 from dtcomm.fsdp.guard import ROOT
-from dtcomm.fsdp.report import Report, Traffic
 from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
 from dtcomm.fsdp.spec import (
     FEEDBACKS,
     PARAMETER_PREFIXES,
     PRESETS,
+    CompressionSpec,
     find_preset,
     parse_spec,
     require_accurate,
+    residual_size,
     with_feedback,
 )
 from dtcomm.fsdp.state import State
 from dtcomm.fsdp.units import excluded_units, find_units, parameter_groups
-from dtcomm.profiling.tables import format_bytes
 
-__all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "compress"]
+__all__ = ["PRESETS", "Attached", "Report", "ShardedOptimizer", "State", "Traffic", "attach", "compress"]
 
 DEFAULT_GRADIENTS, DEFAULT_PARAMETERS = "int8", "none"
 _DEFAULT_GUARD = Guard()
@@ -81,8 +86,11 @@ def compress(
 ) -> State:
     """Compress the collectives of every FSDP module in ``model``.
 
+    In a job with one process nothing is communicated, so nothing is compressed. One log line and the report say so.
+
     Args:
-        model: A model to which `fully_shard` was applied, or an FSDP1 root module.
+        model: A model to which `fully_shard` was applied, or an FSDP1 root module; in a job with one process also one
+            that is not sharded.
         gradients: Spec of the gradients' reduce-scatter: a codec, or two (``"int8/int4"`` is int8 inside hosts and int4
             between hosts), optionally prefixed by ``ef:`` or ``loco:`` for error feedback (see `dtcomm.fsdp.spec`).
             Default: the preset's, or ``"int8"``.
@@ -134,22 +142,18 @@ def compress(
             loss = model(batch)
             loss.backward()
             optimizer.step()
-        print(state.report())
+        state.print_report()
     """
-    if not isinstance(allow_inaccurate, bool):
-        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+    _require_bool(allow_inaccurate)
+    parsed_gradients, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, preset, feedback)
+    if rank_and_size()[1] == 1 and isinstance(model, torch.nn.Module) and not _is_sharded(model):
+        state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+        state.set_unused()
+        return state
     units = find_units(model)
-    defaults = None if preset is None else find_preset(preset)
-    if gradients is None:
-        gradients = defaults.gradients if defaults else DEFAULT_GRADIENTS
-    if parameters is None:
-        parameters = defaults.parameters if defaults else DEFAULT_PARAMETERS
-    parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
-    gradient_spec = with_feedback(parsed_gradients, feedback)
-    parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
-    residual_size = _residual_size(sum(unit.trainable_numel for unit in units), residual)
+    memory = residual_size(sum(unit.trainable_numel for unit in units), residual)
     if not allow_inaccurate:
-        require_accurate(gradient_spec, parameter_spec, residual_size)
+        require_accurate(gradient_spec, parameter_spec, memory)
     state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
     for name, pattern in excluded_units(exclude, units).items():
         state.exclude(name, pattern)
@@ -160,18 +164,137 @@ def compress(
         _attach_to_fsdp2(state, model, replicas)
     state.timeline.attach(model)
     _observe_forward(model, state)
-    if feedback == "auto" and gradient_spec != parsed_gradients:
-        state.log(
-            f"gradients={str(parsed_gradients)!r} needs error feedback, which is on (feedback='auto') and keeps "
-            f"{residual_size} on every rank; feedback=True is the same without this line"
-        )
+    if feedback == "auto":
+        state.log_feedback(parsed_gradients, memory)
+    if rank_and_size()[1] == 1:
+        state.set_unused()
     return state
 
 
-def _residual_size(numel: int, residual: str) -> str:
-    """Return the memory of error feedback on each rank, as text."""
-    size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(residual, 4.0))
-    return f"{size} of residuals" + (" (a quarter with residual='int8')" if residual == "fp32" else "")
+def attach(
+    owner: Any,
+    gradients: str | Codec | None = None,
+    parameters: str | Codec | None = None,
+    *,
+    preset: str | None = None,
+    feedback: bool | str = "auto",
+    residual: str = "fp32",
+    exclude: str | Sequence[str] = (),
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
+    guard: Guard | None = _DEFAULT_GUARD,
+    sample_every: int = 50,
+    seed: int = 0,
+    allow_inaccurate: bool = False,
+    algorithm: str = "auto",
+) -> Attached[State]:
+    """Compress the collectives of a model that a framework shards, once it has done so.
+
+    The framework's checkpoints then contain the state of compression of every rank, and a resumed run continues with it
+    (docs/guides/frameworks.md). In a job with one process nothing is compressed; one log line and the report say so.
+
+    Args:
+        owner: A Hugging Face ``Accelerator`` or ``Trainer`` that uses FSDP, or a Lightning ``Trainer`` with
+            ``ModelParallelStrategy``.
+        gradients: Spec of the gradients' reduce-scatter, as for `compress`. Default: the preset's, or ``"int8"``.
+        parameters: Spec of the parameters' all-gather. Default: the preset's, or ``"none"``.
+        preset: ``"zero++"``, ``"loco"`` or ``"sdp4bit"``. Default: none.
+        feedback: Error feedback: True, False or ``"auto"``. Default: ``"auto"``.
+        residual: How residuals are kept between steps: ``"fp32"``, ``"bf16"`` or ``"int8"``. Default: ``"fp32"``.
+        exclude: Shell patterns of what travels uncompressed. Default: nothing.
+        replicas: Mesh dimension or process group of the replicas of a model that is sharded over one dimension only.
+            Default: no replicas.
+        guard: Limits beyond which compression counts as harmful; None: no guard. Default: ``Guard()``.
+        sample_every: Steps from one measurement of encoding errors to the next; 0: never. Default: 50.
+        seed: Seed of stochastic rounding. Default: 0.
+        allow_inaccurate: Accept codecs that destroy what they are applied to. Default: False.
+        algorithm: Name of the algorithm of the compressed collectives. Default: ``"auto"``.
+
+    Returns:
+        An object whose ``state`` is the `State`, once the framework has sharded the model.
+
+    Raises:
+        TypeError: ``owner`` is none of these.
+        ValueError: A spec, preset or option is wrong, or a codec is too inaccurate.
+
+    Example::
+
+        attached = dtcomm.fsdp.attach(trainer, gradients="int8", parameters="fp8_e4m3")
+        trainer.train()  # Lightning: trainer.fit(module)
+        print(attached.state.report())
+    """
+    options: dict[str, Any] = {
+        "gradients": gradients,
+        "parameters": parameters,
+        "preset": preset,
+        "feedback": feedback,
+        "residual": residual,
+        "exclude": exclude,
+        "replicas": replicas,
+        "guard": guard,
+        "sample_every": sample_every,
+        "seed": seed,
+        "allow_inaccurate": allow_inaccurate,
+        "algorithm": algorithm,
+    }
+    # Wrong options raise their errors now, and not when the model is sharded.
+    _require_bool(allow_inaccurate)
+    _, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, preset, feedback)
+    if not allow_inaccurate:
+        require_accurate(gradient_spec, parameter_spec, "residuals of the size of the model")
+    State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+
+    def unused() -> State:
+        state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+        state.set_unused()
+        return state
+
+    return attach_to(
+        owner,
+        Integration(
+            name="dtcomm.fsdp",
+            wrapper="FSDP",
+            accepts=_is_sharded,
+            obstacle=_obstacle,
+            compress=lambda model: compress(model, **options),
+            unused=unused,
+        ),
+    )
+
+
+def _require_bool(allow_inaccurate: bool) -> None:
+    if not isinstance(allow_inaccurate, bool):
+        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+
+
+def _obstacle(model: torch.nn.Module) -> str:
+    """Return why a model that a framework has wrapped in something else cannot be compressed."""
+    if isinstance(model, DistributedDataParallel):
+        return (
+            "the framework wrapped the model in DDP, not in FSDP, so nothing is compressed; use dtcomm.ddp.attach "
+            "(Accelerate and Trainer ignore their FSDP options on CPUs)"
+        )
+    return ""
+
+
+def _parse_specs(
+    gradients: str | Codec | None, parameters: str | Codec | None, preset: str | None, feedback: bool | str
+) -> tuple[CompressionSpec, CompressionSpec, CompressionSpec]:
+    """Return the gradients' spec as it was given, the same with its feedback, and the parameters' spec."""
+    defaults = None if preset is None else find_preset(preset)
+    if gradients is None:
+        gradients = defaults.gradients if defaults else DEFAULT_GRADIENTS
+    if parameters is None:
+        parameters = defaults.parameters if defaults else DEFAULT_PARAMETERS
+    parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
+    return (
+        parsed_gradients,
+        with_feedback(parsed_gradients, feedback),
+        parse_spec(parameters, PARAMETER_PREFIXES, "parameters"),
+    )
 
 
 def _observe_forward(model: torch.nn.Module, state: State) -> None:

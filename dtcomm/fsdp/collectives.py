@@ -21,9 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.guard_monitor import ErrorSample
+from dtcomm.compress.report import Traffic
 from dtcomm.device.streams import record_streams
 from dtcomm.fsdp.guard import parameters_name
-from dtcomm.fsdp.report import Traffic
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
 from dtcomm.profiling import MessageRecord, Timeline
@@ -65,7 +65,8 @@ class GradientReduction:
         self.traffic = state.traffic(module, kind, spec)
         if guarded:
             spec = state.guard.current_spec(module, spec)
-        codec_spec = codec_spec_for(spec, gradient, self.traffic, gradient.numel() // state.num_shards)
+        shard_numel = gradient.numel() // state.num_shards
+        codec_spec = codec_spec_for(spec, gradient.dtype, self.traffic, shard_numel, state.num_shards)
         state.note_choice(module, self.traffic)
         lossy = not self.traffic.reason and not spec.lossless(gradient.dtype)
         self._stored_residual = state.take_residual(self._key, gradient) if lossy else None
@@ -152,7 +153,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
         if spec.prefix == "delta":
             return self._gather_differences(output_tensor, input_tensor, group, traffic, plain_bytes)
         spec = self.state.guard.current_spec(parameters_name(self.module), spec)
-        codec_spec = codec_spec_for(spec, input_tensor, traffic)
+        codec_spec = codec_spec_for(spec, input_tensor.dtype, traffic, input_tensor.numel(), group.size())
         self.state.note_choice(self.module, traffic)
         seed = self.state.next_seed()
         # FSDP's input is a part of its output, which the gather overwrites with decoded values.
@@ -218,7 +219,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
             traffic.save(plain_bytes)
             return TorchWork(COMPLETED, ())
         spec = self.state.guard.current_spec(parameters_name(self.module), self.state.parameters)
-        codec_spec = codec_spec_for(spec, shard, traffic)
+        codec_spec = codec_spec_for(spec, shard.dtype, traffic, shard.numel(), group.size())
         self.state.note_choice(self.module, traffic)
         shard_of_reference = reference.view(group.size(), -1)[group.rank()]
         differences = self.state.buffers.take(output.shape, output.dtype, output.device)

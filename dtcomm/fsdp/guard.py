@@ -28,6 +28,11 @@ def parameters_name(module: str) -> str:
     return f"{module or ROOT}, parameters"
 
 
+def _sends_most_elements(scheme: Codec) -> bool:
+    """Return whether one encoding sends (nearly) the values of all elements."""
+    return not hasattr(scheme, "ratio") and scheme.name != "sign"
+
+
 class ShardGuard:
     """Samples encoding errors and holds the guard's decisions.
 
@@ -83,6 +88,7 @@ class ShardGuard:
             CompressionHarmful: The guard's action is to stop.
         """
         monitor = self._monitor
+        monitor.group = group
         if self._pending_stats is not None:
             pending, self._pending_stats = self._pending_stats, None
             monitor.evaluate(self.steps, pending.get())
@@ -120,8 +126,11 @@ class ShardGuard:
         """Return a sample of a gradient that is about to be encoded."""
         norm = l2_norm(gradient)
         self._device = gradient.device
-        self._monitor.register_sample(module or ROOT, spec.inside, feedback=bool(spec.prefix))
-        self._monitor.report_nonfinite(~torch.isfinite(norm))
+        # A codec may send a part of the elements only where feedback sends the others later.
+        held_to_error = not spec.prefix or _sends_most_elements(spec.inside)
+        self._monitor.register_sample(module or ROOT, spec.inside, held_to_error)
+        nonfinite = ~torch.isfinite(norm)
+        self._monitor.report_nonfinite(nonfinite, nonfinite)
         return ErrorSample.take(module or ROOT, spec.inside, norm, gradient, residual)
 
     def take_parameter_sample(
@@ -137,7 +146,8 @@ class ShardGuard:
         self._sampled_parameters.add(module)
         self._device = shard.device
         name = parameters_name(module)
-        self._monitor.register_sample(name, spec.inside, feedback=spec.prefix == "delta")
+        held_to_error = spec.prefix != "delta" or _sends_most_elements(spec.inside)
+        self._monitor.register_sample(name, spec.inside, held_to_error)
         return ErrorSample.take(name, spec.inside, l2_norm(shard), sent, None, is_gradient=False)
 
     def record_parameter_error(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:

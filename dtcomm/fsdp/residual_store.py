@@ -5,6 +5,7 @@ Prefix ``ef:`` uses `FullResidual`, ``loco:`` uses `LoCoResidual`; both follow t
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,11 +14,12 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.residuals import Residuals
 from dtcomm.device.streams import match_device
+from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
 
 LOCO_BETA = 0.8
 LOCO_RESET_CALLS = 1024
-LOCO_CODEC = codec("int8:block=256")
+LOCO_CODEC = codec("int8:block=256,round=stochastic")
 
 
 class ResidualStore(Protocol):
@@ -96,11 +98,15 @@ class LoCoResidual:
 
     ``residual = beta * residual + (1 - beta) * error``. Every ``reset_calls`` calls of a module the residual becomes
     zero, so that the rounding errors of its 8 bits do not accumulate. It takes about one byte per element.
+
+    The 8 bits are rounded stochastically: to the nearest value, an average would never take in errors that are small
+    beside the largest one of their block.
     """
 
     def __init__(self, beta: float = LOCO_BETA, reset_calls: int = LOCO_RESET_CALLS) -> None:
         self.beta, self.reset_calls = beta, reset_calls
         self._payloads: dict[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}  # from a checkpoint, in fp32 until the next `put`
         self._calls: dict[str, int] = {}
         self._pending_factors: dict[str, float] = {}  # of `scale`, applied when a residual is next decoded
         self._numels: dict[str, int] = {}
@@ -114,7 +120,7 @@ class LoCoResidual:
         """Update the average with the encoding's error, which is in ``residual``."""
         calls = self._calls[module] = self._calls.get(module, 0) + 1
         if calls % self.reset_calls == 0:
-            self._payloads.pop(module, None)
+            self.reset(module)
         else:
             old = self._decode(module, self._take_buffer(residual.numel(), residual.device))
             # A block with a non-finite gradient leaves its residual unchanged, so old and new are equal there.
@@ -122,7 +128,9 @@ class LoCoResidual:
             self._numels[module] = residual.numel()
             payload = self._payloads.get(module)
             reusable = payload is not None and payload.device == residual.device
-            self._payloads[module] = encode(LOCO_CODEC, average, out=payload if reusable else None)
+            key = counter_rng.absorb(key, zlib.crc32(module.encode()))
+            self._payloads[module] = encode(LOCO_CODEC, average, key, out=payload if reusable else None)
+            self._loaded.pop(module, None)
             self._pending_factors.pop(module, None)
             self._free_buffers.append(old)
         self._free_buffers.append(residual)
@@ -136,31 +144,35 @@ class LoCoResidual:
         return torch.empty(numel, device=device)
 
     def _decode(self, module: str, out: torch.Tensor) -> torch.Tensor:
-        numel, payload = out.numel(), self._payloads.get(module)
-        if payload is None:
+        if module not in self._payloads and module not in self._loaded:
             return out.zero_()
-        if payload.numel() != LOCO_CODEC.wire_bytes(numel):
+        if self._numels[module] != out.numel():
             raise ValueError(
-                f"the residual of {module!r} has {payload.numel()} bytes, expected "
-                f"{LOCO_CODEC.wire_bytes(numel)} for its gradient of {numel} elements: was the state saved from "
-                "another model?"
+                f"the residual of {module!r} has {self._numels[module]} elements, its gradient {out.numel()}: was the "
+                "state saved from another model?"
             )
-        decode(LOCO_CODEC, match_device(payload, out), numel, out=out)
+        if module in self._loaded:
+            out.copy_(self._loaded[module])
+        else:
+            decode(LOCO_CODEC, match_device(self._payloads[module], out), out.numel(), out=out)
         factor = self._pending_factors.get(module)
         return out if factor is None else out.mul_(factor)
 
     def scale(self, factor: float) -> None:
         """Multiply all residuals by ``factor``, when they are next used."""
-        for module in self._payloads:
+        for module in (*self._payloads, *self._loaded):
             self._pending_factors[module] = self._pending_factors.get(module, 1.0) * factor
 
     def reset(self, module: str) -> None:
         """Set the residual of a module to zero."""
         self._payloads.pop(module, None)
+        self._loaded.pop(module, None)
+        self._pending_factors.pop(module, None)
 
     def nbytes(self) -> int:
         """Return the memory in use."""
-        return sum(payload.numel() for payload in self._payloads.values())
+        loaded = sum(4 * residual.numel() for residual in self._loaded.values())
+        return loaded + sum(payload.numel() for payload in self._payloads.values())
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -169,10 +181,13 @@ class LoCoResidual:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies of all residuals, in fp32 on the CPU."""
-        return {name: self._decode(name, torch.empty(self._numels[name])) for name in self._payloads}
+        return {
+            name: self._decode(name, torch.empty(self._numels[name]))
+            for name in (*self._payloads, *self._loaded)
+        }
 
     def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Restore what `state_dict` and `counts` returned; encoding the decoded values gives the same bytes."""
-        self._calls, self._pending_factors = dict(counts), {}
+        """Restore what `state_dict` and `counts` returned, exactly: rounded a second time they might differ."""
+        self._calls, self._pending_factors, self._payloads = dict(counts), {}, {}
         self._numels = {name: residual.numel() for name, residual in residuals.items()}
-        self._payloads = {name: encode(LOCO_CODEC, residual) for name, residual in residuals.items()}
+        self._loaded = {name: residual.clone() for name, residual in residuals.items()}

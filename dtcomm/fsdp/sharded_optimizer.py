@@ -14,20 +14,32 @@ fp32 master copy of this rank's shards, which no codec has touched.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dtcomm.arguments import require_int, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
 from dtcomm.compress.guard import Event, Guard
+from dtcomm.compress.policy import exclusions
+from dtcomm.compress.report import Report, Reporting
 from dtcomm.fsdp.collectives import GradientReduction
 from dtcomm.fsdp.flat_layout import concatenated_layout
-from dtcomm.fsdp.report import Report
-from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
+from dtcomm.fsdp.guard import parameters_name
+from dtcomm.fsdp.spec import (
+    FEEDBACKS,
+    PARAMETER_PREFIXES,
+    parse_spec,
+    require_accurate,
+    residual_size,
+    with_feedback,
+)
 from dtcomm.fsdp.state import State, codec_spec_for
 
 MIB = 2**20
@@ -114,19 +126,23 @@ class _PendingReduction(NamedTuple):
     plain_bytes: int
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Reporting):
     """An optimizer that updates one shard of every parameter per rank and communicates compressed.
 
     Gradients are averaged over the ranks. ``param_groups`` and ``state`` are those of the shards; `clip_grad_norm_`
     clips by the norm over all shards.
 
     Args:
-        parameters: Named parameters, as ``model.named_parameters()`` gives them, or groups of them: dicts with
+        params: Named parameters, as ``model.named_parameters()`` gives them, or groups of them: dicts with
             ``"params"`` (named parameters) and options of the optimizer.
         optimizer: An optimizer class of torch.optim that works element by element (SGD, Adam, AdamW, RMSprop).
         gradients: Spec of the gradients' reduce-scatter, as `dtcomm.fsdp.compress` takes it. Default: ``"none"``.
-        parameters_codec: Spec of the parameters' all-gather, as `dtcomm.fsdp.compress` takes it; ``delta:`` needs no
-            memory here, because the model itself is the reference. Default: ``"none"``.
+        parameters: Spec of the parameters' all-gather, as `dtcomm.fsdp.compress` takes it; ``delta:`` needs no memory
+            here, because the model itself is the reference. Default: ``"none"``.
+        feedback: Error feedback of gradients, as `dtcomm.fsdp.compress` takes it: True, False, or ``"auto"``, which is
+            True for codecs that do not converge without it. Default: ``"auto"``.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, in
+            buckets of their own. Default: nothing.
         stage: ZeRO stage: 1 keeps whole gradients in ``parameter.grad``, 2 frees them bucket by bucket. Default: 2.
         bucket_bytes: Size of a bucket in bytes. Default: 25 MiB.
         group: Process group. Default: all ranks.
@@ -134,16 +150,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         residual: How ``ef:`` stores residuals: ``"fp32"``, ``"bf16"`` or ``"int8"``. Default: ``"fp32"``.
         guard: As `dtcomm.fsdp.compress` takes it, applied to each bucket. Default: ``Guard()``.
         sample_every: As `dtcomm.fsdp.compress` takes it; `step` ends a step. Default: 50.
+        allow_inaccurate: Accept codecs that destroy what they are applied to, as `dtcomm.fsdp.compress` does. Default:
+            False.
         **options: Options of the optimizer, such as ``lr``.
 
     Raises:
-        TypeError: The parameters have no names.
-        ValueError: Another argument is wrong; the message names it.
+        TypeError: The parameters have no names, an argument has a wrong type, or an option is neither an argument of
+            this class nor of the optimizer.
+        ValueError: Another argument is wrong, or a codec is too inaccurate; the message names it.
 
     Example::
 
         optimizer = dtcomm.fsdp.ShardedOptimizer(
-            model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8", parameters_codec="delta:int4"
+            model.named_parameters(), torch.optim.AdamW, lr=1e-3, gradients="int8", parameters="delta:int4"
         )
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
@@ -153,11 +172,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        parameters: NamedParameters | Sequence[dict[str, Any]],
+        params: NamedParameters | Sequence[dict[str, Any]],
         optimizer: Callable[..., torch.optim.Optimizer],
         *,
         gradients: str | Codec = "none",
-        parameters_codec: str | Codec = "none",
+        parameters: str | Codec = "none",
+        feedback: bool | str = "auto",
+        exclude: str | Sequence[str] = (),
         stage: int = 2,
         bucket_bytes: int = 25 * MIB,
         group: dist.ProcessGroup | None = None,
@@ -165,28 +186,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
         residual: str = "fp32",
         guard: Guard | None = _DEFAULT_GUARD,
         sample_every: int = 50,
+        allow_inaccurate: bool = False,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
             raise ValueError(f"stage: expected 1 or 2, got {stage!r}; stage 3 is FSDP (dtcomm.fsdp.compress)")
-        if bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes: expected a positive number, got {bucket_bytes!r}")
+        require_int("bucket_bytes", bucket_bytes, 1)
+        if not isinstance(allow_inaccurate, bool):
+            raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+        _require_options(optimizer, options)
         self.stage, self.group = stage, group
-        self._compression = State(
-            parse_spec(gradients, FEEDBACKS, "gradients"),
-            parse_spec(parameters_codec, PARAMETER_PREFIXES, "parameters_codec"),
-            seed,
-            residual,
-            guard,
-            sample_every,
-        )
+        groups = _named_groups(params)
+        trainable = {
+            name: parameter.numel()
+            for members in groups
+            for name, parameter in members["params"]
+            if parameter.requires_grad
+        }
+        parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
+        gradient_spec = with_feedback(parsed_gradients, feedback)
+        parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
+        memory = residual_size(sum(trainable.values()), residual)
+        if not allow_inaccurate:
+            require_accurate(gradient_spec, parameter_spec, memory)
+        self._exclusions = exclusions(exclude, list(trainable)).rules
+        self._compression = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+        self._compression.integration, self._compression.steps_ahead = "ShardedOptimizer", 1
         self._compression.group = group
         self._compression.begin_step()
         self._compression.num_shards = dist.get_world_size(group)
         self._compression.shard_index = dist.get_rank(group)
+        if feedback == "auto":
+            self._compression.log_feedback(parsed_gradients, memory)
         self._buckets: list[OptimizerBucket] = []
         shard_groups = []
-        for number, parameter_group in enumerate(_named_groups(parameters)):
+        for number, parameter_group in enumerate(groups):
             buckets = self._make_buckets(parameter_group["params"], number, bucket_bytes)
             self._buckets += buckets
             shard_groups.append({**parameter_group, "params": [bucket.master_shard for bucket in buckets]})
@@ -206,27 +240,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_buckets(
         self, parameters: Sequence[tuple[str, torch.nn.Parameter]], number: int, bucket_bytes: int
     ) -> list[OptimizerBucket]:
-        """Make buckets of one dtype each, from the last parameter to the first: gradients arrive in that order."""
-        buckets: list[OptimizerBucket] = []
-        unfinished: dict[torch.dtype, list[tuple[str, torch.nn.Parameter]]] = {}
+        """Make buckets from the last parameter to the first: gradients arrive in that order.
 
-        def finish(dtype: torch.dtype) -> None:
+        The parameters of a bucket have one dtype, and are excluded from compression by the same pattern or by none.
+        """
+        buckets: list[OptimizerBucket] = []
+        unfinished: dict[tuple[torch.dtype, str], list[tuple[str, torch.nn.Parameter]]] = {}
+
+        def finish(key: tuple[torch.dtype, str]) -> None:
             name = f"group {number}, bucket {len(buckets)}"
             compression = self._compression
             buckets.append(
-                OptimizerBucket(name, unfinished.pop(dtype), compression.num_shards, compression.shard_index)
+                OptimizerBucket(name, unfinished.pop(key), compression.num_shards, compression.shard_index)
             )
+            if pattern := key[1]:
+                compression.exclude(name, pattern)
 
         for name, parameter in reversed(parameters):
             if not parameter.requires_grad:
                 continue
-            members = unfinished.setdefault(parameter.dtype, [])
+            key = (parameter.dtype, self._excluding_pattern(name))
+            members = unfinished.setdefault(key, [])
             members.append((name, parameter))
             if sum(member.nbytes for _, member in members) >= bucket_bytes:
-                finish(parameter.dtype)
-        for dtype in list(unfinished):
-            finish(dtype)
+                finish(key)
+        for key in list(unfinished):
+            finish(key)
         return buckets
+
+    def _excluding_pattern(self, name: str) -> str:
+        """Return the pattern of ``exclude`` that matches a parameter, or empty."""
+        patterns = (str(rule.name) for rule in self._exclusions if fnmatchcase(name, str(rule.name)))
+        return next(patterns, "").removesuffix(".*")
 
     # --- backward ---------------------------------------------------------------------------------------------
 
@@ -336,18 +381,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _start_gather(self, bucket: OptimizerBucket) -> Callable[[], None]:
         """Start the all-gather of a bucket's parameters; the returned function finishes it."""
         compression = self._compression
-        traffic = compression.traffic(bucket.name, "parameters", compression.parameters)
-        spec = compression.guard.current_spec(bucket.name, compression.parameters)
-        codec_spec = codec_spec_for(spec, bucket.flat, traffic)
-        sends_differences = compression.parameters.prefix == "delta" and not traffic.reason
+        requested = compression.spec(bucket.name, compression.parameters)
+        traffic = compression.traffic(bucket.name, "parameters", requested)
+        spec = compression.guard.current_spec(parameters_name(bucket.name), requested)
+        shards = compression.num_shards
+        codec_spec = codec_spec_for(spec, bucket.dtype, traffic, bucket.flat.numel() // shards, shards)
+        compression.note_choice(bucket.name, traffic)
+        values = bucket.master_shard.detach().to(bucket.dtype)
+        sends_differences = requested.prefix == "delta" and not traffic.reason
         if sends_differences:
             # All ranks have the same parameters, those that the model computes with.
             difference = bucket.master_shard.detach() - bucket.shard_of(bucket.flat).float()
             shard = difference.to(bucket.dtype)
             output = torch.empty_like(bucket.flat)
         else:
-            shard = bucket.master_shard.detach().to(bucket.dtype)
+            shard = values
             output = bucket.flat
+        sample = None
+        if not traffic.reason and not spec.lossless(bucket.dtype):
+            sample = compression.guard.take_parameter_sample(bucket.name, spec, values, shard)
         work = all_gather(
             output, shard, codec=codec_spec, group=self.group, seed=compression.next_seed(), async_op=True
         )
@@ -356,6 +408,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         def finish() -> None:
             work.wait()
             traffic.add(work, plain_bytes)
+            if sample is not None:
+                lost = shard.float() - bucket.shard_of(output).float()
+                traffic.relative_error = compression.guard.record_parameter_error(sample, lost)
             if sends_differences:
                 bucket.flat.add_(output)
 
@@ -372,7 +427,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- state ------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what was sent, by bucket, and what the guard did."""
+        """Return what was sent, by codec and by bucket, what that lost, what the guard did, and whether it paid."""
         return self._compression.report()
 
     @property
@@ -430,17 +485,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         }
 
 
-def _named_groups(parameters: NamedParameters | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _require_options(optimizer: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    """Check that the optimizer accepts its options; TypeError names the argument that was meant."""
+    theirs = inspect.signature(optimizer).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in theirs.values()):
+        return
+    ours = inspect.signature(ShardedOptimizer.__init__).parameters
+    names = [name for name in [*ours, *theirs] if name not in ("self", "params", "options")]
+    for name in options:
+        if name not in theirs:
+            optimizer_name = getattr(optimizer, "__name__", type(optimizer).__name__)
+            raise TypeError(
+                f"{name}: neither an argument of ShardedOptimizer nor an option of {optimizer_name}"
+                f"{suggest(name, names)}; valid: {', '.join(dict.fromkeys(names))}"
+            )
+
+
+def _named_groups(params: NamedParameters | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups whose "params" are lists of (name, parameter); TypeError if there are no names."""
-    entries: list[Any] = list(parameters)
+    entries: list[Any] = list(params)
     if not entries:
-        raise ValueError("parameters: got none")
+        raise ValueError("params: got none")
     groups = entries if isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
         named = list(group["params"])
         if any(not isinstance(entry, tuple) for entry in named):
             raise TypeError(
-                "parameters: expected named parameters (model.named_parameters()); states are saved by name"
+                "params: expected named parameters (model.named_parameters()); states are saved by name"
             )
         group["params"] = named
     return groups

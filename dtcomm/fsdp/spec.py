@@ -22,6 +22,7 @@ from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.spec import COMPRESSORS, MAX_ERROR, LevelCodecs, gaussian_error, needs_feedback
+from dtcomm.profiling.tables import format_bytes
 
 #: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")
@@ -193,6 +194,17 @@ def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> Compressi
     if feedback == "auto":
         feedback = any(map(needs_feedback, gradients.codecs()))
     return replace(gradients, prefix="ef") if feedback else gradients
+
+
+def residual_size(numel: int, residual: str) -> str:
+    """Return the memory of error feedback on each rank, as text.
+
+    Args:
+        numel: Elements of the gradients of the whole model.
+        residual: How residuals are stored.
+    """
+    size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(residual, 4.0))
+    return f"{size} of residuals" + (" (a quarter with residual='int8')" if residual == "fp32" else "")
 
 
 def require_accurate(gradients: CompressionSpec, parameters: CompressionSpec, residual_bytes: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +14,23 @@ import torch.distributed as dist
 from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
 from dtcomm.collectives import empty
-from dtcomm.compress.checkpoint import VERSION, has_options, select_share
+from dtcomm.collectives.group_ops import expected_call
+from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.report import (
+    Payoff,
+    Report,
+    Reporting,
+    Traffic,
+    describe_uncompressed,
+    group_traffic,
+    message_rows,
+    total_seconds,
+)
 from dtcomm.compress.residuals import FORMS
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.fsdp.flat_layout import FlatLayout
-from dtcomm.fsdp.guard import ShardGuard
-from dtcomm.fsdp.report import Report, Traffic
+from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
 from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
 from dtcomm.fsdp.spec import UNCOMPRESSED, CompressionSpec
 from dtcomm.kernels import counter_rng
@@ -31,8 +42,13 @@ MIN_SHARED_BYTES = (
 
 _log = logging.getLogger("dtcomm")
 
+#: Integration → its name in logs.
+LOG_NAMES = {"FSDP": "dtcomm.fsdp", "ShardedOptimizer": "dtcomm.fsdp.ShardedOptimizer"}
+#: What is communicated → the collective, for predictions.
+COLLECTIVES = {"gradients": "reduce_scatter", "parameters": "all_gather", "replicas": "all_reduce"}
 
-class State:
+
+class State(Reporting):
     """The compression state of a model; `dtcomm.fsdp.compress` makes one for all modules of a model.
 
     Args:
@@ -49,6 +65,9 @@ class State:
         num_shards: Number of ranks that parameters are cut over. In a two-dimensional mesh that is not the world size.
         shard_index: This rank's position among them.
         group: Their process group; None is the default group.
+        integration: Whose state it is, in the report: ``"FSDP"`` or ``"ShardedOptimizer"``.
+        steps_ahead: Steps that begin before there is anything to communicate: 1 where the end of a step begins the
+            next one.
         logs: Whether this rank may log what all ranks find alike; its first rank does.
         buffers: The buffers of collectives; ``buffers.trim()`` frees those that are not in use.
         timeline: Recorder of training steps (`dtcomm.profiling`).
@@ -68,7 +87,7 @@ class State:
         self.seed = seed
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
-        self.num_shards, self.shard_index = dist.get_world_size(), dist.get_rank()
+        self.shard_index, self.num_shards = rank_and_size()
         self.group: dist.ProcessGroup | None = None
         self.buffers = BufferPool()
         self.references: dict[str, torch.Tensor] = {}
@@ -77,7 +96,11 @@ class State:
         self._saved_reference_shards: dict[str, torch.Tensor] = {}  # from a checkpoint, until first used
         self._layouts: dict[str, FlatLayout | None] = {}
         self._residuals = _make_residual_store(gradients.prefix, residual)
-        self._report = Report()
+        self.integration, self.steps_ahead = "FSDP", 0
+        self._modules: dict[str, dict[str, Traffic]] = {}  # module -> kind of collective -> counters
+        self._notes: list[str] = []
+        self._unused = ""  # why nothing is compressed in this job, or empty
+        self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("fsdp")
         self.guard = ShardGuard(guard, sample_every)
         self._excluded: dict[str, str] = {}  # module -> the pattern that excludes it
@@ -89,16 +112,113 @@ class State:
     # --- for users --------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what was sent, by module, and why something was not compressed."""
-        self._report.residual_bytes = 0 if self._residuals is None else self._residuals.nbytes()
-        self._report.reference_bytes = sum(reference.nbytes for reference in self.references.values())
-        self._report.buffer_bytes = self.buffers.nbytes()
-        self._report.events = count_events(self.events)
-        self._report.fetch_errors()
-        self.log_uncompressed()
+        """Return what was sent, by codec and by module, why something was not compressed, and whether that paid."""
         if self.buffers.unshared_reason:
             self.add_note(self.buffers.unshared_reason)
-        return self._report
+        traffic = self._traffic()
+        rows = group_traffic(traffic)
+        residual_bytes = 0 if self._residuals is None else self._residuals.nbytes()
+        rank, world_size = rank_and_size(self.group)
+        report = Report(
+            integration=self.integration,
+            rank=rank,
+            world_size=world_size,
+            policy=f"gradients {self.gradients}, parameters {self.parameters}",
+            feedback=self.gradients.prefix or False,
+            steps=max(0, self._steps()),
+            earlier_steps=self._earlier_steps,
+            messages=sum(row.calls for row in rows),
+            wire_bytes=sum(row.wire_bytes for row in rows),
+            plain_bytes=sum(row.plain_bytes for row in rows),
+            seconds=total_seconds(counters.seconds for _, counters in traffic),
+            residual_bytes=residual_bytes,
+            memory={
+                "residuals": residual_bytes,
+                "references": sum(reference.nbytes for reference in self.references.values()),
+                "shared buffers": self.buffers.nbytes(),
+            },
+            rows=rows,
+            by_message=message_rows(traffic, self._events_by_message()),
+            modules={
+                name: {kind: replace(counters) for kind, counters in kinds.items()}
+                for name, kinds in self._modules.items()
+            },
+            events=count_events(self.events),
+            notes=tuple(self._notes),
+            uncompressed=self._unused or self._uncompressed(),
+            payoff=None if self._unused else self._payoff(),
+        )
+        self.log_uncompressed()
+        return report
+
+    def _steps(self) -> int:
+        """Return the number of steps of this run."""
+        return self.guard.steps - self._earlier_steps - self.steps_ahead
+
+    def _traffic(self) -> list[tuple[str, Traffic]]:
+        """Return the counters of all collectives, each with the name of its module."""
+        for name, kinds in self._modules.items():
+            if (layout := self._layouts.get(name)) is not None:
+                for counters in kinds.values():
+                    counters.tensors = len(layout.parameters)
+        return [
+            (name or ROOT, counters) for name, kinds in self._modules.items() for counters in kinds.values()
+        ]
+
+    def _uncompressed(self) -> str:
+        unit = "modules" if self.integration == "FSDP" else "buckets"
+        return describe_uncompressed(group_traffic(self._traffic()), unit)
+
+    def _events_by_message(self) -> dict[tuple[str, str], dict[str, int]]:
+        """Return the counts of the guard's events by module and kind of collective."""
+        names = {
+            (name or ROOT, kind): parameters_name(name) if kind == "parameters" else name or ROOT
+            for name, kinds in self._modules.items()
+            for kind in kinds
+        }
+        return {
+            key: count_events([event for event in self.events if event.name == name])
+            for key, name in names.items()
+        }
+
+    def _payoff(self) -> Payoff | None:
+        """Return whether compression pays by prediction, if steps and times are known."""
+        steps = self._steps()
+        traffic = [counters for _, counters in self._traffic() if counters.calls]
+        seconds = total_seconds(counters.seconds for counters in traffic)
+        if (
+            not traffic
+            or seconds is None
+            or steps < 1
+            or (self.gradients.is_none and self.parameters.is_none)
+        ):
+            return None
+        compressed = uncompressed = 0.0
+        basis = ""
+        for counters in traffic:
+            collective = COLLECTIVES.get(counters.what)
+            if collective is None or not counters.dtype:
+                continue
+            dtype = getattr(torch, counters.dtype)
+            spec = counters.codec.removeprefix(f"{self.gradients.prefix}:").removeprefix("delta:")
+            sent, plain = (
+                expected_call(collective, counters.numel, dtype, codec, self.algorithm, self.group)
+                for codec in (spec, "none")
+            )
+            if sent is None or plain is None:
+                return None
+            compressed += counters.calls * sent.seconds
+            uncompressed += (counters.calls + counters.saved_calls) * plain.seconds
+            basis = plain.source
+        return Payoff(
+            compressed_ms=compressed / steps * 1e3,
+            uncompressed_ms=uncompressed / steps * 1e3,
+            source="predicted",
+            basis=basis,
+            scope="communication in a step, hidden or exposed",
+            measured_ms=seconds / steps * 1e3,
+            exposed_ms=self.timeline.summary().exposed_ms if self.timeline.has_summary else None,
+        )
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of the report and the timeline.
@@ -112,7 +232,7 @@ class State:
 
         See `dtcomm.ddp.State.trace`.
         """
-        return self.timeline.trace(path, dist.get_rank())
+        return self.timeline.trace(path, rank_and_size()[0])
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -158,7 +278,7 @@ class State:
         """Return this rank's residuals by parameter name, its shards of the references, the guard and the counters.
 
         The state consists of plain values and CPU tensors, which torch.load reads with its defaults. Every rank saves
-        its own.
+        its own. In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
         """
         residuals: dict[str, torch.Tensor] = {}
         flat_residuals = {} if self._residuals is None else self._residuals.state_dict()
@@ -168,12 +288,14 @@ class State:
                 residuals |= layout.split(flat, self.num_shards)
             else:
                 residuals[f"[{module}]"] = flat
+        rank, ranks = rank_and_size()
         return {
             "version": VERSION,
             "calls": self.calls,
             "seed": self.seed,
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": rank,
+            "world_size": ranks,
+            "unused": self._unused,
             "options": self._options(),
             "guard": self.guard.state_dict(),
             "counts": {} if self._residuals is None else dict(self._residuals.counts),
@@ -208,15 +330,17 @@ class State:
             ValueError: A single state comes from a run with another number of ranks, or the state was saved with other
                 options.
         """
-        ranks = dist.get_world_size()
-        first, residuals = select_share(state, dist.get_rank(), ranks)
+        rank, ranks = rank_and_size()
+        first, residuals = select_share(state, rank, ranks)
         same_options = has_options(first, self._options(), strict)
         self.calls, self.seed = first["calls"], first["seed"]
+        steps = self.guard.steps - self._earlier_steps
         self.guard.load_state_dict(first.get("guard", {}))
+        self._earlier_steps = max(0, self.guard.steps - steps)
         self.resync()
         same_ranks = first["world_size"] == ranks
         if same_ranks and same_options:
-            own_state = state if isinstance(state, Mapping) else state[dist.get_rank()]
+            own_state = state if isinstance(state, Mapping) else state[rank]
             self._saved_reference_shards = dict(own_state["references"])
         if self._residuals is None or first["options"]["feedback"] != self._options()["feedback"]:
             return
@@ -233,6 +357,11 @@ class State:
     def on_detach(self, undo: Callable[[], None]) -> None:
         """Let `detach` call ``undo``."""
         self._undo.append(undo)
+
+    def set_unused(self) -> None:
+        """Say in the log, the report and the state that this state compresses nothing: the job has one process."""
+        self._unused = "nothing is compressed: the job has one process"
+        _log.warning("dtcomm.fsdp: %s", self._unused)
 
     def exclude(self, module: str, pattern: str) -> None:
         """Send a module uncompressed, because its name matches ``pattern``."""
@@ -258,6 +387,9 @@ class State:
             traffic.reason = f"exclude: {self._excluded[module]}"
         self._has_fallback |= traffic.fallback
         running_backward = torch._C._current_graph_task_id() != -1
+        # `ShardedOptimizer` gathers parameters after backward; its next step begins, and logs, after that.
+        if self.integration != "FSDP":
+            return
         if self._has_fallback and running_backward and not (self._logged or self._log_is_queued):
             # Only at the end of backward it is known what all modules did.
             self._log_is_queued = True
@@ -267,12 +399,25 @@ class State:
         """Log, once, what was asked for and is not compressed."""
         if self._has_fallback and not self._logged:
             self._logged = True
-            self.log(f"{self._report.uncompressed()}; see state.report()")
+            self.log(f"{self._uncompressed()}; see state.report()")
 
     def log(self, text: str) -> None:
         """Log a line on the first rank, because all ranks find it alike."""
         if self.logs and self.shard_index == 0:
-            _log.warning("dtcomm.fsdp: %s", text)
+            _log.warning("%s: %s", LOG_NAMES[self.integration], text)
+
+    def log_feedback(self, requested: CompressionSpec, memory: str) -> None:
+        """Log that error feedback is on although ``requested``, the spec of gradients, did not ask for it.
+
+        Args:
+            requested: The spec that the user gave.
+            memory: The memory of feedback on each rank, as text.
+        """
+        if self.gradients != requested:
+            self.log(
+                f"gradients={str(requested)!r} needs error feedback, which is on (feedback='auto') and keeps "
+                f"{memory} on every rank; feedback=True is the same without this line"
+            )
 
     def begin_step(self) -> None:
         """Begin a training step: apply the guard's decisions. The model's forward pass calls it."""
@@ -285,12 +430,12 @@ class State:
 
     def add_note(self, text: str) -> None:
         """Add a line to the report, once: what torch communicates itself, or what is not possible."""
-        if text not in self._report.notes:
-            self._report.notes.append(text)
+        if text not in self._notes:
+            self._notes.append(text)
 
     def traffic(self, module: str, kind: str, spec: CompressionSpec) -> Traffic:
         """Return the counters of a module's collectives of this kind (``"parameters"``, ``"gradients"``)."""
-        return self._report.modules.setdefault(module, {}).setdefault(kind, Traffic(str(spec)))
+        return self._modules.setdefault(module, {}).setdefault(kind, Traffic(codec=str(spec), what=kind))
 
     def register_layout(self, module: str, layout: FlatLayout | None) -> None:
         """Set the layout of a module's flat gradient."""
@@ -413,13 +558,19 @@ def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:
 
 
 def codec_spec_for(
-    spec: CompressionSpec, tensor: torch.Tensor, traffic: Traffic, numel: int | None = None
+    spec: CompressionSpec, dtype: torch.dtype, traffic: Traffic, numel: int, shards: int
 ) -> str | Codec:
-    """Return the codecs of ``spec``, or ``none`` if they cannot compress the tensor; ``traffic`` says which, and why.
+    """Return the codecs of ``spec``, or ``none`` if they cannot compress a tensor; ``traffic`` says which, and why.
 
-    ``numel`` elements are encoded together (default: the whole tensor).
+    Args:
+        spec: The spec.
+        dtype: The dtype of the tensor.
+        traffic: The counters of its collective.
+        numel: Elements that are encoded together: those of a shard.
+        shards: The number of shards.
     """
-    traffic.reason = spec.obstacle(tensor.dtype, tensor.numel() if numel is None else numel)
+    traffic.dtype, traffic.numel = str(dtype).removeprefix("torch."), numel * shards
+    traffic.reason = spec.obstacle(dtype, numel)
     traffic.fallback = bool(traffic.reason)
     traffic.codec = "none" if traffic.fallback else str(spec)
     return UNCOMPRESSED.codec_spec if traffic.fallback else spec.codec_spec

@@ -6,6 +6,7 @@ Modules:
     custom_ops: The verbs as `torch.library` operators, for `torch.compile` and `torch.export`.
     dispatch: Which kernel runs a call.
     cpu, cuda, triton, reference: The kernels. All give the same bytes.
+    python_codec: Runs codecs that are written in Python.
     local_tasks, local_tasks_torch: Rank-local work before and after sums in an agreed representation.
     low_rank, low_rank_torch: The passes of PowerSGD over one matrix.
     epilogue: What is fused behind a reduction: bias, residual stream and RMS norm.

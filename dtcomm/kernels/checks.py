@@ -76,7 +76,7 @@ def require_valid_payload(codec: Codec, payloads: Sequence[torch.Tensor], numel:
     The error names the granule and the reason. The check takes a few nanoseconds per kept element, and nothing for
     codecs without stored positions. Payloads have the right size; those that are not on the CPU are not checked.
     """
-    if not codec.stores_positions:
+    if not codec.stores_positions or codec.in_python:
         return
     for i, payload in enumerate(payloads):
         if payload.device.type == "cpu":

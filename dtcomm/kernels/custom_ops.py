@@ -264,6 +264,8 @@ def _fake_payload(spec: str, like: torch.Tensor, numel: int, dtype: torch.dtype)
     """An empty payload. Its size may be symbolic, so `wire_bytes`, which needs a number, cannot compute it."""
     codec = parse(spec)
     checks.element_type("x", codec, dtype)
+    if codec.in_python:
+        return like.new_empty(codec.wire_bytes(int(numel), dtype), dtype=torch.uint8)
     layout = codec.layout(dtype)
     rest = numel % layout.granule
     # For dense codecs the formula gives 0 bytes for 0 elements, so it needs no branch on a symbolic size.

@@ -2,7 +2,8 @@
 
 CPU tensors go to the best native build (csrc/cpu). CUDA tensors go to `cuda` if the module `_cuda` was built, else to
 `triton` if it supports the codec. A forced kernel runs the call or raises; nothing falls back silently. The engine has
-native kernels only: while `cuda` or `triton` is forced it uses the best native build.
+native kernels only: while `cuda` or `triton` is forced it uses the best native build. A codec written in Python is its
+own kernel: nothing else can run it, so nothing that is forced applies to it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dtcomm.kernels import triton
 from dtcomm.kernels.types import DeviceKernels
 
 REFERENCE, CUDA, TRITON = "reference", "cuda", "triton"
+PYTHON = "python"  # the functions of a codec written in Python, whatever kernel is forced for other codecs
 TORCH = "torch"  # :func:`low_rank_backend`: operators of torch instead of kernels
 CUDA_KERNELS = frozenset({CUDA, TRITON})  # the names that :func:`load_backend` takes
 
@@ -112,6 +114,8 @@ def kernel_for(codec: Codec, argument: str, tensor: torch.Tensor) -> str:
 
     Raises ValueError if the forced kernel cannot, and RuntimeError if no installed kernel can.
     """
+    if codec.in_python:
+        return PYTHON
     name = _force()
     if tensor.is_cpu:
         name = name or _BEST

@@ -14,7 +14,7 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import checks, cpu, dispatch, reference
+from dtcomm.kernels import checks, cpu, dispatch, python_codec, reference
 from dtcomm.kernels.types import Combine
 
 
@@ -128,6 +128,8 @@ def run_combine(kernel: str, call: Combine) -> None:
     """Run a checked call with the kernel of this name, which supports its codec and device."""
     if kernel == dispatch.REFERENCE:
         reference.combine(call)
+    elif kernel == dispatch.PYTHON:
+        python_codec.combine(call)
     elif kernel in dispatch.CUDA_KERNELS:
         dispatch.load_backend(kernel).combine(call)
     else:
@@ -140,6 +142,8 @@ def run_decode(
     """Decode a checked payload into `out` with the kernel of this name."""
     if kernel == dispatch.REFERENCE:
         reference.decode(codec, payload, numel, dtype, out)
+    elif kernel == dispatch.PYTHON:
+        python_codec.decode(codec, payload, numel, out)
     elif kernel in dispatch.CUDA_KERNELS:
         dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
     else:

@@ -76,6 +76,11 @@ class RankOutcome:
     timed_out: bool = False
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        """How the rank ended, with the whole traceback."""
+        summary = f"rank {self.rank} returned {self.result!r}" if self.ok else self.describe_failure()
+        return f"{summary}\n{self.traceback}" if self.traceback else summary
+
     def describe_failure(self) -> str:
         """Return one line that describes the failure."""
         if self.timed_out:

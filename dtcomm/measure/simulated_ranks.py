@@ -18,6 +18,7 @@ from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.policy import CodecChoice, Policy, as_policy
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng, local_tasks, ops
@@ -119,7 +120,7 @@ class SimulatedRanks:
         ranks: int,
         parameters: Sequence[tuple[str, torch.Tensor]],
         *,
-        feedback: bool | str = True,
+        feedback: bool | str | Feedback = True,
         residual: str = "fp32",
         seed: int = 0,
     ) -> None:

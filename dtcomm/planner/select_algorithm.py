@@ -275,24 +275,46 @@ def compression_pays(
     if ranks == 1 or lossy.lossless(dtype):
         return PayoffVerdict(False, f"{ranks} ranks" if ranks == 1 else f"{lossy} loses nothing")
     table = parse(tuning_table)
-    seconds = []
-    measured = True
-    for candidate in (codec("none"), lossy):
-        measurements = table.measurements("all_reduce", candidate, ranks, hosts)
-        if measurements:
-            nbytes = measured_bytes(numel, dtype, candidate)
-            seconds.append(min(algorithm.seconds(nbytes) for algorithm in measurements.values()))
-            continue
-        measured = False
-        topology = Topology.even(ranks, hosts)
-        name = select("all_reduce", numel, dtype, candidate, ranks, hosts, table)
-        schedule = algorithms.build(name, "all_reduce", ranks, hosts=topology.groups)
-        seconds.append(predict(schedule, numel, dtype, candidate, topology, table))
-    uncompressed, compressed = seconds
-    if not measured:
-        compressed += FIXED_OVERHEAD[hosts > 1]
+    (uncompressed, measured_uncompressed), (compressed, measured_compressed) = (
+        collective_seconds("all_reduce", numel, dtype, candidate, ranks, hosts, table)
+        for candidate in (codec("none"), lossy)
+    )
+    measured = measured_uncompressed and measured_compressed
     reason = (
         f"{lossy} {compressed * 1e6:.3g} us, none {uncompressed * 1e6:.3g} us for {numel} elements "
         f"({'measured' if measured else 'predicted'}, {table.source})"
     )
     return PayoffVerdict(compressed < uncompressed, reason)
+
+
+def collective_seconds(
+    collective: str, numel: int, dtype: torch.dtype, codec: Codec, ranks: int, hosts: int, table: Table
+) -> tuple[float, bool]:
+    """Return the expected seconds of a call, and whether `dtcomm tune` has measured them for this codec.
+
+    Args:
+        collective: The collective's name.
+        numel: Elements of the whole tensor, all shards together.
+        dtype: The dtype of the tensor.
+        codec: The codec of the messages.
+        ranks: The number of ranks.
+        hosts: The number of hosts.
+        table: The constants and measurements to decide by.
+
+    Returns:
+        The seconds, and whether they were measured.
+
+    Example:
+        >>> import torch
+        >>> from dtcomm import codec, planner
+        >>> planner.collective_seconds("all_reduce", 1 << 20, torch.float32, codec("int8"), 2, 1, planner.Table())[1]
+        False
+    """
+    if measurements := table.measurements(collective, codec, ranks, hosts):
+        nbytes = measured_bytes(numel, dtype, codec)
+        return min(algorithm.seconds(nbytes) for algorithm in measurements.values()), True
+    topology = Topology.even(ranks, hosts)
+    name = select(collective, numel, dtype, codec, ranks, hosts, table)
+    schedule = algorithms.build(name, collective, ranks, hosts=topology.groups)
+    seconds = predict(schedule, numel, dtype, codec, topology, table)
+    return seconds + (0.0 if codec.lossless(dtype) else FIXED_OVERHEAD[hosts > 1]), False

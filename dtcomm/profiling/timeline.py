@@ -93,10 +93,14 @@ class Timeline:
         """Return medians over the recorded steps; ValueError if there are too few."""
         return summarize(self.steps)
 
+    @property
+    def has_summary(self) -> bool:
+        """Whether there are steps to summarize."""
+        return any(step.length and step.messages for step in self._steps)
+
     def metrics(self) -> list[Metric]:
         """Return the metrics of the summary; none if there are too few steps."""
-        has_summary = any(step.length and step.messages for step in self._steps)
-        return summary_metrics(self.summary()) if has_summary else []
+        return summary_metrics(self.summary()) if self.has_summary else []
 
     def trace(self, path: str | os.PathLike[str], rank: int) -> str:
         """Write the recorded steps as a Chrome trace.

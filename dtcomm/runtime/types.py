@@ -69,6 +69,12 @@ class TensorSpec(NamedTuple):
         """The codec as a spec string, such as ``int8``, or ``none/int4`` with another codec between hosts."""
         return str(self.codec) if self.between is None else f"{self.codec}/{self.between}"
 
+    @property
+    def identity(self) -> str:
+        """The codec as ranks compare it: ``spec``, with a checksum of what no spec says."""
+        inside = self.codec.identity
+        return inside if self.between is None else f"{inside}/{self.between.identity}"
+
 
 class OpSpec(NamedTuple):
     """An operation without its tensors: everything that ranks must agree on.
@@ -87,6 +93,11 @@ class OpSpec(NamedTuple):
     splits: tuple[int, ...] = ()
     checksum: bool = False
     purpose: str = ""
+
+    @property
+    def in_python(self) -> bool:
+        """Whether a codec of a part is written in Python."""
+        return any(part.codec.in_python or part.at(1).in_python for part in self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +159,8 @@ class OpSpec(NamedTuple):
         """The text in error messages: ``all_reduce(sum, 1024 float32, codec int8, two_shot)``."""
         numel = sum(part.numel for part in self.parts)
         size = f"{numel} {self._dtypes}" + (f" in {len(self.parts)} tensors" if len(self.parts) != 1 else "")
-        details = [size, f"codec {self._codecs}", self.algorithm]
+        identities = " ".join(dict.fromkeys(part.identity for part in self.parts))
+        details = [size, f"codec {identities}", self.algorithm]
         if self.purpose:
             details.insert(1, self.purpose)
         if self._operation in REDUCING:

@@ -9,11 +9,12 @@
 
 from dtcomm.tp.blocks import ParallelAttention, ParallelMLP
 from dtcomm.tp.calibrate import Calibration, calibrate
-from dtcomm.tp.comm_config import CommConfig, make_comm_config
-from dtcomm.tp.convert_model import ConversionReport, compress
+from dtcomm.tp.comm_config import CommConfig, LayerTraffic, make_comm_config
+from dtcomm.tp.convert_model import compress
 from dtcomm.tp.layer_plan import KINDS, PLANS
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import full_state_dict
+from dtcomm.tp.state import State
 from dtcomm.tp.styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -29,7 +30,7 @@ __all__ = [
     "ColumnParallelLinear",
     "ColwiseParallel",
     "CommConfig",
-    "ConversionReport",
+    "LayerTraffic",
     "ParallelAttention",
     "ParallelMLP",
     "PrepareModuleInput",
@@ -37,6 +38,7 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",
+    "State",
     "VocabParallelEmbedding",
     "calibrate",
     "compress",

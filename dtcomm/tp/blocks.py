@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dtcomm.codecs import Codec
+from dtcomm.collectives import Algorithm
+from dtcomm.tp.comm_config import GroupOrMesh
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -35,11 +38,19 @@ class ParallelMLP(nn.Module):
         activation: ``"gelu"``, ``"relu"`` or ``"silu"``. Default: ``"gelu"``.
         gated: Add the gate layer. Default: False.
         bias: Add biases to all layers. Default: True.
-        **options: Options of the layers: codec, backward_codec, algorithm, chunks, latency, sequence_parallel,
-            sequence_dim, group, device, dtype.
+        codec: Codec of the forward pass, as the layers take it. Default: ``"none"``.
+        backward_codec: Codec of gradients. Default: ``"none"``.
+        algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
+        chunks: Chunks of tokens of the layer ``down``, see `RowParallelLinear`. Default: 1.
+        latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
+        sequence_parallel: Input and output are this rank's part of the sequence. Default: False.
+        sequence_dim: The dimension of the sequence. Default: 1.
+        group: Process group or one-dimensional device mesh. Default: all ranks.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
 
     Raises:
-        ValueError: An unknown activation, or an option that the layers do not accept.
+        ValueError: An unknown activation, or an argument that the layers do not accept.
 
     Example::
 
@@ -55,16 +66,35 @@ class ParallelMLP(nn.Module):
         activation: str = "gelu",
         gated: bool = False,
         bias: bool = True,
-        **options: Any,
+        codec: str | Codec = "none",
+        backward_codec: str | Codec = "none",
+        algorithm: Algorithm = "auto",
+        chunks: int | str = 1,
+        latency: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        group: GroupOrMesh = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation: {activation!r}; valid: {', '.join(ACTIVATIONS)}")
         self.activation = activation
-        column_options = _column_options(options)
-        self.up = ColumnParallelLinear(width, hidden, bias, **column_options)
-        self.gate = ColumnParallelLinear(width, hidden, bias, **column_options) if gated else None
-        self.down = RowParallelLinear(hidden, width, bias, **options)
+        options: dict[str, Any] = {
+            "codec": codec,
+            "backward_codec": backward_codec,
+            "algorithm": algorithm,
+            "latency": latency,
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": sequence_dim,
+            "group": group,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.up = ColumnParallelLinear(width, hidden, bias, **options)
+        self.gate = ColumnParallelLinear(width, hidden, bias, **options) if gated else None
+        self.down = RowParallelLinear(hidden, width, bias, chunks=chunks, **options)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the block's output, plus the residual stream if one is passed; all are [..., width]."""
@@ -87,7 +117,16 @@ class ParallelAttention(nn.Module):
         head_dim: Features of a head. Default: ``width / heads``.
         causal: Mask later positions. Default: True.
         bias: Add biases to all layers. Default: True.
-        **options: As of `ParallelMLP`.
+        codec: As of `ParallelMLP`, like the following arguments. Default: ``"none"``.
+        backward_codec: Codec of gradients. Default: ``"none"``.
+        algorithm: Algorithm of the sums. Default: ``"auto"``.
+        chunks: Chunks of tokens of the layer ``o``. Default: 1.
+        latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
+        sequence_parallel: Input and output are this rank's part of the sequence. Default: False.
+        sequence_dim: The dimension of the sequence. Default: 1.
+        group: Process group or one-dimensional device mesh. Default: all ranks.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
 
     Raises:
         ValueError: The heads are not divisible by the number of ranks, or the sizes do not fit together.
@@ -107,7 +146,16 @@ class ParallelAttention(nn.Module):
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = True,
-        **options: Any,
+        codec: str | Codec = "none",
+        backward_codec: str | Codec = "none",
+        algorithm: Algorithm = "auto",
+        chunks: int | str = 1,
+        latency: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        group: GroupOrMesh = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         kv = heads if kv_heads is None else kv_heads
@@ -117,14 +165,24 @@ class ParallelAttention(nn.Module):
             raise ValueError(f"heads: the width, {width}, is not divisible by {heads}; pass head_dim")
         self.head_dim = width // heads if head_dim is None else head_dim
         self.causal = causal
-        column_options = _column_options(options)
-        self.q = ColumnParallelLinear(width, heads * self.head_dim, bias, **column_options)
+        options: dict[str, Any] = {
+            "codec": codec,
+            "backward_codec": backward_codec,
+            "algorithm": algorithm,
+            "latency": latency,
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": sequence_dim,
+            "group": group,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.q = ColumnParallelLinear(width, heads * self.head_dim, bias, **options)
         for name, count in (("heads", heads), ("kv_heads", kv)):
             if count % self.q.comm.world_size:
                 raise ValueError(f"{name}: {count} is not divisible by the {self.q.comm.world_size} ranks")
-        self.k = ColumnParallelLinear(width, kv * self.head_dim, bias, **column_options)
-        self.v = ColumnParallelLinear(width, kv * self.head_dim, bias, **column_options)
-        self.o = RowParallelLinear(heads * self.head_dim, width, bias, **options)
+        self.k = ColumnParallelLinear(width, kv * self.head_dim, bias, **options)
+        self.v = ColumnParallelLinear(width, kv * self.head_dim, bias, **options)
+        self.o = RowParallelLinear(heads * self.head_dim, width, bias, chunks=chunks, **options)
         self.grouped_query = heads != kv
 
     def forward(
@@ -146,8 +204,3 @@ class ParallelAttention(nn.Module):
         )
         y: torch.Tensor = self.o(attended.transpose(1, 2).flatten(2), residual)
         return y
-
-
-def _column_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a `ColumnParallelLinear` takes."""
-    return {name: value for name, value in options.items() if name != "chunks"}

@@ -5,16 +5,23 @@ Every layer, style and conversion function of `dtcomm.tp` makes one `CommConfig`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.arguments import suggest
+from dtcomm.codecs import Codec, codec, names
 from dtcomm.collectives import Algorithm
 from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.collectives.group_ops import compression_pays
+from dtcomm.compress.autotune_model import NAME as AUTO
+from dtcomm.compress.spec import COMPRESSORS
+from dtcomm.profiling.tables import format_bytes
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
 #: Up to this many uncompressed bytes (one token, or a few) a message is sent uncompressed if the planner predicts that
@@ -25,29 +32,115 @@ NONE = codec("none")
 POSITION_INDEPENDENT = ("one_shot", "two_shot_symmetric")
 
 
-@dataclass(kw_only=True)
-class LayerTraffic:
-    """Counters of a layer's forward communication since the layer was made.
+#: Why a sum that was to be compressed is not, in reports; `LayerTraffic.reason` has the predicted times.
+SMALL = "small: predicted to be faster uncompressed"
+
+
+class CallKind(NamedTuple):
+    """What calls of a layer have in common.
 
     Attributes:
-        calls: Number of sums.
-        elements: Elements summed.
-        payload_bytes: Bytes of the encoded elements.
-        uncompressed: Number of calls that were sent uncompressed because that is faster (the latency path).
-        reason: Why the most recent of them was, with the predicted times.
+        collective: The collective's name.
+        backward: Whether it communicates gradients.
+        codec: What was used.
+        reason: Why nothing was compressed although a codec was asked for, or empty.
+        numel: Elements of the whole tensor, all shards together.
+        dtype: Its dtype.
+        algorithm: The algorithm that was asked for.
+        on_cpu: Whether the tensor was on the CPU.
     """
 
-    calls: int = 0
-    elements: int = 0
-    payload_bytes: int = 0
-    uncompressed: int = 0
-    reason: str = ""
+    collective: str
+    backward: bool
+    codec: Codec
+    reason: str
+    numel: int
+    dtype: torch.dtype
+    algorithm: str
+    on_cpu: bool
 
-    def count(self, numel: int, payload_bytes: int) -> None:
-        """Add one call."""
-        self.calls += 1
-        self.elements += numel
-        self.payload_bytes += payload_bytes
+
+class LayerTraffic:
+    """Counters of a layer's communication since the layer was made; ``str()`` gives one line.
+
+    Calls are counted by kind only. Bytes and times are computed when somebody asks, because a call on the path of a
+    token must cost nothing more.
+
+    Attributes:
+        counts: Kind of call → number of calls.
+        reason: Why the most recent sum that was sent uncompressed was, with the predicted times.
+
+    Example::
+
+        print(layer.comm.traffic)  # 12 sums of 393,216 elements, 408.0 KiB encoded; 3 of them uncompressed (...)
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[CallKind, int] = {}
+        self.reason = ""
+
+    def count(
+        self,
+        collective: str,
+        x: torch.Tensor,
+        numel: int,
+        codec: Codec,
+        asked: Codec,
+        algorithm: str,
+        backward: bool = False,
+    ) -> None:
+        """Add one call.
+
+        Args:
+            collective: The collective's name.
+            x: A tensor with the dtype and the device of the call's.
+            numel: Elements of the whole tensor, all shards together.
+            codec: What is used.
+            asked: What was asked for.
+            algorithm: The algorithm.
+            backward: Whether it communicates gradients. Default: False.
+        """
+        reason = ""
+        if codec is not asked and codec != asked:
+            reason = SMALL if x.dtype in asked.dtypes else _unsupported(asked, x.dtype)
+        kind = CallKind(collective, backward, codec, reason, numel, x.dtype, algorithm, x.is_cpu)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def _forward(self) -> list[tuple[CallKind, int]]:
+        return [(kind, count) for kind, count in self.counts.items() if not kind.backward]
+
+    @property
+    def calls(self) -> int:
+        """Number of calls in forward passes."""
+        return sum(count for _, count in self._forward())
+
+    @property
+    def elements(self) -> int:
+        """Elements of these calls."""
+        return sum(count * kind.numel for kind, count in self._forward())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of these elements, encoded once."""
+        return sum(count * kind.codec.wire_bytes(kind.numel, kind.dtype) for kind, count in self._forward())
+
+    @property
+    def uncompressed(self) -> int:
+        """Number of these calls that were sent uncompressed although a codec was asked for."""
+        return sum(count for kind, count in self._forward() if kind.reason)
+
+    def __str__(self) -> str:
+        text = f"{self.calls} sums of {self.elements:,} elements, {format_bytes(self.payload_bytes)} encoded"
+        if self.uncompressed:
+            which = "all" if self.uncompressed == self.calls else f"{self.uncompressed} of them"
+            text += f"; {which} uncompressed ({self.reason})"
+        return text
+
+    __repr__ = __str__
+
+
+def _unsupported(codec: Codec, dtype: torch.dtype) -> str:
+    return f"{codec} does not take {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +159,7 @@ class CommConfig:
         group: Process group; None is the default group.
         latency: Send small messages uncompressed where the planner predicts that to be faster. Never done with
             ``"one_shot"`` and ``"two_shot_symmetric"``, whose results would then depend on the message's size.
-        traffic: Counters of the forward pass.
+        traffic: Counters of the layer's communication.
         codec_specs: The specs of ``codec`` and ``backward_codec``, for compiled code.
         group_name: The name of the group, for compiled code.
     """
@@ -74,11 +167,11 @@ class CommConfig:
     codec: Codec
     backward_codec: Codec
     algorithm: str = "auto"
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
     latency: bool = True
     traffic: LayerTraffic = field(default_factory=LayerTraffic, compare=False)
-    codec_specs: tuple[str, str] = ("none", "none")
-    group_name: str = ""
+    codec_specs: tuple[str, str] = field(default=("none", "none"), repr=False)
+    group_name: str = field(default="", repr=False)
 
     @property
     def world_size(self) -> int:
@@ -100,6 +193,8 @@ class CommConfig:
         Args:
             features: Size of the tensor's last dimension.
         """
+        if self.codec.in_python:  # one call encodes the tokens of a chunk together
+            return False
         layout = self.codec.layout()
         token_blocks = layout.kept == 0 and not self.codec.needs_agreement and features % layout.block == 0
         nearest = getattr(self.codec, "round", "nearest") == "nearest"
@@ -109,9 +204,10 @@ class CommConfig:
     def codec_for(self, numel: int, dtype: torch.dtype, *, backward: bool = False) -> Codec:
         """Return the codec for a sum of ``numel`` elements.
 
-        That is `NONE` if the message is small and the planner predicts it to be faster uncompressed.
+        That is `NONE` if the codec does not take the dtype, or if the message is small and the planner predicts it to
+        be faster uncompressed.
         """
-        chosen = self.backward_codec if backward else self.codec
+        chosen = self.supported_codec(dtype, backward=backward)
         small = numel * dtype.itemsize <= SMALL_MESSAGE_BYTES
         if (
             self.latency
@@ -121,10 +217,21 @@ class CommConfig:
         ):
             verdict = compression_pays(chosen, numel, dtype, self.group)
             if not verdict.pays:
-                self.traffic.uncompressed += 1
                 self.traffic.reason = verdict.reason
                 return NONE
         return chosen
+
+    def supported_codec(self, dtype: torch.dtype, *, backward: bool = False) -> Codec:
+        """Return the codec that was asked for, or `NONE` if it does not take the dtype."""
+        asked = self.asked_codec(backward)
+        if dtype in asked.dtypes or asked == NONE:
+            return asked
+        self.traffic.reason = _unsupported(asked, dtype)
+        return NONE
+
+    def asked_codec(self, backward: bool) -> Codec:
+        """Return the codec that was asked for."""
+        return self.backward_codec if backward else self.codec
 
     def algorithm_for(self, codec: Codec, dtype: torch.dtype) -> str:
         """Return the `dtcomm.all_reduce` algorithm for a sum in ``codec``.
@@ -151,7 +258,7 @@ class CommConfig:
 
 def default_algorithm(world_size: int, codec: Codec, dtype: torch.dtype) -> str:
     """Return what ``algorithm="auto"`` stands for."""
-    independent_blocks = not codec.needs_agreement and codec.layout().kept == 0
+    independent_blocks = not codec.in_python and not codec.needs_agreement and codec.layout().kept == 0
     if world_size == 2 and independent_blocks and not codec.lossless(dtype):
         return "one_shot"
     return "direct"
@@ -164,6 +271,7 @@ def make_comm_config(
     algorithm: Algorithm = "auto",
     group: GroupOrMesh = None,
     latency: bool = True,
+    traffic: LayerTraffic | None = None,
 ) -> CommConfig:
     """Build a `CommConfig` from what users write.
 
@@ -173,11 +281,13 @@ def make_comm_config(
         algorithm: See `CommConfig`; a Schedule becomes its text. Default: ``"auto"``.
         group: Process group, or a device mesh with one dimension. Default: all ranks.
         latency: See `CommConfig`. Default: True.
+        traffic: Counters to add to. Default: new ones.
 
     Returns:
         The settings.
 
     Raises:
+        TypeError: A codec is neither a spec nor a `Codec`.
         ValueError: A spec or the algorithm is not valid, or the mesh has more than one dimension.
 
     Example::
@@ -187,16 +297,67 @@ def make_comm_config(
     """
     process_group = process_group_of(group)
     require_algorithm(algorithm, process_group)
-    forward_codec, backward_codec = codec(spec), codec(backward)
+    forward_codec, backward_codec = parse_codec(spec), parse_codec(backward, "backward_codec")
     return CommConfig(
         codec=forward_codec,
         backward_codec=backward_codec,
         algorithm=str(algorithm),
         group=process_group,
         latency=latency,
+        traffic=LayerTraffic() if traffic is None else traffic,
         codec_specs=(str(forward_codec), str(backward_codec)),
         group_name=(dist.group.WORLD if process_group is None else process_group).group_name,  # type: ignore[union-attr]
     )
+
+
+def parse_codec(spec: object, argument: str = "codec") -> Codec:
+    """Return the codec that a spec describes.
+
+    Args:
+        spec: The spec, or a codec, which is returned unchanged.
+        argument: Name of the argument, for error messages. Default: ``"codec"``.
+
+    Raises:
+        TypeError: ``spec`` is neither a string nor a `Codec`.
+        ValueError: It is wrong, or valid elsewhere only: ``"auto"``, a policy, a compressor, ``A/B``. The message says
+            where, and what is valid here.
+    """
+    if isinstance(spec, Codec):
+        return spec
+    if not isinstance(spec, str):
+        hint = "; a plan of layers is plan=" if isinstance(spec, Mapping | PathLike) else ""
+        raise TypeError(
+            f"{argument}: expected a codec or its spec, such as 'int8', got {type(spec).__name__}{hint}"
+        )
+    text = spec.strip()
+    name = text.partition(":")[0]
+    if name in names() and "/" not in text and "->" not in text:
+        return codec(text)
+    valid = f"valid codecs: {', '.join(names())}"
+    if name == AUTO:
+        reason = (
+            "'auto' is for the gradients of dtcomm.ddp.compress; here dtcomm.tp.calibrate (or `dtcomm tp calibrate`) "
+            "measures which codec each layer tolerates and writes a plan, and latency=True sends sums uncompressed "
+            "where that is predicted to be faster"
+        )
+    elif "->" in text:
+        reason = (
+            f"{spec!r} is a policy, which is for dtcomm.ddp.compress; here plan= gives layers codecs of their own, and "
+            "exclude= leaves layers uncompressed"
+        )
+    elif name in COMPRESSORS or name in ("ef", "loco", "delta"):
+        reason = (
+            f"{name!r} keeps state from step to step, which activations do not have; it is for gradients, in "
+            f"dtcomm.ddp.compress and dtcomm.fsdp.compress; {valid}"
+        )
+    elif "/" in text:
+        reason = f"{spec!r} names a codec for each level of hosts; tensor-parallel sums have one; {valid}"
+    elif text.endswith(".json"):
+        reason = f"{spec!r} is a plan file; pass plan={spec!r}"
+    else:
+        hint = suggest(name, names(), lambda guess: text.replace(name, guess, 1))
+        reason = f"unknown codec {name!r}{hint}; {valid}"
+    raise ValueError(f"{argument}: {reason}")
 
 
 def process_group_of(group: GroupOrMesh) -> dist.ProcessGroup | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
-from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
+from dtcomm.compress.policy import exclusions
+from dtcomm.compress.spec import MAX_ERROR, gaussian_error
+from dtcomm.tp.comm_config import NONE, GroupOrMesh, make_comm_config, parse_codec
 from dtcomm.tp.layer_plan import (
+    PLANS,
     Plan,
     dense_weight_and_bias,
     is_transposed,
@@ -22,48 +25,25 @@ from dtcomm.tp.layer_plan import (
 )
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import ShardedModule
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversionReport:
-    """What `compress` did to a model; ``str()`` gives one line.
-
-    Attributes:
-        codec: Codec of the activations of layers that have none of their own.
-        backward_codec: Codec of gradients.
-        layers: Module name → kind (`KINDS`).
-        codecs: Module name → codec, for layers whose codec the plan specifies.
-    """
-
-    codec: str
-    backward_codec: str
-    layers: dict[str, str] = field(default_factory=dict)
-    codecs: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        kinds = _count_values(self.layers)
-        from_plan = f" ({_count_values(self.codecs)} by the plan)" if self.codecs else ""
-        return (
-            f"{len(self.layers)} layers ({kinds}): forward {self.codec}{from_plan}, "
-            f"backward {self.backward_codec}"
-        )
-
-
-def _count_values(mapping: dict[str, str]) -> str:
-    return ", ".join(f"{count} {value}" for value, count in Counter(mapping.values()).items())
+from dtcomm.tp.state import State
 
 
 def compress(
     model: nn.Module,
     mesh: GroupOrMesh,
+    spec: str | Codec = "int8",
     plan: Plan | str | Path | None = None,
-    codec: str | Codec = "int8",
     *,
+    codec: str | Codec | None = None,
     backward_codec: str | Codec = "none",
+    exclude: str | Sequence[str] = (),
+    feedback: bool | str = False,
+    guard: None = None,
+    allow_inaccurate: bool = False,
     algorithm: Algorithm = "auto",
     chunks: int | str = 1,
     latency: bool = True,
-) -> ConversionReport:
+) -> State:
     """Replace the model's layers, in place, by tensor-parallel layers with compressed communication.
 
     Every rank starts with the whole model and keeps its shards.
@@ -71,38 +51,57 @@ def compress(
     Args:
         model: The model; the same on all ranks.
         mesh: One-dimensional device mesh, process group, or None for all ranks.
+        spec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
         plan: Which layers to replace: a mapping from name patterns to one of `KINDS`, the name of one of `PLANS`, a
             file that ``dtcomm tp calibrate`` wrote (its name ends in .json), which gives every layer its own codec, or
             None for the built-in plan of ``model.config.model_type``. Default: None.
-        codec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
+        codec: The same as ``spec``, under the name that layers and styles use. Default: ``spec``.
         backward_codec: Codec of the activations' gradients. Default: ``"none"``.
+        exclude: Shell patterns of layers, or of modules with all that they contain, that are cut over the ranks but
+            communicate uncompressed, such as ``"lm_head"`` or ``["*.0.*", "*.down_proj"]``. Default: none.
+        feedback: False or ``"auto"``: activations have no error feedback. Default: False.
+        guard: None: `dtcomm.tp.calibrate` measures the harm before, and the guards of `dtcomm.ddp.compress` and
+            `dtcomm.fsdp.compress` watch the loss while the model trains. Default: None.
+        allow_inaccurate: Accept codecs in ``spec`` and ``backward_codec`` that lose more than 20 % (relative error) of
+            Gaussian numbers. A plan's codecs are not checked: calibration measured them. Default: False.
         algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
         chunks: Chunks of tokens of the row-parallel layers, see `RowParallelLinear`. Default: 1.
         latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
 
     Returns:
-        The layers that were replaced and their codecs.
+        The state: which layers were replaced, ``report()`` and ``print_report()``.
 
     Raises:
-        ValueError: A pattern matches no module, a kind is unknown, or a size or the number of attention heads is not
-            divisible by the number of ranks. The model is unchanged then.
+        TypeError: An argument has a wrong type.
+        ValueError: A codec is wrong or too inaccurate, a pattern matches no module, a kind is unknown, or a size or the
+            number of attention heads is not divisible by the number of ranks. The model is unchanged then.
 
     Example::
 
-        report = dtcomm.tp.compress(model, mesh, codec="int8")           # Llama, Mistral, Qwen2/3, GPT-NeoX, GPT-2
-        dtcomm.tp.compress(model, mesh, {"*.up": "column", "*.down": "row"}, "int4")
+        state = dtcomm.tp.compress(model, mesh, "int8")           # Llama, Mistral, Qwen2/3, GPT-NeoX, GPT-2
+        dtcomm.tp.compress(model, mesh, "int4", {"*.up": "column", "*.down": "row"}, exclude="layers.0")
     """
-    comm = make_comm_config(codec, backward_codec, algorithm=algorithm, group=mesh)
+    _require_options(spec, plan, codec, feedback, guard, allow_inaccurate)
+    if codec is not None:
+        spec = codec
+    forward, backward = parse_codec(spec, "spec"), parse_codec(backward_codec, "backward_codec")
+    if not allow_inaccurate:
+        _require_accurate(forward, "spec")
+        _require_accurate(backward, "backward_codec")
+    comm = make_comm_config(forward, backward, algorithm=algorithm, group=mesh)
     modules = resolve_plan(model, plan, comm.world_size)
+    entries = {name: entry for name, (_, entry) in modules.items()}
+    excluded = _excluded_layers(exclude, entries)
     options: dict[str, Any] = {"algorithm": algorithm, "group": mesh, "device": "meta"}
-    linear_options = {"backward_codec": backward_codec, "latency": latency}
     layers: dict[str, ShardedModule] = {}
     for name, (module, entry) in modules.items():
-        options["codec"] = entry.codec or codec
+        options["codec"] = NONE if name in excluded else parse_codec(entry.codec or forward)
         if entry.kind == "vocabulary":
             layers[name] = _sharded_embedding(module, name, options)
         else:
-            layers[name] = _sharded_linear(module, entry.kind, name, chunks, {**options, **linear_options})
+            gradients = NONE if name in excluded else backward
+            linear_options = {**options, "backward_codec": gradients, "latency": latency}
+            layers[name] = _sharded_linear(module, entry.kind, name, chunks, linear_options)
     for name, layer in layers.items():
         replace_module(model, name, layer)
     for module in model.modules():
@@ -110,12 +109,55 @@ def compress(
         width = module.__dict__.get("split_size")
         if isinstance(width, int) and isinstance(getattr(module, "c_attn", None), ShardedModule):
             module.__dict__["split_size"] = width // comm.world_size
-    return ConversionReport(
-        codec=str(comm.codec),
-        backward_codec=str(comm.backward_codec),
-        layers={name: entry.kind for name, (_, entry) in modules.items()},
-        codecs={name: entry.codec for name, (_, entry) in modules.items() if entry.codec is not None},
-    )
+    return State(model, comm, entries, layers, excluded)
+
+
+def _require_options(
+    spec: object, plan: object, codec: object, feedback: object, guard: object, allow_inaccurate: object
+) -> None:
+    """Check the arguments that have few valid values; the errors say where other integrations have more."""
+    if codec is not None and spec != "int8":
+        raise ValueError(f"codec: another name of spec, which is {spec!r} already; pass one of them")
+    if isinstance(spec, str) and spec in PLANS:
+        raise ValueError(f"spec: {spec!r} is a plan; pass plan={spec!r}")
+    if isinstance(plan, str) and plan.partition(":")[0] in names():
+        raise ValueError(f"plan: {plan!r} is a codec; pass spec={plan!r}, and the plan as plan=")
+    if not isinstance(allow_inaccurate, bool):
+        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+    if feedback not in (False, "auto"):
+        raise ValueError(
+            f"feedback: got {feedback!r}; valid here: False or 'auto', which are the same: activations of one step are "
+            "not those of the next, so what an encoding loses cannot be sent later; gradients of parameters have "
+            "feedback, in dtcomm.ddp.compress and dtcomm.fsdp.compress"
+        )
+    if guard is not None:
+        raise ValueError(
+            "guard: tensor parallelism has none: dtcomm.tp.calibrate (or `dtcomm tp calibrate`) measures the harm to "
+            "each layer before, and the guard= of dtcomm.ddp.compress and dtcomm.fsdp.compress watches the loss in "
+            "training; valid: None"
+        )
+
+
+def _require_accurate(codec: Codec, argument: str) -> None:
+    error = gaussian_error(codec)
+    if error > MAX_ERROR:
+        raise ValueError(
+            f"{argument}: {codec} loses {error:.0%} of the activations (relative error; the limit is {MAX_ERROR:.0%}), "
+            "and nothing sends that later; use 4 bits or more, or a plan in which dtcomm.tp.calibrate has found the "
+            "layers that tolerate it; allow_inaccurate=True allows it"
+        )
+
+
+def _excluded_layers(patterns: str | Sequence[str], layers: Iterable[str]) -> dict[str, str]:
+    """Return the layers that ``exclude`` leaves uncompressed, each with the pattern that it matches."""
+    weights = {f"{layer}.weight": layer for layer in layers}
+    rules = exclusions(patterns, list(weights)).rules
+    return {
+        layer: str(rule.name).removesuffix(".*")
+        for weight, layer in weights.items()
+        for rule in rules
+        if fnmatchcase(weight, str(rule.name))
+    }
 
 
 def _sharded_embedding(module: nn.Module, name: str, options: dict[str, Any]) -> ShardedModule:

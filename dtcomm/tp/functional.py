@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import collectives
 from dtcomm._autograd import autograd_apply
-from dtcomm.tp.comm_config import CommConfig, make_comm_config
+from dtcomm.tp.comm_config import CommConfig, LayerTraffic, make_comm_config
 from dtcomm.tp.flash_all_reduce import flash_all_reduce
 
 
@@ -96,15 +96,15 @@ class _ConjugatePair(torch.autograd.Function):
 
 def all_reduce(x: torch.Tensor, comm: CommConfig, *, backward: bool = False) -> torch.Tensor:
     """Return the sum over the ranks; ``backward`` chooses ``comm.backward_codec``."""
-    if comm.algorithm == "two_shot_symmetric":
-        config = replace(comm, codec=comm.backward_codec) if backward else comm
-        if x.is_floating_point() and not config.codec.lossless(x.dtype):
-            return flash_all_reduce(x.detach(), config).y
-    total = x.detach().clone(memory_format=torch.contiguous_format)
+    asked = comm.asked_codec(backward)
     codec = comm.codec_for(x.numel(), x.dtype, backward=backward)
-    if not backward:
-        comm.traffic.count(x.numel(), codec.wire_bytes(x.numel(), x.dtype))
-    collectives.all_reduce(total, codec=codec, algorithm=comm.algorithm_for(codec, x.dtype), group=comm.group)
+    if comm.algorithm == "two_shot_symmetric" and not codec.lossless(x.dtype):
+        comm.traffic.count("all_reduce", x, x.numel(), codec, asked, comm.algorithm, backward)
+        return flash_all_reduce(x.detach(), replace(comm, codec=codec)).y
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    algorithm = comm.algorithm_for(codec, x.dtype)
+    comm.traffic.count("all_reduce", x, x.numel(), codec, asked, algorithm, backward)
+    collectives.all_reduce(total, codec=codec, algorithm=algorithm, group=comm.group)
     return total
 
 
@@ -112,7 +112,9 @@ def all_gather(x: torch.Tensor, comm: CommConfig, dim: int, *, backward: bool = 
     """Return all ranks' shards, concatenated along ``dim``; every rank decodes its own shard too."""
     shard = x.detach().contiguous()
     shards = torch.empty((comm.world_size, *shard.shape), dtype=shard.dtype, device=shard.device)
-    codec = comm.backward_codec if backward else comm.codec
+    codec = comm.supported_codec(x.dtype, backward=backward)
+    asked = comm.asked_codec(backward)
+    comm.traffic.count("all_gather", x, shards.numel(), codec, asked, "auto", backward)
     collectives.all_gather(shards, shard, codec=codec, group=comm.group)
     dim = dim % x.ndim
     shape = [*x.shape[:dim], comm.world_size * x.shape[dim], *x.shape[dim + 1 :]]
@@ -132,7 +134,9 @@ def reduce_scatter(x: torch.Tensor, comm: CommConfig, dim: int, *, backward: boo
     shape = (*x.shape[:dim], comm.world_size, length, *x.shape[dim + 1 :])
     shards = x.detach().reshape(shape).movedim(dim, 0).contiguous()
     shard = torch.empty(shards.shape[1:], dtype=x.dtype, device=x.device)
-    codec = comm.backward_codec if backward else comm.codec
+    codec = comm.supported_codec(x.dtype, backward=backward)
+    asked = comm.asked_codec(backward)
+    comm.traffic.count("reduce_scatter", x, shards.numel(), codec, asked, "auto", backward)
     collectives.reduce_scatter(shard, shards, codec=codec, group=comm.group)
     return shard
 
@@ -149,6 +153,16 @@ PRIMITIVES: dict[str, Callable[[torch.Tensor, CommConfig, int, bool], torch.Tens
 
 # --- the operator for compiled code: codecs are spec strings, the group is its name -----------------------------------
 
+_compiled_traffic: dict[str, LayerTraffic] = {}
+
+
+def compiled_traffic(group_name: str) -> LayerTraffic:
+    """Return the counters of all compiled code of this process that communicates over the group of this name.
+
+    Its operator knows neither the layer that it belongs to nor whether it runs in a forward or a backward pass.
+    """
+    return _compiled_traffic.setdefault(group_name, LayerTraffic())
+
 
 @torch.library.custom_op("dtcomm::tp_collective", mutates_args=())
 def _tp_collective(
@@ -163,7 +177,12 @@ def _tp_collective(
     dim: int,
 ) -> torch.Tensor:
     comm = make_comm_config(
-        codec, backward_codec, algorithm=algorithm, group=_group_by_name(group), latency=latency
+        codec,
+        backward_codec,
+        algorithm=algorithm,
+        group=_group_by_name(group),
+        latency=latency,
+        traffic=compiled_traffic(group),
     )
     return PRIMITIVES[forward](x, comm, dim, False)
 

@@ -113,13 +113,14 @@ def _forward(
     normed = None if epilogue.norm is None else torch.empty_like(y)
     codec = comm.codec_for(y.numel(), y.dtype)
     chunk_count = automatic_chunks(comm, y, codec) if isinstance(chunks, str) else chunks
-    comm.traffic.count(y.numel(), codec.wire_bytes(y.numel(), y.dtype))
     ranges = _row_ranges(len(tokens), chunk_count)
     symmetric = comm.algorithm == "two_shot_symmetric" and not codec.lossless(y.dtype)
+    algorithm = "two_shot_symmetric" if symmetric else comm.algorithm_for(codec, y.dtype)
+    for start, stop in ranges:
+        comm.traffic.count("all_reduce", y, (stop - start) * features, codec, comm.codec, algorithm)
     if symmetric and not supports_two_shot_symmetric(y, codec, comm.group):
         _flash_all_reduce_chunks(tokens, weight, comm, ranges, y, normed, epilogue)
     else:
-        algorithm = "two_shot_symmetric" if symmetric else comm.algorithm_for(codec, y.dtype)
         _all_reduce_chunks(tokens, weight, comm, codec, algorithm, ranges, y, normed, epilogue)
     shape = (*x.shape[:-1], features)
     return EpilogueResult(y.view(shape), None if normed is None else normed.view(shape))

@@ -49,8 +49,12 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
     "profiling": _may("collectives runtime device work", "torch rich"),
     "compress": _may("profiling collectives planner kernels codecs device work", "torch"),
-    "ddp": _may("local_sgd planner profiling compress collectives codecs kernels device work", "torch"),
-    "fsdp": _INTEGRATION,
+    # Hooks in training frameworks, which are imported when an object of theirs is passed.
+    "frameworks": _may("compress", "torch fsspec transformers"),
+    "ddp": _may(
+        "frameworks local_sgd planner profiling compress collectives codecs kernels device work", "torch"
+    ),
+    "fsdp": _may("_autograd frameworks profiling compress collectives codecs kernels device work", "torch"),
     "tp": _may(
         "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
     ),

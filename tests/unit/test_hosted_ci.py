@@ -25,7 +25,9 @@ def jobs() -> dict[str, Any]:
 
 def commands(jobs: dict[str, Any]) -> list[list[str]]:
     """The words of every command line of every job."""
-    lines = [line for job in jobs.values() for step in job["steps"] for line in step.get("run", "").split("\n")]
+    lines = [
+        line for job in jobs.values() for step in job["steps"] for line in step.get("run", "").split("\n")
+    ]
     return [line.split() for line in lines if line]
 
 
@@ -37,7 +39,9 @@ def test_every_target_exists(jobs: dict[str, Any]) -> None:
 
 
 def test_every_target_of_a_full_run_is_called(jobs: dict[str, Any]) -> None:
-    (default,) = re.findall(r"^  set -- (.*)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    (default,) = re.findall(
+        r"^  set -- (.*)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
+    )
     called = {word for command in commands(jobs) for word in command[1:] if command[0] == ".ci/run"}
     assert set(default.split()) - called <= {"cuda"}, "hosted machines have no nvcc"
 
@@ -51,7 +55,9 @@ def test_the_matrix_is_what_is_supported(jobs: dict[str, Any]) -> None:
 
 
 def test_run_refuses_what_fails() -> None:
-    done = subprocess.run([ROOT / ".ci" / "run", "no-such-target"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [ROOT / ".ci" / "run", "no-such-target"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode != 0 and "no-such-target" in done.stderr
 
 

@@ -22,8 +22,8 @@ from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.codecs import report
 from dtcomm.cli.codecs.measure import OnDevice
 from dtcomm.cli.perf import placement
-from dtcomm.codecs import Codec, codec
-from dtcomm.codecs.spec import CODECS
+from dtcomm.cli.perf.args import add_import_argument, import_modules
+from dtcomm.codecs import Codec, codec, names
 from dtcomm.measure import device as device_info
 
 #: Options shown in addition to the defaults, by codec name.
@@ -57,10 +57,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 def default_codecs() -> list[Codec]:
-    """Return the codecs that are shown if the user names none."""
+    """Return the codecs that are shown if the user names none: all, with `VARIANTS`, and those of ``--import``."""
     return [
         codec(spec)
-        for name in CODECS
+        for name in names()
         for spec in (name, *(f"{name}:{options}" for options in VARIANTS.get(name, ())))
     ]
 
@@ -139,9 +139,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         epilog="docs/guides/codecs.md says when to use which codec.",
     )
     add = parser.add_argument
-    add("--codec", metavar="SPEC", type=_codec, action="append", default=[],
+    add_import_argument(add)
+    add("--codec", metavar="SPEC", action="append", default=[],
         help="show only this codec; may be repeated")  # fmt: skip
-    add("--also", metavar="SPEC", type=_codec, action="append", default=[],
+    add("--also", metavar="SPEC", action="append", default=[],
         help="show this codec in addition; may be repeated")  # fmt: skip
     add("--tensor", metavar="FILE", type=Path, action="append", default=[],
         help="also measure the error on the tensors of a .pt or .npy file; may be repeated")  # fmt: skip
@@ -158,6 +159,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="plot error against bits per element (default codecs.png)")  # fmt: skip
     add("--json", metavar="FILE", nargs="?", const="-", help="write JSON: to FILE, or instead of the table")
     options = parser.parse_args(argv)
+    try:
+        import_modules(options.imports)
+    except ValueError as error:
+        parser.error(str(error))
+    for name in ("codec", "also"):
+        try:
+            setattr(options, name, [codec(spec) for spec in getattr(options, name)])
+        except ValueError as error:
+            parser.error(f"argument --{name}: {error}")
     for name in ("plot", "json"):
         target = getattr(options, name)
         if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
@@ -171,10 +181,3 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if options.per_tensor and not options.tensor:
         parser.error("--per-tensor: needs --tensor FILE")
     return options
-
-
-def _codec(text: str) -> Codec:
-    try:
-        return codec(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

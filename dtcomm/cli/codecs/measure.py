@@ -175,6 +175,8 @@ def measure_error(codec: Codec, sample: Sample) -> tuple[Error, dict[str, Error]
 
 def comparison_block(codec: Codec) -> int:
     """Return the elements of a block of `worst_block`: the codec's block, a granule of a sparse codec, otherwise 32."""
+    if codec.in_python:
+        return BLOCK
     layout = codec.layout()
     if layout.kept:
         return layout.granule

@@ -323,7 +323,7 @@ def _finish(
         "held_out": run.held_out,
         "final_training_loss": float(losses[-tail:].mean()),
         "final_held_out_loss": final,
-        "bytes_per_step": report.wire_bytes / report.steps
+        "bytes_per_step": report.wire_bytes / (report.steps or 1)
         if report
         else 2 * (ranks - 1) / ranks * gradient_bytes,
         "bytes_are": "counted" if report else "computed: 2(n-1)/n of the gradients, as a ring sends",
@@ -332,7 +332,7 @@ def _finish(
         "overlapped_communication_ms": statistics.median(run.communication[warm:]) * 1e3
         if run.communication[warm:]
         else None,
-        "collective_ms": report.seconds / report.steps * 1e3
+        "collective_ms": report.seconds / (report.steps or 1) * 1e3
         if report and report.seconds is not None
         else None,
         "report": report.to_dict() if report else None,

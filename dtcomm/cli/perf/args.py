@@ -153,12 +153,12 @@ def parse(argv: list[str]) -> PerfOptions:
 def add_import_argument(add: Callable[..., object]) -> None:
     """Add the flag ``--import``, whose value `import_modules` takes."""
     add("--import", action="append", default=[], metavar="MODULE", dest="imports",
-        help="your module, from the current folder or installed, which calls dtcomm.algorithms.register; may be "
-        "repeated")  # fmt: skip
+        help="your module, from the current folder or installed, which calls dtcomm.algorithms.register or "
+        "dtcomm.codecs.custom; may be repeated")  # fmt: skip
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import the user's modules, which register algorithms; as ``python -m`` does, from the current folder too.
+    """Import the user's modules, which register algorithms and codecs; from the current folder too.
 
     Raises:
         ValueError: If a module cannot be imported, or a registration is refused.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dtcomm import env
 from dtcomm.collectives import all_reduce, info
 from dtcomm.compress.autotune_model import BucketProfile, LinkCosts, cpu_oversubscribed
+from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.policy import MIN_COMPRESSED_ELEMENTS
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, wire_codec
@@ -65,7 +66,7 @@ class ProcessGroupConsensus:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.device: torch.device | None = None
-        self.ranks = dist.get_world_size(group)
+        self.ranks = rank_and_size(group)[1]
 
     def max(self, values: Sequence[float]) -> list[float]:
         """See `Consensus.max`."""

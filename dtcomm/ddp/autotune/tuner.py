@@ -44,6 +44,7 @@ COUNTED = 1  # steps that count in every turn of a candidate
 LINK_CHANGE = 1.5  # times a link must have become faster or slower
 STEP_SLOWDOWN = 1.25  # times a step must have become longer
 RISK = 0.01  # of all trials of a run, to accept a candidate that is no faster; every trial takes half of what is left
+MEASURE_AGAIN = "measure again"  # the action of a decision that ends a choice
 
 _log = logging.getLogger("dtcomm")
 
@@ -289,7 +290,7 @@ class Tuner:
             self._use_choice(step, self._chosen)
             return
         baseline_seconds, chosen_seconds = trials.step_seconds()
-        self._add_decision(step, "measure again", str(trials), chosen_seconds, baseline_seconds)
+        self._add_decision(step, MEASURE_AGAIN, str(trials), chosen_seconds, baseline_seconds)
         self._measure_again(step)
 
     def _report(
@@ -358,7 +359,7 @@ class Tuner:
             if self._chosen is not None and self._baseline is not None and 1 / NEAR < self._confirmed < 1:
                 self._run(step, self._new_trials([self._baseline], self._chosen))
             return
-        self._add_decision(step, "measure again", reason, seconds, self._chosen_seconds)
+        self._add_decision(step, MEASURE_AGAIN, reason, seconds, self._chosen_seconds)
         self._measure_again(step)
 
     def _install(self, assignment: CodecAssignment) -> None:

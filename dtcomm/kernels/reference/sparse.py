@@ -54,6 +54,14 @@ def _encode_topk(codec: TopK, x: Floats, key: int, index: int) -> Bytes:
     return np.concatenate([values, np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little")])
 
 
+def encode_whole(codec: TopK, x: Floats) -> Bytes:
+    """The payload of a tensor with ``scope=tensor``, without its padding."""
+    order = np.argsort(-magnitude(x).astype(np.int64), kind="stable")
+    places = np.sort(order[: max(1, round(codec.ratio * len(x)))])
+    values = _encode_values(codec.value_codec(), canonical(x[places]), 0, 0)
+    return np.concatenate([places.astype("<i4").view(np.uint8), values])
+
+
 def _decode_topk(codec: TopK, granule: Bytes, n: int) -> Floats:
     layout = codec.layout()
     ends = layout.values(n), layout.values(n) + layout.positions(n)

@@ -285,14 +285,14 @@ class CpuBootstrap:
 
         wait_records = c10d.PrefixStore(self._prefix, self._store)
         timeout_s = self._timeout.total_seconds()
-        transport = GlooTransport(
-            group,
-            self.names,
-            timeout_s,
-            wait_records,
-            streams,
-            lambda peer: peer_processes.has_ended(self.ranks[peer]),
-        )
+        # Looked up here: the runtime may outlive the default group that its ranks belong to.
+        processes = peer_processes.of(self.ranks)
+
+        def has_ended(peer: int) -> bool:
+            process = processes[peer]
+            return process is not None and process.has_ended()
+
+        transport = GlooTransport(group, self.names, timeout_s, wait_records, streams, has_ended)
         compare = transport.require_same_operation if env.get("DTCOMM_CHECK") == "1" else None
         return TorchDistRuntime(transport, streams or HostStreams(), self.rank, compare=compare)
 

@@ -20,14 +20,29 @@ from dtcomm.errors import PeerLost
 _STATE, _START_TIME = 0, 19  # fields of /proc/PID/stat after the name of the program
 
 
-class _Process(NamedTuple):
+class PeerProcess(NamedTuple):
+    """The process of a rank on this machine."""
+
     name: str  # of the rank
     pid: int
     started: str  # a later process may get the same pid
 
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+        started = _started(self.pid)
+        if started is not None:
+            return started != self.started
+        try:  # /proc may hide the processes of other users
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
 
 # Ranks belong to a default group: after another init_process_group they may be other processes.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Process]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, PeerProcess]] = weakref.WeakKeyDictionary()
 
 
 def machine() -> str:
@@ -53,19 +68,17 @@ def remember(
         PeerLost: If one has ended since.
     """
     here = machine()
-    world: Any = c10d._world
-    known = _known.setdefault(world.default_pg, {})
+    known = _of_default_group()
     for rank, name, process in zip(global_ranks, names, processes, strict=True):
         if here and process["machine"] == here and process["started"]:
-            known[rank] = _Process(name, process["pid"], process["started"])
+            known[rank] = PeerProcess(name, process["pid"], process["started"])
     require_alive(global_ranks)
 
 
-def has_ended(global_rank: int) -> bool:
-    """Whether the process of a rank on this machine is known to have ended."""
-    world: Any = c10d._world
-    process = _known.get(world.default_pg, {}).get(global_rank)
-    return process is not None and _has_ended(process)
+def of(global_ranks: Sequence[int]) -> list[PeerProcess | None]:
+    """The remembered processes of ranks of the present default group; None: not on this machine, or not known."""
+    known = _of_default_group()
+    return [known.get(rank) for rank in global_ranks]
 
 
 def require_alive(global_ranks: Sequence[int], grace_s: float = 0.0) -> None:
@@ -73,13 +86,11 @@ def require_alive(global_ranks: Sequence[int], grace_s: float = 0.0) -> None:
 
     Memory and connections of a process that is killed go before the process has ended.
     """
-    world: Any = c10d._world
-    known = _known.get(world.default_pg, {})
-    processes = [known[rank] for rank in global_ranks if rank in known]
+    processes = [process for process in of(global_ranks) if process is not None]
     end = time.monotonic() + grace_s
     while True:
         for process in processes:
-            if _has_ended(process):
+            if process.has_ended():
                 raise PeerLost(
                     f"{process.name} is gone: its process ended while the ranks made a communicator"
                 )
@@ -88,17 +99,10 @@ def require_alive(global_ranks: Sequence[int], grace_s: float = 0.0) -> None:
         time.sleep(5e-3)
 
 
-def _has_ended(process: _Process) -> bool:
-    started = _started(process.pid)
-    if started is not None:
-        return started != process.started
-    try:  # /proc may hide the processes of other users
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+def _of_default_group() -> dict[int, PeerProcess]:
+    world: Any = c10d._world
+    group = world.default_pg
+    return {} if group is None else _known.setdefault(group, {})  # None: another thread has destroyed it
 
 
 def _started(pid: int) -> str | None:

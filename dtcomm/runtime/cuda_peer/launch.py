@@ -382,6 +382,8 @@ def why_not(spec: OpSpec, ranks: int, schedule: Schedule | None = None) -> str:
             return f"codec {part.spec}: fused kernels stay inside one host"
         if moves and codec.name == "none":
             continue
+        if codec.in_python:
+            return f"codec {part.spec} is written in Python, which no kernel calls"
         if not _C.fusible(codec.native(), ELEMENT_TYPES[part.dtype]):
             dtype = str(part.dtype).removeprefix("torch.")
             return f"codec {part.spec} of {dtype} has no fused kernel"

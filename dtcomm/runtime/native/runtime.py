@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.work import NativeWork, Work
 
+if TYPE_CHECKING:  # imported when there is such a codec: most processes never need it
+    from dtcomm.runtime.native.python_codecs import OrderedThread, PythonCodecOperation
+
 # How long a rank yields before it sleeps. A core that ranks share goes to another rank at each yield, and a sleeper on
 # it is not always run at once when it is woken: within 1 ms most messages arrive before it sleeps.
 YIELD_US, SHARED_YIELD_US = 50.0, 1000.0
@@ -33,6 +36,7 @@ class NativeRuntime:
         transport: How ranks reach each other: "memory", "sockets", or "memory and sockets".
         single_copy: Why receivers do not copy out of the senders' memory; empty if they do. The bootstrap sets it to
             what all ranks agree on.
+        codec_thread: Runs operations with codecs written in Python; None if there was none yet.
 
     Args:
         rank: This rank.
@@ -49,6 +53,8 @@ class NativeRuntime:
         self.transport = "memory"
         self.single_copy = "not asked for yet"
         self._recorded_failure = False
+        self._failure: DtcommError | None = None  # of a codec written in Python; the engine knows its own
+        self.codec_thread: OrderedThread | None = None
         self._shares_cores = False
         emulated = links()
         self._link = emulated.inside
@@ -122,8 +128,18 @@ class NativeRuntime:
             self.native, self.transport, self._link is not None, self._shares_cores
         )
 
-    def prepare(self, spec: OpSpec, schedule: Schedule) -> NativeOperation:
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> NativeOperation | PythonCodecOperation:
         """A plan for calls of this operation."""
+        if spec.in_python:
+            from dtcomm.runtime.native.python_codecs import OrderedThread, PythonCodecOperation
+
+            if self.codec_thread is None:
+                self.codec_thread = OrderedThread("dtcomm-python-codecs")
+            return PythonCodecOperation(self, self.codec_thread, spec, schedule, self.rank)
+        return self.prepare_native(spec, schedule)
+
+    def prepare_native(self, spec: OpSpec, schedule: Schedule) -> NativeOperation:
+        """A plan for calls of this operation, whose codecs the engine runs."""
         shares_memory = self.transport == "memory"
         piece = copy_policy.piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
         if not shares_memory and env.get("DTCOMM_PIECE_KIB") == "0":
@@ -142,6 +158,13 @@ class NativeRuntime:
         )
         return NativeOperation(self, plan)
 
+    def abort(self, error: DtcommError) -> None:
+        """Leave the group because of an error of this rank: peers raise PeerLost, and later calls this error."""
+        if not self.failure:
+            self._failure = error
+        self.record_failure(error)
+        self.native.close()
+
     def record_failure(self, error: DtcommError) -> None:
         """Write the flight record once: the communicator raises the same error from then on."""
         if not self._recorded_failure:
@@ -151,7 +174,7 @@ class NativeRuntime:
     @property
     def failure(self) -> str:
         """The error that every later call raises; empty if there is none."""
-        return self.native.failure
+        return self.native.failure if self._failure is None else str(self._failure)
 
     def flight_entries(self) -> list[FlightEntry]:
         """The last operations, oldest first."""
@@ -175,13 +198,18 @@ class NativeRuntime:
     def close(self) -> None:
         """Release all shared memory. Peers that wait for this rank raise PeerLost."""
         self.native.close()
+        if self.codec_thread is not None:
+            self.codec_thread.stop()
 
     def info(self) -> dict[str, Any]:
         """The transport, the kernels, how copies are made, and the counters."""
+        thread = self.codec_thread
+        in_python = {} if thread is None else {"python_codecs": thread.description()}
         return {
             "runtime": self.name,
             "transport": self.transport,
             "kernels": _C.engine_kernels(),
+            **in_python,
             "round_trip_ns": self.native.round_trip_ns,
             "staging": "streaming" if self.native.stream_staging else "ordinary",
             "single_copy": self.single_copy or "process_vm_readv",
@@ -215,6 +243,13 @@ class NativeOperation:
 
     def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
         """Run to the end; returns the bytes sent."""
+        thread = self._runtime.codec_thread
+        if thread is not None and thread.busy:
+            thread.drain()
+        return self.run_now(buffers, seed, hooks)
+
+    def run_now(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """As ``run``, without waiting for the thread of codecs in Python."""
         try:
             if hooks is not None:
                 pointers = [part.pointers() for part in buffers]
@@ -234,6 +269,18 @@ class NativeOperation:
         hooks: OpHooks | None = None,
     ) -> Work:
         """Queue the operation behind earlier ones."""
+        thread = self._runtime.codec_thread
+        if thread is not None and thread.busy:
+            return thread.start_behind(outputs, lambda: self._submit_now(buffers, outputs, seed, hooks))
+        return self._submit_now(buffers, outputs, seed, hooks)
+
+    def _submit_now(
+        self,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None,
+    ) -> Work:
         native_hooks = () if hooks is None else hooks.native()
         record_failure = self._runtime.record_failure
         try:

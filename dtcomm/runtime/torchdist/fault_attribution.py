@@ -7,15 +7,21 @@ itself is held up by the rank at the end of that chain.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 import torch
 
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
+from dtcomm.runtime import torch_threads
 
 MAX_TAG = 2**31 - 1
 GRACE_SECONDS = 0.3  # for the records of ranks that gave up at the same time
+STORE_SECONDS = (
+    1.0  # that a question to the store may take; a store without its file or its server may take minutes
+)
+T = TypeVar("T")
 _KINDS: dict[str, type[DtcommError]] = {"timeout": CollectiveTimeout, "lost": PeerLost}
 
 
@@ -34,6 +40,8 @@ class FaultAttribution:
         self._names = names
         self._timeout_s = timeout_s
         self._store = _store_of(group) if store is None else store
+        self._question: Future[Any] = Future()  # the last one to the store
+        self._question.set_result(None)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout that errors mention."""
@@ -41,18 +49,13 @@ class FaultAttribution:
 
     def gave_up(self, peer: int) -> bool:
         """Whether a rank has recorded that it gave up on another one."""
-        try:
-            return self._store is not None and bool(self._store.check([_key(peer)]))
-        except RuntimeError:  # the store is gone with its rank
-            return False
+        return self._ask(lambda store: bool(store.check([_key(peer)])), False)
 
     def error(self, peer: int, cause: RuntimeError, context: str) -> DtcommError:
         """The error to raise for a backend's error about a message with ``peer``."""
         kind = "timeout" if "timed out" in str(cause).lower() else "lost"
-        try:
-            peer, kind = self._follow_wait_chain(peer, kind)
-        except (RuntimeError, ValueError):  # the store is gone with its rank
-            pass
+        found = (peer, kind)
+        peer, kind = self._ask(lambda store: self._follow_wait_chain(store, *found), found)
         reason = str(cause).splitlines()[0].rpartition("] ")[2]
         if kind == "timeout":
             what = f"did not come within {self._timeout_s:g} s"
@@ -61,10 +64,29 @@ class FaultAttribution:
             what, hint = "is gone", ""
         return _KINDS[kind](f"{self._names[peer]} {what} ({context}: {reason}){hint}")
 
-    def _follow_wait_chain(self, peer: int, kind: str) -> tuple[int, str]:
-        store = self._store
-        if store is None:
-            return peer, kind
+    def _ask(self, question: Callable[[Any], T], default: T) -> T:
+        """What ``question`` returns of the store; ``default`` if the store is gone or does not answer in time."""
+        store, previous = self._store, self._question
+        if store is None or wait([previous], STORE_SECONDS).not_done:
+            return default
+        answer: Future[T] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question(store))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self._question = answer
+        torch_threads.start(ask, "dtcomm-store")
+        if wait([answer], STORE_SECONDS + GRACE_SECONDS).not_done:
+            return default
+        try:
+            return answer.result()
+        except (RuntimeError, ValueError):  # the store is gone with its rank
+            return default
+
+    def _follow_wait_chain(self, store: Any, peer: int, kind: str) -> tuple[int, str]:
         store.set(_key(self._rank), f"{kind} {peer}")
         deadline = time.monotonic() + GRACE_SECONDS
         while True:

@@ -28,6 +28,7 @@ MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 256 * 1024, 1024 * 1024
 # Pieces that a host starts before it waits for the first: a peer whose core is busy then does not stop this rank.
 HOST_LOOKAHEAD = 2
 CHECKSUM_BYTES = 4
+WHOLE = 2**62  # payload bytes that no piece has: one piece
 
 PayloadKey = tuple[int, int]  # (rank, number of the payload among those that the rank encodes)
 SizedChunk = tuple[int, int]  # (chunk, level), which gives the payload's size in a piece

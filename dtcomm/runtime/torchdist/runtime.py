@@ -35,6 +35,7 @@ from dtcomm.runtime.torchdist.rounds import (
     ALL_TO_ALL,
     HOST_LOOKAHEAD,
     MESSAGES,
+    WHOLE,
     Payload,
     RoundsPlan,
     host_message_bytes,
@@ -46,6 +47,8 @@ from dtcomm.schedule import Schedule
 from dtcomm.work import QueuedWork, Statistics, StreamWork, Work
 
 Compare = Callable[[str, object], None]
+
+_RELEASED = "group: its communicator has been released"
 
 
 @dataclass
@@ -103,15 +106,17 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
 
     def make_plan(self, spec: OpSpec, schedule: Schedule) -> RoundsPlan:
         """A plan for calls of this operation. ValueError if it needs what the transport does not do."""
+        # A codec written in Python gets every chunk in one piece, in every runtime: the results are the same then.
+        whole = WHOLE if spec.in_python else 0
         if self._transport.blocks_host:
-            least = self._message_bytes or int(env.get("DTCOMM_PIECE_KIB")) * 1024
+            least = whole or self._message_bytes or int(env.get("DTCOMM_PIECE_KIB")) * 1024
             least = least or host_message_bytes(spec, schedule)
             return RoundsPlan(spec, schedule, self.rank, least, False, HOST_LOOKAHEAD)
         if spec.checksum:
             raise ValueError(
                 "checksum: payloads are not looked at on their way between devices; expected False"
             )
-        return RoundsPlan(spec, schedule, self.rank, self._message_bytes)
+        return RoundsPlan(spec, schedule, self.rank, whole or self._message_bytes)
 
     def run(
         self, plan: RoundsPlan, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None
@@ -147,7 +152,10 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._transport.set_timeout(seconds)
 
     def close(self) -> None:
-        """Leave the group. Peers that wait for this rank raise PeerLost."""
+        """Leave the group. Peers that wait for this rank raise PeerLost.
+
+        An operation that still waits for other ranks after a second fails with CommunicatorClosed.
+        """
         if os.getpid() != self._pid:
             return
         with self._queue_lock:
@@ -156,6 +164,8 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
             if self._thread.is_alive():  # in a wait that ends at the timeout; the group goes with the process
+                if (op := self._running) is not None:
+                    self._give_up(op, CommunicatorClosed(_RELEASED))
                 return
         self._transport.close()
 
@@ -223,7 +233,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def _require_usable(self) -> None:
         super()._require_usable()
         if self._closed:
-            raise CommunicatorClosed("group: its communicator has been released")
+            raise CommunicatorClosed(_RELEASED)
 
     def _enqueue(
         self,
@@ -279,7 +289,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def busy(self) -> bool:
         """Whether an operation is running that has not been given up."""
         op = self._running
-        return op is not None and not op.ended and not self._closed
+        return op is not None and not op.ended
 
     def look(self) -> None:
         """Give up the running operation if it makes no progress and waits for a rank that will not come."""
@@ -288,8 +298,11 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         if op is None or op.ended or self._seen != seen:
             return
         error = self._transport.lost_peer()
-        if error is None or self._running is not op:
-            return
+        if error is not None and self._running is op:
+            self._give_up(op, error)
+
+    def _give_up(self, op: QueuedOp, error: DtcommError) -> None:
+        """Fail the running operation and those behind it, while the thread waits in the transport."""
         op.entry.finished_ns = time.monotonic_ns()
         self._failure = type(error)(str(error))
         flight_recorder.failed(error)

@@ -5,6 +5,7 @@ Gloo fails a message that it is just writing or reading only at the timeout, als
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from dtcomm.runtime import torch_threads
 
 LOOK_S = 0.25
 
+_log = logging.getLogger("dtcomm")
 _lock = threading.Lock()
 _watched: set[Watched] = set()
 
@@ -44,7 +46,10 @@ def _look() -> None:
         time.sleep(LOOK_S)
         with torch_threads.running():  # looks use the store, whose functions are native
             for runtime in list(_watched):
-                runtime.look()
+                try:
+                    runtime.look()
+                except Exception:  # the others are looked at all the same
+                    _log.exception("looking at an operation that runs over a process group failed")
         with _lock:
             idle = [runtime for runtime in _watched if not runtime.busy()]
             _watched.difference_update(idle)

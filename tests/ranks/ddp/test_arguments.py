@@ -14,6 +14,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"grad_scaler": 256.0}, TypeError, "grad_scaler: want a torch.amp.GradScaler, got float"),
     ({"guard": True}, TypeError, "guard: want a dtcomm.ddp.Guard or None, got bool"),
     ({"seed": "1"}, TypeError, "seed: want an integer, got '1'"),
     ({"sample_every": "10"}, TypeError, "sample_every: want an integer, got '10'"),

@@ -161,6 +161,66 @@ def test_grad_scaler_skips_an_overflow_on_every_rank_and_goes_on() -> None:
         assert gap < 1e-2
 
 
+def compare_scaled(rank: int, world_size: int, form: str) -> tuple[list[float], bool]:
+    """Train with a loss scale that grows and once overflows; return the scales, and whether it changes any bit.
+
+    The other run has no loss scale, and leaves out the step in which one parameter of one rank overflows.
+    """
+    scaled, plain = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    state = ddp.compress(scaled, "topk:ratio=0.05", residual=form, grad_scaler=scaler)
+    ddp.compress(plain, "topk:ratio=0.05", residual=form)
+    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.05)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
+    overflows = False
+    scaled.module.last.weight.register_hook(lambda gradient: gradient * (float("inf") if overflows else 1.0))
+    scales = []
+    for step in range(8):
+        overflows = (rank, step) == (1, 4)
+        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        scaler.scale(scaled(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if step != 4:
+            theirs.zero_grad()
+            plain(x).square().mean().backward()
+            theirs.step()
+        assert state.state_dict()["loss_scale"] == ([256.0, *scales])[step]
+    pairs = zip(scaled.parameters(), plain.parameters(), strict=True)
+    return scales, all(torch.equal(own, other) for own, other in pairs)
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_residuals_follow_a_grad_scaler_and_survive_a_step_that_it_skips(form: str) -> None:
+    for scales, equal in run_ranks(compare_scaled, 2, form):
+        assert scales == [256.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0, 1024.0]
+        assert equal
+
+
+def rescale_by_hand(rank: int, world_size: int) -> bool:
+    """Return whether scaling the loss by 4 after three steps multiplies the gradients by exactly 4."""
+    scaled, plain = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(scaled, "topk:ratio=0.05")
+    ddp.compress(plain, "topk:ratio=0.05")
+    for step in range(6):
+        if step == 3:
+            state.rescale(4.0)
+        factor = 1.0 if step < 3 else 4.0
+        for model, scale in ((scaled, factor), (plain, 1.0)):
+            model.zero_grad()
+            backward(model, rank, step, scale=scale)
+        ours, theirs = gradients(scaled), gradients(plain)
+        if not all(torch.equal(ours[name], factor * theirs[name]) for name in ours):
+            return False
+    return True
+
+
+def test_rescale_multiplies_what_is_sent_later() -> None:
+    assert run_ranks(rescale_by_hand, 2) == [True, True]
+
+
 def masked_shares(rank: int, world_size: int, values: str) -> list[float]:
     """Return the share of the momentum that dgc set to zero in the last step, by the rank that encodes the sum."""
     model = DistributedDataParallel(torch.nn.Linear(1024, 64, bias=False))  # four granules a rank

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
@@ -17,7 +15,7 @@ from dtcomm.compress.guard_monitor import ErrorSample, GuardMonitor
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 from dtcomm.launch.ranks import run_ranks
-from tests.unit.ddp.models import SMALL_BUCKETS, WIDTH, backward, batch, gradients, train, wrapped
+from tests.unit.ddp.models import SMALL_BUCKETS, backward, batch, gradients, train, wrapped
 
 Events = list[tuple[int, str, str, str]]
 
@@ -51,85 +49,76 @@ def test_ordinary_training_raises_no_event(spec: str) -> None:
     assert run_ranks(train_normally, 2, spec) == [[], []]
 
 
-class Spiky(nn.Module):
-    """The gradient of `layer` has elements 1e4 times larger than the rest, in every block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heavy = torch.ones(WIDTH)
-        heavy[::16] = 1e4
-        out: torch.Tensor = self.layer(x * heavy) * 1e-4 + self.other(x)
-        return out
-
-
-def train_with_outliers(rank: int, world_size: int, guard: Guard) -> tuple[Events, dict[str, str]]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Spiky())
-    state = ddp.compress(model, "int8", sample_every=2, guard=guard)
-    for step in range(9):
+def train_with_signs(rank: int, world_size: int, guard: Guard) -> tuple[Events, dict[str, str], float, str]:
+    """Train with signs alone, whose sum over a window is not that of the gradients."""
+    model = wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "sign", feedback=False, guard=guard, sample_every=0)
+    for step in range(10):
         model.zero_grad()
-        backward_spiky(model, rank, step)
-    return events_of(state), codecs_in_use(state)
+        backward(model, rank, step)
+    report = state.report()
+    assert report.fidelity is not None and report.fidelity.steps == 2 and str(report.fidelity) in str(report)
+    return events_of(state), codecs_in_use(state), report.fidelity.cosine, str((*state.events, "")[0])
 
 
-def backward_spiky(model: nn.Module, rank: int, step: int) -> None:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
-
-
-def test_a_layer_with_outliers_gets_more_precision() -> None:
-    results = run_ranks(train_with_outliers, 2, Guard(error=0.5))
+def test_a_scheme_that_loses_gradients_gets_more_precision() -> None:
+    """Windows of the steps 0 and 1, 2 and 3; the second one is sent in step 4 and evaluated when step 5 begins."""
+    results = run_ranks(train_with_signs, 2, Guard(cosine=0.95, window=2, on_harm="raise"))
     assert results[0] == results[1]
-    events, codecs = results[0]
-    assert {name for _, _, name, _ in events} == {"layer.weight"}
-    assert events[0] == (2, "error", "layer.weight", "raise")
-    assert codecs == {"layer.weight": "fp16", "other.weight": "int8"}
+    events, codecs, cosine, text = results[0]
+    assert events == [(5, "harm", "", "raise")]
+    assert set(codecs.values()) == {"int4", "none"}
+    assert cosine > 0.99  # steps 6 and 7, with int4
+    assert (
+        "harm is 0." in text
+        and "limit 0.95: raise; over 2 steps the averaged gradients had cosine 0." in text
+    )
 
 
 def test_guard_may_ignore_or_only_warn() -> None:
-    assert run_ranks(train_with_outliers, 2, Guard(error=0.5, on_error="ignore"))[0][0] == []
-    events, codecs = run_ranks(train_with_outliers, 2, Guard(error=0.5, on_error="warn"))[0]
-    assert events and codecs["layer.weight"] == "int8"
+    for action, expected in (("warn", {"sign", "none"}), ("none", {"none"})):
+        guard = Guard(cosine=0.95, window=2, on_harm=action)
+        events, codecs = run_ranks(train_with_signs, 2, guard)[0][:2]
+        assert events and set(codecs.values()) == expected
 
 
-def train_with_outliers_at_two_bits(rank: int, world_size: int) -> tuple[Events, dict[str, str]]:
-    """Train with the default guard."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Spiky())
-    state = ddp.compress(model, "int2", sample_every=2)
-    for step in range(12):
-        model.zero_grad()
-        backward_spiky(model, rank, step)
-    return events_of(state), codecs_in_use(state)
-
-
-def test_only_the_layer_with_outliers_gets_more_than_two_bits() -> None:
-    results = run_ranks(train_with_outliers_at_two_bits, 2)
-    assert results[0] == results[1]
-    events, codecs = results[0]
-    assert {(kind, name, action) for _, kind, name, action in events} == {("error", "layer.weight", "raise")}
-    assert codecs["layer.weight"] not in ("int2", "none") and codecs["other.weight"] == "int2"
-
-
-def train_with_infinite_loss(rank: int, world_size: int) -> tuple[str, int]:
+def train_with_infinite_loss(rank: int, world_size: int, on_all: bool) -> tuple[str, int, str, int | None]:
     model = wrapped(**SMALL_BUCKETS)
     ddp.compress(model, "int8", guard=Guard(nonfinite=3))
     for step in range(10):
         model.zero_grad()
         try:
-            backward(model, rank, step, scale=math.inf if rank == 1 and step >= 2 else 1.0)
+            backward(model, rank, step, scale=math.inf if (rank == 1 or on_all) and step >= 2 else 1.0)
         except CompressionHarmful as error:
-            return str(error), step
-    return "", -1
+            return str(error), step, error.cause, error.rank
+    return "", -1, "", -1
 
 
 def test_repeated_nan_on_one_rank_stops_all_ranks() -> None:
     """Bad steps are 2, 3 and 4; their statistics are sent in 3, 4 and 5, and evaluated when 6 begins."""
-    assert run_ranks(train_with_infinite_loss, 2) == [("step 6: nonfinite is 3, limit 3: stop", 6)] * 2
+    text = "step 6: nonfinite is 3, limit 3: stop; the gradients of rank 1 held NaN or Inf before compression"
+    assert run_ranks(train_with_infinite_loss, 2, False) == [(text, 6, "gradients", 1)] * 2
+    text = text.replace("rank 1 held", "2 of 2 ranks held") + "; the weights may hold them already"
+    assert run_ranks(train_with_infinite_loss, 2, True) == [(text, 6, "gradients", None)] * 2
+
+
+def train_beyond_fp16(rank: int, world_size: int) -> tuple[str, str, int | None]:
+    """Train with finite fp32 gradients that fp16 cannot hold."""
+    model = wrapped(**SMALL_BUCKETS)
+    ddp.compress(model, "fp16", guard=Guard(nonfinite=2))
+    for step in range(6):
+        model.zero_grad()
+        try:
+            backward(model, rank, step, scale=1e30)
+        except CompressionHarmful as error:
+            return str(error), error.cause, error.rank
+    return "", "", -1
+
+
+def test_compression_is_blamed_for_overflows_that_it_causes() -> None:
+    for text, cause, rank in run_ranks(train_beyond_fp16, 2):
+        assert cause == "compression" and rank is None, text
+        assert "the gradients of all ranks were finite before compression" in text
 
 
 def train_with_stale_residual(rank: int, world_size: int) -> tuple[Events, float]:
@@ -207,10 +196,10 @@ def test_noisy_losses_near_zero_raise_no_event() -> None:
     monitor = GuardMonitor(Guard())
     for step in range(400):
         loss = math.exp(-step / 100 + float(torch.randn((), generator=generator)))
-        monitor.evaluate(step, torch.tensor([0.0, loss, 0.0, 0.0]))
+        monitor.evaluate(step, torch.tensor([0.0, loss, 0.0, 0.0, 0.0, 0.0]))
     assert monitor.events == []
     for step in range(400, 410):
-        monitor.evaluate(step, torch.tensor([0.0, 3.0 * 2 ** (step - 400), 0.0, 0.0]))
+        monitor.evaluate(step, torch.tensor([0.0, 3.0 * 2 ** (step - 400), 0.0, 0.0, 0.0, 0.0]))
     assert [event.kind for event in monitor.events][:1] == ["loss"]
     assert monitor.events[0].step < 406
 
@@ -269,24 +258,22 @@ def test_warm_up_is_uncompressed() -> None:
 
 def resume_with_decisions(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, int]]:
     """Return what parameters are compressed with after a checkpoint is loaded, and the events before it."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Spiky())
-    state = ddp.compress(model, "int8", sample_every=2, guard=Guard(error=0.5))
-    for step in range(5):
-        model.zero_grad()
-        backward_spiky(model, rank, step)
+    model = wrapped(**SMALL_BUCKETS)
+    guard = Guard(cosine=0.95, window=2, on_harm="raise")
+    state = ddp.compress(model, "sign", feedback=False, guard=guard)
+    train(model, rank, range(6))
     saved = state.state_dict()
-    second_model = DistributedDataParallel(Spiky())
-    resumed = ddp.compress(second_model, "int8", sample_every=0)
+    second_model = wrapped(**SMALL_BUCKETS)
+    resumed = ddp.compress(second_model, "sign", feedback=False, sample_every=0)
     resumed.load_state_dict(saved)
-    backward_spiky(second_model, rank, 5)
+    train(second_model, rank, range(6, 7))
     return codecs_in_use(resumed), dict(state.report().events)
 
 
 def test_decisions_are_restored_from_the_state() -> None:
     for codecs, events in run_ranks(resume_with_decisions, 2):
-        assert codecs["layer.weight"] == "fp16" and codecs["other.weight"] == "int8"
-        assert events == {"error: raise": 1}
+        assert set(codecs.values()) == {"int4", "none"}
+        assert events == {"harm: raise": 1}
 
 
 @pytest.mark.parametrize("name", ["int8", "fp16", "bf16", "none"])
@@ -309,6 +296,9 @@ def test_finer_powersgd_has_a_higher_rank() -> None:
         ({"on_error": "panic"}, "on_error is 'panic'; valid: ignore, warn"),
         ({"spike": 0}, "spike is 0; valid: a number above 0"),
         ({"steps": 0}, "steps is 0; valid: 1 or more"),
+        ({"window": 0}, "window is 0; valid: 1 or more"),
+        ({"cosine": 1.5}, "cosine is 1.5; valid: None or a number between 0 and 1"),
+        ({"norm_ratio": 0.5}, "norm_ratio is 0.5; valid: a number above 1"),
     ],
 )
 def test_invalid_guard_options_are_named(options: dict[str, Any], says: str) -> None:

@@ -136,7 +136,7 @@ def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str 
                     "faults": list(dict.fromkeys(streams.faults)),
                     "errors": [
                         (a.relative_error, b.relative_error)
-                        for a, b in zip(report.buckets, expected_report.buckets)
+                        for a, b in zip(report.by_message, expected_report.by_message)
                     ],
                     "residuals": {name: tensor.is_cpu for name, tensor in saved["residuals"].items()},
                     "events": (

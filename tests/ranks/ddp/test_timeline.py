@@ -53,7 +53,7 @@ def train_with_timeline(rank: int, world_size: int, spec: str, folder: str) -> d
     train(model, rank, range(2))
     assert state.timeline.steps == steps
     names = {metric.name for metric in state.metrics()}
-    assert {"dtcomm_scaling_efficiency", "dtcomm_bucket_seconds", "dtcomm_wire_bytes_total"} <= names
+    assert {"dtcomm_scaling_efficiency", "dtcomm_message_seconds", "dtcomm_wire_bytes_total"} <= names
     profiling.write_prometheus(state, f"{folder}/rank{rank}.prom", {"rank": str(rank)})
     return {"path": path, "phases": sorted(phases)}
 

@@ -55,7 +55,8 @@ def check_reported_error(rank: int, ranks: int, spec: str) -> None:
     assert f"{first:.1e}" in str(state.report())
     largest = max(kinds["parameters"].relative_error for kinds in state.report().modules.values())
     (metric,) = [metric for metric in state.metrics() if metric.name == "dtcomm_relative_error"]
-    assert (metric.value, metric.labels) == (largest, {"what": "parameters"})
+    assert (metric.value, metric.labels["what"]) == (largest, "parameters")
+    assert metric.labels["codec"] == spec
     # It is measured every second step only, and once a step: gathers of evaluation and backward do not count.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -235,7 +236,7 @@ def lines_of(rank: int, ranks: int, kind: str) -> tuple[list[str], list[str], st
     ],
 )
 def test_what_is_not_compressed_is_logged_once_and_heads_the_report(kind: str, text: str) -> None:
-    expected = f"not compressed although asked for: {text}"
+    expected = f"nothing is compressed although asked for: {text}"
     for rank, (first, second, head) in enumerate(run_ranks(lines_of, 2, kind)):
         # Every rank has the same to say, so the first one says it.
         assert first == ([f"dtcomm.fsdp: {expected}; see state.report()"] if rank == 0 else []), first
@@ -261,7 +262,7 @@ def lines_of_small_module(rank: int, ranks: int) -> tuple[list[str], str]:
 
 
 def test_modules_too_small_to_compress_are_named() -> None:
-    reason = "1 of 3 modules: 2 (int8 would not make float32 smaller)"
+    reason = "1 of 3 modules with 0% of the elements, 2 (int8 would not make float32 smaller)"
     expected = f"not compressed although asked for: parameters of {reason}; gradients of {reason}"
     (first, head), (second, _) = run_ranks(lines_of_small_module, 2)
     assert first == [f"dtcomm.fsdp: {expected}; see state.report()"] and second == []
@@ -292,7 +293,7 @@ def lines_of_several_groups(rank: int, ranks: int) -> tuple[list[str], str]:
 )
 def test_modules_that_torch_does_not_let_compress_are_named() -> None:
     reason = (
-        "1 of 2 modules: 0 (its parameters are in 2 groups, for which torch accepts no custom collectives)"
+        "1 of 2 modules, 0 (its parameters are in 2 groups, for which torch accepts no custom collectives)"
     )
     expected = f"not compressed although asked for: parameters of {reason}; gradients of {reason}"
     (first, head), (second, _) = run_ranks(lines_of_several_groups, 2)
@@ -307,7 +308,7 @@ def lines_without_reason(rank: int, ranks: int) -> list[str]:
             model = sharded(mesh)
             state = fsdp.compress(model, **options)  # type: ignore[arg-type]
             train(model, rank, steps=2)
-            assert str(state.report()).startswith("module")
+            assert str(state.report()).startswith("dtcomm FSDP: ")
     return records.lines
 
 

@@ -173,7 +173,7 @@ def check_second_compress(rank: int, ranks: int) -> None:
     first.detach()
     first.detach()
     assert forward_hooks(model) == hooks
-    assert first.report().reference_bytes == 0
+    assert first.report().memory["references"] == 0
     # The model is FSDP's own again.
     with torch.no_grad():
         for parameter, initial in zip(model.parameters(), sharded(mesh).parameters(), strict=True):
@@ -244,7 +244,7 @@ def check_exclude(rank: int, ranks: int, options: dict[str, Any]) -> None:
                 else:
                     assert traffic.codec == str(state.gradients if kind == "gradients" else state.parameters)
         assert "exclude: " in str(state.report())
-        assert not state.report().uncompressed()
+        assert not state.report().uncompressed
         if "blocks.0" in excluded:
             seen: list[torch.Tensor] = []
             up = model.blocks[0].up

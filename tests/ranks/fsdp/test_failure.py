@@ -82,7 +82,7 @@ def test_every_survivor_names_the_dead_rank(moment: str) -> None:
         outcomes = ranks.join(30)
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.ok, outcome
+        assert outcome.ok, str(outcome)
         first_error, elapsed, second_error = outcome.result
         assert f"rank {VICTIM}" in first_error and str(pid) in first_error
         assert elapsed.within(cpu_s=3.0, wall_s=15.0), elapsed

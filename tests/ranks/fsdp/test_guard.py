@@ -144,6 +144,8 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
         torch.optim.SGD,
         lr=1e-3,
         gradients="int2:block=1024",
+        feedback=False,
+        allow_inaccurate=True,
         **guard,
     )
     for _ in range(6):
@@ -162,7 +164,7 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
         torch.optim.SGD,
         lr=0.0,
         gradients="int4",
-        parameters_codec="int8",
+        parameters="int8",
         guard=Guard(steps=3),
         sample_every=1,
     )

@@ -86,10 +86,16 @@ def compare_peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, in
             )
         ),
         "residuals": float(report.residual_bytes),
-        "references": float(report.reference_bytes),
+        "references": float(report.memory["references"]),
     }
     # Every rank of a host maps all shared buffers; two units in fp32 are added while they are encoded.
-    bound = report.residual_bytes + report.reference_bytes + ranks * report.buffer_bytes + 2 * UNIT + SEGMENT
+    bound = (
+        report.residual_bytes
+        + report.memory["references"]
+        + ranks * report.memory["shared buffers"]
+        + 2 * UNIT
+        + SEGMENT
+    )
     return extra, bound, sizes
 
 

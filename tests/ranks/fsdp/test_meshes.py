@@ -192,12 +192,12 @@ def check_buffers(rank: int, ranks: int) -> None:
         model(torch.ones(2, 256)).square().mean().backward()
         for p in model.parameters():
             p.grad = None
-        sizes.append(state.report().buffer_bytes)
+        sizes.append(state.report().memory["shared buffers"])
     assert 0 < sizes[0] and len(set(sizes[1:])) == 1
     # Prefetching gathers one layer ahead; each layer's gradients live until they are dropped.
     assert sizes[-1] < 8 * 256 * 257 * 4 + 4 * 256 * 257 * 4
     state.buffers.trim()
-    assert state.report().buffer_bytes == 0
+    assert state.report().memory["shared buffers"] == 0
 
 
 def test_shared_buffers_are_reused() -> None:

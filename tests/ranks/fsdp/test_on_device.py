@@ -117,7 +117,7 @@ def run_optimizer(
         lr=0.01,
         foreach=False,
         gradients=gradients,
-        parameters_codec=parameters,
+        parameters=parameters,
         bucket_bytes=5000,
         sample_every=1,
     )

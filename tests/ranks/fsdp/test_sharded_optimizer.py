@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -68,8 +69,8 @@ def compare_to_ddp(rank: int, n: int, options: dict[str, Any], tolerance: float)
 
 LOSSY = [
     {"gradients": "int8"},
-    {"gradients": "loco:int4", "parameters_codec": "int8"},
-    {"gradients": "ef:int4", "parameters_codec": "delta:int4:block=128"},
+    {"gradients": "loco:int4", "parameters": "int8"},
+    {"gradients": "ef:int4", "parameters": "delta:int4:block=128"},
 ]
 
 
@@ -154,15 +155,111 @@ def test_bf16_parameters() -> None:
     run_ranks(check_bf16, 2)
 
 
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"stage": 3}, ValueError, "stage: expected 1 or 2, got 3"),
+    ({"bucket_bytes": "25MiB"}, TypeError, "bucket_bytes: want an integer, got '25MiB'"),
+    ({"gradients": "delta:int8"}, ValueError, "gradients: 'delta:' is not valid here"),
+    ({"gradients": "intt8"}, ValueError, r"gradients: unknown codec or prefix 'intt8'.*did you mean 'int8'"),
+    ({"gradients": "auto"}, ValueError, "gradients: 'auto' is for dtcomm.ddp.compress"),
+    (
+        {"gradients": "topk", "feedback": False},
+        ValueError,
+        "gradients: topk loses 96%.*use feedback=True, which keeps",
+    ),
+    (
+        {"parameters": "topk"},
+        ValueError,
+        "parameters: topk loses 96% of the parameters.*allow_inaccurate=True allows",
+    ),
+    ({"parameters": "delta:sign"}, ValueError, "parameters: sign loses 60% of each difference"),
+    (
+        {"parameters_codec": "int8"},
+        TypeError,
+        r"parameters_codec: neither an argument.*did you mean 'parameters'",
+    ),
+    (
+        {"feedbak": True},
+        TypeError,
+        r"feedbak: neither an argument of .* nor an option of SGD.*'feedback'",
+    ),
+    ({"momentun": 0.9}, TypeError, r"momentun: neither .*did you mean 'momentum'"),
+    ({"feedback": "ef21"}, ValueError, "feedback: 'ef21' is for dtcomm.ddp.compress"),
+    ({"guard": True}, TypeError, r"guard: expected a Guard or None, got bool; Guard\(\) has"),
+    ({"sample_every": -1}, ValueError, "sample_every: expected 0"),
+    ({"exclude": "blocs.0"}, ValueError, r"exclude: 'blocs.0' matches no parameter.*did you mean 'blocks.0'"),
+    ({"allow_inaccurate": 1}, TypeError, "allow_inaccurate: expected a bool, got int"),
+]
+
+
 def check_refusals(rank: int, n: int) -> None:
     model = Net()
-    with pytest.raises(ValueError, match="stage: expected 1 or 2, got 3"):
-        fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, stage=3)
-    with pytest.raises(TypeError, match="parameters: expected named parameters"):
+    for options, error, message in REFUSALS:
+        with pytest.raises(error, match=message):
+            fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, **options)
+    with pytest.raises(TypeError, match="params: expected named parameters"):
         fsdp.ShardedOptimizer(model.parameters(), torch.optim.SGD)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gradients: 'delta:' is not valid here"):
-        fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, gradients="delta:int8")
+    options = {"parameters": "int2", "gradients": "topk", "feedback": False}
+    fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, allow_inaccurate=True, **options)
 
 
 def test_invalid_arguments_are_refused() -> None:
     run_ranks(check_refusals, 2)
+
+
+def report_errors(rank: int, n: int, parameters: str) -> tuple[dict[str, float | None], list[str], str]:
+    """Return the report's errors of parameters, what was logged, and the report's first line."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dtcomm").addHandler(handler)
+    model, optimizer = make_optimizer(gradients="topk:ratio=0.1", parameters=parameters, exclude="blocks.0")
+    train(model, optimizer, rank, range(3))
+    logging.getLogger("dtcomm").removeHandler(handler)
+    report = optimizer.report()
+    assert report.integration == "ShardedOptimizer" and report.steps == 3
+    assert report.payoff is not None and report.feedback == "ef"
+    excluded = [row for row in report.rows if row.reason == "exclude: blocks.0"]
+    assert {row.what for row in excluded} == {"parameters", "gradients"}
+    assert all(row.codec == "none" and row.wire_bytes >= row.plain_bytes > 0 for row in excluded)
+    errors = {row.codec: row.relative_error for row in report.rows if row.what == "parameters"}
+    return errors, logged, str(report).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "low", "high"), [("fp8_e4m3", 0.01, 0.05), ("delta:int4:block=128", 1e-6, 0.01)]
+)
+def test_errors_of_parameters_are_measured_and_reported(parameters: str, low: float, high: float) -> None:
+    (errors, logged, head), (_, elsewhere, _) = run_ranks(report_errors, 2, parameters)
+    error = errors[parameters]
+    assert error is not None and low < error < high and errors["none"] is None
+    assert head == (
+        f"dtcomm ShardedOptimizer: gradients ef:topk:ratio=0.1, parameters {parameters}, feedback ef, rank 0 of 2"
+    )
+    (line,) = logged
+    assert line.startswith(
+        "dtcomm.fsdp.ShardedOptimizer: gradients='topk:ratio=0.1' needs error feedback, which is on"
+    )
+    assert elsewhere == []
+
+
+def log_uncompressed(rank: int, n: int) -> tuple[list[str], str]:
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dtcomm").addHandler(handler)
+    model = nn.Linear(64, 64).double()
+    optimizer = fsdp.ShardedOptimizer(
+        model.named_parameters(), torch.optim.SGD, lr=0.1, gradients="int8", parameters="int8"
+    )
+    for _ in range(3):
+        model(torch.ones(1, 64, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    logging.getLogger("dtcomm").removeHandler(handler)
+    return logged, str(optimizer.report()).splitlines()[0]
+
+
+def test_what_is_not_compressed_is_logged_once_and_heads_the_report() -> None:
+    (logged, head), (elsewhere, _) = run_ranks(log_uncompressed, 2)
+    reason = "the only bucket (int8 does not support float64)"
+    assert head == f"nothing is compressed although asked for: gradients of {reason}; parameters of {reason}"
+    assert logged == [f"dtcomm.fsdp.ShardedOptimizer: {head}; see state.report()"] and elsewhere == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm.errors import PeerLost
-from dtcomm.launch.ranks import spawn_ranks
+from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from tests.support.stopwatch import Elapsed, Stopwatch
 
 GLOO = {"DTCOMM_RUNTIME": "process_group"}
@@ -54,7 +55,7 @@ def test_a_rank_that_dies_is_named_by_ranks_that_send_to_it(world_size: int, asy
     with spawn_ranks(send_to_one_that_dies, world_size, asynchronous, env=GLOO) as ranks:
         pid = ranks.pids[world_size - 1]
         for outcome in ranks.join(60)[:-1]:
-            assert outcome.ok, outcome
+            assert outcome.ok, str(outcome)
             errors, elapsed = outcome.result
             for text in errors:
                 assert text.startswith(f"rank {world_size - 1} (") and f"pid {pid}) is gone" in text, text
@@ -83,7 +84,7 @@ def test_a_rank_that_dies_while_it_waits_is_named(attempt: int) -> None:
     with spawn_ranks(sum_until_one_dies, 2, 0.002 * (attempt + 1), env=env) as ranks:
         pid = ranks.pids[1]
         outcome = ranks.join(30)[0]
-    assert outcome.ok, outcome
+    assert outcome.ok, str(outcome)
     text, elapsed = outcome.result
     assert text.startswith("rank 1 (") and f"pid {pid}) is gone" in text, text
     assert elapsed.within(cpu_s=2.0, wall_s=10.0), elapsed
@@ -105,3 +106,27 @@ def test_a_rank_that_ends_after_its_last_operation_harms_none() -> None:
     with spawn_ranks(outlive_one_that_has_finished, 3, env=GLOO) as ranks:
         outcomes = ranks.join(60)
         assert [outcome.result for outcome in outcomes[:2]] == [6.0, 6.0], outcomes
+
+
+def leave_while_an_operation_waits(rank: int, world_size: int) -> list[str]:
+    """Return what went wrong in threads while an operation of a group waited that rank 0 had destroyed."""
+    problems: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: problems.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dtcomm").addHandler(handler)
+    threading.excepthook = lambda raised: problems.append(repr(raised.exc_value))
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=60))
+    C.all_reduce(torch.ones(8), group=group)
+    work = C.all_reduce(torch.ones(1 << 14), group=group, async_op=True) if rank == 0 else None
+    time.sleep(0.6 if rank == 0 else 2.0)
+    dist.destroy_process_group()
+    if work is not None:
+        with pytest.raises(PeerLost):  # once rank 1 has left the group too
+            work.wait()
+    threading.excepthook = threading.__excepthook__
+    return problems
+
+
+def test_operations_of_a_destroyed_group_are_still_looked_at() -> None:
+    for problems in run_ranks(leave_while_an_operation_waits, 2, env=GLOO, timeout=30):
+        assert problems == []

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import dtcomm.collectives as C
 from dtcomm import algorithms
 from dtcomm.codecs import codec
+from dtcomm.codecs import spec as registry
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime import communicator_cache
@@ -21,6 +22,7 @@ from dtcomm.runtime.process_groups import require_group
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import GlooTransport
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
+from tests.support import python_codecs
 from tests.support.op_recorder import not_recording, recording
 from tests.support.stream_checker import HOST, RecordedStreams
 from tests.support.thread_transport import ThreadTransport
@@ -50,7 +52,8 @@ def _gloo(self: cuda.CudaBootstrap, backend: str) -> dist.ProcessGroupGloo:
 
 
 def compare_runtimes(rank: int, world_size: int) -> dict[str, object]:
-    few = {"specs": ("none", "int8:round=stochastic"), "sizes": (1, 20_001)}
+    python_codecs.register()
+    few = {"specs": ("none", "int8:round=stochastic", "scaled"), "sizes": (1, 20_001)}
     native = calls(rank, world_size, **few)
     summed = [
         multi_stage_sum("exact", rank),
@@ -98,7 +101,7 @@ def error_of(kind: type[Exception], call: Callable[[], object]) -> str:
 
 def test_bits_equal_those_of_the_engine() -> None:
     for report in run_ranks(compare_runtimes, 3, env={"DTCOMM_PIECE_KIB": "16"}):
-        assert report["nccl"] == [] and report["gloo"] == [] and report["results"] > 60
+        assert report["nccl"] == [] and report["gloo"] == [] and report["results"] > 90
         assert report["exchanged"] == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
         assert report["exact"] == report["exact there"]
         assert "expected False" in report["checksum"]
@@ -248,8 +251,10 @@ def overlapping_calls(name: str, spec: str, residual: bool = True) -> Callable[.
 
 
 @pytest.mark.parametrize("name", algorithms.available("all_reduce"))
-def test_events_order_all_uses_of_memory(name: str) -> None:
-    for spec in ("int8", "none"):
+def test_events_order_all_uses_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    python_codecs.register()
+    for spec in ("int8", "none", "python_int8", "scaled"):
         assert CheckedRanks(3).run(overlapping_calls(name, spec)) == []
 
 

@@ -231,7 +231,7 @@ def test_unchecked_mismatch_times_out() -> None:
     with spawn_ranks(reduce_unequal_sizes, 2, env=OVER_GLOO, group_timeout=2.0) as ranks:
         outcomes = ranks.join(30)
     for rank, outcome in enumerate(outcomes):
-        assert outcome.ok, outcome.describe_failure()
+        assert outcome.ok, str(outcome)
         assert outcome.result.startswith(f"CollectiveTimeout: rank {1 - rank}")
         assert "DTCOMM_CHECK=1" in outcome.result
 

@@ -264,7 +264,7 @@ def test_a_rank_that_dies_before_its_first_message_is_named(
     with spawn_ranks(die_while_gloo_connects, world_size, moment, env=env) as ranks:
         pid = ranks.pids[world_size - 1]
         for outcome in ranks.join(40)[:-1]:
-            assert outcome.ok, outcome
+            assert outcome.ok, str(outcome)
             kind, text, elapsed = outcome.result
             assert kind == "PeerLost", text
             assert text.startswith(f"rank {world_size - 1} (") and f"pid {pid}) is gone" in text
@@ -300,7 +300,7 @@ def die_before_its_memory_is_read(rank: int, world_size: int) -> str:
 def test_a_rank_that_dies_before_its_memory_is_read_is_named() -> None:
     with spawn_ranks(die_before_its_memory_is_read, 3, env={"DTCOMM_SINGLE_COPY": "on"}) as ranks:
         for outcome in ranks.join(40)[:-1]:
-            assert outcome.ok, outcome
+            assert outcome.ok, str(outcome)
             assert outcome.result.startswith("rank 2 (")
 
 
@@ -385,7 +385,7 @@ def test_a_rank_that_dies_is_named() -> None:
         pid = ranks.pids[2]
         ranks.kill(2)
         for outcome in ranks.join(40)[:2]:
-            assert outcome.ok, outcome
+            assert outcome.ok, str(outcome)
             text, elapsed = outcome.result
             assert text.startswith("rank 2 (") and f"pid {pid}) is gone" in text
             assert elapsed.within(cpu_s=2.0, wall_s=20.0), elapsed

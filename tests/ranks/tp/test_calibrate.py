@@ -103,7 +103,7 @@ def test_compress_reads_the_plan_that_the_command_writes(
 
 def convert(rank: int, ranks: int, plan: str) -> dict[str, str]:
     model = make_model()
-    report = tp.compress(model, None, plan, "int8")
+    report = tp.compress(model, None, "int8", plan)
     assert str(model.get_submodule("head").comm.codec) == report.codecs["head"]
     return report.codecs
 

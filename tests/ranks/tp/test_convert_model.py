@@ -36,7 +36,7 @@ def compare_plain_model(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     dense, model = SmallModel(), SmallModel()
     model.load_state_dict(dense.state_dict())
-    report = tp.compress(model, None, PLAN, "none")
+    report = tp.compress(model, None, "none", PLAN)
     assert (
         str(report)
         == "4 layers (1 vocabulary, 1 column, 1 row, 1 column_gather): forward none, backward none"
@@ -162,7 +162,7 @@ def check_refusals(rank: int, ranks: int) -> None:
         (None, "no built-in plan for models of type None"),
     ):
         with pytest.raises(ValueError, match=message):
-            tp.compress(model, None, plan)
+            tp.compress(model, None, plan=plan)
     assert {name: type(module) for name, module in model.named_modules()} == types_before
     odd = tiny_model("llama")
     odd.config.num_key_value_heads = 3

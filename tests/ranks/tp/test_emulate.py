@@ -79,7 +79,7 @@ def test_uncompressed_emulation_equals_the_dense_model_and_can_be_undone() -> No
 
 def run_compressed_model(rank: int, ranks: int) -> list[torch.Tensor]:
     model = _model()
-    tp.compress(model, None, PLAN, "int4", backward_codec="int8", latency=False)
+    tp.compress(model, None, "int4", PLAN, backward_codec="int8", latency=False)
     return _results(model)
 
 

@@ -16,7 +16,9 @@ from dtcomm.cli.codecs import main as codecs_command
 from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.codecs import report
 from dtcomm.cli.codecs.measure import OnDevice, Sample
+from dtcomm.cli.perf import args as perf_args
 from dtcomm.codecs import Codec, codec, names
+from dtcomm.codecs import spec as registry
 from dtcomm.codecs.spec import CODECS
 from dtcomm.kernels import available, dispatch, use
 
@@ -44,10 +46,31 @@ def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str
         assert all(error["relative_l2"] is not None for error in row["errors"].values())
 
 
+def test_codecs_of_an_imported_module_have_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "codecs_of_a_test.py").write_text(
+        "from dtcomm import codecs\n"
+        "from tests.support.python_codecs import bf16_bytes, decode_bf16, encode_bf16\n"
+        "codecs.custom('mine', encode_bf16, decode_bf16, bf16_bytes)\n"
+    )
+    rows = rows_by_spec(capsys, "--import", "codecs_of_a_test", "--codec", "mine", "--codec", "bf16")
+    mine, native = rows["mine"], rows["bf16"]
+    assert mine["errors"] == native["errors"] and mine["bits_per_element"] == 16
+    assert codec("mine") in codecs_command.default_codecs()
+    options = perf_args.parse(["all_reduce", "--import", "codecs_of_a_test", "--codec", "mine,int8"])
+    assert [variant.codec for variant in options.variants] == ["mine", "int8"]
+    with pytest.raises(SystemExit):
+        codecs_command.main(["--import", "no_such_module"])
+    assert "--import no_such_module: No module named" in capsys.readouterr().err
+
+
 def test_every_option_but_rare_ones_is_shown() -> None:
     assert set(codecs_command.VARIANTS) <= set(CODECS)
     shown_options = {option for layout in codecs_command.default_codecs() for option in layout.options()}
-    assert {option for entry in CODECS.values() for option in entry.options()} - shown_options <= {"scale"}
+    assert {option for entry in CODECS.values() for option in entry.options()} - shown_options <= {"scale", "scope"}
 
 
 def test_the_printed_table_has_a_row_for_each_codec(capsys: pytest.CaptureFixture[str]) -> None:

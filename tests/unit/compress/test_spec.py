@@ -9,7 +9,7 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.compress.dgc import DGC
-from dtcomm.compress.guard import finer, residual_limit, sends_most_elements
+from dtcomm.compress.guard import cosine_limit, finer, residual_limit, send_interval
 from dtcomm.compress.policy import choose_for
 from dtcomm.compress.spec import LevelCodecs, parse_scheme
 
@@ -115,5 +115,9 @@ def test_the_guard_s_limits_of_two_levels_are_those_of_the_coarser_one() -> None
     assert residual_limit(parse_scheme("int8/topk:ratio=0.01")) == residual_limit(
         parse_scheme("topk:ratio=0.01")
     )
-    assert sends_most_elements(parse_scheme("int8/int4"))
-    assert not sends_most_elements(parse_scheme("int8/sign"))
+    assert cosine_limit(parse_scheme("int8/int4")) == cosine_limit(parse_scheme("int8/sign")) == 0.5
+    assert cosine_limit(parse_scheme("sign")) == 0.7
+    assert (
+        send_interval(parse_scheme("int8/topk:ratio=0.01")) == 100
+        and send_interval(parse_scheme("int8/int4")) == 1
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dtcomm import ddp
 
@@ -36,18 +38,67 @@ def test_attach_has_the_options_of_compress() -> None:
     ],
 )
 def test_wrong_options_do_not_change_the_accelerator(options: dict[str, Any], message: str) -> None:
-    accelerator = SimpleNamespace(ddp_handler=None)
+    accelerator = fake_accelerator()
+    prepare = accelerator.prepare
     with pytest.raises(ValueError, match=message):
         ddp.attach(accelerator, **options)
-    assert accelerator.ddp_handler is None
+    assert accelerator.prepare is prepare and not accelerator.hooks
 
 
-def test_accelerate_s_options_of_ddp_are_kept() -> None:
-    options = SimpleNamespace(comm_hook="no", to_kwargs=lambda: {"gradient_as_bucket_view": True})
-    accelerator = SimpleNamespace(ddp_handler=options)
-    attached = ddp.attach(accelerator, "int8", False, residual="bf16")
-    assert accelerator.ddp_handler is attached
-    assert attached.to_kwargs() == {"gradient_as_bucket_view": True}
-    options.comm_hook = "fp16"
+def fake_accelerator(processes: int = 2, hook: str = "no") -> SimpleNamespace:
+    """Return what `attach` uses of an Accelerator."""
+    hooks: dict[str, Any] = {}
+    return SimpleNamespace(
+        ddp_handler=SimpleNamespace(comm_hook=hook),
+        num_processes=processes,
+        prepare=lambda *objects: objects,
+        prepare_model=lambda model: model,
+        register_save_state_pre_hook=lambda hook: hooks.update(save=hook),
+        register_load_state_pre_hook=lambda hook: hooks.update(load=hook),
+        hooks=hooks,
+    )
+
+
+def test_a_hook_that_the_accelerator_has_already_is_refused() -> None:
     with pytest.raises(ValueError, match="communication hook fp16 already"):
-        ddp.attach(SimpleNamespace(ddp_handler=options))
+        ddp.attach(fake_accelerator(hook="fp16"))
+
+
+@pytest.mark.parametrize("spec", ["int8", "auto", "powersgd:rank=2"])
+def test_one_process_compresses_nothing_and_says_so(spec: str, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = fake_accelerator(processes=1)
+    attached = ddp.attach(accelerator, spec)
+    model = torch.nn.Linear(64, 64)
+    assert accelerator.prepare(model, 1) == (model, 1)
+    report = attached.state.report()
+    assert str(report).startswith("nothing is compressed: the job has one process")
+    assert report.steps == 0
+    saved = attached.state.state_dict()
+    assert saved["unused"] == report.uncompressed and saved["world_size"] == 1
+    attached.state.load_state_dict(saved)
+    attached.state.observe(1.0)
+    assert attached.state.events == () and attached.state.metrics()
+    lines = [record.message for record in caplog.records]
+    assert lines == ["dtcomm.ddp: nothing is compressed: the job has one process"]
+
+
+def test_compress_accepts_a_model_without_ddp_on_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    state = ddp.compress(torch.nn.Linear(64, 64), "int8")
+    assert "one process" in str(state.report()) and "one process" in caplog.text
+    with pytest.raises(TypeError, match="want a DistributedDataParallel, got int"):
+        ddp.compress(3)  # type: ignore[arg-type]
+
+
+def test_one_process_says_that_it_does_not_use_a_saved_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = fake_accelerator(processes=1)
+    ddp.attach(accelerator, "int8")
+    accelerator.hooks["save"]([], [], str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    accelerator.hooks["load"]([], str(tmp_path))
+    assert len(caplog.records) == 1
+    (tmp_path / "dtcomm").mkdir()
+    (tmp_path / "dtcomm" / "rank0-of-2.pt").write_bytes(b"")
+    accelerator.hooks["load"]([], str(tmp_path))
+    assert "is not used, and the residuals in it are lost" in caplog.text

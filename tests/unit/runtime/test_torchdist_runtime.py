@@ -13,9 +13,10 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.device.streams import HostStreams
-from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.errors import CommunicatorClosed, DtcommError, PeerLost
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage, Transport
+from dtcomm.runtime.torchdist.watch import watch
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.algorithms.every_algorithm import build
 
@@ -85,17 +86,17 @@ class StuckTransport(Transport):
 
 @pytest.fixture
 def stuck() -> Iterator[tuple[StuckTransport, Any]]:
-    """A transport, and the operation of a runtime over it."""
+    """A transport, a runtime over it and an operation of that."""
     transport = StuckTransport()
     runtime = TorchDistRuntime(transport, HostStreams(), 0)
     spec = OpSpec("all_reduce", "sum", (TensorSpec(8, torch.float32, codec("none")),), "ring", 0)
-    yield transport, runtime.prepare(spec, build("ring", "all_reduce", 2, 0))
+    yield transport, runtime, runtime.prepare(spec, build("ring", "all_reduce", 2, 0))
     transport.released.set()
     runtime.close()
 
 
 def test_operations_that_wait_for_a_rank_that_is_gone_are_given_up(stuck: Any) -> None:
-    transport, operation = stuck
+    transport, _, operation = stuck
     x = torch.ones(8)
     works = [operation.submit([Buffers(x, x, None)], [x], 1, None) for _ in range(3)]
     time.sleep(0.7)
@@ -117,7 +118,7 @@ def test_operations_that_wait_for_a_rank_that_is_gone_are_given_up(stuck: Any) -
 
 
 def test_a_synchronous_call_is_given_up_too(stuck: Any) -> None:
-    transport, operation = stuck
+    transport, _, operation = stuck
     transport.is_lost = True
     x = torch.ones(8)
     with pytest.raises(PeerLost, match="rank 1 is gone"):
@@ -126,12 +127,55 @@ def test_a_synchronous_call_is_given_up_too(stuck: Any) -> None:
 
 def test_an_operation_that_makes_progress_is_not_given_up(stuck: Any) -> None:
     """The rank may have done its part and ended."""
-    transport, operation = stuck
+    transport, _, operation = stuck
     transport.is_lost = transport.progresses = True
     x = torch.ones(8)
     work = operation.submit([Buffers(x, x, None)], [x], 1, None)
     time.sleep(1.2)
     assert not work.is_completed()
+
+
+def test_an_operation_that_outlives_its_runtime_fails(stuck: Any) -> None:
+    transport, runtime, operation = stuck
+    x = torch.ones(8)
+    works = [operation.submit([Buffers(x, x, None)], [x], 1, None) for _ in range(2)]
+    while not transport.waits:
+        time.sleep(0.01)
+    runtime.close()
+    for work in works:
+        with pytest.raises(CommunicatorClosed, match="released"):
+            work.wait()
+
+
+class Looked:
+    """A runtime that is busy until it has been looked at ``times`` times; looking at it may fail."""
+
+    def __init__(self, times: int, error: Exception | None = None) -> None:
+        self.times, self.error = times, error
+
+    def busy(self) -> bool:
+        return self.times > 0
+
+    def look(self) -> None:
+        self.times -= 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_look_that_fails_does_not_end_the_looks(caplog: pytest.LogCaptureFixture) -> None:
+    failing, other = Looked(2, TypeError("no group")), Looked(3)
+    watch(failing)
+    watch(other)
+    later = Looked(1)
+    begin = time.monotonic()
+    while other.busy() and time.monotonic() - begin < 20:
+        time.sleep(0.01)
+    assert not failing.busy() and not other.busy()
+    assert "no group" in caplog.text
+    watch(later)
+    while later.busy() and time.monotonic() - begin < 20:
+        time.sleep(0.01)
+    assert not later.busy()
 
 
 class GlooGroup:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from dtcomm import ddp
 from dtcomm.launch.ranks import run_ranks
+from tests.ranks.frameworks.sessions import forget_accelerate, lightning_trainer, set_environment
 
 
 def requires(package: str) -> Any:
@@ -47,23 +47,12 @@ def require_alike(model: nn.Module) -> None:
     assert all(torch.equal(flat, other) for other in all_ranks)
 
 
-def set_torchrun_environment(rank: int, n: int) -> None:
-    """Set the variables that torchrun sets."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(n),
-        "LOCAL_WORLD_SIZE": str(n),
-    }
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-
-
 def train_with_accelerate(rank: int, n: int) -> None:
-    set_torchrun_environment(rank, n)
+    set_environment(rank, n)
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
+    forget_accelerate()
     accelerator = Accelerator(
         cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     )
@@ -108,9 +97,10 @@ class Regression(nn.Module):
 
 
 def train_with_trainer(rank: int, n: int, folder: Path) -> None:
-    set_torchrun_environment(rank, n)
+    set_environment(rank, n)
     from transformers import Trainer, TrainingArguments
 
+    forget_accelerate()
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -141,9 +131,8 @@ def test_trainer_of_transformers_trains_with_the_hook(tmp_path: Path) -> None:
 
 
 def train_with_lightning(rank: int, n: int, folder: Path) -> None:
-    set_torchrun_environment(rank, n)
+    set_environment(rank, n)
     import lightning
-    from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
     class Module(lightning.LightningModule):
@@ -157,31 +146,8 @@ def train_with_lightning(rank: int, n: int, folder: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
-    class ExistingRanks(LightningEnvironment):
-        """The ranks of the test, whose process group exists already."""
-
-        creates_processes_externally = True
-
-        def world_size(self) -> int:
-            return n
-
-        def global_rank(self) -> int:
-            return rank
-
-        def local_rank(self) -> int:
-            return rank
-
-    strategy = DDPStrategy(cluster_environment=ExistingRanks())
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=n,
-        strategy=strategy,
-        max_epochs=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
+    trainer = lightning_trainer(
+        rank, n, DDPStrategy(), max_epochs=4, enable_checkpointing=False, default_root_dir=folder
     )
     attached = ddp.attach(trainer, "int8")
     module = Module()

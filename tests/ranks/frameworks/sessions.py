@@ -1,0 +1,218 @@
+"""A user's training script for each framework: two ranks, int4 with error feedback, checkpoints, resume.
+
+Each returns the losses of its steps, by step. `KILLED` makes rank 1 tell the test that it is past the checkpoint and
+wait to be killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtcomm import ddp
+from dtcomm.launch.ranks import send_to_parent
+
+SPEC = "int4"
+EPOCHS, STEPS_PER_EPOCH, SAVED_AT = 3, 4, 4
+WHOLE, KILLED, RESUMED = "whole", "killed", "resumed"
+
+Losses = dict[int, float]
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    inputs = torch.randn(8 * STEPS_PER_EPOCH, 32, generator=torch.Generator().manual_seed(1))
+    return [{"x": x, "labels": x.flip(0)} for x in inputs]
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (model(batch["x"]) - batch["labels"]).square().mean()
+
+
+def set_environment(rank: int, n: int) -> None:
+    """Set the variables that torchrun sets."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+    }
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+
+
+def forget_accelerate() -> None:
+    """Reset what Accelerate keeps in a process: the test's processes run several sessions."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def maybe_die(rank: int, mode: str, step: int) -> None:
+    """Let the test kill rank 1 one step after the checkpoint."""
+    if mode == KILLED and rank == 1 and step == SAVED_AT + 1:
+        send_to_parent("past the checkpoint")
+        time.sleep(60)
+
+
+class Warnings(logging.Handler):
+    """The warnings of dtcomm."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("dtcomm").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def accelerate_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
+    set_environment(rank, n)
+    from accelerate import Accelerator
+
+    forget_accelerate()
+    warnings = Warnings()
+    accelerator = Accelerator(cpu=True)
+    attached = ddp.attach(accelerator, SPEC)
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = 0
+    if mode == RESUMED:
+        accelerator.load_state(str(folder / "step-4"))
+        step = SAVED_AT
+    losses = {}
+    while step < EPOCHS * STEPS_PER_EPOCH:
+        for batch in loader:
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            losses[step] = float(loss.detach())
+            if step == SAVED_AT and mode != RESUMED:
+                accelerator.save_state(str(folder / "step-4"))
+            maybe_die(rank, mode, step)
+    assert attached.state.report().messages > 0
+    return losses, warnings.lines
+
+
+class Regression(nn.Module):
+    """A model with the outputs that the Trainer expects: a loss and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": loss_of(self.net, {"x": x, "labels": labels}), "logits": x}
+
+
+def trainer_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
+    set_environment(rank, n)
+    from transformers import Trainer, TrainingArguments
+
+    forget_accelerate()
+    warnings = Warnings()
+    losses: Losses = {}
+
+    class RecordingTrainer(Trainer):
+        def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **options)
+            losses[self.state.global_step + 1] = float(loss)
+            maybe_die(rank, mode, self.state.global_step + 1)
+            return loss
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=4,
+        learning_rate=0.01,
+        report_to=[],
+        save_strategy="steps",
+        save_steps=SAVED_AT,
+        save_total_limit=2 if mode == KILLED else None,
+        disable_tqdm=True,
+        logging_strategy="no",
+        ddp_backend="gloo",
+    )
+    trainer = RecordingTrainer(model=Regression(), args=arguments, train_dataset=data())  # type: ignore[arg-type]
+    attached = ddp.attach(trainer, SPEC)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if mode == RESUMED else None)
+    assert attached.state.report().messages > 0
+    return losses, warnings.lines
+
+
+def lightning_trainer(rank: int, n: int, strategy: Any, **options: Any) -> Any:
+    """Return a trainer whose ranks are the test's."""
+    import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    class ExistingRanks(LightningEnvironment):
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return n
+
+        def global_rank(self) -> int:
+            return rank
+
+        def local_rank(self) -> int:
+            return rank
+
+    strategy.cluster_environment = ExistingRanks()
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=n,
+        strategy=strategy,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def lightning_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
+    set_environment(rank, n)
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
+
+    warnings = Warnings()
+    losses: Losses = {}
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net()
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            loss = loss_of(self.net, batch)
+            losses[self.global_step + 1] = float(loss.detach())
+            maybe_die(rank, mode, self.global_step + 1)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    checkpoints = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, save_last=True)
+    trainer = lightning_trainer(rank, n, DDPStrategy(), max_epochs=EPOCHS, callbacks=[checkpoints])
+    attached = ddp.attach(trainer, SPEC)
+    loader = torch.utils.data.DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
+    trainer.fit(Module(), loader, ckpt_path=folder / "epoch=0.ckpt" if mode == RESUMED else None)
+    assert attached.state.report().messages > 0
+    return losses, warnings.lines
