@@ -8,7 +8,7 @@ ARGS ?=
 
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest
-SOURCES := $(wildcard dtcomm dtcomm_autoload.py tests bench examples docs setup.py)
+SOURCES := $(wildcard dtcomm dtcomm_autoload.py tests bench examples docs wheels setup.py)
 CXX_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 NATIVE_INPUTS := $(shell find csrc cmake) CMakeLists.txt setup.py
 
@@ -22,7 +22,7 @@ EMULATOR := build/emulator.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-fast lint format docs bench cuda asan tsan device races gpu-check gpu-bench clean distclean
+.PHONY: help demo build emulator test test-fast lint format docs wheels bench cuda asan tsan device races gpu-check gpu-bench clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -57,6 +57,14 @@ format: $(DEV_DEPS)  ## rewrite the sources the way lint wants them
 docs: build $(DEV_DEPS)  ## the HTML documentation in build/docs, warnings as errors
 	$(PY) -m sphinx -q -W --keep-going -j auto -b html docs build/docs
 	@echo "build/docs/index.html"
+
+# Pythons to build for: names or paths, by default 3.10 to 3.13 as far as they are installed; processors: x86_64, aarch64.
+PYTHONS ?=
+PROCESSORS ?= x86_64 aarch64
+
+wheels: $(DEPS)  ## an sdist and manylinux_2_28 wheels in dist, for x86_64 and aarch64, and a smoke test of one
+	$(PY) wheels/build.py $(addprefix --python ,$(PYTHONS)) --processors $(PROCESSORS) \
+		--smoke $(shell sed -n 's/^torch==//p' requirements.txt) $(ARGS)
 
 bench: build $(DEV_DEPS)  ## print the README's table: dtcomm beside its peers on this machine
 	$(PY) -m bench $(ARGS)

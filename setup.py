@@ -54,6 +54,7 @@ class CMakeBuild(build_ext):
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
         }
         configure = ["cmake", "--log-level=NOTICE", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
+        configure.append("-U*Python*")  # what an earlier build in the same folder found, for another Python
         configure += [f"-D{name}={value}" for name, value in options.items()]
         compile_all = ["cmake", "--build", str(build)]
         if not sys.stdout.isatty():

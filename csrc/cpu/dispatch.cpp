@@ -4,12 +4,18 @@
 
 namespace dtcomm {
 
+extern const Kernels kGenericKernels;
+#if defined(__x86_64__)
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx2Kernels;
-extern const Kernels kGenericKernels;
+#endif
 
 const Kernels* const* all_kernels() {
-  static const Kernels* const kAll[] = {&kAvx512Kernels, &kAvx2Kernels, &kGenericKernels, nullptr};
+  static const Kernels* const kAll[] = {
+#if defined(__x86_64__)
+      &kAvx512Kernels, &kAvx2Kernels,
+#endif
+      &kGenericKernels, nullptr};
   return kAll;
 }
 

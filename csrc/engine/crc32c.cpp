@@ -5,7 +5,12 @@
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+// Newer clang counts the instruction as a feature of its own, which older compilers do not know.
+#if defined(__clang__) && __clang_major__ >= 14
+#define DTCOMM_CRC __attribute__((target("sse4.2,crc32")))
+#else
 #define DTCOMM_CRC __attribute__((target("sse4.2")))
+#endif
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
 #include <arm_acle.h>
 #define DTCOMM_CRC

@@ -4,6 +4,7 @@
 
 #include "codec/cast.h"
 #include "codec/layout.h"
+#include "cpu/source/loops.h"
 #include "cpu/source/simd_transpose.h"
 #include "cpu/source/stores.h"
 
@@ -65,7 +66,7 @@ inline void store_fields(Scale type, const float* values, std::size_t blocks, st
     return;
   }
   auto* out = unaligned<std::uint16_t>(to);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t b = 0; b < blocks; ++b) out[b].value = static_cast<std::uint16_t>(bits_of(values[b]) >> 16);
 }
 

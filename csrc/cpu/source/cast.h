@@ -2,6 +2,7 @@
 #pragma once
 
 #include "codec/cast.h"
+#include "cpu/source/loops.h"
 #include "cpu/source/simd_elements.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -55,7 +56,7 @@ inline void bf16_from_floats(const float* from, std::size_t n, void* to) {
     for (std::size_t j = i; j < i + kPair; ++j) out[j].value = bf16_from_float(in[j].value);
   }
 #endif
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (; i < n; ++i) out[i].value = bf16_from_float(in[i].value);
 }
 
@@ -84,7 +85,7 @@ inline void fp16_from_floats(const float* from, std::size_t n, void* to) {
     Stream ? _mm_stream_si128(target, halves) : _mm_storeu_si128(target, halves);
   }
 #endif
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (; i < n; ++i) out[i].value = fp16_from_float(in[i].value);
 }
 
@@ -195,7 +196,7 @@ inline void join_runs(float* to, const float* first, const float* second, std::s
   auto* out = unaligned<float>(to);
   const auto* a = unaligned<float>(first);
   const auto* b = unaligned<float>(second);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) out[i].value = canonical(Op::join(a[i].value, b[i].value));
 }
 

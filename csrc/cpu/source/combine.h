@@ -5,6 +5,7 @@
 #include "cpu/source/combine_native_types.h"
 #include "cpu/source/fp_env.h"
 #include "cpu/source/granule.h"
+#include "cpu/source/loops.h"
 #include "cpu/source/sum_f32.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -84,7 +85,7 @@ inline void store_residual(const Combine& call, std::size_t at, std::size_t n, c
   const float by = static_cast<float>(call.divisor);
   auto* to = unaligned<float>(call.residual_out) + at;
   const auto* old = call.residual_in ? unaligned<float>(call.residual_in) + at : to;
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     const float value = error(i) * by;
     const float before = old[i].value;

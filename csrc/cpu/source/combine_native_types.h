@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cpu/source/loops.h"
 #include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -28,7 +29,7 @@ struct Wrap<double> {
 
 template <class T, ReduceOp Op>
 inline void join_native(T* sum, const Unaligned<T>* term, std::size_t n) {
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     const T a = sum[i], b = term[i].value;
     if constexpr (Op == ReduceOp::sum) {
@@ -44,7 +45,7 @@ inline void join_native(T* sum, const Unaligned<T>* term, std::size_t n) {
 // A nonzero byte is true; a sum is true if any term is.
 template <ReduceOp Op>
 inline void join_logical(std::uint8_t* sum, const Unaligned<std::uint8_t>* term, std::size_t n) {
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     const bool a = sum[i] != 0, b = term[i].value != 0;
     sum[i] = Op == ReduceOp::min ? a && b : a || b;

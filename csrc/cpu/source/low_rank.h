@@ -6,6 +6,7 @@
 #include "cpu/kernels.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/fp_env.h"
+#include "cpu/source/loops.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -52,7 +53,7 @@ inline float dot(const float* a, const float* b, std::size_t n) {
 inline void add_multiple(float* __restrict__ sum, float by, const float* __restrict__ x, std::size_t n) {
   auto* to = unaligned<float>(sum);
   const auto* from = unaligned<float>(x);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) to[i].value = to[i].value + by * from[i].value;
 }
 
@@ -67,7 +68,7 @@ inline void add_multiples(float* __restrict__ sum, const float* by, const float*
   auto* to = unaligned<float>(sum);
   const auto *a = unaligned<float>(x[0]), *b = unaligned<float>(x[1]), *c = unaligned<float>(x[2]),
              *d = unaligned<float>(x[3]);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     to[i].value = (((to[i].value + by[0] * a[i].value) + by[1] * b[i].value) + by[2] * c[i].value) + by[3] * d[i].value;
   }
@@ -81,7 +82,7 @@ inline void add_multiples_of_sums(float* __restrict__ sum, const float* by, cons
   const auto *a = unaligned<float>(gradient), *e = unaligned<float>(residual);
   const auto *b = a + stride, *c = b + stride, *d = c + stride;
   const auto *f = e + stride, *g = f + stride, *h = g + stride;
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     float total = to[i].value + by[0] * (a[i].value + e[i].value);
     total = total + by[1] * (b[i].value + f[i].value);
@@ -109,7 +110,7 @@ inline const float* strip_of(const Matrix& matrix, std::size_t row, std::size_t 
   const auto* x = unaligned<float>(floats);
   const auto* y = unaligned<float>(matrix.residual + at);
   auto* to = unaligned<float>(scratch);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) to[i].value = x[i].value + y[i].value;
   return scratch;
 }
@@ -180,7 +181,7 @@ inline void expand(const Matrix& matrix, const float* left, const float* right, 
       const std::size_t n = smaller(kStrip, matrix.columns - column), at = row * matrix.columns + column;
       const auto* first = unaligned<float>(right + column);
       const float by = left[row];
-#pragma GCC ivdep
+      DTCOMM_INDEPENDENT
       for (std::size_t i = 0; i < n; ++i) product[i] = by * first[i].value;
       for (std::size_t k = 1; k < matrix.rank; ++k) {
         add_multiple(product, left[k * matrix.rows + row], right + k * matrix.columns + column, n);
@@ -188,7 +189,7 @@ inline void expand(const Matrix& matrix, const float* left, const float* right, 
       if (residual) {
         const auto* x = unaligned<float>(strip_of(matrix, row, column, n, scratch));
         auto* write_error = unaligned<float>(residual + at);
-#pragma GCC ivdep
+        DTCOMM_INDEPENDENT
         for (std::size_t i = 0; i < n; ++i) write_error[i].value = x[i].value - product[i];
       }
       narrow(matrix.dtype, product, n, static_cast<std::uint8_t*>(out) + at * size_of(matrix.dtype));
@@ -208,7 +209,7 @@ inline void take_away(const float* before, std::size_t count, float* x, std::siz
 }
 
 inline void scale_to(float* x, std::size_t n, float by) {
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) x[i] = x[i] / by;
 }
 

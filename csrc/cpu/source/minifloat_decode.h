@@ -6,6 +6,7 @@
 #include "codec/minifloat.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
+#include "cpu/source/loops.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -225,7 +226,7 @@ inline __attribute__((always_inline)) void for_each_minifloat(const std::uint8_t
                                       [&](auto q, std::size_t i) { return finish(q * by, at + i); });
     } else {
       auto* out = unaligned<float>(to);
-#pragma GCC ivdep
+      DTCOMM_INDEPENDENT
       for (std::size_t i = at; i < at + count; ++i) {
         out[i].value = finish(canonical(minifloat_value<F>(codes[i]) * scale), i);
       }

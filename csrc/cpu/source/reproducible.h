@@ -7,6 +7,7 @@
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/fp_env.h"
+#include "cpu/source/loops.h"
 #include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -22,7 +23,7 @@ inline void to_codes(const float* x, std::size_t n, std::uint8_t exponent, int d
   }
   const double per_unit = power_of_two(-unit_exponent(exponent, digits)), most = largest_integer(digits);
   const auto* in = unaligned<float>(x);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     codes[i].value = static_cast<Code>(static_cast<std::int32_t>(to_integer(in[i].value, per_unit, most)));
   }
@@ -38,13 +39,13 @@ inline void from_codes(const void* from, std::size_t n, std::uint8_t exponent, i
   }
   const double unit = power_of_two(unit_exponent(exponent, digits));
   if (divisor == 1.0) {
-#pragma GCC ivdep
+    DTCOMM_INDEPENDENT
     for (std::size_t i = 0; i < n; ++i) {
       out[i].value = static_cast<float>(static_cast<double>(static_cast<std::int32_t>(codes[i].value)) * unit);
     }
     return;
   }
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     const double sum = static_cast<double>(static_cast<std::int32_t>(codes[i].value)) * unit;
     out[i].value = static_cast<float>(sum / divisor);
@@ -91,7 +92,7 @@ inline void measure_exponents(const Codec& codec, const Contribution& from, std:
 inline void keep_lost(const float* x, std::size_t n, const void* codes, int bits, double unit, float* residual) {
   const auto* in = unaligned<float>(x);
   auto* to = unaligned<float>(residual);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     const std::int32_t code =
         bits == 16 ? unaligned<std::int16_t>(codes)[i].value : unaligned<std::int32_t>(codes)[i].value;

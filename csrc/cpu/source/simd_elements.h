@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/cast.h"
+#include "cpu/source/loops.h"
 #include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -98,7 +99,7 @@ inline __attribute__((always_inline)) void transform(const void* from, std::size
   for (; i + kLanes <= n; i += kLanes) store<Stream>(to + i, make(Element::many(from, i), i));
 #endif
   auto* out = unaligned<float>(to);
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (; i < n; ++i) out[i].value = make(Element::one(from, i), i);
 }
 

@@ -4,6 +4,7 @@
 
 #include "codec/sparse.h"
 #include "cpu/source/granule.h"
+#include "cpu/source/loops.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -67,7 +68,7 @@ inline void scatter_error(KeptElements& kept, std::size_t n, const float* sum, f
     const float error = (x[at].value - kept.value[i]) * divisor;
     kept.value[i] = finite(error) ? error : before[at].value;
   }
-#pragma GCC ivdep
+  DTCOMM_INDEPENDENT
   for (std::size_t i = 0; i < n; ++i) {
     const float error = x[i].value * divisor, keep = before[i].value;
     to[i].value = finite(error) ? error : keep;
