@@ -36,7 +36,7 @@ from dtcomm.ddp.state import DEFAULT_GUARD, State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 
-__all__ = ["Attached", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
