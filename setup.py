@@ -53,6 +53,8 @@ class CMakeBuild(build_ext):
             "DTCOMM_EMULATOR": "0",
             **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
         }
+        if "SETUPTOOLS_EXT_SUFFIX" in os.environ:  # of another processor
+            options["PYTHON_MODULE_EXTENSION"] = os.environ["SETUPTOOLS_EXT_SUFFIX"]
         configure = ["cmake", "--log-level=NOTICE", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         configure.append("-U*Python*")  # what an earlier build in the same folder found, for another Python
         configure += [f"-D{name}={value}" for name, value in options.items()]

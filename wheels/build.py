@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -134,18 +135,21 @@ def build_wheel(source: Path, python: str, processor: str, tools: Path, out: Pat
     wheel_command = ["bdist_wheel", "--skip-build", "--dist-dir", str(raw)]
     _run([interpreter, "setup.py", "-q", *wheel_command], source, environment)
     (wheel,) = raw.glob(f"dtcomm-*-{version}-linux_{processor}.whl")
-    repair = [
-        "repair",
-        "--plat",
-        f"{PLATFORM}_{processor}",
-        "--only-plat",
-        "--wheel-dir",
-        str(out),
-        str(wheel),
-    ]
+    if f"dtcomm/_C{suffix}" not in zipfile.ZipFile(wheel).namelist():
+        raise BuildError(f"{wheel.name}: no module _C{suffix}")
+    # "auto" fails if no tag is right; a tag of another processor than the host's cannot be asked for.
+    repaired_folder = folder / "repaired"
+    shutil.rmtree(repaired_folder, ignore_errors=True)
+    repair = ["repair", "--plat", "auto", "--wheel-dir", str(repaired_folder), str(wheel)]
     _run([tools.parent / "auditwheel", *repair], ROOT, environment)
-    (repaired,) = out.glob(f"dtcomm-*-{version}-{PLATFORM}_{processor}.whl")
-    return repaired
+    (repaired,) = repaired_folder.glob(f"dtcomm-*-{version}-manylinux_*_{processor}.whl")
+    tag = re.search(r"manylinux_2_(\d+)_", repaired.name)
+    if tag is None or int(tag[1]) > int(GLIBC.partition(".")[2]):
+        raise BuildError(f"{repaired.name}: needs a newer C library than {GLIBC}")
+    platform_tag = f"{PLATFORM}_{processor}"
+    _run([tools, "-m", "wheel", "tags", "--remove", "--platform-tag", platform_tag, str(repaired)], ROOT)
+    (tagged,) = repaired_folder.glob(f"dtcomm-*-{version}-{platform_tag}.whl")
+    return Path(shutil.move(tagged, out / tagged.name))
 
 
 def run_native_tests(processor: str) -> None:

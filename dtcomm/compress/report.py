@@ -159,7 +159,8 @@ class Row:
         calls: The collectives that carried at least one of them.
         wire_bytes: What this rank sent.
         plain_bytes: What the same calls would have sent uncompressed.
-        relative_error: |what the encodings lost| / |what was to be sent|; None before the first sample.
+        relative_error: The norm of what the encodings lost over the norm of what was to be sent; None before the first
+            sample.
         refused: Whether a scheme was asked for that does not apply to them.
     """
 

@@ -37,7 +37,7 @@ from dtcomm.ddp.state import DEFAULT_GUARD, State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 
-__all__ = ["Attached", "Feedback", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["Feedback", "Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -62,7 +62,7 @@ from dtcomm.fsdp.spec import (
 from dtcomm.fsdp.state import State
 from dtcomm.fsdp.units import excluded_units, find_units, parameter_groups
 
-__all__ = ["PRESETS", "Attached", "Report", "ShardedOptimizer", "State", "Traffic", "attach", "compress"]
+__all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "attach", "compress"]
 
 DEFAULT_GRADIENTS, DEFAULT_PARAMETERS = "int8", "none"
 _DEFAULT_GUARD = Guard()
