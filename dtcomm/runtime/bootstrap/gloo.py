@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from dtcomm.errors import DtcommError
 from dtcomm.runtime import torch_threads
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 
@@ -48,7 +49,7 @@ def connect(
         The backend, or None if the ranks had not connected shortly before the deadline of one of them.
 
     Raises:
-        RuntimeError: If a connection failed and ``check`` raised nothing soon after.
+        DtcommError: If a connection failed and ``check`` raised nothing soon after.
     """
     result: Future[Any] = Future()
 
@@ -69,9 +70,10 @@ def connect(
             return None
     try:
         return result.result()
-    except RuntimeError:
+    except RuntimeError as error:
         grace_end = time.monotonic() + _GRACE_S
         while time.monotonic() < grace_end:
             check()
             time.sleep(_POLL_S)
-        raise
+        reason = str(error).splitlines()[0].rpartition("] ")[2]
+        raise DtcommError(f"Gloo could not connect the ranks: {reason}") from error
