@@ -209,17 +209,20 @@ def test_integrations_match_cpu_bits(integration: Callable[..., list[torch.Tenso
 
 
 def test_ddp_guard_does_not_synchronize() -> None:
-    """The result of a finiteness check stays on the device until an asynchronous copy brings it to the host."""
+    """The results of finiteness checks stay on the device until an asynchronous copy brings them to the host."""
     monitor, mean = GuardMonitor(Guard()), torch.ones(5000, device="cuda")
+    own = torch.ones(5000, device="cuda")
     copies = []
     torch.cuda.set_sync_debug_mode("error")
     try:
         for bad in (False, True, False):
             mean.fill_(float("nan") if bad else 1.0)
-            monitor.check_finite(mean)
+            monitor.report_nonfinite(~torch.isfinite(mean).all(), ~torch.isfinite(own).all())
             mean.fill_(1.0)
-            monitor.check_finite(mean)
+            monitor.report_nonfinite(~torch.isfinite(mean).all(), ~torch.isfinite(own).all())
             copies.append(AsyncHostCopy(monitor.stats_tensor(mean.device)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [copy.get()[2].item() for copy in copies] == [0.0, 1.0, 0.0]
+    stats = [copy.get() for copy in copies]
+    assert [values[2].item() for values in stats] == [0.0, 1.0, 0.0]
+    assert [values[4].item() for values in stats] == [0.0, 0.0, 0.0]  # this rank's own gradients are finite
