@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import codec
 from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.gradient_sketch import SKETCH_SIZE, Fidelity, compare_sketches
 from dtcomm.compress.guard import (
     CompressionHarmful,
@@ -483,7 +484,7 @@ class GuardMonitor:
     def _ranks(self) -> tuple[int, int]:
         """Return this rank and the number of ranks."""
         if self.ranks is None:
-            self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+            self.ranks = rank_and_size(self.group)
         return self.ranks
 
     def _blame(self, own_nonfinite: float, own_rank: float) -> tuple[str, str, int | None]:
