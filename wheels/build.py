@@ -29,6 +29,7 @@ GLIBC = "2.28"
 PLATFORM = "manylinux_2_28"
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
 NATIVE_TESTS = ("hadamard_test", "tsan_engine_test", "fuzz_payloads_test --seconds 20")
+NEEDS_KERNEL = "tsan_engine_test"  # calls process_vm_readv, which qemu-user does not have
 EMULATOR = "qemu-aarch64"
 EMULATOR_LIBRARIES = Path("/usr/aarch64-linux-gnu")
 EMULATOR_PACKAGES = "apt-get install qemu-user libc6-arm64-cross"
@@ -163,6 +164,11 @@ def run_native_tests(processor: str) -> None:
         prefix = [EMULATOR, "-L", str(EMULATOR_LIBRARIES)]
     for test in NATIVE_TESTS:
         name, *arguments = test.split()
+        if prefix and name == NEEDS_KERNEL:
+            print(
+                f"wheels: {name} is not run for {processor}: it needs a kernel of that processor", flush=True
+            )
+            continue
         _run([*prefix, WORK / processor / "cmake" / "wheel" / name, *arguments])
 
 
