@@ -55,7 +55,9 @@ class CMakeBuild(build_ext):
         }
         if "SETUPTOOLS_EXT_SUFFIX" in os.environ:  # of another processor
             options["PYTHON_MODULE_EXTENSION"] = os.environ["SETUPTOOLS_EXT_SUFFIX"]
-            options["PYBIND11_PYTHON_EXECUTABLE_LAST"] = sys.executable  # else pybind11 forgets the line above
+            options["PYBIND11_PYTHON_EXECUTABLE_LAST"] = (
+                sys.executable
+            )  # else pybind11 forgets the line above
         configure = ["cmake", "--log-level=NOTICE", "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
         configure.append("-U*Python*")  # what an earlier build in the same folder found, for another Python
         configure += [f"-D{name}={value}" for name, value in options.items()]
