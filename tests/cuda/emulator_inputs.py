@@ -35,6 +35,7 @@ RANKS = (2, 3, 4, 8)
 
 # Values of the options that do not list theirs.
 OPTION_VALUES: dict[str, Sequence[Any]] = {
+    "scope": ("granule",),  # the other one has no kernel
     "block": tuple(1 << shift for shift in range(4, 13)),
     # One element of a granule, a list of positions and a bitmap at their limits, more than a granule of values, all.
     "ratio": tuple(kept / 4096 for kept in (1, 41, 341, 342, 1500, 4096)),
@@ -82,8 +83,8 @@ def _option_values(entry: Entry) -> dict[str, Sequence[Any]]:
     """The values of each option of a codec that are tested."""
     values_by_option = {}
     for name, field in entry.options().items():
-        values = field.metadata["choices"] or OPTION_VALUES.get(name)
-        if values is None:
+        values = OPTION_VALUES.get(name) or field.metadata["choices"]
+        if not values:
             raise LookupError(f"OPTION_VALUES lacks values of option {name!r} of {entry.make.__name__}")
         values_by_option[name] = values
     return values_by_option
