@@ -61,9 +61,11 @@ def about_to_block() -> None:
 
 
 def stop() -> None:
-    """End the engine's threads, at interpreter exit, when all communicators are closed."""
+    """End the threads, also the engine's, at interpreter exit, when all communicators are closed."""
     _C.stop()
-    _completions.stop()
+    _detached.put(None)
+    for threads in (_completions, _callbacks):
+        threads.stop()
 
 
 def _after_fork() -> None:

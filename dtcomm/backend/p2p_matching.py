@@ -21,6 +21,7 @@ from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
 from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
+from dtcomm.runtime import torch_threads
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.process_groups import group_store
@@ -339,21 +340,28 @@ class MessageMatcher:
         """Poll the store for ranks that have begun to send, while there is a receive from any rank."""
         store = group_store(self.group)
         while True:
-            with self.lock:
-                if self._closed or not any(receive.wanted_source is None for receive in self._receives):
-                    self._watching_senders = False
+            with torch_threads.running():  # the store's functions are native
+                if not self._look_for_senders(store):
                     return
-                unknown = [rank for rank in range(len(self._send_locks)) if rank not in self._inboxes]
-            for rank in unknown:
-                try:
-                    has_sent = store.check([_first_send_key(rank, self.rank)])
-                except RuntimeError:  # the store's process has ended
-                    has_sent = False
-                if has_sent:
-                    with self.lock:
-                        if not self._closed:
-                            self._inbox(rank).progress()
             time.sleep(_POLL_S)
+
+    def _look_for_senders(self, store: Any) -> bool:
+        """Process the messages of ranks that have begun to send; whether a receive from any rank is left."""
+        with self.lock:
+            if self._closed or not any(receive.wanted_source is None for receive in self._receives):
+                self._watching_senders = False
+                return False
+            unknown = [rank for rank in range(len(self._send_locks)) if rank not in self._inboxes]
+        for rank in unknown:
+            try:
+                has_sent = store.check([_first_send_key(rank, self.rank)])
+            except RuntimeError:  # the store's process has ended
+                has_sent = False
+            if has_sent:
+                with self.lock:
+                    if not self._closed:
+                        self._inbox(rank).progress()
+        return True
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:

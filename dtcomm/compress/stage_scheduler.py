@@ -19,6 +19,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from dtcomm.device.streams import Streams, record_streams
+from dtcomm.runtime import torch_threads
 from dtcomm.work import QueuedWork, Span, Statistics, Work
 
 #: The stages of one bucket: it yields each collective that it starts, and continues when that is done.
@@ -149,5 +150,8 @@ class StageScheduler:
 def _run_thread(buckets: queue.SimpleQueue[_StagedBucket | None]) -> None:
     pipeline = _Pipeline()
     while (bucket := buckets.get()) is not None:
-        pipeline.add(bucket)
-        del bucket  # while it waits, the thread must not keep a bucket and with it a process group alive
+        with torch_threads.running():
+            pipeline.add(bucket)
+            del bucket  # while it waits, the thread must not keep a bucket and with it a process group alive
+    with torch_threads.running():
+        del pipeline  # with the buckets of a backward pass that was never finished

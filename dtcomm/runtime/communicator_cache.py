@@ -231,7 +231,7 @@ def _shutdown() -> None:
     global _exiting
     _exiting = True
     _drop(lambda _: True)
-    torch_threads.wait(_EXIT_SECONDS)
+    torch_threads.end(_EXIT_SECONDS)
     if not inherited:
         future_completion.stop()
 

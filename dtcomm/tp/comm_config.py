@@ -63,8 +63,8 @@ class CallKind(NamedTuple):
 class LayerTraffic:
     """Counters of a layer's communication since the layer was made; ``str()`` gives one line.
 
-    Calls are counted by kind only. Bytes and times are computed when somebody asks, because a call on the path of a
-    token must cost nothing more.
+    A call only counts its kind, since it is on the path of each token. Bytes and times are computed when they are
+    read.
 
     Attributes:
         counts: Kind of call → number of calls.

@@ -20,7 +20,7 @@ from dtcomm import future_completion
 from dtcomm.codecs import codec as parse
 from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CommunicatorClosed, DtcommError
-from dtcomm.runtime import phase_timer
+from dtcomm.runtime import phase_timer, torch_threads
 from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.rounds import WHOLE, Payload, RoundsPlan, payload_bytes
@@ -114,8 +114,9 @@ class OrderedThread:
 
     def _serve(self) -> None:
         while (function := self._queue.get()) is not None:
-            function()
-            del function
+            with torch_threads.running():
+                function()
+                del function
             with self._lock:
                 self._unfinished -= 1
 

@@ -99,7 +99,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._closed = False
         self._memory = MemoryPool(streams)
         self._running: QueuedOp | None = None
-        self._seen: tuple[QueuedOp, int] | None = None  # the operation and its progress at the last look
+        self._seen: tuple[int, int] | None = None  # the operation's number and its progress at the last look
         self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
         self._queue_lock = threading.Lock()  # nothing is queued behind the None that ends the thread
         self._thread: threading.Thread | None = None
@@ -294,7 +294,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def look(self) -> None:
         """Give up the running operation if it makes no progress and waits for a rank that will not come."""
         op, seen = self._running, self._seen
-        self._seen = None if op is None else (op, self._transport.progress())
+        self._seen = None if op is None else (op.entry.number, self._transport.progress())
         if op is None or op.ended or self._seen != seen:
             return
         error = self._transport.lost_peer()

@@ -45,18 +45,23 @@ def _look() -> None:
     while True:
         time.sleep(LOOK_S)
         with torch_threads.running():  # looks use the store, whose functions are native
-            for runtime in list(_watched):
-                try:
-                    runtime.look()
-                except Exception:  # the others are looked at all the same
-                    _log.exception("looking at an operation that runs over a process group failed")
-        with _lock:
-            idle = [runtime for runtime in _watched if not runtime.busy()]
-            _watched.difference_update(idle)
-            # One that has become busy just before has found itself watched.
-            _watched.update(runtime for runtime in idle if runtime.busy())
-            if not _watched:
+            if not _look_at_all():
                 return
+
+
+def _look_at_all() -> bool:
+    """Look at all watched runtimes; whether one of them is still busy."""
+    for runtime in list(_watched):
+        try:
+            runtime.look()
+        except Exception:  # the others are looked at all the same
+            _log.exception("looking at an operation that runs over a process group failed")
+    with _lock:
+        idle = [runtime for runtime in _watched if not runtime.busy()]
+        _watched.difference_update(idle)
+        # One that has become busy just before has found itself watched.
+        _watched.update(runtime for runtime in idle if runtime.busy())
+        return bool(_watched)
 
 
 def _after_fork() -> None:

@@ -17,18 +17,15 @@ from torch.distributed.fsdp import fully_shard
 
 from dtcomm import fsdp
 from tests.ranks.frameworks.sessions import (
-    EPOCHS,
-    RESUMED,
-    SAVED_AT,
-    STEPS_PER_EPOCH,
     Losses,
-    Regression,
-    data,
     forget_accelerate,
-    lightning_trainer,
-    loss_of,
-    make_net,
+    make_lightning_module,
+    make_lightning_trainer,
+    make_trainer,
     set_environment,
+    train_with_accelerate,
+    train_with_lightning,
+    train_with_trainer,
 )
 
 PLAIN = "plain"  # without dtcomm
@@ -80,25 +77,7 @@ def accelerate_session(rank: int, n: int, folder: Path, gradients: str, mode: st
         )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         check = attach(accelerator, gradients)
-        model = make_net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        loader = torch.utils.data.DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        step = 0
-        if mode == RESUMED:
-            accelerator.load_state(str(folder / "step-4"))
-            step = SAVED_AT
-        losses = {}
-        while step < EPOCHS * STEPS_PER_EPOCH:
-            for batch in loader:
-                loss = loss_of(model, batch)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                step += 1
-                losses[step] = float(loss.detach())
-                if step == SAVED_AT and mode != RESUMED:
-                    accelerator.save_state(str(folder / "step-4"))
+        _, losses = train_with_accelerate(accelerator, folder, mode)
         check()
         forget_accelerate()
     return losses
@@ -106,79 +85,40 @@ def accelerate_session(rank: int, n: int, folder: Path, gradients: str, mode: st
 
 def trainer_session(rank: int, n: int, folder: Path, gradients: str, mode: str) -> Losses:
     set_environment(rank, n)
-    from transformers import Trainer, TrainingArguments
-
     losses: Losses = {}
-
-    class RecordingTrainer(Trainer):
-        def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-            loss = super().training_step(*args, **options)
-            losses[self.state.global_step + 1] = float(loss)
-            return loss
-
     with let_accelerate_shard_on_cpus():
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            use_cpu=True,
-            num_train_epochs=EPOCHS,
-            per_device_train_batch_size=4,
-            learning_rate=0.01,
-            report_to=[],
-            save_strategy="steps",
-            save_steps=SAVED_AT,
-            disable_tqdm=True,
-            logging_strategy="no",
-            ddp_backend="gloo",
-            fsdp=True,
-            fsdp_config={
-                "version": 2,
-                "auto_wrap_policy": "SIZE_BASED_WRAP",
-                "min_num_params": 1024,
-                "state_dict_type": "SHARDED_STATE_DICT",
-            },
-        )
-        trainer = RecordingTrainer(model=Regression(), args=arguments, train_dataset=data())  # type: ignore[arg-type]
+        sharding = {
+            "version": 2,
+            "auto_wrap_policy": "SIZE_BASED_WRAP",
+            "min_num_params": 1024,
+            "state_dict_type": "SHARDED_STATE_DICT",
+        }
+        trainer = make_trainer(folder, losses, fsdp=True, fsdp_config=sharding)
         check = attach(trainer, gradients)
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if mode == RESUMED else None)
+        train_with_trainer(trainer, folder, mode)
         check()
         forget_accelerate()
     return losses
 
 
+def shard(module: Any) -> None:
+    """Shard a Lightning module's net."""
+    mesh = module.device_mesh["data_parallel"]
+    for layer in module.net:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(module.net, mesh=mesh)
+
+
 def lightning_session(rank: int, n: int, folder: Path, gradients: str, mode: str) -> Losses:
     set_environment(rank, n)
-    import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     losses: Losses = {}
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_net()
-
-        def configure_model(self) -> None:
-            mesh = self.device_mesh["data_parallel"]
-            for layer in self.net:
-                if isinstance(layer, torch.nn.Linear):
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
-
-        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-            loss = loss_of(self.net, batch)
-            losses[self.global_step + 1] = float(loss.detach())
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
     strategy = ModelParallelStrategy(data_parallel_size=n, tensor_parallel_size=1)
-    checkpoints = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
-    trainer = lightning_trainer(rank, n, strategy, max_epochs=EPOCHS, callbacks=[checkpoints])
+    trainer = make_lightning_trainer(rank, n, strategy, folder)
     check = attach(trainer, gradients)
-    loader = torch.utils.data.DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
-    trainer.fit(Module(), loader, ckpt_path=folder / "epoch=0.ckpt" if mode == RESUMED else None)
+    train_with_lightning(trainer, make_lightning_module(losses, configure=shard), folder, mode)
     check()
     dist.barrier()
     return losses

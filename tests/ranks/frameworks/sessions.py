@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtcomm import ddp
@@ -23,6 +26,7 @@ EPOCHS, STEPS_PER_EPOCH, SAVED_AT = 3, 4, 4
 WHOLE, KILLED, RESUMED = "whole", "killed", "resumed"
 
 Losses = dict[int, float]
+Step = Callable[[int], None]  # gets the number of the step
 
 
 def make_net() -> nn.Module:
@@ -33,6 +37,10 @@ def make_net() -> nn.Module:
 def data() -> list[dict[str, torch.Tensor]]:
     inputs = torch.randn(8 * STEPS_PER_EPOCH, 32, generator=torch.Generator().manual_seed(1))
     return [{"x": x, "labels": x.flip(0)} for x in inputs]
+
+
+def make_loader() -> Any:
+    return torch.utils.data.DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -49,6 +57,19 @@ def set_environment(rank: int, n: int) -> None:
     }
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
+
+
+def check_training(attached: Any, net: nn.Module, losses: Losses, mode: str) -> None:
+    """Check that gradients travelled compressed, that the loss fell and that all ranks hold the same parameters."""
+    report = attached.state.report()
+    assert report.messages > 0
+    if mode == WHOLE:
+        assert report.steps == len(losses) == EPOCHS * STEPS_PER_EPOCH
+        assert losses[report.steps] < 0.9 * losses[1]
+    flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+    all_ranks = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, flat)
+    assert all(torch.equal(flat, other) for other in all_ranks)
 
 
 def forget_accelerate() -> None:
@@ -78,18 +99,13 @@ class Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def accelerate_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
-    set_environment(rank, n)
-    from accelerate import Accelerator
-
-    forget_accelerate()
-    warnings = Warnings()
-    accelerator = Accelerator(cpu=True)
-    attached = ddp.attach(accelerator, SPEC)
+def train_with_accelerate(
+    accelerator: Any, folder: Path, mode: str, ends: Step = lambda step: None
+) -> tuple[nn.Module, Losses]:
+    """Train, save a checkpoint or resume from it; ``ends`` is called after each step."""
     model = make_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = torch.utils.data.DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader())
     step = 0
     if mode == RESUMED:
         accelerator.load_state(str(folder / "step-4"))
@@ -105,8 +121,20 @@ def accelerate_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Loss
             losses[step] = float(loss.detach())
             if step == SAVED_AT and mode != RESUMED:
                 accelerator.save_state(str(folder / "step-4"))
-            maybe_die(rank, mode, step)
-    assert attached.state.report().messages > 0
+            ends(step)
+    return model, losses
+
+
+def accelerate_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
+    set_environment(rank, n)
+    from accelerate import Accelerator
+
+    forget_accelerate()
+    warnings = Warnings()
+    accelerator = Accelerator(cpu=True)
+    attached = ddp.attach(accelerator, SPEC)
+    model, losses = train_with_accelerate(accelerator, folder, mode, partial(maybe_die, rank, mode))
+    check_training(attached, model, losses, mode)
     return losses, warnings.lines
 
 
@@ -121,19 +149,15 @@ class Regression(nn.Module):
         return {"loss": loss_of(self.net, {"x": x, "labels": labels}), "logits": x}
 
 
-def trainer_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
-    set_environment(rank, n)
+def make_trainer(folder: Path, losses: Losses, ends: Step = lambda step: None, **options: Any) -> Any:
+    """Return a Trainer that records its losses and calls ``ends`` at the end of each step."""
     from transformers import Trainer, TrainingArguments
-
-    forget_accelerate()
-    warnings = Warnings()
-    losses: Losses = {}
 
     class RecordingTrainer(Trainer):
         def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
             loss = super().training_step(*args, **options)
             losses[self.state.global_step + 1] = float(loss)
-            maybe_die(rank, mode, self.state.global_step + 1)
+            ends(self.state.global_step + 1)
             return loss
 
     arguments = TrainingArguments(
@@ -145,21 +169,35 @@ def trainer_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses,
         report_to=[],
         save_strategy="steps",
         save_steps=SAVED_AT,
-        save_total_limit=2 if mode == KILLED else None,
         disable_tqdm=True,
         logging_strategy="no",
         ddp_backend="gloo",
+        **options,
     )
-    trainer = RecordingTrainer(model=Regression(), args=arguments, train_dataset=data())  # type: ignore[arg-type]
-    attached = ddp.attach(trainer, SPEC)
+    return RecordingTrainer(model=Regression(), args=arguments, train_dataset=data())  # type: ignore[arg-type]
+
+
+def train_with_trainer(trainer: Any, folder: Path, mode: str) -> None:
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if mode == RESUMED else None)
-    assert attached.state.report().messages > 0
+
+
+def trainer_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
+    set_environment(rank, n)
+    forget_accelerate()
+    warnings = Warnings()
+    losses: Losses = {}
+    limit = 2 if mode == KILLED else None
+    trainer = make_trainer(folder, losses, partial(maybe_die, rank, mode), save_total_limit=limit)
+    attached = ddp.attach(trainer, SPEC)
+    train_with_trainer(trainer, folder, mode)
+    check_training(attached, trainer.model, losses, mode)
     return losses, warnings.lines
 
 
-def lightning_trainer(rank: int, n: int, strategy: Any, **options: Any) -> Any:
-    """Return a trainer whose ranks are the test's."""
+def make_lightning_trainer(rank: int, n: int, strategy: Any, folder: Path) -> Any:
+    """Return a trainer whose ranks are the test's and which saves a checkpoint after each epoch."""
     import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     class ExistingRanks(LightningEnvironment):
@@ -182,37 +220,53 @@ def lightning_trainer(rank: int, n: int, strategy: Any, **options: Any) -> Any:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        max_epochs=EPOCHS,
+        callbacks=[ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, save_last=True)],
     )
 
 
-def lightning_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
-    set_environment(rank, n)
-    import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import DDPStrategy
+def make_lightning_module(
+    losses: Losses, ends: Step = lambda step: None, configure: Callable[[Any], None] = lambda module: None
+) -> Any:
+    """Return a module that records its losses and calls ``ends`` at the end of each step.
 
-    warnings = Warnings()
-    losses: Losses = {}
+    ``configure`` does what Lightning wants done when the device mesh exists.
+    """
+    import lightning
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = make_net()
 
+        def configure_model(self) -> None:
+            configure(self)
+
         def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
             loss = loss_of(self.net, batch)
             losses[self.global_step + 1] = float(loss.detach())
-            maybe_die(rank, mode, self.global_step + 1)
+            ends(self.global_step + 1)
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    checkpoints = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, save_last=True)
-    trainer = lightning_trainer(rank, n, DDPStrategy(), max_epochs=EPOCHS, callbacks=[checkpoints])
+    return Module()
+
+
+def train_with_lightning(trainer: Any, module: Any, folder: Path, mode: str) -> None:
+    trainer.fit(module, make_loader(), ckpt_path=folder / "epoch=0.ckpt" if mode == RESUMED else None)
+
+
+def lightning_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses, list[str]]:
+    set_environment(rank, n)
+    from lightning.pytorch.strategies import DDPStrategy
+
+    warnings = Warnings()
+    losses: Losses = {}
+    module = make_lightning_module(losses, partial(maybe_die, rank, mode))
+    trainer = make_lightning_trainer(rank, n, DDPStrategy(), folder)
     attached = ddp.attach(trainer, SPEC)
-    loader = torch.utils.data.DataLoader(data(), batch_size=4)  # type: ignore[arg-type]
-    trainer.fit(Module(), loader, ckpt_path=folder / "epoch=0.ckpt" if mode == RESUMED else None)
-    assert attached.state.report().messages > 0
+    train_with_lightning(trainer, module, folder, mode)
+    check_training(attached, module, losses, mode)
     return losses, warnings.lines

@@ -1,4 +1,4 @@
-"""Trainer, Accelerate and Lightning save and restore the state of compression with their own checkpoints."""
+"""Trainer, Accelerate and Lightning train with the hook; their checkpoints hold the state of compression."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_range_with_too_few_free_ports_is_an_error_on_all_ranks_that_need_conn
     for text in run_ranks(_reduce_or_error, 2, True, env={"DTCOMM_PORTS": str(ports[0])}):
         assert f"all 1 ports of DTCOMM_PORTS={ports[0]} are in use at" in text
         assert "each rank of a host needs one" in text
-    # In shared memory nobody listens for long, and the range does not matter.
+    # Ranks that share memory close their listening sockets before they communicate: one port is enough.
     assert run_ranks(_reduce_or_error, 2, False, env={"DTCOMM_PORTS": str(ports[0])}) == ["memory", "memory"]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +147,23 @@ def test_an_operation_that_outlives_its_runtime_fails(stuck: Any) -> None:
     for work in works:
         with pytest.raises(CommunicatorClosed, match="released"):
             work.wait()
+
+
+def test_a_look_keeps_nothing_of_an_operation_that_has_ended(stuck: Any) -> None:
+    transport, runtime, operation = stuck
+    x = torch.ones(8)
+    kept = weakref.ref(x)
+    work = operation.submit([Buffers(x, x, None)], [], 1, None)
+    while not transport.waits:
+        time.sleep(0.01)
+    runtime.look()
+    transport.released.set()
+    with pytest.raises(DtcommError):
+        work.wait()
+    runtime.close()
+    del x, work
+    gc.collect()
+    assert kept() is None
 
 
 class Looked:
