@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtcomm import torch_threads
 from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
 from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
-from dtcomm.runtime import torch_threads
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.process_groups import group_store

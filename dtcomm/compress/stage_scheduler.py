@@ -18,8 +18,8 @@ from collections.abc import Generator, Sequence
 
 import torch
 
+from dtcomm import torch_threads
 from dtcomm.device.streams import Streams, record_streams
-from dtcomm.runtime import torch_threads
 from dtcomm.work import QueuedWork, Span, Statistics, Work
 
 #: The stages of one bucket: it yields each collective that it starts, and continues when that is done.

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import future_completion
+from dtcomm import future_completion, torch_threads
 from dtcomm.errors import CommunicatorClosed
-from dtcomm.runtime import torch_threads
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.native.runtime import close_all
 from dtcomm.runtime.process_groups import inherited, position, require_group

@@ -14,10 +14,9 @@ from datetime import timedelta
 
 import torch
 
-from dtcomm import future_completion
+from dtcomm import future_completion, torch_threads
 from dtcomm.device.streams import Streams
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError
-from dtcomm.runtime import torch_threads
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.work import DeferredWork, Work

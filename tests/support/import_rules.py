@@ -33,6 +33,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "codecs": _may("", "torch"),
     # Streams and events of CPU and CUDA: a leaf.
     "device": _may("", "torch"),
+    # Which threads run native code, for the end of the interpreter.
+    "torch_threads": _may(),
     # The threads that complete the futures of handles.
     "completion_threads": _may(),
     "future_completion": _may("completion_threads _C"),
@@ -40,7 +42,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "work": _may("future_completion device _C", "torch"),
     "kernels": _may("codecs device _C _cuda", "torch numpy triton"),
     "runtime": _may(
-        "schedule codecs kernels device work future_completion _C _cuda _emulator", "torch numpy"
+        "schedule codecs kernels device work future_completion torch_threads _C _cuda _emulator",
+        "torch numpy",
     ),
     "planner": _may("schedule algorithms codecs", "torch"),
     # typing_extensions, which torch needs too, for types alone.
@@ -48,7 +51,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         "planner runtime algorithms schedule codecs kernels device work", "torch typing_extensions"
     ),
     "profiling": _may("collectives runtime device work", "torch rich"),
-    "compress": _may("profiling collectives planner kernels codecs device work", "torch"),
+    "compress": _may("profiling collectives planner kernels codecs device work torch_threads", "torch"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
     "ddp": _may(
@@ -61,7 +64,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
     "local_sgd": _INTEGRATION,
-    "backend": _may("compress collectives runtime codecs kernels device work", "torch"),
+    "backend": _may("compress collectives runtime codecs kernels device work torch_threads", "torch"),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from dtcomm import torch_threads
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import torch_threads
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 
 _GAVE_UP_KEY = "gave_up"  # beside Gloo's keys, which are numbers

@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dtcomm import future_completion
+from dtcomm import future_completion, torch_threads
 from dtcomm.codecs import codec as parse
 from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CommunicatorClosed, DtcommError
-from dtcomm.runtime import phase_timer, torch_threads
+from dtcomm.runtime import phase_timer
 from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.rounds import WHOLE, Payload, RoundsPlan, payload_bytes

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtcomm import torch_threads
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.runtime import torch_threads
 
 MAX_TAG = 2**31 - 1
 GRACE_SECONDS = 0.3  # for the records of ranks that gave up at the same time

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Protocol
 
-from dtcomm.runtime import torch_threads
+from dtcomm import torch_threads
 
 LOOK_S = 0.25
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from dtcomm import torch_threads
 from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError, PeerLost
-from dtcomm.runtime import torch_threads
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.connection import Connection
 from dtcomm.work import CompositeWork, Work

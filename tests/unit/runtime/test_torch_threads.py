@@ -18,7 +18,8 @@ def last():
     time.sleep(0.3)
 
 atexit.register(last)
-from dtcomm.runtime import communicator_cache, torch_threads
+from dtcomm.runtime import communicator_cache
+from dtcomm import torch_threads
 from dtcomm.runtime.torchdist import watch
 
 {thread}
