@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 _running: dict[object, int] = {}  # of each thread its identifier; 0: it may not have begun
 _ended = threading.Condition()
-_exiting = 0  # the thread that has called `end`
+_exiting = 0  # the thread that has called `begin_exit`
+_HOLD_SECONDS = 10.0  # much longer than an interpreter takes to be finalized
 
 
 def start(target: Callable[[], object], name: str) -> None:
@@ -35,13 +36,14 @@ def start(target: Callable[[], object], name: str) -> None:
 def running() -> Iterator[None]:
     """Within the block, this thread runs native code now and then.
 
-    A thread that comes when the interpreter exits already waits here until the process has ended.
+    A thread that comes when the interpreter exits already is held here.
     """
     token, own = object(), threading.get_ident()
-    _running[token] = own
-    if _exiting not in (0, own) and list(_running.values()).count(own) == 1:  # not within another block
+    _running[token] = own  # before it looks whether the interpreter exits, which then looks who runs
+    if _exiting and list(_running.values()).count(own) == 1:
         _end(token)
-        threading.Event().wait()
+        hold_at_exit()
+        _running[token] = own
     try:
         yield
     finally:
@@ -55,11 +57,22 @@ def wait(limit_s: float) -> None:
         _ended.wait_for(lambda: all(thread == own for thread in list(_running.values())), limit_s)
 
 
-def end(limit_s: float) -> None:
-    """Let no other thread begin to run native code any more, and `wait`, at interpreter exit."""
+def begin_exit() -> None:
+    """Say that the interpreter exits in this thread: others that run no native code now are held before they do."""
     global _exiting
-    _exiting = threading.get_ident()  # before it looks which threads run: one that begins from now on sees it
-    wait(limit_s)
+    _exiting = threading.get_ident()
+
+
+def hold_at_exit() -> None:
+    """Hold the calling thread if the interpreter exits, unless it runs native code that `wait` waits for.
+
+    To be called before an error is raised in a thread that the exit wakes: it would release its tensors while the
+    interpreter is finalized. The process ends meanwhile. If the thread is waited for all the same, by a function of
+    atexit, it goes on after ten seconds.
+    """
+    own = threading.get_ident()
+    if _exiting not in (0, own) and own not in list(_running.values()):
+        threading.Event().wait(_HOLD_SECONDS)
 
 
 def _end(token: object) -> None:

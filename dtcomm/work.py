@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtcomm import _C, future_completion
+from dtcomm import _C, future_completion, torch_threads
 from dtcomm.device.streams import Streams
 from dtcomm.errors import CollectiveTimeout, DtcommError
 
@@ -153,6 +153,7 @@ class NativeWork(Work):
         try:
             self._native.wait()
         except DtcommError as error:
+            torch_threads.hold_at_exit()
             self._failed(error)
             raise
         finally:
@@ -320,6 +321,7 @@ class QueuedWork(Work):
                 self._condition.wait()
         error = self._error
         if error is not None:
+            torch_threads.hold_at_exit()
             try:
                 raise error
             finally:
@@ -462,6 +464,7 @@ class DeferredWork(Work):
         self._begun.wait()
         if self._work is None:
             assert self._error is not None
+            torch_threads.hold_at_exit()
             raise self._error
         return self._work
 

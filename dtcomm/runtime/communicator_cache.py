@@ -144,6 +144,7 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
 def group_entry(group: dist.ProcessGroup) -> GroupEntry:
     """The entry of a usable group, made if need be. CommunicatorClosed if the program exits."""
     if _exiting:
+        torch_threads.hold_at_exit()
         raise CommunicatorClosed("the program exits, so it makes no communicator")
     sweep()
     key = id(group)
@@ -229,8 +230,9 @@ def _after_fork() -> None:
 def _shutdown() -> None:
     global _exiting
     _exiting = True
+    torch_threads.begin_exit()
     _drop(lambda _: True)
-    torch_threads.end(_EXIT_SECONDS)
+    torch_threads.wait(_EXIT_SECONDS)
     if not inherited:
         future_completion.stop()
 

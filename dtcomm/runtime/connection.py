@@ -77,6 +77,7 @@ class Connection:
         if first:
             error = self._run(deadline)
             if error is not None:
+                torch_threads.hold_at_exit()
                 raise error
             return
         future_completion.about_to_block()
@@ -175,6 +176,8 @@ class Connection:
 
     def _raise_error(self) -> None:
         error = self._error
+        if error is not None:
+            torch_threads.hold_at_exit()
         if isinstance(error, Exception):
             raise copy.copy(error) from error  # every call raises its own
         if error is not None:

@@ -39,7 +39,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "completion_threads": _may(),
     "future_completion": _may("completion_threads _C"),
     # Handles of asynchronous operations: executors return them, and collectives and integrations combine them.
-    "work": _may("future_completion device _C", "torch"),
+    "work": _may("future_completion torch_threads device _C", "torch"),
     "kernels": _may("codecs device _C _cuda", "torch numpy triton"),
     "runtime": _may(
         "schedule codecs kernels device work future_completion torch_threads _C _cuda _emulator",

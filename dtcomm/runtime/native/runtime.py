@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtcomm import _C, env
+from dtcomm import _C, env, torch_threads
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
@@ -258,6 +258,7 @@ class NativeOperation:
                 return self._native.run(self._plan, *buffers[0].pointers(), seed)
             return self._native.run_all(self._plan, [part.pointers() for part in buffers], seed)
         except DtcommError as error:
+            torch_threads.hold_at_exit()
             self._runtime.record_failure(error)
             raise
 

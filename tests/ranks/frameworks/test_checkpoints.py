@@ -13,9 +13,9 @@ import dtcomm.frameworks
 from dtcomm import ddp
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.frameworks.sessions import data, forget_accelerate, loss_of, make_net, set_environment
-from tests.ranks.frameworks.test_ddp import requires
 
-pytestmark = requires("accelerate")
+
+pytest.importorskip("accelerate", reason="pip install accelerate")
 
 
 def accelerator_and_model(rank: int, n: int, spec: str) -> tuple[Any, Any, Any]:
