@@ -31,15 +31,9 @@ from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, l2_norm, make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
-from dtcomm.compress.report import (
-    ParameterTotals,
-    Report,
-    Reporting,
-    describe_uncompressed,
-    group_rows,
-    total_seconds,
-)
+from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import Scheme
+from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.kernels import counter_rng
 
 _log = logging.getLogger("dtcomm")

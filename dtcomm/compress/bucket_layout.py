@@ -20,8 +20,8 @@ from dtcomm.compress.dgc import DGC
 from dtcomm.compress.gradient_sketch import GradientSketch
 from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.report import MessageRow, ParameterTotals
 from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, wire_codec
+from dtcomm.compress.traffic import MessageRow, ParameterTotals
 
 NONE = codec("none")
 #: What a rank sends of a tensor in an all-reduce, in multiples of one payload: encoded inside hosts and between hosts.

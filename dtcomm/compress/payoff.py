@@ -11,8 +11,9 @@ import torch.distributed as dist
 from dtcomm.collectives.group_ops import expected_call
 from dtcomm.compress.bucket_layout import NONE, BucketLayout
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.report import Payoff, total_seconds
+from dtcomm.compress.report import Payoff
 from dtcomm.compress.spec import LevelCodecs, wire_codec
+from dtcomm.compress.traffic import total_seconds
 from dtcomm.profiling import Summary
 
 

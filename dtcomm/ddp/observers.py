@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 
 from dtcomm.collectives import Work
 from dtcomm.compress.guard_monitor import Monitor
-from dtcomm.compress.report import ParameterTotals, describe_uncompressed, group_rows
+from dtcomm.compress.report import describe_uncompressed
+from dtcomm.compress.traffic import ParameterTotals, group_rows
 from dtcomm.ddp.autotune.measure import BucketTiming
 from dtcomm.ddp.autotune.tuner import Tuner
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver

@@ -17,8 +17,8 @@ from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, Monitor, l2_norm
-from dtcomm.compress.report import total_seconds
 from dtcomm.compress.stage_scheduler import StageScheduler
+from dtcomm.compress.traffic import total_seconds
 from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.kernels import counter_rng

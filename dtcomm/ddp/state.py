@@ -34,16 +34,9 @@ from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
-from dtcomm.compress.report import (
-    ParameterTotals,
-    Payoff,
-    Report,
-    Reporting,
-    describe_uncompressed,
-    group_rows,
-    total_seconds,
-)
+from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import Scheme
+from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy

@@ -35,7 +35,8 @@ from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.guard import Guard
-from dtcomm.compress.report import Report, Traffic
+from dtcomm.compress.report import Report
+from dtcomm.compress.traffic import Traffic
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.fsdp.collectives import (

@@ -17,17 +17,9 @@ from dtcomm.collectives import empty
 from dtcomm.collectives.group_ops import expected_call
 from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.report import (
-    Payoff,
-    Report,
-    Reporting,
-    Traffic,
-    describe_uncompressed,
-    group_traffic,
-    message_rows,
-    total_seconds,
-)
+from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
 from dtcomm.compress.residuals import FORMS
+from dtcomm.compress.traffic import Traffic, group_traffic, message_rows, total_seconds
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.fsdp.flat_layout import FlatLayout
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name

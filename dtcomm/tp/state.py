@@ -13,19 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dtcomm.collectives.group_ops import expected_call
-from dtcomm.compress.report import (
-    Payoff,
-    Report,
-    Reporting,
-    Traffic,
-    describe_uncompressed,
-    group_traffic,
-    message_rows,
-)
+from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
+from dtcomm.compress.traffic import Traffic, group_traffic, message_rows
 from dtcomm.tp.comm_config import NONE, CallKind, CommConfig
 from dtcomm.tp.functional import compiled_traffic
 from dtcomm.tp.layer_plan import PlanEntry
 from dtcomm.tp.sharded_module import ShardedModule
+
+_COMPILED = "(compiled code)"  # stands for the layers of compiled code in reports
 
 _log = logging.getLogger("dtcomm")
 
@@ -101,6 +96,8 @@ class State(Reporting):
         self.excluded = dict(excluded)
         self._comm = comm
         self._modules = dict(layers)
+        # Counters of compiled code are those of its group: what other models have counted is left out.
+        self._compiled_before = Counter(compiled_traffic(comm.group_name).counts)
         self._logged = False
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward),
@@ -158,14 +155,14 @@ class State(Reporting):
 
     def _count(self) -> list[_Counted]:
         """Return what the layers have sent, by layer, codec, dtype and reason."""
-        # Compiled code may belong to another model, but its sums are of this group too.
-        compiled = compiled_traffic(self._comm.group_name)
-        sources = [(name, module.comm.traffic) for name, module in self._modules.items()]
+        # Compiled code may belong to another model that is trained meanwhile, but its sums are of this group too.
+        compiled = Counter(compiled_traffic(self._comm.group_name).counts) - self._compiled_before
+        sources = [(name, module.comm.traffic.counts) for name, module in self._modules.items()]
         counted: dict[tuple[str, str, str, str, str], _Counted] = {}
-        for name, layer_traffic in [*sources, ("(compiled code)", compiled)]:
-            for kind, calls in layer_traffic.counts.items():
+        for name, counts in [*sources, (_COMPILED, compiled)]:
+            for kind, calls in counts.items():
                 what = "gradients" if kind.backward else "activations"
-                if layer_traffic is compiled:
+                if name == _COMPILED:
                     what = "activations, gradients"
                 traffic = Traffic(
                     codec=str(kind.codec),

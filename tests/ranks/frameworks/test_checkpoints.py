@@ -14,7 +14,6 @@ from dtcomm import ddp
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.frameworks.sessions import data, forget_accelerate, loss_of, make_net, set_environment
 
-
 pytest.importorskip("accelerate", reason="pip install accelerate")
 
 

@@ -145,7 +145,9 @@ def count_compiled_code(rank: int, ranks: int) -> None:
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(256, WIDTH))
     rows = state.report().rows
     assert sum(row.calls for row in rows if row.names == ("(compiled code)",)) == 3
+    _, later = compressed("int8", latency=False)
+    assert later.report().rows == ()
 
 
 def test_compiled_code_is_counted_by_group() -> None:
-    run_ranks(count_compiled_code, 2, fresh=True)
+    run_ranks(count_compiled_code, 2)

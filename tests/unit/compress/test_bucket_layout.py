@@ -8,7 +8,8 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.policy import default_policy
-from dtcomm.compress.report import ParameterTotals, Report, format_bytes, group_rows
+from dtcomm.compress.report import Report, format_bytes
+from dtcomm.compress.traffic import ParameterTotals, group_rows
 
 SHAPES = {"norm": (40,), "bias": (10,), "matrix": (50, 40), "other": (64, 64), "tail": (3,)}
 

@@ -10,20 +10,8 @@ import pytest
 import torch
 
 from dtcomm.compress.payoff import exposed_ms
-from dtcomm.compress.report import (
-    COLUMNS,
-    MESSAGE_COLUMNS,
-    ParameterTotals,
-    Payoff,
-    Report,
-    Reporting,
-    Row,
-    Traffic,
-    describe_uncompressed,
-    group_rows,
-    group_traffic,
-    message_rows,
-)
+from dtcomm.compress.report import COLUMNS, MESSAGE_COLUMNS, Payoff, Report, Reporting, describe_uncompressed
+from dtcomm.compress.traffic import ParameterTotals, Row, Traffic, group_rows, group_traffic, message_rows
 
 
 def make_row(codec: str = "int8", **options: Any) -> Row:
