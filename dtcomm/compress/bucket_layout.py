@@ -146,16 +146,20 @@ class BucketLayout:
         ]
 
     @property
-    def sketched(self) -> list[Segment]:
-        """The segments that `sketch` compares: those that lose something, without DGC, which applies momentum."""
-        return [segment for segment in self.lossy if not isinstance(segment.codec, DGC)]
+    def schemes(self) -> dict[str, Scheme]:
+        """What the parameters that `sketch` compares are compressed with."""
+        return {segment.name: segment.codec for segment in self._sketched()}
 
     def sketch(self, device: torch.device) -> GradientSketch:
         """Return the sketch of the buffer for the guard; it depends on names and sizes of parameters only."""
         if self._sketch is None:
-            parameters = [(segment.name, segment.start, segment.numel) for segment in self.sketched]
+            parameters = [(segment.name, segment.start, segment.numel) for segment in self._sketched()]
             self._sketch = GradientSketch(parameters, device)
         return self._sketch
+
+    def _sketched(self) -> list[Segment]:
+        """The segments that lose something, without DGC, which applies momentum."""
+        return [segment for segment in self.lossy if not isinstance(segment.codec, DGC)]
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of the buffer for each segment."""

@@ -59,7 +59,7 @@ class Guard:
         norm_ratio: The largest ratio of the norms of these two sums, in either direction. Default 2.
         window: The smallest number of steps in a window; with sparse codecs of a ratio r it is at least 1 / (2 r). Two
             windows in a row must exceed a limit. Default 24.
-        error: FSDP and `ShardedOptimizer` only, which have no ``cosine``: the largest share of the 90 % smallest
+        error: FSDP and `ShardedOptimizer` only, which encode parameters too: the largest share of the 90 % smallest
             elements that one encoding may lose, as 1 less their projection on what arrives. It is near 1 where a few
             outliers set the scale of every block. Default 0.9.
         residual: The largest ``norm(residual) / norm(gradient)``. Default None: 10, and more for schemes that keep

@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import codec
-from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.compress.gradient_sketch import SKETCH_SIZE, Fidelity, compare_sketches
+from dtcomm.compress.gradient_sketch import SKETCH_SIZE, Fidelity, GradientSketch, compare_sketches
 from dtcomm.compress.guard import (
     CompressionHarmful,
     Event,
@@ -135,6 +134,17 @@ class GradientMeasurement:
     nonfinite: torch.Tensor
 
 
+class Sketched(Protocol):
+    """A flat tensor of parameters whose gradients are compared."""
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """What the parameters that are compared are compressed with."""
+
+    def sketch(self, device: torch.device) -> GradientSketch:
+        """Return the map to their sketch."""
+
+
 class Monitor(Protocol):
     """What an integration tells the guard in a step, and asks it between steps.
 
@@ -171,13 +181,26 @@ class Monitor(Protocol):
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
         """Record what the encoding of a sampled parameter lost."""
 
-    def measure_gradient(self, layout: BucketLayout, gradient: torch.Tensor) -> GradientMeasurement | None:
+    def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement | None:
         """Measure a bucket on this rank before it is compressed; on every rank for the same buckets."""
 
     def record_mean(
-        self, measurement: GradientMeasurement | None, layout: BucketLayout, mean: torch.Tensor
+        self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
     ) -> None:
         """Record the averaged bucket, with what was measured before."""
+
+    def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the sketch of a gradient of this rank before it is compressed; None if there is nothing to compare."""
+
+    def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
+        """Add the sketches of a gradient before compression and of the mean after it.
+
+        The averages of both over the ranks must be sketches of the same mean.
+        """
+
+    @property
+    def window_is_complete(self) -> bool:
+        """Whether the next `stats_tensor` carries the sketches of a window; the same on all ranks."""
 
     def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
         """Record whether this step's mean or this rank's own gradients held NaN or Inf, bools without dimensions."""
@@ -307,31 +330,44 @@ class GuardMonitor:
         """See `Monitor.record_error`."""
         self._errors[sample.name] = sample.measure(lost)
 
-    def measure_gradient(self, layout: BucketLayout, gradient: torch.Tensor) -> GradientMeasurement:
+    def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement:
         """See `Monitor.measure_gradient`."""
         if self._nonfinite_steps or self.guard.nonfinite == 1:  # the message is to say whose they are
             nonfinite = ~torch.isfinite(gradient.abs().amax()) if gradient.numel() else torch.tensor(False)
         else:
             nonfinite = _is_nonfinite(gradient)
+        return GradientMeasurement(self.sketch_gradient(layout, gradient), nonfinite)
+
+    def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
+        """See `Monitor.sketch_gradient`."""
         if self.guard.on_harm == "ignore":
-            return GradientMeasurement(None, nonfinite)
+            return None
         sketch = layout.sketch(gradient.device)
         if sketch.is_empty:
-            return GradientMeasurement(None, nonfinite)
-        for segment in layout.sketched:
-            self._compared[segment.name] = self._schemes[segment.name] = segment.codec
-        return GradientMeasurement(sketch(gradient), nonfinite)
+            return None
+        self._compared |= layout.schemes
+        self._schemes |= layout.schemes
+        return sketch(gradient)
 
     def record_mean(
-        self, measurement: GradientMeasurement | None, layout: BucketLayout, mean: torch.Tensor
+        self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
     ) -> None:
         """See `Monitor.record_mean`."""
         if measurement is None:
             return
         self.report_nonfinite(_is_nonfinite(mean), measurement.nonfinite)
         if measurement.sketch is not None:
-            pair = torch.stack([measurement.sketch, layout.sketch(mean.device)(mean)])
-            self._step_sketches = pair if self._step_sketches is None else self._step_sketches + pair
+            self.add_sketches(measurement.sketch, layout.sketch(mean.device)(mean))
+
+    def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
+        """See `Monitor.add_sketches`."""
+        pair = torch.stack([gradient, mean])
+        self._step_sketches = pair if self._step_sketches is None else self._step_sketches + pair
+
+    @property
+    def window_is_complete(self) -> bool:
+        """See `Monitor.window_is_complete`."""
+        return self._complete_window is not None
 
     def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
         """See `Monitor.report_nonfinite`."""
@@ -555,6 +591,7 @@ class NullMonitor:
     events: Sequence[Event] = ()
     revision = 0
     fidelity: Fidelity | None = None
+    window_is_complete = False
     group: dist.ProcessGroup | None = None
 
     def begin_step(self, step: int) -> None: ...
@@ -565,12 +602,17 @@ class NullMonitor:
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None: ...
 
-    def measure_gradient(self, layout: BucketLayout, gradient: torch.Tensor) -> GradientMeasurement | None:
+    def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement | None:
         return None
 
     def record_mean(
-        self, measurement: GradientMeasurement | None, layout: BucketLayout, mean: torch.Tensor
+        self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
     ) -> None: ...
+
+    def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None: ...
 
     def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None: ...
 

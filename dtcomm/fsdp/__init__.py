@@ -468,7 +468,7 @@ def _reduce_fsdp1_gradient(
         )
     assert work is not None  # async_op is True
     work.wait()
-    reduction.finish()
+    reduction.finish(gradient if shard is None else shard, is_shard=shard is not None)
     ranks = dist.get_world_size(unit.group)
     passes = 2 if shard is None else 1
     reduction.traffic.add(work, passes * gradient.nbytes * (ranks - 1) // ranks)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class GradientReduction:
         self._sample: ErrorSample | None = None
         if lossy and guarded and state.guard.sampling:
             self._take_sample(module, spec, gradient)
+        self._module, self._spec = module, spec
+        self._sketch: torch.Tensor | None = None
+        if lossy and guarded:
+            self._sketch = state.guard.sketch_gradient(module, spec, gradient, state.num_shards)
         self.options: dict[str, Any] = {
             "codec": codec_spec,
             "seed": state.next_seed(),
@@ -86,8 +91,21 @@ class GradientReduction:
             self._residual = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
         self._sample = self._state.guard.take_sample(module, spec, gradient, self._residual)
 
-    def finish(self) -> None:
-        """Record the error and store the residual, after the collective has completed; on any thread."""
+    def finish(self, mean: torch.Tensor, *, is_shard: bool = True, divisor: int = 1) -> None:
+        """Record the error and store the residual, after the collective has completed; on any thread.
+
+        Args:
+            mean: The reduced gradient times ``divisor``.
+            is_shard: Whether that is this rank's shard of it. Default: True.
+            divisor: The number of ranks if the gradients were added up. Default: 1.
+        """
+        state = self._state
+        if self._sketch is not None:
+            record_streams(self._sketch)  # FSDP waits on another stream than it reduces on
+            shard = state.shard_index if is_shard else None
+            state.guard.compare_mean(
+                self._sketch * divisor, self._module, self._spec, mean, state.num_shards, shard
+            )
         if self._sample is not None and self._residual is not None:
             self.traffic.relative_error = self._state.guard.record_error(self._sample, self._residual)
         self._state.put_residual(self._key, self._stored_residual)
@@ -330,8 +348,10 @@ class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
         reduction = GradientReduction(self.state, self.module, input_tensor)
         options = {"algorithm": self.state.algorithm, "group": group, **reduction.options}
         work = reduce_scatter(output_tensor, input_tensor, op_name(op), **options)
+        divisor = group.size() if op_name(op) == "sum" else 1
+        finish = partial(reduction.finish, output_tensor, divisor=divisor)
         plain_bytes = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
-        pending = self.pending("gradients", work, reduction.traffic, plain_bytes, reduction.finish)
+        pending = self.pending("gradients", work, reduction.traffic, plain_bytes, finish)
         module = self._module_ref()
         may_overlap = module is not None and result_is_only_sliced(module, input_tensor, op_name(op))
         if may_overlap and not async_op:
@@ -376,7 +396,8 @@ class ReplicaAllReduce(_CountedCollective):
         reduction = GradientReduction(self.state, self.module, shard, "replicas", guarded=False)
         work = all_reduce(shard, "avg", group=self.group, **reduction.options)
         plain_bytes = 2 * shard.nbytes * (self.group.size() - 1) // self.group.size()
-        self.pending("replicas", work, reduction.traffic, plain_bytes, reduction.finish).wait()
+        finish = partial(reduction.finish, shard)
+        self.pending("replicas", work, reduction.traffic, plain_bytes, finish).wait()
 
 
 class PendingCollective(TorchWork):
@@ -410,8 +431,9 @@ class PendingCollective(TorchWork):
             self._waited = True
             self._traffic.add(self._work, self._plain_bytes)
             end = time.monotonic_ns()
-            if self._on_completion is not None:
-                self._on_completion()
+            complete, self._on_completion = self._on_completion, None  # it keeps tensors alive
+            if complete is not None:
+                complete()
             if self._timeline.on:
                 self._timeline.current_step().messages.append(self._message(WaitInterval(begin, end)))
         return True

@@ -1,13 +1,15 @@
 """The guard of a sharded model: applies a `dtcomm.compress.guard.Guard` to each FSDP module or optimizer bucket.
 
 In every ``sample_every``-th step each rank measures the errors of its gradients' encodings, and of the encoding of its
-own shard of the parameters. Before the next forward pass the ranks average the measurements, a few floats, so that all
-ranks take the same decisions. Gradients and parameters of a module are guarded apart.
+own shard of the parameters. In every step sketches of the gradients before and after their reduction are added up
+(`dtcomm.compress.gradient_sketch`). Before the next forward pass, if there is something to compare, the ranks average
+the measurements, a few floats, so that all ranks take the same decisions. Gradients and parameters of a module are
+guarded apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
+from dtcomm.compress.gradient_sketch import Fidelity, GradientSketch
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
 from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.fsdp.spec import CompressionSpec
 
 ROOT = "(root)"  # the guard's name of the root module, whose own name is empty
+SKETCHED_SHARDS = 4  # of a gradient: the cost of a sketch must not grow with the number of ranks
 
 
 def parameters_name(module: str) -> str:
@@ -33,8 +37,46 @@ def _sends_most_elements(scheme: Codec) -> bool:
     return not hasattr(scheme, "ratio") and scheme.name != "sign"
 
 
+class GradientShards:
+    """A flat gradient that is cut into equal shards, or the shard of one rank, as the guard sketches it.
+
+    Args:
+        module: The guard's name of its module.
+        codec: What the gradient is compressed with.
+        shard_numel: The elements of a shard.
+        shards: The shards that the tensor holds, in order.
+        total: The number of shards of the whole gradient.
+    """
+
+    def __init__(
+        self, module: str, codec: Codec, shard_numel: int, shards: Sequence[int], total: int
+    ) -> None:
+        self._module, self._codec = module, codec
+        self._shard_numel, self._shards = shard_numel, shards
+        self._every = -(-total // SKETCHED_SHARDS)
+        self._sketch: GradientSketch | None = None
+
+    @property
+    def schemes(self) -> dict[str, Codec]:
+        """What the gradient is compressed with."""
+        return {self._module: self._codec}
+
+    def sketch(self, device: torch.device) -> GradientSketch:
+        """Return the map to the sketch. It does not depend on where in the tensor a shard lies."""
+        if self._sketch is None:
+            self._sketch = GradientSketch(
+                [
+                    (f"{self._module}/{shard}", place * self._shard_numel, self._shard_numel)
+                    for place, shard in enumerate(self._shards)
+                    if shard % self._every == 0
+                ],
+                device,
+            )
+        return self._sketch
+
+
 class ShardGuard:
-    """Samples encoding errors and holds the guard's decisions.
+    """Samples encoding errors, compares gradients and holds the guard's decisions.
 
     Args:
         guard: Limits and actions; None: errors are measured for the report only.
@@ -64,6 +106,7 @@ class ShardGuard:
         self._device: torch.device | None = None  # of the gradients
         self._pending_stats: AsyncHostCopy | None = None  # averaged statistics on their way to the host
         self._sampled_parameters: set[str] = set()  # modules whose parameters were sampled in this step
+        self._layouts: dict[tuple[Any, ...], GradientShards] = {}
         self.steps = 0
         self.sampling = False
 
@@ -71,6 +114,11 @@ class ShardGuard:
     def events(self) -> tuple[Event, ...]:
         """What the guard detected and did, in order; the same on all ranks of the group."""
         return tuple(self._monitor.events)
+
+    @property
+    def fidelity(self) -> Fidelity | None:
+        """How the gradients of the last window compare with the uncompressed ones, the same on all ranks."""
+        return self._monitor.fidelity
 
     def observe_loss(self, loss: float | torch.Tensor) -> None:
         """Record this step's loss on this rank."""
@@ -92,8 +140,8 @@ class ShardGuard:
         if self._pending_stats is not None:
             pending, self._pending_stats = self._pending_stats, None
             monitor.evaluate(self.steps, pending.get())
-        if self._evaluation_due:
-            monitor.begin_step(self.steps)
+        monitor.begin_step(self.steps)
+        if self._evaluation_due or monitor.window_is_complete:
             if (stats := monitor.stats_tensor(self._device)) is not None:
                 all_reduce(stats, "avg", group=group)
                 if stats.is_cpu:
@@ -132,6 +180,46 @@ class ShardGuard:
         nonfinite = ~torch.isfinite(norm)
         self._monitor.report_nonfinite(nonfinite, nonfinite)
         return ErrorSample.take(module or ROOT, spec.inside, norm, gradient, residual)
+
+    def sketch_gradient(
+        self, module: str, spec: CompressionSpec, gradient: torch.Tensor, shards: int
+    ) -> torch.Tensor | None:
+        """Return the sketch of a flat gradient of all ``shards`` shards before it is reduced, for `compare_mean`."""
+        if not self._every:
+            return None
+        self._device = gradient.device
+        layout = self._layout(module, spec, gradient.numel() // shards, range(shards), shards)
+        return self._monitor.sketch_gradient(layout, gradient)
+
+    def compare_mean(
+        self,
+        sketch: torch.Tensor,
+        module: str,
+        spec: CompressionSpec,
+        mean: torch.Tensor,
+        shards: int,
+        shard: int | None,
+    ) -> None:
+        """Record a reduced gradient, with the sketch of this rank's own.
+
+        Args:
+            sketch: What `sketch_gradient` returned.
+            module: As before, as ``spec`` and ``shards``.
+            mean: The mean over the ranks: this rank's shard, or all of it.
+            shard: The number of this rank's shard; None if ``mean`` is all.
+        """
+        own = range(shards) if shard is None else (shard,)
+        layout = self._layout(module, spec, mean.numel() // len(own), own, shards)
+        # The average over ranks of the sketches of their shards is a share of the sketch of the whole.
+        self._monitor.add_sketches(sketch, layout.sketch(mean.device)(mean) * (shards / len(own)))
+
+    def _layout(
+        self, module: str, spec: CompressionSpec, shard_numel: int, shards: Sequence[int], total: int
+    ) -> GradientShards:
+        key = (module, spec.inside, shard_numel, len(shards), total)
+        if key not in self._layouts:
+            self._layouts[key] = GradientShards(module or ROOT, spec.inside, shard_numel, shards, total)
+        return self._layouts[key]
 
     def take_parameter_sample(
         self, module: str, spec: CompressionSpec, shard: torch.Tensor, sent: torch.Tensor

@@ -322,7 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
                 bucket = self._buckets[number]
                 pending.work.wait()
                 pending.reduction.traffic.add(pending.work, pending.plain_bytes)
-                pending.reduction.finish()
+                pending.reduction.finish(pending.shard)
                 if self.stage == 1:  # the flat gradient holds the sum of all passes
                     bucket.master_shard.grad = None
                 bucket.add_reduced_shard(pending.shard)

@@ -136,6 +136,7 @@ class State(Reporting):
                 for name, kinds in self._modules.items()
             },
             events=count_events(self.events),
+            fidelity=self.guard.fidelity,
             notes=tuple(self._notes),
             uncompressed=self._unused or self._uncompressed(),
             payoff=None if self._unused else self._payoff(),
