@@ -118,7 +118,7 @@ def compress(
             module's gradients or parameters, or stops compressing, when compression does harm. `State.observe` passes
             the loss to it. None: no guard. Default: ``Guard()``.
         sample_every: Steps from one measurement of encoding errors to the next, of gradients and of parameters, for
-            report and guard; 0: never. Default: 50.
+            report and guard; 0: never, and gradients are not compared over windows of steps either. Default: 50.
         seed: Seed of stochastic rounding. Default: 0.
         allow_inaccurate: Accept codecs that destroy what they are applied to: those that lose, in one encoding of
             Gaussian numbers, more than 20 % (relative error) of parameters or of gradients without feedback, or more
