@@ -36,6 +36,7 @@ SHORT = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 def test_every_spec_learns_and_sends_less() -> None:
     runs: dict[str, Any] = {}
     for name, method in METHODS.items():

@@ -73,7 +73,6 @@ def train(rank: int, ranks: int, moment: str, codecs: dict[str, str]) -> tuple[s
     return str(first.value), elapsed, str(second.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["all-gather", "reduce-scatter", "between"])
 def test_every_survivor_names_the_dead_rank(moment: str) -> None:
     codecs = {"gradients": "loco:int4", "parameters": "fp8_e4m3"}

@@ -253,7 +253,6 @@ def reduce_until_failure(rank: int, world_size: int, algorithm: str) -> None:
         send_to_parent((type(error).__name__, str(error), elapsed))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("sig", "algorithm"), [(signal.SIGKILL, "two_shot"), (signal.SIGSTOP, "ring")])
 def test_a_lost_rank_is_named(sig: signal.Signals, algorithm: str) -> None:
     victim, kind = 1, PeerLost if sig == signal.SIGKILL else CollectiveTimeout
