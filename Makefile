@@ -22,7 +22,7 @@ EMULATOR := build/emulator.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-fast lint format docs wheels bench cuda asan tsan device races gpu-check gpu-bench clean distclean
+.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan tsan device races gpu-check gpu-bench clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
