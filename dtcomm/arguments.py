@@ -14,9 +14,11 @@ def suggest(given: object, valid: Iterable[str], in_context: Callable[[str], str
         valid: The valid names.
         in_context: Turns the name into what the caller should write.
     """
-    names = list(valid)
-    near = difflib.get_close_matches(str(given), names, n=1)
-    near = near or difflib.get_close_matches(str(given).lower(), names, n=1)
+    names, wanted = list(valid), str(given)
+    # A beginning counts more than likeness: "fp8" means "fp8_e4m3", not "mxfp8".
+    near = [name for name in names if wanted and name.startswith(wanted.lower())]
+    near = near or difflib.get_close_matches(wanted, names, n=1)
+    near = near or difflib.get_close_matches(wanted.lower(), names, n=1)
     return f" (did you mean {in_context(near[0])!r}?)" if near else ""
 
 
@@ -33,6 +35,6 @@ def require_int(name: str, value: object, least: int | None = None) -> None:
         ValueError: It is too small.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: want an integer, got {value!r}")
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
     if least is not None and value < least:
-        raise ValueError(f"{name}={value}: want {least} or more")
+        raise ValueError(f"{name}={value}: expected {least} or more")

@@ -130,7 +130,7 @@ class LocalSGD(Reporting):
     ) -> None:
         if isinstance(model, DistributedDataParallel) or not isinstance(model, torch.nn.Module):
             raise TypeError(
-                f"model: want a module that nothing else synchronises, got {type(model).__name__}"
+                f"model: expected a module that nothing else synchronises, got {type(model).__name__}"
             )
         for name, value, least in (
             ("every", every, 1),
@@ -141,7 +141,7 @@ class LocalSGD(Reporting):
         ):
             require_int(name, value, least)
         if not isinstance(guard, Guard | None):
-            raise TypeError(f"guard: want a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+            raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
         excluded = exclusions(exclude, [name for name, _ in model.named_parameters()])
         self.policy = (excluded | as_policy(spec)).for_model(model)
         schemes = [rule.codec for rule in self.policy.rules]

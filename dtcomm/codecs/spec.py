@@ -164,7 +164,7 @@ def codec(spec: str | Codec) -> Codec:
         The codec, a frozen value. ``str(codec)`` gives a spec string back.
 
     Raises:
-        TypeError: `spec` is neither a string nor a codec.
+        TypeError: `spec` is neither a string nor a codec, or a codec of a class without kernels.
         ValueError: A name, an option or a value is wrong; the message names it and lists what is valid.
 
     Example:
@@ -176,6 +176,10 @@ def codec(spec: str | Codec) -> Codec:
         'int4:block=64,round=stochastic'
     """
     if isinstance(spec, Codec):
+        if not spec.in_python and not hasattr(spec, "family"):
+            raise TypeError(
+                f"codec: {type(spec).__name__} has no kernels; dtcomm.codecs.custom makes a codec of Python functions"
+            )
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"codec: expected a spec string or a Codec, got {type(spec).__name__}")

@@ -54,14 +54,18 @@ class AutoConfig:
         if self.budget is not None and (
             isinstance(self.budget, bool) or not isinstance(self.budget, int | float)
         ):
-            raise TypeError(f"budget: want a relative error such as {ERROR_BUDGET}, got {self.budget!r}")
+            raise TypeError(f"budget: expected a relative error such as {ERROR_BUDGET}, got {self.budget!r}")
         if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"budget={self.budget}: want a relative error above 0, such as {ERROR_BUDGET}")
+            raise ValueError(
+                f"budget={self.budget}: expected a relative error above 0, such as {ERROR_BUDGET}"
+            )
         if self.every < 1:
-            raise ValueError(f"check_every={self.every}: want 1 or more steps")
+            raise ValueError(f"check_every={self.every}: expected 1 or more steps")
         candidates = CANDIDATES if self.candidates is None else self.candidates
         if isinstance(candidates, str) or not candidates:
-            raise ValueError(f"candidates={candidates!r}: want a list of specs, such as {list(CANDIDATES)}")
+            raise ValueError(
+                f"candidates={candidates!r}: expected a list of specs, such as {list(CANDIDATES)}"
+            )
         schemes = tuple(dict.fromkeys((NONE, *map(parse_scheme, candidates))))
         if any(isinstance(scheme, DGC) for scheme in schemes):
             raise ValueError("candidates: dgc replaces the optimizer's momentum and cannot come and go")

@@ -122,7 +122,7 @@ def select_share(
         raise ValueError("states: got none")
     for state in states:
         if state.get("version") != VERSION:
-            raise ValueError(f"state of version {state.get('version')!r}: want {VERSION}")
+            raise ValueError(f"state of version {state.get('version')!r}: expected {VERSION}")
     first = states[0]
     saved_ranks = first["world_size"]
     if isinstance(saved, Mapping):
@@ -139,7 +139,7 @@ def select_share(
         return first, dict(first["residuals"])
     if [state["rank"] for state in states] != list(range(saved_ranks)):
         raise ValueError(
-            f"states of ranks {[state['rank'] for state in states]}: want all {saved_ranks}, in rank order"
+            f"states of ranks {[state['rank'] for state in states]}: expected all {saved_ranks}, in rank order"
         )
     if saved_ranks == world_size:
         return first, dict(states[rank]["residuals"])

@@ -98,7 +98,7 @@ class Rule:
         """Parse the output of ``str``; ValueError says what is wrong."""
         left, arrow, right = text.partition("->")
         if not arrow:
-            raise ValueError(f"policy rule {text.strip()!r}: want 'condition -> codec'")
+            raise ValueError(f"policy rule {text.strip()!r}: expected 'condition -> codec'")
         if "->" in right:
             raise ValueError(f"policy rule {text.strip()!r}: two arrows; rules are separated by semicolons")
         conditions: dict[str, str] = {}
@@ -110,7 +110,7 @@ class Rule:
             else:
                 if part != "*":
                     raise ValueError(
-                        f"policy condition {part!r}: want one of 'ndim<N', 'numel<N', 'name=PATTERN', "
+                        f"policy condition {part!r}: expected one of 'ndim<N', 'numel<N', 'name=PATTERN', "
                         "'module=PATTERN', '*'"
                     )
         try:

@@ -54,7 +54,7 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int):
-            raise TypeError(f"powersgd: rank is {self.rank!r}; want an int")
+            raise TypeError(f"powersgd: rank is {self.rank!r}; expected an int")
         if not 1 <= self.rank <= low_rank.MAX_RANK:
             raise ValueError(f"powersgd: rank is {self.rank}; valid: 1 to {low_rank.MAX_RANK}")
 
@@ -247,7 +247,7 @@ def _factor(factors: dict[str, torch.Tensor], task: LowRankTask, length: int) ->
         factor = torch.from_numpy(numbers).to(torch.float32).view(task.rank, length)
     elif factor.shape != (task.rank, length):
         raise ValueError(
-            f"the factor of {task.name!r} has shape {tuple(factor.shape)}, want {(task.rank, length)}: "
+            f"the factor of {task.name!r} has shape {tuple(factor.shape)}, expected {(task.rank, length)}: "
             "was the state saved from another model or with another rank?"
         )
     factor = factors[task.name] = match_device(factor, task.gradient)

@@ -156,7 +156,7 @@ def flat_copies(tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, tor
     copies = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
-            raise ValueError(f"{what} of {name!r}: want an fp32 tensor, got {tensor!r}")
+            raise ValueError(f"{what} of {name!r}: expected an fp32 tensor, got {tensor!r}")
         copies[name] = tensor.detach().flatten().clone()
     return copies
 

@@ -56,7 +56,7 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
     """
     if not isinstance(state, State):
         raise TypeError(
-            f"state: want a dtcomm.ddp.State, got {type(state).__name__}: "
+            f"state: expected a dtcomm.ddp.State, got {type(state).__name__}: "
             'model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)'
         )
     return state.reduce(bucket)
@@ -132,7 +132,7 @@ def compress(
     """
     ddp_model = model if isinstance(model, DistributedDataParallel) else None
     if ddp_model is None and not (isinstance(model, torch.nn.Module) and rank_and_size()[1] == 1):
-        raise TypeError(f"model: want a DistributedDataParallel, got {type(model).__name__}")
+        raise TypeError(f"model: expected a DistributedDataParallel, got {type(model).__name__}")
     module = model if ddp_model is None else ddp_model.module
     state = State(
         spec if spec == AUTO else as_policy(spec).for_model(module),

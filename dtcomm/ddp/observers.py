@@ -305,7 +305,7 @@ class StepRecorder:
         self, path: str | os.PathLike[str], steps: int, ranks: int, codec: str, writes: bool
     ) -> None:
         if steps < 1:
-            raise ValueError(f"steps={steps}: want at least 1")
+            raise ValueError(f"steps={steps}: expected at least 1")
         self.path = Path(path)
         if not self.path.absolute().parent.is_dir():
             raise ValueError(f"path: there is no folder {self.path.parent}")

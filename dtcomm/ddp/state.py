@@ -134,9 +134,9 @@ class State(Reporting):
         ):
             require_int(name, value, least)
         if not isinstance(guard, Guard | None):
-            raise TypeError(f"guard: want a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+            raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
         if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
-            raise TypeError(f"grad_scaler: want a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+            raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
         named = None if parameters is None else list(parameters)
         excluded = exclusions(exclude, None if named is None else [name for name, _ in named])
         tuner = None
@@ -377,7 +377,16 @@ class State(Reporting):
         reducer.steps, reducer.averager.seed = first["steps"], first["seed"]
 
     def register(self, model: DistributedDataParallel, hook: Any) -> None:
-        """Register ``hook`` with this state at a DDP model, and let the model's next forward raise `error`."""
+        """Register ``hook`` with this state at a DDP model, and let the model's next forward raise `error`.
+
+        Raises:
+            RuntimeError: The model has a communication hook already.
+        """
+        if getattr(model, "_comm_hooks", None):
+            raise RuntimeError(
+                "model: it has a communication hook already, which torch cannot replace; "
+                "wrap the module in a new DistributedDataParallel to compress it differently"
+            )
         if dist.get_world_size(model.process_group) == 1:
             self.set_unused(has_hook=True)
         self._reducer.finish_before_ddp = model.find_unused_parameters

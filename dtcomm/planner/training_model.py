@@ -171,7 +171,7 @@ def parse_record(fields: Mapping[str, Any], source: str = "") -> RunRecord:
         )
         step = float(fields.get("step_ms", 0)) * 1e-3
         if not buckets or any(bucket.nbytes < 0 or bucket.ready < 0 for bucket in buckets):
-            raise ValueError("buckets: want at least one, with bytes and ready_ms of at least 0")
+            raise ValueError("buckets: expected at least one, with bytes and ready_ms of at least 0")
         rest = float(fields.get("rest_ms", 0)) * 1e-3
         return RunRecord(
             buckets=tuple(sorted(buckets, key=lambda bucket: bucket.ready)),

@@ -91,6 +91,10 @@ class Timeline:
 
     def summary(self) -> Summary:
         """Return medians over the recorded steps; ValueError if there are too few."""
+        if not self.on and not self._steps:
+            raise ValueError(
+                "summary: the timeline is off; pass timeline=100 when you compress, or call state.timeline.start(100)"
+            )
         return summarize(self.steps)
 
     @property

@@ -75,7 +75,8 @@ def resolve_plan(
         ValueError: The plan does not fit the model, or the attention heads are not divisible by the number of ranks.
     """
     config = getattr(model, "config", None)
-    layers = _match_layers(model, read_plan(plan, str(getattr(config, "model_type", None))))
+    model_type = getattr(config, "model_type", None) or type(model).__name__
+    layers = _match_layers(model, read_plan(plan, model_type))
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % world_size:
@@ -83,13 +84,13 @@ def resolve_plan(
     return layers
 
 
-def read_plan(plan: Plan | str | Path | None, model_type: str = "None") -> Plan:
+def read_plan(plan: Plan | str | Path | None, model_type: str = "") -> Plan:
     """Return a plan as a mapping.
 
     Args:
         plan: A mapping, the name of one of `PLANS`, a file (its name ends in .json), or None: the plan of
             ``model_type``.
-        model_type: transformers' ``config.model_type``.
+        model_type: transformers' ``config.model_type``, or the class of a model that has none.
 
     Raises:
         ValueError: There is no such plan, or the file is not a plan.
@@ -97,7 +98,7 @@ def read_plan(plan: Plan | str | Path | None, model_type: str = "None") -> Plan:
     if plan is None:
         if model_type not in PLANS:
             raise ValueError(
-                f"plan: no built-in plan for models of type {model_type}; pass a plan, or a name: {', '.join(PLANS)}"
+                f"plan: no built-in plan for models of type {model_type!r}; pass a plan, or a name: {', '.join(PLANS)}"
             )
         return PLANS[model_type]
     if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):

@@ -10,24 +10,37 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
+from dtcomm.codecs import Codec
+from dtcomm.codecs.base import Layout
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
 
+
+class OwnCodec(Codec):
+    """A codec that nothing encodes."""
+
+    name = "own"
+
+    def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
+        return Layout(code_bits=8)
+
+
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"grad_scaler": 256.0}, TypeError, "grad_scaler: want a torch.amp.GradScaler, got float"),
-    ({"guard": True}, TypeError, "guard: want a dtcomm.ddp.Guard or None, got bool"),
-    ({"seed": "1"}, TypeError, "seed: want an integer, got '1'"),
-    ({"sample_every": "10"}, TypeError, "sample_every: want an integer, got '10'"),
-    ({"warmup": 1.5}, TypeError, "warmup: want an integer, got 1.5"),
-    ({"warmup": -1}, ValueError, "warmup=-1: want 0 or more"),
-    ({"timeline": True}, TypeError, "timeline: want an integer, got True"),
-    ({"spec": "auto", "budget": "1%"}, TypeError, "budget: want a relative error such as 0.2, got '1%'"),
+    ({"grad_scaler": 256.0}, TypeError, "grad_scaler: expected a torch.amp.GradScaler, got float"),
+    ({"guard": True}, TypeError, "guard: expected a dtcomm.ddp.Guard or None, got bool"),
+    ({"seed": "1"}, TypeError, "seed: expected an integer, got '1'"),
+    ({"sample_every": "10"}, TypeError, "sample_every: expected an integer, got '10'"),
+    ({"warmup": 1.5}, TypeError, "warmup: expected an integer, got 1.5"),
+    ({"warmup": -1}, ValueError, "warmup=-1: expected 0 or more"),
+    ({"timeline": True}, TypeError, "timeline: expected an integer, got True"),
+    ({"spec": "auto", "budget": "1%"}, TypeError, "budget: expected a relative error such as 0.2, got '1%'"),
     (
         {"check_every": 10},
         ValueError,
         "spec: budget, candidates and check_every go with 'auto', got '.*int8'",
     ),
     ({"spec": "int88"}, ValueError, r"unknown codec 'int88' \(did you mean 'int8'\?\); valid names: none, "),
+    ({"spec": "fp8"}, ValueError, r"unknown codec 'fp8' \(did you mean 'fp8_e4m3'\?\)"),
     ({"spec": "INT4:block=64"}, ValueError, r"did you mean 'int4:block=64'\?"),
     (
         {"spec": "int8:blok=64"},
@@ -41,6 +54,11 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"spec": "ndim<2 -> none, * -> int8"}, ValueError, "two arrows; rules are separated by semicolons"),
     ({"spec": 8}, TypeError, "expected a spec string or a Codec, got int"),
+    (
+        {"spec": OwnCodec()},
+        TypeError,
+        "codec: OwnCodec has no kernels; dtcomm.codecs.custom makes a codec of",
+    ),
     ({"feedback": "ef"}, ValueError, "feedback: 'ef'; valid: True, False, 'residual', 'ef21', 'diana'"),
     (
         {"exclude": "haed"},
@@ -80,7 +98,7 @@ def register_a_spec(rank: int, world_size: int) -> str:
 def test_the_hook_names_the_state_that_it_wants() -> None:
     for text in run_ranks(register_a_spec, 2):
         assert text.startswith(
-            "state: want a dtcomm.ddp.State, got str: model.register_comm_hook(dtcomm.ddp.State("
+            "state: expected a dtcomm.ddp.State, got str: model.register_comm_hook(dtcomm.ddp.State("
         )
 
 

@@ -231,10 +231,10 @@ def test_choice_is_restored_and_revised_on_a_faster_link(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"budget": 0}, "budget=0: want a relative error above 0"),
-        ({"candidates": "int8"}, "candidates='int8': want a list of specs"),
+        ({"budget": 0}, "budget=0: expected a relative error above 0"),
+        ({"candidates": "int8"}, "candidates='int8': expected a list of specs"),
         ({"candidates": ["dgc"]}, "dgc replaces the optimizer's momentum"),
-        ({"every": 0}, "check_every=0: want 1 or more steps"),
+        ({"every": 0}, "check_every=0: expected 1 or more steps"),
     ],
 )
 def test_invalid_options_are_named(options: dict[str, Any], says: str) -> None:

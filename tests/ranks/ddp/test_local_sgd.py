@@ -261,7 +261,7 @@ def test_the_guard_acts_on_averages() -> None:
 
 def check_refusals(rank: int, world_size: int) -> None:
     for arguments, says in (
-        ({"every": 0}, "every=0: want 1 or more"),
+        ({"every": 0}, "every=0: expected 1 or more"),
         ({"spec": "dgc"}, "dgc has a momentum for gradients"),
         ({"feedback": "ef20"}, "feedback: 'ef20'"),
     ):

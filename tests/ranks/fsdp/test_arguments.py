@@ -62,7 +62,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sample_every": "5"}, TypeError, "sample_every: expected .*got str"),
     ({"sample_every": True}, TypeError, "sample_every: expected .*got bool"),
     ({"sample_every": -1}, ValueError, "sample_every: "),
-    ({"seed": 1.5}, TypeError, "seed: want an integer, got 1.5"),
+    ({"seed": 1.5}, TypeError, "seed: expected an integer, got 1.5"),
     ({"replicas": 2}, TypeError, "replicas: expected .*got int"),
     ({"allow_inaccurate": "yes"}, TypeError, "allow_inaccurate: expected .*got str"),
     ({"exclude": 3}, TypeError, "exclude: expected .*got int"),

@@ -157,7 +157,7 @@ def test_bf16_parameters() -> None:
 
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stage": 3}, ValueError, "stage: expected 1 or 2, got 3"),
-    ({"bucket_bytes": "25MiB"}, TypeError, "bucket_bytes: want an integer, got '25MiB'"),
+    ({"bucket_bytes": "25MiB"}, TypeError, "bucket_bytes: expected an integer, got '25MiB'"),
     ({"gradients": "delta:int8"}, ValueError, "gradients: 'delta:' is not valid here"),
     ({"gradients": "intt8"}, ValueError, r"gradients: unknown codec or prefix 'intt8'.*did you mean 'int8'"),
     ({"gradients": "auto"}, ValueError, "gradients: 'auto' is for dtcomm.ddp.compress"),

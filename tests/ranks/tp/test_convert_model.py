@@ -159,7 +159,7 @@ def check_refusals(rank: int, ranks: int) -> None:
         ({"up": "vocabulary"}, "up is a Linear; the kind vocabulary expects an Embedding"),
         ({"embed": "row"}, "embed is a Embedding; the kinds column and row"),
         ("bert", "unknown 'bert'; valid: llama"),
-        (None, "no built-in plan for models of type None"),
+        (None, "no built-in plan for models of type 'SmallModel'"),
     ):
         with pytest.raises(ValueError, match=message):
             tp.compress(model, None, plan=plan)

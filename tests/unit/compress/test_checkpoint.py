@@ -41,8 +41,8 @@ def test_another_number_of_ranks_needs_all_states_and_keeps_their_sum() -> None:
     ("saved", "message"),
     [
         ([], "got none"),
-        ([state(1, 2), state(0, 2)], r"ranks \[1, 0\]: want all 2"),
-        ([state(0, 2)], r"ranks \[0\]: want all 2"),
+        ([state(1, 2), state(0, 2)], r"ranks \[1, 0\]: expected all 2"),
+        ([state(0, 2)], r"ranks \[0\]: expected all 2"),
         ({**state(0, 2), "version": 0}, "version 0"),
         ({}, "version None"),
     ],

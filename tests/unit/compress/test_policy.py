@@ -70,7 +70,7 @@ def test_policies_round_trip_through_text(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("ndim<2 none", "want 'condition -> codec'"),
+        ("ndim<2 none", "expected 'condition -> codec'"),
         ("rank<2 -> none", "rank<2"),
         ("ndim<two -> none", "integer"),
         ("* -> int99", "int99"),

@@ -28,12 +28,12 @@ def test_attach_has_the_options_of_compress() -> None:
         ({"spec": "int9"}, "unknown codec 'int9'"),
         ({"feedback": "twice"}, "feedback: 'twice'"),
         ({"residual": "int4"}, "residual: 'int4'; valid: fp32, bf16, int8"),
-        ({"warmup": -1}, "warmup=-1: want 0 or more"),
+        ({"warmup": -1}, "warmup=-1: expected 0 or more"),
         ({"sample_every": -1}, "sample_every=-1"),
-        ({"timeline": -1}, "timeline=-1: want 0 or more"),
+        ({"timeline": -1}, "timeline=-1: expected 0 or more"),
         ({"budget": 0.1}, "budget, candidates and check_every go with 'auto'"),
-        ({"spec": "auto", "budget": -1.0}, "budget=-1.0: want a relative error above 0"),
-        ({"spec": "auto", "check_every": 0}, "check_every=0: want 1 or more steps"),
+        ({"spec": "auto", "budget": -1.0}, "budget=-1.0: expected a relative error above 0"),
+        ({"spec": "auto", "check_every": 0}, "check_every=0: expected 1 or more steps"),
         ({"spec": "int8/int4", "algorithm": "ring"}, "'ring' has no levels"),
     ],
 )
@@ -85,7 +85,7 @@ def test_one_process_compresses_nothing_and_says_so(spec: str, caplog: pytest.Lo
 def test_compress_accepts_a_model_without_ddp_on_one_process(caplog: pytest.LogCaptureFixture) -> None:
     state = ddp.compress(torch.nn.Linear(64, 64), "int8")
     assert "one process" in str(state.report()) and "one process" in caplog.text
-    with pytest.raises(TypeError, match="want a DistributedDataParallel, got int"):
+    with pytest.raises(TypeError, match="expected a DistributedDataParallel, got int"):
         ddp.compress(3)  # type: ignore[arg-type]
 
 

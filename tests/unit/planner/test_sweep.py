@@ -180,7 +180,7 @@ def test_records_are_replayed_and_checked() -> None:
     assert parse_record({"buckets": [{"bytes": 1, "ready_ms": 2}]}).error is None
     with pytest.raises(ValueError, match=r"a\.json: no 'buckets'"):
         parse_record({}, "a.json")
-    with pytest.raises(ValueError, match="want at least one"):
+    with pytest.raises(ValueError, match="expected at least one"):
         parse_record({"buckets": []})
     with pytest.raises(ValueError, match="no two steps in a row"):
         summarize_steps(steps[:1], ranks=2, codec="none")

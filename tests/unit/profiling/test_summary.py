@@ -8,6 +8,7 @@ import pytest
 
 from dtcomm.profiling.step_record import StepRecord, union_length
 from dtcomm.profiling.summary import summarize
+from dtcomm.profiling.timeline import Timeline
 from tests.unit.profiling.steps import MS, step
 
 
@@ -69,3 +70,13 @@ def test_unfinished_steps_cannot_be_summarized() -> None:
     unfinished.end = 0
     with pytest.raises(ValueError, match="none of 1 steps is complete"):
         summarize([unfinished])
+
+
+def test_a_timeline_that_is_off_says_how_to_turn_it_on() -> None:
+    timeline = Timeline("ddp")
+    with pytest.raises(ValueError, match="timeline is off; pass timeline=100"):
+        timeline.summary()
+    timeline.start()
+    with pytest.raises(ValueError, match="none of 0 steps is complete"):
+        timeline.summary()
+    timeline.stop()
