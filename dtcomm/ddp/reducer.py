@@ -247,7 +247,7 @@ class Reducer:
         layout = self.layouts.of(bucket, buffer, self.steps, self._ranks)
         for bucket_ready in self._callbacks["bucket_ready"]:
             bucket_ready(self.steps, bucket)
-        # Of a bucket that travels uncompressed nothing is measured: that alone would take 4 % of a step where nothing pays.
+        # Nothing is measured of a bucket that travels uncompressed: that took 4 % of a step in which nothing pays.
         measurement = self._monitor.measure_gradient(layout, buffer) if layout.lossy else None
         pending, samples, tensors, residuals = self._prepare(layout, buffer)
         stats = None
