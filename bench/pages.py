@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import collectives, fsdp_speed, quality, slow_link, tp_speed, two_hosts
+from bench import auto_runs, collectives, fsdp_speed, quality, slow_link, tp_speed, two_hosts
 from bench.common import pages, readme
 from bench.common.output import RESULTS
 
@@ -20,6 +20,7 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/collectives.md", "collectives", collectives.page, ("collectives",)),
     (pages.DOCS / "results/two-hosts.md", "two_hosts", two_hosts.page, ("two_hosts",)),
     (pages.DOCS / "results/ddp.md", "slow_link", slow_link.page, ("slow_link",)),
+    (pages.DOCS / "results/ddp.md", "auto_runs", auto_runs.page, ("auto_runs",)),
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),

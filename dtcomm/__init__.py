@@ -14,11 +14,13 @@ from dtcomm import _torch_backend_entry, env
 if TYPE_CHECKING:
     from dtcomm.codecs import codec
     from dtcomm.collectives import (
+        PersistentOperation,
         Work,
         all_gather,
         all_gather_coalesced,
         all_reduce,
         all_reduce_coalesced,
+        all_reduce_init,
         all_to_all,
         barrier,
         broadcast,
@@ -40,11 +42,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "PersistentOperation",
     "Work",
     "all_gather",
     "all_gather_coalesced",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_init",
     "all_to_all",
     "barrier",
     "broadcast",

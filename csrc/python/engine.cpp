@@ -113,6 +113,48 @@ void bind_work(py::module_& module) {
       "Waits for the ticket of a finished work; None after stop().");
 }
 
+// A call that is made any number of times with the same tensors. It holds their addresses only.
+class BoundCall {
+ public:
+  BoundCall(std::shared_ptr<Communicator> communicator, std::shared_ptr<Plan> plan, std::uintptr_t in,
+            std::uintptr_t out, std::uintptr_t residual)
+      : communicator_(std::move(communicator)), plan_(std::move(plan)), tensors_(tensor_pointers(in, out, residual)) {
+    next_call(0);  // refuses a plan of several tensors
+  }
+
+  std::uint64_t run(std::uint64_t seed) {
+    return without_gil([&] { return communicator_->run(next_call(seed)); });
+  }
+
+  std::shared_ptr<Work> submit(std::uint64_t seed) {
+    return without_gil([&] {
+      std::shared_ptr<Work> work = communicator_->submit(next_call(seed));
+      work->communicator = communicator_;
+      return work;
+    });
+  }
+
+ private:
+  Call next_call(std::uint64_t seed) const {
+    Call call = make_call(plan_, {tensors_}, seed);
+    locate_input(call);
+    return call;
+  }
+
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Plan> plan_;
+  TensorPointers tensors_;
+};
+
+void bind_bound_call(py::module_& module) {
+  py::class_<BoundCall>(module, "NativeBoundCall")
+      .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Plan>, std::uintptr_t, std::uintptr_t,
+                    std::uintptr_t>(),
+           py::arg("communicator"), py::arg("plan"), py::arg("input"), py::arg("output"), py::arg("residual"))
+      .def("run", &BoundCall::run, py::arg("seed"))
+      .def("submit", &BoundCall::submit, py::arg("seed"));
+}
+
 std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes,
                                                 double timeout_s, double yield_us, const LinkTuple& inside,
                                                 const LinkTuple& between) {
@@ -267,6 +309,7 @@ void bind_engine(py::module_& module) {
       });
   bind_work(module);
   bind_communicator(module);
+  bind_bound_call(module);
   bind_crc32c(module);
   py::class_<EmulatedNic, std::unique_ptr<EmulatedNic, py::nodelete>>(module, "EmulatedNic")
       .def(py::init([](int level) { return &EmulatedNic::instance(level); }), py::arg("level"))

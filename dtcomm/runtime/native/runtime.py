@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -261,6 +261,39 @@ class NativeOperation:
             torch_threads.hold_at_exit()
             self._runtime.record_failure(error)
             raise
+
+    def bind(
+        self, buffers: Buffers, outputs: Sequence[torch.Tensor]
+    ) -> tuple[Callable[[int], int], Callable[[int], Work]]:
+        """Return ``run`` and ``submit`` for tensors that stay the same: functions of the seed.
+
+        They hold the tensors' addresses; the caller keeps the tensors.
+        """
+        bound = _C.NativeBoundCall(self._native, self._plan, *buffers.pointers())
+        run_bound, runtime = bound.run, self._runtime
+
+        def run(seed: int) -> int:
+            thread = runtime.codec_thread
+            if thread is not None and thread.busy:
+                thread.drain()
+            try:
+                return run_bound(seed)
+            except DtcommError as error:
+                torch_threads.hold_at_exit()
+                runtime.record_failure(error)
+                raise
+
+        def submit(seed: int) -> Work:
+            thread = runtime.codec_thread
+            if thread is not None and thread.busy:
+                return self.submit([buffers], outputs, seed)
+            try:
+                return NativeWork(bound.submit(seed), buffers, outputs, runtime.record_failure)
+            except DtcommError as error:
+                runtime.record_failure(error)
+                raise
+
+        return run, submit
 
     def submit(
         self,

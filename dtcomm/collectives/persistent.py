@@ -1,0 +1,165 @@
+"""Persistent operations, as MPI has them: planned once, then run any number of times on the same tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from dtcomm.codecs import Codec
+from dtcomm.collectives._arguments import (
+    Algorithm,
+    Group,
+    Op,
+    in_memory,
+    require_residual,
+    require_tensor,
+)
+from dtcomm.collectives._dispatch import make_plan
+from dtcomm.kernels.local_tasks import LocalTask
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.types import Buffers, OpHooks, Plan
+from dtcomm.work import Work
+
+
+class PersistentOperation:
+    """An operation on fixed tensors, made by `all_reduce_init`. Call it, or `start` it and `wait`.
+
+    The operations of one communicator, persistent or not, run in the order in which they are started, on all ranks. It
+    keeps its tensors alive. Once its group is destroyed or released, it raises CommunicatorClosed.
+    """
+
+    __slots__ = (
+        "_address",
+        "_buffers",
+        "_communicator",
+        "_hooks",
+        "_outputs",
+        "_plan",
+        "_run",
+        "_submit",
+        "_tensor",
+        "_work",
+    )
+
+    def __init__(
+        self, communicator: Communicator, plan: Plan, buffers: Buffers, tensor: Tensor, hooks: OpHooks | None
+    ) -> None:
+        self._communicator, self._plan, self._hooks = communicator, plan, hooks
+        self._buffers, self._tensor, self._outputs = [buffers], tensor, [tensor]
+        self._address = tensor.data_ptr()
+        self._work: Any = None
+        bind = getattr(plan, "bind", None) if hooks is None else None
+        if bind is None:
+            self._run, self._submit = self._run_plan, self._submit_plan
+        else:
+            self._run, self._submit = bind(buffers, self._outputs)
+
+    def __call__(self) -> None:
+        """Run to the end, on every rank; raises what the collective raises."""
+        if self._tensor.data_ptr() != self._address or self._work is not None:
+            self._require_ready()
+        communicator = self._communicator
+        communicator.calls += 1
+        self._run(communicator.calls)
+
+    def start(self) -> None:
+        """Start the operation and return at once; the tensors must not be used until `wait` returns.
+
+        Raises:
+            RuntimeError: It was started before and not waited for.
+        """
+        if self._tensor.data_ptr() != self._address or self._work is not None:
+            self._require_ready()
+        communicator = self._communicator
+        communicator.calls += 1
+        self._work = self._submit(communicator.calls)
+
+    def wait(self) -> None:
+        """Wait until the operation that was started is done; raises what it failed with.
+
+        Raises:
+            RuntimeError: It was not started.
+        """
+        work, self._work = self._work, None
+        if work is None:
+            raise RuntimeError("wait: the operation was not started; call start() first")
+        work.wait()
+
+    def _require_ready(self) -> None:
+        """Raise RuntimeError if the operation is running or its tensor has other memory than at first."""
+        if self._work is not None:
+            raise RuntimeError("start: the operation runs already; call wait() first")
+        raise RuntimeError(
+            "tensor: its memory has changed since the operation was made; make another one for the new memory"
+        )
+
+    def _run_plan(self, seed: int) -> None:
+        self._plan.run(self._buffers, seed, self._hooks)
+
+    def _submit_plan(self, seed: int) -> Work:
+        return self._plan.submit(self._buffers, self._outputs, seed, self._hooks)
+
+
+def all_reduce_init(
+    tensor: Tensor,
+    op: Op = "sum",
+    *,
+    codec: str | Codec = "none",
+    algorithm: Algorithm = "auto",
+    group: Group = None,
+    residual: Tensor | None = None,
+    checksum: bool | None = None,
+    epilogue: LocalTask | None = None,
+) -> PersistentOperation:
+    """Make an all-reduce that is run any number of times on the same tensor, without planning or checking again.
+
+    Every rank of the group has to call it: it connects the ranks. It moves no data.
+
+    Args:
+        tensor: The tensor, as `dtcomm.all_reduce` takes it: of any shape, with the same size and dtype on all ranks.
+            Every run overwrites it with the reduction of what it holds then. It must keep its memory.
+        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these.
+        codec: The codec of the messages.
+        algorithm: A name, a `dtcomm.schedule.Schedule` or its text.
+        group: The process group; None is the default group.
+        residual: Error feedback, as for `dtcomm.all_reduce`: fp32, as many elements as the tensor.
+        checksum: If True, every payload travels with its CRC32C. None takes the value of DTCOMM_CHECKSUM.
+        epilogue: A task that is applied to the sum, made by ``dtcomm.kernels.epilogue.epilogue_task``.
+
+    Returns:
+        The operation: ``operation()`` runs it, ``operation.start()`` and ``operation.wait()`` do so without blocking
+        in between. Stochastic rounding draws other numbers in every run.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it.
+        CollectiveTimeout, PeerLost: If a rank does not call it, or died.
+
+    Example:
+        >>> import torch, dtcomm
+        >>> x = torch.ones(4)
+        >>> operation = dtcomm.all_reduce_init(x, codec="int8")
+        >>> for _ in range(3):
+        ...     _ = x.fill_(1.0)
+        ...     operation()
+        >>> x.shape
+        torch.Size([4])
+    """
+    require_tensor(tensor, "tensor")
+    communicator = get_communicator_for(group, tensor, "tensor")
+    in_order = in_memory(tensor, "tensor")
+    if residual is not None:
+        require_residual(residual, in_order, "residual", op)
+    key = ("all_reduce", in_order.numel(), in_order.dtype, op, codec, algorithm, checksum, False)
+    parts = [(in_order.numel(), in_order.dtype, codec)]
+
+    def new_plan() -> Plan:
+        return make_plan(communicator, key, "all_reduce", parts, algorithm, op=op, checksum=checksum)
+
+    if communicator.connection is not None:
+        new_plan()  # it checks the arguments, before the ranks wait for each other
+        communicator.connect()
+    plan = communicator.plans.get(key) or new_plan()
+    hooks = None if epilogue is None else OpHooks(after=(epilogue,))
+    return PersistentOperation(communicator, plan, Buffers(in_order, in_order, residual), in_order, hooks)
