@@ -4,8 +4,8 @@ Users call these functions as ``dtcomm.all_reduce`` and so on. Every function ch
 starts, so a call that raises ValueError or TypeError leaves the communicator unchanged. All ranks end with
 bit-identical results, with every codec and algorithm.
 
-The public functions are in `reduce_ops`, `gather_ops`, `alltoall`, `p2p`, `coalesced`, `persistent`,
-`custom_schedule` and `group_ops`. `_arguments` checks arguments, `_dispatch` makes and starts plans, and `_multi_stage` implements codecs
+The public functions are in `reduce_ops`, `gather_ops`, `alltoall`, `p2p`, `coalesced`, `persistent`, `custom_schedule`
+and `group_ops`. `_arguments` checks arguments, `_dispatch` makes and starts plans, and `_multi_stage` implements codecs
 whose ranks agree on a representation before they add.
 """
 

@@ -99,7 +99,6 @@ def test_an_epilogue_is_applied_in_every_run() -> None:
     run_ranks(use_epilogue, 2)
 
 
-
 def use_python_codec(rank: int, ranks: int) -> None:
     codec = dtcomm.codecs.custom(
         "halves",
@@ -163,7 +162,7 @@ def test_mistakes_are_named() -> None:
         "the operation runs already; call wait() first",
         "the operation runs already; call wait() first",
         "tensor: its memory has changed",
-        "the communicator was destroyed",
+        "this communicator has been destroyed",
     ]
     for messages in run_ranks(misuse, 2):
         for message, part in zip(messages, expected, strict=True):
