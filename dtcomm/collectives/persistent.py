@@ -28,6 +28,20 @@ class PersistentOperation:
 
     The operations of one communicator, persistent or not, run in the order in which they are started, on all ranks. It
     keeps its tensors alive. Once its group is destroyed or released, it raises CommunicatorClosed.
+
+    Args:
+        communicator: The ranks, which are connected.
+        plan: The plan of the operation.
+        buffers: Its tensors, contiguous.
+        tensor: The tensor that receives the result.
+        hooks: Tasks that run with the operation; None: none.
+
+    Example:
+        >>> import torch, dtcomm
+        >>> operation = dtcomm.all_reduce_init(torch.ones(4))
+        >>> operation()
+        >>> operation.start()
+        >>> operation.wait()
     """
 
     __slots__ = (

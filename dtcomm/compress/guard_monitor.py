@@ -357,9 +357,12 @@ class GuardMonitor:
         """See `Monitor.record_mean`."""
         if measurement is None:
             return
-        self.report_nonfinite(_is_nonfinite(mean), measurement.nonfinite)
-        if measurement.sketch is not None:
-            self.add_sketches(measurement.sketch, layout.sketch(mean.device)(mean))
+        if measurement.sketch is None:
+            self.report_nonfinite(_is_nonfinite(mean), measurement.nonfinite)
+            return
+        sketch = layout.sketch(mean.device)(mean)
+        self.report_nonfinite(~torch.isfinite(sketch.sum()), measurement.nonfinite)
+        self.add_sketches(measurement.sketch, sketch)
 
     def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
         """See `Monitor.add_sketches`."""
