@@ -197,15 +197,15 @@ class NativePlan:
         op: int,
         average: bool,
         segments: list[tuple[int, int, bytes, bytes]],
-        piece_bytes: int,
         slot_bytes: int,
         zero_copy: bool,
         text: str,
         max_boxes: int,
         splits: list[int],
-        checksum: bool = False,
-        call_info: str = "",
-        single_copy: bool = False,
+        checksum: bool,
+        call_info: str,
+        variant: tuple[int, bool, bool, bool],
+        space: tuple[str, list[int], bool, bool, bool],
     ) -> None: ...
     @property
     def max_boxes(self) -> int: ...
@@ -240,8 +240,6 @@ class NativeWork:
     def phase_times(self) -> list[tuple[int, int, int]]: ...
 
 class NativeCommunicator:
-    stream_staging: bool
-    probes_staging: bool
     waiters_help_progress: bool
     def __init__(
         self,
@@ -258,6 +256,7 @@ class NativeCommunicator:
     def address(self) -> tuple[int, int, int, int, int, int]: ...
     def attach(self, addresses: Sequence[tuple[Any, ...]]) -> None: ...
     def single_copy_error(self) -> str: ...
+    def size_classes(self) -> list[tuple[str, int, bool, bool, bool, float, int, bool]]: ...
     def run(self, plan: NativePlan, input: int, output: int, residual: int, seed: int) -> int: ...
     def run_all(
         self,
@@ -284,8 +283,6 @@ class NativeCommunicator:
     def close(self) -> None: ...
     @staticmethod
     def close_all(communicators: list[NativeCommunicator]) -> None: ...
-    @property
-    def round_trip_ns(self) -> float: ...
     @property
     def failure(self) -> str: ...
     @property

@@ -103,22 +103,28 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_STAGING": Variable(
         default="auto",
-        meaning="Stores into shared memory: ordinary, or streaming past the cache. auto: chosen by the round-trip"
-        " time between cores",
+        meaning="Stores into shared memory: ordinary, or streaming past the cache. auto: chosen by trials",
         choices=("auto", "ordinary", "streaming"),
         shared=True,
     ),
     "DTCOMM_SINGLE_COPY": Variable(
         default="auto",
-        meaning="Whether receivers copy out of the sender's own memory with process_vm_readv. auto: where it pays"
-        " and the kernel permits it. on: wherever possible, and an error where the kernel does not permit"
-        " it. off: never",
+        meaning="Whether receivers copy out of the sender's own memory with process_vm_readv. auto: where trials"
+        " show that it pays and the kernel permits it. on: wherever possible, and an error where the kernel does not"
+        " permit it. off: never",
         choices=("auto", "on", "off"),
+        shared=True,
+    ),
+    "DTCOMM_TRIALS": Variable(
+        default="on",
+        meaning="Whether the native engine tries other stores, sizes of pieces and ways of copying in some of the"
+        " operations, and uses what takes the least time. off: it uses what it begins with",
+        choices=("on", "off"),
         shared=True,
     ),
     "DTCOMM_PIECE_KIB": Variable(
         default="0",
-        meaning="Size of a pipelined piece in KiB. 0: chosen by the size of the message",
+        meaning="Size of a pipelined piece in KiB. 0: chosen by the size of the message and by trials",
         shared=True,
         number=True,
     ),
@@ -177,8 +183,6 @@ EXTERNAL: dict[str, str] = {
     "WORLD_SIZE": "Set by torchrun: the number of ranks",
     "LOCAL_RANK": "Set by torchrun: the number of this rank among those of its host, which chooses its GPU and cores",
     "LOCAL_WORLD_SIZE": "Set by torchrun: the number of ranks of this host",
-    "THP_MEM_ALLOC_ENABLE": "torch's: 1 lets it use huge pages for tensors; dtcomm then expects them when it chooses"
-    " how to copy",
     "TRITON_INTERPRET": "Triton's: 1 runs its kernels in the interpreter, also for CPU tensors",
     "XDG_CACHE_HOME": "The user's cache folder, in which the table of `dtcomm tune` lies. Unset: `~/.cache`",
     "CUDAARCHS": "CMake's, at build time: the architectures of the CUDA kernels, such as `90-real`",

@@ -29,11 +29,14 @@ constexpr std::uint64_t kHelpingYieldNs = 50 * 1000;
 
 Communicator::Communicator(const CommunicatorOptions& options)
     : peers_(options.peers),
+      tuner_(peers_),
       failures_(peers_),
       queue_(failures_),
       wait_policy_(options.wait),
       timeout_ns_(options.timeout_ns),
-      owner_pid_(static_cast<int>(getpid())) {}
+      owner_pid_(static_cast<int>(getpid())) {
+  peers_.tuner = &tuner_;
+}
 
 void Communicator::attach(const std::vector<PeerAddress>& addresses) {
   {

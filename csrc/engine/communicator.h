@@ -17,6 +17,7 @@
 #include "engine/failure_monitor.h"
 #include "engine/operation_queue.h"
 #include "engine/peer_set.h"
+#include "engine/tuner.h"
 #include "engine/waiter.h"
 #include "engine/work.h"
 
@@ -40,7 +41,6 @@ class Communicator {
   void attach(const std::vector<PeerAddress>& addresses);
   // Whether this rank may copy out of its peers' private memory.
   Status can_single_copy() const { return peers_.can_single_copy(); }
-  StagingPolicy& staging() { return peers_.staging; }
   // Whether threads that wait also do the progress thread's work, because there are fewer cores than threads.
   bool waiters_help_progress = false;
   // To be called before the first operation. The yield time is left alone where payloads take time to arrive.
@@ -69,6 +69,7 @@ class Communicator {
   std::uint64_t operations() const { return queue_.operations(); }
   std::uint64_t wire_bytes() const { return queue_.wire_bytes(); }
   std::uint64_t single_copy_bytes() const { return peers_.single_copy_bytes(); }
+  std::vector<SizeClassReport> size_classes() const { return tuner_.reports(); }
   // Nothing in a forked child, in which a thread that is not there may hold the locks.
   std::vector<FlightRecord> flight_records() const;
   // Nothing in a forked child either, nor after close(), as there is no memory to read.
@@ -99,6 +100,7 @@ class Communicator {
   std::uint64_t timeout_ns() const { return timeout_ns_.load(std::memory_order_relaxed); }
 
   PeerSet peers_;
+  Tuner tuner_;
   mutable std::mutex attached_mutex_;  // held while peers are attached, listed or released
   FailureMonitor failures_;
   OperationQueue queue_;

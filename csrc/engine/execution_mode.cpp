@@ -5,7 +5,7 @@
 namespace dtcomm {
 
 ExecutionMode::ExecutionMode(OperationState& state)
-    : state_(state), transport_(state.transport), call_(state.call), plan_(state.plan), program_(state.program) {
+    : state_(state), transport_(state.transport), call_(state.call), plan_(state.plan()), program_(state.program()) {
   payloads_.reserve(static_cast<std::size_t>(transport_.ranks));
 }
 
@@ -21,7 +21,7 @@ Combine ExecutionMode::combine_arguments(const Instruction& instruction, const S
   if (instruction.box >= 0) {
     combine.key =
         mix_key(call_.seed, static_cast<std::uint32_t>(transport_.rank), static_cast<std::uint32_t>(instruction.box));
-    combine.stream_payload = transport_.staging.streaming;
+    combine.stream_payload = plan_.streams_payload();
   }
   if (tensors.residual) {
     if (instruction.reads_residual) combine.residual_in = tensors.residual + slice.in_offset;

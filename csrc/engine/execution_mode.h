@@ -27,22 +27,16 @@ struct CorruptPayload {
 // One operation on one rank: its parts, and what has been found out while it runs.
 struct OperationState {
   OperationState(Transport& transport, Call&& call, std::uint64_t fingerprint, std::uint64_t number)
-      : transport(transport),
-        call(std::move(call)),
-        plan(*this->call.plan),
-        program(plan.program()),
-        fingerprint(fingerprint),
-        number(number),
-        first_seq(transport.next_seq) {}
+      : transport(transport), call(std::move(call)), fingerprint(fingerprint), number(number) {}
   OperationState(const OperationState&) = delete;
 
   Transport& transport;
   Call call;
-  const Plan& plan;
-  const Program& program;
-  const std::uint64_t fingerprint;  // of plan and number: equal on all ranks
-  const std::uint64_t number;       // of the call, from 1 on
-  const std::uint64_t first_seq;    // sequence number of the first piece
+  const std::uint64_t fingerprint;     // of plan and number: equal on all ranks
+  const std::uint64_t number;          // of the call, from 1 on
+  std::uint64_t first_seq = 0;         // sequence number of the first piece, once the variant is chosen
+  std::optional<std::uint64_t> trial;  // its number, if this operation is one of the tuner
+  std::uint64_t trial_begin_ns = 0;
 
   int waiting_for = -1;   // while blocked: the rank that the oldest piece waits for
   bool mismatch = false;  // a flag or header of another operation was read, of rank `waiting_for`
@@ -50,6 +44,9 @@ struct OperationState {
   std::uint64_t wire_bytes = 0;
   const bool timed = PhaseTimes::enabled().load(std::memory_order_relaxed);
   PhaseTimes times;
+
+  const Plan& plan() const { return *call.plan; }
+  const Program& program() const { return call.plan->program(); }
 };
 
 class ExecutionMode {

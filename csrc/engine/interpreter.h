@@ -1,15 +1,13 @@
 // The interpreter: one operation on one rank as a resumable state machine. It never waits: its
 // caller (Communicator, SimulatedWorld) decides what to do while it is blocked.
 //
-// An operation first runs the tasks before it, then the cache-line probe if one is due, then chooses its execution mode
+// An operation first learns its variant from the tuner, then runs the tasks before it, then chooses its execution mode
 // (SlotPipeline or ZeroCopy), which carries out the program, and at last runs the tasks behind it.
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 
-#include "engine/cache_line_probe.h"
 #include "engine/execution_mode.h"
 #include "engine/slot_pipeline.h"
 #include "engine/zero_copy.h"
@@ -25,9 +23,9 @@ class Interpreter {
   // but publish that it is done with pieces, because peers count those in order.
   Progress advance(int budget = 1 << 30, bool ahead = false);
   // All pieces are in flight: the next operation may begin, as far as there are free slots.
-  bool all_pieces_started() const { return mode_ && !probe_ && mode_->all_pieces_started(); }
+  bool all_pieces_started() const { return mode_ && mode_->all_pieces_started(); }
   // advance() may be called with `ahead`.
-  bool may_run_ahead() const { return mode_ && !probe_ && mode_->may_run_ahead(); }
+  bool may_run_ahead() const { return mode_ && mode_->may_run_ahead(); }
 
   const Call& call() const { return state_.call; }
   std::uint64_t fingerprint() const { return state_.fingerprint; }
@@ -43,11 +41,11 @@ class Interpreter {
   const PhaseTimes& times() const { return state_.times; }
 
  private:
-  bool run_probe();
+  bool choose_variant();
   bool choose_mode();
 
   OperationState state_;
-  std::unique_ptr<CacheLineProbe> probe_;  // null if none is due
+  bool has_variant_ = false;
   bool begun_ = false;
   // The mode, once it is chosen: one of the two behind it. They are stored in place to save an allocation.
   ExecutionMode* mode_ = nullptr;

@@ -17,7 +17,7 @@ constexpr int kExitingMs = 100;  // between a process's memory going away and it
 
 }  // namespace
 
-PeerSet::PeerSet(const PeerSetOptions& options) : probes_(options.probes), token_(random_token()) {
+PeerSet::PeerSet(const PeerSetOptions& options) : token_(random_token()) {
   rank = options.rank;
   ranks = options.ranks;
   layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes, options.slot_bytes,
@@ -87,7 +87,6 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
       map_peer(peer, address);
     }
   }
-  staging.probes = probes_ && tcp_.empty();
 }
 
 void PeerSet::map_peer(int peer, const PeerAddress& address) {
@@ -155,7 +154,7 @@ std::vector<PeerSnapshot> PeerSet::snapshots() const {
 std::uint64_t PeerSet::announce_operation(const Call& call, std::uint64_t number) {
   const std::uint64_t fingerprint = announce(*own_.header, call, number);
   last_announced_ = number;
-  if (call.plan->zero_copy()) wake_peers();
+  if (call.plan->may_zero_copy()) wake_peers();
   return fingerprint;
 }
 

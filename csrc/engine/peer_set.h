@@ -34,7 +34,6 @@ struct PeerSetOptions {
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 512 * 1024;
   LinkRate inside, between;  // links to emulate, inside the host and between hosts; off by default
-  bool probes = true;        // choose the staging by the cores' round trip; otherwise staging.streaming stays as it is
 };
 
 // What a rank sees of another one in its shared region.
@@ -119,7 +118,6 @@ class PeerSet final : public Transport {
 
   RegionLayout layout_;
   std::unique_ptr<EmulatedLink> inside_, between_;
-  bool probes_;
   std::uint64_t token_;
   MemfdMapping region_;
   PeerView own_;

@@ -8,12 +8,7 @@
 #include "engine/shm_layout.h"
 
 namespace dtcomm {
-namespace {
-
-// Outputs of this size, written by all ranks at once, do not stay in the last-level cache.
-constexpr std::size_t kLargeBytes = 16 * 1024 * 1024;
-
-}  // namespace
+namespace {}  // namespace
 
 std::size_t Segment::granule() const { return std::lcm(granule_elements(codec), granule_elements(between)); }
 
@@ -24,18 +19,12 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
       op_(op),
       divisor_(average ? static_cast<std::size_t>(program_->ranks) : 1),
       segments_(std::move(segments)),
-      splits_(options.splits),
-      zero_copy_(options.zero_copy || options.single_copy),
-      single_copy_(options.single_copy),
-      checksum_(options.checksum),
-      text_(std::move(text)),
-      call_info_(options.call_info) {
+      options_(options),
+      text_(std::move(text)) {
   throw_if_invalid(validate(options));
   const auto ranks = static_cast<std::size_t>(program_->ranks);
   std::size_t largest = 1;
   std::size_t finest = SIZE_MAX;
-  std::size_t output_bytes = 0;
-  const bool gathers = geometry == Geometry::gather || geometry == Geometry::exchange;
   fingerprint_ = hash_bytes(static_cast<std::uint64_t>(geometry) * 257 + static_cast<std::uint64_t>(op), text_.data(),
                             text_.size());
   for (const Segment& segment : segments_) {
@@ -45,22 +34,22 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
     fingerprint_ = hash_bytes(fingerprint_, &segment.codec, sizeof(Codec));
     fingerprint_ = hash_bytes(fingerprint_, &segment.between, sizeof(Codec));
     const bool shards = geometry == Geometry::scatter || geometry == Geometry::exchange;
-    output_bytes += segment.numel * size_of(segment.dtype) * (gathers ? ranks : 1);
     input_bytes_ += segment.numel * size_of(segment.dtype) * (shards ? ranks : 1);
   }
-  fingerprint_ = hash_bytes(fingerprint_, splits_.data(), splits_.size() * sizeof(std::size_t));
+  const std::vector<std::size_t>& splits = options_.splits;
+  fingerprint_ = hash_bytes(fingerprint_, splits.data(), splits.size() * sizeof(std::size_t));
+  const VariantSpace& space = options_.space;
+  if (!space.size_class.empty()) {
+    fingerprint_ = mix64(fingerprint_, space.key ^ (std::uint64_t{space.tried} << 32 | space.initial));
+    fingerprint_ = hash_bytes(fingerprint_, space.piece_bytes.data(), space.piece_bytes.size() * sizeof(std::size_t));
+  }
   if (segments_.empty()) {
     cut_pieces(1);
     return;
   }
-  const bool reads_input =
-      std::find(program_->reads_input.begin(), program_->reads_input.end(), true) != program_->reads_input.end();
-  const bool writes_output = !program_->outputs.empty();
-  const bool separate_input = geometry != Geometry::whole;
-  large_output_ = writes_output && output_bytes + (reads_input && separate_input ? input_bytes_ : 0) >= kLargeBytes;
   const auto chunks = static_cast<std::size_t>(program_->chunks);
   const std::size_t chunks_of_rank = geometry == Geometry::exchange ? ranks : chunks;
-  std::size_t elements = std::max(finest, options.piece_bytes / largest / chunks_of_rank / finest * finest);
+  std::size_t elements = std::max(finest, options_.variant.piece_bytes / largest / chunks_of_rank / finest * finest);
   for (;;) {
     cut_pieces(elements);
     if (box_stride_ * static_cast<std::size_t>(program_->max_boxes()) <= options.slot_bytes) return;
@@ -74,14 +63,19 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
 }
 
 Status Plan::validate(const PlanOptions& options) const {
-  if (zero_copy_ && segments_.size() != 1) return Status::error("zero_copy: the call must have one tensor");
+  if (may_zero_copy() && segments_.size() != 1) return Status::error("zero_copy: the call must have one tensor");
   for (const Instruction& instruction : program_->instructions) {
-    if (single_copy_ && (instruction.op == Op::reduce || instruction.op == Op::forward)) {
+    if (may_single_copy() && (instruction.op == Op::reduce || instruction.op == Op::forward)) {
       return Status::error("single_copy: every receiver must get its data from the rank that owns it");
     }
   }
-  if (!splits_.empty() && (geometry_ != Geometry::exchange || segments_.size() != 1 ||
-                           splits_.size() != static_cast<std::size_t>(program_->chunks))) {
+  const VariantSpace& space = options.space;
+  if (!space.size_class.empty() && (space.piece_bytes.empty() || space.piece_bytes.size() > VariantSpace::kPieceSizes ||
+                                    space.initial >> VariantSpace::kPieceShift >= space.piece_bytes.size())) {
+    return Status::error("piece_bytes: 1 to " + std::to_string(VariantSpace::kPieceSizes) + " sizes to try");
+  }
+  if (!options.splits.empty() && (geometry_ != Geometry::exchange || segments_.size() != 1 ||
+                                  options.splits.size() != static_cast<std::size_t>(program_->chunks))) {
     return Status::error("splits: one for each chunk of an exchange of one tensor");
   }
   if (geometry_ == Geometry::exchange && program_->chunks != program_->ranks * program_->ranks) {
@@ -99,12 +93,13 @@ Status Plan::validate(const PlanOptions& options) const {
 // of the chunks that this rank handles, but counts pieces and bytes over all, since the ranks must agree on them.
 void Plan::cut_pieces(std::size_t elements) {
   const auto chunks = static_cast<std::size_t>(program_->chunks);
-  const ChunkLayout layout{geometry_, chunks, static_cast<std::size_t>(program_->ranks), &splits_};
+  const ChunkLayout layout{geometry_, chunks, static_cast<std::size_t>(program_->ranks), &options_.splits};
   std::vector<SegmentShape> shapes;
   for (const Segment& segment : segments_) shapes.push_back({segment.numel, segment.granule()});
   // An exchange has a chunk for each pair of ranks; the one with the most elements stands for those of other ranks.
   const bool exchange = geometry_ == Geometry::exchange;
-  const auto largest = static_cast<std::size_t>(std::max_element(splits_.begin(), splits_.end()) - splits_.begin());
+  const std::vector<std::size_t>& splits = options_.splits;
+  const auto largest = static_cast<std::size_t>(std::max_element(splits.begin(), splits.end()) - splits.begin());
   std::vector<std::vector<std::vector<Slice>>> cuts;  // [kept chunk][piece]
   pieces_ = 1;  // An empty operation takes a piece, too, so that no rank gets further ahead than there are slots.
   box_stride_ = kCacheLine;
@@ -154,16 +149,34 @@ std::vector<std::vector<Slice>> Plan::lay_out(const std::vector<std::vector<Elem
   return result;
 }
 
+std::shared_ptr<const Plan> Plan::with_variant(unsigned variant, bool trial) const {
+  if (!trial && variants_.size() > 1) {
+    variants_.erase(
+        std::remove_if(variants_.begin(), variants_.end(), [&](const auto& other) { return other.first != variant; }),
+        variants_.end());
+  }
+  if (variant == options_.space.initial) return nullptr;
+  for (const auto& [number, plan] : variants_) {
+    if (number == variant) return plan;
+  }
+  PlanOptions options = options_;
+  options.variant = options_.space.at(variant);
+  auto plan = std::make_shared<const Plan>(program_, geometry_, op_, divisor_ > 1, segments_, options, text_);
+  variants_.emplace_back(variant, plan);
+  return plan;
+}
+
 std::size_t Plan::memory_bytes() const {
   return slices_.capacity() * sizeof(Slice) + first_slice_.capacity() * sizeof(std::size_t) +
-         kept_chunk_.size() * sizeof(std::uint32_t) + splits_.size() * sizeof(std::size_t) +
+         kept_chunk_.size() * sizeof(std::uint32_t) + options_.splits.size() * sizeof(std::size_t) +
          program_->instructions.size() * sizeof(Instruction);
 }
 
 std::size_t Plan::input_bytes_of(int rank) const {
-  if (splits_.empty()) return input_bytes_;
+  const std::vector<std::size_t>& splits = options_.splits;
+  if (splits.empty()) return input_bytes_;
   const auto ranks = static_cast<std::size_t>(program_->ranks);
-  const auto first = splits_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(rank) * ranks);
+  const auto first = splits.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(rank) * ranks);
   return std::accumulate(first, first + static_cast<std::ptrdiff_t>(ranks), std::size_t{0}) *
          size_of(segments_[0].dtype);
 }

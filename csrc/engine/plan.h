@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/codec.h"
@@ -47,13 +48,40 @@ struct Slice {
   const BoxSpan& at(int level) const { return level == 0 ? inside : between; }
 };
 
-struct PlanOptions {
+// What an operation may do in one way or another without changing its result.
+struct Variant {
   std::size_t piece_bytes = 256 * 1024;  // of the input, over all chunks
-  std::size_t slot_bytes = 512 * 1024;   // for a rank's boxes of one piece
-  bool zero_copy = false;                // peers may read and write tensors that lie in shared memory
-  bool single_copy = false;              // ... and copy what one rank publishes out of its private memory
-  bool checksum = false;                 // payloads carry a CRC32C
-  std::size_t max_boxes = SIZE_MAX;      // for which the communicator has flags
+  bool single_copy = false;              // peers copy what a rank publishes out of its private memory
+  bool stream_payload = false;           // payloads are written with non-temporal stores
+  bool stream_output = false;            // so are outputs, where nothing was read there just before
+};
+
+// The variants that a Tuner tries of a plan. Variants are numbered: bit 0 is single_copy, bit 1 stream_payload, bit 2
+// stream_output, and the others are an index into piece_bytes.
+struct VariantSpace {
+  static constexpr std::size_t kPieceSizes = 8;
+  static constexpr unsigned kSingleCopy = 1, kStreamPayload = 2, kStreamOutput = 4, kPieceShift = 3;
+  static constexpr std::size_t kVariants = kPieceSizes << kPieceShift;
+
+  std::string size_class;  // what such operations have in common, for people; empty: nothing is tried
+  std::uint64_t key = 0;   // a hash of it
+  std::vector<std::size_t> piece_bytes;
+  unsigned tried = 0;  // the bits of which both values are tried
+  unsigned initial = 0;
+
+  Variant at(unsigned variant) const {
+    return {piece_bytes[variant >> kPieceShift], (variant & kSingleCopy) != 0, (variant & kStreamPayload) != 0,
+            (variant & kStreamOutput) != 0};
+  }
+};
+
+struct PlanOptions {
+  Variant variant;
+  VariantSpace space;
+  std::size_t slot_bytes = 512 * 1024;  // for a rank's boxes of one piece
+  bool zero_copy = false;               // peers may read and write tensors that lie in shared memory
+  bool checksum = false;                // payloads carry a CRC32C
+  std::size_t max_boxes = SIZE_MAX;     // for which the communicator has flags
   // An exchange of unequal shards: the elements of each chunk of the only segment. Empty if all have `numel`.
   std::vector<std::size_t> splits;
   std::string call_info;  // the call as JSON, for reports
@@ -75,19 +103,27 @@ class Plan {
   std::size_t box_stride() const { return box_stride_; }
   std::size_t accumulator_bytes() const { return accumulator_bytes_; }
   // Whether peers may access the tensor itself, mapped or (single_copy) by copying out of its owner's memory.
-  bool zero_copy() const { return zero_copy_; }
-  bool single_copy() const { return single_copy_; }
-  bool checksum() const { return checksum_; }
+  bool zero_copy() const { return options_.zero_copy || options_.variant.single_copy; }
+  bool single_copy() const { return options_.variant.single_copy; }
+  // The same of some variant of this plan.
+  bool may_zero_copy() const { return zero_copy() || may_single_copy(); }
+  bool may_single_copy() const { return single_copy() || (options_.space.tried & VariantSpace::kSingleCopy) != 0; }
+  bool checksum() const { return options_.checksum; }
+  bool streams_payload() const { return options_.variant.stream_payload; }
+  const VariantSpace& space() const { return options_.space; }
+  // This plan with another variant of its space; null if that is its own. For a trial, the plans of other variants are
+  // kept as well. Only the thread that starts operations may call it.
+  std::shared_ptr<const Plan> with_variant(unsigned variant, bool trial) const;
   const std::string& text() const { return text_; }
-  const std::string& call_info() const { return call_info_; }
+  const std::string& call_info() const { return options_.call_info; }
   std::uint64_t fingerprint() const { return fingerprint_; }
   std::size_t input_bytes() const { return input_bytes_; }
   // The size of a rank's input; with splits it differs between ranks.
   std::size_t input_bytes_of(int rank) const;
-  // Whether this rank writes its output of a chunk with non-temporal stores: for large results that were not read just
-  // before.
+  // Whether this rank writes its output of a chunk with non-temporal stores: not where it was read just before.
   bool streams_output(int chunk) const {
-    return large_output_ && (geometry_ != Geometry::whole || !program_->reads_input[static_cast<std::size_t>(chunk)]);
+    return options_.variant.stream_output &&
+           (geometry_ != Geometry::whole || !program_->reads_input[static_cast<std::size_t>(chunk)]);
   }
 
   // The slices of a chunk that this rank's program handles.
@@ -112,22 +148,18 @@ class Plan {
   ReduceOp op_;
   std::size_t divisor_;
   std::vector<Segment> segments_;
-  std::vector<std::size_t> splits_;
+  PlanOptions options_;
   std::size_t pieces_ = 0;
   std::size_t box_stride_ = 0;
   std::size_t accumulator_bytes_ = 0;  // per chunk
   std::size_t input_bytes_ = 0;
-  bool zero_copy_;
-  bool single_copy_;
-  bool checksum_;
-  bool large_output_ = false;
   std::string text_;
-  std::string call_info_;
   std::uint64_t fingerprint_ = 0;
   std::vector<Slice> slices_;              // by piece and kept chunk
   std::vector<std::size_t> first_slice_;   // [piece * kept_chunks_ + kept chunk]
   std::vector<std::uint32_t> kept_chunk_;  // by chunk: its position among those kept
   std::size_t kept_chunks_ = 0;
+  mutable std::vector<std::pair<unsigned, std::shared_ptr<const Plan>>> variants_;  // made so far
 };
 
 // The dtype in which a partial sum of `dtype` is kept between instructions.

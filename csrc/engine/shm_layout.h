@@ -19,12 +19,15 @@
 
 namespace dtcomm {
 
-constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0006ull;
+constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0007ull;
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPage = 4096;
-constexpr int kSlots = 8;     // pieces that can be in flight
-constexpr int kOpRing = 64;   // op headers kept; a peer is at most kSlots operations behind
-constexpr int kOpText = 160;  // bytes of an operation's description
+constexpr int kSlots = 8;          // pieces that can be in flight
+constexpr int kOpRing = 64;        // op headers kept; a peer is at most kSlots operations behind
+constexpr int kOpText = 160;       // bytes of an operation's description
+constexpr int kSizeClasses = 128;  // for which a Tuner chooses variants
+constexpr int kDecisions = 4;      // of a size class that are kept; a peer is at most one behind
+constexpr int kTrials = 512;       // whose times are kept
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -56,6 +59,13 @@ struct alignas(kCacheLine) FailureRecord {
   char text[372] = {};
 };
 
+// When this rank ran an operation that was a trial of a Tuner; `operation` is stored last.
+struct TrialTimes {
+  std::atomic<std::uint64_t> operation{0};
+  std::atomic<std::uint64_t> begin_ns{0};
+  std::atomic<std::uint64_t> end_ns{0};
+};
+
 struct RegionHeader {
   std::uint64_t magic = 0;
   std::uint64_t token = 0;
@@ -69,10 +79,12 @@ struct RegionHeader {
   // names the rank at the end of a chain of waits.
   alignas(kCacheLine) std::atomic<std::int32_t> waiting_for{-1};
   std::atomic<std::uint64_t> waiting_since{0};
-  std::atomic<std::uint32_t> closed{0};                             // this rank has destroyed its communicator
-  alignas(kCacheLine) std::atomic<std::uint64_t> probe_counter{0};  // of CacheLineProbe
+  std::atomic<std::uint32_t> closed{0};  // this rank has destroyed its communicator
   FailureRecord failure;
   OpHeader ops[kOpRing];
+  alignas(kCacheLine) TrialTimes trials[kTrials];
+  // What rank 0 has decided; see tuner.cpp.
+  alignas(kCacheLine) std::atomic<std::uint64_t> decisions[kSizeClasses][kDecisions] = {};
 };
 
 // Where things lie in a region. The data of different ranks, and consecutive slots, start at different offsets, so that

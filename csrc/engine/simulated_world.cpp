@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "engine/hash.h"
+#include "engine/tuner.h"
 
 namespace dtcomm {
 namespace {
@@ -38,6 +39,7 @@ class SimulatedWorld::Rank final : public Transport {
     rank = static_cast<int>(layout.rank);
     ranks = static_cast<int>(layout.ranks);
     own_view = construct_region(region_.data, layout);
+    tuner = &own_tuner_;
   }
 
   // Adds `source` to this rank's peers, as this rank sees it.
@@ -116,6 +118,7 @@ class SimulatedWorld::Rank final : public Transport {
   };
 
   SimulatedWorld& world_;
+  Tuner own_tuner_{*this};
   RegionLayout layout_;
   HeapRegion region_;
   std::vector<std::unique_ptr<Seen>> seen_;

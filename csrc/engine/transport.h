@@ -11,13 +11,7 @@
 
 namespace dtcomm {
 
-// How payloads are staged in slots, and when operations measure the cores' distance to decide it.
-struct StagingPolicy {
-  bool streaming = false;         // with non-temporal stores: faster if the cores share no cache
-  bool probes = false;            // operations measure the round trip now and then and choose `streaming` by it
-  std::uint64_t until_probe = 0;  // how much may be moved before the next measurement
-  double round_trip_ns = 0;       // the last measurement; 0: none
-};
+class Tuner;
 
 class Transport {
  public:
@@ -28,7 +22,7 @@ class Transport {
   std::vector<PeerView> peers;       // by rank, own included
   std::vector<EmulatedLink*> links;  // by rank, null for peers that have none; empty if no link is emulated
   bool has_latency = false;          // payloads take time to arrive, so more pieces are kept in flight
-  StagingPolicy staging;
+  Tuner* tuner = nullptr;            // null: operations are carried out as planned, and nothing is tried
   // What an operation leaves to the next one: the sequence number of its first piece, and a number of pieces that every
   // peer is known to have finished.
   std::uint64_t next_seq = 0;

@@ -5,15 +5,16 @@
 namespace dtcomm {
 
 bool ZeroCopy::is_excluded(const OperationState& state) {
-  if (!state.plan.zero_copy()) return true;
+  if (!state.plan().zero_copy()) return true;
   // This rank publishes something that peers cannot reach.
-  return state.program.publishes(state.transport.rank) && state.call.tensor_slot < 0 && state.call.address == 0;
+  const bool has_address = state.plan().single_copy() && state.call.address != 0;
+  return state.program().publishes(state.transport.rank) && state.call.tensor_slot < 0 && !has_address;
 }
 
 std::optional<bool> ZeroCopy::is_possible(OperationState& state) {
   bool possible = true;
   for (int peer = 0; peer < state.transport.ranks; ++peer) {
-    if (!state.program.publishes(peer)) continue;
+    if (!state.program().publishes(peer)) continue;
     const OpHeader& header = state.transport.peer(peer).header->ops[state.number % kOpRing];
     if (header.number.load(std::memory_order_acquire) != state.number) {
       state.waiting_for = peer;
@@ -25,7 +26,7 @@ std::optional<bool> ZeroCopy::is_possible(OperationState& state) {
       return std::nullopt;
     }
     possible = possible && (header.tensor_slot.load(std::memory_order_relaxed) >= 0 ||
-                            header.address.load(std::memory_order_relaxed) != 0);
+                            (state.plan().single_copy() && header.address.load(std::memory_order_relaxed) != 0));
   }
   return possible;
 }

@@ -3,14 +3,13 @@
 //
 // Which side decides which copy is made:
 //
-//   - Python decides for each plan, alike on all ranks, what the operation may use: PlanOptions::zero_copy and
-//     single_copy, from the operation's size, codec and algorithm, the environment and the machine
+//   - Python decides for each plan, alike on all ranks, what the operation may use: PlanOptions::zero_copy, and single
+//     copies in its variants, from the operation's size, codec and algorithm, the environment and the machine
 //     (dtcomm/runtime/native/copy_policy.py). The engine does not check any of that again.
+//   - The tuner chooses among the variants (tuner.h).
 //   - The engine decides for each call, from where the tensors lie, whether the operation does use it. A rank announces
-//     its input's place in shared memory or, if the plan allows single copy, its address. If a rank that publishes has
-//     announced neither, all ranks use the slots (slot_pipeline.h).
-//   - In the slots, the engine chooses between ordinary and non-temporal stores by the measured round trip between the
-//     cores (StagingPolicy in transport.h), unless DTCOMM_STAGING sets it.
+//     its input's place in shared memory and, if some variant is single copy, its address. If a rank that publishes has
+//     announced nothing that the variant may use, all ranks use the slots (slot_pipeline.h).
 #pragma once
 
 #include <cstdint>

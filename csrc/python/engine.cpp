@@ -37,13 +37,13 @@ std::uint64_t timeout_ns(const char* argument, double seconds) {
 
 // Tells the engine where peers can reach the input of a zero-copy call.
 void locate_input(Call& call) {
-  if (!call.plan->zero_copy()) return;
+  if (!call.plan->may_zero_copy()) return;
   const std::size_t bytes = call.plan->input_bytes_of(call.plan->program().rank);
   const SharedTensorLocation location = LocalProcess::instance().find(call.tensors[0].in, bytes);
   call.tensor_slot = location.slot;
   call.tensor_id = location.id;
   call.tensor_offset = location.offset;
-  if (call.plan->single_copy()) call.address = reinterpret_cast<std::uintptr_t>(call.tensors[0].in);
+  if (call.plan->may_single_copy()) call.address = reinterpret_cast<std::uintptr_t>(call.tensors[0].in);
 }
 
 // A text that may come from another rank, which need not be valid UTF-8.
@@ -218,13 +218,21 @@ void bind_communicator(py::module_& module) {
       .def(
           "single_copy_error", [](const Communicator& self) { return self.can_single_copy().message(); },
           "Why this rank cannot copy out of its peers' private memory; empty if it can.")
-      .def_property(
-          "probes_staging", [](Communicator& self) { return self.staging().probes; },
-          [](Communicator& self, bool probes) { self.staging().probes = probes; })
-      .def_property(
-          "stream_staging", [](Communicator& self) { return self.staging().streaming; },
-          [](Communicator& self, bool streaming) { self.staging().streaming = streaming; })
-      .def_property_readonly("round_trip_ns", [](Communicator& self) { return self.staging().round_trip_ns; })
+      .def(
+          "size_classes",
+          [](const Communicator& self) {
+            py::list result;
+            for (const SizeClassReport& report : self.size_classes()) {
+              const Variant& variant = report.variant;
+              result.append(py::make_tuple(report.name, variant.piece_bytes, variant.single_copy,
+                                           variant.stream_payload, variant.stream_output, report.microseconds,
+                                           report.trials, report.settled));
+            }
+            return result;
+          },
+          "What the tuner has chosen: (size class, piece_bytes, single_copy, stream_payload, stream_output, "
+          "microseconds, "
+          "trials, settled).")
       .def_readwrite("waiters_help_progress", &Communicator::waiters_help_progress)
       .def(
           "set_wait_policy",

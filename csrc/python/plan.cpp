@@ -4,12 +4,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "engine/hash.h"
 #include "python/arguments.h"
 #include "python/bindings.h"
 
@@ -28,11 +30,34 @@ Geometry geometry_of(int number) {
   return static_cast<Geometry>(number);
 }
 
+// (piece_bytes, single_copy, stream_payload, stream_output)
+using VariantTuple = std::tuple<std::size_t, bool, bool, bool>;
+// What is tried: (size class or "", sizes of pieces, single_copy, stream_payload, stream_output)
+using SpaceTuple = std::tuple<std::string, std::vector<std::size_t>, bool, bool, bool>;
+
+VariantSpace space_of(const Variant& initial, const SpaceTuple& tuple) {
+  VariantSpace space;
+  bool single_copy = false, stream_payload = false, stream_output = false;
+  std::tie(space.size_class, space.piece_bytes, single_copy, stream_payload, stream_output) = tuple;
+  if (space.size_class.empty()) return space;
+  const auto bits = [](bool single, bool payload, bool output) {
+    return (single ? VariantSpace::kSingleCopy : 0) | (payload ? VariantSpace::kStreamPayload : 0) |
+           (output ? VariantSpace::kStreamOutput : 0);
+  };
+  const auto size = std::find(space.piece_bytes.begin(), space.piece_bytes.end(), initial.piece_bytes);
+  if (size == space.piece_bytes.end()) throw py::value_error("space: its pieces lack the size of the variant");
+  space.key = hash_bytes(0, space.size_class.data(), space.size_class.size());
+  space.tried = bits(single_copy, stream_payload, stream_output);
+  space.initial = static_cast<unsigned>(size - space.piece_bytes.begin()) << VariantSpace::kPieceShift |
+                  bits(initial.single_copy, initial.stream_payload, initial.stream_output);
+  return space;
+}
+
 std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, int op, bool average,
-                                const std::vector<SegmentTuple>& tuples, std::size_t piece_bytes,
-                                std::size_t slot_bytes, bool zero_copy, const std::string& text, std::size_t max_boxes,
-                                std::vector<std::size_t> splits, bool checksum, const std::string& call_info,
-                                bool single_copy) {
+                                const std::vector<SegmentTuple>& tuples, std::size_t slot_bytes, bool zero_copy,
+                                const std::string& text, std::size_t max_boxes, std::vector<std::size_t> splits,
+                                bool checksum, const std::string& call_info, const VariantTuple& variant,
+                                const SpaceTuple& space) {
   std::vector<Segment> segments;
   for (const auto& [numel, dtype, codec, between] : tuples) {
     segments.push_back(
@@ -40,10 +65,11 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   }
   if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: 0 (sum), 1 (min) or 2 (max)");
   PlanOptions options;
-  options.piece_bytes = piece_bytes;
+  std::tie(options.variant.piece_bytes, options.variant.single_copy, options.variant.stream_payload,
+           options.variant.stream_output) = variant;
+  options.space = space_of(options.variant, space);
   options.slot_bytes = slot_bytes;
   options.zero_copy = zero_copy;
-  options.single_copy = single_copy;
   options.checksum = checksum;
   options.max_boxes = max_boxes;
   options.splits = std::move(splits);
@@ -100,9 +126,9 @@ void bind_plan(py::module_& module) {
       .def_property_readonly("max_boxes", &Program::max_boxes);
   py::class_<Plan, std::shared_ptr<Plan>>(module, "NativePlan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
-           py::arg("average"), py::arg("segments"), py::arg("piece_bytes"), py::arg("slot_bytes"), py::arg("zero_copy"),
-           py::arg("text"), py::arg("max_boxes"), py::arg("splits"), py::arg("checksum") = false,
-           py::arg("call_info") = "", py::arg("single_copy") = false)
+           py::arg("average"), py::arg("segments"), py::arg("slot_bytes"), py::arg("zero_copy"), py::arg("text"),
+           py::arg("max_boxes"), py::arg("splits"), py::arg("checksum"), py::arg("call_info"), py::arg("variant"),
+           py::arg("space"))
       .def_property_readonly("pieces", &Plan::pieces)
       .def_property_readonly("memory_bytes", &Plan::memory_bytes)
       .def_property_readonly("max_boxes", &Plan::max_boxes)

@@ -25,7 +25,7 @@ Call call_of(const SimulatedCall& simulated) {
   if (shared) {
     call.tensor_slot = 0;
     call.tensor_offset = address;
-  } else if (call.plan->single_copy()) {
+  } else if (call.plan->may_single_copy()) {
     call.address = address;
   }
   return call;

@@ -56,7 +56,7 @@ inline std::shared_ptr<const Program> two_shot(int rank, int ranks) {
 inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor) {
   Segment segment{tensor.size(), DType::f32, {}, {}};
   PlanOptions options;
-  options.piece_bytes = 8 * 1024;
+  options.variant.piece_bytes = 8 * 1024;
   options.slot_bytes = kSlotBytes;
   Call call;
   call.plan = std::make_shared<Plan>(two_shot(rank, ranks), Geometry::whole, ReduceOp::sum, false,
@@ -80,9 +80,9 @@ inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std:
   const auto program = std::make_shared<Program>(
       Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), 1), flat));
   PlanOptions options;
-  options.piece_bytes = 8 * 1024;
+  options.variant.piece_bytes = 8 * 1024;
   options.slot_bytes = kSlotBytes;
-  options.single_copy = true;
+  options.variant.single_copy = true;
   Call call;
   call.plan = std::make_shared<Plan>(program, Geometry::gather, ReduceOp::sum, false,
                                      std::vector<Segment>{{input.size(), DType::f32, {}, {}}}, options, "all_gather");

@@ -34,7 +34,7 @@ from dtcomm.runtime.cuda_peer.launch import (
     PeerBufferLayout,
     blocks_of,
 )
-from dtcomm.runtime.native.copy_policy import can_use_single_copy
+from dtcomm.runtime.native.copy_policy import Variants, can_use_single_copy
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
@@ -53,6 +53,7 @@ class Operation:
         seed: Seed of the stochastic rounding.
         shared: Whether its tensors count as shared memory.
         single_copy: Whether peers may read its tensors in place.
+        variants: How it is carried out and what is tried; None: pieces of the simulation's size, nothing is tried.
         hooks: Local steps before and after it.
     """
 
@@ -62,6 +63,7 @@ class Operation:
     seed: int = 0
     shared: bool = False
     single_copy: bool = False
+    variants: Variants | None = None
     hooks: OpHooks = NO_HOOKS
 
 
@@ -108,13 +110,15 @@ def run_simulated(
     for rank, rank_operations in enumerate(operations):
         calls.append([])
         for operation in rank_operations:
-            shape, sizes = operation.shape, (simulation.piece_bytes, simulation.slot_bytes)
+            shape = operation.shape
+            single_copy = operation.single_copy and can_use_single_copy(shape)
+            variants = operation.variants or Variants(simulation.piece_bytes, single_copy)
             plan = _native_plan(
                 shape,
                 operation.schedule,
                 rank,
-                *sizes,
-                uses_single_copy=operation.single_copy and can_use_single_copy(shape),
+                variants,
+                simulation.slot_bytes,
             )
             pointers = [buffers.pointers() for buffers in operation.buffers]
             calls[rank].append((plan, pointers, operation.seed, operation.shared, *operation.hooks.native()))

@@ -243,7 +243,8 @@ class CpuBootstrap:
     def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> bool:
         """Whether the engine serves the group: every rank is attached. The same answer on all ranks."""
         single_copy = failure or native.why_no_single_copy()
-        answers = exchange.all_gather({"failure": failure, "single_copy": single_copy})
+        trials = failure or native.why_no_trials()
+        answers = exchange.all_gather({"failure": failure, "single_copy": single_copy, "trials": trials})
         failures = [
             f"{infos[rank]['name']}: {answer['failure']}"
             for rank, answer in enumerate(answers)
@@ -260,6 +261,7 @@ class CpuBootstrap:
                 raise DtcommError(f"DTCOMM_PORTS={env.get('DTCOMM_PORTS')}, but {self.reason}")
             return False
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
+        native.no_trials = next((answer["trials"] for answer in answers if answer["trials"]), "")
         if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
             peer_processes.require_alive(self.ranks, _GRACE_S)
             raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")

@@ -8,8 +8,7 @@ tensors are not shared the engine falls back to slots. ``native.runtime`` and ``
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,14 +18,102 @@ from dtcomm.runtime.types import OpSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
 SLOT_BYTES = 512 * 1024
+SLOTS = 8  # of the engine: so many pieces of a message are sent before its receiver has come
 MAX_SLOT_BYTES = 8 * 2**20
 # Sockets need more bytes under way: a peer whose core is busy otherwise answers milliseconds later.
 SOCKET_SLOT_BYTES = 2 * 2**20
 MIN_ZERO_COPY_BYTES = 128 * 1024  # of a tensor that is only copied: the sender has to wait for the receivers
-# The kernel copies huge pages at up to 28 GB/s, those of 4 KiB at 13. Below this size the system call takes longer
-# than to stage the tensor and copy it again.
-MIN_SINGLE_COPY_BYTES = 4 * 2**20
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MIN_TRIED_BYTES = 4096  # smaller operations take as long as it takes to signal
+MIN_PIECE_BYTES = 16 * 1024
+PIECE_SIZES = 4  # that are tried
+# Large results that all ranks write at once do not stay in the last-level cache. Only where trials begin.
+STREAMED_OUTPUT_BYTES = 16 * 2**20
+MIN_STREAMED_OUTPUT_BYTES = 2**20  # from here on it is tried
+
+
+@dataclass(frozen=True)
+class Variants:
+    """How the engine carries out the operations of a plan, and what it tries instead.
+
+    Attributes:
+        piece_bytes: Bytes of input in one piece.
+        single_copy: Whether receivers copy out of the sender's memory.
+        stream_payload: Whether payloads are written into slots with non-temporal stores.
+        stream_output: Whether results are, where they were not read just before.
+        size_class: Operations with this name are tried together; empty: nothing is tried.
+        piece_sizes: Sizes to try, ``piece_bytes`` among them.
+        tries_single_copy: Whether to try both values; the same for the two below.
+    """
+
+    piece_bytes: int
+    single_copy: bool = False
+    stream_payload: bool = False
+    stream_output: bool = False
+    size_class: str = ""
+    piece_sizes: tuple[int, ...] = ()
+    tries_single_copy: bool = False
+    tries_stream_payload: bool = False
+    tries_stream_output: bool = False
+
+
+def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Variants:
+    """The ways in which ranks that share memory may carry out an operation.
+
+    Args:
+        spec: The operation.
+        ranks: Of the communicator.
+        single_copy: Whether all ranks may copy out of each other's memory.
+        trials: Whether the engine may try variants.
+    """
+    gathers = spec.collective in ("all_gather", "gather", "all_to_all")
+    output_bytes = spec.nbytes * (ranks if gathers else 1)
+    in_place = spec.collective not in ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
+    written = output_bytes + (0 if in_place else spec.nbytes)
+    staging, copies = env.get("DTCOMM_STAGING"), env.get("DTCOMM_SINGLE_COPY")
+    single_copy = single_copy and can_use_single_copy(spec)
+    piece = piece_bytes(spec, ranks)
+    fixed = Variants(
+        piece, single_copy and copies == "on", staging == "streaming", written >= STREAMED_OUTPUT_BYTES
+    )
+    if not trials or spec.nbytes < MIN_TRIED_BYTES:
+        return fixed
+    codecs = {str(part.codec) for part in spec.parts}
+    dtypes = {str(part.dtype).removeprefix("torch.") for part in spec.parts}
+    return replace(
+        fixed,
+        size_class=" ".join(
+            (
+                spec.collective if spec.algorithm != "send" else "send",
+                spec.algorithm,
+                "+".join(sorted(codecs)),
+                "+".join(sorted(dtypes)),
+                f"2^{spec.nbytes.bit_length() - 1} bytes",
+            )
+        ),
+        piece_sizes=_piece_sizes(spec, ranks, piece),
+        # A message that fits into the slots is sent without waiting for the receiver, which must not change.
+        tries_single_copy=single_copy
+        and copies == "auto"
+        and (spec.algorithm != "send" or spec.nbytes > SLOTS * SLOT_BYTES),
+        tries_stream_payload=staging == "auto",
+        tries_stream_output=written >= MIN_STREAMED_OUTPUT_BYTES,
+    )
+
+
+def _piece_sizes(spec: OpSpec, ranks: int, piece: int) -> tuple[int, ...]:
+    """The sizes of pieces to try."""
+    if env.get("DTCOMM_PIECE_KIB") != "0":
+        return (piece,)
+    total = spec.nbytes * (1 if spec.collective in CUT_AT_GRANULES else ranks)
+    sizes = {piece}
+    size = SLOT_BYTES
+    while size >= MIN_PIECE_BYTES and len(sizes) < PIECE_SIZES:
+        # A message that is sent at once today stays one.
+        fits = spec.algorithm != "send" or size * SLOTS >= total or piece * SLOTS < total
+        if size < 2 * total and fits:
+            sizes.add(size)
+        size //= 2
+    return tuple(sorted(sizes))
 
 
 def can_use_zero_copy(spec: OpSpec, min_bytes: int = 0) -> bool:
@@ -45,40 +132,30 @@ def can_use_single_copy(spec: OpSpec) -> bool:
     return spec.collective not in REDUCING and can_use_zero_copy(spec)
 
 
-def pays_single_copy(spec: OpSpec) -> bool:
-    """Whether an operation that can use single copy should, or DTCOMM_SINGLE_COPY=on asks for it."""
-    least = 0 if env.get("DTCOMM_SINGLE_COPY") == "on" else MIN_SINGLE_COPY_BYTES
-    return can_use_single_copy(spec) and spec.nbytes >= least
-
-
-def why_no_single_copy(
-    native: _C.NativeCommunicator, transport: str, emulates_link: bool, shares_cores: bool
-) -> str:
-    """Why single copy is not possible or does not pay between this rank and its peers; empty if it is used.
+def why_no_single_copy(native: _C.NativeCommunicator, transport: str, emulates_link: bool) -> str:
+    """Why single copy is not possible between this rank and its peers; empty if it is.
 
     Args:
         native: The engine, attached to its peers.
         transport: How the ranks reach each other: "memory", "sockets" or both.
         emulates_link: Whether DTCOMM_LINK emulates a link inside the host, which single copy would not go over.
-        shares_cores: Whether ranks share cores.
     """
-    variable = env.get("DTCOMM_SINGLE_COPY")
-    if variable == "off":
+    if env.get("DTCOMM_SINGLE_COPY") == "off":
         return "DTCOMM_SINGLE_COPY=off"
     if emulates_link:
         return "a link is emulated"
     if transport != "memory":
         return "not all ranks share memory"
-    error = native.single_copy_error()
-    if error or variable != "auto":
-        return error
-    if not shares_cores:
-        return "every rank has a core, and two copies on two cores take less time than one by the kernel"
-    if not _has_huge_pages():
-        return (
-            "tensors lie in small pages, which take longer to read than to stage; see THP_MEM_ALLOC_ENABLE=1"
-        )
-    return ""
+    return native.single_copy_error()
+
+
+def why_no_trials(transport: str, emulates_link: bool) -> str:
+    """Why the engine does not try variants of operations; empty if it does."""
+    if env.get("DTCOMM_TRIALS") == "off":
+        return "DTCOMM_TRIALS=off"
+    if emulates_link:
+        return "a link is emulated"
+    return "" if transport == "memory" else "not all ranks share memory"
 
 
 def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -121,14 +198,3 @@ def link_slot_bytes(link: Link) -> int:
     while slot < MAX_SLOT_BYTES and slot * link.ns_per_byte < 2 * link.latency_ns:
         slot *= 2
     return slot
-
-
-def _has_huge_pages() -> bool:
-    """Whether the kernel gives huge pages to torch's large tensors."""
-    try:
-        setting = HUGE_PAGES.read_text()
-    except OSError:
-        return False
-    return "[always]" in setting or (
-        "[madvise]" in setting and os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "1"
-    )

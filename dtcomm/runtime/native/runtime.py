@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
 from dtcomm.runtime.native import copy_policy
-from dtcomm.runtime.native.copy_policy import SLOT_BYTES
+from dtcomm.runtime.native.copy_policy import SLOT_BYTES, Variants
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.work import NativeWork, Work
@@ -26,6 +27,17 @@ if TYPE_CHECKING:  # imported when there is such a codec: most processes never n
 # How long a rank yields before it sleeps. A core that ranks share goes to another rank at each yield, and a sleeper on
 # it is not always run at once when it is woken: within 1 ms most messages arrive before it sleeps.
 YIELD_US, SHARED_YIELD_US = 50.0, 1000.0
+# What the engine reports of a size class.
+CHOICE = (
+    "size_class",
+    "piece_bytes",
+    "single_copy",
+    "stream_payload",
+    "stream_output",
+    "microseconds",
+    "trials",
+    "settled",
+)
 MIN_PAYLOADS = 128  # payloads of 4 KiB fill a slot: a user's own schedule may need as many
 
 
@@ -36,6 +48,7 @@ class NativeRuntime:
         transport: How ranks reach each other: "memory", "sockets", or "memory and sockets".
         single_copy: Why receivers do not copy out of the senders' memory; empty if they do. The bootstrap sets it to
             what all ranks agree on.
+        no_trials: Why the engine does not try variants of operations; empty if it does. Agreed on as well.
         codec_thread: Runs operations with codecs written in Python; None if there was none yet.
 
     Args:
@@ -51,11 +64,10 @@ class NativeRuntime:
         self.rank = rank
         self.ranks = ranks
         self.transport = "memory"
-        self.single_copy = "not asked for yet"
+        self.single_copy = self.no_trials = "not asked for yet"
         self._recorded_failure = False
         self._failure: DtcommError | None = None  # of a codec written in Python; the engine knows its own
         self.codec_thread: OrderedThread | None = None
-        self._shares_cores = False
         emulated = links()
         self._link = emulated.inside
         if self._link is not None:
@@ -108,25 +120,22 @@ class NativeRuntime:
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
         # Ranks that share a core make progress only if they yield; polling a socket takes longer than polling memory.
-        self._shares_cores = cores < len(inside)
-        spins = 32 if sockets else 64 if self._shares_cores else 1000
+        shares_cores = cores < len(inside)
+        spins = 32 if sockets else 64 if shares_cores else 1000
         self.native.set_wait_policy(
             int(env.get("DTCOMM_SPINS")) or spins,
-            float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if self._shares_cores else YIELD_US),
+            float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shares_cores else YIELD_US),
         )
         # With two cores a rank, the progress thread runs beside the waiting one.
         self.native.waiters_help_progress = cores < 2 * len(inside)
-        # The probe gives up if its partner is not running, so ranks that share cores can run it too.
-        self.native.probes_staging = (
-            env.get("DTCOMM_STAGING") == "auto" and self._link is None and not sockets
-        )
-        self.native.stream_staging = env.get("DTCOMM_STAGING") == "streaming"
 
     def why_no_single_copy(self) -> str:
         """Why this rank and its peers should not use single copy; empty if they may."""
-        return copy_policy.why_no_single_copy(
-            self.native, self.transport, self._link is not None, self._shares_cores
-        )
+        return copy_policy.why_no_single_copy(self.native, self.transport, self._link is not None)
+
+    def why_no_trials(self) -> str:
+        """Why this rank and its peers should not try variants of operations; empty if they may."""
+        return copy_policy.why_no_trials(self.transport, self._link is not None)
 
     def prepare(self, spec: OpSpec, schedule: Schedule) -> NativeOperation | PythonCodecOperation:
         """A plan for calls of this operation."""
@@ -141,20 +150,21 @@ class NativeRuntime:
     def prepare_native(self, spec: OpSpec, schedule: Schedule) -> NativeOperation:
         """A plan for calls of this operation, whose codecs the engine runs."""
         shares_memory = self.transport == "memory"
-        piece = copy_policy.piece_bytes(spec, self.ranks) * (self._slot_bytes // SLOT_BYTES)
+        variants = copy_policy.variants(spec, self.ranks, not self.single_copy, not self.no_trials)
         if not shares_memory and env.get("DTCOMM_PIECE_KIB") == "0":
-            piece = copy_policy.socket_piece_bytes(spec, self.ranks)
+            variants = replace(variants, piece_bytes=copy_policy.socket_piece_bytes(spec, self.ranks))
+        elif self._slot_bytes != SLOT_BYTES:
+            variants = replace(variants, piece_bytes=variants.piece_bytes * (self._slot_bytes // SLOT_BYTES))
         # Tensors that ranks read in each other's memory would not go over an emulated link.
         uses_zero_copy = shares_memory and self._link is None
         plan = native_plan(
             spec,
             schedule,
             self.rank,
-            piece,
+            variants,
             self._slot_bytes,
             _max_payloads(self.ranks),
             uses_zero_copy and copy_policy.can_use_zero_copy(spec, copy_policy.MIN_ZERO_COPY_BYTES),
-            not self.single_copy and copy_policy.pays_single_copy(spec),
         )
         return NativeOperation(self, plan)
 
@@ -210,10 +220,10 @@ class NativeRuntime:
             "transport": self.transport,
             "kernels": _C.engine_kernels(),
             **in_python,
-            "round_trip_ns": self.native.round_trip_ns,
-            "staging": "streaming" if self.native.stream_staging else "ordinary",
             "single_copy": self.single_copy or "process_vm_readv",
             "pulled_bytes": self.native.single_copy_bytes,
+            "trials": self.no_trials or "on",
+            "choices": [dict(zip(CHOICE, choice, strict=True)) for choice in self.native.size_classes()],
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
@@ -329,11 +339,10 @@ def native_plan(
     spec: OpSpec,
     schedule: Schedule,
     rank: int,
-    piece_bytes: int,
+    variants: Variants,
     slot_bytes: int,
     max_payloads: int = 2**16,
     uses_zero_copy: bool | None = None,
-    uses_single_copy: bool = False,
 ) -> _C.NativePlan:
     """The engine's plan: the schedule lowered for ``rank`` and laid out over the tensors of ``spec``.
 
@@ -352,7 +361,6 @@ def native_plan(
             (part.numel, ELEMENT_TYPES[part.dtype], part.codec.native(), part.at(1).native())
             for part in spec.parts
         ],
-        piece_bytes=piece_bytes,
         slot_bytes=slot_bytes,
         zero_copy=copy_policy.can_use_zero_copy(spec) if uses_zero_copy is None else uses_zero_copy,
         text=str(spec),
@@ -360,7 +368,19 @@ def native_plan(
         splits=list(spec.splits),
         checksum=spec.checksum,
         call_info=json.dumps(spec.details()),
-        single_copy=uses_single_copy,
+        variant=(
+            variants.piece_bytes,
+            variants.single_copy,
+            variants.stream_payload,
+            variants.stream_output,
+        ),
+        space=(
+            variants.size_class,
+            list(variants.piece_sizes),
+            variants.tries_single_copy,
+            variants.tries_stream_payload,
+            variants.tries_stream_output,
+        ),
     )
 
 

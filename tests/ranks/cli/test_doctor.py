@@ -45,7 +45,7 @@ def test_text_has_a_line_per_check(
 
 def _self_test_result(**change: Any) -> dict[str, Any]:
     result = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "reason": "w"}
-    return {**result, "round_trip_ns": 100.0, "single_copy": "switched off", **change}
+    return {**result, "choices": [], "single_copy": "switched off", **change}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_engine_status_follows_the_self_test(
 
 
 def test_engine_notes_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    fallback = _self_test_result(runtime="process_group", reason="no shared memory here", round_trip_ns=0.0)
+    fallback = _self_test_result(runtime="process_group", reason="no shared memory here")
     monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [fallback, fallback])
     check = checks.engine(2)
     assert check.status == "note" and "because no shared memory here" in check.summary
@@ -121,9 +121,9 @@ def test_container_quota_limits_the_usable_cores(
 
 
 @pytest.mark.parametrize(
-    ("nanoseconds", "text"), [(0.0, "not measured"), (20, "one core"), (100, "one L3"), (480, "different")]
+    ("nanoseconds", "text"), [(None, "not measured"), (20, "one core"), (100, "one L3"), (480, "different")]
 )
-def test_placement_is_described_by_the_round_trip_time(nanoseconds: float, text: str) -> None:
+def test_placement_is_described_by_the_round_trip_time(nanoseconds: float | None, text: str) -> None:
     assert text in checks.describe_placement(nanoseconds)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import exact_inputs
 from dtcomm.schedule.ir import COLLECTIVES
-from tests.support.stopwatch import Stopwatch
 from tests.unit.collectives.call_by_name import call, require_alike
 
 SIZES = (0, 1, 7, 1024, 5000, 70_001, 1_500_000)
@@ -217,27 +215,3 @@ def compare_seeds(rank: int, n: int) -> None:
 
 def test_stochastic_rounding_depends_on_the_seed() -> None:
     run_ranks(compare_seeds, 2)
-
-
-def measure_core_latency(rank: int, world_size: int) -> str:
-    """Return whether operations of 4 KB made the engine measure the core-to-core latency, which takes both ranks."""
-    x, flags = torch.zeros(1024), torch.zeros(2)
-    watch = Stopwatch()
-    while True:
-        for _ in range(1024):
-            collectives.all_reduce(x)
-        late = not watch.elapsed().within(cpu_s=20, wall_s=50)
-        flags[0] = float(collectives.info()["round_trip_ns"] > 0)
-        flags[1] = float(late and rank == 0)
-        collectives.all_reduce(flags)
-        if flags[0] == world_size:
-            return "looked"
-        if flags[1]:
-            return "did not look"
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing to look at")
-def test_small_operations_measure_the_core_latency() -> None:
-    # Staging took up to four times as long where it bypassed a cache that the peer shares or used a private one.
-    answers = run_ranks(measure_core_latency, 2)
-    assert answers == ["looked", "looked"]

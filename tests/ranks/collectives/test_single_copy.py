@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any
@@ -174,16 +173,3 @@ def test_single_copy_is_refused_if_one_rank_lacks_permission() -> None:
     for text in errors:
         assert text.startswith("DTCOMM_SINGLE_COPY=on, but process_vm_readv of rank 0 (host"), text
         assert "Operation not permitted (kernel.yama.ptrace_scope" in text
-
-
-def single_copy_state(rank: int, n: int) -> str:
-    collectives.barrier()
-    return str(collectives.info()["single_copy"])
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each of two ranks")
-def test_ranks_with_a_core_each_use_staging() -> None:
-    # Both copies of staging then run at once; huge pages make the kernel's no faster than the two of them.
-    for reason in run_ranks(single_copy_state, 2, env={"THP_MEM_ALLOC_ENABLE": "1"}):
-        assert "every rank has a core" in reason or "process_vm_readv" in reason, reason
-        assert reason != "process_vm_readv"

@@ -19,6 +19,7 @@ from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, Pa
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.tcp import Listener
+from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.stopwatch import Stopwatch
@@ -226,7 +227,7 @@ def reduce_through_relay(
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
-        plan = native_plan(shape, schedule, rank, 16 * 1024, 64 * 1024, 8, False)
+        plan = native_plan(shape, schedule, rank, Variants(16 * 1024), 64 * 1024, 8, False)
         pointer = tensors[rank].data_ptr()
         try:
             natives[rank].run(plan, pointer, pointer, 0, 1)

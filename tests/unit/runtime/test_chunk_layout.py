@@ -194,6 +194,7 @@ def test_engine_cuts_the_same_number_of_pieces(spec: OpSpec, ranks: int, element
     native = _C.NativeProgram(0, ranks, program.chunks, list(program.payload_counts), program.flat())
     largest = max(part.dtype.itemsize for part in spec.parts)
     finest = min(part.codec.granularity for part in spec.parts)
+    piece_bytes = elements * largest * (ranks if spec.collective == "all_to_all" else program.chunks)
     plan = _C.NativePlan(
         program=native,
         geometry=GEOMETRY[spec.collective],
@@ -203,12 +204,15 @@ def test_engine_cuts_the_same_number_of_pieces(spec: OpSpec, ranks: int, element
             (part.numel, ELEMENT_TYPES[part.dtype], part.codec.native(), part.at(1).native())
             for part in spec.parts
         ],
-        piece_bytes=elements * largest * (ranks if spec.collective == "all_to_all" else program.chunks),
         slot_bytes=2**40,
         zero_copy=False,
         text="",
         max_boxes=64,
         splits=list(spec.splits),
+        checksum=False,
+        call_info="",
+        variant=(piece_bytes, False, False, False),
+        space=("", [], False, False, False),
     )
     pieces = cut_into_pieces(spec, program.chunks, ranks, max(finest, elements // finest * finest))
     assert plan.pieces == max(

@@ -8,6 +8,7 @@ import torch
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
+from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from tests.unit.runtime.simulated_cases import (
@@ -176,3 +177,34 @@ def test_seed_reproduces_a_simulation() -> None:
             cases = [make_case(rng, 3, "all_reduce", "ring", ["int8"], [9000]) for _ in range(2)]
             results.append(run_simulated(world, calls_per_rank(cases)))
         assert results[0] == results[1]
+
+
+def test_ranks_adopt_variants_alike_in_every_order() -> None:
+    """Ranks that run ahead of rank 0 wait for its decisions, and pieces of any size give the same sums."""
+    for world, rng in worlds(12, salt=29):
+        n = world.ranks
+        part = TensorSpec(rng.choice([1500, 6000]), torch.float32, codec(rng.choice(["none", "int8"])))
+        shape = OpSpec("all_reduce", "sum", (part,), rng.choice(["one_shot", "two_shot", "ring"]))
+        schedule = algorithms.build(shape.algorithm, "all_reduce", n)
+        variants = Variants(
+            4096,
+            size_class="all_reduce",
+            piece_sizes=(4096, 8192, 16384),
+            tries_stream_payload=True,
+            tries_stream_output=True,
+        )
+        calls: list[list[Operation]] = [[] for _ in range(n)]
+        for _ in range(240):
+            for rank in range(n):
+                tensor = torch.full((part.numel,), rank + 1.0)
+                operation = Operation(
+                    shape=shape, schedule=schedule, buffers=[Buffers(tensor, tensor)], variants=variants
+                )
+                calls[rank].append(operation)
+        require_finished(run_simulated(world, calls), world)
+        want = calls[0][0].buffers[0].output
+        assert want is not None and (want - n * (n + 1) / 2).abs().max() < 0.1
+        for rank_calls in calls:
+            for operation in rank_calls:
+                output = operation.buffers[0].output
+                assert output is not None and torch.equal(output, want), world

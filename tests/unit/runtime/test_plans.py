@@ -11,6 +11,7 @@ from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.runtime import plan_cache
 from dtcomm.runtime.communicator import SingleRankRuntime
+from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.types import OpSpec, TensorSpec
@@ -26,7 +27,7 @@ def exchange(ranks: int, numel: int, splits: tuple[int, ...] = ()) -> OpSpec:
 def test_a_rank_keeps_its_own_rows_and_columns_of_an_exchange() -> None:
     ranks, numel = 32, (256 << 20) // 4 // 32  # 256 MB on each rank
     schedule = algorithms.build("one_shot", "all_to_all", ranks)
-    plan = native_plan(exchange(ranks, numel), schedule, 5, PIECE_BYTES, SLOT_BYTES)
+    plan = native_plan(exchange(ranks, numel), schedule, 5, Variants(PIECE_BYTES), SLOT_BYTES)
     pairs_of_rank = 2 * ranks - 1
     assert plan.pieces * pairs_of_rank * 64 < plan.memory_bytes < plan.pieces * pairs_of_rank * 100
     assert plan.memory_bytes < 8 << 20
@@ -41,7 +42,9 @@ def test_ranks_agree_on_the_pieces_of_unequal_shards(spec: str) -> None:
         splits = tuple(draw.choice([0, 1, 1000, 70_000, 300_000]) for _ in range(ranks**2))
         part = TensorSpec(max(splits), torch.float32, codec(spec), None)
         request = OpSpec("all_to_all", "sum", (part,), "one_shot", splits=splits)
-        plans = [native_plan(request, schedule, rank, PIECE_BYTES, SLOT_BYTES) for rank in range(ranks)]
+        plans = [
+            native_plan(request, schedule, rank, Variants(PIECE_BYTES), SLOT_BYTES) for rank in range(ranks)
+        ]
         assert len({plan.pieces for plan in plans}) == 1
         assert len({plan.fingerprint for plan in plans}) == 1
 

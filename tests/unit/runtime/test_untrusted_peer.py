@@ -20,6 +20,7 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
+from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
@@ -33,7 +34,7 @@ NUMEL = 1000
 LONG = 20.0  # seconds: an error that is raised because of a timeout would come too late
 
 # csrc/engine/shm_layout.h: offsets in RegionHeader
-WAITING_FOR, FAILURE_RECORD = 128, 256
+WAITING_FOR, FAILURE_RECORD = 128, 192
 
 
 def frame(kind: int, *words: int, payload: bytes = b"") -> bytes:
@@ -50,7 +51,7 @@ class Rank:
         self.tensor = torch.ones(numel)
         spec = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "one_shot")
         schedule = algorithms.build("one_shot", "all_reduce", 2)
-        self.plan = native_plan(spec, schedule, 0, 16 * 1024, SLOT_BYTES, BOXES, False)
+        self.plan = native_plan(spec, schedule, 0, Variants(16 * 1024), SLOT_BYTES, BOXES, False)
 
     def attach(self, peer: tuple[int, ...], connection: int = -1) -> None:
         own = (*self.native.address(), -1, False, "rank 0")

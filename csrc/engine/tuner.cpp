@@ -1,0 +1,200 @@
+#include "engine/tuner.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace dtcomm {
+namespace {
+
+constexpr std::uint64_t kFirstStage = 2;  // the first operations of a class touch memory for the first time
+constexpr std::size_t kRounds = 7;
+constexpr std::size_t kLeastTimes = 3;  // of a candidate, without which nothing is decided
+// No rank is more than kSlots operations ahead of another one, so when rank 0 decides, all ranks have ended the trials,
+// and when a rank adopts the decision, it has usually been published.
+constexpr std::uint64_t kDecide = kSlots + 2;
+constexpr std::uint64_t kAdopt = 3 * kSlots;
+static_assert(kAdopt > kDecide + kSlots);
+constexpr double kBetter = 0.97;         // of the time in use: what takes less replaces it
+constexpr double kMaxCost = 0.005;       // of the time of a class's operations that trials may cost
+constexpr std::uint64_t kLeastGap = 20;  // operations between stages, times the trials of a stage
+
+// A decision in a word: the mark of the stage that it ends, the challenger and the variant in use, which are the same
+// if there is no challenger, and the operation of the class in which the next stage begins.
+constexpr int kMarkShift = 56, kChallengerShift = 48, kVariantShift = 40;
+constexpr std::uint64_t kBeginMask = (std::uint64_t{1} << kVariantShift) - 1;
+constexpr std::uint64_t mark_of(std::uint64_t stage) { return stage % 0xff + 1; }
+
+// What takes longer than usual, because something else runs, is above the lower quartile.
+double lower_quartile(std::vector<double>& values) {
+  const auto quarter = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 4);
+  std::nth_element(values.begin(), quarter, values.end());
+  return *quarter;
+}
+
+// The properties of which a stage tries all values together: the bits of a variant, or the piece size.
+constexpr unsigned kProperties[] = {VariantSpace::kSingleCopy,
+                                    VariantSpace::kStreamPayload | VariantSpace::kStreamOutput, 0};
+
+std::vector<unsigned> candidates_of(const VariantSpace& space, unsigned variant, unsigned property) {
+  std::vector<unsigned> candidates{variant};
+  unsigned bits = property & space.tried;
+  if (property == 0) {
+    for (unsigned size = 0; size < space.piece_bytes.size(); ++size) {
+      const unsigned other = (variant & ((1u << VariantSpace::kPieceShift) - 1)) | size << VariantSpace::kPieceShift;
+      if (other != variant) candidates.push_back(other);
+    }
+    return candidates;
+  }
+  if (variant & VariantSpace::kSingleCopy) bits &= ~VariantSpace::kStreamPayload;  // there are no payloads
+  for (unsigned set = bits; set != 0; set = (set - 1) & bits) candidates.push_back(variant ^ set);
+  return candidates;
+}
+
+}  // namespace
+
+Tuner::SizeClass* Tuner::find(const VariantSpace& space) {
+  if (const auto found = classes_.find(space.key); found != classes_.end()) return &found->second;
+  if (classes_.size() == kSizeClasses) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  SizeClass size_class;
+  size_class.index = classes_.size();
+  size_class.space = space;
+  size_class.variant = space.initial;
+  SizeClass& added = classes_.emplace(space.key, std::move(size_class)).first->second;
+  begin_stage(added, kFirstStage);
+  return &added;
+}
+
+// Begins the stage of the next property of which there is something to try.
+void Tuner::begin_stage(SizeClass& size_class, std::uint64_t begin) {
+  const std::size_t first = size_class.properties;
+  do {
+    const unsigned property = kProperties[size_class.properties++ % std::size(kProperties)];
+    size_class.candidates = candidates_of(size_class.space, size_class.variant, property);
+  } while (size_class.candidates.size() < 2 && size_class.properties < first + std::size(kProperties));
+  size_class.begin = size_class.candidates.size() < 2 ? UINT64_MAX : begin;
+  size_class.trials.clear();
+}
+
+std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64_t operation) {
+  SizeClass* const found = find(space);
+  if (!found) return Choice{space.initial, std::nullopt};
+  SizeClass& size_class = *found;
+  if (size_class.count >= size_class.begin) {
+    const std::uint64_t since = size_class.count - size_class.begin;
+    const std::uint64_t trials = size_class.candidates.size() * kRounds;
+    if (since < trials) {
+      ++size_class.count;
+      ++size_class.all_trials;
+      size_class.trials.push_back({next_trial_, operation});
+      return Choice{size_class.candidates[since % size_class.candidates.size()], next_trial_++};
+    }
+    if (since == trials + kDecide && transport_.rank == 0) decide(size_class);
+    if (since == trials + kAdopt && !adopt(size_class)) return std::nullopt;
+  }
+  ++size_class.count;
+  return Choice{size_class.variant, std::nullopt};
+}
+
+void Tuner::record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns) {
+  TrialTimes& times = transport_.own().header->trials[trial % kTrials];
+  times.operation.store(0, std::memory_order_release);
+  times.begin_ns.store(begin_ns, std::memory_order_release);
+  times.end_ns.store(end_ns, std::memory_order_release);
+  times.operation.store(operation, std::memory_order_release);
+}
+
+// Nothing if a rank's times are missing: another trial has taken their place, or the rank has not ended the operation.
+std::optional<double> Tuner::microseconds_of(const Trial& trial) const {
+  std::uint64_t last_begin = 0, last_end = 0;
+  for (const PeerView& peer : transport_.peers) {
+    const TrialTimes& times = peer.header->trials[trial.number % kTrials];
+    if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
+    last_begin = std::max(last_begin, times.begin_ns.load(std::memory_order_acquire));
+    last_end = std::max(last_end, times.end_ns.load(std::memory_order_acquire));
+    if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
+  }
+  if (last_end < last_begin) return std::nullopt;
+  return static_cast<double>(last_end - last_begin) * 1e-3;
+}
+
+// By candidate; empty if there are too few times of one.
+std::vector<double> Tuner::times_of(const SizeClass& size_class) const {
+  const std::size_t candidates = size_class.candidates.size();
+  std::vector<double> result;
+  for (std::size_t candidate = 0; candidate < candidates; ++candidate) {
+    std::vector<double> values;
+    for (std::size_t trial = candidate; trial < size_class.trials.size(); trial += candidates) {
+      if (const auto value = microseconds_of(size_class.trials[trial])) values.push_back(*value);
+    }
+    if (values.size() < kLeastTimes) return {};
+    result.push_back(lower_quartile(values));
+  }
+  return result;
+}
+
+// Rank 0: chooses among the candidates of the stage, and when the next one begins. What is better than the variant in
+// use becomes its challenger, and replaces it if it is better once more.
+void Tuner::decide(SizeClass& size_class) {
+  const std::vector<double> times = times_of(size_class);
+  const std::uint64_t trials = size_class.trials.size();
+  unsigned variant = size_class.variant, challenger = variant;
+  std::uint64_t gap = size_class.properties < std::size(kProperties) ? 0 : kLeastGap * trials;
+  if (!times.empty()) {
+    const auto best = static_cast<std::size_t>(std::min_element(times.begin(), times.end()) - times.begin());
+    double used = times[0];
+    if (times[best] < kBetter * times[0]) {
+      challenger = size_class.candidates[best];
+      if (size_class.confirms) {
+        variant = challenger;
+        used = times[best];
+      }
+    }
+    double cost = 0;  // of the same stage, if it is repeated
+    for (const double time : times) cost += static_cast<double>(kRounds) * std::max(0.0, time - used);
+    if (gap > 0) gap = std::max(gap, static_cast<std::uint64_t>(std::min(cost / (kMaxCost * used), 1e9)));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    size_class.microseconds = used;
+  }
+  if (challenger != variant) gap = 0;
+  const std::uint64_t begin = size_class.begin + trials + kAdopt + 1 + gap;
+  const std::uint64_t decision = mark_of(size_class.stage) << kMarkShift |
+                                 std::uint64_t{challenger} << kChallengerShift |
+                                 std::uint64_t{variant} << kVariantShift | (begin & kBeginMask);
+  std::atomic<std::uint64_t>* const decisions = transport_.own().header->decisions[size_class.index];
+  decisions[size_class.stage % kDecisions].store(decision, std::memory_order_release);
+  transport_.wake_peers();
+}
+
+// Adopts rank 0's decision; false if it has not been published yet.
+bool Tuner::adopt(SizeClass& size_class) {
+  const std::atomic<std::uint64_t>* const decisions = transport_.peer(0).header->decisions[size_class.index];
+  const std::uint64_t decision = decisions[size_class.stage % kDecisions].load(std::memory_order_acquire);
+  if (decision >> kMarkShift != mark_of(size_class.stage)) return false;
+  const auto challenger = static_cast<unsigned>(decision >> kChallengerShift & 0xff);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  size_class.variant = static_cast<unsigned>(decision >> kVariantShift & 0xff);
+  ++size_class.stage;
+  size_class.confirms = challenger != size_class.variant;
+  if (size_class.confirms) {
+    size_class.candidates = {size_class.variant, challenger};
+    size_class.begin = decision & kBeginMask;
+    size_class.trials.clear();
+  } else {
+    size_class.settled = size_class.settled || size_class.properties >= std::size(kProperties);
+    begin_stage(size_class, decision & kBeginMask);
+  }
+  return true;
+}
+
+std::vector<SizeClassReport> Tuner::reports() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<SizeClassReport> result(classes_.size());
+  for (const auto& [key, size_class] : classes_) {
+    result[size_class.index] = {size_class.space.size_class, size_class.space.at(size_class.variant),
+                                size_class.microseconds, size_class.all_trials, size_class.settled};
+  }
+  return result;
+}
+
+}  // namespace dtcomm

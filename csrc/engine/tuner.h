@@ -1,0 +1,90 @@
+// Chooses how operations are carried out by trying it: which stores write payloads and results, how large the pieces
+// are, whether receivers copy out of the sender's memory. Results do not depend on it.
+//
+// Operations of the same kind and about the same size form a size class. All ranks run the same operations in the same
+// order, so they count those of a class alike. Trials take place in stages. A stage tries the values of one property,
+// in turn and kRounds times, in the operations [begin, begin + trials) of its class, and every rank writes down when it
+// started and ended them. kDecide operations later, rank 0 reads these times, decides, and publishes the decision in
+// its region: the variant, and when the next stage begins. What is better than the variant in use is compared with it
+// once more before it replaces it. From operation begin + trials + kAdopt of the class on, all
+// ranks use it; a rank that gets there first waits for the decision.
+//
+// The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
+// not count. Once every property has had its stage, the next stage begins when so many operations have passed that what
+// its trials will cost is at most kMaxCost of their time.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/plan.h"
+#include "engine/transport.h"
+
+namespace dtcomm {
+
+// What is known about a size class, for reports.
+struct SizeClassReport {
+  std::string name;
+  Variant variant;
+  double microseconds = 0;  // of an operation, as measured by rank 0; 0: not yet, or another rank's
+  std::uint64_t trials = 0;
+  bool settled = false;  // every property has been tried
+};
+
+class Tuner {
+ public:
+  explicit Tuner(Transport& transport) : transport_(transport) {}
+  Tuner(const Tuner&) = delete;
+
+  // What the operation that starts now uses: a variant of its plan. `trial` is the number of a trial, whose times are
+  // to be recorded.
+  struct Choice {
+    unsigned variant = 0;
+    std::optional<std::uint64_t> trial;
+  };
+  // Nothing if rank 0 has not published its decision yet; the call is then to be repeated.
+  std::optional<Choice> start(const VariantSpace& space, std::uint64_t operation);
+  // Writes down the times of a trial.
+  void record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns);
+
+  std::vector<SizeClassReport> reports() const;
+
+ private:
+  struct Trial {
+    std::uint64_t number;
+    std::uint64_t operation;
+  };
+  struct SizeClass {
+    std::size_t index = 0;  // of its decisions
+    VariantSpace space;
+    unsigned variant = 0;        // in use
+    std::uint64_t count = 0;     // of its operations
+    std::uint64_t stage = 0;     // all stages so far
+    std::size_t properties = 0;  // that have had their stage, in turn
+    bool confirms = false;       // the stage compares the variant in use with its challenger once more
+    bool settled = false;
+    std::uint64_t begin = 0;           // of the stage, in operations of this class
+    std::vector<unsigned> candidates;  // of the stage; the first one is the variant in use
+    std::vector<Trial> trials;         // of the stage
+    std::uint64_t all_trials = 0;      // of all stages
+    double microseconds = 0;
+  };
+
+  SizeClass* find(const VariantSpace& space);  // null if there are too many
+  void decide(SizeClass& size_class);
+  bool adopt(SizeClass& size_class);
+  static void begin_stage(SizeClass& size_class, std::uint64_t begin);
+  std::vector<double> times_of(const SizeClass& size_class) const;
+  std::optional<double> microseconds_of(const Trial& trial) const;
+
+  Transport& transport_;
+  std::unordered_map<std::uint64_t, SizeClass> classes_;  // by key
+  std::uint64_t next_trial_ = 0;
+  mutable std::mutex mutex_;  // held while classes are added, changed or reported
+};
+
+}  // namespace dtcomm
