@@ -30,6 +30,7 @@ bool Interpreter::choose_variant() {
   }
   state_.first_seq = transport.next_seq;
   transport.next_seq += state_.plan().pieces();
+  if (state_.plan().zero_copy()) transport.wake_peers();  // they wait for this rank's announcement
   if (ZeroCopy::is_excluded(state_)) mode_ = &slot_pipeline_.emplace(state_);
   has_variant_ = true;
   return true;

@@ -154,7 +154,6 @@ std::vector<PeerSnapshot> PeerSet::snapshots() const {
 std::uint64_t PeerSet::announce_operation(const Call& call, std::uint64_t number) {
   const std::uint64_t fingerprint = announce(*own_.header, call, number);
   last_announced_ = number;
-  if (call.plan->may_zero_copy()) wake_peers();
   return fingerprint;
 }
 

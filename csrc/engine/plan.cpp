@@ -39,10 +39,8 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   const std::vector<std::size_t>& splits = options_.splits;
   fingerprint_ = hash_bytes(fingerprint_, splits.data(), splits.size() * sizeof(std::size_t));
   const VariantSpace& space = options_.space;
-  if (!space.size_class.empty()) {
-    fingerprint_ = mix64(fingerprint_, space.key ^ (std::uint64_t{space.tried} << 32 | space.initial));
-    fingerprint_ = hash_bytes(fingerprint_, space.piece_bytes.data(), space.piece_bytes.size() * sizeof(std::size_t));
-  }
+  options_.space.set_key();
+  if (!space.size_class.empty()) fingerprint_ = mix64(fingerprint_, space.key());
   if (segments_.empty()) {
     cut_pieces(1);
     return;
@@ -73,6 +71,9 @@ Status Plan::validate(const PlanOptions& options) const {
   if (!space.size_class.empty() && (space.piece_bytes.empty() || space.piece_bytes.size() > VariantSpace::kPieceSizes ||
                                     space.initial >> VariantSpace::kPieceShift >= space.piece_bytes.size())) {
     return Status::error("piece_bytes: 1 to " + std::to_string(VariantSpace::kPieceSizes) + " sizes to try");
+  }
+  if ((space.tried & VariantSpace::kAlternative) != 0 && !options.alternative) {
+    return Status::error("alternative: there is no program to try");
   }
   if (!options.splits.empty() && (geometry_ != Geometry::exchange || segments_.size() != 1 ||
                                   options.splits.size() != static_cast<std::size_t>(program_->chunks))) {
@@ -149,6 +150,11 @@ std::vector<std::vector<Slice>> Plan::lay_out(const std::vector<std::vector<Elem
   return result;
 }
 
+void VariantSpace::set_key() {
+  key_ = hash_bytes(std::uint64_t{tried} << 32 | initial, size_class.data(), size_class.size());
+  key_ = hash_bytes(key_, piece_bytes.data(), piece_bytes.size() * sizeof(std::size_t));
+}
+
 std::shared_ptr<const Plan> Plan::with_variant(unsigned variant, bool trial) const {
   if (!trial && variants_.size() > 1) {
     variants_.erase(
@@ -161,7 +167,8 @@ std::shared_ptr<const Plan> Plan::with_variant(unsigned variant, bool trial) con
   }
   PlanOptions options = options_;
   options.variant = options_.space.at(variant);
-  auto plan = std::make_shared<const Plan>(program_, geometry_, op_, divisor_ > 1, segments_, options, text_);
+  const auto& program = options.variant.alternative ? options_.alternative : program_;
+  auto plan = std::make_shared<const Plan>(program, geometry_, op_, divisor_ > 1, segments_, options, text_);
   variants_.emplace_back(variant, plan);
   return plan;
 }

@@ -54,25 +54,31 @@ struct Variant {
   bool single_copy = false;              // peers copy what a rank publishes out of its private memory
   bool stream_payload = false;           // payloads are written with non-temporal stores
   bool stream_output = false;            // so are outputs, where nothing was read there just before
+  bool alternative = false;              // it runs the alternative program
 };
 
 // The variants that a Tuner tries of a plan. Variants are numbered: bit 0 is single_copy, bit 1 stream_payload, bit 2
-// stream_output, and the others are an index into piece_bytes.
+// stream_output, bit 3 alternative, and the others are an index into piece_bytes.
 struct VariantSpace {
   static constexpr std::size_t kPieceSizes = 8;
-  static constexpr unsigned kSingleCopy = 1, kStreamPayload = 2, kStreamOutput = 4, kPieceShift = 3;
-  static constexpr std::size_t kVariants = kPieceSizes << kPieceShift;
+  static constexpr unsigned kSingleCopy = 1, kStreamPayload = 2, kStreamOutput = 4, kAlternative = 8, kPieceShift = 4;
 
   std::string size_class;  // what such operations have in common, for people; empty: nothing is tried
-  std::uint64_t key = 0;   // a hash of it
   std::vector<std::size_t> piece_bytes;
   unsigned tried = 0;  // the bits of which both values are tried
   unsigned initial = 0;
 
+  // Equal for plans that are tuned together: those of a size class for which the same variants are tried.
+  std::uint64_t key() const { return key_; }
+  void set_key();
+
   Variant at(unsigned variant) const {
     return {piece_bytes[variant >> kPieceShift], (variant & kSingleCopy) != 0, (variant & kStreamPayload) != 0,
-            (variant & kStreamOutput) != 0};
+            (variant & kStreamOutput) != 0, (variant & kAlternative) != 0};
   }
+
+ private:
+  std::uint64_t key_ = 0;
 };
 
 struct PlanOptions {
@@ -80,8 +86,11 @@ struct PlanOptions {
   VariantSpace space;
   std::size_t slot_bytes = 512 * 1024;  // for a rank's boxes of one piece
   bool zero_copy = false;               // peers may read and write tensors that lie in shared memory
-  bool checksum = false;                // payloads carry a CRC32C
-  std::size_t max_boxes = SIZE_MAX;     // for which the communicator has flags
+  // A program with the same results that may take less time, or null, and whether it may run by zero copy.
+  std::shared_ptr<const Program> alternative;
+  bool alternative_zero_copy = false;
+  bool checksum = false;             // payloads carry a CRC32C
+  std::size_t max_boxes = SIZE_MAX;  // for which the communicator has flags
   // An exchange of unequal shards: the elements of each chunk of the only segment. Empty if all have `numel`.
   std::vector<std::size_t> splits;
   std::string call_info;  // the call as JSON, for reports
@@ -103,10 +112,12 @@ class Plan {
   std::size_t box_stride() const { return box_stride_; }
   std::size_t accumulator_bytes() const { return accumulator_bytes_; }
   // Whether peers may access the tensor itself, mapped or (single_copy) by copying out of its owner's memory.
-  bool zero_copy() const { return options_.zero_copy || options_.variant.single_copy; }
+  bool zero_copy() const {
+    return (options_.variant.alternative ? options_.alternative_zero_copy : options_.zero_copy) || single_copy();
+  }
   bool single_copy() const { return options_.variant.single_copy; }
   // The same of some variant of this plan.
-  bool may_zero_copy() const { return zero_copy() || may_single_copy(); }
+  bool may_zero_copy() const { return options_.zero_copy || options_.alternative_zero_copy || may_single_copy(); }
   bool may_single_copy() const { return single_copy() || (options_.space.tried & VariantSpace::kSingleCopy) != 0; }
   bool checksum() const { return options_.checksum; }
   bool streams_payload() const { return options_.variant.stream_payload; }

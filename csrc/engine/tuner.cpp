@@ -32,8 +32,9 @@ double lower_quartile(std::vector<double>& values) {
 }
 
 // The properties of which a stage tries all values together: the bits of a variant, or the piece size.
-constexpr unsigned kProperties[] = {VariantSpace::kSingleCopy,
-                                    VariantSpace::kStreamPayload | VariantSpace::kStreamOutput, 0};
+constexpr unsigned kProperties[] = {
+    VariantSpace::kSingleCopy, VariantSpace::kAlternative | VariantSpace::kStreamPayload | VariantSpace::kStreamOutput,
+    0};
 
 std::vector<unsigned> candidates_of(const VariantSpace& space, unsigned variant, unsigned property) {
   std::vector<unsigned> candidates{variant};
@@ -53,14 +54,14 @@ std::vector<unsigned> candidates_of(const VariantSpace& space, unsigned variant,
 }  // namespace
 
 Tuner::SizeClass* Tuner::find(const VariantSpace& space) {
-  if (const auto found = classes_.find(space.key); found != classes_.end()) return &found->second;
+  if (const auto found = classes_.find(space.key()); found != classes_.end()) return &found->second;
   if (classes_.size() == kSizeClasses) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
   SizeClass size_class;
   size_class.index = classes_.size();
   size_class.space = space;
   size_class.variant = space.initial;
-  SizeClass& added = classes_.emplace(space.key, std::move(size_class)).first->second;
+  SizeClass& added = classes_.emplace(space.key(), std::move(size_class)).first->second;
   begin_stage(added, kFirstStage);
   return &added;
 }

@@ -225,14 +225,13 @@ void bind_communicator(py::module_& module) {
             for (const SizeClassReport& report : self.size_classes()) {
               const Variant& variant = report.variant;
               result.append(py::make_tuple(report.name, variant.piece_bytes, variant.single_copy,
-                                           variant.stream_payload, variant.stream_output, report.microseconds,
-                                           report.trials, report.settled));
+                                           variant.stream_payload, variant.stream_output, variant.alternative,
+                                           report.microseconds, report.trials, report.settled));
             }
             return result;
           },
           "What the tuner has chosen: (size class, piece_bytes, single_copy, stream_payload, stream_output, "
-          "microseconds, "
-          "trials, settled).")
+          "alternative, microseconds, trials, settled).")
       .def_readwrite("waiters_help_progress", &Communicator::waiters_help_progress)
       .def(
           "set_wait_policy",

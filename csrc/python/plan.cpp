@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/hash.h"
 #include "python/arguments.h"
 #include "python/bindings.h"
 
@@ -46,7 +45,6 @@ VariantSpace space_of(const Variant& initial, const SpaceTuple& tuple) {
   };
   const auto size = std::find(space.piece_bytes.begin(), space.piece_bytes.end(), initial.piece_bytes);
   if (size == space.piece_bytes.end()) throw py::value_error("space: its pieces lack the size of the variant");
-  space.key = hash_bytes(0, space.size_class.data(), space.size_class.size());
   space.tried = bits(single_copy, stream_payload, stream_output);
   space.initial = static_cast<unsigned>(size - space.piece_bytes.begin()) << VariantSpace::kPieceShift |
                   bits(initial.single_copy, initial.stream_payload, initial.stream_output);
@@ -57,7 +55,8 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
                                 const std::vector<SegmentTuple>& tuples, std::size_t slot_bytes, bool zero_copy,
                                 const std::string& text, std::size_t max_boxes, std::vector<std::size_t> splits,
                                 bool checksum, const std::string& call_info, const VariantTuple& variant,
-                                const SpaceTuple& space) {
+                                const SpaceTuple& space, std::shared_ptr<Program> alternative,
+                                bool alternative_zero_copy) {
   std::vector<Segment> segments;
   for (const auto& [numel, dtype, codec, between] : tuples) {
     segments.push_back(
@@ -68,6 +67,9 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   std::tie(options.variant.piece_bytes, options.variant.single_copy, options.variant.stream_payload,
            options.variant.stream_output) = variant;
   options.space = space_of(options.variant, space);
+  if (alternative) options.space.tried |= VariantSpace::kAlternative;
+  options.alternative = std::move(alternative);
+  options.alternative_zero_copy = alternative_zero_copy;
   options.slot_bytes = slot_bytes;
   options.zero_copy = zero_copy;
   options.checksum = checksum;
@@ -128,7 +130,7 @@ void bind_plan(py::module_& module) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
            py::arg("average"), py::arg("segments"), py::arg("slot_bytes"), py::arg("zero_copy"), py::arg("text"),
            py::arg("max_boxes"), py::arg("splits"), py::arg("checksum"), py::arg("call_info"), py::arg("variant"),
-           py::arg("space"))
+           py::arg("space"), py::arg("alternative") = nullptr, py::arg("alternative_zero_copy") = false)
       .def_property_readonly("pieces", &Plan::pieces)
       .def_property_readonly("memory_bytes", &Plan::memory_bytes)
       .def_property_readonly("max_boxes", &Plan::max_boxes)

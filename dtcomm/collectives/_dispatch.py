@@ -309,7 +309,10 @@ def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: 
             algorithm, request.collective, communicator.size, request.root, communicator.groups
         )
         if not algorithms.is_registered(algorithm):
-            return communicator.runtime.prepare(request._replace(algorithm=algorithm), schedule)
+            any_direct = request.algorithm in planner.CHOOSERS
+            return communicator.runtime.prepare(
+                request._replace(algorithm=algorithm, any_direct=any_direct), schedule
+            )
         # Ranks may have registered different builders under one name.
         custom = NamedSchedule(f"{algorithm} ({NamedSchedule.of(schedule).name})", schedule)
     plan = communicator.runtime.prepare(request._replace(algorithm=custom.name), custom.schedule)

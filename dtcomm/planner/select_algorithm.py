@@ -4,7 +4,7 @@ The choice is a pure function of what all ranks know alike, so all ranks choose 
 
 - Inside one host the direct algorithms win: memory is shared, and a step costs the round trip of a cache line. A
   lossless all-reduce takes one shot while that is small and two shots above. Both give the same bits (one fp32 sum in
-  rank order, rounded once), so the size decides only the time.
+  rank order, rounded once), so the size decides only the time, and the native engine tries both.
 - A lossy all-reduce takes two shots at every size. One shot encodes each contribution and no sum, two shots encode the
   sum as well. If the size chose between them, the result of a parameter would depend on what else is in its bucket.
 - The other collectives have one direct algorithm worth using inside a host: one shot.

@@ -82,7 +82,8 @@ class OpSpec(NamedTuple):
     A plan and its fingerprint are made from it. ``parts`` are the tensors of the message. ``splits`` are the elements
     that each rank sends to each other rank in an all_to_all of unequal shards, at index sender * ranks + receiver;
     empty if all shards are equal. With ``checksum`` every payload travels with its CRC32C. ``purpose`` names the stage
-    of a multi-stage operation that this one is.
+    of a multi-stage operation that this one is. ``any_direct`` says that the caller left the algorithm to dtcomm, so
+    that a runtime may use another direct one with the same results.
     """
 
     collective: str
@@ -93,6 +94,7 @@ class OpSpec(NamedTuple):
     splits: tuple[int, ...] = ()
     checksum: bool = False
     purpose: str = ""
+    any_direct: bool = False
 
     @property
     def in_python(self) -> bool:

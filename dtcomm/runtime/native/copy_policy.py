@@ -25,6 +25,7 @@ SOCKET_SLOT_BYTES = 2 * 2**20
 MIN_ZERO_COPY_BYTES = 128 * 1024  # of a tensor that is only copied: the sender has to wait for the receivers
 MIN_TRIED_BYTES = 4096  # smaller operations take as long as it takes to signal
 MIN_PIECE_BYTES = 16 * 1024
+MAX_ONE_SHOT_BYTES = 2**20  # above, sending everything to every rank does not pay
 PIECE_SIZES = 4  # that are tried
 # Large results that all ranks write at once do not stay in the last-level cache. Only where trials begin.
 STREAMED_OUTPUT_BYTES = 16 * 2**20
@@ -43,6 +44,7 @@ class Variants:
         size_class: Operations with this name are tried together; empty: nothing is tried.
         piece_sizes: Sizes to try, ``piece_bytes`` among them.
         tries_single_copy: Whether to try both values; the same for the two below.
+        alternative: An algorithm with the same results to try; empty: none.
     """
 
     piece_bytes: int
@@ -54,6 +56,7 @@ class Variants:
     tries_single_copy: bool = False
     tries_stream_payload: bool = False
     tries_stream_output: bool = False
+    alternative: str = ""
 
 
 def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Variants:
@@ -79,12 +82,13 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
         return fixed
     codecs = {str(part.codec) for part in spec.parts}
     dtypes = {str(part.dtype).removeprefix("torch.") for part in spec.parts}
+    alternative = _alternative(spec)
     return replace(
         fixed,
         size_class=" ".join(
             (
                 spec.collective if spec.algorithm != "send" else "send",
-                spec.algorithm,
+                "direct" if alternative else spec.algorithm,
                 "+".join(sorted(codecs)),
                 "+".join(sorted(dtypes)),
                 f"2^{spec.nbytes.bit_length() - 1} bytes",
@@ -97,7 +101,18 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
         and (spec.algorithm != "send" or spec.nbytes > SLOTS * SLOT_BYTES),
         tries_stream_payload=staging == "auto",
         tries_stream_output=written >= MIN_STREAMED_OUTPUT_BYTES,
+        alternative=alternative,
     )
+
+
+def _alternative(spec: OpSpec) -> str:
+    """The other direct algorithm, where both give the same bits and either may be faster; empty elsewhere."""
+    lossless = all(part.codec.lossless(part.dtype) for part in spec.parts)
+    if not spec.any_direct or spec.collective != "all_reduce" or not lossless:
+        return ""
+    if spec.nbytes > MAX_ONE_SHOT_BYTES:
+        return ""
+    return {"one_shot": "two_shot", "two_shot": "one_shot"}.get(spec.algorithm, "")
 
 
 def _piece_sizes(spec: OpSpec, ranks: int, piece: int) -> tuple[int, ...]:
@@ -110,7 +125,7 @@ def _piece_sizes(spec: OpSpec, ranks: int, piece: int) -> tuple[int, ...]:
     while size >= MIN_PIECE_BYTES and len(sizes) < PIECE_SIZES:
         # A message that is sent at once today stays one.
         fits = spec.algorithm != "send" or size * SLOTS >= total or piece * SLOTS < total
-        if size < 2 * total and fits:
+        if size <= 1 << (total.bit_length() - 1) and fits:
             sizes.add(size)
         size //= 2
     return tuple(sorted(sizes))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtcomm import _C, env, torch_threads
+from dtcomm import _C, algorithms, env, torch_threads
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
@@ -34,6 +34,7 @@ CHOICE = (
     "single_copy",
     "stream_payload",
     "stream_output",
+    "alternative",
     "microseconds",
     "trials",
     "settled",
@@ -348,12 +349,15 @@ def native_plan(
 
     ``uses_zero_copy`` None means wherever the operation can.
     """
-    program = lower(schedule, rank)
-    native = _C.NativeProgram(
-        rank, schedule.ranks, program.chunks, list(program.payload_counts), program.flat()
-    )
+    alternative, alternative_zero_copy = None, False
+    if variants.alternative:
+        other = spec._replace(algorithm=variants.alternative)
+        alternative = _native_program(
+            algorithms.build(other.algorithm, spec.collective, schedule.ranks), rank
+        )
+        alternative_zero_copy = copy_policy.can_use_zero_copy(other)
     return _C.NativePlan(
-        program=native,
+        program=_native_program(schedule, rank),
         geometry=GEOMETRY[spec.collective],
         op=OPS[spec.op],
         average=spec.op == "avg",
@@ -381,6 +385,15 @@ def native_plan(
             variants.tries_stream_payload,
             variants.tries_stream_output,
         ),
+        alternative=alternative,
+        alternative_zero_copy=alternative_zero_copy,
+    )
+
+
+def _native_program(schedule: Schedule, rank: int) -> _C.NativeProgram:
+    program = lower(schedule, rank)
+    return _C.NativeProgram(
+        rank, schedule.ranks, program.chunks, list(program.payload_counts), program.flat()
     )
 
 

@@ -109,3 +109,40 @@ def small_operations(rank: int, n: int) -> list[dict[str, Any]]:
 
 def test_small_operations_are_not_tried() -> None:
     assert run_ranks(small_operations, 2) == [[], []]
+
+
+def reduce_exactly(rank: int, n: int) -> tuple[bytes, dict[str, Any]]:
+    """Return the bytes of an average of numbers that are rounded, while one and two shots are tried."""
+    generator = torch.Generator().manual_seed(rank)
+    source = torch.randn(20_001, generator=generator).half()
+    x = source.clone()
+    collectives.all_reduce(x, "avg", algorithm="two_shot")
+    want = x.clone()
+    for _ in range(200):
+        x.copy_(source)
+        collectives.all_reduce(x, "avg")
+        assert torch.equal(x, want)
+    (choice,) = (choice for choice in collectives.info()["choices"] if " direct " in choice["size_class"])
+    return want.numpy().tobytes(), choice
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_one_and_two_shots_give_the_same_bits(n: int) -> None:
+    (want, choice), *others = run_ranks(reduce_exactly, n)
+    assert choice["trials"] >= 28  # four combinations of stores and shots
+    assert all(bits == want for bits, _ in others)
+
+
+def mix_requests(rank: int, n: int) -> list[str]:
+    """Call with and without a given algorithm in turn, so that plans with other variants have the same sizes."""
+    x = torch.empty(5000)
+    for step in range(300):
+        for algorithm in ("auto", "one_shot", "two_shot", "ring"):
+            x.fill_(rank + step)
+            collectives.all_reduce(x, algorithm=algorithm)
+            assert x.eq(sum(range(n)) + n * step).all()
+    return [choice["size_class"].split()[1] for choice in collectives.info()["choices"]]
+
+
+def test_a_given_algorithm_is_a_class_of_its_own() -> None:
+    assert run_ranks(mix_requests, 3) == [["direct", "one_shot", "two_shot", "ring"]] * 3
