@@ -1,4 +1,4 @@
-"""Compare dtcomm.all_reduce with Gloo, Open MPI, a hand-written all-reduce and the memory floor in one run.
+"""Compare dtcomm.all_reduce with Gloo, Open MPI, DeepSpeed, a hand-written all-reduce and the memory floor.
 
 python -m bench.all_reduce [--ranks 2 4] [--sizes 1K 64M] [--quick] [--only gloo dtcomm] [--json FILE]
 
@@ -23,14 +23,23 @@ from bench.common.native import Segment, tuning
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB, all_reduce_targets, judge
-from bench.common.torch_rank import TorchRank, new_store_file
+from bench.common.torch_rank import DeepSpeedRank, TorchRank, new_store_file, why_no_deepspeed
 from bench.common.yard_rank import YardRank
 from dtcomm.cli.perf.backends import mpi
 
 SIZES = {2: [KB, 64 * KB, MB, 16 * MB, 64 * MB, 256 * MB], 4: [KB, 64 * KB, MB, 16 * MB, 64 * MB]}
 RING = 8 * MB
-FAMILIES = ["dtcomm", "dtcomm.empty", "gloo", "mpi", "yardstick", "yardstick, in segment", "floor"]
-GROUPS = ("dtcomm", "gloo", "mpi", "yardstick")
+FAMILIES = [
+    "dtcomm",
+    "dtcomm.empty",
+    "gloo",
+    "mpi",
+    "deepspeed",
+    "yardstick",
+    "yardstick, in segment",
+    "floor",
+]
+GROUPS = ("dtcomm", "gloo", "mpi", "deepspeed", "yardstick")
 Measure = Callable[..., list[Any]]
 Checks = list[tuple[str, Measure]]
 
@@ -113,6 +122,15 @@ def contestants(
         for setting in [] if absent else mpi.SETTINGS:
             mpi_ranks = stack.enter_context(closing(mpi.MpiRanks(setting, ranks)))
             entries.append(Contestant(family="mpi", variant=setting, call=partial(mpi_ranks.call, "measure")))
+    if "deepspeed" in only:
+        absent = why_no_deepspeed()
+        if absent:
+            print(absent)
+        else:
+            pool = stack.enter_context(Pool(DeepSpeedRank, ranks, store_file=new_store_file()))
+            call = partial(pool.call, "measure", variant="deepspeed")
+            entries.append(Contestant(family="deepspeed", variant="", call=call))
+            checks.append(("deepspeed", partial(pool.call, "wrong", variant="deepspeed")))
     if "yardstick" in only:
         segment = stack.enter_context(closing(Segment.create(ranks, RING, largest)))
         pool = stack.enter_context(Pool(YardRank, ranks, address=segment.address, largest=largest))
@@ -169,7 +187,7 @@ def show(comparison: dict[str, Any]) -> None:
     """Print the microseconds of all families and dtcomm's ratios."""
     families = [f for f in FAMILIES if any(f in timings for timings in comparison["best"].values())]
     ours = "dtcomm" in families
-    heads = [f for f in ("gloo", "mpi", "yardstick") if ours and f in families]
+    heads = [f for f in ("gloo", "mpi", "deepspeed", "yardstick") if ours and f in families]
     columns = ["size", *(f"{family} µs" for family in families), *(f"vs {head}" for head in heads)]
     with_floor = ours and "floor" in families
     columns += ["of floor", "of floor, empty"] if with_floor else []

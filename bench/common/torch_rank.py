@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from bench.common.pool import pin
 
 MODULUS = 13
+MAX_SETTLING_CALLS = 1000
 
 
 class GlooRank:
@@ -54,12 +56,15 @@ class TorchRank(GlooRank):
     def __init__(self, rank: int, ranks: int, store_file: str, pinned: bool = True) -> None:
         super().__init__(rank, ranks, store_file, pinned)
         self._tensors: dict[str, torch.Tensor] = {}
+        self._settled: set[int] = set()
 
     def measure(self, variant: str, numel: int, warm: int, iters: int) -> float:
         """Return the seconds of a call on this rank, from ``iters`` calls; the last warm-up call aligns the ranks."""
         call = self._call(variant)
         tensor = self._tensor(variant, numel)
         tensor.fill_(self.rank + 1.0)
+        if variant.startswith("dtcomm"):
+            self._settle(tensor)
         for _ in range(max(1, warm)):
             call(tensor)
         start = time.perf_counter()
@@ -87,6 +92,19 @@ class TorchRank(GlooRank):
         self._tensors.clear()
         super().close()
 
+    def _settle(self, tensor: torch.Tensor) -> None:
+        """Repeat the call until its first trials are over, so that what is measured is what a long run does."""
+        import dtcomm
+
+        if tensor.numel() in self._settled:
+            return
+        self._settled.add(tensor.numel())
+        for calls in range(MAX_SETTLING_CALLS):
+            dtcomm.all_reduce(tensor)
+            # All ranks have adopted the same decisions at the same call.
+            if calls % 50 == 49 and all(choice["settled"] for choice in dtcomm.info().get("choices", [])):
+                return
+
     def _call(self, variant: str) -> Callable[[torch.Tensor], Any]:
         if variant == "gloo":
             return dist.all_reduce
@@ -106,6 +124,40 @@ class TorchRank(GlooRank):
             else:
                 self._tensors[kind] = torch.empty(numel)
         return self._tensors[kind]
+
+
+class DeepSpeedRank(TorchRank):
+    """A rank that calls DeepSpeed's all-reduce over shared memory, which is made for inference on CPUs."""
+
+    def __init__(self, rank: int, ranks: int, store_file: str) -> None:
+        super().__init__(rank, ranks, store_file)
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ["LOCAL_SIZE"] = str(ranks)
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ["MASTER_PORT"] = Path(store_file).parent.name.rsplit("-", 1)[-1]  # names its shared memory
+        if rank == 0:
+            _deepspeed_operator()  # compiles it
+        dist.barrier()
+        _deepspeed_operator().initialize(ranks, rank)
+        dist.barrier()
+
+    def _call(self, variant: str) -> Callable[[torch.Tensor], Any]:
+        operator: Callable[[torch.Tensor], Any] = torch.ops.deepspeed.inference_all_reduce_
+        return operator
+
+
+def why_no_deepspeed() -> str | None:
+    """Return what to install before DeepSpeed can be measured, or None if it is installed."""
+    missing = [name for name in ("deepspeed", "ninja") if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    return f"DeepSpeed is not measured: {' and '.join(missing)} not found (pip install deepspeed ninja)"
+
+
+def _deepspeed_operator() -> Any:
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    return ShareMemCommBuilder().load(verbose=False)
 
 
 def new_store_file() -> str:

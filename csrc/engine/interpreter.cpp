@@ -57,7 +57,10 @@ Progress Interpreter::advance(int budget, bool ahead) {
   if (!mode_ && !choose_mode()) return Progress::blocked;
   const Progress progress = mode_->advance(budget, ahead);
   if (progress == Progress::done) {
-    if (state_.trial) state_.transport.tuner->record(*state_.trial, state_.number, state_.trial_begin_ns, now_ns());
+    if (state_.trial) {
+      const bool shared_tensor = state_.call.tensor_slot >= 0;
+      state_.transport.tuner->record(*state_.trial, state_.number, state_.trial_begin_ns, now_ns(), shared_tensor);
+    }
     for (const LocalTask& task : state_.call.after) task(*state_.call.kernels);
   }
   return progress;

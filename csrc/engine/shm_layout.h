@@ -64,6 +64,7 @@ struct TrialTimes {
   std::atomic<std::uint64_t> operation{0};
   std::atomic<std::uint64_t> begin_ns{0};
   std::atomic<std::uint64_t> end_ns{0};
+  std::atomic<bool> shared_tensor{false};  // the input lies in memory that peers can map
 };
 
 struct RegionHeader {

@@ -97,16 +97,21 @@ std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64
   return Choice{size_class.variant, std::nullopt};
 }
 
-void Tuner::record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns) {
+void Tuner::record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns,
+                   bool shared_tensor) {
   TrialTimes& times = transport_.own().header->trials[trial % kTrials];
   times.operation.store(0, std::memory_order_release);
   times.begin_ns.store(begin_ns, std::memory_order_release);
   times.end_ns.store(end_ns, std::memory_order_release);
+  times.shared_tensor.store(shared_tensor, std::memory_order_release);
   times.operation.store(operation, std::memory_order_release);
 }
 
-// Nothing if a rank's times are missing: another trial has taken their place, or the rank has not ended the operation.
-std::optional<double> Tuner::microseconds_of(const Trial& trial) const {
+// Nothing if rank 0's tensor was of the other kind, or a rank's times are missing: another trial has taken their place,
+// or the rank has not ended the operation.
+std::optional<double> Tuner::microseconds_of(const Trial& trial, bool shared_tensor) const {
+  const TrialTimes& own = transport_.own().header->trials[trial.number % kTrials];
+  if (own.shared_tensor.load(std::memory_order_acquire) != shared_tensor) return std::nullopt;
   std::uint64_t last_begin = 0, last_end = 0;
   for (const PeerView& peer : transport_.peers) {
     const TrialTimes& times = peer.header->trials[trial.number % kTrials];
@@ -119,14 +124,20 @@ std::optional<double> Tuner::microseconds_of(const Trial& trial) const {
   return static_cast<double>(last_end - last_begin) * 1e-3;
 }
 
-// By candidate; empty if there are too few times of one.
+// By candidate; empty if there are too few times of one. Operations on ordinary and on shared tensors take different
+// times. The decision is about the ordinary ones, for which it matters more, if there are any.
 std::vector<double> Tuner::times_of(const SizeClass& size_class) const {
+  std::vector<double> times = times_of(size_class, false);
+  return times.empty() ? times_of(size_class, true) : times;
+}
+
+std::vector<double> Tuner::times_of(const SizeClass& size_class, bool shared_tensors) const {
   const std::size_t candidates = size_class.candidates.size();
   std::vector<double> result;
   for (std::size_t candidate = 0; candidate < candidates; ++candidate) {
     std::vector<double> values;
     for (std::size_t trial = candidate; trial < size_class.trials.size(); trial += candidates) {
-      if (const auto value = microseconds_of(size_class.trials[trial])) values.push_back(*value);
+      if (const auto value = microseconds_of(size_class.trials[trial], shared_tensors)) values.push_back(*value);
     }
     if (values.size() < kLeastTimes) return {};
     result.push_back(lower_quartile(values));

@@ -49,8 +49,9 @@ class Tuner {
   };
   // Nothing if rank 0 has not published its decision yet; the call is then to be repeated.
   std::optional<Choice> start(const VariantSpace& space, std::uint64_t operation);
-  // Writes down the times of a trial.
-  void record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns);
+  // Writes down the times of a trial, and whether this rank's input lies in memory that peers can map.
+  void record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns,
+              bool shared_tensor);
 
   std::vector<SizeClassReport> reports() const;
 
@@ -80,7 +81,8 @@ class Tuner {
   bool adopt(SizeClass& size_class);
   static void begin_stage(SizeClass& size_class, std::uint64_t begin);
   std::vector<double> times_of(const SizeClass& size_class) const;
-  std::optional<double> microseconds_of(const Trial& trial) const;
+  std::vector<double> times_of(const SizeClass& size_class, bool shared_tensors) const;
+  std::optional<double> microseconds_of(const Trial& trial, bool shared_tensor) const;
 
   Transport& transport_;
   std::unordered_map<std::uint64_t, SizeClass> classes_;  // by key
