@@ -53,11 +53,18 @@ inline std::shared_ptr<const Program> two_shot(int rank, int ranks) {
       Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), ranks), flat));
 }
 
-inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor) {
+// With trials, a tuner tries variants of it; all ranks must then share memory.
+inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor, bool trials = false) {
   Segment segment{tensor.size(), DType::f32, {}, {}};
   PlanOptions options;
   options.variant.piece_bytes = 8 * 1024;
   options.slot_bytes = kSlotBytes;
+  if (trials) {
+    options.space.size_class = "all_reduce";
+    options.space.piece_bytes = {4 * 1024, options.variant.piece_bytes, 16 * 1024};
+    options.space.initial = 1 << VariantSpace::kPieceShift;
+    options.space.tried = VariantSpace::kStreamPayload | VariantSpace::kStreamOutput;
+  }
   Call call;
   call.plan = std::make_shared<Plan>(two_shot(rank, ranks), Geometry::whole, ReduceOp::sum, false,
                                      std::vector<Segment>{segment}, options, "test");

@@ -28,6 +28,7 @@ using namespace dtcomm;
 using namespace dtcomm::tests;
 
 constexpr int kOperations = 40;
+constexpr int kTunedOperations = 200;  // in which the tuner decides twice
 
 void run_threads(int ranks, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
@@ -66,11 +67,14 @@ void interpreters_over_shared_regions(int ranks) {
     transport.rank = rank;
     transport.ranks = ranks;
     transport.peers = views;
-    for (int operation = 0; operation < kOperations; ++operation) {
+    Tuner tuner(transport);
+    transport.tuner = &tuner;
+    for (int operation = 0; operation < kTunedOperations; ++operation) {
       std::vector<float> tensor = input(rank, operation);
       std::vector<float> output;
       const bool single_copy = operation % 3 == 2;
-      Call call = single_copy ? all_gather_call(rank, ranks, tensor, output) : all_reduce_call(rank, ranks, tensor);
+      Call call =
+          single_copy ? all_gather_call(rank, ranks, tensor, output) : all_reduce_call(rank, ranks, tensor, true);
       const auto number = static_cast<std::uint64_t>(operation) + 1;
       const std::uint64_t fingerprint = announce(*transport.own().header, call, number);
       Interpreter interpreter(transport, std::move(call), fingerprint, number);
