@@ -8,6 +8,11 @@
 #include "engine/shm_layout.h"
 
 namespace dtcomm {
+namespace {
+
+constexpr std::size_t kLargeBytes = 16 * 1024 * 1024;  // as pieces are at most 512 KiB, these are 32 of them
+
+}  // namespace
 namespace {}  // namespace
 
 std::size_t Segment::granule() const { return std::lcm(granule_elements(codec), granule_elements(between)); }
@@ -39,6 +44,7 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   const std::vector<std::size_t>& splits = options_.splits;
   fingerprint_ = hash_bytes(fingerprint_, splits.data(), splits.size() * sizeof(std::size_t));
   const VariantSpace& space = options_.space;
+  options_.space.large = input_bytes_ >= kLargeBytes;
   options_.space.set_key();
   if (!space.size_class.empty()) fingerprint_ = mix64(fingerprint_, space.key());
   if (segments_.empty()) {
@@ -151,7 +157,8 @@ std::vector<std::vector<Slice>> Plan::lay_out(const std::vector<std::vector<Elem
 }
 
 void VariantSpace::set_key() {
-  key_ = hash_bytes(std::uint64_t{tried} << 32 | initial, size_class.data(), size_class.size());
+  key_ = hash_bytes(std::uint64_t{large} << 63 | std::uint64_t{tried} << 32 | initial, size_class.data(),
+                    size_class.size());
   key_ = hash_bytes(key_, piece_bytes.data(), piece_bytes.size() * sizeof(std::size_t));
 }
 

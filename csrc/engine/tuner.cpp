@@ -7,13 +7,18 @@ namespace dtcomm {
 namespace {
 
 constexpr std::uint64_t kFirstStage = 2;  // the first operations of a class touch memory for the first time
-constexpr std::size_t kRounds = 7;
-constexpr std::size_t kLeastTimes = 3;  // of a candidate, without which nothing is decided
-// No rank is more than kSlots operations ahead of another one, so when rank 0 decides, all ranks have ended the trials,
-// and when a rank adopts the decision, it has usually been published.
-constexpr std::uint64_t kDecide = kSlots + 2;
-constexpr std::uint64_t kAdopt = 3 * kSlots;
-static_assert(kAdopt > kDecide + kSlots);
+constexpr std::size_t kLeastTimes = 3;    // of a candidate, without which nothing is decided
+
+// Of a stage: how often each candidate is tried; how many operations behind the last trial rank 0 decides, when all
+// ranks have ended the trials; and when the decision is adopted, which has usually been published then. No rank is more
+// than kSlots pieces ahead of another one.
+struct Lengths {
+  std::uint64_t rounds, decide, adopt;
+};
+constexpr Lengths lengths_of(const VariantSpace& space) {
+  return space.large ? Lengths{4, 2, 4} : Lengths{7, kSlots + 2, 3 * kSlots};
+}
+
 constexpr double kBetter = 0.97;         // of the time in use: what takes less replaces it
 constexpr double kMaxCost = 0.005;       // of the time of a class's operations that trials may cost
 constexpr std::uint64_t kLeastGap = 20;  // operations between stages, times the trials of a stage
@@ -73,7 +78,9 @@ void Tuner::begin_stage(SizeClass& size_class, std::uint64_t begin) {
     const unsigned property = kProperties[size_class.properties++ % std::size(kProperties)];
     size_class.candidates = candidates_of(size_class.space, size_class.variant, property);
   } while (size_class.candidates.size() < 2 && size_class.properties < first + std::size(kProperties));
-  size_class.begin = size_class.candidates.size() < 2 ? UINT64_MAX : begin;
+  const bool nothing_to_try = size_class.candidates.size() < 2;
+  size_class.begin = nothing_to_try ? UINT64_MAX : begin;
+  size_class.settled |= nothing_to_try;
   size_class.trials.clear();
 }
 
@@ -83,15 +90,16 @@ std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64
   SizeClass& size_class = *found;
   if (size_class.count >= size_class.begin) {
     const std::uint64_t since = size_class.count - size_class.begin;
-    const std::uint64_t trials = size_class.candidates.size() * kRounds;
+    const Lengths lengths = lengths_of(space);
+    const std::uint64_t trials = size_class.candidates.size() * lengths.rounds;
     if (since < trials) {
       ++size_class.count;
       ++size_class.all_trials;
       size_class.trials.push_back({next_trial_, operation});
       return Choice{size_class.candidates[since % size_class.candidates.size()], next_trial_++};
     }
-    if (since == trials + kDecide && transport_.rank == 0) decide(size_class);
-    if (since == trials + kAdopt && !adopt(size_class)) return std::nullopt;
+    if (since == trials + lengths.decide && transport_.rank == 0) decide(size_class);
+    if (since == trials + lengths.adopt && !adopt(size_class)) return std::nullopt;
   }
   ++size_class.count;
   return Choice{size_class.variant, std::nullopt};
@@ -148,6 +156,7 @@ std::vector<double> Tuner::times_of(const SizeClass& size_class, bool shared_ten
 // Rank 0: chooses among the candidates of the stage, and when the next one begins. What is better than the variant in
 // use becomes its challenger, and replaces it if it is better once more.
 void Tuner::decide(SizeClass& size_class) {
+  const Lengths lengths = lengths_of(size_class.space);
   const std::vector<double> times = times_of(size_class);
   const std::uint64_t trials = size_class.trials.size();
   unsigned variant = size_class.variant, challenger = variant;
@@ -163,13 +172,13 @@ void Tuner::decide(SizeClass& size_class) {
       }
     }
     double cost = 0;  // of the same stage, if it is repeated
-    for (const double time : times) cost += static_cast<double>(kRounds) * std::max(0.0, time - used);
+    for (const double time : times) cost += static_cast<double>(lengths.rounds) * std::max(0.0, time - used);
     if (gap > 0) gap = std::max(gap, static_cast<std::uint64_t>(std::min(cost / (kMaxCost * used), 1e9)));
     const std::lock_guard<std::mutex> lock(mutex_);
     size_class.microseconds = used;
   }
   if (challenger != variant) gap = 0;
-  const std::uint64_t begin = size_class.begin + trials + kAdopt + 1 + gap;
+  const std::uint64_t begin = size_class.begin + trials + lengths.adopt + 1 + gap;
   const std::uint64_t decision = mark_of(size_class.stage) << kMarkShift |
                                  std::uint64_t{challenger} << kChallengerShift |
                                  std::uint64_t{variant} << kVariantShift | (begin & kBeginMask);

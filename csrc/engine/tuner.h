@@ -4,11 +4,11 @@
 //
 // Operations of the same kind and about the same size form a size class. All ranks run the same operations in the same
 // order, so they count those of a class alike. Trials take place in stages. A stage tries the values of one property,
-// in turn and kRounds times, in the operations [begin, begin + trials) of its class, and every rank writes down when it
-// started and ended them. kDecide operations later, rank 0 reads these times, decides, and publishes the decision in
+// in turn and several times, in the operations [begin, begin + trials) of its class, and every rank writes down when it
+// started and ended them. Some operations later, rank 0 reads these times, decides, and publishes the decision in
 // its region: the variant, and when the next stage begins. What is better than the variant in use is compared with it
-// once more before it replaces it. From operation begin + trials + kAdopt of the class on, all
-// ranks use it; a rank that gets there first waits for the decision.
+// once more before it replaces it. From an operation of the class on that all ranks know, they
+// use it; a rank that gets there first waits for the decision.
 //
 // The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
 // not count. Once every property has had its stage, the next stage begins when so many operations have passed that what

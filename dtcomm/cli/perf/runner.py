@@ -31,6 +31,7 @@ from dtcomm.cli.perf.verify import (
 )
 from dtcomm.measure import exact_inputs
 
+SETTLING_CALLS, MAX_SETTLING_ROUNDS = 10, 50
 MAX_BUFFERS = 4  # with a larger -m, operations reuse these buffers in turn
 
 
@@ -220,6 +221,8 @@ class CaseBench:
         together = options.agg_iters
         calls_per_buffer = -(-together // len(calls))  # in one iteration
         run = self._backend.bind_with_copy(calls[0]) if together == 1 else self._bind_several(calls, together)
+        if options.warmup_iters:
+            self._settle(run, calls)
         measured = timing.time_operation(
             options,
             run,
@@ -229,6 +232,16 @@ class CaseBench:
             safe=max(1, timing.calls_before_overflow(case.dtype, case.op, case.ranks) // calls_per_buffer),
         )
         return Measurement(timing=measured, check=self._check(calls[0]))
+
+    def _settle(self, run: Callable[[], Any], calls: list[CollectiveCall]) -> None:
+        """Repeat the operation until the backend has chosen how to carry it out, which all ranks know alike."""
+        run()
+        for _ in range(MAX_SETTLING_ROUNDS):
+            if self._backend.settled():
+                return
+            self._refill(calls)
+            for _ in range(SETTLING_CALLS):
+                run()
 
     def measure_transport(self) -> tuple[int | None, TransportUsed]:
         """Return the bytes sent by the rank that sends most, if the backend counts them, and what moved them."""

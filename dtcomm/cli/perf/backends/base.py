@@ -110,6 +110,10 @@ class Backend(abc.ABC):
         """Return why a CUDA graph cannot capture its calls; empty if it can."""
         return ""
 
+    def settled(self) -> bool:
+        """Whether operations called so far are carried out as they will be from now on; the same on all ranks."""
+        return True
+
     def measure_calls(self, case: Any, iters: int, warmup: int) -> list[list[float]]:
         """Return the seconds of each call of a `verify.Case`, by rank, if it ``measures_itself``."""
         raise TypeError("abstract")

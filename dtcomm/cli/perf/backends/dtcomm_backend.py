@@ -98,6 +98,9 @@ class Dtcomm(Backend):
             wait(run())  # a pair of ranks connects at its first message
         return run
 
+    def settled(self) -> bool:
+        return all(choice["settled"] for choice in self._info_now().get("choices", []))
+
     def transport_snapshot(self) -> Any:
         return self._info_now()
 
