@@ -22,11 +22,11 @@ EMULATOR := build/emulator.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan tsan device races gpu-check gpu-bench clean distclean
+.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan tsan device races aarch64 gpu-check gpu-bench clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: build  ## build, then train a small language model on two ranks with compressed gradients
 	$(PY) -m dtcomm demo $(ARGS)
@@ -167,6 +167,27 @@ races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ra
 	cmake --build $(INPLACE) --target race_detector_test
 	$(PY) -m tests.cuda.emulator_inputs $(INPLACE)
 	$(INPLACE)/race_detector_test $(INPLACE) $(CALLS)
+
+# qemu-user with the C library that comes with the cross compiler.
+QEMU = qemu-aarch64 -L /usr/aarch64-linux-gnu
+AARCH64_CXX = aarch64-linux-gnu-g++
+PROGRAMS = kernel_digests engine_processes
+DIGESTS = build/digests
+# What each kernel of a processor computes, one file each: $(call digests,WHERE THE PROGRAMS ARE,PROCESSOR).
+digests = for kernel in $$($(1)/kernel_digests); do \
+	{ $(1)/kernel_digests $$kernel && $(1)/engine_processes $$kernel; } >$(DIGESTS)/$(2)-$$kernel || exit 1; done
+
+aarch64: $(NATIVE)  ## kernels and engine for aarch64 under qemu-user, and their bytes beside this processor's
+	@for tool in $(AARCH64_CXX) $(firstword $(QEMU)); do command -v $$tool >/dev/null || { echo "aarch64: $$tool was not found; on Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
+	cmake -S . -B build/aarch64 -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DDTCOMM_WERROR=ON -DDTCOMM_PYTHON=OFF
+	cmake --build build/aarch64 --target $(PROGRAMS)
+	cmake --build $(INPLACE) --target $(PROGRAMS)
+	rm -rf $(DIGESTS) && mkdir -p $(DIGESTS)
+	$(call digests,$(INPLACE),$(shell uname -m))
+	$(call digests,$(QEMU) build/aarch64,aarch64)
+	@cd $(DIGESTS) && test -s aarch64-neon -a -s $(shell uname -m)-generic && for each in *; do cmp aarch64-generic $$each || exit 1; done && \
+		echo "aarch64: $$(wc -l <aarch64-neon) results are equal:" *
 
 # --- with a GPU -----------------------------------------------------------------------------------------------
 

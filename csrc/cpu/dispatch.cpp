@@ -8,12 +8,16 @@ extern const Kernels kGenericKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx2Kernels;
+#elif defined(__aarch64__)
+extern const Kernels kNeonKernels;
 #endif
 
 const Kernels* const* all_kernels() {
   static const Kernels* const kAll[] = {
 #if defined(__x86_64__)
       &kAvx512Kernels, &kAvx2Kernels,
+#elif defined(__aarch64__)
+      &kNeonKernels,
 #endif
       &kGenericKernels, nullptr};
   return kAll;

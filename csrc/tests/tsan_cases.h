@@ -54,8 +54,9 @@ inline std::shared_ptr<const Program> two_shot(int rank, int ranks) {
 }
 
 // With trials, a tuner tries variants of it; all ranks must then share memory.
-inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor, bool trials = false) {
-  Segment segment{tensor.size(), DType::f32, {}, {}};
+inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor, const Codec& codec = {},
+                            bool trials = false) {
+  Segment segment{tensor.size(), DType::f32, codec, codec};
   PlanOptions options;
   options.variant.piece_bytes = 8 * 1024;
   options.slot_bytes = kSlotBytes;
@@ -74,8 +75,9 @@ inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor, boo
   return call;
 }
 
-// An all_gather in which every rank copies the others' tensors out of their memory.
-inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std::vector<float>& output) {
+// An all_gather in which every rank copies the others' tensors out of their memory, or through the slots.
+inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std::vector<float>& output,
+                            bool single_copy = true, const Codec& codec = {}) {
   std::vector<std::int64_t> flat{1, rank, 3, 0, 1, 0, 2, rank, ranks + 1, 0, 0};
   for (int peer = 0; peer < ranks; ++peer) {
     if (peer != rank) flat.push_back(peer);
@@ -89,14 +91,15 @@ inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std:
   PlanOptions options;
   options.variant.piece_bytes = 8 * 1024;
   options.slot_bytes = kSlotBytes;
-  options.variant.single_copy = true;
+  options.variant.single_copy = single_copy;
   Call call;
-  call.plan = std::make_shared<Plan>(program, Geometry::gather, ReduceOp::sum, false,
-                                     std::vector<Segment>{{input.size(), DType::f32, {}, {}}}, options, "all_gather");
+  call.plan =
+      std::make_shared<Plan>(program, Geometry::gather, ReduceOp::sum, false,
+                             std::vector<Segment>{{input.size(), DType::f32, codec, codec}}, options, "all_gather");
   output.assign(input.size() * static_cast<std::size_t>(ranks), -1.0f);
   call.tensors.push_back(
       {reinterpret_cast<std::uint8_t*>(input.data()), reinterpret_cast<std::uint8_t*>(output.data()), nullptr});
-  call.address = reinterpret_cast<std::uintptr_t>(input.data());
+  if (single_copy) call.address = reinterpret_cast<std::uintptr_t>(input.data());
   call.kernels = find_kernels("generic");
   return call;
 }

@@ -74,7 +74,7 @@ void interpreters_over_shared_regions(int ranks) {
       std::vector<float> output;
       const bool single_copy = operation % 3 == 2;
       Call call =
-          single_copy ? all_gather_call(rank, ranks, tensor, output) : all_reduce_call(rank, ranks, tensor, true);
+          single_copy ? all_gather_call(rank, ranks, tensor, output) : all_reduce_call(rank, ranks, tensor, {}, true);
       const auto number = static_cast<std::uint64_t>(operation) + 1;
       const std::uint64_t fingerprint = announce(*transport.own().header, call, number);
       Interpreter interpreter(transport, std::move(call), fingerprint, number);

@@ -137,6 +137,76 @@ inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits
   return _mm256_sub_epi8(_mm256_xor_si256(codes, sign), sign);
 }
 
+#elif defined(DTCOMM_NEON)
+
+typedef uint8x16_t Step;
+constexpr std::size_t kStep = 16;
+
+// Eight bytes, each the lower halves of two neighbours; the lower one holds `Unit` bits and the upper one has zeros
+// below.
+template <int Unit>
+inline __attribute__((always_inline)) uint8x8_t join_neighbours(uint8x16_t codes) {
+  const uint16x8_t pairs = vreinterpretq_u16_u8(codes);
+  return vmovn_u16(vorrq_u16(pairs, vshrq_n_u16(pairs, 8 - Unit)));
+}
+
+// The inverse: bytes of `Unit` bits.
+template <int Unit>
+inline __attribute__((always_inline)) uint8x16_t cut_neighbours(uint8x8_t joined) {
+  const uint16x8_t pairs = vmovl_u8(joined);
+  const uint8x16_t both = vreinterpretq_u8_u16(vorrq_u16(pairs, vshlq_n_u16(pairs, 8 - Unit)));
+  return vandq_u8(both, vdupq_n_u8((1 << Unit) - 1));
+}
+
+// Bit j of byte j, in both halves.
+inline __attribute__((always_inline)) uint8x16_t digits_of_bytes() {
+  return vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+}
+
+inline __attribute__((always_inline)) void store_planes(Step codes, unsigned bits, std::size_t count, std::size_t i,
+                                                        std::uint8_t* planes) {
+  if (has_plane(bits, 8)) return vst1q_u8(planes + i, codes);
+  if (has_plane(bits, 4)) vst1_u8(planes + i / 2, join_neighbours<4>(vandq_u8(codes, vdupq_n_u8(0x0f))));
+  if (has_plane(bits, 2)) {
+    const int8x16_t down = vdupq_n_s8(static_cast<std::int8_t>(-static_cast<int>(plane_low(bits, 2))));
+    const uint8x8_t fours = join_neighbours<2>(vandq_u8(vshlq_u8(codes, down), vdupq_n_u8(0x03)));
+    const uint8x8_t eights = join_neighbours<4>(vcombine_u8(fours, fours));
+    __builtin_memcpy(planes + plane_at(bits, 2, count) + i / 4, &eights, 4);
+  }
+  if (has_plane(bits, 1)) {
+    const uint8x16_t set = vtstq_u8(codes, vdupq_n_u8(static_cast<std::uint8_t>(1u << plane_low(bits, 1))));
+    const uint8x16_t digits = vandq_u8(set, digits_of_bytes());
+    std::uint8_t* plane = planes + plane_at(bits, 1, count) + i / 8;
+    plane[0] = vaddv_u8(vget_low_u8(digits));
+    plane[1] = vaddv_u8(vget_high_u8(digits));
+  }
+}
+
+inline __attribute__((always_inline)) Step load_planes(const std::uint8_t* planes, unsigned bits, std::size_t count,
+                                                       std::size_t i) {
+  if (has_plane(bits, 8)) return vld1q_u8(planes + i);
+  uint8x16_t codes = vdupq_n_u8(0);
+  if (has_plane(bits, 4)) codes = cut_neighbours<4>(vld1_u8(planes + i / 2));
+  if (has_plane(bits, 2)) {
+    std::uint32_t raw;
+    __builtin_memcpy(&raw, planes + plane_at(bits, 2, count) + i / 4, sizeof raw);
+    const uint8x8_t fours = vget_low_u8(cut_neighbours<4>(vcreate_u8(raw)));
+    const int8x16_t up = vdupq_n_s8(static_cast<std::int8_t>(plane_low(bits, 2)));
+    codes = vorrq_u8(codes, vshlq_u8(cut_neighbours<2>(fours), up));
+  }
+  if (has_plane(bits, 1)) {
+    const std::uint8_t* plane = planes + plane_at(bits, 1, count) + i / 8;
+    const uint8x16_t set = vtstq_u8(vcombine_u8(vdup_n_u8(plane[0]), vdup_n_u8(plane[1])), digits_of_bytes());
+    codes = vorrq_u8(codes, vandq_u8(set, vdupq_n_u8(static_cast<std::uint8_t>(1u << plane_low(bits, 1)))));
+  }
+  return codes;
+}
+
+inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits) {
+  const uint8x16_t sign = vdupq_n_u8(static_cast<std::uint8_t>(1u << (bits - 1)));
+  return vsubq_u8(veorq_u8(codes, sign), sign);
+}
+
 #endif
 
 #if defined(__AVX2__)

@@ -29,7 +29,17 @@ inline __attribute__((always_inline)) __m256i largest_lanes(const __m256i (&v)[8
 inline std::uint32_t largest(const float* x, std::size_t n) {
   const auto* in = unaligned<float>(x);
   std::uint32_t top = 0;
-  for (std::size_t i = 0; i < n; ++i) {
+  std::size_t i = 0;
+#if defined(DTCOMM_NEON)
+  uint32x4_t tops[2] = {vdupq_n_u32(0), vdupq_n_u32(0)};
+  for (const std::size_t whole = n / (2 * kLanes) * (2 * kLanes); i < whole; i += 2 * kLanes) {
+    for (std::size_t j = 0; j < 2; ++j) {
+      tops[j] = vmaxq_u32(tops[j], vreinterpretq_u32_f32(vabsq_f32(load(x + i + j * kLanes))));
+    }
+  }
+  top = vmaxvq_u32(vmaxq_u32(tops[0], tops[1]));
+#endif
+  for (; i < n; ++i) {
     const std::uint32_t size = magnitude(in[i].value);
     top = size > top ? size : top;
   }

@@ -43,6 +43,20 @@ inline bool bf16_from_pair(const float* from, void* to) {
   return true;
 }
 constexpr std::size_t kPair = 16;
+#elif defined(DTCOMM_NEON)
+template <bool Stream>
+inline bool bf16_from_pair(const float* from, void* to) {
+  const auto round = [](Floats x) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(x);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
+    return vbslq_u32(vceqq_f32(x, x), rounded, vdupq_n_u32(std::uint32_t{kNaNBf16} << 16));
+  };
+  const uint16x8_t halves = vshrn_high_n_u32(vshrn_n_u32(round(load(from)), 16), round(load(from + 4)), 16);
+  __builtin_memcpy(to, &halves, sizeof halves);
+  return true;
+}
+constexpr std::size_t kPair = 8;
 #endif
 
 template <bool Stream>
@@ -50,8 +64,8 @@ inline void bf16_from_floats(const float* from, std::size_t n, void* to) {
   const auto* in = unaligned<float>(from);
   auto* out = unaligned<std::uint16_t>(to);
   std::size_t i = 0;
-#if defined(__AVX2__)
-  for (; i + kPair <= n; i += kPair) {
+#if defined(DTCOMM_VECTORS)
+  for (const std::size_t whole = n / kPair * kPair; i < whole; i += kPair) {
     if (bf16_from_pair<Stream>(from + i, out + i)) continue;
     for (std::size_t j = i; j < i + kPair; ++j) out[j].value = bf16_from_float(in[j].value);
   }
@@ -83,6 +97,14 @@ inline void fp16_from_floats(const float* from, std::size_t n, void* to) {
     const __m128i halves = _mm256_cvtps_ph(one_nan, _MM_FROUND_TO_NEAREST_INT);
     auto* target = reinterpret_cast<__m128i*>(out + i);
     Stream ? _mm_stream_si128(target, halves) : _mm_storeu_si128(target, halves);
+  }
+#elif defined(DTCOMM_NEON)
+  for (const std::size_t whole = n / 8 * 8; i < whole; i += 8) {
+    const Floats a = load(from + i), b = load(from + i + 4);
+    const auto numbers = vcombine_u16(vmovn_u32(vceqq_f32(a, a)), vmovn_u32(vceqq_f32(b, b)));
+    const auto halves = vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a), b));
+    const uint16x8_t one_nan = vbslq_u16(numbers, halves, vdupq_n_u16(kNaN16));
+    __builtin_memcpy(out + i, &one_nan, sizeof one_nan);
   }
 #endif
   DTCOMM_INDEPENDENT
@@ -120,7 +142,7 @@ inline const float* widen(DType dtype, const void* from, std::size_t n, float* s
 struct FloatRun {
   const float* memory;
   float at(float, std::size_t i) const { return unaligned<float>(memory)[i].value; }
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
   Floats at(Floats, std::size_t i) const { return load(memory + i); }
 #endif
 };
@@ -138,6 +160,10 @@ inline __attribute__((always_inline)) Floats with_canonical_nan(Floats x) {
   const auto value = reinterpret_cast<__m256>(x);
   const __m256 nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
   return reinterpret_cast<Floats>(_mm256_blendv_ps(value, _mm256_set1_ps(float_of(kNaN32)), nan));
+}
+#elif defined(DTCOMM_NEON)
+inline __attribute__((always_inline)) Floats with_canonical_nan(Floats x) {
+  return vbslq_f32(vceqq_f32(x, x), x, vdupq_n_f32(float_of(kNaN32)));
 }
 #endif
 
@@ -157,6 +183,10 @@ inline __attribute__((always_inline)) Floats finite_or(Floats x, Floats y) {
   const __m256 size = _mm256_and_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
   const __m256 number = _mm256_cmp_ps(size, _mm256_set1_ps(float_of(kInfinity32)), _CMP_LT_OQ);
   return reinterpret_cast<Floats>(_mm256_blendv_ps(reinterpret_cast<__m256>(y), value, number));
+}
+#elif defined(DTCOMM_NEON)
+inline __attribute__((always_inline)) Floats finite_or(Floats x, Floats y) {
+  return vbslq_f32(vcaltq_f32(x, vdupq_n_f32(float_of(kInfinity32))), x, y);
 }
 #endif
 

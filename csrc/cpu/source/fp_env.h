@@ -2,6 +2,8 @@
 // thread did to it (torch.set_flush_denormal, fesetround).
 #pragma once
 
+#include <cstdint>
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -22,6 +24,18 @@ class ScopedFpEnv {
  private:
   static constexpr unsigned kFlags = 0x3f, kDefault = 0x1f80;
   unsigned saved_;
+#elif defined(__aarch64__)
+  ScopedFpEnv() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    // Zero: round to nearest, keep subnormals, keep payloads of NaN, trap nothing.
+    if (saved_ != 0) asm volatile("msr fpcr, %0" : : "r"(std::uint64_t{0}) : "memory");
+  }
+  ~ScopedFpEnv() {
+    if (saved_ != 0) asm volatile("msr fpcr, %0" : : "r"(saved_) : "memory");
+  }
+
+ private:
+  std::uint64_t saved_;
 #else
   ScopedFpEnv() {}
 #endif

@@ -143,9 +143,22 @@ inline std::size_t each_vector(unsigned bits, const Granule<Symmetric>& granule,
   return n / kLanes * kLanes;
 }
 
-#elif defined(__AVX2__)
+#elif defined(DTCOMM_VECTORS)
 
 // Lanes part * kLanes and on of a step's codes, as whole numbers.
+#if defined(DTCOMM_NEON)
+template <bool Symmetric>
+inline __attribute__((always_inline)) Floats widen_codes(Step codes, std::size_t part) {
+  if constexpr (Symmetric) {
+    const int8x16_t raw = vreinterpretq_s8_u8(codes);
+    const int16x8_t words = part < 2 ? vmovl_s8(vget_low_s8(raw)) : vmovl_high_s8(raw);
+    return vcvtq_f32_s32(part % 2 ? vmovl_high_s16(words) : vmovl_s16(vget_low_s16(words)));
+  } else {
+    const uint16x8_t words = part < 2 ? vmovl_u8(vget_low_u8(codes)) : vmovl_high_u8(codes);
+    return vcvtq_f32_u32(part % 2 ? vmovl_high_u16(words) : vmovl_u16(vget_low_u16(words)));
+  }
+}
+#else
 template <bool Symmetric>
 inline __attribute__((always_inline)) Floats widen_codes(Step codes, std::size_t part) {
   const __m128i half = part < 2 ? _mm256_castsi256_si128(codes) : _mm256_extracti128_si256(codes, 1);
@@ -153,19 +166,22 @@ inline __attribute__((always_inline)) Floats widen_codes(Step codes, std::size_t
   const __m256i wide = Symmetric ? _mm256_cvtepi8_epi32(raw) : _mm256_cvtepu8_epi32(raw);
   return reinterpret_cast<Floats>(_mm256_cvtepi32_ps(wide));
 }
+#endif
 
 // Whole steps of the first n elements; returns how many.
 template <bool Symmetric, bool Stream, class Finish>
 inline std::size_t each_vector(unsigned bits, const Granule<Symmetric>& granule, std::size_t n, float* to,
                                const Finish& finish) {
-  using Code = Codes<std::conditional_t<Symmetric, std::int8_t, std::uint8_t>>;
   const std::size_t whole = n / kStep * kStep;
+#if defined(__AVX2__)
+  using Code = Codes<std::conditional_t<Symmetric, std::int8_t, std::uint8_t>>;
   if (bits == 8) {
     for (std::size_t i = 0; i < whole; i += kLanes) {
       store<Stream>(to + i, finish(granule.value(Code::many(granule.planes, i), i >> granule.shift), i));
     }
     return whole;
   }
+#endif
   for (std::size_t i = 0; i < whole; i += kStep) {
     Step codes = load_planes(granule.planes, bits, granule.count, i);
     if constexpr (Symmetric) codes = extend_sign(codes, bits);

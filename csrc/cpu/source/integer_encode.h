@@ -119,9 +119,36 @@ inline __attribute__((always_inline)) __m256i codes_of(const Rounding& args, con
   const __m256 up = _mm256_cmp_ps(random, _mm256_sub_ps(t, floor), _CMP_LT_OQ);
   return _mm256_sub_epi32(_mm256_cvtps_epi32(floor), _mm256_castps_si256(up));
 }
+#elif defined(DTCOMM_NEON)
+// Codes of 4 elements as integers.
+template <bool Symmetric, bool Stochastic>
+inline __attribute__((always_inline)) int32x4_t codes_of(const Rounding& args, const float* x, float zero,
+                                                         float inverse, std::uint32_t index) {
+  float32x4_t t = load(x);
+  if constexpr (!Symmetric) t = vsubq_f32(t, vdupq_n_f32(zero));
+  t = vmulq_n_f32(t, inverse);
+  if constexpr (Stochastic || !Symmetric) {
+    t = vmaxq_f32(t, vdupq_n_f32(Symmetric ? -args.rules.levels : 0.0f));
+    t = vminq_f32(t, vdupq_n_f32(args.rules.levels));
+  }
+  // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
+  // (docs/reference/wire-format.md).
+  if constexpr (!Stochastic) return vcvtnq_s32_f32(t);
+  constexpr std::uint32_t kFirst[4] = {0, 1, 2, 3};
+  uint32x4_t h = vaddq_u32(vdupq_n_u32(index), vld1q_u32(kFirst));
+  h = veorq_u32(h, vdupq_n_u32(args.stream.before));
+  h = vmulq_u32(veorq_u32(h, vshrq_n_u32(h, 16)), vdupq_n_u32(0x7feb352d));
+  h = vaddq_u32(h, vdupq_n_u32(args.stream.between));
+  h = vmulq_u32(veorq_u32(h, vshrq_n_u32(h, 15)), vdupq_n_u32(0x846ca68b));
+  h = vshrq_n_u32(veorq_u32(h, vshrq_n_u32(h, 16)), 8);
+  const float32x4_t random = vmulq_n_f32(vcvtq_f32_u32(h), 0x1p-24f);
+  const float32x4_t floor = vrndmq_f32(t);
+  const uint32x4_t up = vcltq_f32(random, vsubq_f32(t, floor));
+  return vsubq_s32(vcvtq_s32_f32(floor), vreinterpretq_s32_u32(up));
+}
 #endif
 
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
 // A step's codes, from elements i on, as bytes.
 template <bool Symmetric, bool Stochastic>
 inline __attribute__((always_inline)) Step step_codes(const Rounding& args, const float* x, std::size_t i,
@@ -137,6 +164,11 @@ inline __attribute__((always_inline)) Step step_codes(const Rounding& args, cons
   const __m512i bytes = Symmetric ? _mm512_packs_epi16(words[0], words[1]) : _mm512_packus_epi16(words[0], words[1]);
   return _mm512_maskz_permutexvar_epi32(0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
                                         bytes);
+#elif defined(DTCOMM_NEON)
+  const int16x8_t low = vqmovn_high_s32(vqmovn_s32(part(0)), part(1));
+  const int16x8_t high = vqmovn_high_s32(vqmovn_s32(part(2)), part(3));
+  if constexpr (Symmetric) return vreinterpretq_u8_s8(vqmovn_high_s16(vqmovn_s16(low), high));
+  return vqmovun_high_s16(vqmovun_s16(low), high);
 #else
   const __m256i words[2] = {_mm256_packs_epi32(part(0), part(1)), _mm256_packs_epi32(part(2), part(3))};
   const __m256i bytes = Symmetric ? _mm256_packs_epi16(words[0], words[1]) : _mm256_packus_epi16(words[0], words[1]);
@@ -151,7 +183,7 @@ inline void encode_codes(const Codec& codec, const Rounding& args, const float* 
                          const Blocks& at, std::uint8_t* planes) {
   const unsigned bits = codec.bits, shift = static_cast<unsigned>(__builtin_ctz(codec.block));
   std::size_t i = 0;
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
   if (!Stochastic || args.one_stream) {
     for (; i + kStep <= n; i += kStep) {
       if (i % 64 == 0) prefetch_next(args.next, i);

@@ -10,6 +10,15 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
+#if defined(DTCOMM_NEON)
+// Four bytes from element i on, in the lower half.
+inline __attribute__((always_inline)) uint8x8_t load_four(const void* from, std::size_t i) {
+  std::uint32_t four;
+  __builtin_memcpy(&four, static_cast<const std::uint8_t*>(from) + i, sizeof four);
+  return vcreate_u8(four);
+}
+#endif
+
 // The value of a code is kScale times what `one` and `many` return.
 template <class F>
 struct Minifloat;
@@ -36,6 +45,12 @@ struct Minifloat<E4m3> {
         _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(raw), 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
     return reinterpret_cast<Floats>(_mm256_cvtph_ps(half));
   }
+#elif defined(DTCOMM_NEON)
+  static Floats many(const void* from, std::size_t i) {
+    const int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(from, i))));
+    const uint16x4_t half = vand_u16(vreinterpret_u16_s16(vshl_n_s16(wide, 7)), vdup_n_u16(0xbfff));
+    return vcvt_f32_f16(vreinterpret_f16_u16(half));
+  }
 #endif
 };
 
@@ -56,6 +71,10 @@ struct Minifloat<E5m2> {
   static Floats many(const void* from, std::size_t i) {
     const auto raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i));
     return reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(raw), 8)));
+  }
+#elif defined(DTCOMM_NEON)
+  static Floats many(const void* from, std::size_t i) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(vshll_n_u8(load_four(from, i), 8))));
   }
 #endif
 };
@@ -87,6 +106,20 @@ struct Minifloat<E2m1> {
     const __m256 sign = _mm256_and_ps(_mm256_castsi256_ps(_mm256_slli_epi32(index, 28)), _mm256_set1_ps(-0.0f));
     return reinterpret_cast<Floats>(_mm256_or_ps(_mm256_permutevar8x32_ps(values, index), sign));
   }
+#elif defined(DTCOMM_NEON)
+  static Floats many(const void* from, std::size_t i) {
+    std::uint16_t two;
+    __builtin_memcpy(&two, static_cast<const std::uint8_t*>(from) + i / 2, sizeof two);
+    const uint8x8_t raw = vcreate_u8(two);
+    const uint8x8_t index = vand_u8(vzip1_u8(raw, vshr_n_u8(raw, 4)), vdup_n_u8(0x0f));
+    // The two bytes of each value as bf16.
+    constexpr std::uint8_t kUpper[16] = {0x00, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,
+                                         0x80, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
+    constexpr std::uint8_t kLower[16] = {0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0,
+                                         0x00, 0x00, 0x80, 0xc0, 0x00, 0x40, 0x80, 0xc0};
+    const uint8x8_t upper = vqtbl1_u8(vld1q_u8(kUpper), index), lower = vqtbl1_u8(vld1q_u8(kLower), index);
+    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vzip1_u8(lower, upper)), 16));
+  }
 #endif
 };
 
@@ -113,7 +146,7 @@ inline bool all_numbers(const std::uint8_t* codes, std::size_t n) {
   return top <= F::kTop;
 }
 
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
 // Numbers of 8 bits by a shift alone, in units of 1 / rebias. Not for subnormal ones, on which some processors'
 // products take a hundred times as long.
 template <class F>
@@ -124,6 +157,9 @@ inline __attribute__((always_inline)) Floats shifted(const std::uint8_t* codes) 
   const auto raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
   const __m512i up = _mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, raw), kUp);
   return reinterpret_cast<Floats>(_mm512_and_si512(up, _mm512_set1_epi32(kKept)));
+#elif defined(DTCOMM_NEON)
+  const int32x4_t wide = vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(codes, 0)))));
+  return vreinterpretq_f32_s32(vandq_s32(vshlq_n_s32(wide, kUp), vdupq_n_s32(kKept)));
 #else
   const auto raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
   return reinterpret_cast<Floats>(
@@ -142,6 +178,9 @@ inline __attribute__((always_inline)) bool all_normal(const std::uint8_t* codes)
   const __m512i raw = _mm512_loadu_si512(codes);
   const __m512i above = _mm512_sub_epi8(_mm512_add_epi8(raw, raw), _mm512_set1_epi8(static_cast<char>(kLeast)));
   return _mm512_cmpgt_epu8_mask(above, _mm512_set1_epi8(static_cast<char>(kRange))) == 0;
+#elif defined(DTCOMM_NEON)
+  const uint8x16_t raw = vld1q_u8(codes);
+  return vmaxvq_u8(vsubq_u8(vaddq_u8(raw, raw), vdupq_n_u8(kLeast))) <= kRange;
 #else
   const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
   const __m256i above = _mm256_sub_epi8(_mm256_add_epi8(raw, raw), _mm256_set1_epi8(static_cast<char>(kLeast)));
@@ -170,7 +209,7 @@ inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&
   // From here on no number is Inf, and no sum of numbers NaN.
   if (!finite(float_of(worst) * rebias<F>())) return false;
   std::size_t i = 0;
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
   const auto half = [&](int j, std::size_t at) __attribute__((always_inline)) {
     return Minifloat<F>::many(codes[j] + (F::kSign == 3 ? at / 2 : at), 0) *
            (scales[j][at >> shift] * Minifloat<F>::kScale);
@@ -233,7 +272,7 @@ inline __attribute__((always_inline)) void for_each_minifloat(const std::uint8_t
     }
   };
   std::size_t at = 0;
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
   if constexpr (F::kSign == 7) {
     float by[kMaxBlocks];
     const std::size_t blocks = n >> shift;

@@ -3,6 +3,7 @@
 
 #include "codec/counter_rng.h"
 #include "codec/minifloat.h"
+#include "cpu/source/bit_planes.h"
 #include "cpu/source/codec_family.h"
 #include "cpu/source/stores.h"
 
@@ -120,6 +121,21 @@ inline __attribute__((always_inline)) void store_codes(std::uint8_t* to, Bytes c
   }
 #endif
 }
+#elif defined(DTCOMM_NEON)
+// nearest_minifloat (codec/minifloat.h) of four elements.
+template <class F>
+inline __attribute__((always_inline)) uint32x4_t nearest_minifloats(Floats t) {
+  const Floats largest = vdupq_n_f32(F::kLargest), magnitudes = vabsq_f32(t);
+  const Floats clipped = vbslq_f32(vcltq_f32(magnitudes, largest), magnitudes, largest);
+  const uint32x4_t upper = vandq_u32(vreinterpretq_u32_f32(clipped), vdupq_n_u32(0xff800000));
+  const uint32x4_t exponent = vmaxq_u32(upper, vdupq_n_u32(F::kNormal));
+  const uint32x4_t large = vaddq_u32(exponent, vdupq_n_u32(std::uint32_t{23 - F::kMantissa} << 23));
+  const Floats sum = vaddq_f32(clipped, vreinterpretq_f32_u32(large));
+  const uint32x4_t units = vsubq_u32(vreinterpretq_u32_f32(sum), large);
+  const uint32x4_t above = vshrq_n_u32(vsubq_u32(exponent, vdupq_n_u32(F::kNormal)), 23 - F::kMantissa);
+  const uint32x4_t sign = vshrq_n_u32(vreinterpretq_u32_f32(t), 31 - F::kSign);
+  return vbslq_u32(vdupq_n_u32(1U << F::kSign), sign, vaddq_u32(units, above));
+}
 #endif
 
 // Clears the codes of blocks whose inverse is 0: zero blocks may have signs, NaN blocks anything.
@@ -151,6 +167,21 @@ inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t b
       for (std::size_t j = 1; j < 4; ++j) by[j] = inverse_at(i + j * kLanes);
     }
     store_codes<F>(codes + i / kShare, minifloats_of<F, Saturate>(x + i, by));
+  }
+#elif defined(DTCOMM_NEON)
+  const int shift = __builtin_ctzll(block);
+  for (; i < n; i += 16) {
+    if (i % 64 == 0) prefetch_next(args, i);
+    const float by = inverse[i >> shift];
+    const auto four = [&](std::size_t at) { return nearest_minifloats<F>(vmulq_n_f32(load(x + i + at), by)); };
+    const uint16x8_t low = vmovn_high_u32(vmovn_u32(four(0)), four(4));
+    const uint16x8_t high = vmovn_high_u32(vmovn_u32(four(8)), four(12));
+    const uint8x16_t made = vmovn_high_u16(vmovn_u16(low), high);
+    if constexpr (kShare == 2) {
+      vst1_u8(codes + i / 2, join_neighbours<4>(made));
+    } else {
+      vst1q_u8(codes + i, made);
+    }
   }
 #endif
   for (; i < n; i += 16) {

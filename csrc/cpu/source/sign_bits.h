@@ -42,6 +42,15 @@ inline void sign_bits(const float* x, std::size_t n, const EncodeArgs& args, std
     if (i % 64 == 0) prefetch_next(args, i);
     to[i / 8] = static_cast<std::uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(x + i)));
   }
+#elif defined(DTCOMM_NEON)
+  constexpr std::int32_t kPlaces[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+  const int32x4_t low = vld1q_s32(kPlaces), high = vld1q_s32(kPlaces + 4);
+  const auto signs = [&](std::size_t at) { return vshrq_n_u32(vreinterpretq_u32_f32(load(x + at)), 31); };
+  for (; i + 8 <= n; i += 8) {
+    if (i % 64 == 0) prefetch_next(args, i);
+    const uint32x4_t bits = vorrq_u32(vshlq_u32(signs(i), low), vshlq_u32(signs(i + 4), high));
+    to[i / 8] = static_cast<std::uint8_t>(vaddvq_u32(bits));
+  }
 #endif
   for (; i < n; i += 8) {
     if (i % 64 == 0) prefetch_next(args, i);
@@ -71,6 +80,14 @@ struct Signs {
     const __m256 sign = _mm256_and_ps(_mm256_castsi256_ps(bit), _mm256_set1_ps(-0.0f));
     return reinterpret_cast<Floats>(_mm256_or_ps(sign, _mm256_set1_ps(1.0f)));
   }
+#elif defined(DTCOMM_NEON)
+  static Floats many(const void* from, std::size_t i) {
+    constexpr std::int32_t kUp[4] = {31, 30, 29, 28};
+    const uint32x4_t bits =
+        vdupq_n_u32(static_cast<std::uint32_t>(static_cast<const std::uint8_t*>(from)[i / 8]) >> (i % 8));
+    const uint32x4_t sign = vandq_u32(vshlq_u32(bits, vld1q_s32(kUp)), vdupq_n_u32(0x80000000));
+    return vreinterpretq_f32_u32(vorrq_u32(sign, vdupq_n_u32(bits_of(1.0f))));
+  }
 #endif
 };
 
@@ -81,7 +98,7 @@ struct SignRun {
   int shift;
 
   float at(float, std::size_t i) const { return Signs::one(codes, i) * scales[i >> shift]; }
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
   Floats at(Floats, std::size_t i) const { return Signs::many(codes, i) * scales[i >> shift]; }
 #endif
 };

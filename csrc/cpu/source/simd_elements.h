@@ -11,7 +11,7 @@ namespace dtcomm::DTCOMM_ISA {
 struct Fp32 {
   static constexpr std::size_t kBytes = 4;
   static float one(const void* from, std::size_t i) { return unaligned<float>(from)[i].value; }
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
   static Floats many(const void* from, std::size_t i) { return load(static_cast<const float*>(from) + i); }
 #endif
 };
@@ -30,6 +30,12 @@ struct Fp16 {
     const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unaligned<std::uint16_t>(from) + i));
     return reinterpret_cast<Floats>(_mm256_cvtph_ps(half));
   }
+#elif defined(DTCOMM_NEON)
+  static Floats many(const void* from, std::size_t i) {
+    float16x4_t half;
+    __builtin_memcpy(&half, unaligned<std::uint16_t>(from) + i, sizeof half);
+    return vcvt_f32_f16(half);
+  }
 #endif
 };
 
@@ -45,6 +51,12 @@ struct Bf16 {
   static Floats many(const void* from, std::size_t i) {
     const auto half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(unaligned<std::uint16_t>(from) + i));
     return reinterpret_cast<Floats>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+#elif defined(DTCOMM_NEON)
+  static Floats many(const void* from, std::size_t i) {
+    uint16x4_t half;
+    __builtin_memcpy(&half, unaligned<std::uint16_t>(from) + i, sizeof half);
+    return vreinterpretq_f32_u32(vshll_n_u16(half, 16));
   }
 #endif
 };
@@ -73,7 +85,7 @@ struct Codes {
 };
 
 // Whether `transform` can stream: where it works by single elements it stores through the cache.
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
 constexpr bool kDirect = true;
 #else
 constexpr bool kDirect = false;
@@ -82,7 +94,7 @@ constexpr bool kDirect = false;
 // Elements i to i + kLanes.
 template <class Element>
 inline __attribute__((always_inline)) Floats many(const void* from, std::size_t i) {
-#if defined(__AVX2__)
+#if defined(DTCOMM_VECTORS)
   return Element::many(from, i);
 #else
   Floats found;
@@ -95,7 +107,14 @@ inline __attribute__((always_inline)) Floats many(const void* from, std::size_t 
 template <class Element, bool Stream = false, class Make>
 inline __attribute__((always_inline)) void transform(const void* from, std::size_t n, float* to, const Make& make) {
   std::size_t i = 0;
-#if defined(__AVX2__)
+#if defined(DTCOMM_NEON)
+  // With vectors this short the loop would take as many instructions as its body.
+  for (const std::size_t whole = n / (4 * kLanes) * (4 * kLanes); i < whole; i += 4 * kLanes) {
+#pragma GCC unroll 4
+    for (std::size_t j = i; j < i + 4 * kLanes; j += kLanes) store<Stream>(to + j, make(Element::many(from, j), j));
+  }
+#endif
+#if defined(DTCOMM_VECTORS)
   for (; i + kLanes <= n; i += kLanes) store<Stream>(to + i, make(Element::many(from, i), i));
 #endif
   auto* out = unaligned<float>(to);

@@ -6,6 +6,14 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(DTCOMM_NEON)
+#include <arm_neon.h>
+#endif
+
+// Defined where kernels use explicit vectors. DTCOMM_NEON is a definition of the build: every aarch64 compiler defines
+// __ARM_NEON, for the generic kernels too.
+#if defined(__AVX2__) || defined(DTCOMM_NEON)
+#define DTCOMM_VECTORS 1
 #endif
 
 #include "core/types.h"

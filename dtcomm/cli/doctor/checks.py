@@ -38,7 +38,7 @@ class Check:
 
 
 # names in /proc/cpuinfo of the features that the native kernels use
-FEATURES = ("f16c", "avx2", "bmi1", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+FEATURES = ("f16c", "avx2", "bmi1", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "asimd")
 
 
 def versions() -> Check:
@@ -89,7 +89,7 @@ def kernels() -> Check:
     return Check(
         name="kernels",
         status=status,
-        summary=f"{current} in use{forced}, of {', '.join(names)}; {model}: {' '.join(features) or 'no AVX2'}",
+        summary=f"{current} in use{forced}, of {', '.join(names)}; {model}: {' '.join(features) or 'no vectors'}",
         details={"current": current, "available": list(names), "cpu": model, "features": features},
     )
 
@@ -100,7 +100,7 @@ def _cpu() -> tuple[str, list[str]]:
     except OSError:
         return platform.processor() or platform.machine(), []
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^flags\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     present = set(flags.group(1).split()) if flags else set()
     return model.group(1) if model else platform.machine(), [name for name in FEATURES if name in present]
 
