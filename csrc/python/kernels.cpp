@@ -1,5 +1,6 @@
 // Bindings of the CPU kernels. They take addresses and release the GIL. dtcomm/kernels/cpu.py checks the arguments;
 // only what would otherwise be undefined behaviour is checked here.
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -80,6 +81,14 @@ void bind_kernels(py::module_& module) {
         return all;
       },
       "All builds of the kernels, best first: (name, whether this CPU can run it).");
+  // For each call of a kernel: os.environ takes longer than the encoding of a kilobyte. Its assignments arrive here.
+  module.def(
+      "kernel_variable",
+      [] {
+        const char* const value = std::getenv("DTCOMM_KERNEL");
+        return py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefault(value ? value : ""));
+      },
+      "The value of the environment variable DTCOMM_KERNEL; empty if it is not set.");
   module.def(
       "wire_bytes",
       [](const py::bytes& codec, std::size_t numel, int dtype) {

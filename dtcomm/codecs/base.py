@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -251,6 +252,11 @@ class Codec(abc.ABC):
     def native(self) -> bytes:
         """The 16 bytes of ``Codec`` in csrc/codec/codec.h."""
         return pack(self.family)
+
+    @cached_property
+    def native_bytes(self) -> bytes:
+        """What :meth:`native` returns, kept for the calls of kernels: making it takes longer than a small encoding."""
+        return self.native()
 
     def options(self) -> dict[str, Any]:
         """The options whose values differ from their defaults."""

@@ -55,14 +55,13 @@ def payload(
     value: object,
     codec: Codec,
     numel: int,
-    dtype: torch.dtype,
+    expected: int,
     like: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`value`, if it is a uint8 tensor of the size that `codec` gives `numel` elements, on the device of `like`."""
+    """`value`, if it is a uint8 tensor of the `expected` bytes of `numel` elements, on the device of `like`."""
     checked = tensor(name, value, like)
     if checked.dtype != torch.uint8:
         raise TypeError(f"{name}: expected uint8, got {checked.dtype}")
-    expected = codec.wire_bytes(numel, dtype)
     if checked.numel() != expected:
         raise ValueError(
             f"{name}: {numel} elements in codec {str(codec)!r} are {expected} bytes, got {checked.numel()}"
@@ -79,8 +78,8 @@ def require_valid_payload(codec: Codec, payloads: Sequence[torch.Tensor], numel:
     if not codec.stores_positions or codec.in_python:
         return
     for i, payload in enumerate(payloads):
-        if payload.device.type == "cpu":
-            reason = _C.payload_error(codec.native(), payload.data_ptr(), numel)
+        if payload.is_cpu:
+            reason = _C.payload_error(codec.native_bytes, payload.data_ptr(), numel)
             if reason:
                 raise errors.PayloadCorrupt(f"payload {i} in codec {str(codec)!r}, {reason}")
 

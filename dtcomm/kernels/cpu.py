@@ -26,7 +26,7 @@ def combine(kernel: str, call: Combine) -> None:
     residual = _address(call.residual)
     _C.combine(
         kernel,
-        call.codec.native(),
+        call.codec.native_bytes,
         [payload.data_ptr() for payload in call.payloads],
         call.position,
         _address(call.local),
@@ -53,7 +53,7 @@ def decode(
     """`out` <- the `numel` elements of the payload; `dtype` is the element type that ``none`` has there."""
     _C.decode(
         kernel,
-        codec.native(),
+        codec.native_bytes,
         payload.data_ptr(),
         numel,
         ELEMENT_TYPES[dtype],

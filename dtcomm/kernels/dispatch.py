@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 import torch
 
-from dtcomm import _C, env
+from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.kernels import triton
 from dtcomm.kernels.types import DeviceKernels
@@ -179,7 +179,7 @@ def _force() -> str:
     """The forced kernel; empty if none is."""
     if _forced:
         return _forced[-1]
-    name = env.get("DTCOMM_KERNEL")
+    name = _C.kernel_variable()
     return _known(name, "DTCOMM_KERNEL") if name else ""
 
 

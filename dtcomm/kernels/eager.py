@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -16,6 +15,10 @@ from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import checks, cpu, dispatch, python_codec, reference
 from dtcomm.kernels.types import Combine
+
+# What depends only on a codec, a size and a type: parsing a spec takes longer than encoding a kilobyte.
+_formats: dict[tuple[Codec | str, int, torch.dtype], tuple[Codec, int]] = {}
+_MOST_FORMATS = 4096
 
 
 def encode(
@@ -28,20 +31,20 @@ def encode(
     decoded: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.encode`."""
-    codec = parse(codec)
     x = checks.tensor("x", x)
-    dtype = checks.element_type("x", codec, x.dtype)
-    payload = _payload_out(out, codec, x.numel(), dtype, x)
+    numel, dtype = x.numel(), x.dtype
+    codec, payload_bytes = _format(codec, "x", numel, dtype)
+    payload = _payload_out(out, codec, numel, payload_bytes, x)
     call = Combine(
         codec=codec,
-        numel=x.numel(),
+        numel=numel,
         dtype=dtype,
         local=x,
-        residual=_residual(residual, x.numel(), dtype, x),
+        residual=_residual(residual, numel, dtype, x),
         key=checks.uint64("key", key),
         offset=checks.uint64("offset", offset),
         payload_out=payload,
-        out=None if decoded is None else checks.floats("decoded", decoded, x.numel(), dtype, like=x),
+        out=None if decoded is None else checks.floats("decoded", decoded, numel, dtype, like=x),
     )
     _run(call, "x", x)
     return payload
@@ -55,10 +58,9 @@ def decode(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.decode`."""
-    codec = parse(codec)
     numel = checks.count("numel", numel)
-    checks.element_type("dtype", codec, dtype)
-    payload = checks.payload("payload", payload, codec, numel, dtype)
+    codec, payload_bytes = _format(codec, "dtype", numel, dtype)
+    payload = checks.payload("payload", payload, codec, numel, payload_bytes)
     checks.require_valid_payload(codec, [payload], numel)
     if out is None:
         out = payload.new_empty(numel, dtype=dtype)
@@ -82,12 +84,12 @@ def reduce(
     dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.reduce`."""
-    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
+    call, name, first, _ = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, out)
     if out is None:
         out = first.new_empty(numel, dtype=call.dtype)
     else:
         checks.floats("out", out, numel, call.dtype, *_accumulator_types(call.dtype), like=first)
-    _run(replace(call, out=out), name, first)
+    _run(call._replace(out=out), name, first)
     return out
 
 
@@ -107,13 +109,14 @@ def reduce_encode(
     decoded: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.reduce_encode`."""
-    call, name, first = _reduction(codec, payloads, numel, local, position, divisor, op, dtype, decoded)
+    call, name, first, payload_bytes = _reduction(
+        codec, payloads, numel, local, position, divisor, op, dtype, decoded
+    )
     dtype = call.dtype
     if decoded is not None:
         checks.floats("decoded", decoded, numel, dtype, *_accumulator_types(dtype), like=first)
-    payload = _payload_out(out, call.codec, numel, dtype, first)
-    call = replace(
-        call,
+    payload = _payload_out(out, call.codec, numel, payload_bytes, first)
+    call = call._replace(
         residual=_residual(residual, numel, dtype, first),
         key=checks.uint64("key", key),
         offset=checks.uint64("offset", offset),
@@ -160,17 +163,17 @@ def _reduction(
     op: str,
     dtype: torch.dtype | None,
     floats: torch.Tensor | None,
-) -> tuple[Combine, str, torch.Tensor]:
-    """The part of a call that both reductions share, and the argument whose device decides, with its name.
+) -> tuple[Combine, str, torch.Tensor, int]:
+    """The part of a call that both reductions share, the name of the argument whose device decides, the argument, and
+    the bytes of a payload.
 
     `floats` is the output that states the type of the reduced tensor if neither `dtype` nor `local` does.
     """
-    codec = parse(codec)
     numel = checks.count("numel", numel)
     if dtype is None:
         known = [tensor.dtype for tensor in (local, floats) if isinstance(tensor, torch.Tensor)]
         dtype = known[0] if known else torch.float32
-    checks.element_type("dtype", codec, dtype)
+    codec, payload_bytes = _format(codec, "dtype", numel, dtype)
     if not payloads and local is None:
         raise ValueError("payloads: expected at least one payload or a local tensor, got none")
     last = len(payloads)
@@ -180,7 +183,7 @@ def _reduction(
     first: torch.Tensor | None = None
     checked = []
     for i, payload in enumerate(payloads):
-        checked.append(checks.payload(f"payloads[{i}]", payload, codec, numel, dtype, first))
+        checked.append(checks.payload(f"payloads[{i}]", payload, codec, numel, payload_bytes, first))
         first = checked[0]
     if local is not None:
         checks.floats("local", local, numel, dtype, *_accumulator_types(dtype), like=first)
@@ -195,9 +198,24 @@ def _reduction(
         op=checks.operation(codec, op),
     )
     if first is not None:
-        return call, "payloads[0]", first
+        return call, "payloads[0]", first, payload_bytes
     assert local is not None
-    return call, "local", local
+    return call, "local", local, payload_bytes
+
+
+def _format(codec: Codec | str, argument: str, numel: int, dtype: torch.dtype) -> tuple[Codec, int]:
+    """The codec, and the bytes of a payload of `numel` elements of `dtype`, which `argument` states."""
+    try:
+        return _formats[codec, numel, dtype]
+    except (KeyError, TypeError):  # TypeError: an argument of a wrong type, without a hash
+        parsed = parse(codec)
+    checks.element_type(argument, parsed, dtype)
+    known = parsed, parsed.wire_bytes(numel, dtype)
+    if not parsed.in_python:  # the functions of a codec written in Python decide anew
+        if len(_formats) >= _MOST_FORMATS:
+            _formats.clear()
+        _formats[codec, numel, dtype] = known
+    return known
 
 
 def _run(call: Combine, name: str, first: torch.Tensor) -> None:
@@ -224,8 +242,8 @@ def _residual(
 
 
 def _payload_out(
-    out: torch.Tensor | None, codec: Codec, numel: int, dtype: torch.dtype, like: torch.Tensor
+    out: torch.Tensor | None, codec: Codec, numel: int, payload_bytes: int, like: torch.Tensor
 ) -> torch.Tensor:
     if out is None:
-        return like.new_empty(codec.wire_bytes(numel, dtype), dtype=torch.uint8)
-    return checks.payload("out", out, codec, numel, dtype, like)
+        return like.new_empty(payload_bytes, dtype=torch.uint8)
+    return checks.payload("out", out, codec, numel, payload_bytes, like)

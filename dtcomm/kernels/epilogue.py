@@ -72,7 +72,7 @@ def epilogue(
             f"runs: hold {sum(numel for _, numel in runs)} elements, out {tuple(out.shape)} has {out.numel()}"
         )
     payloads = [
-        checks.payload(f"runs[{at}]", payload, which, numel, out.dtype)
+        checks.payload(f"runs[{at}]", payload, which, numel, which.wire_bytes(numel, out.dtype))
         for at, (payload, numel) in enumerate(runs)
     ]
     for payload, (_, numel) in zip(payloads, runs, strict=True):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,12 +11,12 @@ from dtcomm.codecs import Codec
 OPERATIONS = {"sum": 0, "min": 1, "max": 2}  # csrc/core/types.h's numbers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Combine:
+class Combine(NamedTuple):
     """One kernel call, with checked arguments: sum payloads and a local tensor, divide, encode, keep the error.
 
     It mirrors ``Combine`` in csrc/cpu/kernels.h. Every part is optional: without payloads it is an encoding, without
-    ``payload_out`` a reduction. Tensors are contiguous, on one device and of the right size.
+    ``payload_out`` a reduction. Tensors are contiguous, on one device and of the right size. It is a tuple because each
+    call makes one: a frozen dataclass of so many fields takes longer to make than a kilobyte to encode.
 
     codec: The codec of `payloads` and `payload_out`.
     numel: Elements of every term.

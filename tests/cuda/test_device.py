@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def on_gpu(call: Combine, shift: int = 0) -> Combine:
         tensors[name] = None if tensor is None else shifted_copy(name, tensor)
     if call.out is not None and call.out is call.local:
         tensors["out"] = tensors["local"]
-    return replace(call, **tensors)
+    return call._replace(**tensors)
 
 
 def compare(call: Combine, shift: int = 0) -> None:
@@ -79,32 +78,31 @@ def calls(codec: Codec, x: torch.Tensor, counts: tuple[int, ...] = (1, 2, 3, 4, 
     def residual() -> torch.Tensor:
         return floats("normal", n, seed=9)
 
-    yield replace(call, local=x, payload_out=empty_payload(codec, n, dtype))
-    yield replace(
-        call,
+    yield call._replace(local=x, payload_out=empty_payload(codec, n, dtype))
+    yield call._replace(
         local=x,
         payload_out=empty_payload(codec, n, dtype),
         residual=residual(),
         out=torch.full_like(x, 7),
     )
     in_place = x.clone()
-    yield replace(call, local=in_place, payload_out=empty_payload(codec, n, dtype), out=in_place)
+    yield call._replace(local=in_place, payload_out=empty_payload(codec, n, dtype), out=in_place)
     sent = tuple(
         payload_from_cpu(codec, x.flip(0) if t % 2 else x * (t + 1), key=t) for t in range(max(counts))
     )
-    yield replace(call, payloads=sent[:1], out=torch.full((n,), 7.0, dtype=dtype))  # decode
+    yield call._replace(payloads=sent[:1], out=torch.full((n,), 7.0, dtype=dtype))  # decode
     for count in counts:
         payloads, position = sent[:count], count // 2
-        yield replace(call, payloads=payloads, out=torch.full((n,), 7.0))
-        yield replace(
-            call, payloads=payloads, local=x, position=position, divisor=3, out=torch.full_like(x, 7)
+        yield call._replace(payloads=payloads, out=torch.full((n,), 7.0))
+        yield call._replace(
+            payloads=payloads, local=x, position=position, divisor=3, out=torch.full_like(x, 7)
         )
-        encoded = replace(call, payloads=payloads, payload_out=empty_payload(codec, n, dtype))
+        encoded = call._replace(payloads=payloads, payload_out=empty_payload(codec, n, dtype))
         yield encoded
-        yield replace(encoded, local=x.float(), position=count, residual=residual(), divisor=count + 1)
+        yield encoded._replace(local=x.float(), position=count, residual=residual(), divisor=count + 1)
     for op in codec.operations:
         if op != "sum":
-            yield replace(call, payloads=sent[:2], local=x, position=1, op=op, out=torch.full_like(x, 7))
+            yield call._replace(payloads=sent[:2], local=x, position=1, op=op, out=torch.full_like(x, 7))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,8 +206,7 @@ def test_graph_replays_kernels(codec: Codec) -> None:
     x.copy_(floats("normal", n, seed=2))
     residual.zero_()
     graph.replay()
-    cpu_call = replace(
-        call,
+    cpu_call = call._replace(
         local=floats("normal", n, seed=2),
         residual=torch.zeros(n),
         payload_out=empty_payload(codec, n, x.dtype),
@@ -217,7 +214,7 @@ def test_graph_replays_kernels(codec: Codec) -> None:
     cpu.combine("generic", cpu_call)
     assert cpu_call.payload_out is not None and torch.equal(payload.cpu(), cpu_call.payload_out)
     expected = torch.empty(n)
-    cpu.combine("generic", replace(both, payloads=(cpu_call.payload_out, cpu_call.payload_out), out=expected))
+    cpu.combine("generic", both._replace(payloads=(cpu_call.payload_out, cpu_call.payload_out), out=expected))
     assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
