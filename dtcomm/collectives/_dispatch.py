@@ -309,9 +309,9 @@ def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: 
             algorithm, request.collective, communicator.size, request.root, communicator.groups
         )
         if not algorithms.is_registered(algorithm):
-            any_direct = request.algorithm in planner.CHOOSERS
+            alternative = _alternative(communicator, request, algorithm)
             return communicator.runtime.prepare(
-                request._replace(algorithm=algorithm, any_direct=any_direct), schedule
+                request._replace(algorithm=algorithm, alternative=alternative), schedule
             )
         # Ranks may have registered different builders under one name.
         custom = NamedSchedule(f"{algorithm} ({NamedSchedule.of(schedule).name})", schedule)
@@ -321,6 +321,22 @@ def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: 
     if times <= 1:
         return plan
     return PlanWithoutFeedback(plan, f"rank {rank} encodes chunk {chunk} {times} times in {custom.name}")
+
+
+def _alternative(communicator: Communicator, request: OpSpec, algorithm: str) -> tuple[str, Schedule] | None:
+    """Return the other direct algorithm of a sum of which both give the same bits, if the caller asked for neither."""
+    other = {"one_shot": "two_shot", "two_shot": "one_shot"}.get(algorithm)
+    lossless = all(part.codec.lossless(part.dtype) for part in request.parts)
+    if (
+        request.algorithm not in planner.CHOOSERS
+        or request.collective != "all_reduce"
+        or not lossless
+        or not other
+    ):
+        return None
+    return other, _build_schedule(
+        other, request.collective, communicator.size, request.root, communicator.groups
+    )
 
 
 def _needs_agreement(part: TensorSpec) -> bool:

@@ -44,7 +44,7 @@ class Variants:
         size_class: Operations with this name are tried together; empty: nothing is tried.
         piece_sizes: Sizes to try, ``piece_bytes`` among them.
         tries_single_copy: Whether to try both values; the same for the two below.
-        alternative: An algorithm with the same results to try; empty: none.
+        tries_alternative: Whether to try the operation's alternative algorithm.
     """
 
     piece_bytes: int
@@ -56,7 +56,7 @@ class Variants:
     tries_single_copy: bool = False
     tries_stream_payload: bool = False
     tries_stream_output: bool = False
-    alternative: str = ""
+    tries_alternative: bool = False
 
 
 def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Variants:
@@ -82,13 +82,13 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
         return fixed
     codecs = {str(part.codec) for part in spec.parts}
     dtypes = {str(part.dtype).removeprefix("torch.") for part in spec.parts}
-    alternative = _alternative(spec)
+    tries_alternative = spec.alternative is not None and spec.nbytes <= MAX_ONE_SHOT_BYTES
     return replace(
         fixed,
         size_class=" ".join(
             (
                 spec.collective if spec.algorithm != "send" else "send",
-                "direct" if alternative else spec.algorithm,
+                "direct" if tries_alternative else spec.algorithm,
                 "+".join(sorted(codecs)),
                 "+".join(sorted(dtypes)),
                 f"2^{spec.nbytes.bit_length() - 1} bytes",
@@ -101,18 +101,8 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
         and (spec.algorithm != "send" or spec.nbytes > SLOTS * SLOT_BYTES),
         tries_stream_payload=staging == "auto",
         tries_stream_output=written >= MIN_STREAMED_OUTPUT_BYTES,
-        alternative=alternative,
+        tries_alternative=tries_alternative,
     )
-
-
-def _alternative(spec: OpSpec) -> str:
-    """The other direct algorithm, where both give the same bits and either may be faster; empty elsewhere."""
-    lossless = all(part.codec.lossless(part.dtype) for part in spec.parts)
-    if not spec.any_direct or spec.collective != "all_reduce" or not lossless:
-        return ""
-    if spec.nbytes > MAX_ONE_SHOT_BYTES:
-        return ""
-    return {"one_shot": "two_shot", "two_shot": "one_shot"}.get(spec.algorithm, "")
 
 
 def _piece_sizes(spec: OpSpec, ranks: int, piece: int) -> tuple[int, ...]:

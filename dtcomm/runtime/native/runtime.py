@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtcomm import _C, algorithms, env, torch_threads
+from dtcomm import _C, env, torch_threads
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
@@ -350,12 +350,10 @@ def native_plan(
     ``uses_zero_copy`` None means wherever the operation can.
     """
     alternative, alternative_zero_copy = None, False
-    if variants.alternative:
-        other = spec._replace(algorithm=variants.alternative)
-        alternative = _native_program(
-            algorithms.build(other.algorithm, spec.collective, schedule.ranks), rank
-        )
-        alternative_zero_copy = copy_policy.can_use_zero_copy(other)
+    if variants.tries_alternative and spec.alternative is not None:
+        name, other_schedule = spec.alternative
+        alternative = _native_program(other_schedule, rank)
+        alternative_zero_copy = copy_policy.can_use_zero_copy(spec._replace(algorithm=name))
     return _C.NativePlan(
         program=_native_program(schedule, rank),
         geometry=GEOMETRY[spec.collective],
