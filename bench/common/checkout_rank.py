@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 WARM_UP_CALLS = 8  # DDP rebuilds its buckets after the first step
+MAX_SETTLING_CALLS = 500
 ALIGNING_CALLS = 2  # before each measurement: they align the ranks and warm the caches
 
 
@@ -59,10 +60,22 @@ class CheckoutRank:
             call = self._make(kind, buckets, nbytes, codec)
             for _ in range(WARM_UP_CALLS):
                 call()
+            if kind in ("all_reduce", "hook"):
+                self._settle(call)
         except (ValueError, TypeError, AttributeError, ImportError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         self._calls[name] = call
         return ""
+
+    def _settle(self, call: Callable[[], object]) -> None:
+        """Repeat a call until the first trials of its operations are over, which all ranks know alike."""
+        import dtcomm
+
+        time.sleep(0.3)  # processes of the attempt before may still be ending
+        for _ in range(MAX_SETTLING_CALLS):
+            if all(choice["settled"] for choice in dtcomm.info().get("choices", [])):
+                return
+            call()
 
     def measure(self, name: str, calls: int, together: bool) -> float:
         """Return the median seconds of one call; ``together``: all ranks measure this case now."""

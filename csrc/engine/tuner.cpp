@@ -16,11 +16,14 @@ struct Lengths {
   std::uint64_t rounds, decide, adopt;
 };
 constexpr Lengths lengths_of(const VariantSpace& space) {
-  return space.large ? Lengths{4, 2, 4} : Lengths{7, kSlots + 2, 3 * kSlots};
+  return space.large ? Lengths{7, 2, 4} : Lengths{7, kSlots + 2, 3 * kSlots};
 }
 
-constexpr double kBetter = 0.97;         // of the time in use: what takes less replaces it
-constexpr double kMaxCost = 0.005;       // of the time of a class's operations that trials may cost
+constexpr double kBetter = 0.97;    // of the time in use: what takes less replaces it
+constexpr double kMaxCost = 0.005;  // of the time of a class's operations that trials may cost
+// From the first round of the properties to the second: at least so long, and so many operations, times the trials.
+constexpr double kFirstGapUs = 20e3;
+constexpr std::uint64_t kFirstGap = 8;
 constexpr std::uint64_t kLeastGap = 20;  // operations between stages, times the trials of a stage
 
 // A decision in a word: the mark of the stage that it ends, the challenger and the variant in use, which are the same
@@ -160,7 +163,7 @@ void Tuner::decide(SizeClass& size_class) {
   const std::vector<double> times = times_of(size_class);
   const std::uint64_t trials = size_class.trials.size();
   unsigned variant = size_class.variant, challenger = variant;
-  std::uint64_t gap = size_class.properties < std::size(kProperties) ? 0 : kLeastGap * trials;
+  std::uint64_t gap = kLeastGap * trials, soon = 0;
   if (!times.empty()) {
     const auto best = static_cast<std::size_t>(std::min_element(times.begin(), times.end()) - times.begin());
     double used = times[0];
@@ -173,11 +176,16 @@ void Tuner::decide(SizeClass& size_class) {
     }
     double cost = 0;  // of the same stage, if it is repeated
     for (const double time : times) cost += static_cast<double>(lengths.rounds) * std::max(0.0, time - used);
-    if (gap > 0) gap = std::max(gap, static_cast<std::uint64_t>(std::min(cost / (kMaxCost * used), 1e9)));
+    gap = std::max(gap, static_cast<std::uint64_t>(std::min(cost / (kMaxCost * used), 1e9)));
+    // The first decisions may be made while a program starts and the machine is busy with that, so they are looked at
+    // again soon, then ever less often until the cost decides.
+    const auto cycles = static_cast<int>(std::min<std::size_t>(size_class.properties / std::size(kProperties), 30));
+    const double first = std::max(kFirstGapUs / used, static_cast<double>(kFirstGap * trials));
+    if (cycles > 0) soon = static_cast<std::uint64_t>(std::ldexp(first, cycles - 1));
     const std::lock_guard<std::mutex> lock(mutex_);
     size_class.microseconds = used;
   }
-  if (challenger != variant) gap = 0;
+  gap = challenger != variant ? 0 : std::min(gap, soon);
   const std::uint64_t begin = size_class.begin + trials + lengths.adopt + 1 + gap;
   const std::uint64_t decision = mark_of(size_class.stage) << kMarkShift |
                                  std::uint64_t{challenger} << kChallengerShift |

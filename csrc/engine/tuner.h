@@ -11,8 +11,8 @@
 // use it; a rank that gets there first waits for the decision.
 //
 // The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
-// not count. Once every property has had its stage, the next stage begins when so many operations have passed that what
-// its trials will cost is at most kMaxCost of their time.
+// not count. The gaps between stages double with every round of the properties, until so many operations pass that what
+// the next stage's trials will cost is at most kMaxCost of their time.
 #pragma once
 
 #include <cstdint>
