@@ -89,6 +89,11 @@ std::vector<FlightRecord> Communicator::flight_records() const {
   return queue_.flight_records();
 }
 
+std::vector<SizeClassReport> Communicator::size_classes() const {
+  if (in_forked_child()) return {};
+  return tuner_.reports();
+}
+
 std::vector<PeerSnapshot> Communicator::peer_snapshots() const {
   if (in_forked_child()) return {};
   const std::lock_guard<std::mutex> lock(attached_mutex_);

@@ -69,9 +69,9 @@ class Communicator {
   std::uint64_t operations() const { return queue_.operations(); }
   std::uint64_t wire_bytes() const { return queue_.wire_bytes(); }
   std::uint64_t single_copy_bytes() const { return peers_.single_copy_bytes(); }
-  std::vector<SizeClassReport> size_classes() const { return tuner_.reports(); }
   // Nothing in a forked child, in which a thread that is not there may hold the locks.
   std::vector<FlightRecord> flight_records() const;
+  std::vector<SizeClassReport> size_classes() const;
   // Nothing in a forked child either, nor after close(), as there is no memory to read.
   std::vector<PeerSnapshot> peer_snapshots() const;
 

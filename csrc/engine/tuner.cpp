@@ -131,7 +131,7 @@ std::optional<double> Tuner::microseconds_of(const Trial& trial, bool shared_ten
     last_end = std::max(last_end, times.end_ns.load(std::memory_order_acquire));
     if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
   }
-  if (last_end < last_begin) return std::nullopt;
+  if (last_end <= last_begin) return std::nullopt;
   return static_cast<double>(last_end - last_begin) * 1e-3;
 }
 
