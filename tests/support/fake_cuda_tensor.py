@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -269,8 +268,7 @@ class _Kernels:
                     )
                 if checker is not None and tensor is not None:
                     checker.access(tensor.host, written)
-        bare = replace(
-            call,
+        bare = call._replace(
             payloads=tuple(map(_host, call.payloads)),
             local=_host(call.local),
             residual=_host(call.residual),

@@ -59,14 +59,14 @@ def count_trials(rank: int, n: int) -> tuple[int, int]:
         for _ in range(100):
             collectives.all_reduce(x)
     before = next(iter(choices().values()))["trials"]
-    for _ in range(5000):
+    for _ in range(20_000):
         collectives.all_reduce(x)
-    return next(iter(choices().values()))["trials"] - before, 5000
+    return next(iter(choices().values()))["trials"] - before, 20_000
 
 
 def test_later_trials_are_rare() -> None:
     for trials, operations in run_ranks(count_trials, 2):
-        assert trials < operations * 0.06
+        assert trials < operations * 0.06  # the gaps between stages double until the cost of trials decides
 
 
 def report_choices(rank: int, n: int) -> tuple[str, list[dict[str, Any]]]:
