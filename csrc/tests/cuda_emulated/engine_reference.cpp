@@ -42,7 +42,7 @@ void run_on_engine(const Programs& programs, const Scenario& scenario, std::vect
   const cuda::FusedSpec& shape = scenario.spec;
   const LoweredSchedule& lowering = programs.of(name_of(shape.collective), scenario.algorithm, shape.ranks);
   PlanOptions options;
-  options.piece_bytes = 32 << 10;
+  options.variant.piece_bytes = 32 << 10;
   options.slot_bytes = 256 << 10;
   options.splits = shape.splits;
   const std::size_t most =
