@@ -326,13 +326,9 @@ def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: 
 def _alternative(communicator: Communicator, request: OpSpec, algorithm: str) -> tuple[str, Schedule] | None:
     """Return the other direct algorithm of a sum of which both give the same bits, if the caller asked for neither."""
     other = {"one_shot": "two_shot", "two_shot": "one_shot"}.get(algorithm)
-    lossless = all(part.codec.lossless(part.dtype) for part in request.parts)
-    if (
-        request.algorithm not in planner.CHOOSERS
-        or request.collective != "all_reduce"
-        or not lossless
-        or not other
-    ):
+    if request.algorithm not in planner.CHOOSERS or request.collective != "all_reduce" or other is None:
+        return None
+    if not all(part.codec.lossless(part.dtype) for part in request.parts):
         return None
     return other, _build_schedule(
         other, request.collective, communicator.size, request.root, communicator.groups

@@ -14,7 +14,7 @@ import torch
 
 from dtcomm import _C, env
 from dtcomm.runtime.emulated_link import Link
-from dtcomm.runtime.types import OpSpec
+from dtcomm.runtime.types import GEOMETRY, OpSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
 SLOT_BYTES = 512 * 1024
@@ -30,6 +30,7 @@ PIECE_SIZES = 4  # that are tried
 # Large results that all ranks write at once do not stay in the last-level cache. Only where trials begin.
 STREAMED_OUTPUT_BYTES = 16 * 2**20
 MIN_STREAMED_OUTPUT_BYTES = 2**20  # from here on it is tried
+WHOLE, SCATTER, GATHER, EXCHANGE = range(4)  # the values of GEOMETRY
 
 
 @dataclass(frozen=True)
@@ -68,15 +69,14 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
         single_copy: Whether all ranks may copy out of each other's memory.
         trials: Whether the engine may try variants.
     """
-    gathers = spec.collective in ("all_gather", "gather", "all_to_all")
-    output_bytes = spec.nbytes * (ranks if gathers else 1)
-    in_place = spec.collective not in ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
-    written = output_bytes + (0 if in_place else spec.nbytes)
+    input_bytes, output_bytes = _bytes_of_tensors(spec, ranks)
+    # Where the result takes the input's place, its memory has just been read.
+    touched = output_bytes if GEOMETRY[spec.collective] == WHOLE else input_bytes + output_bytes
     staging, copies = env.get("DTCOMM_STAGING"), env.get("DTCOMM_SINGLE_COPY")
     single_copy = single_copy and can_use_single_copy(spec)
     piece = piece_bytes(spec, ranks)
     fixed = Variants(
-        piece, single_copy and copies == "on", staging == "streaming", written >= STREAMED_OUTPUT_BYTES
+        piece, single_copy and copies == "on", staging == "streaming", touched >= STREAMED_OUTPUT_BYTES
     )
     if not trials or spec.nbytes < MIN_TRIED_BYTES:
         return fixed
@@ -100,9 +100,16 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
         and copies == "auto"
         and (spec.algorithm != "send" or spec.nbytes > SLOTS * SLOT_BYTES),
         tries_stream_payload=staging == "auto",
-        tries_stream_output=written >= MIN_STREAMED_OUTPUT_BYTES,
+        tries_stream_output=touched >= MIN_STREAMED_OUTPUT_BYTES,
         tries_alternative=tries_alternative,
     )
+
+
+def _bytes_of_tensors(spec: OpSpec, ranks: int) -> tuple[int, int]:
+    """The bytes of a rank's input and of its output."""
+    geometry = GEOMETRY[spec.collective]
+    sharded_input, sharded_output = geometry in (SCATTER, EXCHANGE), geometry in (GATHER, EXCHANGE)
+    return spec.nbytes * (ranks if sharded_input else 1), spec.nbytes * (ranks if sharded_output else 1)
 
 
 def _piece_sizes(spec: OpSpec, ranks: int, piece: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,10 @@ def reduce(tensor: torch.Tensor) -> None:
     C.all_reduce(tensor, algorithm="one_shot")
 
 
-def sleeping_for(rank: int) -> int:
-    """The rank that ``rank`` waited for when it was last asleep."""
+def seen(rank: int) -> dict[str, Any]:
+    """What this rank sees of ``rank``."""
     (communicator,) = dtcomm.flight_record()["communicators"]
-    return communicator["seen"][rank]["waiting_for"]
+    return communicator["seen"][rank]
 
 
 def stop_the_other(rank: int, world_size: int) -> None:
@@ -32,7 +33,8 @@ def stop_the_other(rank: int, world_size: int) -> None:
     tensor = torch.ones(10)
     reduce(tensor)
     if rank == 1:
-        while sleeping_for(0) != 1:
+        number = seen(1)["last_operation"] + 1
+        while seen(0)["last_operation"] != number or seen(0)["waiting_for"] != 1:
             time.sleep(0.001)
         os.kill(pids[0], signal.SIGSTOP)
     reduce(tensor)  # rank 0 has sent its part
