@@ -6,6 +6,8 @@ thread, beside which this one looks at the other ranks.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -21,7 +23,10 @@ from dtcomm.runtime.bootstrap.store_exchange import Deadline
 
 _GAVE_UP_KEY = "gave_up"  # beside Gloo's keys, which are numbers
 _POLL_S = 0.02
-_GRACE_S = 0.5  # for the process of a rank to end after its connections have
+# For the rank that is the cause to report its error, or for its process to end, after its connections have.
+_GRACE_S = 1.0
+# With these errors of the system this rank itself is the cause, and reports them at once.
+_OWN_ERRORS = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)))
 _MARGIN_S = 1.0  # of the deadline, in which the ranks find out which of them did not come
 
 
@@ -71,7 +76,8 @@ def connect(
     try:
         return result.result()
     except RuntimeError as error:
-        grace_end = time.monotonic() + _GRACE_S
+        is_cause = any(text in str(error) for text in _OWN_ERRORS)
+        grace_end = time.monotonic() + (0 if is_cause else _GRACE_S)
         while time.monotonic() < grace_end:
             check()
             time.sleep(_POLL_S)

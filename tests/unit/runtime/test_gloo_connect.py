@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -42,3 +43,19 @@ def test_the_rank_that_caused_it_is_named_if_it_is_known() -> None:
 
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         connect(check)
+
+
+def test_a_rank_whose_own_system_call_failed_does_not_wait_for_the_errors_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the others, whose connections it closed, could report theirs first."""
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("[enforce fail at tcp/device.cc:186] rv != -1. -1 vs -1. Too many open files")
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", fail)
+    monkeypatch.setattr(gloo, "_GRACE_S", 30.0)
+    started = time.monotonic()
+    with pytest.raises(DtcommError, match=r"^Gloo could not connect the ranks: .*Too many open files$"):
+        connect(lambda: None)
+    assert time.monotonic() - started < 20.0
