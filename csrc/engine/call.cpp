@@ -20,6 +20,7 @@ std::uint64_t announce(RegionHeader& own, const Call& call, std::uint64_t number
   std::string text = call.plan->text();
   if (call.agreed) text += " with number " + std::to_string(call.agreed);
   header.text[text.copy(header.text, kOpText - 1)] = 0;
+  own.waiting_for.store(-1, std::memory_order_relaxed);  // what an earlier operation waited for
   header.number.store(number, std::memory_order_release);
   return operation;
 }

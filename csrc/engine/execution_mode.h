@@ -35,7 +35,7 @@ struct OperationState {
   const std::uint64_t fingerprint;     // of plan and number: equal on all ranks
   const std::uint64_t number;          // of the call, from 1 on
   std::uint64_t first_seq = 0;         // sequence number of the first piece, once the variant is chosen
-  std::optional<std::uint64_t> trial;  // its number, if this operation is one of the tuner
+  std::optional<std::uint64_t> trial;  // of the tuner: its number, if this operation is one
   std::uint64_t trial_begin_ns = 0;
 
   int waiting_for = -1;   // while blocked: the rank that the oldest piece waits for

@@ -1,6 +1,5 @@
 #include "engine/interpreter.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "engine/tuner.h"
@@ -12,8 +11,8 @@ Interpreter::Interpreter(Transport& transport, Call call, std::uint64_t fingerpr
   choose_variant();
 }
 
-// False if the ranks' choice is not known yet. The next operation then has no place for its first piece either, which
-// is why it cannot have begun.
+// False if rank 0's decision is not known yet. Until it is, the number of pieces is not either, so the next operation
+// cannot have begun.
 bool Interpreter::choose_variant() {
   Transport& transport = state_.transport;
   const VariantSpace& space = state_.plan().space();

@@ -41,7 +41,7 @@ struct PeerSnapshot {
   std::uint64_t last_operation = 0;  // the last one that it began
   std::string text;                  // what that is
   std::uint64_t pieces_done = 0;
-  int waiting_for = -1;  // when it was last asleep
+  int waiting_for = -1;  // when it was last asleep in that operation, else -1
   bool alive = true;
   bool closed = false;
 };

@@ -76,8 +76,8 @@ struct RegionHeader {
   std::uint32_t max_boxes = 0;
   std::int32_t pid = 0;
   alignas(kCacheLine) std::atomic<std::uint64_t> pieces_done{0};  // that this rank has finished, in order
-  // While this rank sleeps: the rank that it waits for, and when it last looked (monotonic ns). With these a timeout
-  // names the rank at the end of a chain of waits.
+  // While this rank sleeps: the rank that its last operation waits for, and when it last looked (monotonic ns). With
+  // these a timeout names the rank at the end of a chain of waits.
   alignas(kCacheLine) std::atomic<std::int32_t> waiting_for{-1};
   std::atomic<std::uint64_t> waiting_since{0};
   std::atomic<std::uint32_t> closed{0};  // this rank has destroyed its communicator

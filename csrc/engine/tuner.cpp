@@ -7,16 +7,16 @@ namespace dtcomm {
 namespace {
 
 constexpr std::uint64_t kFirstStage = 2;  // the first operations of a class touch memory for the first time
+constexpr std::uint64_t kRounds = 7;      // of a stage, in which each candidate is tried once
 constexpr std::size_t kLeastTimes = 3;    // of a candidate, without which nothing is decided
 
-// Of a stage: how often each candidate is tried; how many operations behind the last trial rank 0 decides, when all
-// ranks have ended the trials; and when the decision is adopted, which has usually been published then. No rank is more
-// than kSlots pieces ahead of another one.
-struct Lengths {
-  std::uint64_t rounds, decide, adopt;
+// How many operations behind the last trial rank 0 decides, when all ranks have ended the trials, and all adopt the
+// decision, which has usually been published then. No rank is more than kSlots pieces ahead of another one.
+struct Delays {
+  std::uint64_t decide, adopt;
 };
-constexpr Lengths lengths_of(const VariantSpace& space) {
-  return space.large ? Lengths{7, 2, 4} : Lengths{7, kSlots + 2, 3 * kSlots};
+constexpr Delays delays_of(const VariantSpace& space) {
+  return space.large ? Delays{2, 4} : Delays{kSlots + 2, 3 * kSlots};
 }
 
 constexpr double kBetter = 0.97;    // of the time in use: what takes less replaces it
@@ -93,16 +93,16 @@ std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64
   SizeClass& size_class = *found;
   if (size_class.count >= size_class.begin) {
     const std::uint64_t since = size_class.count - size_class.begin;
-    const Lengths lengths = lengths_of(space);
-    const std::uint64_t trials = size_class.candidates.size() * lengths.rounds;
+    const Delays delays = delays_of(space);
+    const std::uint64_t trials = size_class.candidates.size() * kRounds;
     if (since < trials) {
       ++size_class.count;
       ++size_class.all_trials;
       size_class.trials.push_back({next_trial_, operation});
       return Choice{size_class.candidates[since % size_class.candidates.size()], next_trial_++};
     }
-    if (since == trials + lengths.decide && transport_.rank == 0) decide(size_class);
-    if (since == trials + lengths.adopt && !adopt(size_class)) return std::nullopt;
+    if (since == trials + delays.decide && transport_.rank == 0) decide(size_class);
+    if (since == trials + delays.adopt && !adopt(size_class)) return std::nullopt;
   }
   ++size_class.count;
   return Choice{size_class.variant, std::nullopt};
@@ -159,7 +159,7 @@ std::vector<double> Tuner::times_of(const SizeClass& size_class, bool shared_ten
 // Rank 0: chooses among the candidates of the stage, and when the next one begins. What is better than the variant in
 // use becomes its challenger, and replaces it if it is better once more.
 void Tuner::decide(SizeClass& size_class) {
-  const Lengths lengths = lengths_of(size_class.space);
+  const Delays delays = delays_of(size_class.space);
   const std::vector<double> times = times_of(size_class);
   const std::uint64_t trials = size_class.trials.size();
   unsigned variant = size_class.variant, challenger = variant;
@@ -175,7 +175,7 @@ void Tuner::decide(SizeClass& size_class) {
       }
     }
     double cost = 0;  // of the same stage, if it is repeated
-    for (const double time : times) cost += static_cast<double>(lengths.rounds) * std::max(0.0, time - used);
+    for (const double time : times) cost += static_cast<double>(kRounds) * std::max(0.0, time - used);
     gap = std::max(gap, static_cast<std::uint64_t>(std::min(cost / (kMaxCost * used), 1e9)));
     // The first decisions may be made while a program starts and the machine is busy with that, so they are looked at
     // again soon, then ever less often until the cost decides.
@@ -186,7 +186,7 @@ void Tuner::decide(SizeClass& size_class) {
     size_class.microseconds = used;
   }
   gap = challenger != variant ? 0 : std::min(gap, soon);
-  const std::uint64_t begin = size_class.begin + trials + lengths.adopt + 1 + gap;
+  const std::uint64_t begin = size_class.begin + trials + delays.adopt + 1 + gap;
   const std::uint64_t decision = mark_of(size_class.stage) << kMarkShift |
                                  std::uint64_t{challenger} << kChallengerShift |
                                  std::uint64_t{variant} << kVariantShift | (begin & kBeginMask);

@@ -158,8 +158,10 @@ class BucketLayout:
         return self._sketch
 
     def _sketched(self) -> list[Segment]:
-        """The segments that lose something, without DGC, which applies momentum."""
-        return [segment for segment in self.lossy if not isinstance(segment.codec, DGC)]
+        """The segments that lose something, without DGC that clips, whose uncompressed result is not known here."""
+        return [
+            segment for segment in self.lossy if not (isinstance(segment.codec, DGC) and segment.codec.clip)
+        ]
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of the buffer for each segment."""

@@ -14,7 +14,7 @@ The optimizer must then have no momentum of its own; parameters that travel unco
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +112,18 @@ class DGC:
         if name != NAME or (colon and not rest):
             raise ValueError(f"compressor: {spec!r}; valid: {NAME}:OPTION=VALUE,…")
         return DGC(**options_of(NAME, rest, {field.name: field for field in dataclasses.fields(DGC)}))
+
+
+def common_momentum(schemes: Iterable[object]) -> float | None:
+    """Return the momentum that every parameter gets if one of ``schemes`` is DGC, else None.
+
+    Raises:
+        ValueError: The schemes have different momenta.
+    """
+    momenta = {scheme.momentum for scheme in schemes if isinstance(scheme, DGC)}
+    if len(momenta) > 1:
+        raise ValueError(f"dgc: momenta {sorted(momenta)} in one model; valid: one")
+    return momenta.pop() if momenta else None
 
 
 class Velocities:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dtcomm.compress.bucket_layout import Segment
-from dtcomm.compress.dgc import DGC, Velocities
+from dtcomm.compress.dgc import DGC, Velocities, common_momentum
 from dtcomm.compress.ef21 import References
 from dtcomm.compress.feedback import Feedback, FeedbackStates
 from dtcomm.compress.residuals import Residuals, average_states
@@ -80,15 +80,12 @@ class ErrorState:
         if own is None and kind is not False and kind not in FEEDBACKS:
             valid = f"True, False, {', '.join(map(repr, FEEDBACKS))}, or a dtcomm.ddp.Feedback"
             raise ValueError(f"feedback: {feedback!r}; valid: {valid}")
-        momenta = {scheme.momentum for scheme in schemes if isinstance(scheme, DGC)}
-        if len(momenta) > 1:
-            raise ValueError(f"dgc: momenta {sorted(momenta)} in one model; valid: one")
-        if momenta and kind != "residual":
+        self._momentum = common_momentum(schemes)
+        if self._momentum is not None and kind != "residual":
             raise ValueError(
                 f"feedback: {feedback!r} does not go with dgc, which keeps residuals; valid: True"
             )
         self.kind = kind
-        self._momentum = momenta.pop() if momenta else None
         self._residuals = Residuals(form)
         self._references: References | FeedbackStates | None = None if own is None else FeedbackStates(own)
         if kind in ("ef21", "diana"):

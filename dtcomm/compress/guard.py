@@ -55,8 +55,10 @@ class Guard:
         cosine: The smallest cosine between what the ranks applied in a window of steps and what they would have applied
             without compression: the sums over the window of the averaged gradients (``harm``). Feedback that catches
             up within the window does not count. None: `cosine_limit`, 0.7 for `sign` and 0.5 for the others. DGC is
-            left out, because it applies momentum. Default None.
-        norm_ratio: The largest ratio of the norms of these two sums, in either direction. Default 2.
+            compared with gradients that have its momentum, and left out if it clips. Default None.
+        norm_ratio: The largest ratio of the norms of these two sums, in either direction. With DGC of momentum m the
+            sum that is applied may be smaller by another factor of 1 - m, because DGC drops the momentum of the
+            elements that it sends. Default 2.
         window: The smallest number of steps in a window; with sparse codecs of a ratio r it is at least 1 / (2 r). Two
             windows in a row must exceed a limit. Default 24.
         error: FSDP and `ShardedOptimizer` only, which encode parameters too: the largest share of the 90 % smallest

@@ -228,9 +228,14 @@ class Monitor(Protocol):
         """Continue with the decisions of a `state_dict`."""
 
 
-def make_monitor(guard: Guard | None, group: dist.ProcessGroup | None = None) -> Monitor:
-    """Return the monitor of a guard for the ranks of a group; without a guard one that does nothing."""
-    return NullMonitor() if guard is None else GuardMonitor(guard, group)
+def make_monitor(
+    guard: Guard | None, group: dist.ProcessGroup | None = None, momentum: float | None = None
+) -> Monitor:
+    """Return the monitor of a guard for the ranks of a group; without a guard one that does nothing.
+
+    ``momentum`` is as for `GuardMonitor`.
+    """
+    return NullMonitor() if guard is None else GuardMonitor(guard, group, momentum=momentum)
 
 
 def _is_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,11 +282,14 @@ class GuardMonitor:
         guard: The limits and actions.
         group: The process group; None is the default group.
         ranks: (rank, number of ranks), where there is no process group.
+        momentum: The momentum that the compressor applies to all gradients before it averages them (DGC); None if it
+            applies none. What is averaged is compared with gradients that have the same momentum.
     """
 
     guard: Guard
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, int] | None = None
+    momentum: float | None = None
     events: list[Event] = field(default_factory=list)
     revision: int = 0
     fidelity: Fidelity | None = None
@@ -289,6 +297,7 @@ class GuardMonitor:
     _loss: float | torch.Tensor = math.nan
     _nonfinite: torch.Tensor | None = None  # bool [2]: of the mean, of this rank's gradients
     _step_sketches: torch.Tensor | None = None  # [2, 256]: of this rank's gradients, of the mean
+    _velocity: torch.Tensor | None = None  # [256]: of this rank's gradients with momentum
     # Sums over the steps of a window, and those of a window that is complete but was not sent yet.
     _window: torch.Tensor | None = None
     _complete_window: torch.Tensor | None = None
@@ -486,7 +495,13 @@ class GuardMonitor:
         if sketches is None:
             return
         # A step with NaN or Inf, which all ranks have alike, does not count; a GradScaler skips it.
-        sketches = torch.where(torch.isfinite(sketches).all(), sketches, 0.0)
+        is_finite = torch.isfinite(sketches).all()
+        sketches = torch.where(is_finite, sketches, 0.0)
+        if self.momentum is not None:
+            # A sketch is linear, so momentum of sketches is a sketch of the momentum.
+            before = torch.zeros_like(sketches[0]) if self._velocity is None else self._velocity
+            self._velocity = torch.where(is_finite, self.momentum * before + sketches[0], before)
+            sketches = torch.stack([torch.where(is_finite, self._velocity, 0.0), sketches[1]])
         self._window = sketches if self._window is None else self._window + sketches
         self._window_steps += 1
         # All ranks know the same schemes. What waits longer than a window would seem to be lost.
@@ -502,7 +517,9 @@ class GuardMonitor:
         default = min(map(cosine_limit, self._compared.values()), default=0.5)
         limit = default if self.guard.cosine is None else self.guard.cosine
         highest = self.guard.norm_ratio
-        if cosine >= limit and 1 / highest <= norm_ratio <= highest:
+        # DGC drops the momentum of the elements that it sends; without any, 1 - momentum of the norm is left.
+        lowest = (1 - (self.momentum or 0)) / highest
+        if cosine >= limit and lowest <= norm_ratio <= highest:
             self._harmful_windows = 0
             return
         self._harmful_windows += 1
@@ -512,7 +529,7 @@ class GuardMonitor:
         value, exceeded = cosine, limit
         meaning = "what compression loses does not arrive in time, or the error of the rest is too large"
         if cosine >= limit:
-            value, exceeded = norm_ratio, highest if norm_ratio > 1 else 1 / highest
+            value, exceeded = norm_ratio, highest if norm_ratio > 1 else lowest
             meaning = (
                 "delayed gradients come back in bursts, or are scaled up"
                 if norm_ratio > 1

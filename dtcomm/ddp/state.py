@@ -28,7 +28,7 @@ from dtcomm.compress.checkpoint import (
     require_matching_sizes,
     select_share,
 )
-from dtcomm.compress.dgc import DGC
+from dtcomm.compress.dgc import DGC, common_momentum
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.guard_monitor import make_monitor
@@ -153,7 +153,7 @@ class State(Reporting):
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
-        self._monitor = make_monitor(guard, group)
+        self._monitor = make_monitor(guard, group, common_momentum(self._chooser.schemes))
         self._reducer = Reducer(
             group,
             self._chooser,

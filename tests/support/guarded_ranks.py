@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dtcomm.compress.dgc import common_momentum
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.guard_monitor import GuardMonitor
 from dtcomm.measure.simulated_ranks import SimulatedRanks
@@ -30,7 +31,8 @@ class GuardedRanks(SimulatedRanks):
     ) -> None:
         super().__init__(spec, ranks, parameters, **options)
         guard = guard or Guard()
-        self.monitors = [GuardMonitor(guard, ranks=(rank, ranks)) for rank in range(ranks)]
+        momentum = common_momentum(rule.codec for rule in self.policy.rules)
+        self.monitors = [GuardMonitor(guard, ranks=(rank, ranks), momentum=momentum) for rank in range(ranks)]
         self._stats: list[torch.Tensor] = []
 
     def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from dtcomm.codecs import Codec
 from dtcomm.planner.cost_model import FAR, NEAR, PLACEMENTS
 from dtcomm.runtime.communicator_cache import get_communicator
 
-FAR_NS = 250.0  # a longer round trip is far; the engine has the same limit
+FAR_NS = 250.0  # a longer round trip is far
 _BATCHES, _TRIPS = 20, 100
 
 

@@ -13,6 +13,8 @@ import torch
 from bench.training.tasks import TASKS
 from dtcomm.compress.gradient_sketch import SKETCH_SIZE, GradientSketch, compare_sketches
 from dtcomm.compress.guard import CompressionHarmful, Guard
+from dtcomm.compress.guard_monitor import GuardMonitor
+from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.support.guarded_ranks import GuardedRanks
 
 CPU = torch.device("cpu")
@@ -82,14 +84,14 @@ def test_a_step_that_is_not_finite_does_not_count() -> None:
     assert fidelity is not None and fidelity.cosine > 0.999 and run.monitors[0].events == []
 
 
-def train(spec: str, steps: int, **options: Any) -> tuple[GuardedRanks, float]:
-    """Train a perceptron; return the mean loss of the last steps."""
+def train(spec: str, steps: int, momentum: float = 0.9, **options: Any) -> tuple[GuardedRanks, float]:
+    """Train a perceptron; return the mean loss of the last steps. ``momentum`` is the optimizer's."""
     settings = TASKS["mlp"]
     torch.manual_seed(0)
     model = settings.model()
     parameters = list(model.parameters())
     run = GuardedRanks(spec, RANKS, list(model.named_parameters()), **options)
-    optimizer = torch.optim.SGD(parameters, settings.rate, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, settings.rate, momentum=momentum)
     losses = []
     for step in range(steps):
         gradients = []
@@ -120,6 +122,31 @@ def test_healthy_runs_are_silent(spec: str) -> None:
     run, loss = train(spec, HEALTHY[spec])
     assert loss < 1.9
     assert run.monitors[0].events == [] and run.monitors[0].fidelity is not None
+
+
+@pytest.mark.parametrize(
+    "spec", ["dgc:ratio=0.01", "dgc:ratio=0.05", "numel<5000 -> int8; * -> dgc:ratio=0.01"]
+)
+def test_dgc_is_compared_with_gradients_that_have_its_momentum(spec: str) -> None:
+    run, loss = train(spec, 102, momentum=0.0)
+    fidelity = run.monitors[0].fidelity
+    assert loss < 1.9
+    assert fidelity is not None and fidelity.cosine > 0.65 and 0.2 < fidelity.norm_ratio < 1.1
+    assert run.monitors[0].events == []
+
+
+def test_momentum_that_does_not_arrive_is_flagged() -> None:
+    """Everything but a hundredth of every mean is lost; the part that arrives has the right direction."""
+    monitor = GuardMonitor(Guard(window=8), ranks=(0, 1), momentum=0.9)
+    layout = SimulatedRanks("dgc:ratio=0.5", 1, [("w", torch.zeros(64, 64))])._layout(torch.zeros(4096), 0)
+    gradient = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    for step in range(20):
+        if step:
+            monitor.evaluate(step, monitor.stats_tensor())
+        monitor.begin_step(step)
+        monitor.record_mean(monitor.measure_gradient(layout, gradient), layout, 0.01 * gradient)
+    (event,) = monitor.events
+    assert event.kind == "harm" and event.value < event.limit == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("spec", ["int2:block=128", "int2:block=1024", "sign", "topk:ratio=0.01"])
