@@ -41,6 +41,7 @@ EXPECTED: dict[str, tuple[Callable[[], float], str]] = {
     },
     "fp8_e4m3": (lambda: _scaled(theory.E4M3, 128, theory.to_largest), "integral over the values of e4m3"),
     "fp8_e5m2": (lambda: _scaled(theory.E5M2, 128, theory.to_largest), "integral over the values of e5m2"),
+    "fp8_e3m4": (lambda: _scaled(theory.E3M4, 128, theory.to_largest), "integral over the values of e3m4"),
     "mxfp8": (lambda: _scaled(theory.E4M3, 32, theory.to_power), "the same with a power of two as scale"),
     "mxfp8:element=e5m2": (
         lambda: _scaled(theory.E5M2, 32, theory.to_power),

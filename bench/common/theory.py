@@ -45,6 +45,7 @@ def floats(exponents: range, mantissa_bits: int) -> Array:
 INT: dict[int, Array] = {bits: np.arange(float(1 << (bits - 1))) for bits in range(2, 9)}
 E4M3 = floats(range(-6, 9), 3)[:-1]  # its last pattern is NaN: 448 is the largest value
 E5M2 = floats(range(-14, 16), 2)
+E3M4 = floats(range(-2, 5), 4)[:-1]  # as of e4m3: 30 is the largest value
 E2M1 = floats(range(3), 1)
 FP16 = floats(range(-14, 4), 10)  # beyond 16 a standard normal has nothing
 BF16 = floats(range(-24, 4), 7)

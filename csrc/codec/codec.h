@@ -33,7 +33,8 @@ enum class Element : std::uint8_t {
   bf16 = 4,  // topk, randk: the type of a value
   fp16 = 5,
   fp32 = 6,
-  integer = 7  // topk, randk: values are a payload of the integer codec that the other fields describe
+  integer = 7,  // topk, randk: values are a payload of the integer codec that the other fields describe
+  e3m4 = 8      // float8
 };
 
 struct Codec {

@@ -94,8 +94,8 @@ Status check_codec(const Codec& codec) {
     case Family::integer:
       return check_integer(codec);
     case Family::float8:
-      if (codec.element != Element::e4m3 && codec.element != Element::e5m2) {
-        return Status::error("codec: elements of float8 are e4m3 or e5m2");
+      if (codec.element != Element::e4m3 && codec.element != Element::e5m2 && codec.element != Element::e3m4) {
+        return Status::error("codec: elements of float8 are e4m3, e5m2 or e3m4");
       }
       return check_block(codec);
     case Family::mx:

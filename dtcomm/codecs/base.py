@@ -37,7 +37,17 @@ SCALE_BYTES = {"bf16": 2, "fp32": 4}
 ROUNDINGS = ("nearest", "stochastic")
 ROTATIONS = ("none", "hadamard")
 # the numbers of csrc/codec/codec.h
-ELEMENTS = {"none": 0, "e4m3": 1, "e5m2": 2, "e2m1": 3, "bf16": 4, "fp16": 5, "fp32": 6, "integer": 7}
+ELEMENTS = {
+    "none": 0,
+    "e4m3": 1,
+    "e5m2": 2,
+    "e2m1": 3,
+    "bf16": 4,
+    "fp16": 5,
+    "fp32": 6,
+    "integer": 7,
+    "e3m4": 8,
+}
 
 
 def aligned(size: int) -> int:

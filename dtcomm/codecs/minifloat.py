@@ -24,12 +24,13 @@ MX_BLOCK = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Float8(Codec):
-    """``fp8_e4m3`` and ``fp8_e5m2``: an OCP 8-bit float per element; the elements of a block share a scale.
+    """``fp8_e4m3``, ``fp8_e5m2``, ``fp8_e3m4``: an 8-bit float per element; the elements of a block share a scale.
 
     e4m3 has 4 significant bits and steps that shrink with the number down to 2^-15 of the block's largest element;
-    e5m2 has 3 and goes down to 2^-31. Small numbers keep their precision beside large ones, unlike in int8, so blocks
-    may be longer. Use e4m3 for gradients (the scale supplies the range), e5m2 for blocks whose elements lie many
-    orders of magnitude apart.
+    e5m2 has 3 and goes down to 2^-31; e3m4 has 5 and goes down to 2^-7. Small numbers keep their precision beside
+    large ones, unlike in int8, so blocks may be longer. e3m4 has half the error of e4m3 where most elements lie within
+    2^-7 of their block's largest, as in activations, weights and gradients; use e4m3 for a wider range, e5m2 for blocks
+    whose elements lie many orders of magnitude apart.
 
     Options:
         block: Elements that share a scale, a power of two from 16 to 4096. Default 128: a bf16 scale adds 1.6 %.
@@ -37,9 +38,10 @@ class Float8(Codec):
         round: nearest (default) or stochastic. Nearest has half the error; error feedback removes its bias.
 
     Attributes:
-        element: e4m3 or e5m2, from the codec's name.
+        element: e4m3, e5m2 or e3m4, from the codec's name.
 
-    Format: OCP 8-bit Floating Point Specification (OFP8) 1.0. Reference: dtcomm.kernels.reference.minifloat.
+    Format: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 and e5m2; e3m4 follows e4m3, with a bit of the
+    exponent moved to the mantissa. Reference: dtcomm.kernels.reference.minifloat.
     """
 
     family: ClassVar[int] = 4
@@ -50,8 +52,8 @@ class Float8(Codec):
     round: str = option(default="nearest", choices=("nearest", "stochastic"))
 
     def __post_init__(self) -> None:
-        if self.element not in ("e4m3", "e5m2"):
-            raise ValueError(f"element: expected e4m3 or e5m2, got {self.element}")
+        if self.element not in ("e4m3", "e5m2", "e3m4"):
+            raise ValueError(f"element: expected e4m3, e5m2 or e3m4, got {self.element}")
         self._check_block()
 
     @property

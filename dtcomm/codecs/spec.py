@@ -43,6 +43,7 @@ CODECS: dict[str, Entry] = {
     "bf16": Entry(make=Bf16),
     "fp8_e4m3": Entry(make=Float8, fixed={"element": "e4m3"}),
     "fp8_e5m2": Entry(make=Float8, fixed={"element": "e5m2"}),
+    "fp8_e3m4": Entry(make=Float8, fixed={"element": "e3m4"}),
     "mxfp8": Entry(make=Mxfp8),
     "mxfp4": Entry(make=Mxfp4),
     **{f"int{bits}": Entry(make=Integer, fixed={"bits": bits}) for bits in (8, 7, 6, 5, 4, 3, 2)},

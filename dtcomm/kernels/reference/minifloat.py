@@ -1,4 +1,4 @@
-"""Codecs of small floats: fp8_e4m3 and fp8_e5m2 with a scale per block, mxfp8 and mxfp4 with a power of two per block.
+"""Codecs of small floats: fp8 with a scale per block, mxfp8 and mxfp4 with a power of two per block.
 
 A :class:`Minifloat` has a table of all its numbers and rounds by looking up the neighbours.
 """
@@ -98,6 +98,7 @@ class Minifloat:
 FORMATS = {
     "e4m3": Minifloat(exponent=4, mantissa=3, bias=7, numbers=127),
     "e5m2": Minifloat(exponent=5, mantissa=2, bias=15, numbers=124, infinite=True),
+    "e3m4": Minifloat(exponent=3, mantissa=4, bias=3, numbers=127),
     "e2m1": Minifloat(exponent=2, mantissa=1, bias=1, numbers=8),
 }
 

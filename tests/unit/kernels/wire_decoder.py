@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 NAN = 0x7FC00000
 CASTS, INTEGER, FLOAT8, MX, SIGN, TOPK, RANDK, EXACT = (0, 1, 2), 3, 4, 5, 6, 7, 8, 9
-E4M3, E5M2, E2M1, BF16, FP16, FP32, NESTED = 1, 2, 3, 4, 5, 6, 7
+E4M3, E5M2, E2M1, BF16, FP16, FP32, NESTED, E3M4 = 1, 2, 3, 4, 5, 6, 7, 8
 MASK = 0xFFFFFFFF
 
 
@@ -213,12 +213,12 @@ def _value(codec: Codec, code: int, scale: float, zero: float) -> float:
 
 
 def _small_float(element: int, code: int) -> float:
-    exponent_bits, mantissa_bits = {E4M3: (4, 3), E5M2: (5, 2), E2M1: (2, 1)}[element]
+    exponent_bits, mantissa_bits = {E4M3: (4, 3), E5M2: (5, 2), E2M1: (2, 1), E3M4: (3, 4)}[element]
     bias = (1 << (exponent_bits - 1)) - 1
     sign = code >> (exponent_bits + mantissa_bits)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     fraction = code & ((1 << mantissa_bits) - 1)
-    if element == E4M3 and code & 0x7F == 0x7F:
+    if element in (E4M3, E3M4) and code & 0x7F == 0x7F:
         return math.nan
     if element == E5M2 and exponent == 31:
         return math.nan if fraction else -math.inf if sign else math.inf
