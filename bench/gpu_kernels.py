@@ -48,6 +48,7 @@ OTHERS = (
     "fp8_e5m2",
     "mxfp8",
     "mxfp4",
+    "nvfp4",
     "sign",
 )
 REPEATS = 20

@@ -48,6 +48,10 @@ EXPECTED: dict[str, tuple[Callable[[], float], str]] = {
         "the same with a power of two as scale",
     ),
     "mxfp4": (lambda: _scaled(theory.E2M1, 32, theory.to_power), "integral over the values of e2m1"),
+    "nvfp4": (
+        lambda: theory.block_error(theory.E2M1, 16, theory.to_e4m3(theory.E2M1, 4096)),
+        "the same with a scale in e4m3",
+    ),
     "sign": (lambda: theory.sign_error(256), "√((1 − 2/π)(1 − 1/256)); Max 1960: √0.3634"),
     "topk": (lambda: theory.top_error(41 / 4096), "√(1 − r − 2τφ(τ)), τ the threshold of the share r"),
     "topk:ratio=0.1": (lambda: theory.top_error(410 / 4096), "√(1 − r − 2τφ(τ))"),

@@ -62,6 +62,12 @@ def to_power(values: Array) -> Callable[[float], float]:
     return lambda top: 2.0 ** (math.floor(math.log2(top)) - most)
 
 
+def to_e4m3(values: Array, granule: int) -> Callable[[float], float]:
+    """Return the scale of NVFP4: the nearest e4m3 multiple of a scale that maps a typical granule's largest to 448."""
+    own = crest(granule) / (float(values[-1]) * float(E4M3[-1]))
+    return lambda top: own * float(E4M3[np.argmin(np.abs(E4M3 - top / float(values[-1]) / own))])
+
+
 def distortion(values: Array, reach: float) -> float:
     """Return the mean of (x - nearest value)^2 over a standard normal cut at +-reach; `values` are sorted, from 0."""
     values = values[: int(np.searchsorted(values, reach)) + 2]

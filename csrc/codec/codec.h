@@ -20,7 +20,8 @@ enum class Family : std::uint8_t {
   sign = 6,
   topk = 7,
   randk = 8,
-  exact = 9
+  exact = 9,
+  nvfp4 = 10
 };
 enum class Scale : std::uint8_t { bf16 = 0, fp32 = 1 };
 

@@ -157,6 +157,8 @@ auto with_family(const Codec& codec, DType dtype, const Use& use) {
       return with_float8(codec, use);
     case Family::mx:
       return with_mx(codec, use);
+    case Family::nvfp4:
+      return use(Nvfp4{});
     case Family::sign:
       return use(blocks_of<Sign>(codec, IntegerRules()));
     default: {

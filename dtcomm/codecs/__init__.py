@@ -8,7 +8,7 @@ bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is re
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign
-from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8
+from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
 from dtcomm.codecs.python_codec import PythonCodec
 from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
@@ -26,6 +26,7 @@ __all__ = [
     "Mxfp8",
     "PythonCodec",
     "RandK",
+    "Nvfp4",
     "Sign",
     "TopK",
     "Uncompressed",

@@ -66,7 +66,7 @@ def count(numel: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a granule: scales and zero points, outliers, codes, then zeros up to a multiple of 16 bytes.
+    """The layout of a granule: scales and zero points, outliers, codes, trailer, zeros up to a multiple of 16 bytes.
 
     A granule of a sparse codec has three parts: a head, the values of the kept elements, and their positions. The
     values are a payload of their own, without its last padding, which the first six attributes describe.
@@ -81,6 +81,7 @@ class Layout:
         kept: Elements that a whole granule keeps; 0 for dense codecs.
         head: Bytes of the head.
         position_bits: 12 for a list of positions, 1 for a bitmap, 0 if positions are drawn from the head.
+        trailer: Bytes behind the codes of a dense granule: its own scale.
     """
 
     granule: int = GRANULE
@@ -92,6 +93,7 @@ class Layout:
     kept: int = 0
     head: int = 0
     position_bits: int = 0
+    trailer: int = 0
 
     def blocks(self, numel: int) -> int:
         """Blocks of `numel` elements."""
@@ -126,7 +128,7 @@ class Layout:
     def used(self, numel: int) -> int:
         """Bytes of a granule of `numel` elements before the padding."""
         if not self.kept:
-            return self.dense(numel)
+            return self.dense(numel) + self.trailer
         return self.head + self.values(numel) + self.positions(numel)
 
     def bytes(self, numel: int) -> int:

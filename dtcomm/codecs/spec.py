@@ -11,7 +11,7 @@ from dtcomm.arguments import suggest
 from dtcomm.codecs.base import GRANULE, Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign
-from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8
+from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
 from dtcomm.codecs.python_codec import (
     DecodeFunction,
     EncodeFunction,
@@ -47,6 +47,7 @@ CODECS: dict[str, Entry] = {
     "mxfp8": Entry(make=Mxfp8),
     "mxfp4": Entry(make=Mxfp4),
     **{f"int{bits}": Entry(make=Integer, fixed={"bits": bits}) for bits in (8, 7, 6, 5, 4, 3, 2)},
+    "nvfp4": Entry(make=Nvfp4),
     "sign": Entry(make=Sign),
     "topk": Entry(make=TopK),
     "randk": Entry(make=RandK),

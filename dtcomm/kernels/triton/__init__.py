@@ -1,8 +1,8 @@
 """The Triton kernels, for CUDA devices without a compiled `_cuda`, and for CPU tensors under TRITON_INTERPRET=1.
 
-They run fp16, bf16, int8, int4, fp8_e4m3 and fp8_e3m4; :func:`supports` tests a codec. This module has the constants of codecs
-with which the kernels are compiled, and the calls, which import `launch` and with it Triton: importing Triton takes
-longer than importing dtcomm.
+They run fp16, bf16, int8, int4, fp8_e4m3 and fp8_e3m4; :func:`supports` tests a codec. This module has the constants of
+codecs with which the kernels are compiled, and the calls, which import `launch` and with it Triton: importing Triton
+takes longer than importing dtcomm.
 """
 
 from __future__ import annotations
