@@ -193,6 +193,9 @@ class Codec(abc.ABC):
         False  # sums have the same bits in any order of additions, and can be audited
     )
     has_cuda_kernel: ClassVar[bool] = True  # `dtcomm._cuda` encodes and decodes it
+    variable_length: ClassVar[bool] = (
+        False  # the length of a payload depends on the data; `wire_bytes` is its bound
+    )
 
     @property
     @abc.abstractmethod
@@ -238,7 +241,7 @@ class Codec(abc.ABC):
         return FLOAT_TYPES
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """The size of a payload in bytes, which never depends on the data.
+        """The size of a payload in bytes. It never depends on the data, but is a bound for codecs of `variable_length`.
 
         Args:
             numel: Elements of the tensor.
