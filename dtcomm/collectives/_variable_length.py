@@ -171,7 +171,7 @@ def all_to_all(
     from dtcomm.collectives import alltoall
 
     codec = _codec_of(spec, input, async_op, residual)
-    payloads = [_encode(codec, shard)[1] for shard in input.view(-1).split(list(sent))]
+    payloads = [_encode(codec, shard)[1] for shard in torch.split(input.view(-1), list(sent))]
     lengths = torch.tensor([payload.numel() for payload in payloads])
     arriving = torch.empty_like(lengths)
     alltoall.all_to_all(arriving, lengths, group=group)
@@ -186,8 +186,8 @@ def all_to_all(
         group=group,
         checksum=checksum,
     )
-    shards = output.view(-1).split(list(received))
-    for shard, payload in zip(shards, whole.split(sizes), strict=True):
+    shards = torch.split(output.view(-1), list(received))
+    for shard, payload in zip(shards, torch.split(whole, sizes), strict=True):
         _decode(codec, payload, shard)
 
 

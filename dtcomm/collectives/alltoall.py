@@ -131,9 +131,10 @@ def all_to_all(
         else:
             sent = _elements(input, input_splits, "input", communicator.size)
             received = _elements(output, output_splits, "output", communicator.size)
-        return _variable_length.all_to_all(
+        _variable_length.all_to_all(
             output, input, sent, received, codec, algorithm, group, async_op, residual, checksum
         )
+        return None
     if output_splits is None and input_splits is None:
         numel = _equal_shards(output, input, communicator.size)
     else:

@@ -106,9 +106,10 @@ def all_gather(
     plan = communicator.plans.get(key)
     if plan is None:
         if _variable_length.has_variable_length(codec):
-            return _variable_length.all_gather(
+            _variable_length.all_gather(
                 output, input, communicator.size, codec, algorithm, group, async_op, residual, checksum
             )
+            return None
         plan = make_plan(
             communicator,
             key,
@@ -191,9 +192,10 @@ def broadcast(
         root = communicator.group_rank(src, "src")
         if _variable_length.has_variable_length(codec):
             memory, is_source = in_memory(tensor, "tensor"), root == communicator.rank
-            return _variable_length.broadcast(
+            _variable_length.broadcast(
                 memory, src, is_source, codec, algorithm, group, async_op, residual, checksum
             )
+            return None
         plan = make_plan(
             communicator,
             key,
@@ -420,7 +422,7 @@ def scatter(
     plan = communicator.plans.get(key)
     if plan is None:
         if _variable_length.has_variable_length(codec):
-            return _variable_length.scatter(
+            _variable_length.scatter(
                 tensor,
                 source,
                 src,
@@ -433,6 +435,7 @@ def scatter(
                 residual,
                 checksum,
             )
+            return None
         plan = make_plan(
             communicator,
             key,

@@ -164,7 +164,8 @@ def _message(
     memory = in_memory(tensor, "tensor")
     require_dtype("sum", tensor.dtype, codecs.codec(codec))
     if _variable_length.has_variable_length(codec):
-        return _variable_length.message(memory, peer, sends, codec, group, async_op, residual, checksum)
+        _variable_length.message(memory, peer, sends, codec, group, async_op, residual, checksum)
+        return None
     if residual is not None:
         require_residual(residual, memory, "residual")
     device = None if tensor.is_cpu else tensor.device

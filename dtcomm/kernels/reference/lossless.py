@@ -23,7 +23,7 @@ def encode(raw: Bytes, size: int) -> Bytes:
     """The payload of elements of `size` bytes, 2 (bf16) or 4 (fp32), whose bytes are `raw`."""
     if not len(raw):
         return raw
-    elements = raw.view(np.uint16 if size == 2 else np.uint32)
+    elements = raw.view(np.uint16) if size == 2 else raw.view(np.uint32)
     granules = [_encode_granule(elements[i : i + GRANULE], size) for i in range(0, len(elements), GRANULE)]
     coded = np.concatenate(granules)
     verbatim = len(coded) >= len(raw)
@@ -63,7 +63,7 @@ def decode(payload: Bytes, numel: int, size: int) -> Bytes:
     return np.concatenate(parts)
 
 
-def _encode_granule(elements: npt.NDArray[np.unsignedinteger], size: int) -> Bytes:
+def _encode_granule(elements: npt.NDArray[np.uint16] | npt.NDArray[np.uint32], size: int) -> Bytes:
     n = len(elements)
     upper = (elements >> (8 * size - 16)).astype(np.uint16)
     exponents = (upper >> 7 & 0xFF).astype(np.uint8)

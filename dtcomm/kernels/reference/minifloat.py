@@ -179,8 +179,8 @@ def _encode_nvfp4(x: Floats) -> Bytes:
     top = magnitude(rows).max(axis=1)
     bad = top >= INFINITY
     largest = np.where(bad, 0, top).astype(np.uint32).view(np.float32)
-    own = np.minimum(largest.max() / (form.sizes[-1] * scale_form.sizes[-1]), NVFP4_CAP)
-    own = own if own >= SMALLEST else np.float32(0)
+    own = np.minimum(largest.max(keepdims=True) / (form.sizes[-1] * scale_form.sizes[-1]), NVFP4_CAP)
+    own = np.where(own >= SMALLEST, own, np.float32(0))
     sixth = np.float32(1) / form.sizes[-1]
     codes_of_scales = scale_form.nearest(largest * inverse(own) * sixth)
     scale = scale_form.table[codes_of_scales] * own
@@ -189,7 +189,7 @@ def _encode_nvfp4(x: Floats) -> Bytes:
     codes = form.nearest(np.where(usable, rows * inverse(scale)[:, None], np.float32(0)))
     codes.reshape(-1)[len(x) :] = 0
     stored = np.where(bad, E4M3_NAN, codes_of_scales).astype(np.uint8)
-    return np.concatenate([stored, _pairs(codes), own.reshape(1).view(np.uint8)])
+    return np.concatenate([stored, _pairs(codes), own.view(np.uint8)])
 
 
 def _decode_nvfp4(codec: Nvfp4, granule: Bytes, n: int) -> Floats:
