@@ -34,6 +34,8 @@ FIRST_TIER = (
     "int4:block=128",
     "fp8_e4m3:block=32",
     "fp8_e4m3",
+    "fp8_e3m4:block=32",
+    "fp8_e3m4",
 )
 OTHERS = (
     "none",
@@ -46,6 +48,7 @@ OTHERS = (
     "fp8_e5m2",
     "mxfp8",
     "mxfp4",
+    "nvfp4",
     "sign",
 )
 REPEATS = 20

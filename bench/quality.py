@@ -41,12 +41,17 @@ EXPECTED: dict[str, tuple[Callable[[], float], str]] = {
     },
     "fp8_e4m3": (lambda: _scaled(theory.E4M3, 128, theory.to_largest), "integral over the values of e4m3"),
     "fp8_e5m2": (lambda: _scaled(theory.E5M2, 128, theory.to_largest), "integral over the values of e5m2"),
+    "fp8_e3m4": (lambda: _scaled(theory.E3M4, 128, theory.to_largest), "integral over the values of e3m4"),
     "mxfp8": (lambda: _scaled(theory.E4M3, 32, theory.to_power), "the same with a power of two as scale"),
     "mxfp8:element=e5m2": (
         lambda: _scaled(theory.E5M2, 32, theory.to_power),
         "the same with a power of two as scale",
     ),
     "mxfp4": (lambda: _scaled(theory.E2M1, 32, theory.to_power), "integral over the values of e2m1"),
+    "nvfp4": (
+        lambda: theory.block_error(theory.E2M1, 16, theory.to_e4m3(theory.E2M1, 4096)),
+        "the same with a scale in e4m3",
+    ),
     "sign": (lambda: theory.sign_error(256), "√((1 − 2/π)(1 − 1/256)); Max 1960: √0.3634"),
     "topk": (lambda: theory.top_error(41 / 4096), "√(1 − r − 2τφ(τ)), τ the threshold of the share r"),
     "topk:ratio=0.1": (lambda: theory.top_error(410 / 4096), "√(1 − r − 2τφ(τ))"),

@@ -45,6 +45,7 @@ def floats(exponents: range, mantissa_bits: int) -> Array:
 INT: dict[int, Array] = {bits: np.arange(float(1 << (bits - 1))) for bits in range(2, 9)}
 E4M3 = floats(range(-6, 9), 3)[:-1]  # its last pattern is NaN: 448 is the largest value
 E5M2 = floats(range(-14, 16), 2)
+E3M4 = floats(range(-2, 5), 4)[:-1]  # as of e4m3: 30 is the largest value
 E2M1 = floats(range(3), 1)
 FP16 = floats(range(-14, 4), 10)  # beyond 16 a standard normal has nothing
 BF16 = floats(range(-24, 4), 7)
@@ -59,6 +60,12 @@ def to_power(values: Array) -> Callable[[float], float]:
     """Return the scale of OCP Microscaling: a power of two that aligns the largest element's and value's exponents."""
     most = math.floor(math.log2(values[-1]))
     return lambda top: 2.0 ** (math.floor(math.log2(top)) - most)
+
+
+def to_e4m3(values: Array, granule: int) -> Callable[[float], float]:
+    """Return the scale of NVFP4: the nearest e4m3 multiple of a scale that maps a typical granule's largest to 448."""
+    own = crest(granule) / (float(values[-1]) * float(E4M3[-1]))
+    return lambda top: own * float(E4M3[np.argmin(np.abs(E4M3 - top / float(values[-1]) / own))])
 
 
 def distortion(values: Array, reach: float) -> float:

@@ -20,7 +20,8 @@ enum class Family : std::uint8_t {
   sign = 6,
   topk = 7,
   randk = 8,
-  exact = 9
+  exact = 9,
+  nvfp4 = 10
 };
 enum class Scale : std::uint8_t { bf16 = 0, fp32 = 1 };
 
@@ -33,7 +34,8 @@ enum class Element : std::uint8_t {
   bf16 = 4,  // topk, randk: the type of a value
   fp16 = 5,
   fp32 = 6,
-  integer = 7  // topk, randk: values are a payload of the integer codec that the other fields describe
+  integer = 7,  // topk, randk: values are a payload of the integer codec that the other fields describe
+  e3m4 = 8      // float8
 };
 
 struct Codec {

@@ -1,7 +1,7 @@
 // The layout of a payload: granules back to back. A granule of a dense codec holds one value per block (scales, then
-// zero points), then the outliers of each block, then the codes, then zeros up to a multiple of 16 bytes. The last
-// granule is cut to whole blocks. A granule of a sparse codec holds a head, the values of the kept elements (a payload
-// of their own codec, without its last padding) and their positions.
+// zero points), then the outliers of each block, then the codes, then what the granule has once, then zeros up to a
+// multiple of 16 bytes. The last granule is cut to whole blocks. A granule of a sparse codec holds a head, the values
+// of the kept elements (a payload of their own codec, without its last padding) and their positions.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +17,7 @@ constexpr std::size_t kGranule = 1024;
 constexpr std::size_t kSparseGranule = 4096;
 constexpr std::size_t kAlign = 16;
 constexpr std::size_t kSmallestBlock = 16, kLargestBlock = 4096;
+constexpr std::size_t kNvfp4Block = 16, kNvfp4Granule = 4096;
 constexpr std::size_t kRandkHead = 8;      // the key that the positions come from
 constexpr std::size_t kPositionBits = 12;  // of a position within a sparse granule
 
@@ -33,6 +34,7 @@ struct Layout {
   std::size_t kept;           // of a whole granule; 0: dense, and the rest is 0 too
   std::size_t head;           // bytes before the values
   std::size_t position_bits;  // 12: a list of positions; 1: a bitmap of the granule; 0: they come from the head
+  std::size_t trailer;        // bytes behind the codes of a dense granule: its own scale
 
   DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) >> block_shift; }
   DTCOMM_HD std::size_t zeros_at(std::size_t elements) const { return blocks(elements) * field_bytes; }
@@ -58,7 +60,7 @@ struct Layout {
 
   // Bytes of a granule that holds `elements` elements, without and with the padding.
   DTCOMM_HD std::size_t used(std::size_t elements) const {
-    return kept ? head + values(elements) + positions(elements) : dense(elements);
+    return kept ? head + values(elements) + positions(elements) : dense(elements) + trailer;
   }
   DTCOMM_HD std::size_t bytes(std::size_t elements) const { return aligned(used(elements)); }
 };
@@ -82,7 +84,7 @@ DTCOMM_HD Codec values_of(const Codec& codec) {
 
 DTCOMM_HD std::size_t scale_bytes(Scale scale) { return scale == Scale::bf16 ? 2 : 4; }
 
-DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, 0, bits, 0, 0, 0, 0}; }
+DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, 0, bits, 0, 0, 0, 0, 0}; }
 
 DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::size_t fields, std::size_t bits) {
   const std::size_t positions = codec.block <= 256 ? 2 : 4;
@@ -90,11 +92,18 @@ DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::
   while (codec.block >> shift > 1) ++shift;
   const std::size_t granule = codec.block > kGranule ? codec.block : kGranule;
   const std::size_t outlier_bytes = codec.spikes ? 2 * field_bytes + positions : 0;
-  return {granule, codec.block, shift, field_bytes, fields, bits, outlier_bytes, 0, 0, 0};
+  return {granule, codec.block, shift, field_bytes, fields, bits, outlier_bytes, 0, 0, 0, 0};
 }
 
 DTCOMM_HD Layout integer_layout(const Codec& codec) {
   return block_layout(codec, scale_bytes(codec.scale), codec.symmetric ? 1 : 2, codec.bits);
+}
+
+DTCOMM_HD Layout nvfp4_layout(const Codec& codec) {
+  Layout layout = block_layout(codec, 1, 1, 4);
+  layout.granule = kNvfp4Granule;
+  layout.trailer = sizeof(float);
+  return layout;
 }
 
 DTCOMM_HD Layout sparse_layout(const Codec& codec) {
@@ -118,6 +127,8 @@ DTCOMM_HD Layout layout_of(const Codec& codec, DType dtype) {
       return block_layout(codec, scale_bytes(codec.scale), 1, 8);
     case Family::mx:
       return block_layout(codec, 1, 1, codec.element == Element::e2m1 ? 4 : 8);
+    case Family::nvfp4:
+      return nvfp4_layout(codec);
     case Family::sign:
       return block_layout(codec, scale_bytes(codec.scale), 1, 1);
     case Family::exact:

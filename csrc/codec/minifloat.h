@@ -1,5 +1,6 @@
-// Floats of 8 and of 4 bits, as the elements of float8 and mx: OCP 8-bit Floating Point Specification (OFP8) 1.0 and
-// OCP Microscaling Formats (MX) 1.0. fp32 arithmetic does the rounding, so there is no table and no branch.
+// Floats of 8 and of 4 bits, as the elements of float8 and mx: OCP 8-bit Floating Point Specification (OFP8) 1.0, OCP
+// Microscaling Formats (MX) 1.0, and e3m4, which no standard has. fp32 arithmetic does the rounding, so there is no
+// table and no branch.
 #pragma once
 
 #include "codec/float_bits.h"
@@ -12,6 +13,13 @@ struct E4m3 {
   static constexpr int kMantissa = 3, kSign = 7;
   static constexpr std::uint32_t kNormal = (127U - 6) << 23, kTop = 0x7e, kInf = 0x80, kLargestExponent = 8;
   static constexpr float kLargest = 448.0f;
+};
+
+// As e4m3, with a bit of the exponent moved to the mantissa: no Inf, and NaN is the largest code.
+struct E3m4 {
+  static constexpr int kMantissa = 4, kSign = 7;
+  static constexpr std::uint32_t kNormal = (127U - 2) << 23, kTop = 0x7e, kInf = 0x80, kLargestExponent = 4;
+  static constexpr float kLargest = 30.0f;
 };
 
 struct E5m2 {

@@ -34,6 +34,12 @@ Status check_mx(const Codec& codec) {
   return Status();
 }
 
+Status check_nvfp4(const Codec& codec) {
+  if (codec.element != Element::e2m1) return Status::error("codec: elements of nvfp4 are e2m1");
+  if (codec.block != kNvfp4Block) return Status::error("codec: blocks of nvfp4 have 16 elements");
+  return Status();
+}
+
 Status check_sparse(const Codec& codec) {
   if (codec.kept < 1 || codec.kept > kSparseGranule) return Status::error("codec: 1 to 4096 of 4096 elements are kept");
   switch (codec.element) {
@@ -94,12 +100,14 @@ Status check_codec(const Codec& codec) {
     case Family::integer:
       return check_integer(codec);
     case Family::float8:
-      if (codec.element != Element::e4m3 && codec.element != Element::e5m2) {
-        return Status::error("codec: elements of float8 are e4m3 or e5m2");
+      if (codec.element != Element::e4m3 && codec.element != Element::e5m2 && codec.element != Element::e3m4) {
+        return Status::error("codec: elements of float8 are e4m3, e5m2 or e3m4");
       }
       return check_block(codec);
     case Family::mx:
       return check_mx(codec);
+    case Family::nvfp4:
+      return check_nvfp4(codec);
     case Family::sign:
       return check_block(codec);
     case Family::exact:

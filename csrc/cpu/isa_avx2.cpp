@@ -1,5 +1,6 @@
 // The kernels for CPUs with AVX2, FMA and F16C.
 #include "cpu/source/combine.h"
+#include "cpu/source/lossless.h"
 #include "cpu/source/low_rank.h"
 #include "cpu/source/reproducible.h"
 #include "cpu/source/shared_randk.h"
@@ -19,6 +20,7 @@ const Kernels kAvx2Kernels{"avx2",
                            avx2::decode,
                            {avx2::project_rows, avx2::project_columns, avx2::expand, avx2::orthonormalise},
                            {avx2::measure_exponents, avx2::quantize_to_exponents, avx2::dequantize,
-                            avx2::audit_checksums, avx2::gather_values, avx2::scatter_values, avx2::restore_residual}};
+                            avx2::audit_checksums, avx2::gather_values, avx2::scatter_values, avx2::restore_residual},
+                           {avx2::encode_lossless, avx2::decode_lossless}};
 
 }  // namespace dtcomm

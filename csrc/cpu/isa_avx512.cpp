@@ -1,5 +1,6 @@
 // The kernels for CPUs with AVX-512 F, BW, VL and DQ.
 #include "cpu/source/combine.h"
+#include "cpu/source/lossless.h"
 #include "cpu/source/low_rank.h"
 #include "cpu/source/reproducible.h"
 #include "cpu/source/shared_randk.h"
@@ -21,6 +22,7 @@ const Kernels kAvx512Kernels{
     avx512::decode,
     {avx512::project_rows, avx512::project_columns, avx512::expand, avx512::orthonormalise},
     {avx512::measure_exponents, avx512::quantize_to_exponents, avx512::dequantize, avx512::audit_checksums,
-     avx512::gather_values, avx512::scatter_values, avx512::restore_residual}};
+     avx512::gather_values, avx512::scatter_values, avx512::restore_residual},
+    {avx512::encode_lossless, avx512::decode_lossless}};
 
 }  // namespace dtcomm

@@ -107,6 +107,14 @@ struct LocalKernels {
                            std::size_t numel, float* residual);
 };
 
+// The codec `lossless`, of elements of 2 bytes (bf16) or 4 (fp32). The bytes of its payloads depend on the data.
+struct LosslessKernels {
+  // Writes the payload and returns its bytes: at most lossless_bound (codec/lossless.h), for which there is memory.
+  std::size_t (*encode)(const void* x, std::size_t numel, std::size_t size, std::uint8_t* payload);
+  // Returns nullptr, or what is wrong with the payload; then `out` holds anything.
+  const char* (*decode)(const std::uint8_t* payload, std::size_t bytes, std::size_t numel, std::size_t size, void* out);
+};
+
 struct Kernels {
   const char* name;     // "generic", "avx2", "avx512", "neon"
   bool (*supported)();  // whether this CPU has the instructions
@@ -116,6 +124,7 @@ struct Kernels {
                  DType out_dtype, bool stream);
   LowRank low_rank;
   LocalKernels local;
+  LosslessKernels lossless;
 };
 
 // All tables, best first; null-terminated. This CPU may not support some of them.

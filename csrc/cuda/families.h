@@ -5,6 +5,7 @@
 #include "cuda/families/float8.cuh"
 #include "cuda/families/integer.cuh"
 #include "cuda/families/mx.cuh"
+#include "cuda/families/nvfp4.cuh"
 #include "cuda/families/sign.cuh"
 #include "cuda/params.cuh"
 #include "cuda/sparse.cuh"

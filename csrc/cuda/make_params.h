@@ -100,13 +100,19 @@ auto with_integer(const Codec& codec, const Use& use) {
   return use(blocks_of<AnyInteger>(codec, rules));
 }
 
+template <class F, class Use>
+auto with_first_tier_float8(const Codec& codec, const IntegerRules& rules, const Use& use) {
+  if (!codec.stochastic && codec.block == 32) return use(blocks_of<Float8<F, 4, true>>(codec, rules));
+  if (!codec.stochastic && codec.block == 128) return use(blocks_of<Float8<F, 16, true>>(codec, rules));
+  return use(blocks_of<Float8<F, 0, false>>(codec, rules));
+}
+
 template <class Use>
 auto with_float8(const Codec& codec, const Use& use) {
   const IntegerRules rules = float8_rules(codec);
   if (codec.element == Element::e5m2) return use(blocks_of<Float8<E5m2, 0, false>>(codec, rules));
-  if (!codec.stochastic && codec.block == 32) return use(blocks_of<Float8<E4m3, 4, true>>(codec, rules));
-  if (!codec.stochastic && codec.block == 128) return use(blocks_of<Float8<E4m3, 16, true>>(codec, rules));
-  return use(blocks_of<Float8<E4m3, 0, false>>(codec, rules));
+  if (codec.element == Element::e3m4) return with_first_tier_float8<E3m4>(codec, rules, use);
+  return with_first_tier_float8<E4m3>(codec, rules, use);
 }
 
 template <class Use>
@@ -151,6 +157,8 @@ auto with_family(const Codec& codec, DType dtype, const Use& use) {
       return with_float8(codec, use);
     case Family::mx:
       return with_mx(codec, use);
+    case Family::nvfp4:
+      return use(Nvfp4{});
     case Family::sign:
       return use(blocks_of<Sign>(codec, IntegerRules()));
     default: {

@@ -43,6 +43,28 @@ void decode(const char* kernel, const py::bytes& codec_bytes, std::uintptr_t pay
   });
 }
 
+void require_element_size(std::size_t size) {
+  if (size != 2 && size != 4) throw py::value_error("size: elements have 2 or 4 bytes");
+}
+
+std::size_t encode_lossless(const char* kernel, std::uintptr_t x, std::size_t numel, std::size_t size,
+                            std::uintptr_t payload) {
+  const Kernels& kernels = kernels_of(kernel);
+  require_element_size(size);
+  return without_gil(
+      [&] { return kernels.lossless.encode(pointer<const void>(x), numel, size, pointer<std::uint8_t>(payload)); });
+}
+
+std::string decode_lossless(const char* kernel, std::uintptr_t payload, std::size_t bytes, std::size_t numel,
+                            std::size_t size, std::uintptr_t out) {
+  const Kernels& kernels = kernels_of(kernel);
+  require_element_size(size);
+  const char* const error = without_gil([&] {
+    return kernels.lossless.decode(pointer<const std::uint8_t>(payload), bytes, numel, size, pointer<void>(out));
+  });
+  return error ? error : "";
+}
+
 // For benchmarks: `repeats` calls on fp32 tensors without Python between them, which takes longer than a call on a
 // kilobyte. A single payload that is only decoded goes through Kernels::decode, everything else is a sum.
 void repeat_kernel(const char* kernel, const py::bytes& codec_bytes, const std::vector<std::uintptr_t>& payloads,
@@ -116,6 +138,11 @@ void bind_kernels(py::module_& module) {
   module.def("decode", &decode, py::arg("kernel"), py::arg("codec"), py::arg("payload"), py::arg("numel"),
              py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "One call of Kernels::decode on raw addresses.");
+  module.def("encode_lossless", &encode_lossless, py::arg("kernel"), py::arg("x"), py::arg("numel"), py::arg("size"),
+             py::arg("payload"), "Writes the payload of elements of 2 or 4 bytes; returns its bytes.");
+  module.def("decode_lossless", &decode_lossless, py::arg("kernel"), py::arg("payload"), py::arg("bytes"),
+             py::arg("numel"), py::arg("size"), py::arg("out"),
+             "Decodes a payload; returns what is wrong with it, or an empty string.");
   module.def("repeat_kernel", &repeat_kernel, py::arg("kernel"), py::arg("codec"), py::arg("payloads"),
              py::arg("local"), py::arg("residual"), py::arg("numel"), py::arg("payload_out"), py::arg("out"),
              py::arg("stream_payload"), py::arg("stream_out"), py::arg("repeats"),

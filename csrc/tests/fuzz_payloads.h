@@ -12,7 +12,7 @@ namespace dtcomm::tests {
 
 constexpr std::size_t kMostElements = 9000;  // more than two granules of any codec
 
-constexpr int kFamilies = 10;
+constexpr int kFamilies = 11;
 
 class Random {
  public:
@@ -51,7 +51,7 @@ inline Codec random_codec(Random& random, Family family) {
     codec.stochastic = (flips >> 2) & 1;
     codec.rotate = ((flips >> 3) & 3) == 0;
     codec.spikes = ((flips >> 5) & 3) == 0;
-    codec.element = static_cast<Element>(random.below(8));
+    codec.element = static_cast<Element>(random.below(9));
     codec.block = random.one_in(8) ? 0 : 16u << random.below(random.one_in(4) ? 9 : 4);
     if (family == Family::exact) codec.bits = flips & 1 ? 16 : 32;
     if (sparse) codec.kept = 1 + static_cast<std::uint32_t>(random.below(random.one_in(3) ? 4096 : 64));

@@ -8,7 +8,8 @@ bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is re
 from dtcomm.codecs.base import Codec, Layout
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign
-from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8
+from dtcomm.codecs.lossless import Lossless
+from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
 from dtcomm.codecs.python_codec import PythonCodec
 from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
@@ -22,8 +23,10 @@ __all__ = [
     "Fp16",
     "Integer",
     "Layout",
+    "Lossless",
     "Mxfp4",
     "Mxfp8",
+    "Nvfp4",
     "PythonCodec",
     "RandK",
     "Sign",

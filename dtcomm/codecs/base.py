@@ -37,7 +37,17 @@ SCALE_BYTES = {"bf16": 2, "fp32": 4}
 ROUNDINGS = ("nearest", "stochastic")
 ROTATIONS = ("none", "hadamard")
 # the numbers of csrc/codec/codec.h
-ELEMENTS = {"none": 0, "e4m3": 1, "e5m2": 2, "e2m1": 3, "bf16": 4, "fp16": 5, "fp32": 6, "integer": 7}
+ELEMENTS = {
+    "none": 0,
+    "e4m3": 1,
+    "e5m2": 2,
+    "e2m1": 3,
+    "bf16": 4,
+    "fp16": 5,
+    "fp32": 6,
+    "integer": 7,
+    "e3m4": 8,
+}
 
 
 def aligned(size: int) -> int:
@@ -56,7 +66,7 @@ def count(numel: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a granule: scales and zero points, outliers, codes, then zeros up to a multiple of 16 bytes.
+    """The layout of a granule: scales and zero points, outliers, codes, trailer, zeros up to a multiple of 16 bytes.
 
     A granule of a sparse codec has three parts: a head, the values of the kept elements, and their positions. The
     values are a payload of their own, without its last padding, which the first six attributes describe.
@@ -71,6 +81,7 @@ class Layout:
         kept: Elements that a whole granule keeps; 0 for dense codecs.
         head: Bytes of the head.
         position_bits: 12 for a list of positions, 1 for a bitmap, 0 if positions are drawn from the head.
+        trailer: Bytes behind the codes of a dense granule: its own scale.
     """
 
     granule: int = GRANULE
@@ -82,6 +93,7 @@ class Layout:
     kept: int = 0
     head: int = 0
     position_bits: int = 0
+    trailer: int = 0
 
     def blocks(self, numel: int) -> int:
         """Blocks of `numel` elements."""
@@ -116,7 +128,7 @@ class Layout:
     def used(self, numel: int) -> int:
         """Bytes of a granule of `numel` elements before the padding."""
         if not self.kept:
-            return self.dense(numel)
+            return self.dense(numel) + self.trailer
         return self.head + self.values(numel) + self.positions(numel)
 
     def bytes(self, numel: int) -> int:
@@ -181,6 +193,9 @@ class Codec(abc.ABC):
         False  # sums have the same bits in any order of additions, and can be audited
     )
     has_cuda_kernel: ClassVar[bool] = True  # `dtcomm._cuda` encodes and decodes it
+    variable_length: ClassVar[bool] = (
+        False  # the length of a payload depends on the data; `wire_bytes` is its bound
+    )
 
     @property
     @abc.abstractmethod
@@ -226,7 +241,7 @@ class Codec(abc.ABC):
         return FLOAT_TYPES
 
     def wire_bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """The size of a payload in bytes, which never depends on the data.
+        """The size of a payload in bytes. It never depends on the data, but is a bound for codecs of `variable_length`.
 
         Args:
             numel: Elements of the tensor.

@@ -1,4 +1,4 @@
-"""Floats of 8 and 4 bits: with a scale per block (fp8), and the OCP Microscaling (MX) formats 1.0."""
+"""Floats of 8 and 4 bits: with a scale per block (fp8), the OCP Microscaling (MX) formats 1.0, and NVFP4."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from dtcomm.codecs.base import (
 )
 
 MX_BLOCK = 32
+NVFP4_BLOCK, NVFP4_GRANULE = 16, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8(Codec):
-    """``fp8_e4m3`` and ``fp8_e5m2``: an OCP 8-bit float per element; the elements of a block share a scale.
+    """``fp8_e4m3``, ``fp8_e5m2``, ``fp8_e3m4``: an 8-bit float per element; the elements of a block share a scale.
 
     e4m3 has 4 significant bits and steps that shrink with the number down to 2^-15 of the block's largest element;
-    e5m2 has 3 and goes down to 2^-31. Small numbers keep their precision beside large ones, unlike in int8, so blocks
-    may be longer. Use e4m3 for gradients (the scale supplies the range), e5m2 for blocks whose elements lie many
-    orders of magnitude apart.
+    e5m2 has 3 and goes down to 2^-31; e3m4 has 5 and goes down to 2^-7. Small numbers keep their precision beside
+    large ones, unlike in int8, so blocks may be longer. e3m4 has half the error of e4m3 where most elements lie within
+    2^-7 of their block's largest, as in activations, weights and gradients; use e4m3 for a wider range, e5m2 for blocks
+    whose elements lie many orders of magnitude apart.
 
     Options:
         block: Elements that share a scale, a power of two from 16 to 4096. Default 128: a bf16 scale adds 1.6 %.
@@ -37,9 +39,10 @@ class Float8(Codec):
         round: nearest (default) or stochastic. Nearest has half the error; error feedback removes its bias.
 
     Attributes:
-        element: e4m3 or e5m2, from the codec's name.
+        element: e4m3, e5m2 or e3m4, from the codec's name.
 
-    Format: OCP 8-bit Floating Point Specification (OFP8) 1.0. Reference: dtcomm.kernels.reference.minifloat.
+    Format: OCP 8-bit Floating Point Specification (OFP8) 1.0 for e4m3 and e5m2; e3m4 follows e4m3, with a bit of the
+    exponent moved to the mantissa. Reference: dtcomm.kernels.reference.minifloat.
     """
 
     family: ClassVar[int] = 4
@@ -50,8 +53,8 @@ class Float8(Codec):
     round: str = option(default="nearest", choices=("nearest", "stochastic"))
 
     def __post_init__(self) -> None:
-        if self.element not in ("e4m3", "e5m2"):
-            raise ValueError(f"element: expected e4m3 or e5m2, got {self.element}")
+        if self.element not in ("e4m3", "e5m2", "e3m4"):
+            raise ValueError(f"element: expected e4m3, e5m2 or e3m4, got {self.element}")
         self._check_block()
 
     @property
@@ -145,3 +148,44 @@ class Mxfp4(Mx):
     @property
     def name(self) -> str:
         return "mxfp4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nvfp4(Codec):
+    """``nvfp4``: 4.53 bits per element, 16 4-bit floats with a scale in e4m3, and an fp32 scale for each 4096 elements.
+
+    An element is 0, 0.5, 1, 1.5, 2, 3, 4 or 6 times the scale of its block, or a negative of these. Blocks are half as
+    long as those of ``mxfp4`` and their scales have a mantissa, so the error is less. Gradients need error feedback.
+
+    NVIDIA's format has one fp32 scale per tensor. Here each granule of 4096 elements has one, because the scale of a
+    tensor would need a pass over all of it before the first element can be encoded, and the parts into which
+    collectives cut a payload could not be decoded alone. A granule is a tensor of NVFP4 of 4096 elements, and an
+    outlier costs the range of its own granule only. There are no options: rounding is to nearest, as a stochastic one
+    would be biased where the largest elements saturate.
+
+    Attributes:
+        element: Always e2m1.
+
+    Format: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, 2025. Reference:
+    dtcomm.kernels.reference.minifloat.
+    """
+
+    family: ClassVar[int] = 10
+    reference: ClassVar[str] = "minifloat"
+    element: str = "e2m1"
+
+    def __post_init__(self) -> None:
+        if self.element != "e2m1":
+            raise ValueError(f"element: expected e2m1, got {self.element}")
+
+    @property
+    def name(self) -> str:
+        return "nvfp4"
+
+    def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
+        return Layout(
+            granule=NVFP4_GRANULE, block=NVFP4_BLOCK, field_bytes=1, fields=1, code_bits=4, trailer=4
+        )
+
+    def native(self) -> bytes:
+        return pack(self.family, element=ELEMENTS[self.element], block=NVFP4_BLOCK)

@@ -11,7 +11,8 @@ from dtcomm.arguments import suggest
 from dtcomm.codecs.base import GRANULE, Codec
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign
-from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8
+from dtcomm.codecs.lossless import Lossless
+from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
 from dtcomm.codecs.python_codec import (
     DecodeFunction,
     EncodeFunction,
@@ -43,14 +44,18 @@ CODECS: dict[str, Entry] = {
     "bf16": Entry(make=Bf16),
     "fp8_e4m3": Entry(make=Float8, fixed={"element": "e4m3"}),
     "fp8_e5m2": Entry(make=Float8, fixed={"element": "e5m2"}),
+    "fp8_e3m4": Entry(make=Float8, fixed={"element": "e3m4"}),
     "mxfp8": Entry(make=Mxfp8),
     "mxfp4": Entry(make=Mxfp4),
+    "nvfp4": Entry(make=Nvfp4),
     **{f"int{bits}": Entry(make=Integer, fixed={"bits": bits}) for bits in (8, 7, 6, 5, 4, 3, 2)},
     "sign": Entry(make=Sign),
     "topk": Entry(make=TopK),
     "randk": Entry(make=RandK),
     "exact": Entry(make=Exact),
 }
+# Codecs whose payloads have a length that depends on the data, without options.
+VARIABLE_LENGTH: dict[str, Codec] = {"lossless": Lossless()}
 # The codecs that `custom` added.
 REGISTERED: dict[str, PythonCodec] = {}
 # What the name of a codec would mean besides a codec, in specs of the parts that take one.
@@ -61,10 +66,10 @@ NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 def names() -> tuple[str, ...]:
-    """The names of all codecs.
+    """The names of the codecs that every function takes.
 
     Returns:
-        The names that a spec string may start with.
+        The names that a spec string may start with, but for ``lossless``: only what copies payloads takes it.
 
     Example:
         >>> import dtcomm
@@ -128,8 +133,10 @@ def custom(
         raise TypeError(f"name: expected a str, got {type(name).__name__}")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
         raise ValueError(f"name: expected a letter, then letters, digits and underscores, got {name!r}")
-    if name in CODECS or name in RESERVED:
-        raise ValueError(f"name: {name!r} is taken; taken are {', '.join((*CODECS, *RESERVED))}")
+    if name in CODECS or name in VARIABLE_LENGTH or name in RESERVED:
+        raise ValueError(
+            f"name: {name!r} is taken; taken are {', '.join((*CODECS, *VARIABLE_LENGTH, *RESERVED))}"
+        )
     for argument, function in (("encode", encode), ("decode", decode), ("wire_bytes", wire_bytes)):
         if not callable(function):
             raise TypeError(f"{argument}: expected a function, got {type(function).__name__}")
@@ -176,7 +183,7 @@ def codec(spec: str | Codec) -> Codec:
         'int4:block=64,round=stochastic'
     """
     if isinstance(spec, Codec):
-        if not spec.in_python and not hasattr(spec, "family"):
+        if not spec.in_python and not spec.variable_length and not hasattr(spec, "family"):
             raise TypeError(
                 f"codec: {type(spec).__name__} has no kernels; dtcomm.codecs.custom makes a codec of Python functions"
             )
@@ -188,9 +195,14 @@ def codec(spec: str | Codec) -> Codec:
         if colon:
             raise ValueError(f"{name}: it takes no options, because it is written in Python; got {spec!r}")
         return REGISTERED[name]
+    if name in VARIABLE_LENGTH:
+        if colon:
+            raise ValueError(f"{name}: it takes no options; got {spec!r}")
+        return VARIABLE_LENGTH[name]
     if name not in CODECS:
-        hint = suggest(name, names(), lambda guess: spec.replace(name, guess, 1))
-        raise ValueError(f"codec: unknown codec {name!r}{hint}; valid names: {', '.join(names())}")
+        valid = (*names(), *VARIABLE_LENGTH)
+        hint = suggest(name, valid, lambda guess: spec.replace(name, guess, 1))
+        raise ValueError(f"codec: unknown codec {name!r}{hint}; valid names: {', '.join(valid)}")
     entry = CODECS[name]
     if colon and not rest:
         raise ValueError(f"{name}: nothing follows the colon in {spec!r}")

@@ -26,6 +26,7 @@ from dtcomm.collectives._multi_stage import (
     SplitPlan,
     Stage,
 )
+from dtcomm.collectives._variable_length import require_fixed_length
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator import Communicator
@@ -98,6 +99,7 @@ def make_plan(
     for numel, dtype, spec in parts:
         inside, between = codecs.parse_levels(spec)
         for codec in (inside, between or inside):
+            require_fixed_length(codec, collective)
             require_dtype(op, dtype, codec)
         tensors.append(TensorSpec(numel, dtype, inside, between))
     custom = _custom_schedule(algorithm, collective, communicator.size, root)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtcomm.codecs import Codec
+from dtcomm.collectives import _variable_length
 from dtcomm.collectives._arguments import (
     Algorithm,
     Group,
@@ -124,6 +125,16 @@ def all_to_all(
     if residual is not None:
         require_residual(residual, input, "residual")
     splits: tuple[int, ...] = ()
+    if _variable_length.has_variable_length(codec):
+        if output_splits is None and input_splits is None:
+            sent = received = [_equal_shards(output, input, communicator.size)] * communicator.size
+        else:
+            sent = _elements(input, input_splits, "input", communicator.size)
+            received = _elements(output, output_splits, "output", communicator.size)
+        _variable_length.all_to_all(
+            output, input, sent, received, codec, algorithm, group, async_op, residual, checksum
+        )
+        return None
     if output_splits is None and input_splits is None:
         numel = _equal_shards(output, input, communicator.size)
     else:

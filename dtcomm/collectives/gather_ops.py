@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtcomm.codecs import Codec
+from dtcomm.collectives import _variable_length
 from dtcomm.collectives._arguments import (
     Algorithm,
     Group,
@@ -104,6 +105,11 @@ def all_gather(
     key = ("all_gather", input.numel(), input.dtype, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
+        if _variable_length.has_variable_length(codec):
+            _variable_length.all_gather(
+                output, input, communicator.size, codec, algorithm, group, async_op, residual, checksum
+            )
+            return None
         plan = make_plan(
             communicator,
             key,
@@ -184,6 +190,12 @@ def broadcast(
     if plan is None:
         require_tensor(tensor, "tensor")
         root = communicator.group_rank(src, "src")
+        if _variable_length.has_variable_length(codec):
+            memory, is_source = in_memory(tensor, "tensor"), root == communicator.rank
+            _variable_length.broadcast(
+                memory, src, is_source, codec, algorithm, group, async_op, residual, checksum
+            )
+            return None
         plan = make_plan(
             communicator,
             key,
@@ -287,6 +299,14 @@ def gather(
     key = ("gather", tensor.numel(), tensor.dtype, root, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
+        if _variable_length.has_variable_length(codec):
+            _variable_length.gather(
+                tensor, output, dst, communicator.size, codec, algorithm, group, async_op, residual, checksum
+            )
+            if output is not None and output is not gather_list:
+                assert gather_list is not None
+                _copy_to_list(output, _as_list(gather_list))
+            return None
         plan = make_plan(
             communicator,
             key,
@@ -303,13 +323,9 @@ def gather(
     if output is None or output is gather_list:
         return work
 
-    def copy_to_list() -> None:
-        for shard, gathered in zip(outputs, output.view(len(outputs), -1), strict=True):
-            shard.copy_(gathered.view_as(shard))
-
     if work is not None:
-        return CompositeWork([work], outputs, copy_to_list)
-    copy_to_list()
+        return CompositeWork([work], outputs, lambda: _copy_to_list(output, outputs))
+    _copy_to_list(output, outputs)
     return None
 
 
@@ -405,6 +421,21 @@ def scatter(
     key = ("scatter", tensor.numel(), tensor.dtype, root, codec, algorithm, checksum)
     plan = communicator.plans.get(key)
     if plan is None:
+        if _variable_length.has_variable_length(codec):
+            _variable_length.scatter(
+                tensor,
+                source,
+                src,
+                communicator.rank,
+                communicator.size,
+                codec,
+                algorithm,
+                group,
+                async_op,
+                residual,
+                checksum,
+            )
+            return None
         plan = make_plan(
             communicator,
             key,
@@ -441,3 +472,8 @@ def _flat_output(shards: Shards, like: Tensor, ranks: int) -> Tensor:
 
 def _as_list(shards: Shards) -> list[Tensor]:
     return [shards] if isinstance(shards, Tensor) else list(shards)
+
+
+def _copy_to_list(gathered: Tensor, shards: Sequence[Tensor]) -> None:
+    for shard, part in zip(shards, gathered.view(len(shards), -1), strict=True):
+        shard.copy_(part.view_as(shard))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dtcomm import codecs
 from dtcomm.codecs import Codec
+from dtcomm.collectives import _variable_length
 from dtcomm.collectives._arguments import (
     Group,
     ReceiveOptions,
@@ -162,6 +163,9 @@ def _message(
     require_tensor(tensor, "tensor")
     memory = in_memory(tensor, "tensor")
     require_dtype("sum", tensor.dtype, codecs.codec(codec))
+    if _variable_length.has_variable_length(codec):
+        _variable_length.message(memory, peer, sends, codec, group, async_op, residual, checksum)
+        return None
     if residual is not None:
         require_residual(residual, memory, "residual")
     device = None if tensor.is_cpu else tensor.device

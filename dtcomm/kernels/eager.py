@@ -13,7 +13,7 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import checks, cpu, dispatch, python_codec, reference
+from dtcomm.kernels import checks, cpu, dispatch, lossless, python_codec, reference
 from dtcomm.kernels.types import Combine
 
 # What depends only on a codec, a size and a type: parsing a spec takes longer than encoding a kilobyte.
@@ -34,6 +34,8 @@ def encode(
     x = checks.tensor("x", x)
     numel, dtype = x.numel(), x.dtype
     codec, payload_bytes = _format(codec, "x", numel, dtype)
+    if codec.variable_length:
+        return lossless.encode(codec, x, residual, out, decoded)
     payload = _payload_out(out, codec, numel, payload_bytes, x)
     call = Combine(
         codec=codec,
@@ -60,6 +62,8 @@ def decode(
     """:func:`dtcomm.kernels.ops.decode`."""
     numel = checks.count("numel", numel)
     codec, payload_bytes = _format(codec, "dtype", numel, dtype)
+    if codec.variable_length:
+        return lossless.decode(codec, payload, numel, dtype, out)
     payload = checks.payload("payload", payload, codec, numel, payload_bytes)
     checks.require_valid_payload(codec, [payload], numel)
     if out is None:
@@ -174,6 +178,11 @@ def _reduction(
         known = [tensor.dtype for tensor in (local, floats) if isinstance(tensor, torch.Tensor)]
         dtype = known[0] if known else torch.float32
     codec, payload_bytes = _format(codec, "dtype", numel, dtype)
+    if codec.variable_length:
+        raise ValueError(
+            f"codec: {str(codec)!r} has no sums: the length of its payloads depends on the data, and a sum is encoded "
+            "piece by piece into memory of a fixed size; decode the payloads and add the tensors"
+        )
     if not payloads and local is None:
         raise ValueError("payloads: expected at least one payload or a local tensor, got none")
     last = len(payloads)

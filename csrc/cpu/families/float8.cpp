@@ -1,4 +1,4 @@
-// float8: e4m3 and e5m2 codes with a scale per block.
+// float8: e4m3, e5m2 and e3m4 codes with a scale per block.
 #include "cpu/source/minifloat_family.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -63,7 +63,14 @@ struct Float8Format {
 struct Float8Kernels : MinifloatKernels<Float8Kernels> {
   template <class Run>
   static auto with_format(const CodecParams& params, const Run& run) {
-    return params.codec.element == Element::e4m3 ? run(Float8Format<E4m3>{}) : run(Float8Format<E5m2>{});
+    switch (params.codec.element) {
+      case Element::e4m3:
+        return run(Float8Format<E4m3>{});
+      case Element::e5m2:
+        return run(Float8Format<E5m2>{});
+      default:
+        return run(Float8Format<E3m4>{});
+    }
   }
 };
 

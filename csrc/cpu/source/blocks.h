@@ -101,7 +101,7 @@ struct BlockCut {
     rest = n & (layout.block - 1);
     blocks = whole + (rest ? 1 : 0);
     codes = blocks * layout.field_bytes;
-    used = codes + (blocks * layout.block * layout.code_bits / 8);
+    used = codes + (blocks * layout.block * layout.code_bits / 8) + layout.trailer;
     bytes = (used + kAlign - 1) / kAlign * kAlign;
   }
 

@@ -72,6 +72,7 @@ struct FamilyKernels {
 extern const FamilyKernels kIntegerFamily;
 extern const FamilyKernels kFloat8Family;
 extern const FamilyKernels kMxFamily;
+extern const FamilyKernels kNvfp4Family;
 extern const FamilyKernels kSignFamily;
 extern const FamilyKernels kTopkFamily;
 extern const FamilyKernels kRandkFamily;
@@ -86,6 +87,8 @@ inline const FamilyKernels* family_kernels(Family family) {
       return &kFloat8Family;
     case Family::mx:
       return &kMxFamily;
+    case Family::nvfp4:
+      return &kNvfp4Family;
     case Family::sign:
       return &kSignFamily;
     case Family::topk:

@@ -23,36 +23,43 @@ inline __attribute__((always_inline)) uint8x8_t load_four(const void* from, std:
 template <class F>
 struct Minifloat;
 
-template <>
-struct Minifloat<E4m3> {
+// e4m3 and e3m4, a code of 8 bits as a half: its sign, and its exponent and mantissa right below the sign's copies.
+template <class F>
+struct MinifloatByHalf {
   static constexpr std::size_t kBytes = 1;
-  static constexpr float kScale = 256.0f;
+  static constexpr int kUp = 10 - F::kMantissa;  // the bits by which a half's mantissa is longer
+  static constexpr auto kKept = static_cast<short>(0x8000 | 0x7f << kUp);
+  // What the half's exponent is too small by: the difference of the biases.
+  static constexpr float kScale = F::kMantissa == 3 ? 256.0f : 4096.0f;
   static float one(const void* from, std::size_t i) {
-    return minifloat_value<E4m3>(static_cast<const std::uint8_t*>(from)[i]) * (1.0f / kScale);
+    return minifloat_value<F>(static_cast<const std::uint8_t*>(from)[i]) * (1.0f / kScale);
   }
-  // Shifted by 7 a code is a half with an exponent that is 8 too small; bit 14 is the sign once more.
 #if defined(__AVX512F__)
   static Floats many(const void* from, std::size_t i) {
     const auto raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i));
-    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7),
-                                          _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), kUp), _mm256_set1_epi16(kKept));
     return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, half));
   }
 #elif defined(__AVX2__)
   static Floats many(const void* from, std::size_t i) {
     const auto raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const std::uint8_t*>(from) + i));
-    const __m128i half =
-        _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(raw), 7), _mm_set1_epi16(static_cast<short>(0xbfff)));
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(raw), kUp), _mm_set1_epi16(kKept));
     return reinterpret_cast<Floats>(_mm256_cvtph_ps(half));
   }
 #elif defined(DTCOMM_NEON)
   static Floats many(const void* from, std::size_t i) {
     const int16x4_t wide = vget_low_s16(vmovl_s8(vreinterpret_s8_u8(load_four(from, i))));
-    const uint16x4_t half = vand_u16(vreinterpret_u16_s16(vshl_n_s16(wide, 7)), vdup_n_u16(0xbfff));
-    return vcvt_f32_f16(vreinterpret_f16_u16(half));
+    const int16x4_t half = vand_s16(vshl_n_s16(wide, kUp), vdup_n_s16(kKept));
+    return vcvt_f32_f16(vreinterpret_f16_s16(half));
   }
 #endif
 };
+
+template <>
+struct Minifloat<E4m3> : MinifloatByHalf<E4m3> {};
+
+template <>
+struct Minifloat<E3m4> : MinifloatByHalf<E3m4> {};
 
 template <>
 struct Minifloat<E5m2> {

@@ -1,4 +1,4 @@
-// e4m3 and e5m2 with a scale for each block.
+// e4m3, e5m2 and e3m4 with a scale for each block.
 #pragma once
 
 #include "codec/float8.h"

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "codec/lossless.h"
 #include "codec/reproducible.h"
 #include "cpu/kernels.h"
 #include "tests/fuzz_payloads.h"
@@ -252,6 +253,22 @@ void shared_randk_case(const Kernels& kernels, std::uint64_t seed) {
   std::printf("\n");
 }
 
+// A payload of bf16 or fp32, and what comes back from it: every bit.
+void lossless_case(const Kernels& kernels, std::uint64_t seed) {
+  Random random(seed * 64 + 23);
+  Case at;
+  at.numel = 1 + random.below(kMostElements);
+  const std::size_t size = random.one_in(2) ? 2 : 4;
+  Bytes x = floats_of(random, at, size == 2 ? DType::bf16 : DType::f32);
+  if (random.one_in(8)) fill(random, x.data(), x.size());
+  Bytes payload(lossless_bound(at.numel, size)), out(x.size());
+  payload.resize(kernels.lossless.encode(x.data(), at.numel, size, payload.data()));
+  std::printf("lossless size %zu numel %zu bytes %zu:", size, at.numel, payload.size());
+  print("payload", payload);
+  const char* const error = kernels.lossless.decode(payload.data(), payload.size(), at.numel, size, out.data());
+  std::printf(" %s\n", error ? error : out == x ? "equal" : "differs");
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -274,6 +291,7 @@ int main(int count, char** arguments) {
     low_rank_case(*kernels, seed);
     exact_case(*kernels, seed);
     shared_randk_case(*kernels, seed);
+    lossless_case(*kernels, seed);
   }
   return 0;
 }

@@ -47,6 +47,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "block=128,symmetric=false,spikes=1",
     ),
     "fp8_e4m3": ("round=stochastic",),
+    "fp8_e3m4": ("round=stochastic",),
     "mxfp8": ("element=e5m2",),
     "mxfp4": ("rotate=hadamard",),
     "sign": ("rotate=hadamard",),

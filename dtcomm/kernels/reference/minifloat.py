@@ -1,4 +1,4 @@
-"""Codecs of small floats: fp8_e4m3 and fp8_e5m2 with a scale per block, mxfp8 and mxfp4 with a power of two per block.
+"""Codecs of small floats: fp8 with a scale per block, mxfp8 and mxfp4 with a power of two per block, and nvfp4.
 
 A :class:`Minifloat` has a table of all its numbers and rounds by looking up the neighbours.
 """
@@ -11,9 +11,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from dtcomm.codecs.minifloat import MX_BLOCK, Float8, Mx
+from dtcomm.codecs.minifloat import MX_BLOCK, NVFP4_BLOCK, Float8, Mx, Nvfp4
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference.floats import (
+    INFINITY,
     NAN,
     Bytes,
     Floats,
@@ -28,6 +29,9 @@ from dtcomm.kernels.reference.floats import (
 
 MX_BIAS = 127  # of a scale's exponent
 MX_NAN = 255
+E4M3_NAN = 0x7F
+SMALLEST = np.finfo(np.float32).tiny  # the smallest normal number
+NVFP4_CAP = np.uint32(0x79C30C30).view(np.float32)  # the largest scale of a granule: 6 * (448 * it) is finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +102,22 @@ class Minifloat:
 FORMATS = {
     "e4m3": Minifloat(exponent=4, mantissa=3, bias=7, numbers=127),
     "e5m2": Minifloat(exponent=5, mantissa=2, bias=15, numbers=124, infinite=True),
+    "e3m4": Minifloat(exponent=3, mantissa=4, bias=3, numbers=127),
     "e2m1": Minifloat(exponent=2, mantissa=1, bias=1, numbers=8),
 }
 
 
-def encode(codec: Float8 | Mx, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
+def encode(codec: Float8 | Mx | Nvfp4, x: Floats, key: int, index: int, feedback: bool) -> Bytes:
     """One granule, without its padding."""
+    if isinstance(codec, Nvfp4):
+        return _encode_nvfp4(x)
     return _encode_float8(codec, x, key, index) if isinstance(codec, Float8) else _encode_mx(codec, x)
 
 
-def decode(codec: Float8 | Mx, granule: Bytes, n: int) -> Floats:
+def decode(codec: Float8 | Mx | Nvfp4, granule: Bytes, n: int) -> Floats:
     """The `n` floats of one granule."""
+    if isinstance(codec, Nvfp4):
+        return _decode_nvfp4(codec, granule, n)
     if isinstance(codec, Float8):
         return _decode_float8(codec, granule, n)
     return _decode_mx(codec, granule, n)
@@ -150,8 +159,7 @@ def _encode_mx(codec: Mx, x: Floats) -> Bytes:
     codes = form.nearest(np.where(usable, np.ldexp(rows, MX_BIAS - scale[:, None]), 0.0))
     codes.reshape(-1)[len(x) :] = 0
     if codec.code_bits == 4:
-        pairs = codes.reshape(-1, 2)
-        codes = pairs[:, 0] | pairs[:, 1] << np.uint8(4)
+        codes = _pairs(codes)
     return np.concatenate([scale.astype(np.uint8), codes.reshape(-1)])
 
 
@@ -160,6 +168,47 @@ def _decode_mx(codec: Mx, granule: Bytes, n: int) -> Floats:
     raw, codes = granule[: layout.codes_at(n)], granule[layout.codes_at(n) : layout.used(n)]
     scale = np.where(raw == MX_NAN, NAN, np.ldexp(np.float32(1), raw.astype(np.int32) - MX_BIAS))
     if codec.code_bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=1)
+        codes = _of_pairs(codes)
     values = FORMATS[codec.element].table[codes.reshape(-1, MX_BLOCK)]
     return canonical(values * scale.astype(np.float32)[:, None]).reshape(-1)[:n]
+
+
+def _encode_nvfp4(x: Floats) -> Bytes:
+    form, scale_form = FORMATS["e2m1"], FORMATS["e4m3"]
+    rows = rows_of(x, NVFP4_BLOCK)
+    top = magnitude(rows).max(axis=1)
+    bad = top >= INFINITY
+    largest = np.where(bad, 0, top).astype(np.uint32).view(np.float32)
+    own = np.minimum(largest.max(keepdims=True) / (form.sizes[-1] * scale_form.sizes[-1]), NVFP4_CAP)
+    own = np.where(own >= SMALLEST, own, np.float32(0))
+    sixth = np.float32(1) / form.sizes[-1]
+    codes_of_scales = scale_form.nearest(largest * inverse(own) * sixth)
+    scale = scale_form.table[codes_of_scales] * own
+    codes_of_scales = np.where(scale < SMALLEST, 0, codes_of_scales)
+    usable = ((scale >= SMALLEST) & ~bad)[:, None]
+    codes = form.nearest(np.where(usable, rows * inverse(scale)[:, None], np.float32(0)))
+    codes.reshape(-1)[len(x) :] = 0
+    stored = np.where(bad, E4M3_NAN, codes_of_scales).astype(np.uint8)
+    return np.concatenate([stored, _pairs(codes), own.view(np.uint8)])
+
+
+def _decode_nvfp4(codec: Nvfp4, granule: Bytes, n: int) -> Floats:
+    layout = codec.layout()
+    at, end = layout.codes_at(n), layout.dense(n)
+    own = np.ascontiguousarray(granule[end : end + layout.trailer]).view(np.float32)
+    scale = FORMATS["e4m3"].table[granule[:at]] * own
+    scale = np.where(np.isfinite(scale), scale, NAN)
+    values = FORMATS["e2m1"].table[_of_pairs(granule[at:end]).reshape(-1, NVFP4_BLOCK)]
+    return canonical(values * scale[:, None]).reshape(-1)[:n]
+
+
+def _pairs(codes: Bytes) -> Bytes:
+    """Bytes that hold two codes of 4 bits each, the earlier one in the lower half."""
+    pairs = codes.reshape(-1, 2)
+    joined: Bytes = pairs[:, 0] | pairs[:, 1] << np.uint8(4)
+    return joined
+
+
+def _of_pairs(codes: Bytes) -> Bytes:
+    """The inverse of :func:`_pairs`."""
+    return np.stack([codes & 15, codes >> 4], axis=1)

@@ -1,8 +1,8 @@
 """The Triton kernels, for CUDA devices without a compiled `_cuda`, and for CPU tensors under TRITON_INTERPRET=1.
 
-They run fp16, bf16, int8, int4 and fp8_e4m3; :func:`supports` tests a codec. This module has the constants of codecs
-with which the kernels are compiled, and the calls, which import `launch` and with it Triton: importing Triton takes
-longer than importing dtcomm.
+They run fp16, bf16, int8, int4, fp8_e4m3 and fp8_e3m4; :func:`supports` tests a codec. This module has the constants of
+codecs with which the kernels are compiled, and the calls, which import `launch` and with it Triton: importing Triton
+takes longer than importing dtcomm.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Rules(NamedTuple):
     block.
     """
 
-    float8: bool
+    mantissa: int  # bits of a float's mantissa; 0: codes are integers
+    normal: int  # bits of the smallest normal number of a float
     bits: int  # of a code
     levels: float  # the largest code
     cap: int  # bits of the largest scale whose product with `levels` is finite
@@ -104,15 +105,21 @@ def rules_of(codec: Codec) -> Rules | None:
     if isinstance(codec, Integer) and codec.bits in (4, 8):
         return _rules(codec, float(codec.levels), codec.symmetric)
     if isinstance(codec, Float8) and codec.element == "e4m3":
-        return _rules(codec, 448.0, True)
+        return _rules(codec, 448.0, True, mantissa=3, least=2.0**-6)
+    if isinstance(codec, Float8) and codec.element == "e3m4":
+        return _rules(codec, 30.0, True, mantissa=4, least=2.0**-2)
     return None
 
 
-def _rules(codec: Integer | Float8, levels: float, symmetric: bool) -> Rules:
+def _rules(
+    codec: Integer | Float8, levels: float, symmetric: bool, *, mantissa: int = 0, least: float = 1.0
+) -> Rules:
+    """`least`: the smallest normal number of a float."""
     layout = codec.layout()
     narrow, stochastic = codec.scale == "bf16", codec.round == "stochastic"
     return Rules(
-        float8=isinstance(codec, Float8),
+        mantissa=mantissa,
+        normal=int(np.float32(least).view(np.int32)),
         bits=layout.code_bits,
         levels=levels,
         cap=_cap(levels, narrow),

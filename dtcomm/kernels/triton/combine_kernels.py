@@ -26,7 +26,6 @@ from dtcomm.kernels.triton.floats import (
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even
 ROUND_BITS = tl.constexpr(0x4B400000)
-E4M3_NORMAL = tl.constexpr(121 << 23)  # bits of 2^-6, the smallest normal number
 
 
 @triton.jit
@@ -65,20 +64,20 @@ def zero_point(lowest, RULES: tl.constexpr):
 @triton.jit
 def encode_code(t, key_low, key_high, start, i, RULES: tl.constexpr):
     """The int32 codes of elements over their scale; `start` + i are their indices in the caller's tensor."""
-    if RULES.float8:
+    if RULES.mantissa:
         size = tl.minimum(float_of(bits_of(t) & 0x7FFFFFFF), RULES.levels)
         # The exponent of the element's binade. Subnormal numbers have the unit of the smallest normal binade.
-        exponent = tl.maximum(bits_of(size) & INFINITY, E4M3_NORMAL)
+        exponent = tl.maximum(bits_of(size) & INFINITY, RULES.normal)
         if RULES.stochastic:
             # Over the unit, a power of two: exact.
-            units = size * float_of((121 << 23) + ((136 << 23) - exponent))
+            units = size * float_of(((127 + RULES.mantissa) << 23) + (0x3F800000 - exponent))
             floor = units.to(tl.int32)
             floor += (uniform(key_low, key_high, start, i) < units - floor.to(tl.float32)).to(tl.int32)
         else:
             # A number whose last place is the unit: adding it rounds, and the sum's last bits count the units.
-            large = exponent + (20 << 23)
+            large = exponent + ((23 - RULES.mantissa) << 23)
             floor = bits_of(size + float_of(large)) - large
-        codes = (floor + ((exponent - E4M3_NORMAL) >> 20)) | ((bits_of(t) >> 24) & 0x80)
+        codes = (floor + ((exponent - RULES.normal) >> (23 - RULES.mantissa))) | ((bits_of(t) >> 24) & 0x80)
     else:
         LOWEST: tl.constexpr = -RULES.levels if RULES.symmetric else 0.0
         t = tl.minimum(tl.maximum(t, LOWEST), RULES.levels)
@@ -94,10 +93,12 @@ def encode_code(t, key_low, key_high, start, i, RULES: tl.constexpr):
 @triton.jit
 def decode_code(codes, RULES: tl.constexpr):
     """The values of codes (int32), before the scale."""
-    if RULES.float8:
+    if RULES.mantissa:
         size = codes & 0x7F
-        normal = (size << 20) + (E4M3_NORMAL - (1 << 23))
-        bits = tl.where(size < 8, bits_of(size.to(tl.float32) * 0.001953125), normal)
+        UNIT_BITS: tl.constexpr = RULES.normal - (RULES.mantissa << 23)  # of the step of subnormal numbers
+        unit = float_of(tl.full(size.shape, UNIT_BITS, tl.int32))
+        normal = (size << (23 - RULES.mantissa)) + (RULES.normal - (1 << 23))
+        bits = tl.where(size < (1 << RULES.mantissa), bits_of(size.to(tl.float32) * unit), normal)
         bits = tl.where(size == 0x7F, NAN, bits)
         values = float_of(bits | ((codes & 0x80) << 24))
     else:
@@ -134,7 +135,7 @@ def _load_codes(payload, at, rows, RULES: tl.constexpr):
             codes = (codes ^ 8) - 8
     else:
         codes = tl.load(payload + at + tl.arange(0, RULES.block)[None, :], mask=rows)
-        if RULES.symmetric and not RULES.float8:
+        if RULES.symmetric and RULES.mantissa == 0:
             codes = codes.to(tl.int8, bitcast=True)
         codes = codes.to(tl.int32)
     return codes

@@ -33,6 +33,8 @@ SPECS = {name: name for name in names()} | {
     "fp8_e4m3-stochastic": "fp8_e4m3:round=stochastic",
     "fp8_e4m3-fp32-scales": "fp8_e4m3:block=16,scale=fp32",
     "mxfp8-e5m2": "mxfp8:element=e5m2",
+    "fp8_e3m4-stochastic": "fp8_e3m4:round=stochastic",
+    "fp8_e3m4-fp32-scales": "fp8_e3m4:block=16,scale=fp32",
     "sign-fp32-scales": "sign:block=16,scale=fp32",
     "sign-long-blocks": "sign:block=2048",
     "fp8_e5m2-all-options": "fp8_e5m2:block=2048,scale=fp32,round=stochastic",

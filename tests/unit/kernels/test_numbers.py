@@ -33,7 +33,7 @@ def round_trip(codec: Codec | str, x: torch.Tensor) -> torch.Tensor:
 def relative_error_bound(codec: Codec) -> float:
     """Return the largest relative error of a block of equal numbers."""
     if isinstance(codec, Float8) and codec.round == "stochastic":
-        return 2**-3 if codec.element == "e4m3" else 2**-2
+        return {"e3m4": 2**-4, "e4m3": 2**-3, "e5m2": 2**-2}[codec.element]
     if isinstance(codec, Integer) and codec.round == "stochastic":
         return 2**-6 + 1 / codec.levels
     if isinstance(codec, Mx):  # the largest number is not the largest that the scale's power of two allows

@@ -11,8 +11,8 @@ import struct
 from dataclasses import dataclass
 
 NAN = 0x7FC00000
-CASTS, INTEGER, FLOAT8, MX, SIGN, TOPK, RANDK, EXACT = (0, 1, 2), 3, 4, 5, 6, 7, 8, 9
-E4M3, E5M2, E2M1, BF16, FP16, FP32, NESTED = 1, 2, 3, 4, 5, 6, 7
+CASTS, INTEGER, FLOAT8, MX, SIGN, TOPK, RANDK, EXACT, NVFP4 = (0, 1, 2), 3, 4, 5, 6, 7, 8, 9, 10
+E4M3, E5M2, E2M1, BF16, FP16, FP32, NESTED, E3M4 = 1, 2, 3, 4, 5, 6, 7, 8
 MASK = 0xFFFFFFFF
 
 
@@ -35,7 +35,7 @@ class Codec:
 def decode(sixteen: bytes, payload: bytes, numel: int) -> list[int]:
     """The fp32 elements of a payload, as their bits."""
     codec = Codec(*struct.unpack("<8B2I", sixteen))
-    granule = 4096 if codec.family in (TOPK, RANDK) else max(1024, codec.block)
+    granule = 4096 if codec.family in (TOPK, RANDK, NVFP4) else max(1024, codec.block)
     out: list[int] = []
     at = 0
     while len(out) < numel:
@@ -100,13 +100,16 @@ def _used(codec: Codec, n: int) -> int:
         return head + _value_bytes(codec, kept) + _position_bytes(codec, n, kept)
     block = max(1, codec.block)
     blocks = -(-n // block)
-    return blocks * (_field_bytes(codec) * _fields(codec) + _spike_bytes(codec)) + -(
-        -blocks * block * _code_bits(codec) // 8
+    own = 4 if codec.family == NVFP4 else 0
+    return (
+        blocks * (_field_bytes(codec) * _fields(codec) + _spike_bytes(codec))
+        + -(-blocks * block * _code_bits(codec) // 8)
+        + own
     )
 
 
 def _field_bytes(codec: Codec) -> int:
-    if codec.family in (MX, EXACT):
+    if codec.family in (MX, EXACT, NVFP4):
         return 1
     return 4 if codec.scale else 2
 
@@ -124,7 +127,8 @@ def _spike_bytes(codec: Codec) -> int:
 def _code_bits(codec: Codec) -> int:
     if codec.family == MX:
         return 4 if codec.element == E2M1 else 8
-    return {0: 32, 1: 16, 2: 16, INTEGER: codec.bits, FLOAT8: 8, SIGN: 1, EXACT: codec.bits}[codec.family]
+    bits = {0: 32, 1: 16, 2: 16, INTEGER: codec.bits, FLOAT8: 8, SIGN: 1, EXACT: codec.bits, NVFP4: 4}
+    return bits[codec.family]
 
 
 # --- one granule --------------------------------------------------------------------------------------------------
@@ -167,6 +171,10 @@ def _dense(codec: Codec, raw: bytes, n: int) -> list[float]:
         at += blocks * field
     spikes_at = at
     at += blocks * _spike_bytes(codec)
+    if codec.family == NVFP4:
+        scales = [
+            _nvfp4_scale(scale, _float(_words(raw[9 * blocks : 9 * blocks + 4], 4)[0])) for scale in scales
+        ]
     values = _codes(codec, raw[at:], count)
     out = []
     for b in range(blocks):
@@ -184,7 +192,14 @@ def _dense(codec: Codec, raw: bytes, n: int) -> list[float]:
 def _fields_of(codec: Codec, raw: bytes) -> list[float]:
     if codec.family == MX:
         return [math.nan if byte == 255 else 2.0 ** (byte - 127) for byte in raw]
+    if codec.family == NVFP4:
+        return [_small_float(E4M3, byte) for byte in raw]
     return [_float(word if codec.scale else word << 16) for word in _words(raw, 4 if codec.scale else 2)]
+
+
+def _nvfp4_scale(scale: float, own: float) -> float:
+    product = _f32(scale * own)
+    return product if math.isfinite(product) else math.nan
 
 
 def _codes(codec: Codec, raw: bytes, count: int) -> list[int]:
@@ -213,12 +228,12 @@ def _value(codec: Codec, code: int, scale: float, zero: float) -> float:
 
 
 def _small_float(element: int, code: int) -> float:
-    exponent_bits, mantissa_bits = {E4M3: (4, 3), E5M2: (5, 2), E2M1: (2, 1)}[element]
+    exponent_bits, mantissa_bits = {E4M3: (4, 3), E5M2: (5, 2), E2M1: (2, 1), E3M4: (3, 4)}[element]
     bias = (1 << (exponent_bits - 1)) - 1
     sign = code >> (exponent_bits + mantissa_bits)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     fraction = code & ((1 << mantissa_bits) - 1)
-    if element == E4M3 and code & 0x7F == 0x7F:
+    if element in (E4M3, E3M4) and code & 0x7F == 0x7F:
         return math.nan
     if element == E5M2 and exponent == 31:
         return math.nan if fraction else -math.inf if sign else math.inf

@@ -13,7 +13,7 @@ from dtcomm.kernels import triton
 from tests.unit.codecs.cases import VALUES, covering
 from tests.unit.kernels.inputs import KINDS, floats
 
-FIRST_TIER = {"fp16", "bf16", "int8", "int4", "fp8_e4m3"}
+FIRST_TIER = {"fp16", "bf16", "int8", "int4", "fp8_e4m3", "fp8_e3m4"}
 PLAIN = [parse(name) for name in CODECS if triton.supports(parse(name))]
 
 

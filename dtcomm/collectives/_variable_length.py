@@ -1,0 +1,262 @@
+"""Collectives that copy, with codecs whose payloads have a length that depends on the data (`Codec.variable_length`).
+
+The engine's operations have sizes that every rank knows beforehand. So each function here encodes, exchanges the
+lengths, and then moves the payloads as bytes, with the same collective and codec ``none``. Where that collective has
+shards of one size they are as long as the longest payload. The lengths must be known before the bytes move, so there is
+no asynchronous form.
+
+The public functions call this module when they find no plan for a call: none is ever stored for these codecs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtcomm import codecs
+from dtcomm.codecs import Codec
+from dtcomm.collectives._arguments import Algorithm, Group, require_dtype, require_tensor
+from dtcomm.errors import PayloadCorrupt
+from dtcomm.kernels.ops import decode, encode
+
+VALID = "broadcast, all_gather, gather, scatter, all_to_all, send and recv, and dtcomm.encode"
+
+
+def has_variable_length(spec: str | Codec) -> bool:
+    """Return whether a codec, or a codec of one level of a spec, has payloads of variable length."""
+    inside, between = codecs.parse_levels(spec)
+    return inside.variable_length or (between is not None and between.variable_length)
+
+
+def require_fixed_length(codec: Codec, collective: str) -> None:
+    """Raise ValueError if the engine cannot run ``collective`` with the codec, because its payloads vary in length."""
+    if codec.variable_length:
+        raise ValueError(
+            f"codec: {str(codec)!r} cannot be used here ({collective}): the length of its payloads depends on the "
+            f"data, and this operation works in pieces of a fixed size; it is valid in {VALID}"
+        )
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    ranks: int,
+    spec: str | Codec,
+    algorithm: Algorithm,
+    group: Group,
+    async_op: bool,
+    residual: Tensor | None,
+    checksum: bool | None,
+) -> None:
+    """`dtcomm.all_gather`."""
+    from dtcomm.collectives import gather_ops
+
+    codec = _codec_of(spec, input, async_op, residual)
+    buffer, payload = _encode(codec, input)
+    lengths = _gather_lengths([payload.numel()], ranks, group)
+    most = max(lengths)
+    payloads = buffer.new_empty(ranks * most)
+    gather_ops.all_gather(payloads, buffer[:most], algorithm=algorithm, group=group, checksum=checksum)
+    shards = output.view(-1).view(ranks, -1)
+    for shard, whole, length in zip(shards, payloads.view(ranks, -1), lengths, strict=True):
+        _decode(codec, whole[:length], shard)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int,
+    is_source: bool,
+    spec: str | Codec,
+    algorithm: Algorithm,
+    group: Group,
+    async_op: bool,
+    residual: Tensor | None,
+    checksum: bool | None,
+) -> None:
+    """`dtcomm.broadcast`; ``tensor`` is contiguous."""
+    from dtcomm.collectives import gather_ops
+
+    codec = _codec_of(spec, tensor, async_op, residual)
+    if is_source:
+        _, payload = _encode(codec, tensor)
+        length = torch.tensor([payload.numel()])
+    else:
+        length = torch.empty(1, dtype=torch.int64)
+    gather_ops.broadcast(length, src, group=group)
+    if not is_source:
+        payload = tensor.new_empty(int(length), dtype=torch.uint8)
+    gather_ops.broadcast(payload, src, algorithm=algorithm, group=group, checksum=checksum)
+    if not is_source:
+        _decode(codec, payload, tensor)
+
+
+def gather(
+    tensor: Tensor,
+    output: Tensor | None,
+    dst: int,
+    ranks: int,
+    spec: str | Codec,
+    algorithm: Algorithm,
+    group: Group,
+    async_op: bool,
+    residual: Tensor | None,
+    checksum: bool | None,
+) -> None:
+    """`dtcomm.gather`; ``output`` holds the tensors of all ranks, on the destination."""
+    from dtcomm.collectives import gather_ops
+
+    codec = _codec_of(spec, tensor, async_op, residual)
+    buffer, payload = _encode(codec, tensor)
+    lengths = _gather_lengths([payload.numel()], ranks, group)
+    most = max(lengths)
+    payloads = None if output is None else buffer.new_empty(ranks * most)
+    gather_ops.gather(buffer[:most], payloads, dst, algorithm=algorithm, group=group, checksum=checksum)
+    if output is None:
+        return
+    assert payloads is not None
+    for shard, whole, length in zip(output.view(ranks, -1), payloads.view(ranks, -1), lengths, strict=True):
+        _decode(codec, whole[:length], shard)
+
+
+def scatter(
+    tensor: Tensor,
+    source: Tensor | None,
+    src: int,
+    rank: int,
+    ranks: int,
+    spec: str | Codec,
+    algorithm: Algorithm,
+    group: Group,
+    async_op: bool,
+    residual: Tensor | None,
+    checksum: bool | None,
+) -> None:
+    """`dtcomm.scatter`; ``source`` holds the tensors of all ranks, on the source."""
+    from dtcomm.collectives import gather_ops
+
+    codec = _codec_of(spec, tensor, async_op, residual)
+    lengths = torch.empty(ranks, dtype=torch.int64)
+    encoded = []
+    if source is not None:
+        encoded = [_encode(codec, shard)[1] for shard in source.view(-1).view(ranks, -1)]
+        lengths = torch.tensor([payload.numel() for payload in encoded])
+    gather_ops.broadcast(lengths, src, group=group)
+    most = int(lengths.max())
+    payloads = None
+    if source is not None:
+        payloads = source.new_zeros(ranks, most, dtype=torch.uint8)
+        for row, payload in zip(payloads, encoded, strict=True):
+            row[: payload.numel()] = payload
+        payloads = payloads.view(-1)
+    own = tensor.new_empty(most, dtype=torch.uint8)
+    gather_ops.scatter(own, payloads, src, algorithm=algorithm, group=group, checksum=checksum)
+    _decode(codec, own[: int(lengths[rank])], tensor.view(-1))
+
+
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    spec: str | Codec,
+    algorithm: Algorithm,
+    group: Group,
+    async_op: bool,
+    residual: Tensor | None,
+    checksum: bool | None,
+) -> None:
+    """`dtcomm.all_to_all` of ``sent`` elements for each rank and ``received`` ones from each rank."""
+    from dtcomm.collectives import alltoall
+
+    codec = _codec_of(spec, input, async_op, residual)
+    payloads = [_encode(codec, shard)[1] for shard in torch.split(input.view(-1), list(sent))]
+    lengths = torch.tensor([payload.numel() for payload in payloads])
+    arriving = torch.empty_like(lengths)
+    alltoall.all_to_all(arriving, lengths, group=group)
+    sizes = arriving.tolist()
+    whole = input.new_empty(sum(sizes), dtype=torch.uint8)
+    alltoall.all_to_all(
+        whole,
+        torch.cat(payloads),
+        sizes,
+        lengths.tolist(),
+        algorithm=algorithm,
+        group=group,
+        checksum=checksum,
+    )
+    shards = torch.split(output.view(-1), list(received))
+    for shard, payload in zip(shards, torch.split(whole, sizes), strict=True):
+        _decode(codec, payload, shard)
+
+
+def message(
+    tensor: Tensor,
+    peer: int,
+    sends: bool,
+    spec: str | Codec,
+    group: Group,
+    async_op: bool,
+    residual: Tensor | None,
+    checksum: bool | None,
+) -> None:
+    """`dtcomm.send` or `dtcomm.recv`; ``tensor`` is contiguous."""
+    from dtcomm.collectives import p2p
+
+    codec = _codec_of(spec, tensor, async_op, residual)
+    if sends:
+        _, payload = _encode(codec, tensor)
+        p2p.send(torch.tensor([payload.numel()]), peer, group=group)
+        p2p.send(payload, peer, group=group, checksum=checksum)
+        return
+    length = torch.empty(1, dtype=torch.int64)
+    p2p.recv(length, peer, group=group)
+    payload = tensor.new_empty(int(length), dtype=torch.uint8)
+    p2p.recv(payload, peer, group=group, checksum=checksum)
+    _decode(codec, payload, tensor.view(-1))
+
+
+def _codec_of(spec: str | Codec, tensor: Tensor, async_op: bool, residual: Tensor | None) -> Codec:
+    """Return the codec; raise for arguments that it does not take."""
+    codec, between = codecs.parse_levels(spec)
+    if between is not None:
+        raise ValueError(
+            f"codec: {spec!r} has two levels; 'lossless' has one, as its payloads are not encoded again"
+        )
+    require_tensor(tensor, "tensor")
+    require_dtype("sum", tensor.dtype, codec)
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"tensor: codec {str(codec)!r} has kernels for the CPU only, got a tensor on {tensor.device}"
+        )
+    if async_op:
+        raise ValueError(
+            f"async_op: codec {str(codec)!r} has no asynchronous form, because the ranks exchange the lengths of their "
+            "payloads first; pass False"
+        )
+    if residual is not None:
+        raise ValueError(f"residual: codec {str(codec)!r} loses nothing; pass None")
+    return codec
+
+
+def _encode(codec: Codec, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for the longest payload, zeros where nothing is written, and its part that is the payload."""
+    buffer = tensor.new_zeros(codec.wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
+    return buffer, encode(codec, tensor.detach(), out=buffer)
+
+
+def _decode(codec: Codec, payload: Tensor, out: Tensor) -> None:
+    decode(codec, payload, out.numel(), out.dtype, out.detach())
+
+
+def _gather_lengths(lengths: list[int], ranks: int, group: Group) -> list[int]:
+    """Return the lengths of all ranks' payloads."""
+    from dtcomm.collectives import gather_ops
+
+    gathered = torch.empty(ranks * len(lengths), dtype=torch.int64)
+    gather_ops.all_gather(gathered, torch.tensor(lengths), group=group)
+    known: list[int] = gathered.tolist()
+    if min(known) < 0:
+        raise PayloadCorrupt(f"lengths of payloads: {known}; expected 0 or more")
+    return known
