@@ -34,7 +34,8 @@ def unwrap(model: torch.nn.Module, group: dist.ProcessGroup | None) -> torch.nn.
     if isinstance(model, DistributedDataParallel):
         inner = dist.get_process_group_ranks(model.process_group)
         _require_apart(type(model).__name__, inner, group)
-        return model.module
+        module: torch.nn.Module = model.module
+        return module
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             _require_apart(f"the DTensor {name}", parameter.device_mesh.mesh.flatten().tolist(), group)

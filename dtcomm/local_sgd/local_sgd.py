@@ -7,6 +7,7 @@ A step that starts an average of a fragment prepares its messages and starts the
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -198,6 +199,8 @@ class LocalSGD(Reporting):
             raise ValueError(f"moments and optimizer go together, got {moments!r} and {optimizer!r}")
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+        self._island = Island(model)
+        self._island.reshard()
         excluded = exclusions(exclude, [name for name, _ in model.named_parameters()])
         self.policy = (excluded | as_policy(spec)).for_model(model)
         schemes = [rule.codec for rule in self.policy.rules]
@@ -219,7 +222,6 @@ class LocalSGD(Reporting):
         self._moments = None
         if optimizer is not None and moments:
             self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
-        self._island = Island(model)
         root = 0 if group is None else dist.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in map(local_shard, (*model.parameters(), *model.buffers())):
@@ -352,7 +354,7 @@ class LocalSGD(Reporting):
             "common": {
                 name: common.clone() for name, common in zip(self._weights, self._common, strict=True)
             },
-            "outer": {} if self._outer is None else self._outer.state_dict(),
+            "outer": {} if self._outer is None else copy.deepcopy(self._outer.state_dict()),
             "averages": [fragment.averages for fragment in self._fragments],
             "in_flight": [
                 {

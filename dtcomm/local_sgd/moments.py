@@ -1,4 +1,7 @@
-"""Averages the moments of the inner optimizer on periods of their own (DES-LOC, Iacob et al. 2025, arXiv:2505.22549)."""
+"""Averages the moments of the inner optimizer on periods of their own.
+
+Iacob et al. 2025, "DES-LOC: Desynced Low Communication Adaptive Optimizers" (arXiv:2505.22549).
+"""
 
 from __future__ import annotations
 
