@@ -1,18 +1,19 @@
 """Train a GPT by data parallelism, DiLoCo and Streaming DiLoCo at equal tokens: held-out loss and bytes.
 
-python -m bench.local_sgd [--steps 600] [--every 30] [--seeds 3] [--seconds S] [--fresh] [--quick] [--json FILE]
+python -m bench.local_sgd [--steps 600] [--every 30] [--seeds 3] [--trials 4] [--methods NAMES] [--seconds S] [--fresh]
+                          [--quick] [--json FILE]
 
 Four workers run in a loop in one process, with the arithmetic of DDP and of `dtcomm.local_sgd.LocalSGD`
 (`dtcomm.measure.simulated_ranks`, `dtcomm.measure.simulated_local_sgd`; tests compare them bit by bit). The text is the
 demo's. Every method sees the same batches in the same order, and ends with the same number of tokens.
 
-Learning rates are chosen on a seed that no result uses, by as many runs for each family of methods: the inner rates
-`RATES` for data parallelism, and as many pairs of inner and outer rates for DiLoCo and for Streaming DiLoCo. The
+Learning rates are chosen on a seed that no result uses, by as many runs for each family of methods (``--trials``): of
+inner rates for data parallelism, of pairs of an inner and an outer rate for DiLoCo and for Streaming DiLoCo. The
 compressed versions of a family take the rates of the family.
 
 "bytes a step" are what one worker sends on average, "peak" is the bandwidth that a worker needs so that no step waits,
-in bytes for each step: the largest message over the steps that it may take (1 without delay). Both count two thirds
-more than the payload of one message would be with four workers and a ring: payloads are counted times 2 (n - 1) / n.
+in bytes for each step: the largest message over the steps that it may take (1 without delay). Both are payloads times
+2 (n - 1) / n, as an all-reduce over a ring or in two shots sends them.
 Runs that the result file has are not repeated; ``--seconds`` stops after a time and continues at the next call.
 """
 
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import statistics
 import time
@@ -41,8 +41,6 @@ from dtcomm.measure.simulated_ranks import SimulatedRanks
 WORKERS = 4
 BATCH = 4
 SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=48, layers=3, width=48, heads=4)
-RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
-OUTER_RATES = (0.4, 0.7)
 TUNING_SEED = 1000
 GOAL = 0.01  # how far above data parallelism the held-out loss may be
 
@@ -89,12 +87,10 @@ class Rates:
     outer: float = 0.0
 
 
-def grid(family: str) -> list[Rates]:
-    """Return the rates that are tried; each family has the same number of trials."""
-    if family == "dp":
-        return [Rates(rate) for rate in RATES]
-    inner = RATES[1 : 1 + len(RATES) // len(OUTER_RATES)]
-    return [Rates(*pair) for pair in itertools.product(inner, OUTER_RATES)]
+#: What is tried, the likeliest first; as many for each family.
+INNER = (Rates(4e-3), Rates(8e-3), Rates(2e-3), Rates(1.6e-2))
+PAIRS = (Rates(4e-3, 0.7), Rates(8e-3, 0.7), Rates(4e-3, 0.4), Rates(8e-3, 0.4))
+GRIDS = {"dp": INNER, "diloco": PAIRS, "streaming": PAIRS}
 
 
 @functools.cache
@@ -111,9 +107,7 @@ def rate_at(rate: float, step: int, steps: int) -> float:
 
 def backward(model: nn.Module, seed: int, step: int, worker: int) -> float:
     """Compute the gradients of a worker's batch; return the loss."""
-    batch = demo.training_batch(
-        corpus(), seed=seed, step=step, rank=worker, size=BATCH, length=SHAPE.context
-    )
+    batch = demo.training_batch(corpus(), seed=seed, step=step, rank=worker, size=BATCH, length=SHAPE.context)
     model.zero_grad()
     loss = demo.cross_entropy(model, *batch)
     loss.backward()
@@ -130,7 +124,7 @@ def update(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float) -> N
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     """Return the inner optimizer."""
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05, fused=True)
 
 
 @torch.no_grad()
@@ -204,9 +198,10 @@ def run(method: Method, rates: Rates, seed: int, steps: int, every: int) -> dict
     }
 
 
-def choose(runs: dict[str, Any], family: str) -> Rates:
+def choose(runs: dict[str, Any], family: str, trials: int) -> Rates:
     """Return the rates with the lowest held-out loss on the tuning seed."""
-    return min(grid(family), key=lambda rates: runs[key(TUNED[family], rates, TUNING_SEED)]["loss"])
+    tried = GRIDS[family][:trials]
+    return min(tried, key=lambda rates: runs[key(TUNED[family], rates, TUNING_SEED)]["loss"])
 
 
 def key(method: Method, rates: Rates, seed: int) -> str:
@@ -214,14 +209,14 @@ def key(method: Method, rates: Rates, seed: int) -> str:
     return f"{method.name} | inner {rates.inner:g} outer {rates.outer:g} | seed {seed}"
 
 
-def table(runs: dict[str, Any], seeds: int) -> list[list[str]]:
-    """Return a row for each method that has run on all seeds."""
+def table(runs: dict[str, Any], methods: list[Method], seeds: int, trials: int) -> list[list[str]]:
+    """Return a row for each method that has run on all seeds, data parallelism first."""
     rows = []
     base: list[float] = []
-    for method in METHODS:
-        rates = choose(runs, method.family)
-        found = [runs.get(key(method, rates, seed)) for seed in range(seeds)]
-        if any(entry is None for entry in found):
+    for method in methods:
+        rates = choose(runs, method.family, trials)
+        found = [runs[name] for seed in range(seeds) if (name := key(method, rates, seed)) in runs]
+        if len(found) < seeds:
             continue
         losses = [entry["loss"] for entry in found]
         base = base or losses
@@ -248,13 +243,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=30, help="steps between two averages of a fragment")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--trials", type=int, default=4, choices=range(1, 5), help="rates tried for each family"
+    )
+    names = [method.name for method in METHODS]
+    parser.add_argument("--methods", nargs="+", choices=names, default=names)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that were made before")
     parser.add_argument("--quick", action="store_true", help="60 steps, one seed; writes under build/bench")
     parser.add_argument("--json", type=Path, help="where to write instead of bench/results/local_sgd.json")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.steps, options.every, options.seeds = 60, 10, 1
+        options.steps, options.every, options.seeds, options.trials = 60, 10, 1, 1
     path = options.json or (BUILD if options.quick else output.RESULTS.parent) / "results" / "local_sgd.json"
     torch.set_num_threads(1)
     runs: dict[str, Any] = {}
@@ -263,20 +263,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if (saved["steps"], saved["every"]) == (options.steps, options.every):
             runs = saved["runs"]
     end = time.monotonic() + options.seconds
-    tuning = [(TUNED[family], rates, TUNING_SEED) for family in TUNED for rates in grid(family)]
+    methods = [method for method in METHODS if method.name in options.methods]
+    families = list(dict.fromkeys(method.family for method in methods))
+    tuning = [
+        (TUNED[family], rates, TUNING_SEED)
+        for family in families
+        for rates in GRIDS[family][: options.trials]
+    ]
     result = make_runs(runs, tuning, options, path, end)
     if all(key(*entry) in runs for entry in tuning):
         final = [
-            (method, choose(runs, method.family), seed)
+            (method, choose(runs, method.family, options.trials), seed)
             for seed in range(options.seeds)
-            for method in METHODS
+            for method in methods
         ]
         result = make_runs(runs, final, options, path, end)
         output.table(
             f"{WORKERS} workers, {options.steps} steps of {BATCH} x {SHAPE.context} characters each, averages every "
-            f"{options.every} steps; goal: at most {100 * GOAL:g} % above data parallel",
-            ["method", "rates", "held-out loss", "beside data parallel", "bytes a step", "peak", ""],
-            table(runs, options.seeds),
+            f"{options.every} steps; goal: at most {100 * GOAL:g} % above {methods[0].name}",
+            ["method", "rates", "held-out loss", "beside the first", "bytes a step", "peak", ""],
+            table(runs, methods, options.seeds, options.trials),
         )
     if time.monotonic() > end:
         print("stopped in time; call again to go on")

@@ -45,15 +45,18 @@ class TrainerState:
             "optimizer": self._trainer.optimizer.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
         """Continue from the state of this rank; from the list of all states with another number of ranks.
 
         A rank that the run before did not have starts with the weights and the optimizer of one that it had.
 
         Args:
             state: What `state_dict` returned on this rank, or the list of all ranks' states.
+            strict: As for `LocalSGD.load_state_dict`.
         """
-        self.local.load_state_dict(state)
+        self.local.load_state_dict(state, strict=strict)
         rank = dist.get_rank(self.local.group)
         own = state if isinstance(state, Mapping) else state[rank % len(state)]
         self._model.load_state_dict(own["model"])
