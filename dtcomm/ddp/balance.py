@@ -42,21 +42,21 @@ class RankSpeed:
     Attributes:
         rank: The rank in the group.
         samples: Its samples in a step.
-        compute_s: Median seconds of a step until all gradients are computed.
+        sample_s: Median seconds until all gradients of a step are computed, for each sample.
         wait_s: Median seconds that it then waits for communication, and so for slower ranks.
         link_s: Seconds of a message of 256 KiB on the faster of its links to the two ranks beside it.
     """
 
     rank: int
     samples: int
-    compute_s: float
+    sample_s: float
     wait_s: float
     link_s: float = 0.0
 
     @property
-    def sample_s(self) -> float:
-        """Seconds of computation for each sample."""
-        return self.compute_s / self.samples
+    def compute_s(self) -> float:
+        """Seconds until all gradients of a step are computed."""
+        return self.samples * self.sample_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ def find_stragglers(speeds: Sequence[RankSpeed]) -> list[Straggler]:
 
     Example:
         >>> from dtcomm.ddp.balance import RankSpeed, find_stragglers
-        >>> fast = RankSpeed(rank=0, samples=8, compute_s=0.1, wait_s=0.11)
-        >>> slow = RankSpeed(rank=1, samples=8, compute_s=0.2, wait_s=0.01)
+        >>> fast = RankSpeed(rank=0, samples=8, sample_s=0.01, wait_s=0.09)
+        >>> slow = RankSpeed(rank=1, samples=8, sample_s=0.02, wait_s=0.01)
         >>> print(*find_stragglers([fast, slow]))
         rank 1: slow compute, 2 times the median rank's time
     """
@@ -254,17 +254,17 @@ class BalancedSampler(Sampler[list[int]]):
             )
         return self._drawn_sizes.popleft()
 
-    def update(self, compute_s: float, wait_s: float, device: torch.device | None = None) -> None:
+    def update(self, sample_s: float, wait_s: float, device: torch.device | None = None) -> None:
         """Exchange what ranks measured, and size the batches that no rank has drawn yet; all ranks call it.
 
         `State.balance` calls it every ``every`` steps.
 
         Args:
-            compute_s: Seconds of a step until this rank's gradients are computed.
+            sample_s: Seconds until this rank's gradients of a step are computed, for each of its samples.
             wait_s: Seconds that it then waits.
             device: The device whose tensors the group communicates. Default None: the CPU.
         """
-        own = [float(self.sizes[self._rank]), compute_s, wait_s, float(self._drawn)]
+        own = [float(self.sizes[self._rank]), sample_s, wait_s, float(self._drawn)]
         gathered = self._gather(own, device)
         # A rank receives over the link to the rank before it; each link is measured once.
         incoming = [row[0] for row in self._gather([self._probe(device)], device)]
@@ -273,11 +273,11 @@ class BalancedSampler(Sampler[list[int]]):
             RankSpeed(
                 rank=rank,
                 samples=round(samples),
-                compute_s=max(compute, 1e-9),
+                sample_s=max(seconds, 1e-9),
                 wait_s=wait,
                 link_s=min(incoming[rank], incoming[(rank + 1) % ranks]),
             )
-            for rank, (samples, compute, wait, _) in enumerate(gathered)
+            for rank, (samples, seconds, wait, _) in enumerate(gathered)
         ]
         for straggler in self.stragglers:
             if (straggler.rank, straggler.cause) not in self._logged and self._rank == 0:
@@ -352,12 +352,14 @@ class BalanceObserver(ReducerObserver):
         self._streams: Streams | None = None
         self._begin: Any = None  # of the step: the end of the one before
         self._computed: Any = None
-        self._steps: list[tuple[Any, Any, Any]] = []
+        self._samples = 1  # of this step
+        self._steps: list[tuple[Any, Any, Any, int]] = []
 
     def begin_pass(self, step: int, streams: Streams) -> None:
         """Weight the gradients of this step."""
         self._streams = streams
-        self._reducer.set_samples(self._sampler.next_samples(), self._sampler.batch_size)
+        self._samples = self._sampler.next_samples()
+        self._reducer.set_samples(self._samples, self._sampler.batch_size)
 
     def end_compute(self) -> None:
         """Take the time at which the gradients are computed."""
@@ -369,7 +371,7 @@ class BalanceObserver(ReducerObserver):
         assert self._streams is not None
         end = self._streams.mark()
         if self._begin is not None:
-            self._steps.append((self._begin, self._computed, end))
+            self._steps.append((self._begin, self._computed, end, self._samples))
         self._begin = end
         if len(self._steps) < self._sampler.every:
             return
@@ -377,8 +379,10 @@ class BalanceObserver(ReducerObserver):
         self._steps = []
         if not streams.query(end):
             streams.synchronize(end)
-        compute_s = statistics.median(streams.elapsed(begin, computed) for begin, computed, _ in steps)
-        wait_s = statistics.median(streams.elapsed(computed, done) for _, computed, done in steps)
+        sample_s = statistics.median(
+            streams.elapsed(begin, computed) / samples for begin, computed, _, samples in steps
+        )
+        wait_s = statistics.median(streams.elapsed(computed, done) for _, computed, done, _ in steps)
         on_cpu = streams.device.type == "cpu"
-        self._sampler.update(compute_s, wait_s, None if on_cpu else streams.device)
+        self._sampler.update(sample_s, wait_s, None if on_cpu else streams.device)
         self._begin = self._streams.mark()  # without what the exchange took

@@ -290,6 +290,7 @@ class LocalSGD(Reporting):
             layout.add_to(moment_totals)
         all_layouts = [*layouts, *moments]
         current = [layout for _, layout in self._buckets]
+        period = "an average" if len(self._fragments) == 1 else "an average of each fragment"
         return Report(
             integration="LocalSGD",
             rank=dist.get_rank(self.group),
@@ -306,14 +307,25 @@ class LocalSGD(Reporting):
             memory={
                 **self._error_state.nbytes(),
                 "common weights": sum(4 * common.numel() for common in self._common),
+                **self._in_flight_bytes(),
             },
             events=count_events(self.events),
             fidelity=self._monitor.fidelity,
             rows=(*rows, *group_rows(moment_totals.items(), "moments of the optimizer")),
             by_message=tuple(layout.row(f"bucket {index}", WHAT, {}) for index, layout in enumerate(current)),
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
-            payoff=predict_payoff(current, self.group, "an average") if self._compresses else None,
+            payoff=predict_payoff(current, self.group, period) if self._compresses else None,
         )
+
+    def _in_flight_bytes(self) -> dict[str, int]:
+        """Return the bytes of averages in flight, for reports; empty if there are none."""
+        size = sum(
+            4 * self._shard(name).numel()
+            for average in self._in_flight
+            for fragment in average.fragments
+            for name in fragment.names
+        )
+        return {"averages in flight": size} if size else {}
 
     def _schedule(self) -> str:
         """Return when and how averages are made, for reports."""

@@ -88,11 +88,11 @@ def test_error_feedback_keeps_the_weighted_sum_while_sizes_change(spec: str) -> 
 class ReportedSpeed(BalancedSampler):
     """A sampler that is told the speed of its rank, because what a test measures varies."""
 
-    sample_s = 0.0
+    reported_s = 0.0
 
-    def update(self, compute_s: float, wait_s: float, device: torch.device | None = None) -> None:
-        assert compute_s > 0 and wait_s >= 0
-        super().update(self.sizes[self._rank] * self.sample_s, 0.001, device)
+    def update(self, sample_s: float, wait_s: float, device: torch.device | None = None) -> None:
+        assert sample_s > 0 and wait_s >= 0
+        super().update(self.reported_s, 0.001, device)
 
 
 def train_unevenly(rank: int, world_size: int, workers: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def train_unevenly(rank: int, world_size: int, workers: int) -> dict[str, Any]:
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = ReportedSpeed(samples, 12, every=4, seed=1)
-    sampler.sample_s = 0.02 if rank == 1 else 0.01
+    sampler.reported_s = 0.02 if rank == 1 else 0.01
     state = ddp.compress(model, "none", algorithm="one_shot")
     state.balance(sampler)
     loader = torch.utils.data.DataLoader(

@@ -31,7 +31,7 @@ def test_samples_are_divided_by_speed(
 
 def speeds(*rows: tuple[int, float, float, float]) -> list[RankSpeed]:
     return [
-        RankSpeed(rank=rank, samples=samples, compute_s=compute, wait_s=wait, link_s=link)
+        RankSpeed(rank=rank, samples=samples, sample_s=compute / samples, wait_s=wait, link_s=link)
         for rank, (samples, compute, wait, link) in enumerate(rows)
     ]
 
