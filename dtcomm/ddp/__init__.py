@@ -33,11 +33,12 @@ from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import Scheme
+from dtcomm.ddp.balance import BalancedSampler
 from dtcomm.ddp.state import DEFAULT_GUARD, State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 
-__all__ = ["Feedback", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["BalancedSampler", "Feedback", "Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

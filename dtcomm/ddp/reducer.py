@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
+from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
@@ -173,7 +174,16 @@ class Reducer:
         self._in_flight: list[InFlightBucket] = []
         self._in_backward = False
         self._ranks, self._key = 1, 0  # of this pass
+        self._samples: tuple[int, int] | None = (
+            None  # of this rank and of all ranks in a pass; None: alike on all
+        )
         self._waiting = AsyncRange("")
+
+    def set_samples(self, samples: int, total: int) -> None:
+        """Weight this rank's gradients, from the next bucket on; see `dtcomm.ddp.State.set_samples`."""
+        require_int("samples", samples, 1)
+        require_int("total", total, samples)
+        self._samples = samples, total
 
     def attach(self, observer: ReducerObserver) -> None:
         """Call the observer's methods from now on, after those of the observers that were attached before."""
@@ -245,6 +255,10 @@ class Reducer:
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor, streams: Streams) -> InFlightBucket:
         """Prepare a bucket and start its collective."""
         layout = self.layouts.of(bucket, buffer, self.steps, self._ranks)
+        if self._samples is not None and (weight := self._ranks * self._samples[0] / self._samples[1]) != 1:
+            buffer.mul_(
+                weight
+            )  # the average of the weighted gradients is the sum of samples / total * gradient
         for bucket_ready in self._callbacks["bucket_ready"]:
             bucket_ready(self.steps, bucket)
         # Nothing is measured of a bucket that travels uncompressed: that took 4 % of a step in which nothing pays.

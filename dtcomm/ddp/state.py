@@ -39,6 +39,7 @@ from dtcomm.compress.spec import Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
+from dtcomm.ddp.balance import BalancedSampler, BalanceObserver
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
 from dtcomm.ddp.observers import (
     GuardObserver,
@@ -211,6 +212,36 @@ class State(Reporting):
             loss: This rank's loss. A tensor on a device is not read by the host.
         """
         self._monitor.observe_loss(loss)
+
+    def set_samples(self, samples: int, total: int) -> None:
+        """Weight this rank's gradients by its samples; call it on every rank before the backward pass.
+
+        Each rank's gradients are the mean over its own samples, so the average over ranks is that over all samples only
+        if every rank has as many. With this the hook returns the sum over ranks of samples / total times the gradient:
+        each rank multiplies its gradients by ranks * samples / total before they are encoded, and the sums are those of
+        fp32 in rank order, with the same bits on all ranks. It holds until the next call. With gradient accumulation
+        count the samples of all micro-batches.
+
+        Args:
+            samples: The samples of this rank in the step, at least 1.
+            total: The samples of all ranks together, the same on all ranks.
+        """
+        self._reducer.set_samples(samples, total)
+
+    def balance(self, sampler: BalancedSampler) -> None:
+        """Let a sampler size batches by the speed of this rank's steps, and weight gradients by its sizes.
+
+        Call it once on every rank. Each batch of the sampler must have one backward pass with communication.
+
+        Args:
+            sampler: The batch sampler of the training data, over the same group.
+
+        Raises:
+            TypeError: ``sampler`` is not a `BalancedSampler`.
+        """
+        if not isinstance(sampler, BalancedSampler):
+            raise TypeError(f"sampler: expected a dtcomm.ddp.BalancedSampler, got {type(sampler).__name__}")
+        self._reducer.attach(BalanceObserver(sampler, self._reducer))
 
     def report(self) -> Report:
         """Return what was compressed, with what, and what it saved, up to the last backward pass.

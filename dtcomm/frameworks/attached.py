@@ -28,6 +28,8 @@ class Integration(Generic[S]):
         obstacle: Why another model cannot be compressed; empty if there is nothing to say.
         compress: Compresses such a model and returns the state.
         unused: Returns the state of a job with one process, in which nothing is compressed.
+        step_ended: Called with the state after every step of the optimizer. Default None: nothing.
+        training_ended: Called with the state at the end of training. Default None: nothing.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Integration(Generic[S]):
     obstacle: Callable[[torch.nn.Module], str]
     compress: Callable[[Any], S]
     unused: Callable[[], S]
+    step_ended: Callable[[S], object] | None = None
+    training_ended: Callable[[S], object] | None = None
 
 
 class SavedWithFramework:
@@ -54,6 +58,12 @@ class SavedWithFramework:
 
     def model_is_wrapped(self, model: Any) -> None:
         """Do nothing: the program compresses the model."""
+
+    def step_ended(self) -> None:
+        """Do nothing: the program's own loop calls what it needs."""
+
+    def training_ended(self) -> None:
+        """As `step_ended`."""
 
     def save(self, folder: str) -> None:
         """Write this rank's state, if there is one, to a folder."""
@@ -112,6 +122,16 @@ class Attached(SavedWithFramework, Generic[S]):
         self._processes = processes
         if processes == 1:
             _ = self.state
+
+    def step_ended(self) -> None:
+        """Tell the integration that the optimizer has made a step."""
+        if self._model is not None and self._integration.step_ended is not None:
+            self._integration.step_ended(self.state)
+
+    def training_ended(self) -> None:
+        """Tell the integration that training is over."""
+        if self._model is not None and self._integration.training_ended is not None:
+            self._integration.training_ended(self.state)
 
     def save(self, folder: str) -> None:
         """Write this rank's state to a folder, if the model is compressed."""

@@ -101,6 +101,12 @@ def _add_to_transformers(trainer: Any, saved: SavedWithFramework) -> None:
             if resumed_from is not None:
                 saved.load(os.path.join(resumed_from, FOLDER))
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saved.step_ended()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            saved.training_ended()
+
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
             if not args.save_only_model and os.path.isdir(folder):

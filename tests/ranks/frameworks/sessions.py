@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtcomm import ddp
+from dtcomm import ddp, local_sgd
 from dtcomm.launch.ranks import send_to_parent
 
 SPEC = "int4"
@@ -192,6 +192,39 @@ def trainer_session(rank: int, n: int, folder: Path, mode: str) -> tuple[Losses,
     train_with_trainer(trainer, folder, mode)
     check_training(attached, trainer.model, losses, mode)
     return losses, warnings.lines
+
+
+def local_sgd_session(
+    rank: int, n: int, folder: Path, mode: str
+) -> tuple[Losses, torch.Tensor, int, list[str]]:
+    """Train with LocalSGD; return the losses, the final weights, the number of averages and the warnings."""
+    set_environment(rank, n)
+    forget_accelerate()
+    warnings = Warnings()
+    losses: Losses = {}
+    trainer = make_trainer(folder, losses)
+    attached = local_sgd.attach(
+        trainer,
+        lambda model: local_sgd.LocalSGD(
+            model,
+            3,
+            SPEC,
+            fragments=2,
+            delay=1,
+            mixing=0.5,
+            outer=lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True),
+            exclude="*.bias",
+        ),
+    )
+    train_with_trainer(trainer, folder, mode)
+    local = attached.state.local
+    assert local.steps == EPOCHS * STEPS_PER_EPOCH
+    return (
+        losses,
+        torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
+        local.syncs,
+        warnings.lines,
+    )
 
 
 def make_lightning_trainer(rank: int, n: int, strategy: Any, folder: Path) -> Any:

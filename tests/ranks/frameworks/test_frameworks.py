@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm.frameworks
-from dtcomm import ddp
+from dtcomm import ddp, local_sgd
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from tests.ranks.frameworks import fsdp_sessions, sessions
 from tests.ranks.frameworks.fsdp_sessions import PLAIN
@@ -198,3 +199,23 @@ def test_fsdp2_trains_and_resumes(framework: str, tmp_path: Path) -> None:
     resumed = run_ranks(session, 2, tmp_path / "int8", "int8", RESUMED)
     for losses, losses_of_resumed in zip(whole, resumed):
         assert losses_of_resumed == {step: loss for step, loss in losses.items() if step > SAVED_AT}
+
+
+def refuse_local_sgd(rank: int, world_size: int) -> None:
+    with pytest.raises(TypeError, match=r"trainer: expected a transformers\.Trainer, got Linear"):
+        local_sgd.attach(nn.Linear(2, 2), local_sgd.LocalSGD)
+
+
+def test_local_sgd_in_a_trainer_and_resumed_with_an_average_in_flight(tmp_path: Path) -> None:
+    require("transformers")
+    run_ranks(refuse_local_sgd, 1)
+    whole = run_ranks(sessions.local_sgd_session, 2, tmp_path / "run", WHOLE, timeout=300)
+    assert torch.equal(whole[0][1], whole[1][1])
+    # Every fragment four times in 12 steps, and all of them at the end.
+    assert whole[0][2] == 9 and whole[0][0] != whole[1][0]
+    assert whole[0][0][EPOCHS * STEPS_PER_EPOCH] < 0.95 * whole[0][0][1]
+    resumed = run_ranks(sessions.local_sgd_session, 2, tmp_path / "run", RESUMED, timeout=300)
+    for (losses, weights, _, _), (later, again, _, lines) in zip(whole, resumed):
+        assert lines == []
+        assert later == {step: loss for step, loss in losses.items() if step > SAVED_AT}
+        assert torch.equal(weights, again)

@@ -1,0 +1,325 @@
+"""Train a GPT by data parallelism, DiLoCo and Streaming DiLoCo at equal tokens: held-out loss and bytes.
+
+python -m bench.local_sgd [--steps 600] [--every 30] [--seeds 3] [--trials 4] [--methods NAMES] [--seconds S] [--fresh]
+                          [--quick] [--json FILE]
+
+Four workers run in a loop in one process, with the arithmetic of DDP and of `dtcomm.local_sgd.LocalSGD`
+(`dtcomm.measure.simulated_ranks`, `dtcomm.measure.simulated_local_sgd`; tests compare them bit by bit). The text is the
+demo's. Every method sees the same batches in the same order, and ends with the same number of tokens.
+
+Learning rates are chosen on a seed that no result uses, by as many runs for each family of methods (``--trials``): of
+inner rates for data parallelism, of pairs of an inner and an outer rate for DiLoCo and for Streaming DiLoCo. The
+compressed versions of a family take the rates of the family.
+
+"bytes a step" are what one worker sends on average, "peak" is the bandwidth that a worker needs so that no step waits,
+in bytes for each step: the largest message over the steps that it may take (1 without delay). Both are payloads times
+2 (n - 1) / n, as an all-reduce over a ring or in two shots sends them.
+Runs that the result file has are not repeated; ``--seconds`` stops after a time and continues at the next call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.common import machine, output
+from bench.common.native import BUILD
+from dtcomm.cli.demo import train as demo
+from dtcomm.local_sgd.fragments import make_fragments
+from dtcomm.measure.simulated_local_sgd import SimulatedLocalSGD
+from dtcomm.measure.simulated_ranks import SimulatedRanks
+
+WORKERS = 4
+BATCH = 4
+SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=48, layers=3, width=48, heads=4)
+TUNING_SEED = 1000
+GOAL = 0.01  # how far above data parallelism the held-out loss may be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A way to train.
+
+    Attributes:
+        name: Its name in tables.
+        family: Methods of a family share their learning rates.
+        spec: What is compressed with what.
+        fragments: The number of fragments; 0: gradients are averaged in every step.
+        delay: The steps from the start of an average until it is applied.
+        mixing: The weight of the common weights then.
+    """
+
+    name: str
+    family: str
+    spec: str
+    fragments: int = 0
+    delay: int = 0
+    mixing: float = 1.0
+
+
+STREAMING: dict[str, Any] = {"family": "streaming", "fragments": 3, "delay": 2, "mixing": 0.5}
+METHODS = (
+    Method(name="data parallel", family="dp", spec="none"),
+    Method(name="data parallel, int8", family="dp", spec="int8"),
+    Method(name="DiLoCo", family="diloco", spec="none", fragments=1),
+    Method(name="streaming, int4", spec="int4", **STREAMING),
+    Method(name="streaming, mxfp4", spec="mxfp4", **STREAMING),
+    Method(name="streaming, int2", spec="int2", **STREAMING),
+)
+#: The method with which the rates of a family are chosen.
+TUNED = {"dp": METHODS[0], "diloco": METHODS[2], "streaming": METHODS[3]}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The inner and the outer learning rate; the outer one is 0 where there is none."""
+
+    inner: float
+    outer: float = 0.0
+
+
+#: What is tried, the likeliest first; as many for each family.
+INNER = (Rates(4e-3), Rates(8e-3), Rates(2e-3), Rates(1.6e-2))
+PAIRS = (Rates(4e-3, 0.7), Rates(8e-3, 0.7), Rates(4e-3, 0.4), Rates(8e-3, 0.4))
+GRIDS = {"dp": INNER, "diloco": PAIRS, "streaming": PAIRS}
+
+
+@functools.cache
+def corpus() -> demo.Corpus:
+    """Return the text."""
+    return demo.load_corpus(limit=2_000_000)
+
+
+def rate_at(rate: float, step: int, steps: int) -> float:
+    """Return the learning rate of a step: a short warm-up, then a linear decrease to a tenth."""
+    warm = max(1, steps // 20)
+    return rate * ((step + 1) / warm if step < warm else 1 - 0.9 * (step - warm) / (steps - warm))
+
+
+def backward(model: nn.Module, seed: int, step: int, worker: int) -> float:
+    """Compute the gradients of a worker's batch; return the loss."""
+    batch = demo.training_batch(corpus(), seed=seed, step=step, rank=worker, size=BATCH, length=SHAPE.context)
+    model.zero_grad()
+    loss = demo.cross_entropy(model, *batch)
+    loss.backward()
+    return loss.item()
+
+
+def update(optimizer: torch.optim.Optimizer, model: nn.Module, rate: float) -> None:
+    """Clip the gradients and make a step."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the inner optimizer."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05, fused=True)
+
+
+@torch.no_grad()
+def held_out(model: nn.Module) -> float:
+    """Return the held-out loss in nats per character."""
+    batches = demo.held_out_batches(corpus(), windows=256, size=64, length=SHAPE.context, rank=0, ranks=1)
+    return statistics.fmean(float(demo.cross_entropy(model, *batch)) for batch in batches)
+
+
+def data_parallel(method: Method, rates: Rates, seed: int, steps: int) -> tuple[nn.Module, list[int]]:
+    """Train with averaged gradients; return the model and one worker's payload bytes of each step."""
+    torch.manual_seed(seed)
+    model = demo.GPT(SHAPE)
+    optimizer = adam(model)
+    run = SimulatedRanks(method.spec, WORKERS, list(model.named_parameters()), seed=seed)
+    sent = []
+    for step in range(steps):
+        gradients = []
+        for worker in range(WORKERS):
+            backward(model, seed, step, worker)
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        before = run.all_reduce.payload_bytes
+        for parameter, mean in zip(model.parameters(), run.average(gradients), strict=True):
+            parameter.grad = mean
+        sent.append(run.all_reduce.payload_bytes - before)
+        update(optimizer, model, rate_at(rates.inner, step, steps))
+    return model, sent
+
+
+def local(method: Method, rates: Rates, seed: int, steps: int, every: int) -> tuple[nn.Module, list[int]]:
+    """Train with averaged weights; return the model and one worker's payload bytes of each step."""
+    replicas = []
+    for _ in range(WORKERS):
+        torch.manual_seed(seed)
+        replicas.append(demo.GPT(SHAPE))
+    sizes = {name: parameter.numel() for name, parameter in replicas[0].named_parameters()}
+    fragments = make_fragments(replicas[0], sizes, [], method.fragments, "strided", every)
+    averages = SimulatedLocalSGD(
+        replicas,
+        every,
+        method.spec,
+        fragments=[fragment.weights for fragment in fragments],
+        outer=lambda weights: torch.optim.SGD(weights, lr=rates.outer, momentum=0.9, nesterov=True),
+        delay=method.delay,
+        mixing=method.mixing,
+    )
+    optimizers = [adam(replica) for replica in replicas]
+    for step in range(steps):
+        for worker, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            backward(replica, seed, step, worker)
+            update(optimizer, replica, rate_at(rates.inner, step, steps))
+        averages.step()
+    sent = list(averages.sent)
+    averages.sync()
+    return replicas[0], sent
+
+
+def run(method: Method, rates: Rates, seed: int, steps: int, every: int) -> dict[str, Any]:
+    """Train once; return the held-out loss and the bytes."""
+    begin = time.process_time()
+    if method.fragments:
+        model, payloads = local(method, rates, seed, steps, every)
+    else:
+        model, payloads = data_parallel(method, rates, seed, steps)
+    share = 2 * (WORKERS - 1) / WORKERS
+    return {
+        "loss": round(held_out(model), 4),
+        "bytes_per_step": round(share * sum(payloads) / steps),
+        "peak_bytes_per_step": round(share * max(payloads) / max(1, method.delay)),
+        "seconds": round(time.process_time() - begin, 1),
+    }
+
+
+def choose(runs: dict[str, Any], family: str, trials: int) -> Rates:
+    """Return the rates with the lowest held-out loss on the tuning seed."""
+    tried = GRIDS[family][:trials]
+    return min(tried, key=lambda rates: runs[key(TUNED[family], rates, TUNING_SEED)]["loss"])
+
+
+def key(method: Method, rates: Rates, seed: int) -> str:
+    """Return the key of a run."""
+    return f"{method.name} | inner {rates.inner:g} outer {rates.outer:g} | seed {seed}"
+
+
+def table(runs: dict[str, Any], methods: list[Method], seeds: int, trials: int) -> list[list[str]]:
+    """Return a row for each method that has run on all seeds, data parallelism first."""
+    rows = []
+    base: list[float] = []
+    for method in methods:
+        rates = choose(runs, method.family, trials)
+        found = [runs[name] for seed in range(seeds) if (name := key(method, rates, seed)) in runs]
+        if len(found) < seeds:
+            continue
+        losses = [entry["loss"] for entry in found]
+        base = base or losses
+        gaps = [100 * (loss / reference - 1) for loss, reference in zip(losses, base, strict=True)]
+        rows.append(
+            [
+                method.name,
+                f"{rates.inner:g}" + (f", {rates.outer:g}" if rates.outer else ""),
+                f"{statistics.fmean(losses):.4f}",
+                f"{statistics.fmean(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})",
+                f"{found[0]['bytes_per_step']:,}",
+                f"{found[0]['peak_bytes_per_step']:,}",
+                "PASS" if statistics.fmean(gaps) <= 100 * GOAL else "MISS",
+            ]
+        )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run, print, write the file; return what was written."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--every", type=int, default=30, help="steps between two averages of a fragment")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--trials", type=int, default=4, choices=range(1, 5), help="rates tried for each family"
+    )
+    names = [method.name for method in METHODS]
+    parser.add_argument("--methods", nargs="+", choices=names, default=names)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--fresh", action="store_true", help="repeat runs that were made before")
+    parser.add_argument("--quick", action="store_true", help="60 steps, one seed; writes under build/bench")
+    parser.add_argument("--json", type=Path, help="where to write instead of bench/results/local_sgd.json")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.steps, options.every, options.seeds, options.trials = 60, 10, 1, 1
+    path = options.json or (BUILD if options.quick else output.RESULTS.parent) / "results" / "local_sgd.json"
+    torch.set_num_threads(1)
+    runs: dict[str, Any] = {}
+    if path.exists() and not options.fresh:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if (saved["steps"], saved["every"]) == (options.steps, options.every):
+            runs = saved["runs"]
+    end = time.monotonic() + options.seconds
+    methods = [method for method in METHODS if method.name in options.methods]
+    families = list(dict.fromkeys(method.family for method in methods))
+    tuning = [
+        (TUNED[family], rates, TUNING_SEED)
+        for family in families
+        for rates in GRIDS[family][: options.trials]
+    ]
+    result = make_runs(runs, tuning, options, path, end)
+    if all(key(*entry) in runs for entry in tuning):
+        final = [
+            (method, choose(runs, method.family, options.trials), seed)
+            for seed in range(options.seeds)
+            for method in methods
+        ]
+        result = make_runs(runs, final, options, path, end)
+        output.table(
+            f"{WORKERS} workers, {options.steps} steps of {BATCH} x {SHAPE.context} characters each, averages every "
+            f"{options.every} steps; goal: at most {100 * GOAL:g} % above {methods[0].name}",
+            ["method", "rates", "held-out loss", "beside the first", "bytes a step", "peak", ""],
+            table(runs, methods, options.seeds, options.trials),
+        )
+    if time.monotonic() > end:
+        print("stopped in time; call again to go on")
+    return result
+
+
+def make_runs(
+    runs: dict[str, Any],
+    wanted: list[tuple[Method, Rates, int]],
+    options: argparse.Namespace,
+    path: Path,
+    end: float,
+) -> dict[str, Any]:
+    """Make the runs that are missing until ``end``, and write the file after each."""
+    for method, rates, seed in wanted:
+        name = key(method, rates, seed)
+        if name not in runs and time.monotonic() < end:
+            runs[name] = run(method, rates, seed, options.steps, options.every)
+            print(f"{name}: {runs[name]['loss']} in {runs[name]['seconds']} s", flush=True)
+            write(runs, options, path)
+    return write(runs, options, path)
+
+
+def write(runs: dict[str, Any], options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Write the result file."""
+    result = {
+        "machine": machine.describe(),
+        "workers": WORKERS,
+        "steps": options.steps,
+        "every": options.every,
+        "parameters": sum(parameter.numel() for parameter in demo.GPT(SHAPE).parameters()),
+        "core_seconds": round(sum(entry["seconds"] for entry in runs.values())),
+        "runs": runs,
+    }
+    output.write("local_sgd", result, path)
+    return result
+
+
+if __name__ == "__main__":
+    main()

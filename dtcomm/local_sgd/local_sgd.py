@@ -1,0 +1,641 @@
+"""`LocalSGD`, which averages the weights of replicas every so many steps.
+
+A step that starts an average of a fragment prepares its messages and starts their collectives (`LocalSGD._start`).
+``delay`` steps later, or at once, the averaged differences move the common weights, and these move the model's
+(`LocalSGD._apply`). A `_Average` is what is in flight between the two.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtcomm.arguments import require_int
+from dtcomm.collectives import Algorithm, Work, broadcast
+from dtcomm.compress.bucket_averager import NONE, BucketAverager
+from dtcomm.compress.bucket_layout import BucketLayout, build_layout
+from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
+from dtcomm.compress.dgc import DGC
+from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.feedback import Feedback
+from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, l2_norm, make_monitor
+from dtcomm.compress.payoff import predict_payoff
+from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
+from dtcomm.compress.report import Report, Reporting, describe_uncompressed
+from dtcomm.compress.spec import Scheme
+from dtcomm.compress.stage_scheduler import Stages
+from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
+from dtcomm.kernels import counter_rng
+from dtcomm.local_sgd.fragments import Fragment, Fragments, make_fragments
+from dtcomm.local_sgd.islands import Island, local_shard, unwrap
+from dtcomm.local_sgd.moments import MomentAverager
+
+_log = logging.getLogger("dtcomm")
+
+OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+DEFAULT_GUARD = Guard()
+WHAT = "differences of weights"  # what the ranks average, in reports
+
+
+@dataclass
+class _PendingBucket:
+    """A bucket while it is averaged.
+
+    Attributes:
+        names: The parameters and buffers in it.
+        layout: Its segments.
+        stages: The stages of its average that have not begun.
+        buffer: The differences, which become their mean.
+        pending: Its lossy segments.
+        samples: Samples of them, in averages in which errors are measured.
+        measurement: What the guard measured of this rank's differences.
+        work: The stage in flight; None once the average is complete.
+    """
+
+    names: list[str]
+    layout: BucketLayout
+    stages: Stages
+    buffer: torch.Tensor
+    pending: list[PendingGradient]
+    samples: list[ErrorSample]
+    measurement: GradientMeasurement | None
+    work: Work | None = None
+
+
+@dataclass
+class _Average:
+    """An average of some fragments that was started and not applied yet.
+
+    Attributes:
+        fragments: The fragments.
+        number: The number of averages before it.
+        due: The step after which it is applied.
+        buckets: Its messages; none if it was loaded from a checkpoint.
+        stats: The guard's statistics that travel with it, or None.
+        means: The mean of each tensor, flat and in fp32, by name; empty until all messages have arrived.
+    """
+
+    fragments: list[Fragment]
+    number: int
+    due: int
+    buckets: list[_PendingBucket] = field(default_factory=list)
+    stats: torch.Tensor | None = None
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class LocalSGD(Reporting):
+    """Keeps the replicas of a model together by averaging weights; call `step` after each optimizer step.
+
+    All ranks start with rank 0's weights. Frozen parameters stay as they are; floating-point buffers (running means)
+    are averaged uncompressed. Each rank keeps an fp32 copy of the common weights beside the model's own. The common
+    weights have the same bits on all ranks.
+
+    With ``fragments`` above 1 the model is averaged in parts, one after the other within ``every`` steps, so that
+    messages are smaller and spread over time. With ``delay`` above 0 an average travels while the model is trained on:
+    the differences after step t are averaged, the outer optimizer moves the common weights of the fragment, and after
+    step t + ``delay`` its weights w become w + ``mixing`` (common - w). This is Streaming DiLoCo.
+
+    Args:
+        model: The model. With islands, which are groups of ranks that train one replica together, it may be wrapped in
+            DDP or have DTensors as parameters (FSDP2, tensor parallelism) over the ranks of the island.
+        every: The number of steps between two averages of a fragment. Default 16.
+        spec: What the differences are compressed with, as for `dtcomm.ddp.compress`, but neither "auto" nor dgc.
+            Default "int8".
+        group: The process group that averages; None is the default group. With islands: this rank's group of those
+            that have one rank of each island, at equal positions.
+        feedback: Error feedback, as for `dtcomm.ddp.compress`. Default True.
+        residual: How residuals are kept: "fp32", "bf16" or "int8". Default "fp32".
+        outer: Makes the outer optimizer, which takes the averaged difference as the gradient, such as DiLoCo's
+            ``lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``. Default None: the
+            weights are averaged.
+        warmup: The number of steps at the start after each of which all weights are averaged. Default 0.
+        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it. Default "direct".
+        seed: The seed of stochastic rounding. Default 0.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
+            Default: none.
+        bucket_bytes: The size of one message; the messages are in flight side by side. Default 25 MiB.
+        guard: Limits beyond which compression counts as harmful; its steps are averages. None: no guard. Default
+            ``Guard()``.
+        sample_every: Measure errors in every average of a fragment that this divides; 0: never. Default 10.
+        fragments: The number of fragments, which consist of whole layers, or a list with the shell patterns of the
+            parameters or modules of each fragment. Default 1.
+        pattern: Which layers a fragment has: "strided": every ``fragments``-th one; "sequential": neighbours. Default
+            "strided".
+        delay: The number of steps from the start of an average until it is applied, below ``every``; the paper's τ.
+            Default 0: `step` waits for it.
+        mixing: The weight of the common weights when an average is applied, above 0 and at most 1. It is 1 - α with
+            the α of the Streaming DiLoCo paper. Default 1: the model's weights become the common ones.
+        optimizer: The inner optimizer, for ``moments``. Default None.
+        moments: The key of a state of ``optimizer`` → the number of steps between two averages of it, such as
+            ``{"exp_avg": 60, "exp_avg_sq": 120}`` (DES-LOC). They travel uncompressed. Default None: moments differ
+            between ranks.
+
+    Attributes:
+        policy: The policy.
+        steps: The number of steps.
+        syncs: The number of averages that were started.
+
+    Raises:
+        TypeError: ``model`` is not a module, or synchronises the ranks of ``group`` by itself.
+        ValueError: An option is out of range, or no parameter requires gradients.
+
+    Example::
+
+        local = LocalSGD(model, every=16, spec="int8")
+        for batch in batches:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        every: int = 16,
+        spec: str | Scheme | Policy = "int8",
+        group: dist.ProcessGroup | None = None,
+        feedback: bool | str | Feedback = True,
+        *,
+        residual: str = "fp32",
+        outer: OuterOptimizer | None = None,
+        warmup: int = 0,
+        algorithm: Algorithm = "direct",
+        seed: int = 0,
+        exclude: str | Sequence[str] = (),
+        bucket_bytes: int = 25 * 2**20,
+        guard: Guard | None = DEFAULT_GUARD,
+        sample_every: int = 10,
+        fragments: Fragments = 1,
+        pattern: str = "strided",
+        delay: int = 0,
+        mixing: float = 1.0,
+        optimizer: torch.optim.Optimizer | None = None,
+        moments: Mapping[str, int] | None = None,
+    ) -> None:
+        model = unwrap(model, group)
+        for name, value, least in (
+            ("every", every, 1),
+            ("warmup", warmup, 0),
+            ("seed", seed, None),
+            ("bucket_bytes", bucket_bytes, 1),
+            ("sample_every", sample_every, 0),
+            ("delay", delay, 0),
+        ):
+            require_int(name, value, least)
+        if delay >= every:
+            raise ValueError(f"delay={delay}: expected less than every={every}")
+        if not 0 < mixing <= 1:
+            raise ValueError(f"mixing={mixing}: expected a number above 0 and at most 1")
+        if bool(moments) != (optimizer is not None):
+            raise ValueError(f"moments and optimizer go together, got {moments!r} and {optimizer!r}")
+        if not isinstance(guard, Guard | None):
+            raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
+        self._island = Island(model)
+        self._island.reshard()
+        excluded = exclusions(exclude, [name for name, _ in model.named_parameters()])
+        self.policy = (excluded | as_policy(spec)).for_model(model)
+        schemes = [rule.codec for rule in self.policy.rules]
+        if any(isinstance(scheme, DGC) for scheme in schemes):
+            raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimizer's")
+        self._options = {"spec": str(self.policy), "feedback": str(feedback)}
+        self.every, self.warmup, self.group = every, warmup, group
+        self.delay, self.mixing = delay, mixing
+        self.steps = self.syncs = 0
+        self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
+        self._error_state = ErrorState(feedback, residual, schemes)
+        self._averager = BucketAverager(algorithm, group, seed, schemes)
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._weights:
+            raise ValueError("model: has no parameters that require gradients")
+        self._float_buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+        sizes = {name: weight.numel() for name, weight in self._weights.items()}
+        self._fragments = make_fragments(model, sizes, list(self._float_buffers), fragments, pattern, every)
+        self._moments = None
+        if optimizer is not None and moments:
+            self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
+        root = 0 if group is None else dist.get_global_rank(group, 0)
+        with torch.no_grad():
+            for tensor in map(local_shard, (*model.parameters(), *model.buffers())):
+                contiguous = tensor.contiguous()
+                broadcast(contiguous, root, group=group)
+                tensor.copy_(contiguous)
+        self._common = [local_shard(weight).float().clone() for weight in self._weights.values()]
+        self._outer = None if outer is None else outer(self._common)
+        self._compresses = any(scheme != NONE for scheme in schemes)
+        self._monitor = make_monitor(guard if self._compresses else None, group)
+        self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
+        self._in_flight: deque[_Average] = deque()
+        self._retired: list[BucketLayout] = []
+        self._update_layouts()
+        if self._compresses and dist.get_world_size(group) > 1 and dist.get_rank(group) == 0:
+            if text := self.report().uncompressed:
+                _log.warning("dtcomm.LocalSGD: %s", text)
+
+    def step(self) -> bool:
+        """Count a step of this rank, and start and apply the averages that are due.
+
+        Returns:
+            Whether an average was applied: the common weights of at least one fragment have changed.
+
+        Raises:
+            FloatingPointError: A rank sent NaN or Inf, as for `sync`.
+        """
+        self.steps += 1
+        if self.steps <= self.warmup:
+            self.sync()
+            applied = True
+        else:
+            applied = self._apply_due()
+            for fragment in self._fragments:
+                if fragment.is_due(self.steps - self.warmup, self.every):
+                    self._in_flight.append(self._start([fragment], self.steps + self.delay))
+            applied = self._apply_due() or applied
+        if self._moments is not None:
+            self._moments.step(self.steps)
+        return applied
+
+    def sync(self) -> None:
+        """Average all fragments now, on all ranks at the same time; all ranks then have the common weights.
+
+        Averages in flight are applied first. Call it before an evaluation or a checkpoint, for instance. The host waits
+        for the mean.
+
+        Raises:
+            FloatingPointError: A rank sent NaN or Inf. It is raised on every rank, and all of them have the weights of
+                the last average.
+        """
+        while self._in_flight:
+            self._apply(self._in_flight.popleft(), self.mixing)
+        self._apply(self._start(self._fragments, self.steps), mixing=1.0)
+
+    def report(self) -> Report:
+        """Return what was sent and saved, compared with uncompressed averages at the same steps."""
+        totals: dict[str, ParameterTotals] = {}
+        layouts = [*self._retired, *(layout for _, layout in self._buckets)]
+        for layout in layouts:
+            layout.add_to(totals)
+        rows = group_rows(totals.items(), WHAT)
+        moments = list(self._moments.layouts.values()) if self._moments is not None else []
+        moment_totals: dict[str, ParameterTotals] = {}
+        for layout in moments:
+            layout.add_to(moment_totals)
+        all_layouts = [*layouts, *moments]
+        current = [layout for _, layout in self._buckets]
+        period = "an average" if len(self._fragments) == 1 else "an average of each fragment"
+        return Report(
+            integration="LocalSGD",
+            rank=dist.get_rank(self.group),
+            world_size=dist.get_world_size(self.group),
+            policy=f"{self._schedule()}: {self.policy}",
+            feedback=self._error_state.kind,
+            steps=self.steps - self._earlier_steps,
+            earlier_steps=self._earlier_steps,
+            messages=sum(layout.messages for layout in all_layouts),
+            wire_bytes=sum(layout.wire_bytes for layout in all_layouts),
+            plain_bytes=round(sum(layout.plain_bytes for layout in all_layouts)),
+            seconds=total_seconds(layout.seconds for layout in all_layouts),
+            residual_bytes=self._error_state.persistent_bytes(),
+            memory={
+                **self._error_state.nbytes(),
+                "common weights": sum(4 * common.numel() for common in self._common),
+                **self._in_flight_bytes(),
+            },
+            events=count_events(self.events),
+            fidelity=self._monitor.fidelity,
+            rows=(*rows, *group_rows(moment_totals.items(), "moments of the optimizer")),
+            by_message=tuple(layout.row(f"bucket {index}", WHAT, {}) for index, layout in enumerate(current)),
+            uncompressed=describe_uncompressed(rows) if self._compresses else "",
+            payoff=predict_payoff(current, self.group, period) if self._compresses else None,
+        )
+
+    def _in_flight_bytes(self) -> dict[str, int]:
+        """Return the bytes of averages in flight, for reports; empty if there are none."""
+        size = sum(
+            4 * self._shard(name).numel()
+            for average in self._in_flight
+            for fragment in average.fragments
+            for name in fragment.names
+        )
+        return {"averages in flight": size} if size else {}
+
+    def _schedule(self) -> str:
+        """Return when and how averages are made, for reports."""
+        text = f"every {self.every} steps"
+        if len(self._fragments) > 1:
+            text += f", {len(self._fragments)} fragments"
+        if self.delay:
+            text += f", applied {self.delay} steps late"
+        return text if self.mixing == 1 else f"{text} with mixing {self.mixing:g}"
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What the guard found and did, in order; the same on all ranks. Its steps are averages."""
+        return tuple(self._monitor.events)
+
+    def observe(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard this step's loss, on every rank; the last one before an average counts."""
+        self._monitor.observe_loss(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state; the host waits for averages in flight, which stay to be applied when they are due.
+
+        Every rank saves its own, and its model's weights: between averages they differ.
+        """
+        for average in self._in_flight:
+            self._complete(average)
+        return {
+            "version": VERSION,
+            "steps": self.steps,
+            "syncs": self.syncs,
+            "seed": self._averager.seed,
+            "rank": dist.get_rank(self.group),
+            "world_size": dist.get_world_size(self.group),
+            "options": self._options,
+            **self._error_state.state_dict(),
+            "factors": self._averager.factors.state_dict(),
+            "watch": self._monitor.state_dict(),
+            "common": {
+                name: common.clone() for name, common in zip(self._weights, self._common, strict=True)
+            },
+            "outer": {} if self._outer is None else copy.deepcopy(self._outer.state_dict()),
+            "averages": [fragment.averages for fragment in self._fragments],
+            "in_flight": [
+                {
+                    "number": average.number,
+                    "due": average.due,
+                    "means": {name: mean.clone() for name, mean in average.means.items()},
+                }
+                for average in self._in_flight
+            ],
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            state: What `state_dict` returned on this rank, or, if the number of ranks has changed, the list of all
+                ranks' states in rank order.
+            strict: Refuse a state that was saved with another ``spec`` or ``feedback``; False: of the compression load
+                its residuals alone.
+
+        Raises:
+            ValueError: A single state comes from another number of ranks, the parameters are not this model's, it was
+                saved with other options, or while averages of other fragments were in flight.
+        """
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        first, residuals = select_share(state, rank, world_size)
+        sizes = {name: local_shard(weight).numel() for name, weight in self._weights.items()}
+        require_matching_sizes(residuals, sizes)
+        require_matching_sizes({name: common.flatten() for name, common in first["common"].items()}, sizes)
+        # A state of an earlier version has neither of the two entries of fragments.
+        in_flight = [self._restore(saved) for saved in first.get("in_flight", [])]
+        same_options = has_options(first, self._options, strict)
+        for average in self._in_flight:
+            self._complete(average)  # its collectives cannot be called off
+        self._in_flight = deque(in_flight)
+        self._error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
+        self._averager.factors.load_state_dict(first["factors"] if same_options else {})
+        self._monitor.load_state_dict(first.get("watch", {}))
+        self._earlier_steps = first["steps"] - (self.steps - self._earlier_steps)
+        self._averager.seed, self.steps, self.syncs = first["seed"], first["steps"], first["syncs"]
+        averages = first.get("averages", [])
+        for index, fragment in enumerate(self._fragments):
+            same = len(averages) == len(self._fragments)
+            fragment.averages = averages[index] if same else self.syncs
+        for name, common in zip(self._weights, self._common, strict=True):
+            common.copy_(first["common"][name])
+        if self._outer is not None:
+            self._outer.load_state_dict(first["outer"])
+
+    def _restore(self, saved: Mapping[str, Any]) -> _Average:
+        """Return an average that was in flight when a state was saved."""
+        names = saved["means"].keys()
+        fragments = [fragment for fragment in self._fragments if names & set(fragment.names)]
+        expected = {name for fragment in fragments for name in fragment.names if self._shard(name).numel()}
+        if expected != names:
+            raise ValueError(
+                f"state: saved while an average of {len(names)} tensors was in flight, which are not whole fragments "
+                "here; load it with the fragments and the pattern of the run that saved it"
+            )
+        means = {name: mean.to(self._common[0].device, copy=True) for name, mean in saved["means"].items()}
+        return _Average(fragments, saved["number"], saved["due"], means=means)
+
+    @torch.no_grad()
+    def _start(self, fragments: Sequence[Fragment], due: int) -> _Average:
+        """Start to average fragments: the first stage of each of their buckets is in flight."""
+        self._monitor.begin_step(self.syncs)
+        self._update_layouts()
+        messages = [(fragment, *bucket) for fragment in fragments for bucket in fragment.buckets]
+        average = _Average(list(fragments), self.syncs, due)
+        if messages:
+            average.stats = self._monitor.stats_tensor(self._common[0].device)
+        last = len(messages) - 1
+        average.buckets = [
+            self._prepare(names, layout, fragment.averages, average.stats if index == last else None)
+            for index, (fragment, names, layout) in enumerate(messages)
+        ]
+        for bucket in average.buckets:
+            bucket.work = next(bucket.stages, None)
+        self.syncs += 1
+        for fragment in fragments:
+            fragment.averages += 1
+        return average
+
+    @torch.no_grad()
+    def _complete(self, average: _Average) -> None:
+        """Wait for an average, and store what its encodings lost; it is not applied yet."""
+        if average.means:
+            return
+        running = average.buckets
+        while running:
+            for bucket in running:
+                if bucket.work is not None:
+                    bucket.work.wait()
+                    bucket.layout.wire_bytes += bucket.work.wire_bytes
+                    bucket.layout.seconds = total_seconds((bucket.layout.seconds, bucket.work.seconds))
+            for bucket in running:
+                bucket.work = next(bucket.stages, None)
+            running = [bucket for bucket in running if bucket.work is not None]
+        key = counter_rng.mix_key(self._averager.seed, dist.get_rank(self.group), average.number + 1)
+        for bucket in average.buckets:
+            for pending in bucket.pending:
+                self._error_state.finish(pending, key)
+            parts = torch.split(bucket.buffer, [self._shard(name).numel() for name in bucket.names])
+            average.means |= dict(zip(bucket.names, parts, strict=True))
+
+    def _apply_due(self) -> bool:
+        """Apply the averages that are due after this step; return whether there were any."""
+        applied = False
+        while self._in_flight and self._in_flight[0].due <= self.steps:
+            self._apply(self._in_flight.popleft(), self.mixing)
+            applied = True
+        return applied
+
+    @torch.no_grad()
+    def _apply(self, average: _Average, mixing: float) -> None:
+        """Move the common weights of an average's fragments, and the model's by ``mixing`` towards them."""
+        if self._take_in(average):
+            self._island.reshard()
+            self._move_model([name for fragment in average.fragments for name in fragment.weights], mixing)
+            return
+        while self._in_flight:
+            self._take_in(self._in_flight.popleft())
+        self._island.reshard()
+        self._move_model(self._weights, mixing=1.0)
+        raise FloatingPointError(
+            f"average {average.number + 1}, after {self.steps} steps: a rank sent NaN or Inf; "
+            "all ranks have the weights of the average before"
+        )
+
+    def _take_in(self, average: _Average) -> bool:
+        """Complete an average and move the common weights; return False, and move nothing, if it is not finite."""
+        self._complete(average)
+        for bucket in average.buckets:
+            self._measure(bucket)
+        if average.stats is not None:
+            self._monitor.evaluate(average.number + 1, average.stats)
+        for name in self._monitor.pop_resets():
+            self._error_state.reset(name)
+        for name in self._monitor.pop_changes():
+            self._averager.factors.forget(name)
+        finite = all(bool(torch.isfinite(mean).all()) for mean in average.means.values())
+        finite = self._island.all(finite, self._common[0].device)
+        if finite:
+            self._update_common(average.means)
+        return finite
+
+    def _move_model(self, names: Iterable[str], mixing: float) -> None:
+        """Move weights of the model towards the common ones."""
+        common = dict(zip(self._weights, self._common, strict=True))
+        for name in names:
+            weight = local_shard(self._weights[name])
+            weight.copy_(common[name] if mixing == 1 else torch.lerp(weight.float(), common[name], mixing))
+
+    def _prepare(
+        self, names: list[str], layout: BucketLayout, averages: int, stats: torch.Tensor | None
+    ) -> _PendingBucket:
+        """Return a bucket with error feedback applied; none of its stages has begun.
+
+        ``averages`` is the number of earlier averages of its fragment.
+        """
+        buffer, ranks = self._differences(names), dist.get_world_size(self.group)
+        sampled = self._sample_every > 0 and averages % self._sample_every == 0
+        measurement = self._monitor.measure_gradient(layout, buffer)
+        samples: list[ErrorSample] = []
+        tensors: list[torch.Tensor] = []
+        residuals: list[torch.Tensor | None] = []
+        pending: list[PendingGradient] = []
+        for segment, tensor in zip(layout.segments, layout.split(buffer), strict=True):
+            if segment.lossless:
+                tensors.append(tensor)
+                residuals.append(None)
+                continue
+            norm = l2_norm(tensor) if sampled else 0.0
+            prepared = self._error_state.prepare(segment, tensor, ranks, sampled=sampled)
+            if sampled:
+                samples.append(
+                    ErrorSample.take(segment.name, segment.codec, norm, prepared.sent, prepared.residual)
+                )
+            pending.append(prepared)
+            tensors.append(prepared.sent)
+            residuals.append(prepared.residual)
+        layout.messages += 1
+        stages = self._averager.stages(layout, tensors, residuals, stats, averages)
+        return _PendingBucket(names, layout, stages, buffer, pending, samples, measurement)
+
+    def _measure(self, bucket: _PendingBucket) -> None:
+        """Record what was lost of a bucket, and its mean, for the guard and the report."""
+        residuals = {pending.segment.name: pending for pending in bucket.pending}
+        for sample in bucket.samples:
+            self._monitor.register_sample(sample.name, sample.scheme)
+            pending = residuals[sample.name]
+            if pending.residual is not None:
+                self._monitor.record_error(sample, pending.residual)
+                pending.segment.add_sample(sample.gradient_norm, l2_norm(pending.residual))
+        self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
+
+    def _shard(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a weight or a buffer."""
+        return local_shard(self._weights[name] if name in self._weights else self._float_buffers[name])
+
+    def _differences(self, names: Sequence[str]) -> torch.Tensor:
+        """Return common - own of the weights, and the values of the buffers, as one fp32 tensor."""
+        common = dict(zip(self._weights, self._common, strict=True))
+        return torch.cat(
+            [
+                (common[name] - self._shard(name) if name in common else self._shard(name)).flatten().float()
+                for name in names
+            ]
+        )
+
+    def _update_common(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Move the common weights by the averaged differences, and set the buffers."""
+        common = dict(zip(self._weights, self._common, strict=True))
+        for name, mean in means.items():
+            target = common[name] if name in common else self._shard(name)
+            if name not in common:
+                target.copy_(mean.view_as(target))
+            elif self._outer is None:
+                target.sub_(mean.view_as(target))
+            else:
+                target.grad = mean.view_as(target)
+        if self._outer is not None:
+            # Optimizers leave out what has no gradient, so the other fragments and their momenta stay as they are.
+            self._outer.step()
+            self._outer.zero_grad()
+
+    @property
+    def _buckets(self) -> list[tuple[list[str], BucketLayout]]:
+        """The names and the layout of every bucket."""
+        return [bucket for fragment in self._fragments for bucket in fragment.buckets]
+
+    def _update_layouts(self) -> None:
+        """Build the layouts, if there are none or the guard has changed the scheme of a weight."""
+        revision = self._monitor.revision
+        buckets = self._buckets
+        if buckets and all(layout.revision == revision for _, layout in buckets):
+            return
+        self._retired += [layout for _, layout in buckets]
+        for fragment in self._fragments:
+            fragment.buckets = list(self._build_layouts(fragment.names))
+        for _, layout in self._buckets:
+            layout.revision = revision
+            layout.level_shares = self._averager.level_shares(self._common[0])
+
+    def _build_layouts(self, wanted: Sequence[str]) -> Iterator[tuple[list[str], BucketLayout]]:
+        """Yield the names and the layout of every bucket of some weights and buffers."""
+
+        def choose(name: str, tensor: torch.Tensor) -> CodecChoice:
+            if name in self._float_buffers:
+                return CodecChoice(codec=NONE, reason="a buffer")
+            if dist.get_world_size(self.group) == 1:
+                return SINGLE_RANK
+            choice = self.policy.choose(name, tensor)
+            return choice.replaced_by(self._monitor.scheme_for(name, choice.codec, self.syncs), tensor)
+
+        groups: list[list[tuple[str, torch.Tensor]]] = [[]]
+        for name in wanted:
+            if sum(4 * tensor.numel() for _, tensor in groups[-1]) >= self._bucket_bytes:
+                groups.append([])
+            if (
+                shard := self._shard(name)
+            ).numel():  # FSDP2 leaves some ranks without a shard of small parameters
+                groups[-1].append((name, shard))
+        for members in filter(None, groups):
+            sizes = [tensor.numel() for _, tensor in members]
+            buffer = torch.empty(sum(sizes))
+            parts = torch.split(buffer, sizes)
+            names = [name for name, _ in members]
+            views = [part.view(tensor.shape) for part, (_, tensor) in zip(parts, members, strict=True)]
+            yield names, build_layout(buffer, zip(names, views, strict=True), (), choose)
