@@ -12,9 +12,9 @@ The published text names the distributions and the result, not the formulas. The
 |error| / |sum| over the sums larger than 0.01, are confirmed by the row "their scheme, repeated": FP8 (E4M3) in groups
 of 256 with fp32 scales, every contribution encoded, sum encoded. It has to give the published numbers.
 
-Our rows are the all-reduce of the native engine (8 simulated ranks, algorithm "two_shot"), in which the owner of a chunk
-adds its own contribution unencoded. vNMSE is the sum of squared errors over the sum of squares. All errors are taken
-against the fp64 sum of the bf16 inputs, so they include the rounding of the result to bf16.
+Our rows are the all-reduce of the native engine (8 simulated ranks, algorithm "two_shot"), in which the owner of a
+chunk adds its own contribution unencoded. vNMSE is the sum of squared errors over the sum of squares. All errors are
+taken against the fp64 sum of the bf16 inputs, so they include the rounding of the result to bf16.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ def all_reduce(codec: Codec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         [Operation(shape=shape, schedule=schedule, buffers=[Buffers(result, result, None)])]
         for result in results
     ]
-    simulation = Simulation(
-        ranks=len(tensors), seed=1, delay=0.0, piece_bytes=256 << 10, slot_bytes=1 << 20
-    )
+    simulation = Simulation(ranks=len(tensors), seed=1, delay=0.0, piece_bytes=256 << 10, slot_bytes=1 << 20)
     for rank, outcome in enumerate(run_simulated(simulation, operations)):
         if outcome.status != "done" or not torch.equal(results[rank], results[0]):
             raise RuntimeError(f"{codec}: rank {rank} ended with {outcome}, or with other bits than rank 0")
