@@ -55,6 +55,9 @@ def empty_quantized(
         dtype: float8_e4m3fn or int8. Default: float8_e4m3fn.
         group: Elements that share a scale; divides ``features``. Default: a row, which is a token.
 
+    Returns:
+        Values of the tensor's shape and scales, uninitialised, on its device.
+
     Raises:
         ValueError: ``dtype`` or ``group`` is not valid.
 

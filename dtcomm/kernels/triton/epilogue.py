@@ -128,9 +128,9 @@ def run_epilogue(
     norm_out: torch.Tensor | None,
     quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """``out`` [..., features] <- (sums + bias) + residual, ``norm_out`` <- its norm, ``quantized`` <- the norm in 8 bits.
+    """``out`` [..., features] <- (sums + bias) + residual, ``norm_out`` <- its norm, on torch's current stream.
 
-    Kernels are queued on torch's current stream.
+    ``quantized`` (values, scales) <- the norm in 8 bits.
     """
     features, numel = out.shape[-1], out.numel()
     options: dict[str, Any] = {"enable_fp_fusion": False}
