@@ -6,10 +6,9 @@ sizes and collectives.
 Virtual ranks share the device's memory, so the floor of a two-shot all-reduce is the time of a copy (of 1 GiB, timed
 alternately) for the bytes that all ranks read and write. Latency is that of one-shot in graph replays. The sizes of
 published tables are measured in bf16 and printed beside their times, which are those of 8 GPUs over NVLink; here one
-GPU's memory carries the traffic of all ranks. Results are written after each measurement, so a run that is cut off
-keeps what it has. torch's and
-dtcomm's one- and two-shot all-reduce run between two processes that share the device, where torch allows that; their
-kernels are serialised there, so only the ratio is meaningful.
+GPU's memory carries the traffic of all ranks. torch's and dtcomm's one- and two-shot all-reduce run between two
+processes that share the device, where torch allows that; their kernels are serialised there, so only the ratio is
+meaningful. Results are written after each measurement, so a run that is cut off keeps what it has.
 """
 
 from __future__ import annotations

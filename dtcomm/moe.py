@@ -235,8 +235,8 @@ def dispatch_padded(
         experts: The experts of each token, int32 or int64, [tokens] or [tokens, choices], 0 to ``num_experts - 1``, on
             the device of ``x``. On CUDA another value is a failed assertion of the device.
         num_experts: Number of experts on all ranks together; divisible by the number of ranks.
-        capacity: Rows from one rank to one expert, the same on all ranks. With the number of tokens, and choices that
-            differ for each token, nothing is ever dropped.
+        capacity: Rows from one rank to one expert, the same on all ranks. If it is the number of tokens, and no token
+            chooses an expert twice, nothing is ever dropped.
         codec: Codec of the tokens, a spec or a `Codec`. Default: ``"none"``.
         backward_codec: Codec of the gradients. Default: ``"none"``.
         group: Process group. Default: all ranks.

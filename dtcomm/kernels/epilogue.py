@@ -41,8 +41,9 @@ class Quantized(NamedTuple):
 
     def dequantize(self) -> torch.Tensor:
         """Return the fp32 tensor that the values and scales stand for."""
-        grouped = self.values.float().unflatten(-1, (self.scales.shape[-1], -1))
-        return (grouped * self.scales[..., None]).flatten(-2)
+        size = self.values.shape[-1] // self.scales.shape[-1]
+        grouped = self.values.float().view(*self.scales.shape, size)
+        return (grouped * self.scales[..., None]).view(self.values.shape)
 
 
 def empty_quantized(

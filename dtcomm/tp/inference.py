@@ -119,7 +119,7 @@ class AllReduce:
         if not any(dtype in self.codec.dtypes for dtype in DTYPES):
             raise ValueError(f"codec: {self.codec} takes no fp32, fp16 or bf16 tensors")
         self.device = torch.device("cpu" if device is None else device)
-        if self.device.type == "cuda" and self.device.index is None:
+        if str(self.device) == "cuda":  # without a number, which tensors have
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._compress_from = compress_from
         self._choices: dict[tuple[int, torch.dtype], SumChoice] = {}

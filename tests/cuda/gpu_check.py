@@ -87,9 +87,7 @@ def visit(options: Sequence[str], out: Path) -> list[Step]:
 def remaining(chosen: Sequence[Step], outcomes: Mapping[str, str]) -> list[Step]:
     """The steps that have not passed: first those that have not run, then the others, each in order."""
     unfinished = [step for step in chosen if outcomes.get(step.name) != "passed"]
-    return sorted(
-        unfinished, key=lambda step: outcomes.get(step.name, "NOT RUN").startswith("NOT RUN") is False
-    )
+    return sorted(unfinished, key=lambda step: not outcomes.get(step.name, "NOT RUN").startswith("NOT RUN"))
 
 
 def steps(options: Sequence[str]) -> list[Step]:

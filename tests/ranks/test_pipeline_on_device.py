@@ -9,6 +9,7 @@ import torch
 import dtcomm
 import dtcomm.collectives as C
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import DEVICE, host_copy, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
@@ -42,6 +43,9 @@ def compare(rank: int, world_size: int) -> list[dict[str, Any]]:
     expected = [exchange(rank, False, codec) for codec in codecs]
     streams = RecordedStreams()
     with fake_cuda_rank(streams):
+        # Only this thread has the device, and the first asynchronous message would start in another one.
+        for sends in (rank == 0, rank == 1):
+            get_communicator_of_pair(None, 1 - rank, "peer", sends, device=DEVICE).connect()
         for codec, on_host in zip(codecs, expected, strict=True):
             streams.faults.clear()
             on_device = exchange(rank, True, codec)

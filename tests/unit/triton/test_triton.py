@@ -140,7 +140,7 @@ def test_compiled_epilogue_keeps_the_numerical_rules(capability: int, compiled: 
     kernels.run_epilogue(torch.zeros(x.numel()), x, x[0], x.clone(), x[0], 1e-6, x.clone())
     quantized = torch.empty(64, 128, dtype=torch.float8_e4m3fn), torch.empty(64, 1)
     kernels.run_epilogue(x, x, None, None, None, 1e-6, None, quantized)
-    assert len(compiled) == 4 or len(compiled) == 3
+    assert len(compiled) == 4  # a norm without a weight, and its quantization
     for text in compiled:
         assert not re.search(r"\bfma\b|\.ftz|\.approx|div\.full|\bmad\.\w*\.?f32", text)
     assert "div.rn.f32" in compiled[1] and "sqrt.rn.f32" in compiled[1]
