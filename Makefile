@@ -22,7 +22,7 @@ EMULATOR := build/emulator.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan tsan device races aarch64 gpu-check gpu-bench clean distclean
+.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan tsan device races aarch64 gpu-check gpu-bench gpu-visit clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -222,6 +222,12 @@ gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory
 	$(GPU_BUILT) && \
 	$(GPU_PY) -m bench.gpu_fused --seconds $$(($$(left) * 3 / 5)) --json $(GPU_OUT)/gpu_fused.json $(ARGS) && \
 	$(GPU_PY) -m bench.gpu_kernels --seconds $$(left) --json $(GPU_OUT)/gpu_kernels.json
+
+# Where a visit keeps what has run, and the seconds of one command. Steps have limits of their own.
+VISIT ?= build/gpu/visit.json
+gpu-visit: GPU_SECONDS = 570
+gpu-visit:  ## tests and benchmarks that need a GPU, the most valuable first; repeat it until all have run (9.5 minutes each)
+	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_check --visit $(VISIT) --seconds $$(left) --out $(GPU_OUT) $(ARGS)
 
 clean:  ## remove what was built; .venv stays (make distclean removes it too)
 	rm -rf build dist demo-out dtcomm/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

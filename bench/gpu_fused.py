@@ -4,9 +4,11 @@ python -m bench.gpu_fused [--ranks 8] [--mib 64] [--seconds 180] [--json PATH]. 
 sizes and collectives.
 
 Virtual ranks share the device's memory, so the floor of a two-shot all-reduce is the time of a copy (of 1 GiB, timed
-alternately) for the bytes that all ranks read and write. Latency is that of one-shot in graph replays. torch's and
-dtcomm's one- and two-shot all-reduce run between two processes that share the device, where torch allows that; their
-kernels are serialised there, so only the ratio is meaningful.
+alternately) for the bytes that all ranks read and write. Latency is that of one-shot in graph replays. The sizes of
+published tables are measured in bf16 and printed beside their times, which are those of 8 GPUs over NVLink; here one
+GPU's memory carries the traffic of all ranks. torch's and dtcomm's one- and two-shot all-reduce run between two
+processes that share the device, where torch allows that; their kernels are serialised there, so only the ratio is
+meaningful. Results are written after each measurement, so a run that is cut off keeps what it has.
 """
 
 from __future__ import annotations
@@ -17,18 +19,20 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.common.budget import Budget
+from bench.common.output import write_whole
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import device as device_info
 from dtcomm.measure.device import make_clock, median_seconds, time_calls
 from dtcomm.measure.memory_floor import TimedCopy, minimum_bytes_moved
+from dtcomm.measure.published import SIZES, published_line
 from dtcomm.measure.virtual_ranks import VirtualRanks
 
 TARGETS, FLOOR = ("int8", "fp8_e4m3", "int4"), 0.85
@@ -45,18 +49,20 @@ def bandwidth(
     budget: Budget,
     device: torch.device,
     copied: int = TimedCopy.LARGE,
+    dtype: torch.dtype = torch.float32,
 ) -> list[dict[str, Any]]:
-    """Measure two-shot all-reduces of ``ranks`` fp32 tensors beside the floor: a copy of ``copied`` bytes."""
+    """Measure two-shot all-reduces of ``ranks`` tensors beside the floor: a copy of ``copied`` bytes."""
     clock = make_clock(device)
     copy = TimedCopy(device, clock, copied)
-    xs = [torch.randn(numel, device=device) for _ in range(ranks)]
+    mib = numel * dtype.itemsize / (1 << 20)
+    xs = [torch.randn(numel, device=device).to(dtype) for _ in range(ranks)]
     outs = [torch.empty_like(x) for x in xs]
     rows = []
     for spec in specs:
-        if not budget.allows(f"two_shot of {spec}"):
+        if not budget.allows(f"two_shot of {spec}, {mib:g} MiB"):
             continue
         virtual = VirtualRanks(ranks, device)
-        plan = virtual.plan("all_reduce", numel, torch.float32, spec, algorithm="two_shot")
+        plan = virtual.plan("all_reduce", numel, dtype, spec, algorithm="two_shot")
         run = functools.partial(virtual.run, plan, xs, outs)
         for _ in range(2):
             run()
@@ -66,15 +72,16 @@ def bandwidth(
             copy.time()
             times.append(time_calls(clock, run, queued_before=copy.run))
         virtual.check()
-        wire = codec(spec).wire_bytes(numel, torch.float32)
-        moved = minimum_bytes_moved("all_reduce", "two_shot", ranks, numel, 4, wire)
+        wire = codec(spec).wire_bytes(numel, dtype)
+        moved = minimum_bytes_moved("all_reduce", "two_shot", ranks, numel, dtype.itemsize, wire)
         assert moved is not None
         rate, seconds = copy.bytes_per_second(reset=True), statistics.median(times)
         row = {
             "algorithm": "two_shot",
             "codec": spec,
             "ranks": ranks,
-            "mib": numel / (1 << 18),
+            "dtype": str(dtype).removeprefix("torch."),
+            "mib": mib,
             "microseconds": seconds * 1e6,
             "spread": [min(times) * 1e6, max(times) * 1e6],
             "bytes": moved,
@@ -83,10 +90,21 @@ def bandwidth(
         }
         rows.append(row)
         print(
-            f"two_shot  {ranks} x {row['mib']:g} MiB  {spec:<16} {seconds * 1e6:>9.1f} us  "
+            f"two_shot  {ranks} x {mib:g} MiB  {spec:<16} {seconds * 1e6:>9.1f} us  "
             f"{row['of_floor']:.2f} of the floor"
         )
     return rows
+
+
+def published_sizes(
+    ranks: int, sizes: Sequence[int], budget: Budget, device: torch.device, copied: int
+) -> Iterator[dict[str, Any]]:
+    """Measure two-shot all-reduces of bf16 at the sizes of published tables; yields a row at a time."""
+    for size in sizes:
+        for row in bandwidth(ranks, size // 2, ["fp8_e4m3", "none"], budget, device, copied, torch.bfloat16):
+            line = published_line(size)
+            print(f"          published: {line or 'nothing of this size'}")
+            yield {**row, "published": line}
 
 
 def latency(
@@ -121,7 +139,7 @@ def latency(
             )
             print(
                 f"one_shot  {ranks} ranks  {spec:<16} {size >> 10:>4} KB  {replayed * 1e6:>7.1f} us replayed  "
-                f"{launched * 1e6:>7.1f} us launched"
+                f"{launched * 1e6:>7.1f} us launched  {published_line(size)}".rstrip()
             )
     return rows
 
@@ -204,6 +222,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--codecs", nargs="+", default=[*TARGETS, *OTHERS])
     parser.add_argument("--sizes", type=int, nargs="+", default=LATENCY, help="bytes, of one-shot's latency")
     parser.add_argument(
+        "--published",
+        type=int,
+        nargs="*",
+        default=[size for size in SIZES if size >= 8 << 20],
+        help="bytes, of published tables",
+    )
+    parser.add_argument(
         "--seconds", type=float, default=180, help="measurements that no longer fit are skipped and reported"
     )
     parser.add_argument("--device", choices=("cuda", "emulator"), default="cuda")
@@ -222,22 +247,37 @@ def main(argv: list[str] | None = None) -> int:
     # Codecs with a target come first, so that others are skipped if time runs out.
     targets = [spec for spec in options.codecs if spec in TARGETS]
     others = [spec for spec in options.codecs if spec not in TARGETS]
-    rows = bandwidth(options.ranks, numel, targets, budget, device, copied)
-    small = latency(options.ranks, options.sizes, ["none", "int8"], budget, device)
-    rows += bandwidth(options.ranks, numel, others, budget, device, copied)
-    result = {
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
         "device": gpu,
         "versions": device_info.versions(),
         "bandwidth": rows,
-        "latency": small,
-        "processes": between_processes(budget),
+        "latency": [],
+        "published": [],
+        "processes": {"not run": "cut"},
         "seconds": options.seconds,
         "cut": budget.cuts,
-        "verdict": verdict(rows),
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def keep() -> None:
+        result["verdict"] = verdict(rows)
+        if options.json:
+            write_whole(options.json, json.dumps(result, indent=1) + "\n")
+
+    for spec in targets:
+        rows += bandwidth(options.ranks, numel, [spec], budget, device, copied)
+        keep()
+    for spec in ("none", "int8"):
+        result["latency"] += latency(options.ranks, options.sizes, [spec], budget, device)
+        keep()
+    for row in published_sizes(options.ranks, options.published, budget, device, copied):
+        result["published"].append(row)
+        keep()
+    for spec in others:
+        rows += bandwidth(options.ranks, numel, [spec], budget, device, copied)
+        keep()
+    result["processes"] = between_processes(budget)
+    keep()
     print(f"two_shot of {', '.join(TARGETS)} at {FLOOR} of the floor: {result['verdict']}")
     return 0
 

@@ -4,6 +4,7 @@ python -m bench.gpu_kernels [--mib 64 1024] [--json PATH] [--codecs int8 int4 â€
 
 `rate` is the bytes read and written over the median of device-timed runs; `of copy` is its ratio to a copy of 1 GiB
 that is timed alternately. Several sets of buffers are used in turn, so that no run finds its input in the cache.
+Results are written after each codec, so a run that is cut off keeps what it has.
 Installed peers (bitsandbytes, torchao, Transformer Engine) quantize the same input with the most similar blocks.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from bench.common.budget import Budget
+from bench.common.output import write_whole
 from dtcomm.codecs import codec
 from dtcomm.measure import device as device_info
 from dtcomm.measure.device import make_clock, median_seconds
@@ -129,18 +131,19 @@ class Measured:
         )
 
 
-def measure(measured: Measured, specs: list[str], budget: Budget) -> list[dict[str, Any]]:
-    """Return a row for each codec and workload, and for each installed peer."""
+def measure(measured: Measured, specs: list[str], budget: Budget) -> Iterator[str]:
+    """Add a row for each codec and workload, and for each installed peer; yields the name of what has been added."""
     mib = f"{measured.numel / (1 << 18):g} MiB"
     for spec in specs:
         if budget.allows(f"{spec}, {mib}"):
             workloads = KernelWorkloads(codec(spec), measured.numel, measured.sets, measured.device)
             for workload in (workloads.encode(), workloads.decode(), *workloads.reductions()):
                 measured.add(spec, workload)
+            yield spec
     if budget.allows(f"peers, {mib}"):
         for name, moved, run in peers(measured.numel, measured.sets, measured.device):
             measured.add(name, KernelWorkload("encode", moved, lambda i, run=run: run(i) and None))
-    return measured.rows
+            yield name
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,13 +170,20 @@ def main(argv: list[str] | None = None) -> int:
         device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
         gpu = device_info.describe_gpu(device)
     print(f"{gpu['name']}: bytes moved per second, and beside a copy of {copied >> 20} MiB")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {"device": gpu, "versions": device_info.versions(), "rows": rows, "cut": budget.cuts}
+
+    def keep() -> None:
+        if options.json:
+            write_whole(options.json, json.dumps(result, indent=1) + "\n")
+
     for mib in options.mib:
-        rows += measure(Measured(int(mib * (1 << 18)), device, copied), options.codecs, budget)
-    if options.json:
-        result = {"device": gpu, "versions": device_info.versions(), "rows": rows, "cut": budget.cuts}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        measured = Measured(int(mib * (1 << 18)), device, copied)
+        before = list(rows)
+        for _ in measure(measured, options.codecs, budget):
+            rows[:] = [*before, *measured.rows]
+            keep()
+    keep()
     return 0
 
 

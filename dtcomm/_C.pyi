@@ -76,6 +76,7 @@ def epilogue(
     weight: int,
     eps: float,
     norm_out: int,
+    quantized: tuple[int, int, int, bool],
 ) -> None: ...
 
 # csrc/python/low_rank.cpp
@@ -131,6 +132,7 @@ def task_epilogue(
     weight: int,
     eps: float,
     norm_out: int,
+    quantized: tuple[int, int, int, bool],
 ) -> NativeTask: ...
 def task_measure_exponents(
     codec: bytes, local: int, dtype: int, residual: int, numel: int, exponents: int

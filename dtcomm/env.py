@@ -55,7 +55,8 @@ VARIABLES: dict[str, Variable] = {
         default="auto",
         meaning="What executes operations. native: the native engine (CPU tensors). peer: fused kernels over peer"
         " memory (CUDA tensors; CPU tensors are then served as with auto). process_group: the group's own"
-        " backend. auto: the first two where they work, else the group's backend",
+        " backend. auto: the engine where it works, else the group's backend; not the fused kernels, until they"
+        " have run on a GPU",
         choices=("auto", "native", "peer", "process_group"),
         shared=True,
     ),

@@ -21,6 +21,14 @@ def write(name: str, result: dict[str, Any], path: str | os.PathLike[str] | None
     return out
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once, so that a program that is killed leaves the previous or the new text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 def summary(value: Any) -> Any:
     """Return a result whose timings have only their median, quartiles and number of repetitions."""
     if isinstance(value, dict):

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "codec/float_bits.h"
+#include "codec/minifloat.h"
 
 namespace dtcomm {
 
@@ -56,6 +57,31 @@ float sum_of_squares(const float* x, std::size_t n) {
     for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
   }
   return lanes[0];
+}
+
+std::uint8_t nearest_int8(float t) {
+  const float clipped = std::min(std::max(t, -127.0f), 127.0f);
+  const float large = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
+  return static_cast<std::uint8_t>(static_cast<std::int8_t>((clipped + large) - large));
+}
+
+// The codes of `n` elements that share a scale; returns the scale.
+float quantize(const float* x, std::size_t n, bool to_int8, std::uint8_t* codes) {
+  std::uint32_t largest = 0;
+  for (std::size_t i = 0; i < n; ++i) largest = std::max(largest, magnitude(x[i]));
+  if (largest >= kInfinity32) {
+    std::memset(codes, to_int8 ? 0 : E4m3::kTop + 1, n);
+    return float_of(kNaN32);
+  }
+  const float scale = float_of(largest) / (to_int8 ? 127.0f : E4m3::kLargest);
+  if (scale == 0.0f) {
+    std::memset(codes, 0, n);
+  } else if (to_int8) {
+    for (std::size_t i = 0; i < n; ++i) codes[i] = nearest_int8(x[i] / scale);
+  } else {
+    for (std::size_t i = 0; i < n; ++i) codes[i] = static_cast<std::uint8_t>(nearest_minifloat<E4m3>(x[i] / scale));
+  }
+  return scale;
 }
 
 // The runs as one stream of decoded elements.
@@ -112,6 +138,7 @@ class Rows {
       : call_(call), cast_(kernels, call.dtype), scratch_(call.features), other_(call.features) {
     if (call.bias) bias_ = widened(call.bias);
     if (call.weight) weight_ = widened(call.weight);
+    if (call.codes && !call.norm_out) norm_.resize(call.features * size_of(call.dtype));
   }
 
   // To `n` sums in `row`, which are those at `at` of the tensor, and into `out`, where they may lie.
@@ -137,7 +164,17 @@ class Rows {
     if (call_.weight) {
       for (std::size_t i = 0; i < features; ++i) to[i] *= weight_[i];
     }
-    cast_.narrow(to, features, call_.norm_out, at);
+    void* const norm = call_.norm_out ? call_.norm_out : norm_.data();
+    const std::size_t norm_at = call_.norm_out ? at : 0;
+    cast_.narrow(to, features, norm, norm_at);
+    if (!call_.codes) return;
+    const float* const rounded = cast_.view(norm, norm_at, features, to);
+    const std::size_t groups = call_.groups, size = features / groups;
+    for (std::size_t group = 0; group < groups; ++group) {
+      const std::size_t first = group * size;
+      call_.scales[at / features * groups + group] =
+          quantize(rounded + first, size, call_.to_int8, call_.codes + at + first);
+    }
   }
 
   // The sums at `at` of `out`, to be written.
@@ -157,6 +194,7 @@ class Rows {
   const Epilogue& call_;
   Cast cast_;
   mutable std::vector<float> scratch_, other_;
+  mutable std::vector<std::uint8_t> norm_;  // a row of the norm where only its codes are wanted
   std::vector<float> bias_, weight_;
 };
 
@@ -172,7 +210,7 @@ void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Payl
   for (std::size_t at = 0; at < rows * features; at += features) {
     decoded.read(row.data(), features);
     each.add(row.data(), at, features);
-    if (call.norm_out) each.norm(at);
+    if (call.has_norm()) each.norm(at);
   }
 }
 
@@ -182,7 +220,7 @@ struct StreamedEpilogue::State {
 };
 
 StreamedEpilogue::StreamedEpilogue(const Epilogue& call, std::size_t numel)
-    : call_(call), missing_(call.norm_out && call.features ? numel / call.features : 0, call.features) {}
+    : call_(call), missing_(call.has_norm() && call.features ? numel / call.features : 0, call.features) {}
 
 StreamedEpilogue::~StreamedEpilogue() = default;
 
@@ -192,7 +230,7 @@ void StreamedEpilogue::arrived(const Kernels& kernels, std::size_t at, std::size
   while (n != 0) {
     const std::size_t row = at / features, take = std::min(n, features - at % features);
     if (call_.bias || call_.residual) state_->rows.add(state_->rows.sums(at, take), at, take);
-    if (call_.norm_out) {
+    if (call_.has_norm()) {
       missing_[row] -= take;
       if (missing_[row] == 0) {
         state_->rows.norm(row * features);

@@ -21,6 +21,9 @@ struct PayloadRun {
 //   y        = (decoded + bias[column]) + residual, each sum in fp32
 //   out      = y, rounded to `dtype` (may be the residual)
 //   norm_out = out * (1 / sqrt(mean of out squared + eps)) * weight[column], products in fp32, rounded once
+//   codes    = norm_out / scale, rounded to nearest even to e4m3 or int8, for each of `groups` equal parts of a row
+//   scales   = the largest magnitude of the part / the largest number (448 or 127); 0 and codes 0 where that is 0; a
+//              part with a non-finite element has a NaN scale, and codes NaN in e4m3, 0 in int8
 // Squares are added in fp32 by 16 lanes, element i to lane i mod 16, lanes then in halves.
 struct Epilogue {
   std::size_t features = 0;
@@ -31,6 +34,12 @@ struct Epilogue {
   const void* weight = nullptr;
   float eps = 0;
   void* norm_out = nullptr;
+  std::uint8_t* codes = nullptr;
+  float* scales = nullptr;
+  std::size_t groups = 1;
+  bool to_int8 = false;
+
+  bool has_norm() const { return norm_out || codes; }
 };
 
 // The runs must hold whole rows together. A granule and a row at a time are decoded into scratch memory.

@@ -28,6 +28,8 @@ class MemoryObserver {
   // Registers memory that lanes may use: read-only, or shared. Any other memory must be their own stack.
   virtual void constant(const void* at, std::size_t bytes) = 0;
   virtual void shared(const void* at, std::size_t bytes, const char* what, unsigned whose) = 0;
+  // Registers memory that lanes of all ranks may store to, and only lanes of rank `whose` may load: what peers push.
+  virtual void pushed(const void* at, std::size_t bytes, const char* what, unsigned whose) = 0;
   virtual void stacks(const char* at, std::size_t bytes_per_lane) = 0;
 
   // From enter() to leave() the program's accesses are those of a lane.

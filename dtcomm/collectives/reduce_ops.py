@@ -24,6 +24,7 @@ from dtcomm.collectives._arguments import (
 )
 from dtcomm.collectives._dispatch import make_plan, start
 from dtcomm.kernels.local_tasks import LocalTask
+from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.work import Work
@@ -140,12 +141,27 @@ def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = Non
     """
     communicator = get_communicator_for(group, tensor, "tensor")
     communicator.connect()
+    return not why_no_fused_kernel(communicator, tensor.numel(), tensor.dtype, codec, TWO_SHOT_SYMMETRIC)
+
+
+def why_no_fused_kernel(
+    communicator: Communicator, numel: int, dtype: torch.dtype, codec: Codec, algorithm: str
+) -> str:
+    """Return why fused kernels do not serve a sum; empty if they do.
+
+    Args:
+        communicator: The ranks, which are connected.
+        numel: Elements of the tensor.
+        dtype: The dtype of the tensor.
+        codec: The codec of the messages.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"two_shot_symmetric"``, or ``"direct"`` for one of the first two.
+    """
     if communicator.runtime.name != "peer":
-        return False
+        return communicator.runtime_reason
     from dtcomm.runtime.cuda_peer.launch import why_not
 
-    spec = OpSpec("all_reduce", "sum", (TensorSpec(tensor.numel(), tensor.dtype, codec),), TWO_SHOT_SYMMETRIC)
-    return not why_not(spec, communicator.size)
+    name = "two_shot" if algorithm == "direct" else algorithm
+    return why_not(OpSpec("all_reduce", "sum", (TensorSpec(numel, dtype, codec),), name), communicator.size)
 
 
 @overload

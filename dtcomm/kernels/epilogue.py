@@ -1,14 +1,16 @@
 """The epilogue of a summed activation: decode, add the bias, add the residual stream, take its RMS norm.
 
 As separate operators these are four passes over memory. Here a row is decoded into the cache and everything else is
-done there. On CUDA tensors Triton adds bias and residual in one pass and takes the norm in a second one, with the
-same bits as on the CPU. `dtcomm.tp` calls this module; an all-reduce takes an :class:`EpilogueTask`.
+done there, and the normed row may be left quantized for the matrix product that follows. On CUDA tensors Triton adds
+bias and residual in one pass, takes the norm in a second one and quantizes it in a third one, with the same bits as on
+the CPU. `dtcomm.tp` calls this module; an all-reduce takes an :class:`EpilogueTask`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +23,60 @@ from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.kernels.reference import epilogue as reference
 
 UNCOMPRESSED = parse("none")
+#: Element types of a quantized norm.
+QUANTIZED_TYPES = (torch.float8_e4m3fn, torch.int8)
+
+
+class Quantized(NamedTuple):
+    """A tensor in 8 bits with scales, as matrix products take it: an element is its value times its group's scale.
+
+    Attributes:
+        values: float8_e4m3fn or int8, [..., features].
+        scales: fp32, [..., groups]; ``groups`` divides ``features``. A group is ``features / groups`` elements of a row
+            in a row: 1 group is a scale for each token, ``features / 128`` are blocks of 128.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the fp32 tensor that the values and scales stand for."""
+        size = self.values.shape[-1] // self.scales.shape[-1]
+        grouped = self.values.float().view(*self.scales.shape, size)
+        return (grouped * self.scales[..., None]).view(self.values.shape)
+
+
+def empty_quantized(
+    like: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, group: int | None = None
+) -> Quantized:
+    """Return memory for the quantized norm of a tensor.
+
+    Args:
+        like: The tensor, [..., features].
+        dtype: float8_e4m3fn or int8. Default: float8_e4m3fn.
+        group: Elements that share a scale; divides ``features``. Default: a row, which is a token.
+
+    Returns:
+        Values of the tensor's shape and scales, uninitialised, on its device.
+
+    Raises:
+        ValueError: ``dtype`` or ``group`` is not valid.
+
+    Example:
+        >>> import torch
+        >>> from dtcomm.kernels.epilogue import empty_quantized
+        >>> empty_quantized(torch.zeros(4, 256), torch.int8, group=128).scales.shape
+        torch.Size([4, 2])
+    """
+    if dtype not in QUANTIZED_TYPES:
+        raise ValueError(f"dtype: expected float8_e4m3fn or int8, got {dtype}")
+    features = like.shape[-1]
+    size = features if group is None else group
+    if size < 1 or features % size:
+        raise ValueError(f"group: {size} does not divide the {features} features")
+    values = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    scales = torch.empty((*like.shape[:-1], features // size), dtype=torch.float32, device=like.device)
+    return Quantized(values, scales)
 
 
 def epilogue(
@@ -33,6 +89,7 @@ def epilogue(
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     norm_out: torch.Tensor | None = None,
+    quantized: Quantized | None = None,
 ) -> torch.Tensor:
     """Decode payloads into ``out``, add bias and residual, and take the RMS norm of the result.
 
@@ -45,9 +102,12 @@ def epilogue(
         out: fp32, fp16 or bf16 [..., features].
         bias: [features], added to every row.
         residual: Of the shape of ``out``, added after the bias; may be ``out`` itself.
-        weight: [features], multiplied into ``norm_out``; needs ``norm_out``.
+        weight: [features], multiplied into the norm; needs ``norm_out`` or ``quantized``.
         eps: Added to the mean square of a row before the root is taken.
         norm_out: Of the shape of ``out``; receives each row over the root of its mean square.
+        quantized: Receives the norm, as it is in ``norm_out``, over the scale of its group and rounded to nearest even.
+            A scale is the group's largest magnitude over 448 (float8_e4m3fn) or 127 (int8), in fp32. A group with a
+            non-finite element has the scale NaN. With it ``norm_out`` may be None.
 
     Returns:
         ``out``.
@@ -66,7 +126,7 @@ def epilogue(
                 [2., 3., 4.]])
     """
     which = parse(codec)
-    _check(which, out, bias, residual, weight, norm_out)
+    _check(which, out, bias, residual, weight, norm_out, quantized)
     if sum(numel for _, numel in runs) != out.numel():
         raise ValueError(
             f"runs: hold {sum(numel for _, numel in runs)} elements, out {tuple(out.shape)} has {out.numel()}"
@@ -81,10 +141,10 @@ def epilogue(
         return out
     if _by_triton(out):
         sums = _decoded(which, runs, out, bias is not None or residual is not None)
-        triton.run_epilogue(sums, out, bias, residual, weight, eps, norm_out)
+        triton.run_epilogue(sums, out, bias, residual, weight, eps, norm_out, quantized)
         return out
     if dispatch.current() == dispatch.REFERENCE:
-        reference.epilogue(which, runs, out, bias, residual, weight, eps, norm_out)
+        reference.epilogue(which, runs, out, bias, residual, weight, eps, norm_out, quantized)
         return out
     _C.epilogue(
         dispatch.native_kernel(),
@@ -98,6 +158,7 @@ def epilogue(
         _address(weight),
         eps,
         _address(norm_out),
+        _addresses(quantized),
     )
     return out
 
@@ -119,6 +180,7 @@ class EpilogueTask(LocalTask):
         weight: The weight of the RMS norm, one element for each column, or None for no norm.
         eps: The epsilon of the RMS norm.
         norm_out: Receives the normed sum, or None.
+        quantized: Receives the normed sum in 8 bits, or None.
     """
 
     out: torch.Tensor
@@ -127,20 +189,30 @@ class EpilogueTask(LocalTask):
     weight: torch.Tensor | None
     eps: float
     norm_out: torch.Tensor | None
+    quantized: Quantized | None
 
     def __call__(self) -> None:
         if not _by_triton(self.out):
             super().__call__()
         elif self.out.numel():
             triton.run_epilogue(
-                self.out, self.out, self.bias, self.residual, self.weight, self.eps, self.norm_out
+                self.out,
+                self.out,
+                self.bias,
+                self.residual,
+                self.weight,
+                self.eps,
+                self.norm_out,
+                self.quantized,
             )
 
     def norm(self) -> EpilogueTask | None:
         """The norm alone, for kernels that add bias and residual themselves; None if there is no norm."""
-        if self.norm_out is None:
+        if self.norm_out is None and self.quantized is None:
             return None
-        return epilogue_task(self.out, weight=self.weight, eps=self.eps, norm_out=self.norm_out)
+        return epilogue_task(
+            self.out, weight=self.weight, eps=self.eps, norm_out=self.norm_out, quantized=self.quantized
+        )
 
 
 def epilogue_task(
@@ -151,6 +223,7 @@ def epilogue_task(
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     norm_out: torch.Tensor | None = None,
+    quantized: Quantized | None = None,
 ) -> EpilogueTask:
     """The epilogue of the sum that an operation leaves in ``out``, as a task for that operation.
 
@@ -161,9 +234,10 @@ def epilogue_task(
         out: The tensor that the operation writes; fp32, fp16 or bf16 [..., features].
         bias: [features], added to every row.
         residual: Of the shape of ``out``, added after the bias; must not be ``out``.
-        weight: [features], multiplied into ``norm_out``; needs ``norm_out``.
+        weight: [features], multiplied into the norm; needs ``norm_out`` or ``quantized``.
         eps: Added to the mean square of a row before the root is taken.
         norm_out: Of the shape of ``out``; receives each row over the root of its mean square.
+        quantized: Receives the norm in 8 bits, as in :func:`epilogue`. With it ``norm_out`` may be None.
 
     Returns:
         The task. Callers keep the tensors unchanged until the operation is complete.
@@ -176,15 +250,23 @@ def epilogue_task(
         Add a bias to a sum while it is received::
 
             dtcomm.all_reduce(y, epilogue=epilogue_task(y, bias=bias))
+
+        Leave the normed sum in fp8 for the next matrix product::
+
+            x = empty_quantized(y)
+            task = epilogue_task(y, residual=stream, weight=norm.weight, quantized=x)
+            dtcomm.all_reduce(y, codec="int8", epilogue=task)
     """
-    _check(UNCOMPRESSED, out, bias, residual, weight, norm_out)
-    others = (bias, residual, weight, norm_out)
+    _check(UNCOMPRESSED, out, bias, residual, weight, norm_out, quantized)
+    others = (bias, residual, weight, norm_out, *(quantized or ()))
 
     def by_reference() -> None:
         payload = torch.zeros(UNCOMPRESSED.wire_bytes(out.numel(), out.dtype), dtype=torch.uint8)
         sums = out.view(-1).view(torch.uint8)
         payload[: sums.numel()] = sums
-        reference.epilogue(UNCOMPRESSED, [(payload, out.numel())], out, bias, residual, weight, eps, norm_out)
+        reference.epilogue(
+            UNCOMPRESSED, [(payload, out.numel())], out, bias, residual, weight, eps, norm_out, quantized
+        )
 
     native = _C.task_epilogue(
         out.numel(),
@@ -196,6 +278,7 @@ def epilogue_task(
         _address(weight),
         eps,
         _address(norm_out),
+        _addresses(quantized),
     )
     return EpilogueTask(
         native=native,
@@ -208,6 +291,7 @@ def epilogue_task(
         weight=weight,
         eps=eps,
         norm_out=norm_out,
+        quantized=quantized,
     )
 
 
@@ -253,6 +337,7 @@ def _check(
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     norm_out: torch.Tensor | None,
+    quantized: Quantized | None,
 ) -> None:
     checks.floats("out", out, out.numel(), *FLOAT_TYPES)
     checks.element_type("out", codec, out.dtype)
@@ -264,8 +349,26 @@ def _check(
     for name, tensor in (("residual", residual), ("norm_out", norm_out)):
         if tensor is not None:
             checks.floats(name, tensor, out.numel(), out.dtype, like=out)
-    if weight is not None and norm_out is None:
-        raise ValueError("weight: needs norm_out, which was not given")
+    if weight is not None and norm_out is None and quantized is None:
+        raise ValueError("weight: needs norm_out or quantized, which were not given")
+    if quantized is not None:
+        values, scales = quantized
+        checks.floats("quantized.values", values, out.numel(), *QUANTIZED_TYPES, like=out)
+        features, groups = out.shape[-1], scales.shape[-1] if scales.ndim else 0
+        if groups < 1 or features % groups:
+            raise ValueError(
+                f"quantized.scales: {groups} scales for a row do not divide its {features} features"
+            )
+        rows = out.numel() // features if features else 0
+        checks.floats("quantized.scales", scales, rows * groups, torch.float32, like=out)
+
+
+def _addresses(quantized: Quantized | None) -> tuple[int, int, int, bool]:
+    """The addresses of values and scales, the scales of a row, and whether values are int8; zeros for None."""
+    if quantized is None:
+        return 0, 0, 1, False
+    values, scales = quantized
+    return values.data_ptr(), scales.data_ptr(), scales.shape[-1], values.dtype == torch.int8
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -89,6 +89,15 @@ def get_communicator_for(group: dist.ProcessGroup | None, tensor: Any, argument:
     return _on_device(require_group(group), device)
 
 
+def get_communicator_for_device(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+    """The group's communicator for tensors of a device; ValueError if that is neither the CPU nor CUDA."""
+    if device.type == "cpu":
+        return get_communicator(group)
+    if device.type != "cuda":
+        raise ValueError(f"device: is {device}; valid: the CPU and CUDA devices")
+    return _on_device(require_group(group), device)
+
+
 def get_communicator_of_pair(
     group: dist.ProcessGroup | None,
     peer: int,

@@ -4,6 +4,7 @@
 - `compress` replaces the layers of an existing model; `calibrate` chooses a codec for each of them.
 - Styles for torch's `parallelize_module`: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel`,
   `PrepareModuleInput`, `PrepareModuleOutput`. `dtcomm.tp.hf_transformers` has styles for transformers.
+- `AllReduce` sums activations for inference engines; `CustomAllReduce` has the methods of vLLM's and SGLang's slot.
 - `dtcomm.tp.functional` has the differentiable collectives that all of them use.
 """
 
@@ -11,6 +12,7 @@ from dtcomm.tp.blocks import ParallelAttention, ParallelMLP
 from dtcomm.tp.calibrate import Calibration, calibrate
 from dtcomm.tp.comm_config import CommConfig, LayerTraffic, make_comm_config
 from dtcomm.tp.convert_model import compress
+from dtcomm.tp.inference import AllReduce, CustomAllReduce, SumChoice
 from dtcomm.tp.layer_plan import KINDS, PLANS
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import full_state_dict
@@ -26,10 +28,12 @@ from dtcomm.tp.styles import (
 __all__ = [
     "KINDS",
     "PLANS",
+    "AllReduce",
     "Calibration",
     "ColumnParallelLinear",
     "ColwiseParallel",
     "CommConfig",
+    "CustomAllReduce",
     "LayerTraffic",
     "ParallelAttention",
     "ParallelMLP",
@@ -39,6 +43,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "State",
+    "SumChoice",
     "VocabParallelEmbedding",
     "calibrate",
     "compress",

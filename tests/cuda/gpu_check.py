@@ -3,12 +3,17 @@
 `make gpu-check` runs it once `_cuda` is built. Every step has a time limit, and `--seconds` limits all together. A step
 that is cut off, skipped or impossible on this machine counts as failed. A summary of all steps is printed last, and
 the output of each step is kept in DIR.
+
+`make gpu-visit` runs tests and benchmarks in one list, the most valuable first, with `--visit FILE`. Outcomes are
+written to FILE after each step. A repeated command goes on with the steps that have not run, then repeats those that
+did not pass, so a machine that ends each command after some minutes is used in several commands.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -16,9 +21,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
+
+from bench.common.output import write_whole
 
 HERE = Path(__file__).parent
 # Thousands of small tests, much of it on the CPU, and kernels that Triton compiles: several processes at once where
@@ -56,8 +63,35 @@ def about() -> None:
     )
 
 
+def benchmarks(out: Path) -> list[Step]:
+    """The benchmarks, the most important first. Each limits its own time and writes its result as it comes."""
+    programs = [
+        ("fused", "bench.gpu_fused", ["--seconds", "150", "--json", str(out / "gpu_fused.json")], 190),
+        ("codecs", "bench.gpu_kernels", ["--seconds", "110", "--json", str(out / "gpu_kernels.json")], 150),
+    ]
+    if importlib.util.find_spec("bench.threads") is not None:
+        programs.append(("threads", "bench.threads", ["--json", str(out / "threads.json")], 240))
+    return [
+        Step(f"bench-{name}", [sys.executable, "-m", module, *arguments], seconds)
+        for name, module, arguments, seconds in programs
+    ]
+
+
+def visit(options: Sequence[str], out: Path) -> list[Step]:
+    """Tests and benchmarks: what shows that the kernels are right, what they take, then the sanitizers."""
+    device, communication, kernels, *sanitizers = steps(options)
+    fused, codecs, *others = benchmarks(out)
+    return [device, communication, fused, kernels, codecs, *sanitizers, *others]
+
+
+def remaining(chosen: Sequence[Step], outcomes: Mapping[str, str]) -> list[Step]:
+    """The steps that have not passed: first those that have not run, then the others, each in order."""
+    unfinished = [step for step in chosen if outcomes.get(step.name) != "passed"]
+    return sorted(unfinished, key=lambda step: not outcomes.get(step.name, "NOT RUN").startswith("NOT RUN"))
+
+
 def steps(options: Sequence[str]) -> list[Step]:
-    """The steps, the most important first."""
+    """The tests, the most important first."""
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", *options]
     kernels = [str(HERE / name) for name in KERNELS]
     side_by_side = importlib.util.find_spec("xdist") is not None
@@ -135,28 +169,44 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="where each step's output goes")
     parser.add_argument("--seconds", type=float, default=450, help="of all steps together")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="device, communication, kernels, ...")
+    parser.add_argument("--visit", type=Path, metavar="FILE", help="benchmarks too; go on where FILE says")
     ours, options = parser.parse_known_args()
     if ours.about:
         about()
         return 0
     ours.out.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in steps(options) if not ours.only or step.name in ours.only]
+    available = visit(options, ours.out) if ours.visit else steps(options)
+    chosen = [step for step in available if not ours.only or step.name in ours.only]
     if not chosen:
-        parser.error(f"--only: expected some of {[step.name for step in steps(())]}, got {ours.only}")
-    end = time.monotonic() + ours.seconds
-    outcomes = []
-    for step in chosen:
+        parser.error(f"--only: expected some of {[step.name for step in available]}, got {ours.only}")
+    return run_all(chosen, ours.seconds, ours.out, ours.visit)
+
+
+def run_all(chosen: Sequence[Step], seconds: float, out: Path, state: Path | None = None) -> int:
+    """Run the steps, or those that ``state`` does not call passed; returns 0 if all have passed."""
+    outcomes: dict[str, str] = {}
+    if state is not None and state.exists():
+        outcomes = json.loads(state.read_text())
+    end = time.monotonic() + seconds
+    taken: dict[str, float] = {}
+    for step in remaining(chosen, outcomes):
         begin = time.monotonic()
         print(f"--- {step.name}", flush=True)
-        outcome = run(step, end - begin, ours.out / f"{step.name}.log")
-        outcomes.append((step.name, outcome, time.monotonic() - begin))
+        outcome = run(step, end - begin, out / f"{step.name}.log")
+        # A step that no time was left for keeps the outcome of its last run.
+        if not (outcome.startswith("NOT RUN") and step.name in outcomes):
+            outcomes[step.name] = outcome
+        taken[step.name] = time.monotonic() - begin
+        for file in () if state is None else (state, out / state.name):
+            write_whole(file, json.dumps(outcomes, indent=1) + "\n")
         if step.name == "device" and outcome != "passed":
-            outcomes += [(left.name, "NOT RUN: no device", 0.0) for left in chosen[1:]]
+            outcomes |= {left.name: "NOT RUN: no device" for left in chosen if left.name not in outcomes}
             break
     print("--- summary")
-    for name, outcome, seconds in outcomes:
-        print(f"{name:<14} {seconds:>6.1f} s  {outcome}")
-    return 0 if all(outcome == "passed" for _, outcome, _ in outcomes) else 1
+    for step in chosen:
+        duration = f"{taken[step.name]:>6.1f} s" if step.name in taken else "  before"
+        print(f"{step.name:<14} {duration}  {outcomes[step.name]}")
+    return 0 if all(outcomes[step.name] == "passed" for step in chosen) else 1
 
 
 if __name__ == "__main__":

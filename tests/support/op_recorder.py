@@ -15,7 +15,7 @@ from dtcomm.kernels import cpu
 from dtcomm.kernels.types import Combine
 
 # Operators that copy a value to the host.
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2")
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "bincount")
 
 _thread_state = threading.local()
 

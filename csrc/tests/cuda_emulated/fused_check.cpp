@@ -114,10 +114,10 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
   if (bench.observer) {
     bench.observer->constant(bias.data(), bias.size());
     for (unsigned r = 0; r < count; ++r) {
-      bench.observer->shared(residuals[r].data(), residuals[r].size(), "residual", r);
+      bench.observer->pushed(residuals[r].data(), residuals[r].size(), "residual", r);
       for (auto& call : emulated) {
-        bench.observer->shared(call[r].input.data(), call[r].input.size(), "input", r);
-        bench.observer->shared(call[r].output.data(), call[r].output.size(), "output", r);
+        bench.observer->pushed(call[r].input.data(), call[r].input.size(), "input", r);
+        bench.observer->pushed(call[r].output.data(), call[r].output.size(), "output", r);
         bench.observer->constant(call[r].addend.data(), call[r].addend.size());
       }
     }

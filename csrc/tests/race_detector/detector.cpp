@@ -35,12 +35,17 @@ void Detector::end() {
 
 void Detector::constant(const void* at, std::size_t bytes) {
   const auto from = reinterpret_cast<std::uintptr_t>(at);
-  add_region({from, from + bytes, true, "constant memory", 0});
+  add_region({from, from + bytes, true, "constant memory", 0, false});
 }
 
 void Detector::shared(const void* at, std::size_t bytes, const char* what, unsigned whose) {
   const auto from = reinterpret_cast<std::uintptr_t>(at);
-  add_region({from, from + bytes, false, what, whose});
+  add_region({from, from + bytes, false, what, whose, false});
+}
+
+void Detector::pushed(const void* at, std::size_t bytes, const char* what, unsigned whose) {
+  const auto from = reinterpret_cast<std::uintptr_t>(at);
+  add_region({from, from + bytes, false, what, whose, true});
 }
 
 void Detector::add_region(const Region& region) {
@@ -73,7 +78,10 @@ void Detector::load(unsigned lane, const std::uint32_t* word, std::uint32_t valu
   const auto at = reinterpret_cast<std::uintptr_t>(word);
   const Region* region = region_of(at);
   const Access access{__builtin_return_address(0), lane, clocks_.now(lane), 0, false, true, scope};
-  if (region) record(at, sizeof *word, access, *region);
+  if (region) {
+    check_reader(access, *region);
+    record(at, sizeof *word, access, *region);
+  }
   clocks_.load(lane, word, value, acquire, scope);
 }
 
@@ -89,8 +97,15 @@ void Detector::access(const void* address, std::size_t bytes, bool stores, const
   } else if (region->constant) {
     if (stores) add("constant memory is written", access, access, region->what);
   } else {
+    if (!stores) check_reader(access, *region);
     record(at, bytes, access, *region);
   }
+}
+
+void Detector::check_reader(const Access& access, const Region& region) {
+  if (!region.pushed || access.lane / shape_.threads / shape_.blocks == region.whose) return;
+  add("memory of a peer is loaded", access, access,
+      std::string(region.what) + " of rank " + std::to_string(region.whose));
 }
 
 const Detector::Region* Detector::region_of(std::uintptr_t at) {

@@ -30,7 +30,7 @@ struct Access {
 };
 
 // Two accesses in the order of this run. `what` is empty for a race; otherwise it names an error of one access: a store
-// to constant memory, or the use of memory that no lane may use.
+// to constant memory, a load of a peer's memory, or the use of memory that no lane may use.
 struct Race {
   const char* what;
   Access earlier, later;
@@ -55,6 +55,7 @@ class Detector : public emulator::MemoryObserver {
   void end() override;
   void constant(const void* at, std::size_t bytes) override;
   void shared(const void* at, std::size_t bytes, const char* what, unsigned whose) override;
+  void pushed(const void* at, std::size_t bytes, const char* what, unsigned whose) override;
   void stacks(const char* at, std::size_t bytes_per_lane) override;
   void enter(unsigned lane) override;
   void leave() override;
@@ -71,6 +72,7 @@ class Detector : public emulator::MemoryObserver {
     bool constant;
     const char* what;
     unsigned whose;
+    bool pushed;  // only the rank `whose` loads it
   };
   using Cell = std::vector<Access>;  // accesses to eight bytes that a later one may race with
   static constexpr std::size_t kCell = 8, kPage = 4096;
@@ -84,6 +86,7 @@ class Detector : public emulator::MemoryObserver {
   Page& page_of(std::uintptr_t at);
   void record(std::uintptr_t at, std::size_t bytes, Access access, const Region& region);
   void visit(Cell& cell, const Access& access, std::uintptr_t at, const Region& region);
+  void check_reader(const Access& access, const Region& region);
   void add(const char* what, const Access& earlier, const Access& later, std::string where);
   std::string name(unsigned lane) const;
 

@@ -48,6 +48,7 @@ struct Litmus {
   Fault fault = {};
   bool one_rank = false;  // the blocks are of one rank
   Body then = nullptr;    // in another launch
+  bool pushed = false;    // only rank 0 may load the memory
 };
 
 Fault without(bool Fault::* what) {
@@ -70,6 +71,27 @@ void pass_message(const Lane& lane, Memory& memory) {
     lane.wait(memory.flag[0], 1);
     memory.y = memory.x;
   }
+}
+
+void push_message(const Lane& lane, Memory& memory) {
+  if (lane.is(1, 0)) {
+    memory.x = 1;
+    lane.signal(memory.flag[0], 1);
+  } else if (lane.is(0, 0)) {
+    lane.wait(memory.flag[0], 1);
+    memory.y = memory.x;
+  }
+}
+
+void pull_message(const Lane& lane, Memory& memory) {
+  if (lane.is(1, 0)) {
+    const std::uint32_t seen = memory.x;  // into the lane's own stack
+    asm volatile("" ::"r"(seen));
+  }
+}
+
+void poll_signal(const Lane& lane, Memory& memory) {
+  if (lane.is(1, 0)) lane.block.load_acquire(&memory.flag[0]);
 }
 
 // Other lanes than those that signal access the memory.
@@ -222,6 +244,9 @@ const Litmus kLitmus[] = {
     {"a launch after another of another rank", true, store_x, {}, false, load_x<1>},
     {"memory that is not registered", true, store_outside},
     {"constant memory", true, store_to_constant},
+    {"a message pushed to a peer", false, push_message, {}, false, nullptr, true},
+    {"a load of a peer's memory", true, pull_message, {}, false, nullptr, true},
+    {"a strong load of a peer's memory", true, poll_signal, {}, false, nullptr, true},
 };
 
 bool run(Detector& detector, Scheduler& scheduler, const Litmus& litmus, unsigned order) {
@@ -229,7 +254,11 @@ bool run(Detector& detector, Scheduler& scheduler, const Litmus& litmus, unsigne
   const Fault fault = litmus.fault;
   std::vector<cuda::Shared> shared(kBlocks);
   detector.begin({kBlocks * emulator::kBlockThreads, emulator::kBlockThreads, litmus.one_rank ? kBlocks : 1});
-  detector.shared(&memory, sizeof memory, "memory", 0);
+  if (litmus.pushed) {
+    detector.pushed(&memory, sizeof memory, "memory", 0);
+  } else {
+    detector.shared(&memory, sizeof memory, "memory", 0);
+  }
   detector.constant(&fault, sizeof fault);
   scheduler.observe(&detector);
   const Status status = scheduler.run(kBlocks, emulator::kBlockThreads, order, [&](unsigned at) {

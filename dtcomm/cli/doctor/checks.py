@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dtcomm.cli.tune.measure import first_two_cpus, round_trip_ns
+from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 
@@ -77,6 +78,9 @@ def build() -> Check:
     )
 
 
+UNUSED_FUSED_KERNELS = "fused kernels have not run on a GPU yet: only DTCOMM_RUNTIME=peer uses them"
+
+
 def kernels() -> Check:
     """Report the CPU's features and the kernels in use."""
     from dtcomm.kernels import ops
@@ -121,13 +125,14 @@ def cuda() -> Check:
     if not platform_info["devices"]:
         reason = platform_info["error"] if platform_info["driver"] else "no NVIDIA driver"
         return Check(name="cuda", summary=f"{built}; no device: {reason}", details=details)
+    rule = "" if RAN_ON_A_GPU else f"; {UNUSED_FUSED_KERNELS}"
     devices = ", ".join(
         f"{device['name']} (sm_{device['capability'][0]}{device['capability'][1]}, {device['memory'] >> 30} GiB)"
         for device in platform_info["devices"]
     )
     return Check(
         name="cuda",
-        summary=f"{built}, driver for CUDA {_version(platform_info['driver'])}; {devices}",
+        summary=f"{built}, driver for CUDA {_version(platform_info['driver'])}; {devices}{rule}",
         details=details,
     )
 

@@ -21,6 +21,7 @@ from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
 from dtcomm.cli.perf.placement import CPU, CUDA, EMULATOR
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
+from dtcomm.measure import published
 from dtcomm.measure.exact_inputs import OPS
 from dtcomm.runtime.cuda_peer.launch import MAX_RANKS, why_not
 from dtcomm.runtime.types import OpSpec, TensorSpec
@@ -115,6 +116,7 @@ class PerfOptions:
     device: str
     device_reason: str
     virtual: int
+    published: bool
     cudagraph: int
     pin: bool | None
     timeout: float
@@ -137,6 +139,8 @@ class PerfOptions:
     @property
     def sizes(self) -> list[int]:
         """Sizes in bytes."""
+        if self.published:
+            return list(published.SIZES)
         return _sizes.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
 
 
@@ -275,6 +279,9 @@ def parser() -> argparse.ArgumentParser:
     add("--virtual", type=count(1), default=0, metavar="N",
         help="N virtual ranks on one GPU, each call one launch of the fused kernels, with its share of the memory "
         "floor; --device emulator runs their source on the CPU")  # fmt: skip
+    add("--published", action="store_true",
+        help="measure the sizes of published tables of all_reduce instead of -b to -e; with --virtual their times "
+        "are printed below ours")  # fmt: skip
     add("--nproc", type=count(1), metavar="N",
         help="local ranks to start, unless torchrun started this process (2, or the ranks of --schedule; with "
         "GPUs one for each)")  # fmt: skip
@@ -311,6 +318,8 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
             raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, or --schedule")
         namespace.collective = schedule.collective
     collective = COLLECTIVES[namespace.collective]
+    if namespace.published and namespace.collective != "all_reduce":
+        raise ValueError(f"--published: the tables are of all_reduce, not {namespace.collective}")
     if namespace.minbytes > namespace.maxbytes:
         raise ValueError(f"-b {namespace.minbytes} is larger than -e {namespace.maxbytes}")
     # Raises if the sizes do not grow.

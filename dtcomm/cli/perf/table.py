@@ -23,6 +23,7 @@ from dtcomm.cli.perf.report import (
     unexpected_transports,
 )
 from dtcomm.codecs import codec
+from dtcomm.measure.published import published_line
 
 _TRANSPORT_WIDTH = len("fused:double_tree")  # the column's width
 
@@ -135,6 +136,11 @@ def format_footer(report: PerfReport) -> list[str]:
         f"# {variant} used {transport.name}: {transport.reason}"
         for variant, transport in unexpected_transports(report)
     ]
+    if report.options.virtual and report.options.collective == "all_reduce":
+        sizes = dict.fromkeys(row.size for row in report.rows)
+        lines += [
+            f"# Published, {format_size(size)}: {line}" for size in sizes if (line := published_line(size))
+        ]
     return [*lines, "#", f"# Collective test concluded: {report.options.collective}"]
 
 

@@ -10,9 +10,11 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.kernels.reference import decode
-from dtcomm.kernels.reference.floats import get, put
+from dtcomm.kernels.reference.floats import NAN, get, put
+from dtcomm.kernels.reference.minifloat import FORMATS
 
 LANES = 16
+E4M3_NAN = 127
 
 
 def epilogue(
@@ -24,6 +26,7 @@ def epilogue(
     weight: torch.Tensor | None,
     eps: float,
     norm_out: torch.Tensor | None,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """:func:`dtcomm.kernels.epilogue.epilogue`."""
     parts = []
@@ -42,15 +45,41 @@ def epilogue(
     if residual is not None:
         y = y + get(residual).reshape(y.shape)
     put(out, y.reshape(-1))
-    if norm_out is None:
+    if norm_out is None and quantized is None:
         return
     y = get(out).reshape(y.shape)
     mean = squares(y) / np.float32(out.shape[-1])
     scale = np.float32(1) / np.sqrt(mean + np.float32(eps))
-    y = y * scale[:, None]
+    with np.errstate(invalid="ignore"):  # an infinite element has the mean Inf: Inf times 0 is NaN
+        y = y * scale[:, None]
     if weight is not None:
         y = y * get(weight)
-    put(norm_out, y.reshape(-1))
+    norm = torch.empty_like(out) if norm_out is None else norm_out
+    put(norm, y.reshape(-1))
+    if quantized is not None:
+        quantize(get(norm), *quantized)
+
+
+def quantize(x: Any, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write x over the scale of its group to ``values``, to nearest even; a scale is a group's largest magnitude over
+    the largest number of the type of ``values``.
+    """
+    groups = x.reshape(scales.numel(), -1)
+    floating = values.dtype != torch.int8
+    finite = np.isfinite(groups).all(axis=1)
+    largest = np.float32(448 if floating else 127)
+    scale = np.where(finite, np.abs(np.where(finite[:, None], groups, 0)).max(axis=1) / largest, NAN)
+    scale = scale.astype(np.float32)
+    usable = (scale > 0)[:, None]  # not of zeros, and not NaN
+    t = np.divide(groups, scale[:, None], out=np.zeros_like(groups), where=usable)
+    if floating:
+        codes = np.where(finite[:, None], FORMATS["e4m3"].nearest(t), E4M3_NAN)
+    else:
+        codes = np.rint(np.clip(t, -largest, largest)).astype(np.int8).view(np.uint8)
+    # What is not representable as a scale counts as zero, as its codes do.
+    codes = np.where(usable | ~finite[:, None], codes, 0)
+    values.view(torch.uint8).view(-1).copy_(torch.from_numpy(codes.astype(np.uint8).reshape(-1)))
+    scales.view(-1).copy_(torch.from_numpy(scale))
 
 
 def squares(rows: Any) -> Any:

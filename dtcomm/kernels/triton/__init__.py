@@ -59,6 +59,7 @@ def run_epilogue(
     weight: torch.Tensor | None,
     eps: float,
     norm_out: torch.Tensor | None,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """``out`` <- (sums + bias) + residual, ``norm_out`` <- its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``.
 
@@ -70,7 +71,7 @@ def run_epilogue(
         )
     from dtcomm.kernels.triton import epilogue
 
-    epilogue.run_epilogue(sums, out, bias, residual, weight, eps, norm_out)
+    epilogue.run_epilogue(sums, out, bias, residual, weight, eps, norm_out, quantized)
 
 
 class Rules(NamedTuple):

@@ -1,4 +1,4 @@
-"""The epilogue kernels: bias, residual and RMS norm, with the bytes of csrc/cpu/epilogue.h.
+"""The epilogue kernels: bias, residual, RMS norm and its quantization, with the bytes of csrc/cpu/epilogue.h.
 
 Squares are added as there: element i of a row to lane i mod 16, lanes then in halves; every product is rounded.
 """
@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dtcomm.kernels.triton.floats import canonical, narrow, widen
+from dtcomm.kernels.triton.combine_kernels import E4M3_NORMAL, ROUND
+from dtcomm.kernels.triton.floats import INFINITY, NAN, bits_of, canonical, float_of, magnitude, narrow, widen
 from dtcomm.kernels.triton.launch import on_device
 
 TILE = 2048
@@ -71,6 +72,52 @@ def norm_rows(
         tl.store(norm_out + begin + column + lane, narrow(part, norm_out.dtype.element_ty), mask=here)
 
 
+@triton.jit(do_not_specialize=["groups", "size"])
+def quantize_groups(
+    x,
+    codes,
+    scales,
+    groups: tl.int64,
+    size: tl.int64,
+    INT8: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """``codes`` <- x over the scale of its group of ``size`` elements, ``scales`` <- the largest over 448 or 127."""
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    begin = group * size
+    largest = tl.zeros([ROWS, LANES], tl.int32)
+    for column in range(0, size, LANES):
+        here = (group < groups) & (column + lane < size)
+        part = widen(tl.load(x + begin + column + lane, mask=here, other=0.0))
+        largest = tl.maximum(largest, magnitude(part))
+    top = tl.max(largest, axis=1)[:, None]
+    LARGEST: tl.constexpr = 127.0 if INT8 else 448.0
+    quotient = tl.div_rn(float_of(tl.where(top < INFINITY, top, 0)), tl.full(top.shape, LARGEST, tl.float32))
+    scale = float_of(tl.where(top < INFINITY, bits_of(quotient), NAN))
+    tl.store(scales + group, scale, mask=group < groups)
+    usable = bits_of(quotient) > 0
+    divisor = tl.where(usable, quotient, 1.0)
+    for column in range(0, size, LANES):
+        here = (group < groups) & (column + lane < size)
+        part = widen(tl.load(x + begin + column + lane, mask=here, other=0.0))
+        t = tl.div_rn(part, tl.zeros_like(part) + divisor)
+        t = tl.where(usable, t, 0.0)
+        if INT8:
+            t = tl.minimum(tl.maximum(t, -LARGEST), LARGEST)
+            code = ((t + ROUND) - ROUND).to(tl.int32) & 0xFF
+            code = tl.where(top < INFINITY, code, 0)
+        else:
+            length = tl.minimum(float_of(magnitude(t)), LARGEST)
+            exponent = tl.maximum(bits_of(length) & INFINITY, E4M3_NORMAL)
+            large = exponent + (20 << 23)
+            code = bits_of(length + float_of(large)) - large + ((exponent - E4M3_NORMAL) >> 20)
+            code |= (bits_of(t) >> 24) & 0x80
+            code = tl.where(top < INFINITY, code, 0x7F)
+        tl.store(codes + begin + column + lane, code.to(tl.uint8), mask=here)
+
+
 def run_epilogue(
     sums: torch.Tensor,
     out: torch.Tensor,
@@ -79,16 +126,29 @@ def run_epilogue(
     weight: torch.Tensor | None,
     eps: float,
     norm_out: torch.Tensor | None,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """``out`` [..., features] <- (sums + bias) + residual, ``norm_out`` <- its norm, on torch's current stream."""
+    """``out`` [..., features] <- (sums + bias) + residual, ``norm_out`` <- its norm, on torch's current stream.
+
+    ``quantized`` (values, scales) <- the norm in 8 bits.
+    """
     features, numel = out.shape[-1], out.numel()
     options: dict[str, Any] = {"enable_fp_fusion": False}
     with on_device(out.device):
         if bias is not None or residual is not None:
             grid = (-(-numel // TILE),)
             add_terms[grid](sums, bias, residual, out, numel, features, TILE, num_warps=4, **options)
+        if norm_out is None and quantized is not None:
+            norm_out = torch.empty_like(out)
         if norm_out is not None:
             rows = numel // features
             norm_rows[(-(-rows // ROWS),)](
                 out, weight, norm_out, rows, features, eps, ROWS, LANES, num_warps=2, **options
+            )
+        if quantized is not None:
+            values, scales = quantized
+            groups = scales.numel()
+            codes, to_int8 = values.view(torch.uint8), values.dtype == torch.int8
+            quantize_groups[(-(-groups // ROWS),)](
+                norm_out, codes, scales, groups, numel // groups, to_int8, ROWS, LANES, num_warps=2, **options
             )

@@ -23,6 +23,10 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Program, Reduce, Send
 
+#: Whether a run of the fused kernels on a GPU is kept in bench/results/gpu_fused.json; a test holds the two together.
+#: Until then only DTCOMM_RUNTIME=peer uses the kernels.
+RAN_ON_A_GPU = False
+
 COLLECTIVES = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "all_to_all": 3}
 ALGORITHMS = {"two_shot": 0, "one_shot": 1, TWO_SHOT_SYMMETRIC: 0}
 PROGRAM = 2

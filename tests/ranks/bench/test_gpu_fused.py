@@ -7,8 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from bench import gpu_fused, gpu_kernels
+from bench import fused_launch, gpu_fused, gpu_kernels
 from bench.common.budget import Budget
+from dtcomm import _emulator
 
 
 def test_verdict_covers_every_target() -> None:
@@ -49,8 +50,8 @@ def test_fused_kernel_benchmark_writes_its_results(
 ) -> None:
     """Measure in the emulator; the time budget does not allow the run with two processes."""
     file = tmp_path / "folder" / "fused.json"
-    line = f"--device emulator --ranks 2 --mib 0.004 --codecs none int8 --sizes 64 256 --seconds 25 --json {file}"
-    assert gpu_fused.main(line.split()) == 0
+    line = "--device emulator --ranks 2 --mib 0.004 --codecs none int8 --sizes 64 256 --published 2048 --seconds 25"
+    assert gpu_fused.main(f"{line} --json {file}".split()) == 0
     report = json.loads(file.read_text())
     assert [(row["codec"], row["of_floor"] > 0) for row in report["bandwidth"]] == [
         ("int8", True),
@@ -60,6 +61,13 @@ def test_fused_kernel_benchmark_writes_its_results(
         (spec, size) for spec in ("none", "int8") for size in (64, 256)
     ]
     assert all(row["replayed_microseconds"] > 0 for row in report["latency"])
+    assert [(row["codec"], row["dtype"]) for row in report["published"]] == [
+        ("fp8_e4m3", "bfloat16"),
+        ("none", "bfloat16"),
+    ]
+    assert all(
+        "torch multimem (flashinfer#3759) 8.5 us on 8 H200" in row["published"] for row in report["published"]
+    )
     assert report["cut"] == ["two processes on one device"] and report["processes"] == {"not run": "cut"}
     assert report["verdict"] == "not measured: fp8_e4m3, int4" and report["versions"]["torch"]
     output = capsys.readouterr()
@@ -88,3 +96,14 @@ def test_benchmarks_fail_without_a_cuda_device(
 ) -> None:
     assert program.main([]) == 1
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_a_launch_does_not_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time of launches is measured with one plan for each case."""
+    made = []
+    plan = _emulator.FusedPlan
+    monkeypatch.setattr(_emulator, "FusedPlan", lambda **spec: made.append(spec) or plan(**spec))
+    rows = fused_launch.measure(2, calls=20, runs=2)
+    assert [(row["algorithm"], row["codec"]) for row in rows] == list(fused_launch.CASES)
+    assert all(0 < row["launch_us"] < row["plan_us"] for row in rows)
+    assert sum(spec["numel"] == 0 for spec in made) == len(rows)  # 40 launches of each, planned once

@@ -65,6 +65,72 @@ def compare_to_dense(rank: int, ranks: int, codec: str, tolerance: float) -> Non
         close(gradient, totals[rank * local_count + number], tolerance)
 
 
+def compare_padded_to_dense(rank: int, ranks: int, codec: str, tolerance: float) -> None:
+    x, experts, weights, matrices = make_case(rank)
+    local_count = EXPERTS // ranks
+    local = torch.stack(matrices[rank * local_count : (rank + 1) * local_count]).requires_grad_()
+    inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    capacity = 2 * (TOKENS + 5 * (ranks - 1))  # a token may choose an expert twice
+    rows, route = moe.dispatch_padded(
+        inputs[0], experts, EXPERTS, capacity, codec=codec, backward_codec=codec
+    )
+    assert rows.shape == (local_count, ranks * capacity, FEATURES) and int(route.dropped) == 0
+    assert not rows[~route.mask].any() and int(route.mask.sum()) == int(route.counts.sum())
+    # The rows in use are those of `dispatch`, in the same order.
+    tokens, exact_route = moe.dispatch(x, experts, EXPERTS, codec="none")
+    assert route.counts.sum(1).tolist() == list(exact_route.counts)
+    close(rows.detach()[route.mask], tokens, tolerance)
+    actual = moe.combine_padded(torch.tanh(torch.bmm(rows, local)), route, inputs[1])
+    dense_inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    dense_matrices = [matrix.clone().requires_grad_() for matrix in matrices]
+    expected = dense(dense_inputs[0], experts, dense_inputs[1], dense_matrices)
+    close(actual, expected, tolerance)
+    scale = torch.linspace(-1, 1, actual.numel()).view_as(actual)
+    (actual * scale).sum().backward()
+    (expected * scale).sum().backward()
+    for padded_input, reference in zip(inputs, dense_inputs):
+        close(padded_input.grad, reference.grad, tolerance)
+    for number in range(local_count):
+        totals = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in dense_matrices]
+        for total in totals:
+            dist.all_reduce(total)
+        close(local.grad[number], totals[rank * local_count + number], tolerance)
+
+
+@pytest.mark.parametrize(("ranks", "codec"), [(1, "none"), (2, "int8"), (3, "none")])
+def test_padded_equals_the_dense_mixture(ranks: int, codec: str) -> None:
+    run_ranks(compare_padded_to_dense, ranks, codec, 1e-5 if codec == "none" else 0.06)
+
+
+def check_capacity(rank: int, ranks: int) -> None:
+    """Of four rows for one expert two are dropped; a rank without tokens takes part."""
+    x = torch.arange(1.0, 5.0)[:, None].repeat(1, FEATURES) if rank else torch.ones(0, FEATURES)
+    rows, route = moe.dispatch_padded(x, torch.full((len(x),), 3), 4, 2)
+    assert int(route.dropped) == (2 if rank else 0)
+    assert route.counts.tolist() == ([[0, 0], [0, 0]] if rank == 0 else [[0, 0], [0, 2]])
+    # What experts write to rows that are not in use does not matter.
+    outputs = torch.where(route.mask[:, :, None], rows * 2, torch.nan)
+    y = moe.combine_padded(outputs, route, torch.full((len(x),), 0.5))
+    assert torch.equal(y, x * (x <= 2))
+    for arguments, message in (
+        ((x, torch.full((len(x),), 3), 4, 0), "capacity: expected a positive number of rows, got 0"),
+        ((x, torch.full((len(x),), 3), 5, 2), "num_experts: 5 experts are not divisible"),
+        ((x, torch.zeros(7, dtype=torch.long), 4, 2), "experts: expected integers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moe.dispatch_padded(*arguments)
+    with pytest.raises(ValueError, match="experts: expected 0 to 3, got 9 to 9"):
+        moe.dispatch_padded(torch.ones(2, 8), torch.full((2,), 9), 4, 2)
+    with pytest.raises(ValueError, match=r"outputs: expected \[2, 4, features\]"):
+        moe.combine_padded(rows[:, :3], route)
+    with pytest.raises(ValueError, match="weights: expected"):
+        moe.combine_padded(rows, route, torch.ones(9))
+
+
+def test_rows_beyond_the_capacity_are_dropped() -> None:
+    run_ranks(check_capacity, 2)
+
+
 def close(actual: Any, expected: Any, tolerance: float) -> None:
     error = float(torch.linalg.vector_norm(actual - expected))
     size = float(torch.linalg.vector_norm(expected))

@@ -11,7 +11,7 @@ import dtcomm
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import available, ops, use
-from dtcomm.kernels.epilogue import epilogue, epilogue_task
+from dtcomm.kernels.epilogue import empty_quantized, epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
@@ -28,8 +28,8 @@ def all_reduce_with_epilogue(
     parts: tuple[str, ...],
     shared: bool,
     seed: int,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return every rank's result and its norm."""
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return every rank's result, its norm, and values and scales of the norm in fp8 or int8."""
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape: int) -> torch.Tensor:
@@ -40,11 +40,14 @@ def all_reduce_with_epilogue(
     schedule = algorithms.build(algorithm, "all_reduce", ranks)
     tensors = [random(ROWS, FEATURES) for _ in range(ranks)]
     norms = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
+    types = [(torch.float8_e4m3fn, torch.int8)[rank % 2] for rank in range(ranks)]
+    quantized = [empty_quantized(norms[0], values, group=50) for values in types]
     arguments = {"bias": bias, "residual": residual, "weight": weight, "eps": 1e-5}
     selected = {name: arguments[name] for name in parts}
     operations = []
-    for tensor, normed in zip(tensors, norms, strict=True):
-        step = epilogue_task(tensor, **selected, **({"norm_out": normed} if "weight" in parts else {}))
+    for tensor, normed, in_8_bits in zip(tensors, norms, quantized, strict=True):
+        outputs = {"norm_out": normed, "quantized": in_8_bits} if "weight" in parts else {}
+        step = epilogue_task(tensor, **selected, **outputs)
         hooks = NO_HOOKS if not parts else OpHooks(after=(step,))
         buffers = [Buffers(tensor, tensor, None)]
         operations.append(
@@ -53,10 +56,13 @@ def all_reduce_with_epilogue(
     outcomes = run_simulated(Simulation(ranks=ranks, seed=seed, delay=0.3), operations)
     assert {outcome.status for outcome in outcomes} == {"done"}
     if not parts:
-        for tensor, normed in zip(tensors, norms, strict=True):
+        for tensor, normed, in_8_bits in zip(tensors, norms, quantized, strict=True):
             runs = [(ops.encode("none", tensor), tensor.numel())]
-            epilogue("none", runs, tensor, norm_out=normed, **arguments)
-    return list(zip(tensors, norms, strict=True))
+            epilogue("none", runs, tensor, norm_out=normed, quantized=in_8_bits, **arguments)
+    return [
+        (tensor, normed, values.view(torch.uint8), scales)
+        for tensor, normed, (values, scales) in zip(tensors, norms, quantized, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -129,3 +129,14 @@ def test_virtual_ranks_under_a_launcher_are_refused(
         monkeypatch.setenv(name, "1")
     assert main(f"perf all_reduce --virtual 2 {QUICK}".split()) == 2
     assert "--virtual 2: needs a single process" in capsys.readouterr().err
+
+
+def test_published_times_are_printed_below_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"perf all_reduce --virtual 2 -b 1K -e 4K -f 4 --codec int8 {QUICK}".split()) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Published" in line]
+    assert lines == ["# Published, 1K: MSCCL++ in graphs 4.6 us on 8 H100"]
+    options = args.parse("all_reduce --virtual 2 --published --device emulator".split())
+    assert options.sizes[:3] == [1 << 10, 2 << 10, 8 << 10] and options.sizes[-1] == 2 << 30
+    with pytest.raises(SystemExit):
+        args.parse("all_gather --virtual 2 --published --device emulator".split())
+    assert "--published: the tables are of all_reduce, not all_gather" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
 from dtcomm.kernels import available, ops, use
-from dtcomm.kernels.epilogue import epilogue
+from dtcomm.kernels.epilogue import Quantized, empty_quantized, epilogue, epilogue_task
 
 CASES = [*CODECS, "int4:rotate=hadamard,block=64", "int3:spikes=1,symmetric=false", "int8:block=2048"]
 KERNELS = [name for name in available() if name != "reference"]
@@ -58,6 +58,73 @@ def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
         torch.testing.assert_close(normed.float(), expected, rtol=tolerance, atol=tolerance * 4)
 
 
+@pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_quantized_norm_is_that_of_the_norm(dtype: torch.dtype, values: torch.dtype) -> None:
+    """Every kernel gives the reference's bytes, with and without the norm itself, by calls and by tasks."""
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[1] = 0
+    x[2, 40], x[3, 95], x[4, 0] = torch.inf, torch.nan, -torch.inf
+    x[5, 32:64] = 0
+    x[6] *= 1e-3
+    x[7, 3] = 100 * x[7].abs().max()
+    weight = torch.linspace(-1, 2, 96).to(dtype)
+    largest = 127.0 if values == torch.int8 else 448.0
+    for group in (96, 32, 3):
+        results = {}
+        for kernel in ["reference", *KERNELS]:
+            out, normed = (torch.empty_like(x) for _ in range(2))
+            quantized, alone, by_task = (empty_quantized(x, values, group) for _ in range(3))
+            payload = ops.encode("none", x)
+            with use(kernel):
+                arguments = {"weight": weight, "eps": 1e-5}
+                epilogue(
+                    "none", [(payload, x.numel())], out, **arguments, norm_out=normed, quantized=quantized
+                )
+                epilogue("none", [(payload, x.numel())], out, **arguments, quantized=alone)
+                epilogue_task(x.clone(), **arguments, quantized=by_task)()
+            for other in (alone, by_task):
+                assert all(torch.equal(raw(a), raw(b)) for a, b in zip(quantized, other, strict=True))
+            results[kernel] = quantized
+        reference = results["reference"]
+        for kernel, result in results.items():
+            for actual, expected in zip(result, reference, strict=True):
+                assert torch.equal(raw(actual), raw(expected)), (kernel, group)
+        groups = normed.float().view(9, -1, group)
+        finite = groups.isfinite().all(-1)
+        scales = groups.abs().amax(-1) / largest
+        assert torch.equal(reference.scales[finite], scales[finite])
+        assert reference.scales[~finite].isnan().all() and not finite.all()
+        # The error of an element is half a step of its type.
+        error = (reference.dequantize().view(9, -1, group) - groups)[finite].abs()
+        step = torch.full_like(error, 0.5) * scales[finite][:, None]
+        if values != torch.int8:
+            step = torch.maximum(groups[finite].abs() * 2**-4, scales[finite][:, None] * 2**-10)
+        assert (error <= step * (1 + 1e-5)).all()
+        assert not reference.dequantize()[1].any()  # a row of zeros
+        empty = empty_quantized(x[:0], values, group)
+        epilogue("none", [], x[:0].clone(), quantized=empty)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def test_values_are_those_of_torch() -> None:
+    """The codes are those of torch's own cast to float8_e4m3fn."""
+    x = torch.randn(50, 128, generator=torch.Generator().manual_seed(2))
+    normed, quantized = torch.empty_like(x), empty_quantized(x, group=128)
+    epilogue(
+        "none",
+        [(ops.encode("none", x), x.numel())],
+        torch.empty_like(x),
+        norm_out=normed,
+        quantized=quantized,
+    )
+    expected = (normed / quantized.scales).to(torch.float8_e4m3fn)
+    assert torch.equal(raw(quantized.values), raw(expected))
+
+
 def test_the_residual_may_be_the_result() -> None:
     x, stream = torch.randn(4, 64), torch.randn(4, 64)
     payload = ops.encode("int8", x)
@@ -71,5 +138,23 @@ def test_errors_name_the_wrong_argument() -> None:
         epilogue("int8", [(payload, 64)], torch.empty(3, 64))
     with pytest.raises(ValueError, match="bias: expected 64 elements"):
         epilogue("int8", [(payload, 64)], torch.empty(1, 64), bias=torch.zeros(3))
-    with pytest.raises(ValueError, match="weight: needs norm_out"):
+    with pytest.raises(ValueError, match="weight: needs norm_out or quantized"):
         epilogue("int8", [(payload, 64)], torch.empty(1, 64), weight=torch.zeros(64))
+    values, scales = torch.empty(1, 64, dtype=torch.int8), torch.empty(1, 1)
+    for quantized, error, message in (
+        ((values.float(), scales), TypeError, "quantized.values: expected float8_e4m3fn, int8"),
+        ((values[:, :32], scales), ValueError, "quantized.values: expected"),
+        (
+            (values, torch.empty(1, 3)),
+            ValueError,
+            "quantized.scales: 3 scales for a row do not divide its 64",
+        ),
+        ((values, torch.empty(2, 1)), ValueError, "quantized.scales: expected 1 elements, got 2"),
+        ((values, scales.double()), TypeError, "quantized.scales: expected float32"),
+    ):
+        with pytest.raises(error, match=message):
+            epilogue("int8", [(payload, 64)], torch.empty(1, 64), quantized=Quantized(*quantized))
+    with pytest.raises(ValueError, match=r"dtype: expected float8_e4m3fn or int8, got torch\.uint8"):
+        empty_quantized(scales, torch.uint8)
+    with pytest.raises(ValueError, match="group: 5 does not divide the 64 features"):
+        empty_quantized(values, group=5)

@@ -19,7 +19,7 @@ from dtcomm.collectives import (
     reduce_scatter,
 )
 from dtcomm.collectives import run as run_schedule
-from dtcomm.kernels.epilogue import epilogue_task
+from dtcomm.kernels.epilogue import empty_quantized, epilogue_task
 from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel
@@ -51,6 +51,7 @@ class RankTensors:
         self.sums = [random(ROWS, FEATURES) for _ in range(ranks)]
         self.residuals = [random(ROWS, FEATURES) for _ in range(ranks)]
         self.normed = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
+        self.quantized = [empty_quantized(self.bias.expand(ROWS, -1)) for _ in range(ranks)]
 
     def task(self, rank: int, parts: tuple[str, ...] = ("bias", "residual", "norm")) -> OpHooks:
         step = epilogue_task(
@@ -59,6 +60,7 @@ class RankTensors:
             residual=self.residuals[rank] if "residual" in parts else None,
             weight=self.weight if "norm" in parts else None,
             norm_out=self.normed[rank] if "norm" in parts else None,
+            quantized=self.quantized[rank] if "norm" in parts else None,
             eps=1e-5,
         )
         return OpHooks(after=(step,))

@@ -8,11 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bench.common.output import RESULTS
 from dtcomm import _C, _emulator, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.runtime.bootstrap import cuda
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
-from dtcomm.runtime.cuda_peer.launch import FusedPlan, FusedRanks, PeerBufferLayout
+from dtcomm.runtime.communicator import SingleRankRuntime
+from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU, FusedPlan, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.cuda_peer.memory import describe_gpu, why_not_peers
 from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
@@ -219,3 +222,28 @@ def test_pair_groups_use_the_backend_runtime(monkeypatch: pytest.MonkeyPatch) ->
     pair._device, pair._is_pair = torch.device("cpu"), True
     assert pair._choose_runtime(None, [], "nccl") is backend_runtime
     assert "send and recv have no fused kernels" in pair.reason
+
+
+def test_auto_uses_no_fused_kernels_before_a_run_on_a_gpu_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs that could be peers: only DTCOMM_RUNTIME=peer gets as far as mapping memory."""
+    assert RAN_ON_A_GPU == (RESULTS / "gpu_fused.json").exists()
+    monkeypatch.setattr(cuda, "RAN_ON_A_GPU", False)
+    monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: fallback)
+    monkeypatch.setattr(cuda, "map_peers", lambda *_: (None, "no memory in this test"))
+    fallback = SingleRankRuntime()
+    bootstrap = object.__new__(CudaBootstrap)
+    bootstrap._device, bootstrap._is_pair, bootstrap._group = torch.device("cpu"), False, None
+    bootstrap.rank, bootstrap.size, bootstrap.names = 0, 2, ["rank 0", "rank 1"]
+    bootstrap.groups = ((0, 1),)
+    infos = [{"gpu": gpu_info("a")}, {"gpu": gpu_info("b")}]
+    assert bootstrap._choose_runtime(None, infos, "nccl") is fallback
+    assert bootstrap.reason == (
+        "the group has nccl for cpu; fused kernels have not run on a GPU yet, so only DTCOMM_RUNTIME=peer uses them"
+    )
+    monkeypatch.setenv("DTCOMM_RUNTIME", "peer")
+    with pytest.raises(DtcommError, match="DTCOMM_RUNTIME=peer, but no memory in this test"):
+        bootstrap._choose_runtime(None, infos, "nccl")
+    monkeypatch.setattr(cuda, "RAN_ON_A_GPU", True)
+    monkeypatch.setenv("DTCOMM_RUNTIME", "auto")
+    assert bootstrap._choose_runtime(None, infos, "nccl") is fallback
+    assert "no fused kernels: no memory in this test" in bootstrap.reason

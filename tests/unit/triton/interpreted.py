@@ -12,7 +12,7 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available, current, use
-from dtcomm.kernels.epilogue import epilogue, epilogue_task
+from dtcomm.kernels.epilogue import empty_quantized, epilogue, epilogue_task
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
 from dtcomm.kernels.triton import launch
 from tests.unit.kernels.inputs import floats
@@ -154,7 +154,8 @@ def test_epilogue(rows: int, features: int, dtype: torch.dtype) -> None:
         torch.randn(shape, generator=generator).to(dtype)
         for shape in ((rows, features), (rows, features), (features,), (features,))
     )
-    payload = encode("int8", x.view(-1))
+    x[0, 0] = torch.inf if rows > 2 else 0
+    payload = encode("int8", x.view(-1).nan_to_num(posinf=1.0))
     terms = [{}, {"bias": bias}, {"bias": bias, "residual": stream}]
     for arguments in terms:
         results = []
@@ -166,7 +167,13 @@ def test_epilogue(rows: int, features: int, dtype: torch.dtype) -> None:
                 )
                 sums = x.clone()
                 epilogue_task(sums, **arguments, eps=1e-5, norm_out=again)()
-                results.append([raw(tensor) for tensor in (out, normed, sums, again)])
+                tensors = [out, normed, sums, again]
+                for values in (torch.float8_e4m3fn, torch.int8):
+                    for group in {features, 1}:
+                        quantized = empty_quantized(x, values, group)
+                        epilogue_task(x.clone(), **arguments, eps=1e-5, quantized=quantized)()
+                        tensors += [quantized.values.view(torch.uint8), quantized.scales]
+                results.append([raw(tensor) for tensor in tensors])
         assert results[0] == results[1], arguments
 
 

@@ -138,7 +138,9 @@ def test_compiled_code_keeps_the_numerical_rules(
 def test_compiled_epilogue_keeps_the_numerical_rules(capability: int, compiled: list[str]) -> None:
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
     kernels.run_epilogue(torch.zeros(x.numel()), x, x[0], x.clone(), x[0], 1e-6, x.clone())
-    assert len(compiled) == 2
+    quantized = torch.empty(64, 128, dtype=torch.float8_e4m3fn), torch.empty(64, 1)
+    kernels.run_epilogue(x, x, None, None, None, 1e-6, None, quantized)
+    assert len(compiled) == 4  # a norm without a weight, and its quantization
     for text in compiled:
         assert not re.search(r"\bfma\b|\.ftz|\.approx|div\.full|\bmad\.\w*\.?f32", text)
     assert "div.rn.f32" in compiled[1] and "sqrt.rn.f32" in compiled[1]

@@ -1,0 +1,149 @@
+"""The all-reduce for inference engines: the bits of dtcomm.all_reduce, the choice by size, and the engines' slot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dtcomm
+from dtcomm import tp
+from dtcomm.codecs import codec
+from dtcomm.launch.ranks import run_ranks
+from tests.ranks.runtime.test_on_streams import communicator_of_fake_device
+
+FEATURES = 256
+SPECS = (
+    "none",
+    "int8",
+    "fp8_e4m3",
+    "int4:block=128,spikes=1",
+    "int8:round=stochastic",
+    "exact",
+    "topk:ratio=0.1",
+)
+
+
+def activations(rank: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(tokens, FEATURES, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def compare_with_all_reduce(rank: int, ranks: int, backend: str = "") -> None:
+    if backend:
+        communicator_of_fake_device(backend)
+    for spec in SPECS:
+        for algorithm in ("one_shot", "two_shot"):
+            all_reduce = tp.AllReduce(codec=spec, algorithm=algorithm, compress_from=0)
+            assert (all_reduce.rank, all_reduce.world_size) == (rank, ranks)
+            for tokens, dtype in ((3, torch.bfloat16), (70, torch.float32)):
+                x = activations(rank, tokens, dtype)
+                before = x.clone()
+                # Stochastic rounding draws by the number of the call, so the expected sum has that of the first one.
+                y, out = all_reduce(x), torch.full_like(x, torch.nan)
+                if "stochastic" not in spec:
+                    expected = x.clone()
+                    dtcomm.all_reduce(expected, codec=spec, algorithm=algorithm)
+                    assert torch.equal(y, expected), (spec, algorithm, tokens)
+                    assert all_reduce(x, out) is out and torch.equal(out, expected), (spec, algorithm)
+                assert torch.equal(x, before)
+                assert y.shape == x.shape and y.dtype == dtype
+                assert all_reduce(x, x) is x
+                if "stochastic" not in spec:
+                    assert torch.equal(x, y)
+    strided = activations(rank, 8).t()
+    expected = strided.contiguous()
+    dtcomm.all_reduce(expected)
+    assert torch.equal(tp.AllReduce()(strided), expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_those_of_all_reduce(ranks: int) -> None:
+    run_ranks(compare_with_all_reduce, ranks)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_sums_over_the_runtimes_of_devices(backend: str) -> None:
+    run_ranks(compare_with_all_reduce, 2, backend)
+
+
+def check_one_rank(rank: int, ranks: int) -> None:
+    x = activations(rank, 3)
+    y = tp.AllReduce(codec="int8", compress_from=0)(x)
+    assert torch.equal(x, y) and y.data_ptr() != x.data_ptr()
+    slot = tp.CustomAllReduce()
+    assert slot.disabled and "one rank" in slot.reason and slot.custom_all_reduce(x) is None
+
+
+def test_one_rank_copies() -> None:
+    run_ranks(check_one_rank, 1)
+
+
+def check_choices(rank: int, ranks: int) -> None:
+    all_reduce = tp.AllReduce(codec="int8", max_bytes=1 << 20, compress_from=64 * 1024)
+    small = all_reduce.choose(1024, torch.bfloat16)
+    assert small.codec == codec("none") and small.algorithm == "direct"
+    assert small.reason == "2048 bytes, less than compress_from = 65536"
+    large = all_reduce.choose(32 * 1024, torch.bfloat16)
+    assert large == (codec("int8"), "one_shot" if ranks == 2 else "direct", "")
+    # A small sum is exact, a large one is not.
+    for tokens, exact in ((4, True), (400, False)):
+        x = activations(rank, tokens)
+        expected = x.clone()
+        dtcomm.all_reduce(expected)
+        assert torch.equal(all_reduce(x), expected) == exact
+    # Every rank gets the planner's answer.
+    planned = tp.AllReduce(codec="int8")
+    for numel in (64, 1 << 20):
+        answers = [None] * ranks
+        torch.distributed.all_gather_object(answers, str(planned.choose(numel, torch.float32)))
+        assert len(set(answers)) == 1
+    assert tp.AllReduce(codec="topk", compress_from=0).choose(10, torch.float32).codec == codec("topk")
+    wrong = {
+        "max_bytes: expected a positive": {"max_bytes": 0},
+        "algorithm: 'ring'; valid: auto, one_shot, two_shot": {"algorithm": "ring"},
+        "compress_from: expected bytes or None, got -1": {"compress_from": -1},
+        "unknown codec 'int9'": {"codec": "int9"},
+        "device: is meta": {"device": "meta"},
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            tp.AllReduce(**arguments)
+    x = activations(rank, 4)
+    refused = {
+        "inp: expected fp32, fp16 or bf16": (x.double(), None, TypeError),
+        "inp: has 1048578 bytes, more than max_bytes": (torch.zeros(524289).bfloat16(), None, ValueError),
+        "out: expected torch.bfloat16": (x, x.float(), ValueError),
+        "out: expected a contiguous tensor": (x, torch.empty(FEATURES, 4).bfloat16().t(), ValueError),
+        "out: overlaps the memory of inp": (*torch.zeros(9).bfloat16().unfold(0, 8, 1).unbind(), ValueError),
+    }
+    for message, (inp, out, error) in refused.items():
+        with pytest.raises(error, match=message):
+            all_reduce(inp, out)
+    assert all_reduce(x[:0]).shape == (0, FEATURES)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_choice_depends_on_the_size(ranks: int) -> None:
+    run_ranks(check_choices, ranks)
+
+
+def call_as_engines_do(rank: int, ranks: int) -> None:
+    """The calls of vLLM's CudaCommunicator.all_reduce and of the engines' graph capture."""
+    slot = tp.CustomAllReduce(None, "cpu", 1 << 20, codec="int8", compress_from=64 * 1024)
+    assert not slot.disabled and slot.reason == "" and slot.max_size == 1 << 20
+    for tokens in (1, 64, 512):
+        x = activations(rank, tokens)
+        expected = tp.AllReduce(codec="int8", compress_from=64 * 1024)(x)
+        with slot.capture():
+            assert slot.should_custom_ar(x)
+            y = slot.custom_all_reduce(x)
+        slot.register_graph_buffers()
+        assert y is not None and torch.equal(y, expected)
+        assert torch.equal(slot.all_reduce(x, out=torch.empty_like(x), registered=True), expected)
+    for refused in (activations(rank, 4096), x.double(), x.t(), x[:0], x.to("meta")):
+        assert not slot.should_custom_ar(refused) and slot.custom_all_reduce(refused) is None
+    slot.close()
+    assert slot.disabled and not slot.should_custom_ar(x)
+
+
+def test_the_slot_of_inference_engines() -> None:
+    run_ranks(call_as_engines_do, 2)
