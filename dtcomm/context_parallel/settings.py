@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -55,6 +56,8 @@ class Settings:
         return group_by_name(self.group_name)
 
 
+# Compiled code contains its result: arguments of one call site are the same at every call.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def make_settings(
     group: GroupOrMesh,
     method: str,
