@@ -61,6 +61,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "tp": _may(
         "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
     ),
+    "context_parallel": _INTEGRATION,
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
     "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
