@@ -1,6 +1,6 @@
 """The native core, as csrc/python binds it: one section per binding file."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # csrc/python/latency.cpp
@@ -295,12 +295,39 @@ class NativeCommunicator:
     @property
     def wire_bytes(self) -> int: ...
 
+class CallCounter:
+    def next(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+
+def initialize_warm_calls(
+    tensor_type: type, exchange: Any, c10d: Any, make_work: Callable[[NativeWork, tuple[Any, ...], Any], Any]
+) -> None: ...
+def keep_warm(
+    arguments: tuple[Any, ...],
+    communicator: NativeCommunicator,
+    plan: NativePlan,
+    calls: CallCounter,
+    rank: int,
+    has_input: bool,
+    has_output: bool,
+    failed: Callable[[Any], None],
+) -> None: ...
+def start_warm(arguments: tuple[Any, ...], async_op: bool) -> Any: ...
+def forget_warm() -> None: ...
+
 class NativeBoundCall:
     def __init__(
-        self, communicator: NativeCommunicator, plan: NativePlan, input: int, output: int, residual: int
+        self,
+        communicator: NativeCommunicator,
+        plan: NativePlan,
+        calls: CallCounter,
+        input: int,
+        output: int,
+        residual: int,
     ) -> None: ...
-    def run(self, seed: int) -> int: ...
-    def submit(self, seed: int) -> NativeWork: ...
+    def run(self) -> int: ...
+    def submit(self) -> NativeWork: ...
 
 class SharedTensorMemory:
     def __init__(self, bytes: int) -> None: ...

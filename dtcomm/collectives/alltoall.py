@@ -22,6 +22,7 @@ from dtcomm.collectives._arguments import (
 from dtcomm.collectives._dispatch import PlanOfSplits, make_plan, start
 from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
+from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
@@ -112,6 +113,11 @@ def all_to_all(
             received = torch.empty(sum(output_splits), features)
             dtcomm.all_to_all(received, tokens, output_splits, input_splits, codec="fp8_e4m3")
     """
+    warm = None
+    if seed is None and residual is None and output_splits is None and input_splits is None:
+        warm = ("all_to_all", group, input, output, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     communicator = get_communicator_for(group, output, "output")
     require_tensor(output, "output")
     require_tensor(input, "input")
@@ -143,7 +149,8 @@ def all_to_all(
             splits=splits,
             checksum=checksum,
         )
-    return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
+    buffers = [Buffers(input, output, residual)]
+    return start(communicator, plan, buffers, [output], seed, async_op, warm=warm)
 
 
 def _equal_shards(output: Tensor, input: Tensor, ranks: int) -> int:

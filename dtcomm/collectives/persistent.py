@@ -47,8 +47,8 @@ class PersistentOperation:
     __slots__ = (
         "_address",
         "_buffers",
-        "_communicator",
         "_hooks",
+        "_next",
         "_outputs",
         "_plan",
         "_run",
@@ -60,7 +60,7 @@ class PersistentOperation:
     def __init__(
         self, communicator: Communicator, plan: Plan, buffers: Buffers, tensor: Tensor, hooks: OpHooks | None
     ) -> None:
-        self._communicator, self._plan, self._hooks = communicator, plan, hooks
+        self._plan, self._hooks, self._next = plan, hooks, communicator.counter.next
         self._buffers, self._tensor, self._outputs = [buffers], tensor, [tensor]
         self._address = tensor.data_ptr()
         self._work: Any = None
@@ -68,15 +68,13 @@ class PersistentOperation:
         if bind is None:
             self._run, self._submit = self._run_plan, self._submit_plan
         else:
-            self._run, self._submit = bind(buffers, self._outputs)
+            self._run, self._submit = bind(buffers, self._outputs, communicator.counter)
 
     def __call__(self) -> None:
         """Run to the end, on every rank; raises what the collective raises."""
         if self._tensor.data_ptr() != self._address or self._work is not None:
             self._require_ready()
-        communicator = self._communicator
-        communicator.calls += 1
-        self._run(communicator.calls)
+        self._run()
 
     def start(self) -> None:
         """Start the operation and return at once; the tensors must not be used until `wait` returns.
@@ -86,9 +84,7 @@ class PersistentOperation:
         """
         if self._tensor.data_ptr() != self._address or self._work is not None:
             self._require_ready()
-        communicator = self._communicator
-        communicator.calls += 1
-        self._work = self._submit(communicator.calls)
+        self._work = self._submit()
 
     def wait(self) -> None:
         """Wait until the operation that was started is done; raises what it failed with.
@@ -109,11 +105,11 @@ class PersistentOperation:
             "tensor: its memory has changed since the operation was made; make another one for the new memory"
         )
 
-    def _run_plan(self, seed: int) -> None:
-        self._plan.run(self._buffers, seed, self._hooks)
+    def _run_plan(self) -> None:
+        self._plan.run(self._buffers, self._next(), self._hooks)
 
-    def _submit_plan(self, seed: int) -> Work:
-        return self._plan.submit(self._buffers, self._outputs, seed, self._hooks)
+    def _submit_plan(self) -> Work:
+        return self._plan.submit(self._buffers, self._outputs, self._next(), self._hooks)
 
 
 def all_reduce_init(
