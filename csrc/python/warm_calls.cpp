@@ -8,9 +8,10 @@
 #include <string>
 
 #include "engine/communicator.h"
+#include "engine/hash.h"
 #include "python/bindings.h"
 #include "python/engine_calls.h"
-#include "python/tensor_view.h"
+#include "python/warm_arguments.h"
 #include "python/without_gil.h"
 
 namespace py = pybind11;
@@ -31,27 +32,11 @@ struct Arguments {
   std::size_t count = 0;  // of the options
 };
 
-// Strings and integers are compared by value, everything else by identity.
-std::uint64_t hash_of(PyObject* object) {
-  if (PyUnicode_CheckExact(object) || PyLong_CheckExact(object))
-    return static_cast<std::uint64_t>(PyObject_Hash(object));
-  return reinterpret_cast<std::uintptr_t>(object) >> 4;
-}
-
-bool equal(PyObject* a, PyObject* b) {
-  if (a == b) return true;
-  if (PyUnicode_CheckExact(a) && PyUnicode_CheckExact(b)) return PyUnicode_Compare(a, b) == 0;
-  return PyLong_CheckExact(a) && PyLong_CheckExact(b) && PyObject_RichCompareBool(a, b, Py_EQ) == 1;
-}
-
 std::uint64_t hash_of(const Arguments& arguments) {
-  std::uint64_t hash = 0;
-  const auto mix = [&](std::uint64_t word) { hash = (hash ^ word) * 0x9e3779b97f4a7c15ull, hash ^= hash >> 29; };
-  mix(hash_of(arguments.collective));
-  mix(reinterpret_cast<std::uintptr_t>(arguments.group));
-  mix(arguments.input.numel * 3 + arguments.output.numel);
-  mix(std::uint64_t{arguments.input.dtype} << 32 | arguments.output.dtype);
-  for (std::size_t i = 0; i < arguments.count; ++i) mix(hash_of(arguments.options[i]));
+  std::uint64_t hash = mix64(hash_argument(arguments.collective), reinterpret_cast<std::uintptr_t>(arguments.group));
+  hash = mix64(hash, arguments.input.numel * 3 + arguments.output.numel);
+  hash = mix64(hash, std::uint64_t{arguments.input.dtype} << 32 | arguments.output.dtype);
+  for (std::size_t i = 0; i < arguments.count; ++i) hash = mix64(hash, hash_argument(arguments.options[i]));
   return hash;
 }
 
@@ -73,11 +58,11 @@ struct WarmCall {
 
   bool matches(const Arguments& arguments) const {
     if (arguments.group != group || arguments.count != count || arguments.same_tensor != same_tensor) return false;
-    if (!equal(arguments.collective, collective.ptr())) return false;
+    if (!equal_arguments(arguments.collective, collective.ptr())) return false;
     if (arguments.input.numel != input.numel || arguments.input.dtype != input.dtype) return false;
     if (arguments.output.numel != output.numel || arguments.output.dtype != output.dtype) return false;
     for (std::size_t i = 0; i < count; ++i) {
-      if (!equal(arguments.options[i], options[i].ptr())) return false;
+      if (!equal_arguments(arguments.options[i], options[i].ptr())) return false;
     }
     return true;
   }
@@ -93,7 +78,6 @@ struct WarmCall {
 
 // All warm calls of the process. Accessed with the GIL, and never destroyed: it holds Python objects.
 struct WarmCalls {
-  TensorReader reader;
   PyObject* groups = nullptr;  // the dictionary of torch.distributed.distributed_c10d
   PyObject *world_name = nullptr, *default_name = nullptr, *map_name = nullptr;
   py::object make_work;  // the Python handle of an operation: (NativeWork, arguments, failed) -> Work
@@ -109,11 +93,11 @@ struct WarmCalls {
     PyObject* const* const objects = &PyTuple_GET_ITEM(tuple, 0);
     const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(tuple));
     if (count < 4 || count > 4 + kMaxOptions || !groups) return false;
-    if (objects[2] != Py_None && !reader.read(objects[2], arguments.input)) return false;
+    if (objects[2] != Py_None && !tensor_reader().read(objects[2], arguments.input)) return false;
     arguments.same_tensor = objects[2] == objects[3];
     if (arguments.same_tensor) {
       arguments.output = arguments.input;
-    } else if (objects[3] != Py_None && !reader.read(objects[3], arguments.output)) {
+    } else if (objects[3] != Py_None && !tensor_reader().read(objects[3], arguments.output)) {
       return false;
     }
     arguments.collective = objects[0];
@@ -239,18 +223,18 @@ void forget_warm() {
 void bind_warm_calls(py::module_& module) {
   module.def(
       "initialize_warm_calls",
-      [](const py::object& tensor_type, const py::object& exchange, const py::module_& c10d, py::object make_work) {
+      [](const py::module_& c10d, py::object make_work) {
         WarmCalls& calls = WarmCalls::instance();
-        calls.reader.initialize(tensor_type.ptr(), exchange.ptr());
         calls.make_work = std::move(make_work);
         calls.world_name = PyUnicode_InternFromString("_world");
         calls.default_name = PyUnicode_InternFromString("default_pg");
         calls.map_name = PyUnicode_InternFromString("pg_map");
         calls.groups = PyModule_GetDict(c10d.inc_ref().ptr());
       },
-      py::arg("tensor_type"), py::arg("exchange"), py::arg("c10d"), py::arg("make_work"),
-      "Says how tensors are read, where torch keeps its process groups, and what makes the handle of an operation from "
-      "(NativeWork, arguments, failed).");
+      py::arg("c10d"), py::arg("make_work"),
+      "Says where torch keeps its process groups, and what makes the handle of an operation from (NativeWork, "
+      "arguments, "
+      "failed).");
   module.def("keep_warm", &keep_warm, py::arg("arguments"), py::arg("communicator"), py::arg("plan"), py::arg("calls"),
              py::arg("rank"), py::arg("has_input"), py::arg("has_output"), py::arg("failed"),
              "Lets start_warm run an operation that was run with these arguments.");

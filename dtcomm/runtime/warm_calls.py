@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C
@@ -30,9 +29,7 @@ def _make_work(
     return NativeWork(native, arguments, [] if output is None else [output], failed)
 
 
-# Since torch 2.10. Without it no tensor can be read by C code, and `start` always returns False.
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-_C.initialize_warm_calls(torch.Tensor, _EXCHANGE, c10d, _make_work)
+_C.initialize_warm_calls(c10d, _make_work)
 
 start = _C.start_warm
 """``start((collective, group, input, output, *options), async_op)``: run an operation and return True, or start it and

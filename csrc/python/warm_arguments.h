@@ -1,6 +1,5 @@
-// Tensors of torch without a header of torch: the C functions that torch.Tensor offers as a capsule named
-// "dlpack_exchange_api" (DLPack 1.3, which specifies the layouts below). Reading a tensor takes some nanoseconds;
-// torch's methods take some dozens each.
+// Arguments of Python functions that are called again and again: reading tensors, and comparing the other arguments
+// with those of earlier calls. warm_calls.cpp and warm_kernels.cpp use it.
 #pragma once
 
 #include <Python.h>
@@ -18,6 +17,9 @@ struct TensorView {
   std::uint32_t dtype = 0;  // equal for tensors of the same dtype
 };
 
+// Reads tensors of torch without a header of torch, by the C functions that torch.Tensor offers as a capsule named
+// "dlpack_exchange_api" (DLPack 1.3, which specifies the layouts below). It takes some nanoseconds; torch's methods
+// take some dozens each.
 class TensorReader {
  public:
   // `tensor_type` is torch.Tensor, `capsule` its exchange functions or None. Without them no tensor can be read.
@@ -83,5 +85,24 @@ class TensorReader {
   PyObject* tensor_type_ = nullptr;
   int (*read_)(void* object, Tensor* tensor) = nullptr;
 };
+
+// The reader of this process. Used with the GIL.
+inline TensorReader& tensor_reader() {
+  static TensorReader reader;
+  return reader;
+}
+
+// Strings and integers are compared by value, everything else by identity.
+inline std::uint64_t hash_argument(PyObject* object) {
+  if (PyUnicode_CheckExact(object) || PyLong_CheckExact(object))
+    return static_cast<std::uint64_t>(PyObject_Hash(object));
+  return reinterpret_cast<std::uintptr_t>(object) >> 4;
+}
+
+inline bool equal_arguments(PyObject* a, PyObject* b) {
+  if (a == b) return true;
+  if (PyUnicode_CheckExact(a) && PyUnicode_CheckExact(b)) return PyUnicode_Compare(a, b) == 0;
+  return PyLong_CheckExact(a) && PyLong_CheckExact(b) && PyObject_RichCompareBool(a, b, Py_EQ) == 1;
+}
 
 }  // namespace dtcomm::python
