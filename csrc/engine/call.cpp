@@ -17,9 +17,9 @@ std::uint64_t announce(RegionHeader& own, const Call& call, std::uint64_t number
   header.tensor_id.store(call.tensor_id, std::memory_order_relaxed);
   header.tensor_offset.store(call.tensor_offset, std::memory_order_relaxed);
   header.address.store(call.address, std::memory_order_relaxed);
-  std::string text = call.plan->text();
-  if (call.agreed) text += " with number " + std::to_string(call.agreed);
-  header.text[text.copy(header.text, kOpText - 1)] = 0;
+  std::size_t end = call.plan->text().copy(header.text, kOpText - 1);
+  if (call.agreed) end += (" with number " + std::to_string(call.agreed)).copy(header.text + end, kOpText - 1 - end);
+  header.text[end] = 0;
   own.waiting_for.store(-1, std::memory_order_relaxed);  // what an earlier operation waited for
   header.number.store(number, std::memory_order_release);
   return operation;

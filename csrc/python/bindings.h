@@ -12,6 +12,8 @@ void bind_local_tasks(pybind11::module_& module);
 void bind_fused(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_engine(pybind11::module_& module);
+void bind_warm_calls(pybind11::module_& module);
+void bind_warm_kernels(pybind11::module_& module);
 void bind_simulated_world(pybind11::module_& module);
 void bind_latency(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);

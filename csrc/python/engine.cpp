@@ -35,49 +35,6 @@ std::uint64_t timeout_ns(const char* argument, double seconds) {
   return static_cast<std::uint64_t>(std::min(seconds * 1e9, kMaxTimeoutNs));
 }
 
-// Tells the engine where peers can reach the input of a zero-copy call.
-void locate_input(Call& call) {
-  if (!call.plan->may_zero_copy()) return;
-  const std::size_t bytes = call.plan->input_bytes_of(call.plan->program().rank);
-  const SharedTensorLocation location = LocalProcess::instance().find(call.tensors[0].in, bytes);
-  call.tensor_slot = location.slot;
-  call.tensor_id = location.id;
-  call.tensor_offset = location.offset;
-  if (call.plan->may_single_copy()) call.address = reinterpret_cast<std::uintptr_t>(call.tensors[0].in);
-}
-
-// A text that may come from another rank, which need not be valid UTF-8.
-py::object text_of(const std::string& text) {
-  PyObject* const decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
-  if (!decoded) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(decoded);
-}
-
-void raise(const char* name, const char* message) {
-  const py::object type = py::module_::import("dtcomm.errors").attr(name);
-  PyErr_SetObject(type.ptr(), text_of(message).ptr());
-}
-
-// Raises the exception of dtcomm.errors that belongs to an error of the engine, or OSError with its errno.
-void translate_error(std::exception_ptr pointer) {
-  try {
-    if (pointer) std::rethrow_exception(pointer);
-  } catch (const Error& error) {
-    const char* name = "DtcommError";
-    if (error.kind() == ErrorKind::timeout) name = "CollectiveTimeout";
-    if (error.kind() == ErrorKind::peer_lost) name = "PeerLost";
-    if (error.kind() == ErrorKind::mismatch) name = "CollectiveMismatch";
-    if (error.kind() == ErrorKind::corrupt) name = "PayloadCorrupt";
-    raise(name, error.what());
-  } catch (const ClosedError& error) {
-    raise("CommunicatorClosed", error.what());
-  } catch (const std::system_error& error) {
-    // OSError chooses the subclass by the number.
-    const py::object arguments = py::make_tuple(error.code().value(), text_of(error.what()));
-    PyErr_SetObject(PyExc_OSError, arguments.ptr());
-  }
-}
-
 void bind_work(py::module_& module) {
   py::class_<Work, std::shared_ptr<Work>>(module, "NativeWork")
       .def("wait",
@@ -116,43 +73,55 @@ void bind_work(py::module_& module) {
 // A call that is made any number of times with the same tensors. It holds their addresses only.
 class BoundCall {
  public:
-  BoundCall(std::shared_ptr<Communicator> communicator, std::shared_ptr<Plan> plan, std::uintptr_t in,
-            std::uintptr_t out, std::uintptr_t residual)
-      : communicator_(std::move(communicator)), plan_(std::move(plan)), tensors_(tensor_pointers(in, out, residual)) {
-    next_call(0);  // refuses a plan of several tensors
+  BoundCall(std::shared_ptr<Communicator> communicator, std::shared_ptr<Plan> plan, std::shared_ptr<CallCounter> calls,
+            std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual)
+      : communicator_(std::move(communicator)),
+        plan_(std::move(plan)),
+        calls_(std::move(calls)),
+        tensors_(tensor_pointers(in, out, residual)) {
+    make_call(plan_, {tensors_}, 0);  // refuses a plan of several tensors
   }
 
-  std::uint64_t run(std::uint64_t seed) {
-    return without_gil([&] { return communicator_->run(next_call(seed)); });
+  std::uint64_t run() {
+    return without_gil([&] { return communicator_->run(next_call()); });
   }
 
-  std::shared_ptr<Work> submit(std::uint64_t seed) {
+  std::shared_ptr<Work> submit() {
     return without_gil([&] {
-      std::shared_ptr<Work> work = communicator_->submit(next_call(seed));
+      std::shared_ptr<Work> work = communicator_->submit(next_call());
       work->communicator = communicator_;
       return work;
     });
   }
 
  private:
-  Call next_call(std::uint64_t seed) const {
-    Call call = make_call(plan_, {tensors_}, seed);
+  Call next_call() const {
+    Call call = make_call(plan_, {tensors_}, calls_->next());
     locate_input(call);
     return call;
   }
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Plan> plan_;
+  std::shared_ptr<CallCounter> calls_;
   TensorPointers tensors_;
 };
 
+void bind_call_counter(py::module_& module) {
+  py::class_<CallCounter, std::shared_ptr<CallCounter>>(module, "CallCounter")
+      .def(py::init<>())
+      .def("next", &CallCounter::next)
+      .def_property_readonly("value", &CallCounter::value);
+}
+
 void bind_bound_call(py::module_& module) {
   py::class_<BoundCall>(module, "NativeBoundCall")
-      .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Plan>, std::uintptr_t, std::uintptr_t,
-                    std::uintptr_t>(),
-           py::arg("communicator"), py::arg("plan"), py::arg("input"), py::arg("output"), py::arg("residual"))
-      .def("run", &BoundCall::run, py::arg("seed"))
-      .def("submit", &BoundCall::submit, py::arg("seed"));
+      .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Plan>, std::shared_ptr<CallCounter>, std::uintptr_t,
+                    std::uintptr_t, std::uintptr_t>(),
+           py::arg("communicator"), py::arg("plan"), py::arg("calls"), py::arg("input"), py::arg("output"),
+           py::arg("residual"))
+      .def("run", &BoundCall::run)
+      .def("submit", &BoundCall::submit);
 }
 
 std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes,
@@ -316,6 +285,7 @@ void bind_engine(py::module_& module) {
       });
   bind_work(module);
   bind_communicator(module);
+  bind_call_counter(module);
   bind_bound_call(module);
   bind_crc32c(module);
   py::class_<EmulatedNic, std::unique_ptr<EmulatedNic, py::nodelete>>(module, "EmulatedNic")

@@ -1,9 +1,14 @@
 #include "python/engine_calls.h"
 
 #include <atomic>
+#include <new>
+#include <stdexcept>
+#include <system_error>
 #include <utility>
 
+#include "core/error.h"
 #include "cpu/kernels.h"
+#include "engine/process_page.h"
 #include "python/arguments.h"
 
 namespace py = pybind11;
@@ -20,6 +25,11 @@ const Kernels* selected_kernels() {
         "kernels: the native engine cannot run the reference: force a native kernel, or DTCOMM_RUNTIME=process_group");
   }
   return kernels;
+}
+
+void raise(const char* name, const char* message) {
+  const py::object type = py::module_::import("dtcomm.errors").attr(name);
+  PyErr_SetObject(type.ptr(), text_of(message).ptr());
 }
 
 }  // namespace
@@ -60,6 +70,59 @@ Call make_call(std::shared_ptr<const Plan> plan, std::vector<TensorPointers> ten
   call.seed = seed;
   call.kernels = selected_kernels();
   return call;
+}
+
+void locate_input(Call& call) {
+  if (!call.plan->may_zero_copy()) return;
+  const std::size_t bytes = call.plan->input_bytes_of(call.plan->program().rank);
+  const SharedTensorLocation location = LocalProcess::instance().find(call.tensors[0].in, bytes);
+  call.tensor_slot = location.slot;
+  call.tensor_id = location.id;
+  call.tensor_offset = location.offset;
+  if (call.plan->may_single_copy()) call.address = reinterpret_cast<std::uintptr_t>(call.tensors[0].in);
+}
+
+py::object text_of(const std::string& text) {
+  PyObject* const decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
+  if (!decoded) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
+void translate_error(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const char* name = "DtcommError";
+    if (error.kind() == ErrorKind::timeout) name = "CollectiveTimeout";
+    if (error.kind() == ErrorKind::peer_lost) name = "PeerLost";
+    if (error.kind() == ErrorKind::mismatch) name = "CollectiveMismatch";
+    if (error.kind() == ErrorKind::corrupt) name = "PayloadCorrupt";
+    raise(name, error.what());
+  } catch (const ClosedError& error) {
+    raise("CommunicatorClosed", error.what());
+  } catch (const std::system_error& error) {
+    // OSError chooses the subclass by the number.
+    const py::object arguments = py::make_tuple(error.code().value(), text_of(error.what()));
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+  }
+}
+
+void set_python_error(std::exception_ptr pointer) {
+  try {
+    translate_error(std::move(pointer));
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::bad_alloc& error) {
+    PyErr_SetString(PyExc_MemoryError, error.what());
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError, "unknown C++ exception");
+  }
 }
 
 void select_engine_kernels(const std::string& name) {

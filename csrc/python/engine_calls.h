@@ -1,10 +1,12 @@
-// Conversion of one operation from Python to the engine's Call.
+// Conversion of one operation from Python to the engine's Call, and of the engine's errors to Python.
 #pragma once
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -28,6 +30,27 @@ Call make_call(std::shared_ptr<const Plan> plan, std::vector<TensorPointers> ten
 // Adds tasks before and after the operation, and the number that has to be equal on all ranks. A task that can be
 // applied piece by piece becomes the call's epilogue if the plan allows it.
 void add_tasks(Call& call, const Tasks& before, const Tasks& after, std::uint64_t agreed);
+
+// Tells the engine where peers can reach the input of a zero-copy call.
+void locate_input(Call& call);
+
+// The number of a communicator's calls, which is the seed of those that the caller gives none.
+class CallCounter {
+ public:
+  std::uint64_t next() { return value_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  std::uint64_t value() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::uint64_t> value_{0};
+};
+
+// A text that may come from another rank, which need not be valid UTF-8.
+pybind11::object text_of(const std::string& text);
+// Sets the exception of dtcomm.errors that belongs to an error of the engine, or OSError with its errno. Rethrows
+// other exceptions.
+void translate_error(std::exception_ptr pointer);
+// The same for functions that pybind11 does not call: sets a Python exception for every C++ exception.
+void set_python_error(std::exception_ptr pointer);
 
 // Selects the kernels of all calls from now on; ValueError if this CPU cannot run them or there are none.
 void select_engine_kernels(const std::string& name);

@@ -18,7 +18,14 @@ from dtcomm.collectives.custom_schedule import run
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.group_ops import barrier, empty, flight_record, info
 from dtcomm.collectives.p2p import recv, send
-from dtcomm.collectives.persistent import PersistentOperation, all_reduce_init
+from dtcomm.collectives.persistent import (
+    PersistentOperation,
+    all_gather_init,
+    all_reduce_init,
+    all_to_all_init,
+    broadcast_init,
+    reduce_scatter_init,
+)
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator_cache import release
 from dtcomm.work import Work
@@ -29,12 +36,15 @@ __all__ = [
     "Work",
     "all_gather",
     "all_gather_coalesced",
+    "all_gather_init",
     "all_reduce",
     "all_reduce_coalesced",
     "all_reduce_init",
     "all_to_all",
+    "all_to_all_init",
     "barrier",
     "broadcast",
+    "broadcast_init",
     "empty",
     "flight_record",
     "gather",
@@ -43,6 +53,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_coalesced",
+    "reduce_scatter_init",
     "release",
     "run",
     "scatter",

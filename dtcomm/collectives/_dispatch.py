@@ -29,6 +29,7 @@ from dtcomm.collectives._multi_stage import (
 from dtcomm.collectives._variable_length import require_fixed_length
 from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
+from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.connection import Connection
 from dtcomm.runtime.plan_cache import PlanCache
@@ -138,14 +139,22 @@ def start(
     seed: int | None,
     async_op: bool,
     epilogue: LocalTask | None = None,
+    warm: tuple[Any, ...] | None = None,
 ) -> Work | None:
-    """Run the plan on these tensors, or queue it if ``async_op``; ``epilogue`` is applied to the result."""
+    """Run the plan on these tensors, or queue it if ``async_op``; ``epilogue`` is applied to the result.
+
+    ``warm`` are the arguments by which `warm_calls.start` may run the same operation from the next call on.
+    """
     key = communicator.next_seed(seed)
     hooks = None if epilogue is None else OpHooks(after=(epilogue,))
+    work = None
     if async_op:
-        return plan.submit(buffers, outputs, key, hooks)
-    plan.run(buffers, key, hooks)
-    return None
+        work = plan.submit(buffers, outputs, key, hooks)
+    else:
+        plan.run(buffers, key, hooks)
+    if warm is not None:
+        warm_calls.keep(warm, communicator, plan, buffers[0])
+    return work
 
 
 class PlanWithoutFeedback:

@@ -23,6 +23,7 @@ from dtcomm.collectives._arguments import (
 from dtcomm.collectives._dispatch import PlanOfSplits, make_plan, start
 from dtcomm.collectives.gather_ops import all_gather
 from dtcomm.errors import CollectiveMismatch
+from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
@@ -113,15 +114,13 @@ def all_to_all(
             received = torch.empty(sum(output_splits), features)
             dtcomm.all_to_all(received, tokens, output_splits, input_splits, codec="fp8_e4m3")
     """
+    warm = None
+    if seed is None and residual is None and output_splits is None and input_splits is None:
+        warm = ("all_to_all", group, input, output, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     communicator = get_communicator_for(group, output, "output")
-    require_tensor(output, "output")
-    require_tensor(input, "input")
-    if input.dtype != output.dtype:
-        raise TypeError(f"output: is {output.dtype}, input is {input.dtype}; they must be equal")
-    require_contiguous(output, "output")
-    require_contiguous(input, "input")
-    require_same_device(output, input, "output", "input")
-    require_no_overlap(input, output, None, "output", "input")
+    require_exchange(output, input)
     if residual is not None:
         require_residual(residual, input, "residual")
     splits: tuple[int, ...] = ()
@@ -136,7 +135,7 @@ def all_to_all(
         )
         return None
     if output_splits is None and input_splits is None:
-        numel = _equal_shards(output, input, communicator.size)
+        numel = require_equal_shards(output, input, communicator.size)
     else:
         sent = _elements(input, input_splits, "input", communicator.size)
         received = _elements(output, output_splits, "output", communicator.size)
@@ -154,10 +153,24 @@ def all_to_all(
             splits=splits,
             checksum=checksum,
         )
-    return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
+    buffers = [Buffers(input, output, residual)]
+    return start(communicator, plan, buffers, [output], seed, async_op, warm=warm)
 
 
-def _equal_shards(output: Tensor, input: Tensor, ranks: int) -> int:
+def require_exchange(output: Tensor, input: Tensor) -> None:
+    """Check the tensors of an all_to_all as far as that does not depend on splits."""
+    require_tensor(output, "output")
+    require_tensor(input, "input")
+    if input.dtype != output.dtype:
+        raise TypeError(f"output: is {output.dtype}, input is {input.dtype}; they must be equal")
+    require_contiguous(output, "output")
+    require_contiguous(input, "input")
+    require_same_device(output, input, "output", "input")
+    require_no_overlap(input, output, None, "output", "input")
+
+
+def require_equal_shards(output: Tensor, input: Tensor, ranks: int) -> int:
+    """Return the elements of a shard of an all_to_all without splits; ValueError if the shards are not equal."""
     if input.numel() != output.numel():
         raise ValueError(
             f"output: has {output.numel()} elements, input {input.numel()}; without splits they are equal"
@@ -191,14 +204,15 @@ def _exchange_splits(
 ) -> tuple[int, ...]:
     """Return the elements that every rank sends to every rank, at index sender * ranks + receiver."""
     ranks = communicator.size
-    sizes = torch.empty(ranks, 2, ranks, dtype=torch.int64)
-    all_gather(sizes, torch.tensor([sent, received]), group=group)
+    gathered = torch.empty(ranks, 2 * ranks, dtype=torch.int64)
+    all_gather(gathered, torch.tensor(sent + received), group=group)
+    sizes = gathered.tolist()  # of each rank what it sends to every rank, and what it expects of every rank
     for src in range(ranks):
         for dst in range(ranks):
-            size, expected = int(sizes[src, 0, dst]), int(sizes[dst, 1, src])
+            size, expected = sizes[src][dst], sizes[dst][ranks + src]
             if size != expected:
                 raise CollectiveMismatch(
                     f"rank {communicator.ranks[src]} sends {size} elements to rank {communicator.ranks[dst]}, "
                     f"which expects {expected}: input_splits of the sender and output_splits of the receiver differ"
                 )
-    return tuple(sizes[:, 0].flatten().tolist())
+    return tuple(size for row in sizes for size in row[:ranks])

@@ -24,6 +24,7 @@ from dtcomm.collectives._arguments import (
     require_type,
 )
 from dtcomm.collectives._dispatch import make_plan, start
+from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
@@ -99,6 +100,11 @@ def all_gather(
             whole = torch.empty(world_size * shard.numel())
             dtcomm.all_gather(whole, shard, codec="fp8_e4m3")
     """
+    warm = None
+    if seed is None and residual is None:
+        warm = ("all_gather", group, input, output, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "output", communicator.size)
     require_no_overlap(output, input, input.numel() * communicator.rank, "input", "output")
@@ -120,7 +126,8 @@ def all_gather(
         )
     if residual is not None:
         require_residual(residual, input, "residual")
-    return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
+    buffers = [Buffers(input, output, residual)]
+    return start(communicator, plan, buffers, [output], seed, async_op, warm=warm)
 
 
 @overload
@@ -183,6 +190,11 @@ def broadcast(
 
             dtcomm.broadcast(weight, src=0)
     """
+    warm = None
+    if seed is None and residual is None:
+        warm = ("broadcast", group, tensor, tensor, src, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     require_type(tensor, "tensor")
     communicator = get_communicator_for(group, tensor, "tensor")
     key = ("broadcast", tensor.numel(), tensor.dtype, src, codec, algorithm, checksum)
@@ -208,7 +220,8 @@ def broadcast(
     tensor = in_memory(tensor, "tensor")
     if residual is not None:
         require_residual(residual, tensor, "residual")
-    return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op)
+    buffers = [Buffers(tensor, tensor, residual)]
+    return start(communicator, plan, buffers, [tensor], seed, async_op, warm=warm)
 
 
 @overload
@@ -286,6 +299,11 @@ def gather(
             rows = torch.empty(world_size, metrics.numel()) if rank == 0 else None
             dtcomm.gather(metrics, rows, dst=0)
     """
+    warm = None
+    if seed is None and residual is None:
+        warm = ("gather", group, tensor, gather_list, dst, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
     require_contiguous(tensor, "tensor")
@@ -319,7 +337,8 @@ def gather(
     if residual is not None:
         require_residual(residual, tensor, "residual")
     outputs = [] if gather_list is None else _as_list(gather_list)
-    work = start(communicator, plan, [Buffers(tensor, output, residual)], outputs, seed, async_op)
+    buffers = [Buffers(tensor, output, residual)]
+    work = start(communicator, plan, buffers, outputs, seed, async_op, warm=warm)
     if output is None or output is gather_list:
         return work
 
@@ -405,6 +424,11 @@ def scatter(
             batches = torch.randn(world_size, 32, 784) if rank == 0 else None
             dtcomm.scatter(batch, batches, src=0)
     """
+    warm = None
+    if seed is None and residual is None:
+        warm = ("scatter", group, scatter_list, tensor, src, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
     require_contiguous(tensor, "tensor")
@@ -449,7 +473,8 @@ def scatter(
         if source is None:
             raise ValueError("residual: only the source of a scatter encodes anything; pass None elsewhere")
         require_residual(residual, source, "residual")
-    return start(communicator, plan, [Buffers(source, tensor, residual)], [tensor], seed, async_op)
+    buffers = [Buffers(source, tensor, residual)]
+    return start(communicator, plan, buffers, [tensor], seed, async_op, warm=warm)
 
 
 def _is_root(communicator: Communicator, root: int, shards: Shards | None, argument: str, role: str) -> bool:

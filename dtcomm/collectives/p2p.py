@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from dtcomm.collectives._arguments import (
     require_tensor,
 )
 from dtcomm.collectives._dispatch import NamedSchedule, make_plan, start
+from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.types import Buffers
@@ -160,6 +161,11 @@ def _message(
     residual: Tensor | None,
     checksum: bool | None,
 ) -> Work | None:
+    warm = None
+    if seed is None and residual is None:
+        warm = ("send" if sends else "recv", group, tensor, tensor, peer, codec, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     require_tensor(tensor, "tensor")
     memory = in_memory(tensor, "tensor")
     require_dtype("sum", tensor.dtype, codecs.codec(codec))
@@ -171,7 +177,7 @@ def _message(
     device = None if tensor.is_cpu else tensor.device
     communicator = get_communicator_of_pair(group, peer, argument, sends, device=device)
     buffers = [Buffers(memory if sends else None, None if sends else memory, residual)]
-    return _start_message(communicator, buffers, [tensor], sends, codec, seed, async_op, checksum)
+    return _start_message(communicator, buffers, [tensor], sends, codec, seed, async_op, checksum, warm)
 
 
 def post(communicator: Communicator, memory: Tensor, sends: bool) -> Work:
@@ -191,6 +197,7 @@ def _start_message(
     seed: int | None,
     asynchronous: bool,
     checksum: bool | None,
+    warm: tuple[Any, ...] | None = None,
 ) -> Work | None:
     tensor = outputs[0]
     root = communicator.rank if sends else 1 - communicator.rank
@@ -206,4 +213,4 @@ def _start_message(
             root=root,
             checksum=checksum,
         )
-    return start(communicator, plan, buffers, outputs, seed, asynchronous)
+    return start(communicator, plan, buffers, outputs, seed, asynchronous, warm=warm)

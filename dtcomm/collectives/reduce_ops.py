@@ -24,6 +24,7 @@ from dtcomm.collectives._arguments import (
 )
 from dtcomm.collectives._dispatch import make_plan, start
 from dtcomm.kernels.local_tasks import LocalTask
+from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
@@ -104,6 +105,11 @@ def all_reduce(
             residual = torch.zeros_like(gradient)  # kept from step to step
             dtcomm.all_reduce(gradient, "avg", codec="int8", residual=residual)
     """
+    warm = None
+    if seed is None and residual is None and epilogue is None and not audit:
+        warm = ("all_reduce", group, tensor, tensor, op, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     require_type(tensor, "tensor")
     communicator = get_communicator_for(group, tensor, "tensor")
     key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm, checksum, audit)
@@ -126,7 +132,9 @@ def all_reduce(
         tensor = in_memory(tensor, "tensor")
     if residual is not None:
         require_residual(residual, tensor, "residual", op)
-    return start(communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op, epilogue)
+    return start(
+        communicator, plan, [Buffers(tensor, tensor, residual)], [tensor], seed, async_op, epilogue, warm
+    )
 
 
 def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = None) -> bool:
@@ -227,6 +235,11 @@ def reduce(
 
             dtcomm.reduce(loss, dst=0)
     """
+    warm = None
+    if seed is None and residual is None:
+        warm = ("reduce", group, tensor, tensor, dst, op, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     require_type(tensor, "tensor")
     communicator = get_communicator_for(group, tensor, "tensor")
     key = ("reduce", tensor.numel(), tensor.dtype, dst, op, codec, algorithm, checksum)
@@ -248,7 +261,8 @@ def reduce(
     if residual is not None:
         require_residual(residual, tensor, "residual", op)
     output = tensor if communicator.ranks[communicator.rank] == dst else None
-    return start(communicator, plan, [Buffers(tensor, output, residual)], [tensor], seed, async_op)
+    buffers = [Buffers(tensor, output, residual)]
+    return start(communicator, plan, buffers, [tensor], seed, async_op, warm=warm)
 
 
 @overload
@@ -314,6 +328,11 @@ def reduce_scatter(
             shard = torch.empty(gradient.numel() // world_size)
             dtcomm.reduce_scatter(shard, gradient, "avg", codec="int8")
     """
+    warm = None
+    if seed is None and residual is None:
+        warm = ("reduce_scatter", group, input, output, op, codec, algorithm, checksum)
+        if started := warm_calls.start(warm, async_op):
+            return started if async_op else None
     communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "input", communicator.size)
     require_no_overlap(input, output, output.numel() * communicator.rank, "output", "input")
@@ -331,4 +350,5 @@ def reduce_scatter(
         )
     if residual is not None:
         require_residual(residual, input, "residual", op)
-    return start(communicator, plan, [Buffers(input, output, residual)], [output], seed, async_op)
+    buffers = [Buffers(input, output, residual)]
+    return start(communicator, plan, buffers, [output], seed, async_op, warm=warm)

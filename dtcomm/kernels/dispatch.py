@@ -209,6 +209,7 @@ def _installed(name: str) -> bool:
 
 def _update_engine() -> None:
     name = current()
+    _C.set_kernel_forced(bool(_forced))
     _C.set_engine_kernels(name if name in _ON_CPU else _BEST)
 
 
@@ -219,4 +220,6 @@ _INSTALL = {
 _NATIVE = tuple(name for name, supported in _C.kernels() if supported)
 _ON_CPU = (*_NATIVE, REFERENCE)
 _BEST = _NATIVE[0]
+# Since torch 2.10. Without these functions C code cannot read tensors, and no call takes the short way of repeats.
+_C.initialize_tensor_reader(torch.Tensor, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 _update_engine()  # raises for a wrong DTCOMM_KERNEL now, before any rank depends on it

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 import torch
 
+from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.codecs.base import FLOAT_TYPES
+from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.kernels import checks, cpu, dispatch, lossless, python_codec, reference
 from dtcomm.kernels.types import Combine
 
 # What depends only on a codec, a size and a type: parsing a spec takes longer than encoding a kilobyte.
 _formats: dict[tuple[Codec | str, int, torch.dtype], tuple[Codec, int]] = {}
 _MOST_FORMATS = 4096
+_MOST_WARM_BYTES = 1 << 20  # of a tensor: above, checks take no time beside the kernel
 
 
 def encode(
@@ -31,6 +33,10 @@ def encode(
     decoded: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.encode`."""
+    plain = residual is None and decoded is None
+    if plain and out is not None and _C.encode_warm(codec, x, key, offset, out):
+        return out
+    given = codec
     x = checks.tensor("x", x)
     numel, dtype = x.numel(), x.dtype
     codec, payload_bytes = _format(codec, "x", numel, dtype)
@@ -49,6 +55,8 @@ def encode(
         out=None if decoded is None else checks.floats("decoded", decoded, numel, dtype, like=x),
     )
     _run(call, "x", x)
+    if plain:
+        _keep(given, codec, x, payload)
     return payload
 
 
@@ -60,6 +68,9 @@ def decode(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.decode`."""
+    if out is not None and _C.decode_warm(codec, payload, numel, dtype, out):
+        return out
+    given = codec
     numel = checks.count("numel", numel)
     codec, payload_bytes = _format(codec, "dtype", numel, dtype)
     if codec.variable_length:
@@ -73,6 +84,7 @@ def decode(
     if numel == 0:
         return out
     run_decode(dispatch.kernel_for(codec, "payload", payload), codec, payload, numel, dtype, out)
+    _keep(given, codec, out, payload)
     return out
 
 
@@ -225,6 +237,16 @@ def _format(codec: Codec | str, argument: str, numel: int, dtype: torch.dtype) -
             _formats.clear()
         _formats[codec, numel, dtype] = known
     return known
+
+
+def _keep(given: Codec | str, codec: Codec, tensor: torch.Tensor, payload: torch.Tensor) -> None:
+    """Let the native module run later calls of this kind without the checks that have passed.
+
+    Not for large tensors, which are written around the cache, and not where payloads have to be validated.
+    """
+    small = tensor.numel() * tensor.itemsize < _MOST_WARM_BYTES
+    if tensor.is_cpu and small and not codec.in_python and not codec.stores_positions:
+        _C.keep_format(given, codec.native_bytes, tensor, ELEMENT_TYPES[tensor.dtype], payload)
 
 
 def _run(call: Combine, name: str, first: torch.Tensor) -> None:

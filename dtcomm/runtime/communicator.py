@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm import env
+from dtcomm import _C, env
 from dtcomm.device.streams import HostStreams, streams_of
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
@@ -44,6 +44,7 @@ class Communicator:
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought; empty if there is none.
         device: The device of the tensors; None is the CPU.
         plans: Prepared plans by the arguments of a call. ``dtcomm.collectives`` fills it.
+        counter: Counts the calls.
 
     Args:
         group: The process group.
@@ -71,7 +72,7 @@ class Communicator:
         self.global_rank = self.ranks[self.rank]
         self.names = [f"rank {rank}" for rank in self.ranks]
         self.checksum = env.get("DTCOMM_CHECKSUM") == "1"
-        self.calls = 0
+        self.counter = _C.CallCounter()
         self.plans = PlanCache()
         self.runtime: Runtime = SingleRankRuntime()
         self.runtime_reason = "one rank: nothing to move"
@@ -143,6 +144,11 @@ class Communicator:
         self.plans, self.connection = self.connection.plans, None
 
     @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self.counter.value
+
+    @property
     def hosts(self) -> int:
         """The number of hosts that the ranks are on."""
         return len(self.groups)
@@ -153,8 +159,8 @@ class Communicator:
 
     def next_seed(self, seed: int | None) -> int:
         """The seed of a call: the caller's, or else the number of the call."""
-        self.calls += 1
-        return self.calls if seed is None else seed & (2**64 - 1)
+        number = self.counter.next()
+        return number if seed is None else seed & (2**64 - 1)
 
     def scratch(self, size: int) -> torch.Tensor:
         """At least `size` bytes that a call may use from its first operation to its last: calls run in issue order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from dtcomm.runtime import warm_calls
 from dtcomm.runtime.types import Plan
 
 # A program whose sizes always change makes a plan for every call, which must not take memory without end.
@@ -35,6 +36,7 @@ class PlanCache(dict[Hashable, Plan]):
 
     def clear(self) -> None:
         """Drop all plans."""
+        warm_calls.forget()
         super().clear()
         self._bytes_of.clear()
         self.table_bytes = 0

@@ -12,7 +12,7 @@ import torch
 from dtcomm import _C, env, torch_threads
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import flight_recorder
+from dtcomm.runtime import flight_recorder, warm_calls
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
 from dtcomm.runtime.native import copy_policy
@@ -145,6 +145,7 @@ class NativeRuntime:
 
             if self.codec_thread is None:
                 self.codec_thread = OrderedThread("dtcomm-python-codecs")
+                warm_calls.forget()  # from now on native operations may have to queue behind the thread
             return PythonCodecOperation(self, self.codec_thread, spec, schedule, self.rank)
         return self.prepare_native(spec, schedule)
 
@@ -175,6 +176,12 @@ class NativeRuntime:
             self._failure = error
         self.record_failure(error)
         self.native.close()
+
+    def call_failed(self, error: BaseException) -> None:
+        """Prepare for the error of a call to be raised."""
+        if isinstance(error, DtcommError):
+            torch_threads.hold_at_exit()
+            self.record_failure(error)
 
     def record_failure(self, error: DtcommError) -> None:
         """Write the flight record once: the communicator raises the same error from then on."""
@@ -269,37 +276,44 @@ class NativeOperation:
                 return self._native.run(self._plan, *buffers[0].pointers(), seed)
             return self._native.run_all(self._plan, [part.pointers() for part in buffers], seed)
         except DtcommError as error:
-            torch_threads.hold_at_exit()
-            self._runtime.record_failure(error)
+            self._runtime.call_failed(error)
             raise
 
+    def native(self) -> tuple[_C.NativeCommunicator, _C.NativePlan, Callable[[DtcommError], None]] | None:
+        """Return what runs the operation, and what to call with its error.
+
+        None if its calls may have to queue behind the thread of codecs in Python.
+        """
+        if self._runtime.codec_thread is not None:
+            return None
+        return self._native, self._plan, self._runtime.call_failed
+
     def bind(
-        self, buffers: Buffers, outputs: Sequence[torch.Tensor]
-    ) -> tuple[Callable[[int], int], Callable[[int], Work]]:
-        """Return ``run`` and ``submit`` for tensors that stay the same: functions of the seed.
+        self, buffers: Buffers, outputs: Sequence[torch.Tensor], calls: _C.CallCounter
+    ) -> tuple[Callable[[], int], Callable[[], Work]]:
+        """Return ``run`` and ``submit`` for tensors that stay the same. ``calls`` counts them and gives their seeds.
 
         They hold the tensors' addresses; the caller keeps the tensors.
         """
-        bound = _C.NativeBoundCall(self._native, self._plan, *buffers.pointers())
+        bound = _C.NativeBoundCall(self._native, self._plan, calls, *buffers.pointers())
         run_bound, runtime = bound.run, self._runtime
 
-        def run(seed: int) -> int:
+        def run() -> int:
             thread = runtime.codec_thread
             if thread is not None and thread.busy:
                 thread.drain()
             try:
-                return run_bound(seed)
+                return run_bound()
             except DtcommError as error:
-                torch_threads.hold_at_exit()
-                runtime.record_failure(error)
+                runtime.call_failed(error)
                 raise
 
-        def submit(seed: int) -> Work:
+        def submit() -> Work:
             thread = runtime.codec_thread
             if thread is not None and thread.busy:
-                return self.submit([buffers], outputs, seed)
+                return self.submit([buffers], outputs, calls.next())
             try:
-                return NativeWork(bound.submit(seed), buffers, outputs, runtime.record_failure)
+                return NativeWork(bound.submit(), buffers, outputs, runtime.record_failure)
             except DtcommError as error:
                 runtime.record_failure(error)
                 raise

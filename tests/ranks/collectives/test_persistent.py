@@ -66,6 +66,61 @@ def test_the_bytes_of_calls_over_a_process_group() -> None:
     run_ranks(compare_with_calls, 2, 1000, env={"DTCOMM_RUNTIME": "process_group"})
 
 
+def compare_others_with_calls(rank: int, ranks: int) -> None:
+    """The other collectives: each on two groups, with the same calls."""
+    shard = 24
+    for codec in ("none", "int4:round=stochastic"):
+        called, persistent = (dist.new_group() for _ in range(2))
+        whole, part = torch.empty(ranks * shard), torch.empty(shard)
+        results = [(torch.zeros(ranks * shard), torch.zeros(shard)) for _ in range(2)]
+        exchanged = torch.empty(ranks * shard)
+        options: dict[str, Any] = {"codec": codec, "group": persistent}
+        operations = [
+            dtcomm.reduce_scatter_init(results[1][1], whole, "avg", **options),
+            dtcomm.all_gather_init(results[1][0], part, **options),
+            dtcomm.all_to_all_init(exchanged, whole, **options),
+            dtcomm.broadcast_init(part, ranks - 1, **options),
+        ]
+        for run in range(RUNS):
+            whole.copy_(inputs(rank, run, ranks * shard))
+            part.copy_(whole[:shard])
+            for operation in operations:
+                if run % 2:
+                    operation.start()
+                    operation.wait()
+                else:
+                    operation()
+            options = {"codec": codec, "group": called}
+            result = torch.empty(ranks * shard)
+            dtcomm.reduce_scatter(results[0][1], whole, "avg", **options)
+            own = whole[:shard].clone()
+            dtcomm.all_gather(results[0][0], own, **options)
+            dtcomm.all_to_all(result, whole, **options)
+            dtcomm.broadcast(own, ranks - 1, **options)
+            assert torch.equal(results[0][1], results[1][1]), (codec, run)
+            assert torch.equal(results[0][0], results[1][0]), (codec, run)
+            assert torch.equal(result, exchanged), (codec, run)
+            assert torch.equal(own, part), (codec, run)
+        whole.set_(torch.empty(ranks * shard))
+        with pytest.raises(RuntimeError, match="its memory has changed"):
+            operations[0]()
+        for group in (called, persistent):
+            dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="expected world size x output"):
+        dtcomm.reduce_scatter_init(part, part)
+    with pytest.raises(ValueError, match="expected world size x input"):
+        dtcomm.all_gather_init(part, part)
+    with pytest.raises(ValueError, match="output: overlaps the memory of input"):
+        dtcomm.all_to_all_init(part, part)
+    with pytest.raises(ValueError, match="src: rank 7 is not in the group"):
+        dtcomm.broadcast_init(part, 7)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_bytes_of_other_calls(ranks: int) -> None:
+    run_ranks(compare_others_with_calls, ranks)
+
+
 def run_many(rank: int, ranks: int) -> None:
     """Operations that are started together run in the order of their start, among others."""
     tensors = [torch.empty(50_000) for _ in range(3)]

@@ -1,0 +1,228 @@
+"""Calls that repeat earlier ones take the short way, with the results, checks and errors of the long way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtcomm
+from dtcomm.errors import CollectiveMismatch, PeerLost
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.runtime import warm_calls
+from dtcomm.runtime.communicator import Communicator
+
+RUNS = 5
+NUMEL = 96  # divisible by 2 and 3
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="this torch has no C functions that read tensors (torch 2.10 or newer has)",
+)
+
+Call = Callable[..., Any]
+
+
+def calls(rank: int, ranks: int) -> dict[str, tuple[Call, int, int]]:
+    """Each collective as a function of (input, output), with the elements of its input and output on this rank."""
+    root, shard = ranks - 1, NUMEL // ranks
+    only_root = NUMEL if rank == root else 0
+    return {
+        "all_reduce": (lambda i, o, **k: dtcomm.all_reduce(o.copy_(i), **k), NUMEL, NUMEL),
+        "reduce": (lambda i, o, **k: dtcomm.reduce(o.copy_(i), root, **k), NUMEL, NUMEL),
+        "broadcast": (lambda i, o, **k: dtcomm.broadcast(o.copy_(i), root, **k), NUMEL, NUMEL),
+        "reduce_scatter": (lambda i, o, **k: dtcomm.reduce_scatter(o, i, **k), NUMEL, shard),
+        "all_gather": (lambda i, o, **k: dtcomm.all_gather(o, i, **k), shard, NUMEL),
+        "all_to_all": (lambda i, o, **k: dtcomm.all_to_all(o, i, **k), NUMEL, NUMEL),
+        "gather": (
+            lambda i, o, **k: dtcomm.gather(i, o if rank == root else None, root, **k),
+            shard,
+            only_root,
+        ),
+        "scatter": (
+            lambda i, o, **k: dtcomm.scatter(o, i if rank == root else None, root, **k),
+            only_root,
+            shard,
+        ),
+        "send and recv": (lambda i, o, **k: message(rank, ranks, i, o, **k), NUMEL, NUMEL),
+    }
+
+
+def message(rank: int, ranks: int, x: torch.Tensor, y: torch.Tensor, **options: Any) -> Any:
+    """A message from the first rank to the last."""
+    if rank == 0:
+        return dtcomm.send(x, ranks - 1, **options)
+    if rank == ranks - 1:
+        options.pop("seed", None)
+        return dtcomm.recv(y, 0, **options)
+    return None
+
+
+def compare_with_seeds(rank: int, ranks: int, codec: str, async_op: bool) -> None:
+    """A call with a seed always takes the long way; the seed of a call is its number on its communicator."""
+    dtype = torch.int64 if codec == "none" and async_op else torch.float32
+    for name, (call, numel_in, numel_out) in calls(rank, ranks).items():
+        long, short = (dist.new_group() for _ in range(2))
+        for run in range(1, RUNS + 1):
+            generator = torch.Generator().manual_seed(100 * run + rank)
+            x = (torch.randn(numel_in, generator=generator) * 100).to(dtype)
+            expected, result = (torch.zeros(numel_out, dtype=dtype) for _ in range(2))
+            for output, options in ((expected, {"group": long, "seed": run}), (result, {"group": short})):
+                work = call(x, output, codec=codec, async_op=async_op, **options)
+                if work is not None:
+                    assert async_op
+                    work.wait()
+            assert torch.equal(result, expected), (name, run)
+        for group in (long, short):
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(("ranks", "codec"), [(2, "none"), (3, "int4:round=stochastic")])
+def test_results_are_those_of_the_long_way(ranks: int, codec: str, async_op: bool) -> None:
+    run_ranks(compare_with_seeds, ranks, codec, async_op)
+
+
+def count_long_calls(rank: int, ranks: int) -> None:
+    """Arguments are compared by value; what the long way has to look at takes it."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _count_long_calls(monkeypatch)
+
+
+def _count_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    long_calls = 0
+    next_seed = Communicator.next_seed
+
+    def counting(communicator: Communicator, seed: int | None) -> int:
+        nonlocal long_calls
+        long_calls += 1
+        return next_seed(communicator, seed)
+
+    monkeypatch.setattr(Communicator, "next_seed", counting)
+
+    def long_way(call: Call) -> bool:
+        before = long_calls
+        call()
+        return long_calls > before
+
+    x = torch.ones(8)
+    dtcomm.all_reduce(x, codec="int8")
+    dtcomm.all_reduce(x, codec="int8")
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8"))
+    assert not long_way(lambda: dtcomm.all_reduce(torch.ones(2, 4), codec="".join(["int", "8"])))
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8", group=dist.group.WORLD))
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8", async_op=True).wait())
+    assert long_way(lambda: dtcomm.all_reduce(torch.ones(9), codec="int8"))
+    assert long_way(lambda: dtcomm.all_reduce(x, codec="int4"))
+    assert long_way(lambda: dtcomm.all_reduce(x, "avg", codec="int8"))
+    assert long_way(lambda: dtcomm.all_reduce(x, codec="int8", residual=torch.zeros(8)))
+    assert long_way(lambda: dtcomm.all_reduce(torch.ones(4, 2).t(), codec="int8"))
+    assert long_way(lambda: dtcomm.all_reduce(torch.nn.Parameter(x), codec="int8"))
+    group = dist.new_group()
+    assert long_way(lambda: dtcomm.all_reduce(x, codec="int8", group=group))
+    dtcomm.all_reduce(x, codec="int8", group=group)
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8", group=group))
+    dtcomm.release(group)  # its communicator is gone; the next call makes another one
+    assert long_way(lambda: dtcomm.all_reduce(x, codec="int8", group=group))
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="group: this process group has been destroyed"):
+        dtcomm.all_reduce(x, codec="int8", group=group)
+
+
+def test_which_calls_take_the_short_way() -> None:
+    run_ranks(count_long_calls, 2)
+
+
+def refuse_overlaps(rank: int, ranks: int) -> None:
+    """Memory is looked at in every call: only this rank's shard of the whole may be shared."""
+    whole, shard = torch.ones(8), torch.ones(4)
+    for _ in range(3):
+        dtcomm.all_gather(whole, shard)
+        dtcomm.reduce_scatter(shard, whole)
+        dtcomm.all_to_all(torch.empty(8), whole)
+    whole[4 * rank : 4 * rank + 4] = rank + 1.0
+    dtcomm.all_gather(whole, whole[4 * rank : 4 * rank + 4])
+    assert whole.tolist() == [1.0] * 4 + [2.0] * 4
+    dtcomm.reduce_scatter(whole[4 * rank : 4 * rank + 4], whole)
+    assert whole[4 * rank] == 2 * (rank + 1)
+    other = 4 * (1 - rank)
+    with pytest.raises(ValueError, match="input: overlaps the memory of output"):
+        dtcomm.all_gather(whole, whole[other : other + 4])
+    with pytest.raises(ValueError, match="output: overlaps the memory of input"):
+        dtcomm.reduce_scatter(whole[2:6], whole)
+    with pytest.raises(ValueError, match="output: overlaps the memory of input"):
+        dtcomm.all_to_all(whole, whole)
+
+
+def test_overlapping_tensors_are_refused() -> None:
+    run_ranks(refuse_overlaps, 2)
+
+
+def differ(rank: int, ranks: int) -> None:
+    x, y = torch.ones(8), torch.ones(16)
+    for _ in range(3):
+        dtcomm.all_reduce(x)
+        dtcomm.all_gather(y, x)
+    with pytest.raises(CollectiveMismatch, match="all_gather"):
+        if rank == 0:
+            dtcomm.all_gather(y, x)
+        else:
+            dtcomm.all_reduce(x)
+    with pytest.raises(CollectiveMismatch):  # every later call raises the same
+        dtcomm.all_reduce(x)
+    assert dtcomm.flight_record()
+
+
+def test_a_mismatch_is_raised() -> None:
+    run_ranks(differ, 2)
+
+
+def lose(rank: int, ranks: int) -> None:
+    x = torch.ones(8)
+    for _ in range(3):
+        dtcomm.all_reduce(x)
+    if rank == 1:
+        dtcomm.release()
+        return
+    with pytest.raises(PeerLost):
+        dtcomm.all_reduce(x)
+
+
+def test_a_lost_peer_is_raised() -> None:
+    run_ranks(lose, 2)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float16).view(torch.uint8)
+
+
+def unscale(payload: torch.Tensor, numel: int) -> torch.Tensor:
+    return payload.view(torch.float16)[:numel].to(torch.float32)
+
+
+def queue_behind_python(rank: int, ranks: int) -> None:
+    """Operations with a codec in Python run on a thread; calls of the engine still come behind them."""
+    x = torch.ones(8)
+    for _ in range(3):
+        dtcomm.all_reduce(x.fill_(1.0))
+    codec = dtcomm.codecs.custom("test_warm_half", scale, unscale, lambda numel: 2 * numel)
+    for _ in range(3):
+        work = dtcomm.all_reduce(x.fill_(1.0), codec=codec, async_op=True)
+        dtcomm.all_reduce(x)
+        work.wait()
+        assert x.tolist() == [4.0] * 8
+
+
+def test_calls_behind_a_codec_in_python() -> None:
+    run_ranks(queue_behind_python, 2)
+
+
+def test_nothing_is_known_without_a_process_group() -> None:
+    x = torch.ones(4)
+    arguments = ("all_reduce", None, x, x, "sum", "none", "auto", None)
+    assert warm_calls.start(arguments, False) is False
+    with pytest.raises(TypeError, match="expected a tuple and a bool"):
+        warm_calls.start([], False)  # type: ignore[arg-type]
