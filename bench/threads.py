@@ -32,6 +32,7 @@ from bench.common.torch_rank import GlooRank, new_store_file
 CODECS = ("none", "bf16", "int8")
 EMPTY = "none, dtcomm.empty"
 REPETITIONS = 9
+CHECKED_BYTES = 16 << 20  # of the tensor whose result is compared between numbers of threads
 
 
 class ThreadsRank(GlooRank):
@@ -70,9 +71,9 @@ class ThreadsRank(GlooRank):
             self._call(tensor, codec, count)
         return (time.perf_counter() - begin) / calls
 
-    def digest(self, codec: str, nbytes: int, count: int) -> str:
+    def digest(self, codec: str, count: int) -> str:
         """Return the checksum of a result on ``count`` threads."""
-        tensor = self._tensor(codec, nbytes)
+        tensor = self._tensor(codec, CHECKED_BYTES)
         tensor.copy_(torch.randn(tensor.numel(), generator=torch.Generator().manual_seed(self.rank)))
         self._call(tensor, codec, count)
         return hashlib.sha256(tensor.numpy()).hexdigest()
@@ -92,19 +93,22 @@ class ThreadsRank(GlooRank):
 
 def compare(
     ranks: int, counts: list[int], sizes: list[int], codecs: list[str], budget: Budget, repetitions: int
-) -> list[dict[str, Any]]:
-    """Measure every codec and size on every number of threads."""
+) -> dict[str, Any]:
+    """Compare the bits of every codec, and measure every codec and size, on every number of threads."""
     rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
     names = [name for codec in codecs for name in ((codec, EMPTY) if codec == "none" else (codec,))]
     with Pool(ThreadsRank, ranks, store_file=new_store_file(), counts=counts) as pool:
+        for name in names:
+            digests = {count: pool.call("digest", codec=name, count=count) for count in counts}
+            wrong += [
+                f"{name} on {count} threads" for count in counts if digests[count] != digests[counts[0]]
+            ]
         for nbytes in sizes:
+            if not budget.allows(output.size_name(nbytes)):
+                break
             contestants = [(name, count) for name in names for count in counts]
             row: dict[str, Any] = {"bytes": nbytes, "ranks": ranks, "load": machine.load()}
-            wrong = []
-            for name in names:
-                digests = [pool.call("digest", codec=name, nbytes=nbytes, count=count) for count in counts]
-                if any(digest != digests[0] for digest in digests):
-                    wrong.append(name)
             times: dict[tuple[str, int], list[float]] = {contestant: [] for contestant in contestants}
             longest = 0.0
             for repetition in range(repetitions):
@@ -118,21 +122,16 @@ def compare(
                     times[name, count].append(max(seconds))
                 longest = max(longest, time.monotonic() - begin)
             timings = {contestant: Timing.of(series) for contestant, series in times.items()}
-            row["wrong"] = wrong
             row["timings"] = [
                 {"codec": name, "threads": count, **timing.as_dict()}
                 for (name, count), timing in timings.items()
             ]
             rows.append(row)
             show(nbytes, names, counts, timings)
-            if wrong:
-                print(f"WRONG: the number of threads changes bits of {', '.join(wrong)}")
-    return rows
+    return {"wrong": wrong, "rows": rows}
 
 
-def show(
-    nbytes: int, names: list[str], counts: list[int], timings: dict[tuple[str, int], Timing]
-) -> None:
+def show(nbytes: int, names: list[str], counts: list[int], timings: dict[tuple[str, int], Timing]) -> None:
     """Print the times of a size, beside one thread, and beside no codec on as many threads."""
     columns = ["codec", "threads", "ms", "quartiles", "GB/s", f"vs {counts[0]} thread", "vs none"]
     lines = []
@@ -170,17 +169,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", type=output.parse_size, nargs="+", default=[64 << 20, 256 << 20])
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
-    parser.add_argument("--seconds", type=float, default=120, help="measurements that no longer fit are skipped")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="measurements that no longer fit are skipped"
+    )
     parser.add_argument("--json", type=Path, help="write the result to this file")
     options = parser.parse_args(argv)
     counts = options.threads or default_counts(options.ranks)
     description = machine.describe()
     print(f"{description['cpu']}, {description['cores']} cores, {options.ranks} ranks")
     budget = Budget(options.seconds)
-    rows = compare(options.ranks, counts, options.sizes, options.codecs, budget, options.repetitions)
+    result = compare(options.ranks, counts, options.sizes, options.codecs, budget, options.repetitions)
+    if result["wrong"]:
+        print(f"WRONG: other bits than on one thread: {', '.join(result['wrong'])}")
     if options.json:
-        output.write("threads", {"machine": description, "rows": rows, "cuts": budget.cuts}, options.json)
-    return 1 if any(row["wrong"] for row in rows) else 0
+        output.write("threads", {"machine": description, **result, "cuts": budget.cuts}, options.json)
+    return 1 if result["wrong"] else 0
 
 
 if __name__ == "__main__":

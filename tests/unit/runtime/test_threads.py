@@ -54,9 +54,7 @@ def run_case(
     if between is not None:
         parts = tuple(part._replace(between=codec(between)) for part in parts)
     shape = case.shape._replace(parts=parts)
-    case.operations[:] = [
-        replace(operation, shape=shape, variants=variants) for operation in case.operations
-    ]
+    case.operations[:] = [replace(operation, shape=shape, variants=variants) for operation in case.operations]
     world = Simulation(ranks=3, seed=seed, slot_bytes=2 * PIECE)
     require_finished(run_simulated(world, calls_per_rank([case])), world)
     return case
@@ -155,9 +153,7 @@ def test_an_invalid_number_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, v
 
 
 def spec_of(nbytes: int, collective: str = "all_reduce", algorithm: str = "two_shot") -> OpSpec:
-    return OpSpec(
-        collective, "sum", (TensorSpec(nbytes // 4, torch.float32, codec("none")),), algorithm, 0
-    )
+    return OpSpec(collective, "sum", (TensorSpec(nbytes // 4, torch.float32, codec("none")),), algorithm, 0)
 
 
 def test_what_uses_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
