@@ -3,11 +3,11 @@
 python -m bench.threads [--ranks 2] [--threads 1 2 4] [--sizes 64M 256M] [--codecs none bf16 int8] [--seconds S]
 [--json FILE]
 
-The operation is an fp32 average in place, in ordinary memory and in `dtcomm.empty` (codec none). Every rank is bound to
-its share of the cores. Contestants take turns within every repetition; figures are medians of the slowest rank, with the
-quartiles. ``DTCOMM_TRIALS`` is off, so every number of threads works in the same way. The default numbers of threads go
-up to the cores of each rank; on more threads than that, they share cores. The exit status is 1 if a number of threads
-changes a bit of a result.
+The operation is an fp32 average in place, in ordinary memory and in `dtcomm.empty` (codec none). Every rank is bound
+to its share of the cores. Contestants take turns within every repetition; figures are medians of the slowest rank, with
+the quartiles and the best. ``DTCOMM_TRIALS`` is off, so every number of threads works in the same way; set
+``DTCOMM_STAGING`` to compare stores. The default numbers of threads go up to the cores of each rank; on more than that,
+threads share cores. The exit status is 1 if a number of threads changes a bit of a result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common import machine, output
+from bench.common import machine, native, output
 from bench.common.budget import Budget
 from bench.common.pool import Pool
 from bench.common.stats import Timing
@@ -108,7 +108,14 @@ def compare(
             if not budget.allows(output.size_name(nbytes)):
                 break
             contestants = [(name, count) for name in names for count in counts]
-            row: dict[str, Any] = {"bytes": nbytes, "ranks": ranks, "load": machine.load()}
+            round_trip = native.round_trip_ns()
+            row: dict[str, Any] = {
+                "bytes": nbytes,
+                "ranks": ranks,
+                "load": machine.load(),
+                "round_trip_ns": round_trip,
+                "placement": machine.placement(round_trip),
+            }
             times: dict[tuple[str, int], list[float]] = {contestant: [] for contestant in contestants}
             longest = 0.0
             for repetition in range(repetitions):
@@ -127,13 +134,13 @@ def compare(
                 for (name, count), timing in timings.items()
             ]
             rows.append(row)
-            show(nbytes, names, counts, timings)
+            show(f"all_reduce of {output.size_name(nbytes)}, {row['placement']}", names, counts, timings)
     return {"wrong": wrong, "rows": rows}
 
 
-def show(nbytes: int, names: list[str], counts: list[int], timings: dict[tuple[str, int], Timing]) -> None:
+def show(title: str, names: list[str], counts: list[int], timings: dict[tuple[str, int], Timing]) -> None:
     """Print the times of a size, beside one thread, and beside no codec on as many threads."""
-    columns = ["codec", "threads", "ms", "quartiles", "GB/s", f"vs {counts[0]} thread", "vs none"]
+    columns = ["codec", "threads", "ms", "quartiles", "best", f"vs {counts[0]} thread", "vs none"]
     lines = []
     for name in names:
         for count in counts:
@@ -145,12 +152,12 @@ def show(nbytes: int, names: list[str], counts: list[int], timings: dict[tuple[s
                     str(count),
                     f"{timing.median * 1e3:.2f}",
                     f"{timing.low * 1e3:.2f} to {timing.high * 1e3:.2f}",
-                    f"{nbytes / timing.median / 1e9:.1f}",
+                    f"{timing.best * 1e3:.2f}",
                     f"{timings[name, counts[0]].median / timing.median:.2f}x",
                     "-" if plain is None else f"{plain.median / timing.median:.2f}x",
                 ]
             )
-    output.table(f"all_reduce of {output.size_name(nbytes)}", columns, lines)
+    output.table(title, columns, lines)
 
 
 def default_counts(ranks: int) -> list[int]:
