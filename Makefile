@@ -217,9 +217,11 @@ GPU_BUILT = @mkdir -p $(GPU_OUT); began=$$(date +%s); left() { echo $$(($(GPU_SE
 gpu-check:  ## the tests that need a CUDA device, with _cuda built for it; also under compute-sanitizer
 	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_check --seconds $$(left) --out $(GPU_OUT) $(ARGS)
 
-# The second program gets two fifths of the time that the build leaves.
-gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory floor and torch's
+# A fifth of the time that the build leaves is for the threads of CPU ranks, which a GPU host has the cores for; of the
+# rest, the last program gets two fifths.
+gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory floor and torch's, threads of CPU ranks
 	$(GPU_BUILT) && \
+	{ test "$$(nproc)" -le 2 || $(GPU_PY) -m bench.threads --seconds $$(($$(left) / 5)) --json $(GPU_OUT)/threads.json; } && \
 	$(GPU_PY) -m bench.gpu_fused --seconds $$(($$(left) * 3 / 5)) --json $(GPU_OUT)/gpu_fused.json $(ARGS) && \
 	$(GPU_PY) -m bench.gpu_kernels --seconds $$(left) --json $(GPU_OUT)/gpu_kernels.json
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+MAX_THREADS = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
@@ -43,6 +45,13 @@ def _ports(text: str) -> range:
     if not 1 <= first <= last <= 65535:
         raise ValueError("expected a port or a range of ports from 1 to 65535, such as 20000-20100")
     return range(first, last + 1)
+
+
+def _threads(text: str) -> int:
+    """The number of threads."""
+    if not text.isdecimal() or int(text) > MAX_THREADS:
+        raise ValueError(f"expected a whole number from 0 to {MAX_THREADS}")
+    return int(text)
 
 
 VARIABLES: dict[str, Variable] = {
@@ -128,6 +137,14 @@ VARIABLES: dict[str, Variable] = {
         meaning="Size of a pipelined piece in KiB. 0: chosen by the size of the message and by trials",
         shared=True,
         number=True,
+    ),
+    "DTCOMM_THREADS": Variable(
+        default="0",
+        meaning="Threads with which a rank of the native engine encodes, sums, decodes and copies tensors of 128 KiB"
+        " and more, 1 to 256. 0: as many as the host has cores for each of its ranks, or one where trials show that"
+        " it takes less time",
+        shared=True,
+        check=_threads,
     ),
     "DTCOMM_SPINS": Variable(
         default="0",

@@ -1,11 +1,17 @@
 #include "engine/execution_mode.h"
 
 #include "codec/counter_rng.h"
+#include "engine/parallel_kernels.h"
 
 namespace dtcomm {
 
 ExecutionMode::ExecutionMode(OperationState& state)
-    : state_(state), transport_(state.transport), call_(state.call), plan_(state.plan()), program_(state.program()) {
+    : state_(state),
+      transport_(state.transport),
+      call_(state.call),
+      plan_(state.plan()),
+      program_(state.program()),
+      threads_(plan_.threads()) {
   payloads_.reserve(static_cast<std::size_t>(transport_.ranks));
 }
 
@@ -34,17 +40,18 @@ Combine ExecutionMode::combine_arguments(const Instruction& instruction, const S
   return combine;
 }
 
-void ExecutionMode::write_output(const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype,
-                                 std::uint8_t* out) const {
+void ExecutionMode::write_output(int threads, const Instruction& instruction, const std::uint8_t* in, std::size_t numel,
+                                 DType dtype, std::uint8_t* out) const {
   if (out == in) return;
-  call_.kernels->decode(Codec{}, in, numel, dtype, out, dtype, plan_.streams_output(instruction.chunk));
+  parallel_decode(threads, *call_.kernels, Codec{}, in, numel, dtype, out, dtype,
+                  plan_.streams_output(instruction.chunk));
 }
 
-void ExecutionMode::copy_slice(const Instruction& instruction, const Slice& slice) const {
+void ExecutionMode::copy_slice(int threads, const Instruction& instruction, const Slice& slice) const {
   const TensorPointers& tensors = call_.tensors[slice.segment];
   if (!tensors.out) return;
   const DType dtype = plan_.segments()[slice.segment].dtype;
-  write_output(instruction, tensors.in + slice.in_offset * size_of(dtype), slice.numel, dtype,
+  write_output(threads, instruction, tensors.in + slice.in_offset * size_of(dtype), slice.numel, dtype,
                tensors.out + slice.out_offset * size_of(dtype));
 }
 

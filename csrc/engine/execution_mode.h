@@ -67,10 +67,10 @@ class ExecutionMode {
   // The arguments that every encoding and sum of a slice has in common.
   Combine combine_arguments(const Instruction& instruction, const Slice& slice) const;
   // Writes elements to the output as they are.
-  void write_output(const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype,
+  void write_output(int threads, const Instruction& instruction, const std::uint8_t* in, std::size_t numel, DType dtype,
                     std::uint8_t* out) const;
   // Op::copy for one slice.
-  void copy_slice(const Instruction& instruction, const Slice& slice) const;
+  void copy_slice(int threads, const Instruction& instruction, const Slice& slice) const;
 
   OperationState& state_;
   // Shorthands for the state's members.
@@ -78,6 +78,7 @@ class ExecutionMode {
   const Call& call_;
   const Plan& plan_;
   const Program& program_;
+  const int threads_;                          // that this rank uses
   std::vector<const std::uint8_t*> payloads_;  // of the sum at hand
 };
 

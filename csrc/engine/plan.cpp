@@ -10,10 +10,10 @@
 namespace dtcomm {
 namespace {
 
-constexpr std::size_t kLargeBytes = 16 * 1024 * 1024;  // as pieces are at most 512 KiB, these are 32 of them
+constexpr std::size_t kLargePieces = 32;           // of an operation that is large: more than there are slots
+constexpr std::size_t kLargestPiece = 512 * 1024;  // at least so many bytes count as a piece
 
 }  // namespace
-namespace {}  // namespace
 
 std::size_t Segment::granule() const { return std::lcm(granule_elements(codec), granule_elements(between)); }
 
@@ -44,7 +44,9 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   const std::vector<std::size_t>& splits = options_.splits;
   fingerprint_ = hash_bytes(fingerprint_, splits.data(), splits.size() * sizeof(std::size_t));
   const VariantSpace& space = options_.space;
-  options_.space.large = input_bytes_ >= kLargeBytes;
+  std::size_t largest_piece = kLargestPiece;
+  for (const std::size_t bytes : space.piece_bytes) largest_piece = std::max(largest_piece, bytes);
+  options_.space.large = input_bytes_ >= kLargePieces * largest_piece;
   options_.space.set_key();
   if (!space.size_class.empty()) fingerprint_ = mix64(fingerprint_, space.key());
   if (segments_.empty()) {
@@ -73,6 +75,7 @@ Status Plan::validate(const PlanOptions& options) const {
       return Status::error("single_copy: every receiver must get its data from the rank that owns it");
     }
   }
+  if (options.threads < 1) return Status::error("threads: at least 1");
   const VariantSpace& space = options.space;
   if (!space.size_class.empty() && (space.piece_bytes.empty() || space.piece_bytes.size() > VariantSpace::kPieceSizes ||
                                     space.initial >> VariantSpace::kPieceShift >= space.piece_bytes.size())) {

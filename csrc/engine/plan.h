@@ -55,13 +55,15 @@ struct Variant {
   bool stream_payload = false;           // payloads are written with non-temporal stores
   bool stream_output = false;            // so are outputs, where nothing was read there just before
   bool alternative = false;              // it runs the alternative program
+  bool parallel = false;                 // it uses PlanOptions::threads threads, not one
 };
 
 // The variants that a Tuner tries of a plan. Variants are numbered: bit 0 is single_copy, bit 1 stream_payload, bit 2
-// stream_output, bit 3 alternative, and the others are an index into piece_bytes.
+// stream_output, bit 3 alternative, bit 4 parallel, and the others are an index into piece_bytes.
 struct VariantSpace {
   static constexpr std::size_t kPieceSizes = 8;
-  static constexpr unsigned kSingleCopy = 1, kStreamPayload = 2, kStreamOutput = 4, kAlternative = 8, kPieceShift = 4;
+  static constexpr unsigned kSingleCopy = 1, kStreamPayload = 2, kStreamOutput = 4, kAlternative = 8, kParallel = 16,
+                            kPieceShift = 5;
 
   std::string size_class;  // what such operations have in common, for people; empty: nothing is tried
   std::vector<std::size_t> piece_bytes;
@@ -74,8 +76,8 @@ struct VariantSpace {
   void set_key();
 
   Variant at(unsigned variant) const {
-    return {piece_bytes[variant >> kPieceShift], (variant & kSingleCopy) != 0, (variant & kStreamPayload) != 0,
-            (variant & kStreamOutput) != 0, (variant & kAlternative) != 0};
+    return {piece_bytes[variant >> kPieceShift], (variant & kSingleCopy) != 0,  (variant & kStreamPayload) != 0,
+            (variant & kStreamOutput) != 0,      (variant & kAlternative) != 0, (variant & kParallel) != 0};
   }
 
  private:
@@ -85,6 +87,7 @@ struct VariantSpace {
 struct PlanOptions {
   Variant variant;
   VariantSpace space;
+  int threads = 1;                      // of this rank, if the variant is parallel; ranks may differ
   std::size_t slot_bytes = 512 * 1024;  // for a rank's boxes of one piece
   bool zero_copy = false;               // peers may read and write tensors that lie in shared memory
   // A program with the same results that may take less time, or null, and whether it may run by zero copy.
@@ -121,6 +124,8 @@ class Plan {
   bool may_zero_copy() const { return options_.zero_copy || options_.alternative_zero_copy || may_single_copy(); }
   bool may_single_copy() const { return single_copy() || (options_.space.tried & VariantSpace::kSingleCopy) != 0; }
   bool checksum() const { return options_.checksum; }
+  // The threads of this rank that work on the operation.
+  int threads() const { return options_.variant.parallel ? options_.threads : 1; }
   bool streams_payload() const { return options_.variant.stream_payload; }
   const VariantSpace& space() const { return options_.space; }
   // This plan with another variant of its space; null if that is its own. For a trial, the plans of other variants are

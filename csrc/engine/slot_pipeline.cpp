@@ -6,6 +6,7 @@
 #include <string>
 
 #include "engine/crc32c.h"
+#include "engine/parallel_kernels.h"
 
 namespace dtcomm {
 namespace {
@@ -210,7 +211,7 @@ void SlotPipeline::encode(std::size_t piece, const Instruction& instruction) {
     Combine combine = combine_arguments(instruction, *slice);
     combine.local = call_.tensors[slice->segment].in + slice->in_offset * size_of(segment.dtype);
     combine.payload_out = box(piece, transport_.rank, instruction.box) + slice->at(instruction.level).offset;
-    call_.kernels->combine(segment.at(instruction.level), combine);
+    parallel_combine(threads_, *call_.kernels, segment.at(instruction.level), combine);
     if (instruction.output) apply_epilogue(*slice);
   }
 }
@@ -251,7 +252,7 @@ void SlotPipeline::reduce(std::size_t piece, const Instruction& instruction) {
       combine.payload_out = box(piece, transport_.rank, instruction.box) + slice->at(instruction.level).offset;
       combine.stream_out = combine.stream_payload;  // a pass uses one kind of store
     }
-    call_.kernels->combine(codec, combine);
+    parallel_combine(threads_, *call_.kernels, codec, combine);
     if (instruction.output) apply_epilogue(*slice);
   }
 }
@@ -268,15 +269,15 @@ void SlotPipeline::sum_mixed_codecs(const Instruction& instruction, const Slice&
       decoded_terms_.data() + (kCacheLine - reinterpret_cast<std::uintptr_t>(decoded_terms_.data()) % kCacheLine);
   for (std::size_t i = 0; i < count; ++i) {
     std::uint8_t* const term = terms + i * stride;
-    call_.kernels->decode(segment.at(instruction.inputs[i].level), payloads_[i], slice.numel, segment.dtype, term,
-                          sum_dtype, false);
+    parallel_decode(threads_, *call_.kernels, segment.at(instruction.inputs[i].level), payloads_[i], slice.numel,
+                    segment.dtype, term, sum_dtype, false);
     payloads_[i] = term;
   }
   Combine sum = combine;
   if (combine.local && combine.local_dtype != sum_dtype) {
     std::uint8_t* const local = terms + (count + 1) * stride;
-    call_.kernels->decode(Codec{}, static_cast<const std::uint8_t*>(combine.local), slice.numel, combine.local_dtype,
-                          local, sum_dtype, false);
+    parallel_decode(threads_, *call_.kernels, Codec{}, static_cast<const std::uint8_t*>(combine.local), slice.numel,
+                    combine.local_dtype, local, sum_dtype, false);
     sum.local = local;
     sum.local_dtype = sum_dtype;
   }
@@ -288,7 +289,7 @@ void SlotPipeline::sum_mixed_codecs(const Instruction& instruction, const Slice&
   // The residual is read and written with the encoding if its error is the new residual, and with the sum otherwise.
   const bool residual_with_encoding = instruction.writes_residual && instruction.box >= 0;
   if (residual_with_encoding) sum.residual_in = sum.residual_out = nullptr;
-  call_.kernels->combine(Codec{}, sum);
+  parallel_combine(threads_, *call_.kernels, Codec{}, sum);
   combine.payloads = nullptr;
   combine.count = 0;
   combine.position = 0;
@@ -305,21 +306,22 @@ void SlotPipeline::decode(std::size_t piece, const Instruction& instruction) {
     if (!out) continue;
     out += slice->out_offset * size_of(segment.dtype);
     const std::uint8_t* payload = box(piece, instruction.peer, instruction.box) + slice->at(instruction.level).offset;
-    call_.kernels->decode(segment.at(instruction.level), payload, slice->numel, segment.dtype, out, segment.dtype,
-                          plan_.streams_output(instruction.chunk));
+    parallel_decode(threads_, *call_.kernels, segment.at(instruction.level), payload, slice->numel, segment.dtype, out,
+                    segment.dtype, plan_.streams_output(instruction.chunk));
     apply_epilogue(*slice);
   }
 }
 
 void SlotPipeline::forward(std::size_t piece, const Instruction& instruction) {
-  std::memcpy(box(piece, transport_.rank, instruction.box), box(piece, instruction.peer, instruction.source),
-              plan_.payload_bytes(piece, instruction.chunk, instruction.level));
+  parallel_copy(threads_, box(piece, transport_.rank, instruction.box),
+                box(piece, instruction.peer, instruction.source),
+                plan_.payload_bytes(piece, instruction.chunk, instruction.level));
 }
 
 void SlotPipeline::copy(std::size_t piece, const Instruction& instruction) {
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
-    copy_slice(instruction, *slice);
+    copy_slice(threads_, instruction, *slice);
     apply_epilogue(*slice);
   }
 }

@@ -41,8 +41,8 @@ double lower_quartile(std::vector<double>& values) {
 
 // The properties of which a stage tries all values together: the bits of a variant, or the piece size.
 constexpr unsigned kProperties[] = {
-    VariantSpace::kSingleCopy, VariantSpace::kAlternative | VariantSpace::kStreamPayload | VariantSpace::kStreamOutput,
-    0};
+    VariantSpace::kSingleCopy, VariantSpace::kParallel,
+    VariantSpace::kAlternative | VariantSpace::kStreamPayload | VariantSpace::kStreamOutput, 0};
 
 std::vector<unsigned> candidates_of(const VariantSpace& space, unsigned variant, unsigned property) {
   std::vector<unsigned> candidates{variant};

@@ -1,6 +1,6 @@
 // Chooses how operations are carried out by trying it: which stores write payloads and results, how large the pieces
-// are, which of two programs with the same results runs, whether receivers copy out of the sender's memory. Results do
-// not depend on it.
+// are, which of two programs with the same results runs, whether receivers copy out of the sender's memory, whether
+// ranks use one thread or several. Results do not depend on it.
 //
 // Operations of the same kind and about the same size form a size class. All ranks run the same operations in the same
 // order, so they count those of a class alike. Trials take place in stages. A stage tries the values of one property,

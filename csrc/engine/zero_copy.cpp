@@ -1,6 +1,8 @@
 #include "engine/zero_copy.h"
 
-#include <cstring>
+#include <algorithm>
+
+#include "engine/parallel_kernels.h"
 
 namespace dtcomm {
 
@@ -55,16 +57,19 @@ ZeroCopy::ZeroCopy(OperationState& state) : ExecutionMode(state) {
 Progress ZeroCopy::advance(int budget, bool /*ahead*/) {
   const std::size_t pieces = plan_.pieces();
   bool moved = false;
-  for (; next_piece_ < pieces && budget > 0; --budget) {
-    const std::uint64_t begin = state_.timed ? now_ns() : 0;
-    run_piece(next_piece_++);
-    if (state_.timed) state_.times.add(Phase::reduce, begin, now_ns());
+  if (next_piece_ < pieces && budget > 0) {
+    const std::size_t end = std::min(pieces, next_piece_ + static_cast<std::size_t>(budget));
+    const std::uint64_t begin_ns = state_.timed ? now_ns() : 0;
+    run_pieces(next_piece_, end);
+    if (state_.timed) state_.times.add(Phase::reduce, begin_ns, now_ns());
+    next_piece_ = end;
     moved = true;
-    if (next_piece_ < pieces) continue;
-    for (int peer = 0; peer < transport_.ranks; ++peer) {
-      if (tensors_[static_cast<std::size_t>(peer)].remote_address != 0) transport_.require_alive(peer);
+    if (next_piece_ == pieces) {
+      for (int peer = 0; peer < transport_.ranks; ++peer) {
+        if (tensors_[static_cast<std::size_t>(peer)].remote_address != 0) transport_.require_alive(peer);
+      }
+      transport_.publish_pieces_done(state_.first_seq + pieces);
     }
-    transport_.publish_pieces_done(state_.first_seq + pieces);
   }
   if (next_piece_ < pieces) return Progress::moved;
   for (int peer = 0; peer < transport_.ranks; ++peer) {
@@ -85,43 +90,68 @@ bool ZeroCopy::is_accessed_by(int peer) const {
   return program_.sends_sums || program_.sends_to[static_cast<std::size_t>(peer)];
 }
 
+// Threads share out the pieces, or each piece if there are few.
+void ZeroCopy::run_pieces(std::size_t begin, std::size_t end) {
+  for (std::size_t piece = begin; piece < end; ++piece) state_.wire_bytes += sent_bytes(piece);
+  if (threads_ > 1 && end - begin >= kPartsPerThread * static_cast<std::size_t>(threads_)) {
+    ThreadPool::instance().run(threads_, end - begin, [&](std::size_t part) {
+      Payloads payloads;
+      run_piece(begin + part, 1, payloads);
+    });
+    return;
+  }
+  for (std::size_t piece = begin; piece < end; ++piece) run_piece(piece, threads_, payloads_);
+}
+
+std::size_t ZeroCopy::sent_bytes(std::size_t piece) const {
+  std::size_t bytes = 0;
+  for (const Instruction& instruction : program_.instructions) {
+    if (instruction.op != Op::send) continue;
+    bytes += plan_.payload_bytes(piece, instruction.chunk, 0) * instruction.peers.size();
+  }
+  return bytes;
+}
+
 // Copies the owner's elements of a slice to `out`.
-void ZeroCopy::fetch(int owner, const Slice& slice, const Instruction& instruction, std::uint8_t* out) {
+void ZeroCopy::fetch(int owner, const Slice& slice, const Instruction& instruction, int threads,
+                     std::uint8_t* out) const {
   const DType dtype = plan_.segments()[slice.segment].dtype;
   const std::size_t offset = slice.in_offset * size_of(dtype);
   const PeerTensor& tensor = tensors_[static_cast<std::size_t>(owner)];
   if (tensor.remote_address != 0) {
-    transport_.read_memory(owner, tensor.remote_address + offset, out, slice.numel * size_of(dtype));
+    const std::size_t bytes = slice.numel * size_of(dtype);
+    for_ranges(threads, bytes, bytes, kPage, [&](std::size_t begin, std::size_t end) {
+      transport_.read_memory(owner, tensor.remote_address + offset + begin, out + begin, end - begin);
+    });
   } else {
-    write_output(instruction, tensor.data + offset, slice.numel, dtype, out);
+    write_output(threads, instruction, tensor.data + offset, slice.numel, dtype, out);
   }
 }
 
-void ZeroCopy::run_piece(std::size_t piece) {
+void ZeroCopy::run_piece(std::size_t piece, int threads, Payloads& payloads) const {
   // The rank that sums a chunk writes the result into every rank's tensor, so it need not be fetched.
   const bool writes_into_peers = program_.sends_sums;
   for (const Instruction& instruction : program_.instructions) {
     const Slice* const begin = plan_.begin(piece, instruction.chunk);
     const Slice* const end = plan_.end(piece, instruction.chunk);
     if (instruction.op == Op::copy) {
-      for (const Slice* slice = begin; slice != end; ++slice) copy_slice(instruction, *slice);
-    } else if (instruction.op == Op::send) {
-      state_.wire_bytes += plan_.payload_bytes(piece, instruction.chunk, 0) * instruction.peers.size();
+      for (const Slice* slice = begin; slice != end; ++slice) copy_slice(threads, instruction, *slice);
     } else if (instruction.op == Op::reduce) {
-      reduce(piece, instruction);
+      reduce(piece, instruction, threads, payloads);
     } else if (!writes_into_peers && (instruction.op == Op::decode || instruction.op == Op::encode)) {
       if (instruction.op == Op::encode && !instruction.output) continue;
       const int owner = instruction.op == Op::decode ? instruction.peer : transport_.rank;
       for (const Slice* slice = begin; slice != end; ++slice) {
         std::uint8_t* const out = call_.tensors[slice->segment].out;
         if (!out) continue;
-        fetch(owner, *slice, instruction, out + slice->out_offset * size_of(plan_.segments()[slice->segment].dtype));
+        fetch(owner, *slice, instruction, threads,
+              out + slice->out_offset * size_of(plan_.segments()[slice->segment].dtype));
       }
     }
   }
 }
 
-void ZeroCopy::reduce(std::size_t piece, const Instruction& instruction) {
+void ZeroCopy::reduce(std::size_t piece, const Instruction& instruction, int threads, Payloads& payloads) const {
   const bool writes_into_peers = program_.sends_sums;
   for (const Slice* slice = plan_.begin(piece, instruction.chunk); slice != plan_.end(piece, instruction.chunk);
        ++slice) {
@@ -129,10 +159,10 @@ void ZeroCopy::reduce(std::size_t piece, const Instruction& instruction) {
     const std::size_t offset = slice->in_offset * size_of(segment.dtype);
     const std::size_t bytes = slice->numel * size_of(segment.dtype);
     Combine combine = combine_arguments(instruction, *slice);
-    payloads_.clear();
-    for (const BoxRef& input : instruction.inputs) payloads_.push_back(mapped(input.rank) + offset);
-    combine.payloads = payloads_.data();
-    combine.count = static_cast<int>(payloads_.size());
+    payloads.clear();
+    for (const BoxRef& input : instruction.inputs) payloads.push_back(mapped(input.rank) + offset);
+    combine.payloads = payloads.data();
+    combine.count = static_cast<int>(payloads.size());
     combine.position = instruction.position;
     if (instruction.local == Local::input) combine.local = call_.tensors[slice->segment].in + offset;
     combine.stream_payload = false;
@@ -144,11 +174,11 @@ void ZeroCopy::reduce(std::size_t piece, const Instruction& instruction) {
       written_by_kernel = transport_.rank == 0 ? 1 : 0;
       combine.payload_out = mapped(written_by_kernel) + offset;
     }
-    call_.kernels->combine(segment.codec, combine);
+    parallel_combine(threads, *call_.kernels, segment.codec, combine);
     if (!writes_into_peers) continue;
     for (int peer = 0; peer < transport_.ranks; ++peer) {
       if (peer == transport_.rank || peer == written_by_kernel) continue;
-      std::memcpy(mapped(peer) + offset, combine.out, bytes);
+      parallel_copy(threads, mapped(peer) + offset, combine.out, bytes);
     }
   }
 }

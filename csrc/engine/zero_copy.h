@@ -43,9 +43,14 @@ class ZeroCopy final : public ExecutionMode {
     std::uint64_t remote_address = 0;
   };
 
-  void run_piece(std::size_t piece);
-  void reduce(std::size_t piece, const Instruction& instruction);
-  void fetch(int owner, const Slice& slice, const Instruction& instruction, std::uint8_t* out);
+  using Payloads = std::vector<const std::uint8_t*>;
+
+  void run_pieces(std::size_t begin, std::size_t end);
+  // Several threads may run different pieces; `threads` may work on this one, and `payloads` is memory for its sums.
+  void run_piece(std::size_t piece, int threads, Payloads& payloads) const;
+  void reduce(std::size_t piece, const Instruction& instruction, int threads, Payloads& payloads) const;
+  void fetch(int owner, const Slice& slice, const Instruction& instruction, int threads, std::uint8_t* out) const;
+  std::size_t sent_bytes(std::size_t piece) const;
   bool is_accessed_by(int peer) const;
   std::uint8_t* mapped(int rank) const { return tensors_[static_cast<std::size_t>(rank)].data; }
 

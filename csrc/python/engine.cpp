@@ -8,6 +8,7 @@
 #include "engine/communicator.h"
 #include "engine/crc32c.h"
 #include "engine/progress_thread.h"
+#include "engine/thread_pool.h"
 #include "python/bindings.h"
 #include "python/engine_calls.h"
 #include "python/without_gil.h"
@@ -195,12 +196,12 @@ void bind_communicator(py::module_& module) {
               const Variant& variant = report.variant;
               result.append(py::make_tuple(report.name, variant.piece_bytes, variant.single_copy,
                                            variant.stream_payload, variant.stream_output, variant.alternative,
-                                           report.microseconds, report.trials, report.settled));
+                                           variant.parallel, report.microseconds, report.trials, report.settled));
             }
             return result;
           },
           "What the tuner has chosen: (size class, piece_bytes, single_copy, stream_payload, stream_output, "
-          "alternative, microseconds, trials, settled).")
+          "alternative, parallel, microseconds, trials, settled).")
       .def_readwrite("waiters_help_progress", &Communicator::waiters_help_progress)
       .def(
           "set_wait_policy",
@@ -300,10 +301,16 @@ void bind_engine(py::module_& module) {
       [] {
         without_gil([] {
           ProgressThread::instance().stop();
+          ThreadPool::instance().stop();
           CompletionQueue::instance().stop();
         });
       },
-      "Ends the progress thread and next_completion().");
+      "Ends the progress thread, the helper threads and next_completion().");
+  module.def(
+      "share_cores", [] { ThreadPool::instance().share_cores(); },
+      "Helper threads no longer spin, because threads of this process and of its peers share cores.");
+  module.def(
+      "helper_threads", [] { return ThreadPool::instance().helpers(); }, "The number of helper threads that run.");
 }
 
 }  // namespace dtcomm::python

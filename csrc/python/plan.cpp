@@ -29,25 +29,25 @@ Geometry geometry_of(int number) {
   return static_cast<Geometry>(number);
 }
 
-// (piece_bytes, single_copy, stream_payload, stream_output)
-using VariantTuple = std::tuple<std::size_t, bool, bool, bool>;
-// What is tried: (size class or "", sizes of pieces, single_copy, stream_payload, stream_output)
-using SpaceTuple = std::tuple<std::string, std::vector<std::size_t>, bool, bool, bool>;
+// (piece_bytes, single_copy, stream_payload, stream_output, parallel)
+using VariantTuple = std::tuple<std::size_t, bool, bool, bool, bool>;
+// What is tried: (size class or "", sizes of pieces, single_copy, stream_payload, stream_output, parallel)
+using SpaceTuple = std::tuple<std::string, std::vector<std::size_t>, bool, bool, bool, bool>;
 
 VariantSpace space_of(const Variant& initial, const SpaceTuple& tuple) {
   VariantSpace space;
-  bool single_copy = false, stream_payload = false, stream_output = false;
-  std::tie(space.size_class, space.piece_bytes, single_copy, stream_payload, stream_output) = tuple;
+  bool single_copy = false, stream_payload = false, stream_output = false, parallel = false;
+  std::tie(space.size_class, space.piece_bytes, single_copy, stream_payload, stream_output, parallel) = tuple;
   if (space.size_class.empty()) return space;
-  const auto bits = [](bool single, bool payload, bool output) {
+  const auto bits = [](bool single, bool payload, bool output, bool several_threads) {
     return (single ? VariantSpace::kSingleCopy : 0) | (payload ? VariantSpace::kStreamPayload : 0) |
-           (output ? VariantSpace::kStreamOutput : 0);
+           (output ? VariantSpace::kStreamOutput : 0) | (several_threads ? VariantSpace::kParallel : 0);
   };
   const auto size = std::find(space.piece_bytes.begin(), space.piece_bytes.end(), initial.piece_bytes);
   if (size == space.piece_bytes.end()) throw py::value_error("space: its pieces lack the size of the variant");
-  space.tried = bits(single_copy, stream_payload, stream_output);
+  space.tried = bits(single_copy, stream_payload, stream_output, parallel);
   space.initial = static_cast<unsigned>(size - space.piece_bytes.begin()) << VariantSpace::kPieceShift |
-                  bits(initial.single_copy, initial.stream_payload, initial.stream_output);
+                  bits(initial.single_copy, initial.stream_payload, initial.stream_output, initial.parallel);
   return space;
 }
 
@@ -55,7 +55,7 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
                                 const std::vector<SegmentTuple>& tuples, std::size_t slot_bytes, bool zero_copy,
                                 const std::string& text, std::size_t max_boxes, std::vector<std::size_t> splits,
                                 bool checksum, const std::string& call_info, const VariantTuple& variant,
-                                const SpaceTuple& space, std::shared_ptr<Program> alternative,
+                                const SpaceTuple& space, int threads, std::shared_ptr<Program> alternative,
                                 bool alternative_zero_copy) {
   std::vector<Segment> segments;
   for (const auto& [numel, dtype, codec, between] : tuples) {
@@ -65,7 +65,8 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: 0 (sum), 1 (min) or 2 (max)");
   PlanOptions options;
   std::tie(options.variant.piece_bytes, options.variant.single_copy, options.variant.stream_payload,
-           options.variant.stream_output) = variant;
+           options.variant.stream_output, options.variant.parallel) = variant;
+  options.threads = threads;
   options.space = space_of(options.variant, space);
   if (alternative) options.space.tried |= VariantSpace::kAlternative;
   options.alternative = std::move(alternative);
@@ -130,7 +131,8 @@ void bind_plan(py::module_& module) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
            py::arg("average"), py::arg("segments"), py::arg("slot_bytes"), py::arg("zero_copy"), py::arg("text"),
            py::arg("max_boxes"), py::arg("splits"), py::arg("checksum"), py::arg("call_info"), py::arg("variant"),
-           py::arg("space"), py::arg("alternative") = nullptr, py::arg("alternative_zero_copy") = false)
+           py::arg("space"), py::arg("threads"), py::arg("alternative") = nullptr,
+           py::arg("alternative_zero_copy") = false)
       .def_property_readonly("pieces", &Plan::pieces)
       .def_property_readonly("memory_bytes", &Plan::memory_bytes)
       .def_property_readonly("max_boxes", &Plan::max_boxes)

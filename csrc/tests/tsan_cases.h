@@ -13,6 +13,7 @@
 namespace dtcomm::tests {
 
 inline constexpr std::size_t kSlotBytes = 16 * 1024;
+inline constexpr std::size_t kParallelSlotBytes = 512 * 1024;  // has room for pieces of parallel_call()
 
 [[noreturn]] inline void fail(const std::string& what) {
   std::fprintf(stderr, "FAILED: %s\n", what.c_str());
@@ -101,6 +102,20 @@ inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std:
       {reinterpret_cast<std::uint8_t*>(input.data()), reinterpret_cast<std::uint8_t*>(output.data()), nullptr});
   if (single_copy) call.address = reinterpret_cast<std::uintptr_t>(input.data());
   call.kernels = find_kernels("generic");
+  return call;
+}
+
+// The call on three threads, in pieces that are shared out.
+inline Call parallel_call(Call call) {
+  const Plan& plan = *call.plan;
+  PlanOptions options;
+  options.variant.piece_bytes = 256 * 1024;
+  options.variant.single_copy = plan.single_copy();
+  options.variant.parallel = true;
+  options.threads = 3;
+  options.slot_bytes = kParallelSlotBytes;
+  const auto program = std::shared_ptr<const Program>(call.plan, &plan.program());
+  call.plan = std::make_shared<Plan>(program, plan.geometry(), plan.op(), false, plan.segments(), options, plan.text());
   return call;
 }
 

@@ -20,6 +20,7 @@
 
 #include "engine/communicator.h"
 #include "engine/progress_thread.h"
+#include "engine/thread_pool.h"
 #include "tests/tsan_cases.h"
 
 namespace {
@@ -109,7 +110,7 @@ void connect_pair(int (&ends)[2]) {
 
 enum class Reach { memory, sockets, both };  // both: every second rank is reached over a socket
 
-Group group_of(int ranks, Reach reach = Reach::memory) {
+Group group_of(int ranks, Reach reach = Reach::memory, std::size_t slot_bytes = kSlotBytes) {
   Group group;
   std::vector<PeerAddress> addresses;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -117,7 +118,7 @@ Group group_of(int ranks, Reach reach = Reach::memory) {
     options.peers.rank = rank;
     options.peers.ranks = ranks;
     options.peers.max_boxes = static_cast<std::uint32_t>(ranks);
-    options.peers.slot_bytes = kSlotBytes;
+    options.peers.slot_bytes = slot_bytes;
     options.timeout_ns = 60ull * 1000 * 1000 * 1000;
     group.push_back(std::make_unique<Communicator>(options));
     group.back()->waiters_help_progress = rank % 2 == 1;
@@ -298,6 +299,69 @@ void freed_tensor_is_not_mapped() {
   if (!refused(location)) fail("another tensor was mapped in the place of a freed one");
 }
 
+// Threads share the pool while another one ends its helpers: every part is called once, and what a part throws reaches
+// the thread that asked for it.
+void pool_of_several_threads() {
+  ThreadPool& pool = ThreadPool::instance();
+  std::atomic<bool> done{false};
+  run_threads(4, [&](int thread) {
+    if (thread == 0) {
+      for (int repeat = 0; repeat < 50; ++repeat) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        pool.stop();
+      }
+      done = true;
+      return;
+    }
+    for (int repeat = 0; !done; ++repeat) {
+      std::vector<int> calls(static_cast<std::size_t>(1 + repeat % 40));
+      const std::size_t first_failure = repeat % 3 == 0 ? calls.size() / 2 : calls.size();
+      bool thrown = false;
+      try {
+        pool.run(2 + repeat % 3, calls.size(), [&](std::size_t part) {
+          ++calls[part];
+          if (part >= first_failure) throw std::runtime_error(std::to_string(part));
+        });
+      } catch (const std::runtime_error& error) {
+        thrown = error.what() == std::to_string(first_failure);
+      }
+      for (std::size_t part = 0; part < calls.size(); ++part) {
+        const bool skipped = thrown && part > first_failure && calls[part] == 0;
+        if (calls[part] != 1 && !skipped) fail("a part was not called once");
+      }
+      if (thrown != (first_failure < calls.size())) fail("a failure was lost");
+    }
+  });
+  pool.stop();
+}
+
+// Ranks of one process that use several threads each, so that the pool is often in use by another rank.
+void communicators_with_several_threads(int ranks) {
+  constexpr std::size_t kElements = 100 * 1000;
+  Group group = group_of(ranks, Reach::memory, kParallelSlotBytes);
+  run_threads(ranks, [&](int rank) {
+    Communicator& communicator = *group[static_cast<std::size_t>(rank)];
+    for (int operation = 0; operation < 10; ++operation) {
+      std::vector<float> tensor(kElements, static_cast<float>(rank + operation));
+      std::vector<float> gathered;
+      communicator.run(parallel_call(all_reduce_call(rank, ranks, tensor)));
+      const auto sum = static_cast<float>(ranks * (ranks - 1) / 2 + ranks * operation);
+      if (tensor.front() != sum || tensor.back() != sum) fail("a sum on several threads");
+      for (const bool single_copy : {false, true}) {
+        std::fill(tensor.begin(), tensor.end(), static_cast<float>(rank * operation));
+        communicator.run(parallel_call(all_gather_call(rank, ranks, tensor, gathered, single_copy)));
+        for (int peer = 0; peer < ranks; ++peer) {
+          const std::size_t end = kElements * static_cast<std::size_t>(peer + 1);
+          if (gathered[end - 1] != static_cast<float>(peer * operation)) fail("a copy on several threads");
+        }
+      }
+    }
+  });
+  for (auto& communicator : group) communicator->close();
+  ProgressThread::instance().stop();
+  ThreadPool::instance().stop();
+}
+
 // A thread lists the peers, as flight records do, while another one closes the communicator.
 void listed_while_closed(Reach reach) {
   for (int repeat = 0; repeat < 20; ++repeat) {
@@ -328,8 +392,10 @@ int main() {
   freed_tensor_is_not_mapped();
   listed_while_closed(Reach::memory);
   listed_while_closed(Reach::sockets);
+  pool_of_several_threads();
   for (int ranks = 2; ranks <= 4; ++ranks) {
     interpreters_over_shared_regions(ranks);
+    communicators_with_several_threads(ranks);
     communicators(ranks, Reach::memory, kOperations);
     run_by_the_caller(ranks, Reach::memory, 2000);
     waited_by_two(ranks);

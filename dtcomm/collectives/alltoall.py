@@ -126,7 +126,7 @@ def all_to_all(
     splits: tuple[int, ...] = ()
     if _variable_length.has_variable_length(codec):
         if output_splits is None and input_splits is None:
-            sent = received = [_equal_shards(output, input, communicator.size)] * communicator.size
+            sent = received = [require_equal_shards(output, input, communicator.size)] * communicator.size
         else:
             sent = _elements(input, input_splits, "input", communicator.size)
             received = _elements(output, output_splits, "output", communicator.size)

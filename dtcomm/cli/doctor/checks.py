@@ -141,18 +141,10 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def usable_cores() -> int:
-    """Return the cores this process may use, from its affinity and the container's CPU quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
-
-
 def cores(ranks: int) -> Check:
     """Check whether each of ``ranks`` ranks has a core."""
+    from dtcomm.runtime.native.threads import usable_cores
+
     usable, total = usable_cores(), os.cpu_count() or 1
     oversubscribed = ranks > usable
     verdict = "they share cores; waiting ranks yield" if oversubscribed else "one core each"
@@ -216,6 +208,7 @@ def engine(ranks: int) -> Check:
     summary = (
         f"{ranks} ranks, {served}: sums exact with none, within int8's bound, the same bits on all ranks; "
         f"1 MiB all_reduce: {times}, {describe_choices(first['choices'])}; "
+        f"{describe_threads(first['threads'])}; "
         f"{describe_placement(round_trip_ns(first_two_cpus()))}; {describe_single_copy(first['single_copy'])}"
     )
     return Check(name="engine", status=OK if native else NOTE, summary=summary, details=details)
@@ -227,8 +220,14 @@ def describe_choices(choices: list[dict[str, Any]]) -> str:
         if choice["settled"] and " none " in choice["size_class"]:
             stores = "non-temporal" if choice["stream_payload"] else "ordinary"
             pieces = f"pieces of {choice['piece_bytes'] // 1024} KiB"
-            return f"chosen in {choice['trials']} trials: {pieces}, {stores} stores"
+            threads = ", several threads" if choice["parallel"] else ""
+            return f"chosen in {choice['trials']} trials: {pieces}, {stores} stores{threads}"
     return "nothing chosen by trials"
+
+
+def describe_threads(threads: int) -> str:
+    """Describe how many threads a rank uses."""
+    return "one thread a rank" if threads == 1 else f"up to {threads} threads a rank"
 
 
 def describe_placement(nanoseconds: float | None) -> str:
@@ -285,6 +284,7 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
         "reason": info["reason"],
         "single_copy": str(info.get("single_copy", "ranks share no memory")),
         "choices": info.get("choices", []),
+        "threads": info.get("threads", 1),
     }
 
 

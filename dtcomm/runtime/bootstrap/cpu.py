@@ -28,6 +28,7 @@ from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExc
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
+from dtcomm.runtime.native.threads import local_ranks, threads_per_rank, usable_cores
 from dtcomm.runtime.process_groups import group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 
@@ -145,6 +146,7 @@ class CpuBootstrap:
     ) -> tuple[NativeRuntime, Infos]:
         """Tell all ranks how to reach this one; returns this rank's engine and every rank's info."""
         timeout_s = self._timeout.total_seconds()
+        world_size = dist.get_world_size() if dist.is_initialized() else self.size
         native = NativeRuntime(self.rank, self.size, timeout_s)
         on_failure.callback(native.close)
         infos = exchange.all_gather(
@@ -154,6 +156,8 @@ class CpuBootstrap:
                 "listener": {"closed": why_closed} if listener is None else listener.info(),
                 "machine": emulated_link.machine(),
                 "cores": sorted(os.sched_getaffinity(0)),
+                "usable_cores": usable_cores(),
+                "local_ranks": local_ranks(self.size, world_size),
                 "table": env.tune_text() if self.rank == 0 else "",
             }
         )
@@ -163,14 +167,28 @@ class CpuBootstrap:
                 "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
             )
         self.tuning_table = infos[0]["table"]
-        if self._uses_sockets():  # their messages are of another size, so the shared memory is too
+        threads = min(self._threads(infos, ranks) for ranks in self.groups)
+        # Sockets and ranks with several threads have pieces of another size, so the shared memory is too.
+        sockets = self._uses_sockets()
+        if sockets or threads > 1:
             native.close()
-            native = NativeRuntime(self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES)
+            native = NativeRuntime(
+                self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES if sockets else None, threads
+            )
             on_failure.callback(native.close)
             addresses = exchange.all_gather({"address": native.address()})
             for info, address in zip(infos, addresses, strict=True):
                 info.update(address)
         return native, infos
+
+    def _threads(self, infos: Infos, ranks: Sequence[int]) -> int:
+        """With how many threads the ranks of a host may work; the same answer on all ranks."""
+        of_host = [infos[rank] for rank in ranks]
+        return threads_per_rank(
+            [info["cores"] for info in of_host],
+            max(info["usable_cores"] for info in of_host),
+            max(len(ranks), *(info["local_ranks"] for info in of_host)),
+        )
 
     def _uses_sockets(self) -> bool:
         """Whether any ranks are to reach each other through sockets; the same answer on all ranks."""

@@ -17,7 +17,8 @@ from dtcomm.runtime.emulated_link import Link
 from dtcomm.runtime.types import GEOMETRY, OpSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
-SLOT_BYTES = 512 * 1024
+SLOT_BYTES = 512 * 1024  # of a rank with one thread
+MAX_SLOT_SCALE = 4  # slots of ranks with several threads are so many times as large at most
 SLOTS = 8  # of the engine: so many pieces of a message are sent before its receiver has come
 MAX_SLOT_BYTES = 8 * 2**20
 # Sockets need more bytes under way: a peer whose core is busy otherwise answers milliseconds later.
@@ -31,6 +32,10 @@ PIECE_SIZES = 4  # that are tried
 STREAMED_OUTPUT_BYTES = 16 * 2**20
 MIN_STREAMED_OUTPUT_BYTES = 2**20  # from here on it is tried
 WHOLE, SCATTER, GATHER, EXCHANGE = range(4)  # the values of GEOMETRY
+# Sharing out work takes about a microsecond, and waking a thread that sleeps takes several.
+PARALLEL_BYTES = 2**20  # from here on trials begin with several threads
+MIN_PARALLEL_BYTES = 128 * 1024  # from here on they are tried
+MIN_PIECES = 16  # of a large message, so that most of the copies of different pieces overlap
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,11 @@ class Variants:
         single_copy: Whether receivers copy out of the sender's memory.
         stream_payload: Whether payloads are written into slots with non-temporal stores.
         stream_output: Whether results are, where they were not read just before.
+        threads: Threads that this rank may use.
+        parallel: Whether it uses them.
         size_class: Operations with this name are tried together; empty: nothing is tried.
         piece_sizes: Sizes to try, ``piece_bytes`` among them.
-        tries_single_copy: Whether to try both values; the same for the two below.
+        tries_single_copy: Whether to try both values; the same for the three below.
         tries_alternative: Whether to try the operation's alternative algorithm.
     """
 
@@ -52,15 +59,26 @@ class Variants:
     single_copy: bool = False
     stream_payload: bool = False
     stream_output: bool = False
+    threads: int = 1
+    parallel: bool = False
     size_class: str = ""
     piece_sizes: tuple[int, ...] = ()
     tries_single_copy: bool = False
     tries_stream_payload: bool = False
     tries_stream_output: bool = False
+    tries_parallel: bool = False
     tries_alternative: bool = False
 
 
-def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Variants:
+def slot_bytes(threads: int) -> int:
+    """Bytes of a slot of ranks with ``threads`` threads: each thread works on a part of a piece."""
+    scale = 1
+    while 2 * scale <= min(threads, MAX_SLOT_SCALE):
+        scale *= 2
+    return SLOT_BYTES * scale
+
+
+def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads: int = 1) -> Variants:
     """The ways in which ranks that share memory may carry out an operation.
 
     Args:
@@ -68,15 +86,23 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
         ranks: Of the communicator.
         single_copy: Whether all ranks may copy out of each other's memory.
         trials: Whether the engine may try variants.
+        threads: Threads that each rank may use; equal on all ranks.
     """
     input_bytes, output_bytes = _bytes_of_tensors(spec, ranks)
     # Where the result takes the input's place, its memory has just been read.
     touched = output_bytes if GEOMETRY[spec.collective] == WHOLE else input_bytes + output_bytes
     staging, copies = env.get("DTCOMM_STAGING"), env.get("DTCOMM_SINGLE_COPY")
     single_copy = single_copy and can_use_single_copy(spec)
-    piece = piece_bytes(spec, ranks)
+    piece = piece_bytes(spec, ranks, threads)
+    may_parallel = threads > 1 and touched >= MIN_PARALLEL_BYTES
+    chooses_threads = env.get("DTCOMM_THREADS") == "0"
     fixed = Variants(
-        piece, single_copy and copies == "on", staging == "streaming", touched >= STREAMED_OUTPUT_BYTES
+        piece,
+        single_copy and copies == "on",
+        staging == "streaming",
+        touched >= STREAMED_OUTPUT_BYTES,
+        threads,
+        may_parallel and (touched >= PARALLEL_BYTES or not chooses_threads),
     )
     if not trials or spec.nbytes < MIN_TRIED_BYTES:
         return fixed
@@ -94,13 +120,14 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool) -> Varia
                 f"2^{spec.nbytes.bit_length() - 1} bytes",
             )
         ),
-        piece_sizes=_piece_sizes(spec, ranks, piece),
+        piece_sizes=_piece_sizes(spec, ranks, piece, slot_bytes(threads)),
         # A message that fits into the slots is sent without waiting for the receiver, which must not change.
         tries_single_copy=single_copy
         and copies == "auto"
-        and (spec.algorithm != "send" or spec.nbytes > SLOTS * SLOT_BYTES),
+        and (spec.algorithm != "send" or spec.nbytes > SLOTS * slot_bytes(threads)),
         tries_stream_payload=staging == "auto",
         tries_stream_output=touched >= MIN_STREAMED_OUTPUT_BYTES,
+        tries_parallel=may_parallel and chooses_threads,
         tries_alternative=tries_alternative,
     )
 
@@ -112,13 +139,13 @@ def _bytes_of_tensors(spec: OpSpec, ranks: int) -> tuple[int, int]:
     return spec.nbytes * (ranks if sharded_input else 1), spec.nbytes * (ranks if sharded_output else 1)
 
 
-def _piece_sizes(spec: OpSpec, ranks: int, piece: int) -> tuple[int, ...]:
+def _piece_sizes(spec: OpSpec, ranks: int, piece: int, largest: int) -> tuple[int, ...]:
     """The sizes of pieces to try."""
     if env.get("DTCOMM_PIECE_KIB") != "0":
         return (piece,)
     total = spec.nbytes * (1 if spec.collective in CUT_AT_GRANULES else ranks)
     sizes = {piece}
-    size = SLOT_BYTES
+    size = largest
     while size >= MIN_PIECE_BYTES and len(sizes) < PIECE_SIZES:
         # A message that is sent at once today stays one.
         fits = spec.algorithm != "send" or size * SLOTS >= total or piece * SLOTS < total
@@ -179,7 +206,7 @@ def empty_shared(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)
 
 
-def piece_bytes(spec: OpSpec, ranks: int) -> int:
+def piece_bytes(spec: OpSpec, ranks: int, threads: int = 1) -> int:
     """Bytes of input in one piece over shared memory: all of a small message, cache-sized parts of a large one."""
     chosen = int(env.get("DTCOMM_PIECE_KIB"))
     if chosen:
@@ -190,7 +217,12 @@ def piece_bytes(spec: OpSpec, ranks: int) -> int:
         return min(max(total // 8, 64 * 1024), 256 * 1024)
     if spec.collective not in CUT_AT_GRANULES:
         total *= ranks
-    return 512 * 1024 if total <= 4 * 2**20 else 256 * 1024
+    if total <= 4 * 2**20:
+        return SLOT_BYTES
+    largest = slot_bytes(threads) // 2
+    while largest > SLOT_BYTES // 2 and largest * MIN_PIECES > total:
+        largest //= 2
+    return largest
 
 
 def socket_piece_bytes(spec: OpSpec, ranks: int) -> int:

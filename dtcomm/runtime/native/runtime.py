@@ -16,7 +16,7 @@ from dtcomm.runtime import flight_recorder, warm_calls
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
 from dtcomm.runtime.native import copy_policy
-from dtcomm.runtime.native.copy_policy import SLOT_BYTES, Variants
+from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.work import NativeWork, Work
@@ -35,6 +35,7 @@ CHOICE = (
     "stream_payload",
     "stream_output",
     "alternative",
+    "parallel",
     "microseconds",
     "trials",
     "settled",
@@ -51,19 +52,24 @@ class NativeRuntime:
             what all ranks agree on.
         no_trials: Why the engine does not try variants of operations; empty if it does. Agreed on as well.
         codec_thread: Runs operations with codecs written in Python; None if there was none yet.
+        threads: Threads with which this rank works on an operation.
 
     Args:
         rank: This rank.
         ranks: The number of ranks.
         timeout_s: Seconds that an operation waits for other ranks.
-        slot_bytes: Bytes of a slot of shared memory.
+        slot_bytes: Bytes of a slot of shared memory; None: as many as ``threads`` need.
+        threads: Threads that an operation may use; equal on all ranks.
     """
 
     name = "native"
 
-    def __init__(self, rank: int, ranks: int, timeout_s: float, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(
+        self, rank: int, ranks: int, timeout_s: float, slot_bytes: int | None = None, threads: int = 1
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.threads = threads
         self.transport = "memory"
         self.single_copy = self.no_trials = "not asked for yet"
         self._recorded_failure = False
@@ -71,6 +77,8 @@ class NativeRuntime:
         self.codec_thread: OrderedThread | None = None
         emulated = links()
         self._link = emulated.inside
+        if slot_bytes is None:
+            slot_bytes = copy_policy.slot_bytes(threads)
         if self._link is not None:
             slot_bytes = max(slot_bytes, copy_policy.link_slot_bytes(self._link))
         self._slot_bytes = slot_bytes
@@ -127,6 +135,8 @@ class NativeRuntime:
             int(env.get("DTCOMM_SPINS")) or spins,
             float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shares_cores else YIELD_US),
         )
+        if self.threads > 1 and cores < self.threads * len(inside):
+            _C.share_cores()
         # With two cores a rank, the progress thread runs beside the waiting one.
         self.native.waiters_help_progress = cores < 2 * len(inside)
 
@@ -152,11 +162,14 @@ class NativeRuntime:
     def prepare_native(self, spec: OpSpec, schedule: Schedule) -> NativeOperation:
         """A plan for calls of this operation, whose codecs the engine runs."""
         shares_memory = self.transport == "memory"
-        variants = copy_policy.variants(spec, self.ranks, not self.single_copy, not self.no_trials)
+        variants = copy_policy.variants(
+            spec, self.ranks, not self.single_copy, not self.no_trials, self.threads
+        )
         if not shares_memory and env.get("DTCOMM_PIECE_KIB") == "0":
             variants = replace(variants, piece_bytes=copy_policy.socket_piece_bytes(spec, self.ranks))
-        elif self._slot_bytes != SLOT_BYTES:
-            variants = replace(variants, piece_bytes=variants.piece_bytes * (self._slot_bytes // SLOT_BYTES))
+        elif self._link is not None:
+            scale = self._slot_bytes // copy_policy.slot_bytes(self.threads)
+            variants = replace(variants, piece_bytes=variants.piece_bytes * scale)
         # Tensors that ranks read in each other's memory would not go over an emulated link.
         uses_zero_copy = shares_memory and self._link is None
         plan = native_plan(
@@ -227,6 +240,7 @@ class NativeRuntime:
             "runtime": self.name,
             "transport": self.transport,
             "kernels": _C.engine_kernels(),
+            "threads": self.threads,
             **in_python,
             "single_copy": self.single_copy or "process_vm_readv",
             "pulled_bytes": self.native.single_copy_bytes,
@@ -389,6 +403,7 @@ def native_plan(
             variants.single_copy,
             variants.stream_payload,
             variants.stream_output,
+            variants.parallel,
         ),
         space=(
             variants.size_class,
@@ -396,7 +411,9 @@ def native_plan(
             variants.tries_single_copy,
             variants.tries_stream_payload,
             variants.tries_stream_output,
+            variants.tries_parallel,
         ),
+        threads=variants.threads,
         alternative=alternative,
         alternative_zero_copy=alternative_zero_copy,
     )

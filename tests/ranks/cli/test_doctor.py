@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +14,7 @@ from dtcomm.kernels import ops
 from dtcomm.launch import ranks
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime import emulated_link
+from dtcomm.runtime.native import threads
 
 
 def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -45,7 +45,7 @@ def test_text_has_a_line_per_check(
 
 def _self_test_result(**change: Any) -> dict[str, Any]:
     result = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "reason": "w"}
-    return {**result, "choices": [], "single_copy": "switched off", **change}
+    return {**result, "choices": [], "threads": 1, "single_copy": "switched off", **change}
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,9 @@ def test_forced_kernel_is_noted() -> None:
 
 
 def test_more_ranks_than_cores_are_noted() -> None:
-    usable = checks.usable_cores()
+    usable = threads.usable_cores()
     assert not checks.cores(usable).details["oversubscribed"]
     assert checks.cores(usable + 1).status == "note"
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)])
-def test_container_quota_limits_the_usable_cores(
-    monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
-) -> None:
-    monkeypatch.setattr(checks.os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(Path, "read_text", lambda _: quota)
-    assert checks.usable_cores() == cores
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def wait(began):  # in the engine, for a call that rank 1 does not make
         print(type(error).__name__, file=sys.stderr)
 
 def call(began, group, async_op):  # until the process ends
-    tensor = torch.ones(100)
+    tensor = torch.ones(numel)
     began.set()
     while True:
         try:
@@ -81,7 +81,7 @@ def exit_code(pid, deadline):
     os.waitpid(pid, 0)
     return "hangs"
 
-what, runs, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+what, runs, folder, numel = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]), int(sys.argv[4])
 for number in range(runs):
     pids = []
     for rank in range(2):
@@ -99,10 +99,10 @@ for number in range(runs):
 """
 
 
-def exit_codes(what: str, runs: int, folder: Path) -> tuple[list[str], str]:
-    """The exit codes of every run, and what was written to stderr."""
+def exit_codes(what: str, runs: int, folder: Path, numel: int = 100) -> tuple[list[str], str]:
+    """The exit codes of every run, whose calls have ``numel`` elements, and what was written to stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, what, str(runs), str(folder)],
+        [sys.executable, "-c", PROGRAM, what, str(runs), str(folder), str(numel)],
         capture_output=True,
         text=True,
         check=True,
@@ -120,4 +120,10 @@ def test_while_a_thread_waits_in_a_collective(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("what", "runs"), [("calls", 8), ("computes", 3), ("makes", 3)])
 def test_while_threads_call(what: str, runs: int, tmp_path: Path) -> None:
     codes, errors = exit_codes(what, runs, tmp_path)
+    assert codes and set(codes) == {"3"}, errors
+
+
+def test_while_helper_threads_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTCOMM_THREADS", "3")
+    codes, errors = exit_codes("calls", 2, tmp_path, 200_000)
     assert codes and set(codes) == {"3"}, errors

@@ -1,0 +1,49 @@
+"""How many threads a rank of the native engine works with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from dtcomm import env
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores() -> int:
+    """Return the cores this process may use, from its affinity and the container's CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def local_ranks(ranks: int, world_size: int) -> int:
+    """Return how many ranks this host has at least, as far as a rank knows it by itself.
+
+    Args:
+        ranks: The ranks of the communicator.
+        world_size: All ranks of the job.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if told.isdecimal():
+        return int(told)
+    return world_size if ranks < world_size else 1
+
+
+def threads_per_rank(affinities: Sequence[Collection[int]], usable: int, ranks: int) -> int:
+    """Return with how many threads a rank of a host works.
+
+    Args:
+        affinities: The cores that each rank of the communicator on this host may run on.
+        usable: The cores that they may use together, as far as a CPU quota limits them.
+        ranks: All ranks of the host, also those of other communicators.
+    """
+    chosen = int(env.get("DTCOMM_THREADS"))
+    if chosen:
+        return chosen
+    cores = min(usable, len(set[int]().union(*affinities)))
+    return max(1, min(cores // ranks, *map(len, affinities)))
