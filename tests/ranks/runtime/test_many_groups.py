@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm.launch.ranks import run_ranks
+from tests.support.ucx import requires_ucx
 
 LARGE = 16 * 2**20  # elements: more than the connections to a rank that does not read can hold
 
