@@ -71,9 +71,10 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_TRANSPORT": Variable(
         default="auto",
-        meaning="How the native engine reaches other ranks: memory (shared memory) or sockets (TCP). auto: memory"
-        " inside a host and sockets between hosts",
-        choices=("auto", "memory", "sockets"),
+        meaning="How the native engine reaches other ranks: memory (shared memory), sockets (TCP) or ucx (UCX, for"
+        " InfiniBand and RoCE). auto: memory inside a host; between hosts ucx if all ranks have UCX and an RDMA device,"
+        " else sockets. A transport that is forced is an error where it is not possible",
+        choices=("auto", "memory", "sockets", "ucx"),
         shared=True,
     ),
     "DTCOMM_HOST_ID": Variable(
@@ -149,7 +150,7 @@ VARIABLES: dict[str, Variable] = {
     "DTCOMM_SPINS": Variable(
         default="0",
         meaning="How often a waiting rank polls a flag before it yields its core. 0: 1000 times, 64 where ranks "
-        "share cores, 32 with sockets",
+        "share cores, 32 with sockets and UCX",
         number=True,
     ),
     "DTCOMM_YIELD_US": Variable(

@@ -44,7 +44,7 @@ void Communicator::attach(const std::vector<PeerAddress>& addresses) {
     peers_.attach(addresses);
   }
   // A frame wakes its sleeper at once, whereas a thread that yields on a busy core is away for a whole time slice.
-  if (peers_.has_tcp_peers()) wait_policy_.yield_ns = 0;
+  if (peers_.has_remote_peers()) wait_policy_.yield_ns = 0;
   ProgressThread::instance().add(this);
 }
 
@@ -92,6 +92,12 @@ std::vector<FlightRecord> Communicator::flight_records() const {
 std::vector<SizeClassReport> Communicator::size_classes() const {
   if (in_forked_child()) return {};
   return tuner_.reports();
+}
+
+std::vector<std::string> Communicator::ucx_lanes() {
+  if (in_forked_child()) return {};
+  const std::lock_guard<std::mutex> lock(attached_mutex_);
+  return peers_.ucx_lanes();
 }
 
 std::vector<PeerSnapshot> Communicator::peer_snapshots() const {

@@ -39,6 +39,13 @@ class Communicator {
   // Connects to the peers; operations may run from then on. Throws std::system_error or std::runtime_error if a peer
   // cannot be reached.
   void attach(const std::vector<PeerAddress>& addresses);
+  // UCX: the address of this rank's endpoint, and connections to the peers that share
+  // no memory, by the addresses of all ranks; to be called after attach(). Payloads then go through UCX. Throw
+  // std::runtime_error with the reason if that is impossible.
+  std::string make_ucx_address() { return peers_.make_ucx_address(); }
+  void connect_ucx(const std::vector<std::string>& addresses) { peers_.connect_ucx(addresses); }
+  // Whether all peers have connected to this rank, too; to be called until they have.
+  bool ucx_is_connected() { return peers_.ucx_is_connected(); }
   // Whether this rank may copy out of its peers' private memory.
   Status can_single_copy() const { return peers_.can_single_copy(); }
   // Whether threads that wait also do the progress thread's work, because there are fewer cores than threads.
@@ -72,6 +79,8 @@ class Communicator {
   // Nothing in a forked child, in which a thread that is not there may hold the locks.
   std::vector<FlightRecord> flight_records() const;
   std::vector<SizeClassReport> size_classes() const;
+  // The transports and devices that UCX uses to reach the peers; empty after close().
+  std::vector<std::string> ucx_lanes();
   // Nothing in a forked child either, nor after close(), as there is no memory to read.
   std::vector<PeerSnapshot> peer_snapshots() const;
 
@@ -81,6 +90,8 @@ class Communicator {
   DriveResult drive_front(int budget);
   // Before the progress thread sleeps: fails the first operation if it can no longer complete.
   void check_front();
+  // Before the progress thread sleeps on the peers' epoll_fd(): false if something is there already.
+  bool arm() { return peers_.arm(); }
   bool has_undriven_work() const { return queue_.has_undriven_work(); }
   const PeerSet& peers() const { return peers_; }
 

@@ -63,8 +63,8 @@ void FailureMonitor::check_blocked(const Interpreter& interpreter, std::uint64_t
   }
   if (awaited >= 0 && peers_.has_ended(awaited)) {
     if (!confirm_suspect(awaited)) return;
-    const TcpPeer* const tcp = peers_.tcp_peer(awaited);
-    const std::string how = tcp ? "its connection ended (" + tcp->stream().end_reason() + ")" : "its process ended";
+    const RemotePeer* const remote = peers_.remote_peer(awaited);
+    const std::string how = remote ? "its connection ended (" + remote->end_reason() + ")" : "its process ended";
     throw Error(ErrorKind::peer_lost, peers_.name(awaited) + " is gone: " + how + " during " + describe(interpreter),
                 awaited);
   }

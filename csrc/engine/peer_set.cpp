@@ -55,7 +55,7 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
     RegionLayout layout = layout_;
     layout.rank = static_cast<std::uint32_t>(peer);
     try {
-      tcp_.add(peer, socket, layout, *own_.header);
+      remote_.add(peer, socket, layout, *own_.header);
     } catch (...) {
       for (auto later = addresses.begin() + peer + 1; later != addresses.end(); ++later) {
         if (later->socket >= 0) ::close(later->socket);
@@ -64,7 +64,7 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
     }
   }
   links.assign(layout_.emulates_link ? addresses.size() : 0, nullptr);
-  has_latency = !tcp_.empty();
+  has_latency = !remote_.empty();
   for (int peer = 0; peer < ranks; ++peer) {
     const auto index = static_cast<std::size_t>(peer);
     const PeerAddress& address = addresses[index];
@@ -81,9 +81,9 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
       if (links[index] && address.socket >= 0) links[index]->skip_cpu_time(peer);
     }
     if (address.socket >= 0) {
-      peers.push_back(tcp_.find(peer)->view());
+      peers.push_back(remote_.find(peer)->view());
     } else {
-      mixed_ = !tcp_.empty();
+      mixed_ = !remote_.empty();
       map_peer(peer, address);
     }
   }
@@ -108,7 +108,7 @@ void PeerSet::close() {
   peers.clear();
   peer_regions_.clear();
   processes_.clear();
-  tcp_.close();
+  remote_.close();
   region_.reset();
 }
 
@@ -158,15 +158,13 @@ std::uint64_t PeerSet::announce_operation(const Call& call, std::uint64_t number
 }
 
 bool PeerSet::has_ended(int peer, int wait_ms) const {
-  if (const TcpPeer* const tcp = tcp_peer(peer)) {
-    return tcp->stream().ended() && !tcp->view().header->closed.load(std::memory_order_acquire);
-  }
+  if (const RemotePeer* const remote = remote_peer(peer)) return remote->has_ended();
   const auto& process = processes_[static_cast<std::size_t>(peer)];
   return process && process->has_ended(wait_ms);
 }
 
 void PeerSet::receive() {
-  tcp_.receive();
+  remote_.receive();
   if (inside_) inside_->begin_round();
   if (between_) between_->begin_round();
 }
@@ -174,7 +172,7 @@ void PeerSet::receive() {
 void PeerSet::start_goodbye(bool failed) {
   own_.header->closed.store(1, std::memory_order_release);
   wake_peers();
-  tcp_.start_goodbye(failed);
+  remote_.start_goodbye(failed);
 }
 
 std::uint64_t PeerSet::max_sleep_ns(std::uint64_t limit) const {
@@ -184,12 +182,13 @@ std::uint64_t PeerSet::max_sleep_ns(std::uint64_t limit) const {
 }
 
 void PeerSet::sleep(WakeupFutex& futex, std::uint32_t seen, std::uint64_t timeout_ns) {
-  if (tcp_.empty()) {
+  if (remote_.empty()) {
     futex.wait(seen, timeout_ns);
     return;
   }
-  tcp_.flush();
-  pollfd arrival{tcp_.epoll_fd(), POLLIN, 0};
+  remote_.flush();
+  if (!remote_.arm()) return;
+  pollfd arrival{remote_.epoll_fd(), POLLIN, 0};
   sleep_until_readable(&arrival, 1, mixed_ ? std::min(timeout_ns, kMixedSleepNs) : timeout_ns);
 }
 
@@ -204,7 +203,12 @@ void PeerSet::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t o
 void PeerSet::publish_pieces_done(std::uint64_t pieces) {
   own_.header->pieces_done.store(pieces, std::memory_order_release);
   wake_peers();
-  tcp_.send_pieces_done(pieces);
+  remote_.send_pieces_done(pieces);
+}
+
+int PeerSet::peer_being_sent(std::uint64_t seq) {
+  const std::uint8_t* const slot = own_.slot(seq);
+  return remote_.awaited_by_sends(slot, slot + layout_.slot_bytes);
 }
 
 void PeerSet::wake_peers() {

@@ -1,5 +1,5 @@
 // The ranks of one communicator: this rank's shared region, the mapped regions and processes of the peers of this host,
-// TCP connections to the others, and emulated links. It is the Transport of the communicator's interpreters.
+// connections to the others over TCP or UCX, and emulated links. It is the Transport of the communicator's interpreters.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 #include "core/status.h"
 #include "engine/call.h"
-#include "engine/tcp_peer_set.h"
+#include "engine/remote_peer_set.h"
 #include "engine/transport.h"
 
 namespace dtcomm {
@@ -46,7 +46,7 @@ struct PeerSnapshot {
   bool closed = false;
 };
 
-// A thread that waits for peers in shared memory and over TCP sleeps on the sockets, and peers in memory cannot wake
+// A thread that waits for peers in shared memory and for others sleeps on the sockets, and peers in memory cannot wake
 // it: it looks again after this time.
 constexpr std::uint64_t kMixedSleepNs = 200 * 1000;
 
@@ -76,26 +76,33 @@ class PeerSet final : public Transport {
   // Whether the peer's process or connection has ended, waiting at most `wait_ms` for it.
   bool has_ended(int peer, int wait_ms = 0) const;
   // Null for peers that share memory.
-  const TcpPeer* tcp_peer(int peer) const { return tcp_.find(peer); }
-  bool has_tcp_peers() const { return !tcp_.empty(); }
-  // Some peers are reached over TCP, others share memory.
+  const RemotePeer* remote_peer(int peer) const { return remote_.find(peer); }
+  bool has_remote_peers() const { return !remote_.empty(); }
+  // Some peers share memory, others do not.
   bool is_mixed() const { return mixed_; }
-  int epoll_fd() const { return tcp_.epoll_fd(); }
+  int epoll_fd() const { return remote_.epoll_fd(); }
+  // UCX; see RemotePeerSet.
+  std::string make_ucx_address() { return remote_.make_ucx_address(); }
+  void connect_ucx(const std::vector<std::string>& addresses) { remote_.connect_ucx(addresses); }
+  bool ucx_is_connected() { return remote_.ucx_is_connected(); }
+  std::vector<std::string> ucx_lanes() { return remote_.ucx_lanes(); }
+  // To be called before a sleep on epoll_fd(); false if something is there already.
+  bool arm() { return remote_.arm(); }
 
-  // Receives what has arrived over sockets and links; call it before an interpreter advances.
+  // Receives what has arrived over sockets, UCX and links; call it before an interpreter advances.
   void receive();
-  void receive_frames() { tcp_.receive(); }
-  // Passes queued frames to the kernel; true if it did not accept all.
-  bool flush() { return tcp_.flush(); }
-  // Publishes to TCP peers what those in shared memory read in this rank's region.
+  void receive_frames() { remote_.receive(); }
+  // Sends queued frames; true if some are left.
+  bool flush() { return remote_.flush(); }
+  // Publishes to the other peers what those in shared memory read in this rank's region.
   void send_waiting_for(int peer, bool force = false) {
-    tcp_.send_waiting_for(*own_.header, last_announced_, peer, force);
+    remote_.send_waiting_for(*own_.header, last_announced_, peer, force);
   }
-  void send_failure() { tcp_.send_failure(*own_.header, last_announced_); }
-  // Tells the peers that this rank is closing its communicator; see TcpPeerSet.
+  void send_failure() { remote_.send_failure(*own_.header, last_announced_); }
+  // Tells the peers that this rank is closing its communicator; see RemotePeerSet.
   void start_goodbye(bool failed);
-  bool goodbye_pending() { return tcp_.goodbye_pending(); }
-  void end_goodbye() { tcp_.end_goodbye(); }
+  bool goodbye_pending() { return remote_.goodbye_pending(); }
+  void end_goodbye() { remote_.end_goodbye(); }
   // How long a blocked thread may sleep, at most `limit`: less if an emulated link is about to deliver.
   std::uint64_t max_sleep_ns(std::uint64_t limit) const;
   // Sleeps until a peer wakes this process, a frame arrives or `timeout_ns` has passed; `seen` as in WakeupFutex.
@@ -105,9 +112,10 @@ class PeerSet final : public Transport {
   void publish_pieces_done(std::uint64_t pieces) override;
   void send_box(const std::vector<int>& to, std::size_t index, std::size_t slot_offset, const std::uint8_t* data,
                 std::size_t bytes) override {
-    tcp_.send_box(to, own_, last_announced_, index, slot_offset, data, bytes);
+    remote_.send_box(to, own_, last_announced_, index, slot_offset, data, bytes);
   }
   void wake_peers() override;
+  int peer_being_sent(std::uint64_t seq) override;
   std::uint8_t* map_tensor(int peer, const SharedTensorLocation& location, std::size_t bytes) override;
   void read_memory(int peer, std::uint64_t address, std::uint8_t* out, std::size_t bytes) override;
   void require_alive(int peer) override;
@@ -122,9 +130,9 @@ class PeerSet final : public Transport {
   MemfdMapping region_;
   PeerView own_;
   std::vector<MemfdMapping> peer_regions_;
-  std::vector<std::unique_ptr<PeerProcess>> processes_;  // null for this rank and TCP peers
+  std::vector<std::unique_ptr<PeerProcess>> processes_;  // null for this rank and those that share no memory
   std::vector<std::string> names_;
-  TcpPeerSet tcp_;
+  RemotePeerSet remote_;
   bool mixed_ = false;
   std::uint64_t last_announced_ = 0;  // operation
   std::atomic<std::uint64_t> single_copy_bytes_{0};

@@ -103,7 +103,7 @@ void ProgressThread::HelpingWaiter::check_fronts() {
   for (Communicator* communicator : thread_.communicators_) communicator->check_front();
 }
 
-ProgressThread::AdvanceResult ProgressThread::advance_all() {
+ProgressThread::AdvanceResult ProgressThread::advance_all(bool before_sleep) {
   const std::lock_guard<std::mutex> lock(mutex_);
   AdvanceResult all;
   max_sleep_ns_ = kSleepNs;
@@ -116,8 +116,9 @@ ProgressThread::AdvanceResult ProgressThread::advance_all() {
     all.blocked = true;
     const PeerSet& peers = communicator->peers();
     max_sleep_ns_ = std::min(max_sleep_ns_, peers.max_sleep_ns(kSleepNs));
-    if (peers.has_tcp_peers()) sleep_fds_.push_back({peers.epoll_fd(), POLLIN, 0});
-    shares_memory |= !peers.has_tcp_peers() || peers.is_mixed();
+    if (before_sleep && !communicator->arm()) max_sleep_ns_ = 0;
+    if (peers.has_remote_peers()) sleep_fds_.push_back({peers.epoll_fd(), POLLIN, 0});
+    shares_memory |= !peers.has_remote_peers() || peers.is_mixed();
   }
   // Peers in shared memory cannot wake a thread that sleeps on sockets.
   if (sleep_fds_.size() > 1 && shares_memory) max_sleep_ns_ = std::min(max_sleep_ns_, kMixedSleepNs);
@@ -135,7 +136,7 @@ void ProgressThread::loop() {
   while (!stopping_.load(std::memory_order_relaxed)) {
     AdvanceResult result;
     const bool called = has_work_.exchange(false, std::memory_order_acquire);
-    if (!rests()) result = advance_all();
+    if (!rests()) result = advance_all(false);
     if (result.moved) {
       reset();
       continue;
@@ -158,7 +159,7 @@ void ProgressThread::loop() {
     const ScopedSleeper sleeper(wakeup);
     sleeps_on_sockets_.store(true, std::memory_order_seq_cst);
     const std::uint32_t seen = wakeup.counter.load(std::memory_order_acquire);
-    result = advance_all();
+    result = advance_all(true);
     if (!result.moved && result.blocked && !has_work_.load(std::memory_order_acquire)) {
       if (sleep_fds_.size() > 1) {
         sleep_until_readable(sleep_fds_.data(), sleep_fds_.size(), max_sleep_ns_);

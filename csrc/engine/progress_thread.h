@@ -60,7 +60,7 @@ class ProgressThread {
     bool moved = false;    // some operation moved
     bool blocked = false;  // some operation cannot move
   };
-  AdvanceResult advance_all();
+  AdvanceResult advance_all(bool before_sleep);
   bool rests() const { return helping_waiters_.load(std::memory_order_relaxed) > 0; }
 
   std::mutex mutex_;  // held while communicators are used

@@ -48,11 +48,17 @@ Progress SlotPipeline::advance(int budget, bool ahead) {
   }
 }
 
-// A slot is free when every peer is done with the piece that used it last.
+// A slot is free when every peer is done with the piece that used it last, and the transport with its payloads.
 bool SlotPipeline::can_start(std::size_t piece) {
   const std::uint64_t seq = state_.first_seq + piece;
   if (seq < kSlots) return true;
-  const std::uint64_t need = seq - kSlots + 1;
+  if (!is_done_by_all(seq - kSlots + 1)) return false;
+  const int peer = transport_.peer_being_sent(seq);
+  if (peer >= 0 && started_ == oldest_) state_.waiting_for = peer;
+  return peer < 0;
+}
+
+bool SlotPipeline::is_done_by_all(std::uint64_t need) {
   if (transport_.pieces_done_by_all >= need) return true;
   std::uint64_t least = ~0ull;
   for (int peer = 0; peer < transport_.ranks; ++peer) {

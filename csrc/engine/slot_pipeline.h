@@ -1,5 +1,5 @@
 // The slot pipeline: payloads are encoded into boxes of this rank's slots, and peers read them there (or get them over
-// TCP). Several pieces are in flight, each at its own instruction.
+// TCP or UCX). Several pieces are in flight, each at its own instruction.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,7 @@ class SlotPipeline final : public ExecutionMode {
 
  private:
   bool can_start(std::size_t piece);
+  bool is_done_by_all(std::uint64_t need);
   bool run_piece(std::size_t piece, int& budget);
   // Runs one instruction; false if it is blocked.
   bool execute(std::size_t piece, const Instruction& instruction);

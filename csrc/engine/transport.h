@@ -34,6 +34,9 @@ class Transport {
   // bytes into its slot.
   virtual void send_box(const std::vector<int>& /*to*/, std::size_t /*index*/, std::size_t /*slot_offset*/,
                         const std::uint8_t* /*data*/, std::size_t /*bytes*/) {}
+  // A peer to which boxes of the slot of this piece are still being sent, so that the slot must not be written; -1 if
+  // there is none.
+  virtual int peer_being_sent(std::uint64_t /*seq*/) { return -1; }
   // Wakes peers that may sleep, after something else has changed for which they may wait.
   virtual void wake_peers() {}
   // The address, in this process, of a shared tensor of a peer.

@@ -76,8 +76,7 @@ void FrameStream::flush() {
 }
 
 void FrameStream::end(std::string reason) {
-  end_reason_ = std::move(reason);
-  ended_.store(true, std::memory_order_release);
+  set_ended(std::move(reason));
   queue_.clear();
   ::shutdown(fd_, SHUT_RDWR);  // so that the peer learns of it
 }

@@ -3,12 +3,19 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "engine/communicator.h"
 #include "engine/crc32c.h"
 #include "engine/progress_thread.h"
 #include "engine/thread_pool.h"
+#include "net/ucx.h"
 #include "python/bindings.h"
 #include "python/engine_calls.h"
 #include "python/without_gil.h"
@@ -186,6 +193,15 @@ void bind_communicator(py::module_& module) {
            })
       .def("attach", &attach, py::arg("addresses"))
       .def(
+          "make_ucx_address", [](Communicator& self) { return py::bytes(self.make_ucx_address()); },
+          "The address of this rank's endpoint of UCX. RuntimeError with the reason if UCX cannot be used.")
+      .def("connect_ucx", &Communicator::connect_ucx, py::arg("addresses"),
+           "Connects to the peers that are reached through sockets by the UCX addresses of all ranks.")
+      .def(
+          "ucx_is_connected", [](Communicator& self) { return without_gil([&] { return self.ucx_is_connected(); }); },
+          "Whether all peers have connected to this rank through UCX; to be called until they have.")
+      .def("ucx_lanes", &Communicator::ucx_lanes)
+      .def(
           "single_copy_error", [](const Communicator& self) { return self.can_single_copy().message(); },
           "Why this rank cannot copy out of its peers' private memory; empty if it can.")
       .def(
@@ -274,6 +290,76 @@ void bind_crc32c(py::module_& module) {
   module.def("crc32c_in_hardware", &crc32c_in_hardware);
 }
 
+// A peer that connects through UCX, played by a test.
+class UcxPeer {
+ public:
+  explicit UcxPeer(std::uint64_t token) : worker_(make_ucx_worker(token)) {}
+
+  py::bytes address() const { return worker_->address(); }
+  void connect(std::uint32_t number, std::uint32_t own_number, const std::string& address) {
+    channel_ = &worker_->connect(number, own_number, address, received_);
+  }
+  void send(std::uint32_t kind, const std::array<std::uint64_t, 5>& words, const std::string& payload, bool is_text) {
+    FrameHeader frame{kind, static_cast<std::uint32_t>(payload.size()), words};
+    sent_.push_back(payload);
+    if (is_text) {
+      channel_->enqueue(frame, payload);
+    } else {
+      channel_->enqueue(frame, reinterpret_cast<const std::uint8_t*>(sent_.back().data()));
+    }
+    channel_->flush();
+  }
+  // The frames that have arrived since the last call: (kind, words, payload).
+  py::list receive() {
+    worker_->progress();
+    py::list list;
+    for (const auto& [frame, payload] : received_.frames) {
+      list.append(py::make_tuple(frame.kind, frame.words, py::bytes(payload)));
+    }
+    received_.frames.clear();
+    return list;
+  }
+  std::string end_reason() const { return channel_->ended() ? channel_->end_reason() : ""; }
+
+ private:
+  struct Received final : FrameSink {
+    std::uint8_t* payload_buffer(const FrameHeader& frame) override {
+      std::string& buffer = buffers[frame.words];
+      buffer.resize(frame.bytes);
+      return reinterpret_cast<std::uint8_t*>(buffer.data());
+    }
+    void on_frame(const FrameHeader& frame) override {
+      frames.emplace_back(frame, std::move(buffers[frame.words]));
+    }
+    std::map<std::array<std::uint64_t, 5>, std::string> buffers;  // a large payload arrives after what follows it
+    std::vector<std::pair<FrameHeader, std::string>> frames;
+  };
+  Received received_;
+  std::deque<std::string> sent_;
+  std::unique_ptr<UcxWorker> worker_;  // ends before what it writes to
+  UcxChannel* channel_ = nullptr;
+};
+
+void bind_ucx(py::module_& module) {
+  module.def(
+      "open_ucx",
+      [](const std::vector<std::string>& libraries) {
+        const UcxDescription ucx = open_ucx(libraries);
+        return py::make_tuple(ucx.version, ucx.devices);
+      },
+      py::arg("libraries"),
+      "Opens UCX, by the first of these libraries that can be opened; returns its version and its devices. "
+      "RuntimeError with the reason if that fails.");
+  py::class_<UcxPeer>(module, "UcxPeer")
+      .def(py::init<std::uint64_t>(), py::arg("token"))
+      .def("address", &UcxPeer::address)
+      .def("connect", &UcxPeer::connect, py::arg("number"), py::arg("own_number"), py::arg("address"))
+      .def("send", &UcxPeer::send, py::arg("kind"), py::arg("words"), py::arg("payload") = py::bytes(),
+           py::arg("is_text") = false)
+      .def("receive", &UcxPeer::receive)
+      .def_property_readonly("end_reason", &UcxPeer::end_reason);
+}
+
 }  // namespace
 
 void bind_engine(py::module_& module) {
@@ -289,6 +375,7 @@ void bind_engine(py::module_& module) {
   bind_call_counter(module);
   bind_bound_call(module);
   bind_crc32c(module);
+  bind_ucx(module);
   py::class_<EmulatedNic, std::unique_ptr<EmulatedNic, py::nodelete>>(module, "EmulatedNic")
       .def(py::init([](int level) { return &EmulatedNic::instance(level); }), py::arg("level"))
       .def("send", &EmulatedNic::send, py::arg("now"), py::arg("busy_ns"))

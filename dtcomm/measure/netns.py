@@ -13,11 +13,14 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MS_REC, _MS_SLAVE, _MNT_DETACH = 1 << 14, 1 << 19, 2
 
 
 def why_unavailable() -> str:
@@ -36,7 +39,7 @@ def two_hosts(gbit: float, *, burst_ms: float = 4.0) -> Iterator[list[str]]:
     """Create two connected namespaces whose interface ``dt0`` is limited to ``gbit`` Gbit/s in each direction.
 
     Args:
-        gbit: Rate in Gbit/s.
+        gbit: Rate in Gbit/s; 0: no limit.
         burst_ms: After an idle time the link passes as many bytes at once as it carries in this many milliseconds,
             at least 128 KiB. The default of 4 covers the kernel's timer ticks without hiding the rate.
 
@@ -87,9 +90,33 @@ def _configure_link(name: str, end: str, number: int, gbit: float, burst_ms: flo
     _run(*inside, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "dt0")
     _run(*inside, "link", "set", "lo", "up")
     _run(*inside, "link", "set", "dt0", "up")
+    if not gbit:
+        return
     burst = max(128 * 1024, int(gbit * 1e9 / 8 * burst_ms * 1e-3))
     shape = ("rate", f"{int(gbit * 1000)}mbit", "burst", str(burst), "latency", "100ms")
     _run("tc", "-n", name, "qdisc", "add", "dev", "dt0", "root", "tbf", *shape)
+
+
+@contextmanager
+def mpirun(namespaces: list[str]) -> Iterator[list[str]]:
+    """Yield the command that starts Open MPI with one rank in each of two namespaces of `two_hosts`."""
+    with TemporaryDirectory(prefix="dtcomm-mpi-") as folder:
+        # Open MPI starts its daemon on the second host through this script, which is given the host and a command.
+        (agent := Path(folder) / "agent").write_text(
+            f'#!/bin/sh\nshift\nTMPDIR={folder}/remote exec ip netns exec {namespaces[1]} sh -c "$*"\n'
+        )
+        agent.chmod(0o755)
+        (Path(folder) / "remote").mkdir()
+        (hosts := Path(folder) / "hosts").write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
+        command = ["ip", "netns", "exec", namespaces[0], "mpirun", "--hostfile", str(hosts)]
+        command += ["--map-by", "node", "--bind-to", "none"]
+        for name, value in {
+            "plm_rsh_agent": str(agent),
+            "oob_tcp_if_include": "dt0",
+            "btl_tcp_if_include": "dt0",
+        }.items():
+            command += ["--mca", name, value]
+        yield command
 
 
 def enter_namespace(name: str) -> None:
@@ -100,6 +127,23 @@ def enter_namespace(name: str) -> None:
     """
     with open(f"/run/netns/{name}") as handle:
         _set_namespace(handle.fileno(), name)
+
+
+def mount_own_sysfs() -> None:
+    """Show this thread, and threads it starts later, the network devices of their namespace in /sys, where UCX looks.
+
+    Raises:
+        OSError: The process lacks the permission.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for failed in (
+        libc.unshare(_CLONE_NEWNS),
+        libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None),
+        libc.umount2(b"/sys", _MNT_DETACH),
+        libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
+    ):
+        if failed:
+            raise OSError(ctypes.get_errno(), "mounting /sys of a network namespace")
 
 
 def _set_namespace(namespace: int, description: str) -> None:

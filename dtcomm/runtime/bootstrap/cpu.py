@@ -6,12 +6,14 @@ one runtime: the engine if it works on every rank, else the group's own backend.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from dtcomm.device.streams import HostStreams, Streams
 from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap import gloo, peer_processes
+from dtcomm.runtime.bootstrap import gloo, peer_processes, ucx
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
@@ -35,6 +37,8 @@ from dtcomm.runtime.types import Runtime
 Infos = Sequence[dict[str, Any]]
 
 _ANSWERS_POLL_S = 0.25  # looks ask the store for every rank, and connecting seldom takes as long
+_UCX_POLL_S = 0.2e-3
+_MAX_UCX_CONNECT = timedelta(seconds=30)  # also if the group's timeout is longer
 _GRACE_S = 0.5  # for the process of a rank to end after its memory and connections have
 
 
@@ -176,7 +180,7 @@ class CpuBootstrap:
                 self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES if sockets else None, threads
             )
             on_failure.callback(native.close)
-            addresses = exchange.all_gather({"address": native.address()})
+            addresses = exchange.all_gather({"address": native.address(), "ucx": _ucx_offer(native)})
             for info, address in zip(infos, addresses, strict=True):
                 info.update(address)
         return native, infos
@@ -194,7 +198,7 @@ class CpuBootstrap:
         """Whether any ranks are to reach each other through sockets; the same answer on all ranks."""
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return False
-        return len(self.groups) > 1 or env.get("DTCOMM_TRANSPORT") == "sockets"
+        return len(self.groups) > 1 or env.get("DTCOMM_TRANSPORT") in ("sockets", "ucx")
 
     def _attach(
         self, native: NativeRuntime, infos: Infos, listener: Listener | None, exchange: StoreExchange
@@ -205,7 +209,7 @@ class CpuBootstrap:
         if len(self.groups) > 1 and env.get("DTCOMM_TRANSPORT") == "memory":
             return f"the ranks are on {len(self.groups)} hosts"
         host = self._ranks_of_this_host()
-        in_memory = () if env.get("DTCOMM_TRANSPORT") == "sockets" else host
+        in_memory = () if env.get("DTCOMM_TRANSPORT") in ("sockets", "ucx") else host
         by_socket = {
             rank: info["listener"]
             for rank, info in enumerate(infos)
@@ -227,6 +231,35 @@ class CpuBootstrap:
         except (OSError, RuntimeError) as error:
             peer_processes.require_alive(self.ranks, _GRACE_S)
             return f"cannot map the memory of a peer: {error}"
+        return self._connect_ucx(native, infos, exchange) if self._uses_sockets() else ""
+
+    def _connect_ucx(self, native: NativeRuntime, infos: Infos, exchange: StoreExchange) -> str:
+        """Send payloads through UCX if all ranks offer it; returns why it failed, or an empty string."""
+        offers = [info["ucx"] for info in infos]
+        missing = {
+            rank: offer["missing"] for rank, offer in enumerate(offers) if offer.get("missing") is not None
+        }
+        if missing:
+            rank, reason = next(iter(missing.items()))
+            native.no_ucx = f"{self.names[rank]}: {reason}" if reason else ""
+            return native.no_ucx if env.get("DTCOMM_TRANSPORT") == "ucx" else ""
+        own = offers[self.rank]
+        check, deadline = self._failure_check(exchange), Deadline(min(self._timeout, _MAX_UCX_CONNECT))
+        try:
+            native.connect_ucx(
+                [base64.b64decode(offer["address"]) for offer in offers],
+                {"version": own["version"], "devices": own["devices"]},
+            )
+            while not native.native.ucx_is_connected():
+                check()
+                if not deadline.left_s() or not self._deadline.left_s():
+                    return "UCX does not reach all ranks"
+                time.sleep(_UCX_POLL_S)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, DtcommError):
+                raise
+            peer_processes.require_alive(self.ranks, _GRACE_S)
+            return f"cannot connect to a peer through UCX: {error}"
         return ""
 
     def _connect(
@@ -243,6 +276,11 @@ class CpuBootstrap:
             if "closed" in info:
                 return f"{self.names[rank]} cannot be connected to: {info['closed']}"
         assert listener is not None
+        check = self._failure_check(exchange)
+        return listener.connect(self.rank, peers, self.names, self._deadline.left_s(), check)
+
+    def _failure_check(self, exchange: StoreExchange) -> Callable[[], None]:
+        """A function that raises what ends a wait for connections: a failure of this attempt or of another rank."""
         next_look = time.monotonic() + _ANSWERS_POLL_S
 
         def check() -> None:
@@ -256,7 +294,7 @@ class CpuBootstrap:
                 if answer["failure"]:
                     raise ConnectionError(f"{self.names[rank]}: {answer['failure']}")
 
-        return listener.connect(self.rank, peers, self.names, self._deadline.left_s(), check)
+        return check
 
     def _agree(self, exchange: StoreExchange, native: NativeRuntime, infos: Infos, failure: str) -> bool:
         """Whether the engine serves the group: every rank is attached. The same answer on all ranks."""
@@ -366,6 +404,26 @@ class CpuBootstrap:
             )
 
 
+def _ucx_offer(native: NativeRuntime) -> dict[str, Any]:
+    """How peers reach this rank through UCX, or under "missing" why they do not; empty if nobody asked for it."""
+    forced = env.get("DTCOMM_TRANSPORT") == "ucx"
+    try:
+        if forced:
+            library = ucx.open_library()
+        elif env.get("DTCOMM_TRANSPORT") == "auto":
+            library = ucx.open_for_rdma()
+        else:
+            return {"missing": ""}
+        address = native.native.make_ucx_address()
+    except RuntimeError as error:
+        return {"missing": str(error)}
+    return {
+        "address": base64.b64encode(address).decode(),
+        "version": library.version,
+        "devices": library.devices,
+    }
+
+
 def _listen() -> tuple[Listener | None, str]:
     """A listener for peers of other hosts, or why there is none."""
     if env.get("DTCOMM_RUNTIME") == "process_group" or env.get("DTCOMM_TRANSPORT") == "memory":
@@ -378,7 +436,7 @@ def _listen() -> tuple[Listener | None, str]:
 
 def _variable_that_requires_engine() -> str:
     """The variable that rules the group's own backend out; empty if there is none."""
-    for name, choices in (("DTCOMM_RUNTIME", ("native",)), ("DTCOMM_TRANSPORT", ("memory", "sockets"))):
+    for name, choices in (("DTCOMM_RUNTIME", ("native",)), ("DTCOMM_TRANSPORT", ("memory", "sockets", "ucx"))):
         if env.get(name) in choices and env.get("DTCOMM_RUNTIME") != "process_group":
             return f"{name}={env.get(name)}"
     return ""

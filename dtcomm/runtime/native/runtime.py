@@ -1,4 +1,4 @@
-"""The runtime of the native engine: shared memory between the ranks of a host, TCP sockets between hosts."""
+"""The runtime of the native engine: shared memory between the ranks of a host, TCP or UCX between hosts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ class NativeRuntime:
     """Executes operations with the native engine.
 
     Attributes:
-        transport: How ranks reach each other: "memory", "sockets", or "memory and sockets".
+        transport: How ranks reach each other: "memory", "sockets", "ucx", "memory and sockets", or "memory and ucx".
+        ucx: What UCX is used, if it is: its version, and the devices that it may use.
+        no_ucx: Why UCX is not used between ranks that share no memory; empty if it is, or if there are none.
         single_copy: Why receivers do not copy out of the senders' memory; empty if they do. The bootstrap sets it to
             what all ranks agree on.
         no_trials: Why the engine does not try variants of operations; empty if it does. Agreed on as well.
@@ -71,6 +73,8 @@ class NativeRuntime:
         self.ranks = ranks
         self.threads = threads
         self.transport = "memory"
+        self.ucx: Mapping[str, Any] = {}
+        self.no_ucx = ""
         self.single_copy = self.no_trials = "not asked for yet"
         self._recorded_failure = False
         self._failure: DtcommError | None = None  # of a codec written in Python; the engine knows its own
@@ -139,6 +143,22 @@ class NativeRuntime:
             _C.share_cores()
         # With two cores a rank, the progress thread runs beside the waiting one.
         self.native.waiters_help_progress = cores < 2 * len(inside)
+
+    def connect_ucx(self, addresses: Sequence[bytes], ucx: Mapping[str, Any]) -> None:
+        """Send payloads between ranks that share no memory through UCX; to be called after ``attach``.
+
+        The connections are ready when ``native.ucx_is_connected`` returns true.
+
+        Args:
+            addresses: ``native.make_ucx_address`` of every rank.
+            ucx: What ``info`` reports of UCX.
+
+        Raises:
+            RuntimeError: If UCX has no transport to a rank.
+        """
+        self.native.connect_ucx(addresses)
+        self.transport = self.transport.replace("sockets", "ucx")
+        self.ucx = ucx
 
     def why_no_single_copy(self) -> str:
         """Why this rank and its peers should not use single copy; empty if they may."""
@@ -239,6 +259,7 @@ class NativeRuntime:
         return {
             "runtime": self.name,
             "transport": self.transport,
+            **self._ucx_info(),
             "kernels": _C.engine_kernels(),
             "threads": self.threads,
             **in_python,
@@ -249,6 +270,11 @@ class NativeRuntime:
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
+
+    def _ucx_info(self) -> dict[str, Any]:
+        if self.ucx:
+            return {"ucx": {**self.ucx, "lanes": self.native.ucx_lanes()}}
+        return {"no_ucx": self.no_ucx} if self.no_ucx else {}
 
 
 def close_all(runtimes: Iterable[object]) -> None:

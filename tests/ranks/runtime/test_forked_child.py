@@ -23,6 +23,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import existing_communicator
+from tests.support.ucx import requires_ucx
 
 
 def status_of_child(task: Callable[[], None]) -> int:
@@ -50,7 +51,7 @@ def record_in_child(rank: int, world_size: int) -> int:
     return status
 
 
-@pytest.mark.parametrize("transport", ["memory", "sockets"])
+@pytest.mark.parametrize("transport", ["memory", "sockets", pytest.param("ucx", marks=requires_ucx)])
 def test_flight_record_of_a_child_has_none_of_its_parents_groups(transport: str) -> None:
     assert run_ranks(record_in_child, 2, env={"DTCOMM_TRANSPORT": transport}) == [0, 0]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm.launch.ranks import run_ranks
+from tests.support.ucx import requires_ucx
 
 LARGE = 16 * 2**20  # elements: more than the connections to a rank that does not read can hold
 
@@ -103,6 +104,7 @@ def close_with_unsent_data(rank: int, ranks: int, number: int) -> float:
     return time.monotonic() - began
 
 
-def test_groups_whose_data_does_not_arrive_are_closed_in_the_time_of_one() -> None:
-    seconds, _ = run_ranks(close_with_unsent_data, 2, 4, env={"DTCOMM_TRANSPORT": "sockets"})
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("ucx", marks=requires_ucx)])
+def test_groups_whose_data_does_not_arrive_are_closed_in_the_time_of_one(transport: str) -> None:
+    seconds, _ = run_ranks(close_with_unsent_data, 2, 4, env={"DTCOMM_TRANSPORT": transport})
     assert seconds < 4, "2 s for each group"

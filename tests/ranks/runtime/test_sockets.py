@@ -1,6 +1,8 @@
-"""The engine over sockets: the same results, the same errors and nothing left open."""
+"""The engine over sockets and over UCX: the same results, the same errors and nothing left open."""
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -17,38 +19,45 @@ from dtcomm import _C, algorithms, env
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
+from dtcomm.runtime.bootstrap import ucx
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.stopwatch import Stopwatch
+from tests.support.ucx import requires_ucx
 from tests.unit.runtime.every_collective import OVER_GLOO, calls
 
 SOCKETS = {"DTCOMM_TRANSPORT": "sockets"}
+REMOTE = pytest.mark.parametrize("transport", ["sockets", pytest.param("ucx", marks=requires_ucx)])
 
 
-def compare_transports(rank: int, world_size: int) -> dict[str, Any]:
+def compare_transports(rank: int, world_size: int, transport: str) -> dict[str, Any]:
     report = {}
-    variables_of = {"memory": {"DTCOMM_RUNTIME": "native"}, "sockets": {"DTCOMM_RUNTIME": "auto", **SOCKETS}}
+    variables_of = {
+        "memory": {"DTCOMM_RUNTIME": "native"},
+        transport: {"DTCOMM_RUNTIME": "auto", "DTCOMM_TRANSPORT": transport},
+    }
     results = {}
     for name, variables in variables_of.items():
         os.environ.update(variables)
         results[name], report[name] = calls(rank, world_size), C.info()
         C.release()
     report["different"] = [
-        i for i, (a, b) in enumerate(zip(results["memory"], results["sockets"])) if not torch.equal(a, b)
+        i for i, (a, b) in enumerate(zip(results["memory"], results[transport], strict=True)) if not torch.equal(a, b)
     ]
     return report
 
 
+@REMOTE
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_same_bits_and_bytes_as_in_shared_memory(world_size: int) -> None:
-    for report in run_ranks(compare_transports, world_size):
-        assert report["memory"]["transport"] == "memory" and report["sockets"]["transport"] == "sockets"
-        assert "DTCOMM_TRANSPORT=sockets" in report["sockets"]["reason"]
+def test_same_bits_and_bytes_as_in_shared_memory(world_size: int, transport: str) -> None:
+    for report in run_ranks(compare_transports, world_size, transport):
+        assert report["memory"]["transport"] == "memory" and report[transport]["transport"] == transport
+        assert f"DTCOMM_TRANSPORT={transport}" in report[transport]["reason"]
         assert report["different"] == []
-        assert report["memory"]["wire_bytes"] == report["sockets"]["wire_bytes"]
+        assert report["memory"]["wire_bytes"] == report[transport]["wire_bytes"]
 
 
 def reduce_by_levels(rank: int, world_size: int, mixed: bool) -> list[torch.Tensor]:
@@ -87,8 +96,9 @@ def reduce_unequal_sizes(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_mismatch_names_the_ranks_and_their_calls() -> None:
-    for text in run_ranks(reduce_unequal_sizes, 3, env=SOCKETS):
+@REMOTE
+def test_mismatch_names_the_ranks_and_their_calls(transport: str) -> None:
+    for text in run_ranks(reduce_unequal_sizes, 3, env={"DTCOMM_TRANSPORT": transport}):
         assert "1000 float32" in text and "1001 float32" in text
         assert all(f"rank {rank} (host" in text for rank in range(3))
 
@@ -104,8 +114,9 @@ def broadcast_and_leave(rank: int, world_size: int) -> float:
     return float(x.sub(7).abs().max())
 
 
-def test_messages_arrive_after_their_sender_has_left() -> None:
-    assert run_ranks(broadcast_and_leave, 2, env=SOCKETS) == [0.0, 0.0]
+@REMOTE
+def test_messages_arrive_after_their_sender_has_left(transport: str) -> None:
+    assert run_ranks(broadcast_and_leave, 2, env={"DTCOMM_TRANSPORT": transport}) == [0.0, 0.0]
 
 
 def reduce_with_transport(rank: int, world_size: int, transport: str, bad_interface: bool) -> str:
@@ -302,13 +313,18 @@ def reduce_until_failure(rank: int, world_size: int, children: bool) -> None:
             C.all_reduce(x)
 
 
+@REMOTE
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_named(sig: signal.Signals) -> None:
+def test_a_lost_rank_is_named(sig: signal.Signals, transport: str) -> None:
     """Children that the rank forked do not hold its connections."""
     victim, kind = 1, PeerLost if sig == signal.SIGKILL else CollectiveTimeout
     children = sig == signal.SIGKILL
     with spawn_ranks(
-        reduce_until_failure, 3, children, env=SOCKETS, group_timeout=2.0 if sig == signal.SIGSTOP else 30.0
+        reduce_until_failure,
+        3,
+        children,
+        env={"DTCOMM_TRANSPORT": transport},
+        group_timeout=2.0 if sig == signal.SIGSTOP else 30.0,
     ) as ranks:
         for rank in range(3):
             assert ranks.receive(rank) == "ready"
@@ -333,9 +349,65 @@ def count_descriptors(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_released_communicators_close_their_descriptors() -> None:
-    for counts in run_ranks(count_descriptors, 2, env=SOCKETS):
+@REMOTE
+def test_released_communicators_close_their_descriptors(transport: str) -> None:
+    for counts in run_ranks(count_descriptors, 2, env={"DTCOMM_TRANSPORT": transport}):
         assert counts[1] == counts[2], counts
+
+
+def describe_ucx(rank: int, world_size: int) -> dict[str, Any]:
+    x = torch.full((1_000_000,), rank + 1.0)
+    C.all_reduce(x, codec="int8")
+    C.all_reduce(y := torch.full((3,), rank + 1.0))
+    assert y.eq(3).all() and (x - 3).abs().max() < 0.1
+    return C.info()["ucx"]
+
+
+@requires_ucx
+@pytest.mark.parametrize(("chosen", "transports"), [("tcp,self", {"tcp"}), ("sm,self", {"sysv", "posix", "cma"})])
+def test_info_lists_the_devices_and_lanes_of_ucx(chosen: str, transports: set[str]) -> None:
+    for ucx in run_ranks(
+        describe_ucx, 2, fresh=True, env={"DTCOMM_TRANSPORT": "ucx", "UCX_TLS": chosen}
+    ):
+        assert re.fullmatch(r"1\.\d+\.\d+", ucx["version"])
+        assert ucx["lanes"] and set(ucx["lanes"]) <= set(ucx["devices"])
+        assert {lane.split("/")[0] for lane in ucx["lanes"]} <= transports
+
+
+def reduce_with_one_library(rank: int, world_size: int, transport: str) -> str:
+    os.environ.update({"DTCOMM_HOST_ID": f"host {rank}", "DTCOMM_TRANSPORT": transport})
+    missing = mock.patch.object(ucx, "open_library", side_effect=RuntimeError("UCX is not installed"))
+    with missing if rank == 1 else contextlib.nullcontext():
+        try:
+            C.all_reduce(torch.ones(10))
+        except DtcommError as error:
+            return str(error)
+    return f"{C.info()['transport']}: {C.info()['no_ucx']}"
+
+
+@requires_ucx
+def test_ucx_has_to_be_installed_on_all_ranks() -> None:
+    for text in run_ranks(reduce_with_one_library, 2, "ucx"):
+        assert re.match(
+            r"DTCOMM_TRANSPORT=ucx, but rank 0 .*: rank 1 \(.*\): UCX is not installed", text
+        ), text
+    for text in run_ranks(reduce_with_one_library, 2, "auto"):
+        assert re.match(r"sockets: rank 0 \(.*\): no RDMA device", text), text
+
+
+def reduce_beside_rdma(rank: int, world_size: int, devices: list[str]) -> str:
+    os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
+    found = ucx.Ucx(ucx.open_library().version, devices if rank == 1 else ["rc_verbs/mlx5_0:1"])
+    with mock.patch.object(ucx, "open_library", lambda: found), mock.patch.object(ucx, "_RDMA_DEVICES", Path("/")):
+        C.all_reduce(torch.ones(10))
+    return f"{C.info()['transport']}: {C.info().get('no_ucx')}"
+
+
+@requires_ucx
+def test_ucx_is_used_where_all_ranks_have_an_rdma_device() -> None:
+    assert run_ranks(reduce_beside_rdma, 2, ["tcp/eth0", "dc_mlx5/mlx5_0:1"]) == ["ucx: None"] * 2
+    for text in run_ranks(reduce_beside_rdma, 2, ["tcp/eth0"]):
+        assert re.match(r"sockets: rank 1 \(.*\): UCX 1\..* uses no RDMA device, only tcp/eth0", text), text
 
 
 def test_transport_variable_lists_its_choices() -> None:

@@ -24,7 +24,7 @@ from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
-BOX, DONE, HEADER, WAITING, FAILURE, CLOSED = range(1, 7)  # csrc/engine/tcp_peer.cpp
+BOX, DONE, HEADER, WAITING, FAILURE, CLOSED = range(1, 7)  # csrc/engine/remote_peer.cpp
 FRAME = struct.Struct("<II5Q")
 NONE = 2**64 - 1  # -1 as a word
 SLOTS = 8

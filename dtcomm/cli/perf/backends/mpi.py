@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,9 +70,14 @@ def compile_rank_program() -> Path:
 
 
 class MpiRanks:
-    """``ranks`` MPI processes on this host under one of ``SETTINGS``."""
+    """``ranks`` MPI processes on this host under one of ``SETTINGS``.
 
-    def __init__(self, setting: str, ranks: int, *, timeout: float = 120) -> None:
+    ``mpirun`` is the command that starts them, with arguments for ranks elsewhere; None: on this host.
+    """
+
+    def __init__(
+        self, setting: str, ranks: int, *, timeout: float = 120, mpirun: Sequence[str] | None = None
+    ) -> None:
         path = compile_rank_program()
         self.timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="dtcomm-mpi-")
@@ -84,7 +89,7 @@ class MpiRanks:
         self._to = [os.open(folder / f"in.{rank}", os.O_RDWR) for rank in range(ranks)]
         self._from = [os.open(folder / f"out.{rank}", os.O_RDWR) for rank in range(ranks)]
         oversubscribed = ranks > len(os.sched_getaffinity(0))
-        command = ["mpirun", "-np", str(ranks), "--oversubscribe"]
+        command = [*(mpirun or ["mpirun", "--oversubscribe"]), "-np", str(ranks)]
         # A separate session folder, because two mpiruns that start at once collide in /tmp.
         command += ["--mca", "orte_tmpdir_base", self._folder.name]
         if oversubscribed:

@@ -1,33 +1,46 @@
-// The peers of a communicator that are reached over TCP, and waiting for their frames.
+// The peers of a communicator that are reached over TCP or UCX, and waiting for their frames.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
-#include "engine/tcp_peer.h"
+#include "engine/remote_peer.h"
 #include "net/epoll_set.h"
 
 namespace dtcomm {
 
 // Thread-safe: the thread that drives operations, one that fails, and one that closes may call it at once. Every method
 // returns at once if there are no peers.
-class TcpPeerSet {
+class RemotePeerSet {
  public:
   // Adds a peer before the first use; takes ownership of the connected socket.
   void add(int peer, int fd, const RegionLayout& layout, const RegionHeader& own);
+  // Makes this rank's endpoint of UCX; returns its address.
+  std::string make_ucx_address();
+  // Sends payloads to the peers that were added through UCX. `addresses` are by rank.
+  void connect_ucx(const std::vector<std::string>& addresses);
+  // Whether all peers have connected to this rank through UCX, and its own connections are ready.
+  bool ucx_is_connected();
+  // The transports and devices of UCX's lanes to the peers, each once.
+  std::vector<std::string> ucx_lanes();
   bool empty() const { return peers_.empty(); }
   // Null for peers that share memory.
-  const TcpPeer* find(int peer) const;
+  const RemotePeer* find(int peer) const;
   // The descriptor that is readable while frames wait to be read; -1 if there are no peers.
   int epoll_fd() const { return epoll_.fd(); }
 
   // Reads the frames that have arrived, and passes queued ones to the kernel.
   void receive();
-  // Passes queued frames to the kernel; true if it did not accept all. epoll_fd() then reports when it accepts more.
+  // Sends queued frames; true if some are left. epoll_fd() then reports when it can go on.
   bool flush();
+  // To be called before a sleep on epoll_fd(); false if something is there already.
+  bool arm();
+  // A peer to which some of these bytes, a part of this rank's slots, are still being sent; -1 if there is none.
+  int awaited_by_sends(const std::uint8_t* begin, const std::uint8_t* end);
   void send_box(const std::vector<int>& to, const PeerView& own, std::uint64_t last_operation, std::size_t index,
                 std::size_t slot_offset, const std::uint8_t* data, std::size_t bytes);
   void send_pieces_done(std::uint64_t pieces);
@@ -44,12 +57,15 @@ class TcpPeerSet {
   void close();
 
  private:
+  void receive_from_sockets();
   template <class Action>
   void for_each_locked(Action action);
 
   std::mutex mutex_;
-  std::vector<std::unique_ptr<TcpPeer>> peers_;  // by rank; empty if there are none
+  std::vector<std::unique_ptr<RemotePeer>> peers_;  // by rank; empty if there are none
+  std::unique_ptr<UcxWorker> unconnected_ucx_, ucx_;
   EpollSet epoll_;
+  int polls_ = 0;  // of UCX since the sockets were read
   std::uint64_t wait_sent_ns_ = 0;
   std::uint64_t goodbye_deadline_ns_ = 0;
 };

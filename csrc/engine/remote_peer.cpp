@@ -1,4 +1,4 @@
-#include "engine/tcp_peer.h"
+#include "engine/remote_peer.h"
 
 #include <sys/mman.h>
 
@@ -14,18 +14,20 @@ namespace dtcomm {
 namespace {
 
 // The numbers travel between ranks.
-enum Kind : std::uint32_t { kBox = 1, kDone = 2, kHeader = 3, kWaiting = 4, kFailure = 5, kClosed = 6 };
+enum Kind : std::uint32_t { kBox = 1, kDone = 2, kHeader = 3, kWaiting = 4, kFailure = 5, kClosed = 6, kHello = 7 };
 
 // Finished pieces between two messages about them: a peer that waits for a slot waits for one that was used long ago.
 constexpr std::uint64_t kDoneInterval = 2;
 static_assert(2 * kDoneInterval <= kSlots, "slots become free only when the peer learns of it");
 constexpr std::uint64_t kHeadersSent = 8;  // a peer is at most this many operations behind
+// How long the failure of a peer waits for payloads that it sent before. They may never arrive.
+constexpr std::uint64_t kFailureWaitNs = 1000 * 1000 * 1000;
 static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
 
 void* reserve(std::size_t bytes) {
   // Not reserved: only the pages that the peer sends something for are ever touched.
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for a TCP peer's messages");
+  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for the messages of a peer on another host");
   return memory;
 }
 
@@ -34,33 +36,49 @@ bool is_rank_or_none(std::uint64_t word, std::uint32_t ranks) { return word + 1 
 
 }  // namespace
 
-TcpPeer::TcpPeer(int fd, const RegionLayout& layout, const RegionHeader& own)
+RemotePeer::RemotePeer(int fd, const RegionLayout& layout, const RegionHeader& own)
     : layout_(layout), own_(own), memory_(nullptr), arrived_(layout.flags()), stream_(fd) {
   memory_ = reserve(layout_.bytes());
   view_ = construct_region(memory_, layout_);
   view_.arrived = arrived_.data();
 }
 
-TcpPeer::~TcpPeer() { munmap(memory_, layout_.bytes()); }
+RemotePeer::~RemotePeer() { munmap(memory_, layout_.bytes()); }
 
-void TcpPeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
+void RemotePeer::connect(UcxWorker& worker, const std::string& address) {
+  ucx_ = &worker.connect(layout_.rank, own_.rank, address, from_ucx_);
+  ucx_->enqueue(FrameHeader{kHello}, nullptr);
+  ucx_->flush();
+}
+
+bool RemotePeer::has_ended() const {
+  if (view_.header->closed.load(std::memory_order_acquire)) return false;
+  if (ucx_ && ucx_->ended()) return true;
+  // A peer that has said goodbye may end its socket while UCX still delivers what it sent.
+  return stream_.ended() && !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
+}
+
+const std::string& RemotePeer::end_reason() const { return stream_.ended() ? stream_.end_reason() : ucx_->end_reason(); }
+
+void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
                        std::size_t slot_offset, std::size_t bytes) {
   FrameHeader frame{kBox, static_cast<std::uint32_t>(bytes)};
   frame.words = {flag.seq.load(std::memory_order_relaxed), flag.operation.load(std::memory_order_relaxed),
                  static_cast<std::uint64_t>(index) << 32 | flag.checksum.load(std::memory_order_relaxed), first_ns,
                  slot_offset};
-  stream_.enqueue(frame, data);
+  channel().enqueue(frame, data);
+  ++boxes_sent_;
 }
 
-void TcpPeer::send_pieces_done(std::uint64_t pieces) {
+void RemotePeer::send_pieces_done(std::uint64_t pieces) {
   if (pieces < pieces_done_sent_ + kDoneInterval) return;
   pieces_done_sent_ = pieces;
   FrameHeader frame{kDone};
   frame.words[0] = pieces;
-  stream_.enqueue(frame, nullptr);
+  channel().enqueue(frame, nullptr);
 }
 
-void TcpPeer::send_headers(const RegionHeader& own, std::uint64_t number) {
+void RemotePeer::send_headers(const RegionHeader& own, std::uint64_t number) {
   std::uint64_t next = headers_sent_ + 1;
   if (number >= kHeadersSent) next = std::max(next, number - kHeadersSent + 1);
   for (; next <= number; ++next) {
@@ -69,27 +87,38 @@ void TcpPeer::send_headers(const RegionHeader& own, std::uint64_t number) {
     FrameHeader frame{kHeader};
     frame.words[0] = next;
     frame.words[1] = header.fingerprint.load(std::memory_order_relaxed);
-    stream_.enqueue(frame, std::string(header.text, strnlen(header.text, kOpText - 1)));
+    channel().enqueue(frame, std::string(header.text, strnlen(header.text, kOpText - 1)));
   }
   headers_sent_ = std::max(headers_sent_, number);
 }
 
-void TcpPeer::send_waiting_for(int rank) {
+void RemotePeer::send_waiting_for(int rank) {
   FrameHeader frame{kWaiting};
   frame.words[0] = static_cast<std::uint64_t>(rank);
   stream_.enqueue(frame, nullptr);
 }
 
-void TcpPeer::send_failure(const FailureRecord& failure) {
+void RemotePeer::send_failure(const FailureRecord& failure) {
   FrameHeader frame{kFailure};
   frame.words[0] = static_cast<std::uint64_t>(failure.kind);
   frame.words[1] = static_cast<std::uint64_t>(failure.failed_rank);
+  frame.words[2] = boxes_sent_;
   stream_.enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
 }
 
-void TcpPeer::send_closed() { stream_.enqueue(FrameHeader{kClosed}, nullptr); }
+void RemotePeer::send_closed() {
+  FrameHeader frame{kClosed};
+  frame.words[0] = boxes_sent_;
+  stream_.enqueue(frame, nullptr);
+}
 
-bool TcpPeer::is_valid_box(const FrameHeader& frame) const {
+bool RemotePeer::flush() {
+  stream_.flush();
+  if (ucx_) ucx_->flush();
+  return (!stream_.ended() && stream_.has_queued()) || (ucx_ && !ucx_->ended() && ucx_->has_queued());
+}
+
+bool RemotePeer::is_valid_box(const FrameHeader& frame) const {
   const std::uint64_t seq = frame.words[0];
   const std::uint64_t index = frame.words[2] >> 32;
   const std::uint64_t at = frame.words[4];
@@ -98,32 +127,34 @@ bool TcpPeer::is_valid_box(const FrameHeader& frame) const {
   return at <= layout_.slot_bytes && frame.bytes <= layout_.slot_bytes - at;
 }
 
-std::uint8_t* TcpPeer::payload_buffer(const FrameHeader& frame) {
-  auto* const text = reinterpret_cast<std::uint8_t*>(text_);
+std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_buffer) {
+  auto* const text = reinterpret_cast<std::uint8_t*>(text_buffer);
   switch (frame.kind) {
     case kBox:
       return is_valid_box(frame) ? view_.slot(frame.words[0] - 1) + frame.words[4] : nullptr;
     case kDone: {
       const std::uint64_t before = view_.pieces_done->load(std::memory_order_relaxed);
       const std::uint64_t done = frame.words[0];
-      return frame.bytes == 0 && done >= before && done <= max_pieces_begun() ? text : nullptr;
+      if (done < before && !ucx_) return nullptr;  // a socket keeps the order
+      return frame.bytes == 0 && done <= max_pieces_begun() ? text : nullptr;
     }
     case kHeader:
       return frame.bytes < kOpText && frame.words[0] != 0 ? text : nullptr;
     case kWaiting:
       return frame.bytes == 0 && is_rank_or_none(frame.words[0], layout_.ranks) ? text : nullptr;
     case kFailure:
-      return frame.bytes < sizeof text_ && is_failure(frame.words[0]) && is_rank_or_none(frame.words[1], layout_.ranks)
+      return frame.bytes < sizeof(FailureRecord::text) && is_failure(frame.words[0]) && is_rank_or_none(frame.words[1], layout_.ranks)
                  ? text
                  : nullptr;
     case kClosed:
+    case kHello:
       return frame.bytes == 0 ? text : nullptr;
     default:
       return nullptr;
   }
 }
 
-void TcpPeer::on_frame(const FrameHeader& frame) {
+void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
   RegionHeader& region = *view_.header;
   switch (frame.kind) {
     case kBox: {
@@ -138,16 +169,19 @@ void TcpPeer::on_frame(const FrameHeader& frame) {
       flag.operation.store(frame.words[1], std::memory_order_relaxed);
       flag.checksum.store(static_cast<std::uint32_t>(frame.words[2]), std::memory_order_relaxed);
       flag.seq.store(frame.words[0], std::memory_order_release);
+      ++boxes_received_;
       break;
     }
     case kDone:
-      region.pieces_done.store(frame.words[0], std::memory_order_release);
+      if (frame.words[0] > region.pieces_done.load(std::memory_order_relaxed)) {
+        region.pieces_done.store(frame.words[0], std::memory_order_release);
+      }
       break;
     case kHeader: {
       OpHeader& header = region.ops[frame.words[0] % kOpRing];
       header.number.store(0, std::memory_order_release);
       header.fingerprint.store(frame.words[1], std::memory_order_relaxed);
-      std::memcpy(header.text, text_, frame.bytes);
+      std::memcpy(header.text, text, frame.bytes);
       header.text[frame.bytes] = 0;
       header.number.store(frame.words[0], std::memory_order_release);
       break;
@@ -156,23 +190,39 @@ void TcpPeer::on_frame(const FrameHeader& frame) {
       region.waiting_for.store(static_cast<std::int32_t>(frame.words[0]), std::memory_order_relaxed);
       region.waiting_since.store(now_ns(), std::memory_order_release);  // by the clock of this host
       break;
-    case kFailure: {
-      FailureRecord& failure = region.failure;
-      std::uint32_t none = 0;
-      if (!failure.state.compare_exchange_strong(none, 1)) break;
-      failure.kind = static_cast<ErrorKind>(frame.words[0]);
-      failure.failed_rank = static_cast<std::int32_t>(frame.words[1]);
-      std::memcpy(failure.text, text_, frame.bytes);
-      failure.text[frame.bytes] = 0;
-      failure.state.store(2, std::memory_order_release);
+    case kFailure:
+      failure_ = frame;
+      failure_text_.assign(text, frame.bytes);
+      fails_after_ = frame.words[2];
+      fails_at_ns_ = now_ns() + kFailureWaitNs;
+      read_last_words();
       break;
-    }
     case kClosed:
-      region.closed.store(1, std::memory_order_release);
+      closes_after_ = frame.words[0];
+      says_goodbye_.store(true, std::memory_order_release);
+      read_last_words();
+      break;
+    case kHello:
+      greeted_ = true;
       break;
     default:
       break;
   }
+}
+
+void RemotePeer::read_last_words() {
+  RegionHeader& region = *view_.header;
+  if (closes_after_ <= boxes_received_) region.closed.store(1, std::memory_order_release);
+  if (fails_after_ == kNever || (fails_after_ > boxes_received_ && now_ns() < fails_at_ns_)) return;
+  fails_after_ = kNever;
+  FailureRecord& failure = region.failure;
+  std::uint32_t none = 0;
+  if (!failure.state.compare_exchange_strong(none, 1)) return;
+  failure.kind = static_cast<ErrorKind>(failure_.words[0]);
+  failure.failed_rank = static_cast<std::int32_t>(failure_.words[1]);
+  failure_text_.copy(failure.text, failure_text_.size());
+  failure.text[failure_text_.size()] = 0;
+  failure.state.store(2, std::memory_order_release);
 }
 
 }  // namespace dtcomm

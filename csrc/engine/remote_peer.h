@@ -1,0 +1,103 @@
+// A peer on another host: a local copy of its shared region, which the frames that it sends keep up to date, and the
+// frames that this rank sends to it. Interpreters read the copy as they read the region of a peer in shared memory.
+// A frame with a value that no correct peer sends ends the connection.
+//
+// Every peer has a socket, which ends at once when its process does. With UCX, payloads and what belongs to them go
+// through a channel of UCX, and the socket carries what a rank says while it waits, fails or closes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/shm_layout.h"
+#include "net/frame_stream.h"
+#include "net/ucx.h"
+
+namespace dtcomm {
+
+class RemotePeer {
+ public:
+  // Takes ownership of the connected socket. `layout` is that of the peer's region, `own` this rank's header.
+  RemotePeer(int fd, const RegionLayout& layout, const RegionHeader& own);
+  ~RemotePeer();
+  RemotePeer(const RemotePeer&) = delete;
+
+  const PeerView& view() const { return view_; }
+  FrameStream& stream() { return stream_; }
+  const FrameStream& stream() const { return stream_; }
+  // Sends payloads through UCX from now on. `worker` must be destroyed before this object.
+  void connect(UcxWorker& worker, const std::string& address);
+  const UcxChannel* ucx() const { return ucx_; }
+  // Whether the peer has connected to this rank through UCX.
+  bool has_greeted() const { return greeted_; }
+  // Whether the connection has ended although the peer has not closed it, and how.
+  bool has_ended() const;
+  const std::string& end_reason() const;
+
+  // Sends a flag of this rank and the payload of its box, which lies `slot_offset` bytes into its slot. `first_ns` is
+  // when an emulated link delivers the first byte.
+  void send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
+                std::size_t slot_offset, std::size_t bytes);
+  // Sends the number of finished pieces. Small advances are skipped: the peer cannot be waiting for them yet.
+  void send_pieces_done(std::uint64_t pieces);
+  // Sends the op headers up to operation `number` that were not sent before.
+  void send_headers(const RegionHeader& own, std::uint64_t number);
+  void send_waiting_for(int rank);
+  void send_failure(const FailureRecord& failure);
+  void send_closed();
+  // Sends what was queued, as far as that is possible now; true if something is left.
+  bool flush();
+
+  // Reads all frames that have arrived at the socket. Those of UCX arrive while its worker makes progress.
+  void receive() { stream_.receive(from_socket_); }
+  // Learns of the peer's failure or end if everything has arrived that it sent before. To be called when frames of UCX
+  // have arrived.
+  void read_last_words();
+
+ private:
+  // The frames of one channel. A frame of text may arrive in parts, and those of two channels at the same time.
+  class Inbound final : public FrameSink {
+   public:
+    explicit Inbound(RemotePeer& peer) : peer_(peer) {}
+
+   private:
+    std::uint8_t* payload_buffer(const FrameHeader& frame) override { return peer_.payload_buffer(frame, text_); }
+    void on_frame(const FrameHeader& frame) override { peer_.on_frame(frame, text_); }
+
+    RemotePeer& peer_;
+    char text_[sizeof(FailureRecord::text)];  // of the frame that is being received
+  };
+
+  std::uint8_t* payload_buffer(const FrameHeader& frame, char* text);
+  void on_frame(const FrameHeader& frame, const char* text);
+  FrameChannel& channel() { return ucx_ ? static_cast<FrameChannel&>(*ucx_) : stream_; }
+
+  bool is_valid_box(const FrameHeader& frame) const;
+  // The pieces of its operations that the peer can have begun: it begins one when all ranks are done with the piece
+  // that used the slot before.
+  std::uint64_t max_pieces_begun() const { return own_.pieces_done.load(std::memory_order_relaxed) + kSlots; }
+
+  RegionLayout layout_;
+  const RegionHeader& own_;
+  void* memory_;
+  PeerView view_;
+  std::vector<ArrivedBytes> arrived_;  // by flag
+  FrameStream stream_;
+  UcxChannel* ucx_ = nullptr;
+  Inbound from_socket_{*this}, from_ucx_{*this};
+  bool greeted_ = false;
+  std::atomic<bool> says_goodbye_{false};  // also read by threads that list the peers
+  std::uint64_t boxes_sent_ = 0, boxes_received_ = 0;
+  std::uint64_t pieces_done_sent_ = 0;
+  std::uint64_t headers_sent_ = 0;
+  // The peer has said that it fails or closes after this many boxes; kNever: it has not.
+  static constexpr std::uint64_t kNever = ~std::uint64_t{0};
+  std::uint64_t fails_after_ = kNever, closes_after_ = kNever;
+  std::uint64_t fails_at_ns_ = 0;  // when this rank fails even if some boxes have not arrived
+  FrameHeader failure_;
+  std::string failure_text_;
+};
+
+}  // namespace dtcomm

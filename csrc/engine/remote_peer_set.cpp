@@ -1,0 +1,228 @@
+#include "engine/remote_peer_set.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "engine/memfd.h"
+#include "engine/process_page.h"
+
+namespace dtcomm {
+namespace {
+
+constexpr std::size_t kFewPeers = 4;  // reading all of their sockets costs less than asking which are ready
+constexpr std::size_t kMaxReady = 64;
+constexpr int kSocketInterval = 64;  // polls of UCX between two of the sockets, which say little then
+constexpr std::uint64_t kWaitIntervalNs = 100 * 1000 * 1000;
+constexpr std::uint64_t kGoodbyeNs = 2000 * 1000 * 1000ull;  // until what was sent last has arrived
+constexpr std::uint64_t kFailedGoodbyeNs = 200 * 1000 * 1000;
+
+}  // namespace
+
+template <class Action>
+void RemotePeerSet::for_each_locked(Action action) {
+  if (peers_.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& peer : peers_) {
+    if (peer) action(*peer);
+  }
+}
+
+void RemotePeerSet::add(int peer, int fd, const RegionLayout& layout, const RegionHeader& own) {
+  auto added = std::make_unique<RemotePeer>(fd, layout, own);
+  epoll_.add(fd, peer);
+  peers_.resize(own.ranks);
+  peers_[static_cast<std::size_t>(peer)] = std::move(added);
+}
+
+const RemotePeer* RemotePeerSet::find(int peer) const {
+  return peers_.empty() ? nullptr : peers_[static_cast<std::size_t>(peer)].get();
+}
+
+std::string RemotePeerSet::make_ucx_address() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  unconnected_ucx_ = make_ucx_worker(random_token());
+  return unconnected_ucx_->address();
+}
+
+void RemotePeerSet::connect_ucx(const std::vector<std::string>& addresses) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ucx_ = std::move(unconnected_ucx_);
+  epoll_.add(ucx_->event_fd(), static_cast<int>(peers_.size()));
+  for (std::size_t index = 0; index < peers_.size(); ++index) {
+    if (peers_[index]) peers_[index]->connect(*ucx_, addresses[index]);
+  }
+}
+
+bool RemotePeerSet::ucx_is_connected() {
+  receive();
+  bool connected = true;
+  for_each_locked([&](RemotePeer& peer) {
+    peer.flush();
+    if (peer.has_ended()) throw std::runtime_error("the connection ended (" + peer.end_reason() + ")");
+    connected &= peer.has_greeted() && !peer.ucx()->has_queued();
+  });
+  return connected;
+}
+
+std::vector<std::string> RemotePeerSet::ucx_lanes() {
+  std::vector<std::string> lanes;
+  for_each_locked([&](const RemotePeer& peer) {
+    if (!peer.ucx()) return;
+    for (std::string& lane : peer.ucx()->lanes()) {
+      if (std::find(lanes.begin(), lanes.end(), lane) == lanes.end()) lanes.push_back(std::move(lane));
+    }
+  });
+  return lanes;
+}
+
+void RemotePeerSet::receive() {
+  if (peers_.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (ucx_) {
+    ucx_->progress();
+    for (const auto& peer : peers_) {
+      if (peer) peer->read_last_words();
+    }
+  }
+  if (!ucx_ || ++polls_ >= kSocketInterval) receive_from_sockets();
+  for (const auto& peer : peers_) {
+    if (peer) peer->flush();
+  }
+}
+
+void RemotePeerSet::receive_from_sockets() {
+  polls_ = 0;
+  const auto receive_from = [this](std::size_t index) {
+    RemotePeer* const peer = index < peers_.size() ? peers_[index].get() : nullptr;
+    if (!peer || peer->stream().ended()) return;
+    peer->receive();
+    if (peer->stream().ended()) epoll_.remove(peer->stream().fd());
+  };
+  if (peers_.size() <= kFewPeers) {
+    for (std::size_t index = 0; index < peers_.size(); ++index) receive_from(index);
+  } else {
+    int ready[kMaxReady];
+    const std::size_t count = epoll_.ready(ready, kMaxReady);
+    for (std::size_t i = 0; i < count; ++i) receive_from(static_cast<std::size_t>(ready[i]));
+  }
+}
+
+bool RemotePeerSet::flush() {
+  if (peers_.empty()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bool queued = false;
+  for (std::size_t index = 0; index < peers_.size(); ++index) {
+    RemotePeer* const peer = peers_[index].get();
+    if (!peer) continue;
+    bool left = peer->flush();
+    if (left && ucx_) {
+      ucx_->progress();
+      left = peer->flush();
+    }
+    const FrameStream& stream = peer->stream();
+    if (!stream.ended()) epoll_.watch_writable(stream.fd(), static_cast<int>(index), stream.has_queued());
+    queued |= left;
+  }
+  return queued;
+}
+
+bool RemotePeerSet::arm() {
+  if (!ucx_) return true;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  polls_ = kSocketInterval;  // what wakes the thread may be in a socket
+  return ucx_->arm();
+}
+
+int RemotePeerSet::awaited_by_sends(const std::uint8_t* begin, const std::uint8_t* end) {
+  if (!ucx_) return -1;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (std::size_t index = 0; index < peers_.size(); ++index) {
+    const UcxChannel* const channel = peers_[index] ? peers_[index]->ucx() : nullptr;
+    if (channel && !channel->ended() && channel->is_sending(begin, end)) return static_cast<int>(index);
+  }
+  return -1;
+}
+
+void RemotePeerSet::send_box(const std::vector<int>& to, const PeerView& own, std::uint64_t last_operation,
+                          std::size_t index, std::size_t slot_offset, const std::uint8_t* data, std::size_t bytes) {
+  if (peers_.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const int rank : to) {
+    RemotePeer* const peer = peers_[static_cast<std::size_t>(rank)].get();
+    if (!peer) continue;
+    std::uint64_t first_ns = 0;
+    if (own.stamps) {
+      first_ns =
+          own.stamps[index * peers_.size() + static_cast<std::size_t>(rank)].first.load(std::memory_order_relaxed);
+    }
+    peer->send_headers(*own.header, last_operation);
+    peer->send_box(index, own.flags[index], first_ns, data, slot_offset, bytes);
+    peer->flush();
+  }
+}
+
+void RemotePeerSet::send_pieces_done(std::uint64_t pieces) {
+  for_each_locked([&](RemotePeer& peer) { peer.send_pieces_done(pieces); });
+}
+
+void RemotePeerSet::send_waiting_for(const RegionHeader& own, std::uint64_t last_operation, int rank, bool force) {
+  if (peers_.empty()) return;
+  const std::uint64_t now = now_ns();
+  if (!force && wait_sent_ns_ != 0 && now - wait_sent_ns_ < kWaitIntervalNs) return;
+  wait_sent_ns_ = now;
+  for_each_locked([&](RemotePeer& peer) {
+    peer.send_headers(own, last_operation);
+    peer.send_waiting_for(rank);
+    peer.flush();
+  });
+}
+
+void RemotePeerSet::send_failure(const RegionHeader& own, std::uint64_t last_operation) {
+  for_each_locked([&](RemotePeer& peer) {
+    peer.send_headers(own, last_operation);
+    peer.send_failure(own.failure);
+    peer.flush();
+  });
+}
+
+void RemotePeerSet::start_goodbye(bool failed) {
+  for_each_locked([](RemotePeer& peer) {
+    peer.flush();
+    peer.send_closed();
+  });
+  if (ucx_ && !peers_.empty()) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ucx_->start_flush();
+  }
+  goodbye_deadline_ns_ = now_ns() + (failed ? kFailedGoodbyeNs : kGoodbyeNs);
+}
+
+bool RemotePeerSet::goodbye_pending() {
+  if (peers_.empty()) return false;
+  bool unsent = flush();
+  if (ucx_) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ucx_->progress();
+    unsent |= !ucx_->is_flushed();
+  }
+  for (const auto& peer : peers_) unsent |= peer && peer->stream().unacknowledged() > 0;
+  if (!unsent || now_ns() > goodbye_deadline_ns_) return false;
+  receive();  // notices peers that have ended, which are not waited for
+  return true;
+}
+
+void RemotePeerSet::end_goodbye() {
+  for (const auto& peer : peers_) {
+    if (peer) peer->stream().shutdown_send();
+  }
+}
+
+void RemotePeerSet::close() {
+  unconnected_ucx_.reset();
+  ucx_.reset();  // first, as it writes into what the peers own and reads this rank's slots
+  peers_.clear();
+  epoll_.close();
+}
+
+}  // namespace dtcomm
