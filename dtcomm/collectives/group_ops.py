@@ -98,9 +98,9 @@ def info(group: Group = None) -> dict[str, Any]:
     Returns:
         A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank),
         ``reason`` (why that one), ``ranks``, ``hosts``, and what the runtime reports, such as ``transport``,
-        ``kernels``, ``operations`` and ``wire_bytes``. If there were calls on CUDA tensors, ``devices`` has the same
-        dictionary for each device; if there were calls on CUDA tensors only, the dictionary itself is that of the
-        first device.
+        ``kernels``, ``threads``, ``operations`` and ``wire_bytes``. If there were calls on CUDA tensors, ``devices``
+        has the same dictionary for each device; if there were calls on CUDA tensors only, the dictionary itself is
+        that of the first device.
 
     Raises:
         RuntimeError: If there is no such process group.

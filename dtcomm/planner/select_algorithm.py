@@ -243,10 +243,10 @@ def _costs(
 #: buffers. A smaller predicted gain does not count.
 FIXED_OVERHEAD = (2e-6, 5e-6)
 #: A link inside a host with at least so many bytes per second is taken for the memory that its ranks share. The same
-#: cores encode and move the bytes there, so a shorter payload saves no wait as on a link. Measured by `bench.threads` on
-#: an AMD EPYC (family 25, model 17), all_reduce of 64 and 256 MB, 2 ranks: bf16 is 1.11 to 1.15 times as fast as none
-#: where the ranks' cores share an L3 cache and 0.83 to 0.99 times where they do not, int8 0.98 and 0.84 to 0.93 times.
-#: `dtcomm tune` measures the machine at hand.
+#: cores encode and move the bytes there, so a shorter payload saves no wait as on a link. Measured by `bench.threads`
+#: on an AMD EPYC (family 25, model 17), all_reduce of 64 and 256 MB, 2 ranks: bf16 is 1.11 to 1.15 times as fast as
+#: none where the ranks' cores share an L3 cache and 0.83 to 0.99 times where they do not, int8 0.98 and 0.84 to 0.93
+#: times. `dtcomm tune` measures the machine at hand.
 SHARED_MEMORY_BANDWIDTH = 5e9
 
 
