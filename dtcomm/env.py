@@ -201,7 +201,7 @@ EXTERNAL: dict[str, str] = {
     "RANK": "Set by torchrun: `dtcomm perf`, `tune` and `doctor` then measure the ranks of the job",
     "WORLD_SIZE": "Set by torchrun: the number of ranks",
     "LOCAL_RANK": "Set by torchrun: the number of this rank among those of its host, which chooses its GPU and cores",
-    "LOCAL_WORLD_SIZE": "Set by torchrun: the number of ranks of this host",
+    "LOCAL_WORLD_SIZE": "Set by torchrun: the number of ranks of this host, which share its cores (`DTCOMM_THREADS`)",
     "TRITON_INTERPRET": "Triton's: 1 runs its kernels in the interpreter, also for CPU tensors",
     "XDG_CACHE_HOME": "The user's cache folder, in which the table of `dtcomm tune` lies. Unset: `~/.cache`",
     "CUDAARCHS": "CMake's, at build time: the architectures of the CUDA kernels, such as `90-real`",

@@ -98,8 +98,8 @@ def info(group: Group = None) -> dict[str, Any]:
     Returns:
         A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank),
         ``reason`` (why that one), ``ranks``, ``hosts``, and what the runtime reports, such as ``transport``,
-        ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``choices``, what trials have chosen
-        for each kind and size of operation, and ``trials``, ``"on"`` or why there are none. If there were calls on CUDA
+        ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
+        have chosen for each kind and size of operation, and ``trials``, ``"on"`` or why there are none. If there were calls on CUDA
         tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors only, the
         dictionary itself is that of the first device.
 

@@ -28,9 +28,9 @@ def local_ranks(ranks: int, world_size: int) -> int:
         ranks: The ranks of the communicator.
         world_size: All ranks of the job.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if told.isdecimal():
-        return int(told)
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if value.isdecimal():
+        return int(value)
     return world_size if ranks < world_size else 1
 
 

@@ -10,6 +10,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.planner.cost_model import Measured, Table
 from dtcomm.planner.select_algorithm import compression_pays
+from dtcomm.schedule.simulate import LinkCost
 
 INT8 = codec("int8")
 
@@ -24,6 +25,14 @@ def test_compression_pays_for_large_messages_between_hosts() -> None:
         codec("fp16"), 1 << 20, torch.float16, 2, 2, ""
     ).pays  # it loses nothing and saves nothing
     assert not compression_pays(INT8, 1 << 20, torch.float32, 1, 1, "").pays
+
+
+def test_no_gain_is_predicted_where_ranks_share_memory() -> None:
+    for spec in ("bf16", "int8"):
+        for numel in (1 << 20, 1 << 26):
+            assert not compression_pays(codec(spec), numel, torch.float32, 2, 1, "").pays
+    slow = Table(inside=LinkCost(latency=2e-5, bandwidth=1.25e9), source="an emulated link")
+    assert compression_pays(INT8, 1 << 20, torch.float32, 2, 1, json.dumps(slow.as_dict())).pays
 
 
 def test_measurements_override_the_model() -> None:

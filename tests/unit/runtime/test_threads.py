@@ -136,12 +136,12 @@ def test_threads_are_the_cores_of_each_rank(
 
 
 @pytest.mark.parametrize(
-    ("told", "ranks", "expected"), [("8", 2, 8), ("", 2, 16), ("", 16, 1), ("none", 16, 1)]
+    ("value", "ranks", "expected"), [("8", 2, 8), ("", 2, 16), ("", 16, 1), ("none", 16, 1)]
 )
 def test_ranks_of_other_communicators_count(
-    monkeypatch: pytest.MonkeyPatch, told: str, ranks: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, value: str, ranks: int, expected: int
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
     assert threads.local_ranks(ranks, 16) == expected
 
 
