@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -27,7 +26,8 @@ UNCOMPRESSED = parse("none")
 QUANTIZED_TYPES = (torch.float8_e4m3fn, torch.int8)
 
 
-class Quantized(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Quantized:
     """A tensor in 8 bits with scales, as matrix products take it: an element is its value times its group's scale.
 
     Attributes:
@@ -76,7 +76,7 @@ def empty_quantized(
         raise ValueError(f"group: {size} does not divide the {features} features")
     values = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     scales = torch.empty((*like.shape[:-1], features // size), dtype=torch.float32, device=like.device)
-    return Quantized(values, scales)
+    return Quantized(values=values, scales=scales)
 
 
 def epilogue(
@@ -141,10 +141,10 @@ def epilogue(
         return out
     if _by_triton(out):
         sums = _decoded(which, runs, out, bias is not None or residual is not None)
-        triton.run_epilogue(sums, out, bias, residual, weight, eps, norm_out, quantized)
+        triton.run_epilogue(sums, out, bias, residual, weight, eps, norm_out, _pair(quantized))
         return out
     if dispatch.current() == dispatch.REFERENCE:
-        reference.epilogue(which, runs, out, bias, residual, weight, eps, norm_out, quantized)
+        reference.epilogue(which, runs, out, bias, residual, weight, eps, norm_out, _pair(quantized))
         return out
     _C.epilogue(
         dispatch.native_kernel(),
@@ -203,7 +203,7 @@ class EpilogueTask(LocalTask):
                 self.weight,
                 self.eps,
                 self.norm_out,
-                self.quantized,
+                _pair(self.quantized),
             )
 
     def norm(self) -> EpilogueTask | None:
@@ -258,14 +258,22 @@ def epilogue_task(
             dtcomm.all_reduce(y, codec="int8", epilogue=task)
     """
     _check(UNCOMPRESSED, out, bias, residual, weight, norm_out, quantized)
-    others = (bias, residual, weight, norm_out, *(quantized or ()))
+    others = (bias, residual, weight, norm_out, *(_pair(quantized) or ()))
 
     def by_reference() -> None:
         payload = torch.zeros(UNCOMPRESSED.wire_bytes(out.numel(), out.dtype), dtype=torch.uint8)
         sums = out.view(-1).view(torch.uint8)
         payload[: sums.numel()] = sums
         reference.epilogue(
-            UNCOMPRESSED, [(payload, out.numel())], out, bias, residual, weight, eps, norm_out, quantized
+            UNCOMPRESSED,
+            [(payload, out.numel())],
+            out,
+            bias,
+            residual,
+            weight,
+            eps,
+            norm_out,
+            _pair(quantized),
         )
 
     native = _C.task_epilogue(
@@ -352,7 +360,7 @@ def _check(
     if weight is not None and norm_out is None and quantized is None:
         raise ValueError("weight: needs norm_out or quantized, which were not given")
     if quantized is not None:
-        values, scales = quantized
+        values, scales = quantized.values, quantized.scales
         checks.floats("quantized.values", values, out.numel(), *QUANTIZED_TYPES, like=out)
         features, groups = out.shape[-1], scales.shape[-1] if scales.ndim else 0
         if groups < 1 or features % groups:
@@ -363,11 +371,15 @@ def _check(
         checks.floats("quantized.scales", scales, rows * groups, torch.float32, like=out)
 
 
+def _pair(quantized: Quantized | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if quantized is None else (quantized.values, quantized.scales)
+
+
 def _addresses(quantized: Quantized | None) -> tuple[int, int, int, bool]:
     """The addresses of values and scales, the scales of a row, and whether values are int8; zeros for None."""
     if quantized is None:
         return 0, 0, 1, False
-    values, scales = quantized
+    values, scales = quantized.values, quantized.scales
     return values.data_ptr(), scales.data_ptr(), scales.shape[-1], values.dtype == torch.int8
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -38,7 +38,8 @@ ALGORITHMS = ("auto", "one_shot", "two_shot")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class SumChoice(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class SumChoice:
     """How `AllReduce` sums a tensor of one size.
 
     Attributes:
@@ -174,10 +175,11 @@ class AllReduce:
     def _choose(self, numel: int, dtype: torch.dtype) -> SumChoice:
         reason = self._why_uncompressed(numel, dtype)
         if self.algorithm != "auto":
-            return SumChoice(NONE if reason else self.codec, self.algorithm, reason)
+            return SumChoice(codec=NONE if reason else self.codec, algorithm=self.algorithm, reason=reason)
         if reason or self.codec == NONE:
-            return SumChoice(NONE, "direct", reason)
-        return SumChoice(self.codec, default_algorithm(self.world_size, self.codec, dtype), "")
+            return SumChoice(codec=NONE, algorithm="direct", reason=reason)
+        algorithm = default_algorithm(self.world_size, self.codec, dtype)
+        return SumChoice(codec=self.codec, algorithm=algorithm, reason="")
 
     def _why_uncompressed(self, numel: int, dtype: torch.dtype) -> str:
         """Return why the codec is not used, or an empty string."""

@@ -23,6 +23,7 @@ from dtcomm.cli.tune.measure import first_two_cpus, round_trip_ns
 from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
+UNUSED_FUSED_KERNELS = "fused kernels have not run on a GPU yet: only DTCOMM_RUNTIME=peer uses them"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,9 +77,6 @@ def build() -> Check:
         summary=f"{info['compiler']} {info['type']} for {info['processor']}{note}; {info['flags']}",
         details=details,
     )
-
-
-UNUSED_FUSED_KERNELS = "fused kernels have not run on a GPU yet: only DTCOMM_RUNTIME=peer uses them"
 
 
 def kernels() -> Check:

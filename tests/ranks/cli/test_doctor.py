@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+import dtcomm
 from dtcomm.cli.doctor import checks, network
 from dtcomm.cli.doctor import main as doctor_command
 from dtcomm.kernels import ops
@@ -103,6 +108,21 @@ def test_forced_kernel_is_noted() -> None:
     with ops.use("reference"):
         check = checks.kernels()
     assert check.status == "note" and check.details["current"] == "reference"
+
+
+def test_unused_fused_kernels_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"name": "a GPU", "capability": (9, 0), "memory": 80 << 30}
+    info = {"runtime": 13000, "driver": 13000, "error": "", "devices": [gpu]}
+    module = SimpleNamespace(platform=lambda: info)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: module)
+    monkeypatch.setitem(sys.modules, "dtcomm._cuda", module)
+    monkeypatch.setattr(dtcomm, "_cuda", module, raising=False)
+    monkeypatch.setattr(checks, "RAN_ON_A_GPU", False)
+    expected = "_cuda built with CUDA 13.0, driver for CUDA 13.0; a GPU (sm_90, 80 GiB)"
+    assert checks.cuda().summary == f"{expected}; {checks.UNUSED_FUSED_KERNELS}"
+    assert "DTCOMM_RUNTIME=peer" in checks.UNUSED_FUSED_KERNELS
+    monkeypatch.setattr(checks, "RAN_ON_A_GPU", True)
+    assert checks.cuda().summary == expected
 
 
 def test_more_ranks_than_cores_are_noted() -> None:

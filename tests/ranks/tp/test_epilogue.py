@@ -60,8 +60,8 @@ def all_reduce_with_epilogue(
             runs = [(ops.encode("none", tensor), tensor.numel())]
             epilogue("none", runs, tensor, norm_out=normed, quantized=in_8_bits, **arguments)
     return [
-        (tensor, normed, values.view(torch.uint8), scales)
-        for tensor, normed, (values, scales) in zip(tensors, norms, quantized, strict=True)
+        (tensor, normed, in_8_bits.values.view(torch.uint8), in_8_bits.scales)
+        for tensor, normed, in_8_bits in zip(tensors, norms, quantized, strict=True)
     ]
 
 

@@ -83,7 +83,8 @@ def check_choices(rank: int, ranks: int) -> None:
     assert small.codec == codec("none") and small.algorithm == "direct"
     assert small.reason == "2048 bytes, less than compress_from = 65536"
     large = all_reduce.choose(32 * 1024, torch.bfloat16)
-    assert large == (codec("int8"), "one_shot" if ranks == 2 else "direct", "")
+    algorithm = "one_shot" if ranks == 2 else "direct"
+    assert large == tp.SumChoice(codec=codec("int8"), algorithm=algorithm, reason="")
     # A small sum is exact, a large one is not.
     for tokens, exact in ((4, True), (400, False)):
         x = activations(rank, tokens)

@@ -84,12 +84,13 @@ def test_the_quantized_norm_is_that_of_the_norm(dtype: torch.dtype, values: torc
                 epilogue("none", [(payload, x.numel())], out, **arguments, quantized=alone)
                 epilogue_task(x.clone(), **arguments, quantized=by_task)()
             for other in (alone, by_task):
-                assert all(torch.equal(raw(a), raw(b)) for a, b in zip(quantized, other, strict=True))
+                assert torch.equal(raw(quantized.values), raw(other.values))
+                assert torch.equal(raw(quantized.scales), raw(other.scales))
             results[kernel] = quantized
         reference = results["reference"]
         for kernel, result in results.items():
-            for actual, expected in zip(result, reference, strict=True):
-                assert torch.equal(raw(actual), raw(expected)), (kernel, group)
+            assert torch.equal(raw(result.values), raw(reference.values)), (kernel, group)
+            assert torch.equal(raw(result.scales), raw(reference.scales)), (kernel, group)
         groups = normed.float().view(9, -1, group)
         finite = groups.isfinite().all(-1)
         scales = groups.abs().amax(-1) / largest
@@ -141,19 +142,16 @@ def test_errors_name_the_wrong_argument() -> None:
     with pytest.raises(ValueError, match="weight: needs norm_out or quantized"):
         epilogue("int8", [(payload, 64)], torch.empty(1, 64), weight=torch.zeros(64))
     values, scales = torch.empty(1, 64, dtype=torch.int8), torch.empty(1, 1)
-    for quantized, error, message in (
-        ((values.float(), scales), TypeError, "quantized.values: expected float8_e4m3fn, int8"),
-        ((values[:, :32], scales), ValueError, "quantized.values: expected"),
-        (
-            (values, torch.empty(1, 3)),
-            ValueError,
-            "quantized.scales: 3 scales for a row do not divide its 64",
-        ),
-        ((values, torch.empty(2, 1)), ValueError, "quantized.scales: expected 1 elements, got 2"),
-        ((values, scales.double()), TypeError, "quantized.scales: expected float32"),
+    for wrong_values, wrong_scales, error, message in (
+        (values.float(), scales, TypeError, "quantized.values: expected float8_e4m3fn, int8"),
+        (values[:, :32], scales, ValueError, "quantized.values: expected"),
+        (values, torch.empty(1, 3), ValueError, "quantized.scales: 3 scales for a row do not divide its 64"),
+        (values, torch.empty(2, 1), ValueError, "quantized.scales: expected 1 elements, got 2"),
+        (values, scales.double(), TypeError, "quantized.scales: expected"),
     ):
+        wrong = Quantized(values=wrong_values, scales=wrong_scales)
         with pytest.raises(error, match=message):
-            epilogue("int8", [(payload, 64)], torch.empty(1, 64), quantized=Quantized(*quantized))
+            epilogue("int8", [(payload, 64)], torch.empty(1, 64), quantized=wrong)
     with pytest.raises(ValueError, match=r"dtype: expected float8_e4m3fn or int8, got torch\.uint8"):
         empty_quantized(scales, torch.uint8)
     with pytest.raises(ValueError, match="group: 5 does not divide the 64 features"):
