@@ -28,7 +28,7 @@ inline std::uint8_t bit_of_eight(std::uint64_t bytes, unsigned j) {
 }
 
 inline std::uint64_t eight_of_bits(std::uint8_t bits) {
-  const std::uint64_t spread = bits * 0x0101010101010101 & 0x8040201008040201;
+  const std::uint64_t spread = std::uint64_t{bits} * 0x0101010101010101 & 0x8040201008040201;
   return (spread + 0x7f7f7f7f7f7f7f7f) >> 7 & 0x0101010101010101;
 }
 
