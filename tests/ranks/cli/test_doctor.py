@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

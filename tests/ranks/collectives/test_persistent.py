@@ -101,7 +101,7 @@ def compare_others_with_calls(rank: int, ranks: int) -> None:
             assert torch.equal(results[0][0], results[1][0]), (codec, run)
             assert torch.equal(result, exchanged), (codec, run)
             assert torch.equal(own, part), (codec, run)
-        whole.set_(torch.empty(ranks * shard))
+        whole.data = torch.empty(ranks * shard)
         with pytest.raises(RuntimeError, match="its memory has changed"):
             operations[0]()
         for group in (called, persistent):

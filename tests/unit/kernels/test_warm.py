@@ -8,6 +8,7 @@ import torch
 import dtcomm
 from dtcomm import _C
 from dtcomm.kernels import cpu
+from dtcomm.kernels.types import Combine
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
@@ -64,11 +65,14 @@ def test_a_forced_kernel_runs_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = dtcomm.encode("int8", x)
     for _ in range(2):
         dtcomm.encode("int8", x, out=payload)
-    kernels = []
+    kernels: list[str] = []
     combine = cpu.combine
-    monkeypatch.setattr(
-        cpu, "combine", lambda kernel, call: (kernels.append(kernel), combine(kernel, call))[1]
-    )
+
+    def spy(kernel: str, call: Combine) -> None:
+        kernels.append(kernel)
+        combine(kernel, call)
+
+    monkeypatch.setattr(cpu, "combine", spy)
     dtcomm.encode("int8", x, out=payload)
     assert not kernels
     with dtcomm.kernels.use("generic"):
