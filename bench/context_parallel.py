@@ -185,7 +185,7 @@ def measure_speed(gbits: list[float], tokens: list[int], repetitions: int) -> li
     for gbit in gbits:
         with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
             rendezvous = str(Path(folder) / "rendezvous")
-            with Pool(Rank, 2, timeout=120, rendezvous=rendezvous, namespaces=namespaces) as pool:
+            with Pool(Rank, 2, timeout=300, rendezvous=rendezvous, namespaces=namespaces) as pool:
                 rows += [_speed_row(pool, gbit, length, repetitions) for length in tokens]
     names = [TORCH, *CONTESTANTS, ALONE]
     lines = []

@@ -1,8 +1,8 @@
 """The report of every integration: what was compressed, with what, what that saved and cost, and whether it paid.
 
-DDP, FSDP, `ShardedOptimizer`, tensor parallelism and `LocalSGD` count differently, but all of them fill in the same
-`Report`: one `Row` for each combination of codec, dtype and reason, one `MessageRow` for each bucket, module or layer,
-and totals. `Report` alone makes text, plain values and metrics of them. Bytes are those that this rank sent.
+DDP, FSDP, `ShardedOptimizer`, tensor and context parallelism and `LocalSGD` count differently, but all of them fill in
+the same `Report`: one `Row` for each combination of codec, dtype and reason, one `MessageRow` for each bucket, module
+or layer, and totals. `Report` alone makes text, plain values and metrics of them. Bytes are those that this rank sent.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Report:
     """The report of one rank. ``str()`` and rich's print give tables, `to_dict` plain values, `to_json` their text.
 
     Attributes:
-        integration: What communicated: ``"DDP"``, ``"FSDP"``, ``"ShardedOptimizer"``, ``"TP"`` or ``"LocalSGD"``.
+        integration: What communicated: ``"DDP"``, ``"FSDP"``, ``"ShardedOptimizer"``, ``"TP"``, ``"context parallel"``
+            or ``"LocalSGD"``.
         rank: This rank in its group.
         world_size: The number of ranks of the group.
         policy: What was asked for.
@@ -299,7 +300,7 @@ class Report:
 
 
 class Reporting(ABC):
-    """What has a report: the states of DDP, FSDP and tensor parallelism, `ShardedOptimizer` and `LocalSGD`."""
+    """What has a report: the states of DDP, FSDP, tensor and context parallelism, `ShardedOptimizer` and `LocalSGD`."""
 
     @abstractmethod
     def report(self) -> Report:

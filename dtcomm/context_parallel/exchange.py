@@ -117,6 +117,7 @@ class GradientExchange:
     Args:
         shapes: The shapes of a rank's keys and of its values.
         dtype: Their dtype.
+        device: Their device.
         settings: The settings.
         contributed: Rank → which of this rank's own keys it contributes to; None: to none.
     """
