@@ -225,6 +225,8 @@ class LocalSGD(Reporting):
         root = 0 if group is None else dist.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in map(local_shard, (*model.parameters(), *model.buffers())):
+                if not tensor.numel():
+                    continue
                 contiguous = tensor.contiguous()
                 broadcast(contiguous, root, group=group)
                 tensor.copy_(contiguous)

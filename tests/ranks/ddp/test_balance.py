@@ -104,7 +104,7 @@ def train_unevenly(rank: int, world_size: int, workers: int) -> dict[str, Any]:
     sampler.reported_s = 0.02 if rank == 1 else 0.01
     state = ddp.compress(model, "none", algorithm="one_shot")
     state.balance(sampler)
-    loader = torch.utils.data.DataLoader(
+    loader: Any = torch.utils.data.DataLoader(
         torch.arange(len(samples)),  # type: ignore[arg-type]
         batch_sampler=sampler,
         num_workers=workers,

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.local_sgd import LocalSGD
 from dtcomm.local_sgd.fragments import make_fragments
+from dtcomm.local_sgd.islands import local_shard
 from dtcomm.measure.simulated_local_sgd import SimulatedLocalSGD
 from tests.unit.ddp.models import batch
 
@@ -205,15 +206,15 @@ def test_a_run_resumed_with_averages_in_flight_continues_bit_for_bit() -> None:
 
 def lose_nothing(rank: int, world_size: int, spec: str) -> float:
     """Return how much the means and the residuals differ from the differences that went in, relative to those."""
-    torch.manual_seed(rank)
     model = Stack()
+    torch.manual_seed(rank)
     start = {name: weight.detach().double().clone() for name, weight in model.named_parameters()}
     local = LocalSGD(model, 4, spec, fragments=2, delay=1, algorithm="one_shot")
     inputs = {name: torch.zeros_like(weight) for name, weight in start.items()}
     for step in range(1, 10):
         with torch.no_grad():
             for weight in model.parameters():
-                weight += 0.1 * torch.randn(weight.shape)
+                weight.add_(torch.randn(weight.shape), alpha=0.1)
         common = dict(zip(local._weights, [tensor.double().clone() for tensor in local._common]))
         for fragment in local._fragments:
             if fragment.is_due(step, 4):
@@ -222,11 +223,11 @@ def lose_nothing(rank: int, world_size: int, spec: str) -> float:
         local.step()
     state = local.state_dict()
     worst = 0.0
-    for name, weight in start.items():
-        moved = weight - state["common"][name].double()
+    for name, first in start.items():
+        moved = first - state["common"][name].double()
         for average in state["in_flight"]:
-            moved += average["means"].get(name, torch.zeros(weight.numel())).view_as(weight).double()
-        kept = state["residuals"].get(name, torch.zeros(weight.numel())).view_as(weight).double()
+            moved += average["means"].get(name, torch.zeros(first.numel())).view_as(first).double()
+        kept = state["residuals"].get(name, torch.zeros(first.numel())).view_as(first).double()
         total = inputs[name] - kept
         dist.all_reduce(total)
         scale = inputs[name].abs().max() + 1e-30
@@ -339,7 +340,7 @@ def train_islands(rank: int, world_size: int) -> tuple[bool, float]:
     difference = float((flat(full) - flat(wrapped.parameters())).abs().max())
     with torch.no_grad():
         difference = max(difference, float((sharded(batch(0, 0)) - wrapped(batch(0, 0))).abs().max()))
-        shard = local._weights["head.weight"].to_local()  # type: ignore[operator]
+        shard = local_shard(local._weights["head.weight"])
         shard[0] = float("nan") if rank == 0 else 0.0
     with pytest.raises(FloatingPointError):  # on all ranks, though two of them exchanged finite shards
         local.sync()
@@ -370,22 +371,23 @@ def test_a_killed_rank_is_named_by_step() -> None:
     with spawn_ranks(train_until_killed, 2) as ranks:
         assert [ranks.receive(rank, 120) for rank in (0, 1)] == ["running"] * 2
         ranks.kill(1)
-        name, text = ranks.receive(0, 60)
+        name, text = ranks.receive(0, 60)  # type: ignore[misc]
     assert name == "PeerLost" and "rank 1" in text
 
 
 def check_refusals(rank: int, world_size: int) -> None:
     optimizer = adam(Stack())
-    for arguments, says in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"delay": -1}, "delay=-1: expected 0 or more"),
         ({"every": 4, "delay": 4}, "delay=4: expected less than every=4"),
         ({"mixing": 0.0}, "mixing=0.0: expected a number above 0 and at most 1"),
         ({"mixing": 1.5}, "mixing=1.5: expected a number above 0 and at most 1"),
         ({"moments": {"exp_avg": 4}}, "moments and optimizer go together"),
         ({"optimizer": optimizer, "moments": {"exp_avg": 0}}, r"moments\['exp_avg'\]=0: expected 1 or more"),
-    ):
+    )
+    for arguments, says in cases:
         with pytest.raises(ValueError, match=says):
-            LocalSGD(Stack(), **arguments)  # type: ignore[arg-type]
+            LocalSGD(Stack(), **arguments)
     with pytest.raises(TypeError, match="fragments: expected a number or a list"):
         LocalSGD(Stack(), fragments="layers*")
 

@@ -94,7 +94,7 @@ def test_invalid_arguments_are_named(arguments: dict[str, Any], error: type[Exce
 
 def test_a_loader_takes_it_as_batch_sampler() -> None:
     data = torch.arange(12)
-    loader = torch.utils.data.DataLoader(
+    loader: Any = torch.utils.data.DataLoader(
         data,  # type: ignore[arg-type]
         batch_sampler=BalancedSampler(data, 4, shuffle=False),
     )
