@@ -42,7 +42,10 @@ MPI = {
     "mpi tcp": ("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
     "mpi ucx": ("--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"),
 }
-UCX_OVER_LINK = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "dt0"}  # not through the memory that namespaces share
+UCX_OVER_LINK = {
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "dt0",
+}  # not through the memory that namespaces share
 # Times faster than Gloo on uncompressed bytes, by Gbit/s, at 64 MB.
 FASTER: dict[float, dict[str, float]] = {1: {"int8": 3.5, "int4": 6.0}, 10: {"int8": 2.5, "int4": 3.5}}
 
@@ -50,11 +53,10 @@ FASTER: dict[float, dict[str, float]] = {1: {"int8": 3.5, "int4": 6.0}, 10: {"in
 class HostRank:
     """A rank in its own namespace."""
 
-    def __init__(
-        self, rank: int, ranks: int, store_file: str, namespaces: list[str], transport: str
-    ) -> None:
+    def __init__(self, rank: int, ranks: int, store_file: str, namespaces: list[str], transport: str) -> None:
         os.environ["DTCOMM_TRANSPORT"] = transport
         if transport == "ucx":
+            os.environ.update(UCX_OVER_LINK)
             netns.enter_namespace(namespaces[rank])
             netns.mount_own_sysfs()
         netns.init_process_group(rank, ranks, store_file, namespaces)
@@ -142,7 +144,8 @@ class Contestants:
         if self.no_mpi is None:
             mpirun = stack.enter_context(netns.mpirun(namespaces))
             for name, arguments in MPI.items():
-                ranks = MpiRanks("default", 2, timeout=120, mpirun=[*mpirun, *arguments])
+                environment = ["-x", *" -x ".join(f"{k}={v}" for k, v in UCX_OVER_LINK.items()).split()]
+                ranks = MpiRanks("default", 2, timeout=120, mpirun=[*mpirun, *environment, *arguments])
                 stack.callback(ranks.close)
                 self._mpi[name] = ranks
         self.names = [GLOO, *self._mpi, *self.codecs]
@@ -291,8 +294,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if reason := netns.why_unavailable():
         sys.exit(f"bench.two_hosts: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name, value in UCX_OVER_LINK.items():
-        os.environ.setdefault(name, value)
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:
         rows_of_rate = measure(gbit, options.sizes, options.codecs, options.quick)

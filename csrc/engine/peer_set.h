@@ -1,5 +1,6 @@
 // The ranks of one communicator: this rank's shared region, the mapped regions and processes of the peers of this host,
-// connections to the others over TCP or UCX, and emulated links. It is the Transport of the communicator's interpreters.
+// connections to the others over TCP or UCX, and emulated links. It is the Transport of the communicator's
+// interpreters.
 #pragma once
 
 #include <atomic>

@@ -27,7 +27,8 @@ static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
 void* reserve(std::size_t bytes) {
   // Not reserved: only the pages that the peer sends something for are ever touched.
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for the messages of a peer on another host");
+  if (memory == MAP_FAILED)
+    throw std::system_error(errno, std::generic_category(), "memory for the messages of a peer on another host");
   return memory;
 }
 
@@ -58,10 +59,12 @@ bool RemotePeer::has_ended() const {
   return stream_.ended() && !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
 }
 
-const std::string& RemotePeer::end_reason() const { return stream_.ended() ? stream_.end_reason() : ucx_->end_reason(); }
+const std::string& RemotePeer::end_reason() const {
+  return stream_.ended() ? stream_.end_reason() : ucx_->end_reason();
+}
 
 void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
-                       std::size_t slot_offset, std::size_t bytes) {
+                          std::size_t slot_offset, std::size_t bytes) {
   FrameHeader frame{kBox, static_cast<std::uint32_t>(bytes)};
   frame.words = {flag.seq.load(std::memory_order_relaxed), flag.operation.load(std::memory_order_relaxed),
                  static_cast<std::uint64_t>(index) << 32 | flag.checksum.load(std::memory_order_relaxed), first_ns,
@@ -143,7 +146,8 @@ std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_bu
     case kWaiting:
       return frame.bytes == 0 && is_rank_or_none(frame.words[0], layout_.ranks) ? text : nullptr;
     case kFailure:
-      return frame.bytes < sizeof(FailureRecord::text) && is_failure(frame.words[0]) && is_rank_or_none(frame.words[1], layout_.ranks)
+      return frame.bytes < sizeof(FailureRecord::text) && is_failure(frame.words[0]) &&
+                     is_rank_or_none(frame.words[1], layout_.ranks)
                  ? text
                  : nullptr;
     case kClosed:

@@ -145,7 +145,7 @@ int RemotePeerSet::awaited_by_sends(const std::uint8_t* begin, const std::uint8_
 }
 
 void RemotePeerSet::send_box(const std::vector<int>& to, const PeerView& own, std::uint64_t last_operation,
-                          std::size_t index, std::size_t slot_offset, const std::uint8_t* data, std::size_t bytes) {
+                             std::size_t index, std::size_t slot_offset, const std::uint8_t* data, std::size_t bytes) {
   if (peers_.empty()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const int rank : to) {

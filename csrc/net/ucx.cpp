@@ -289,8 +289,8 @@ Channel::Channel(Worker& worker, std::uint32_t own_number, const std::string& ad
       UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   parameters.address = reinterpret_cast<const ucp_address_t*>(address.data() + sizeof prefix_.token);
   const std::vector<std::string>& devices = process().description.devices;
-  parameters.err_mode = std::all_of(devices.begin(), devices.end(), is_memory) ? UCP_ERR_HANDLING_MODE_NONE
-                                                                               : UCP_ERR_HANDLING_MODE_PEER;
+  parameters.err_mode =
+      std::all_of(devices.begin(), devices.end(), is_memory) ? UCP_ERR_HANDLING_MODE_NONE : UCP_ERR_HANDLING_MODE_PEER;
   parameters.err_handler = {&Channel::on_error, this};
   require_ok(ucx().ucp_ep_create(worker.handle(), &parameters, &endpoint_), "ucp_ep_create");
 }
@@ -399,8 +399,7 @@ void Channel::receive_payload(const FrameHeader& frame, void* data, bool is_desc
   parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
   parameters.cb.recv_am = &Channel::on_received;
   parameters.user_data = arriving_.back().get();
-  const ucs_status_ptr_t request =
-      ucx().ucp_am_recv_data_nbx(worker_.handle(), data, buffer, frame.bytes, &parameters);
+  const ucs_status_ptr_t request = ucx().ucp_am_recv_data_nbx(worker_.handle(), data, buffer, frame.bytes, &parameters);
   if (UCS_PTR_IS_ERR(request)) {
     arriving_.pop_back();
     end(failure(UCS_PTR_STATUS(request)));
@@ -455,8 +454,8 @@ Worker::Worker(std::uint64_t token) : token_(token) {
     attributes.field_mask = UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER;
     require_ok(ucx().ucp_worker_query(worker_, &attributes), "ucp_worker_query");
     if (attributes.max_am_header < kMaxBatch) {
-      throw std::runtime_error("the headers of UCX's messages are too short: " +
-                               std::to_string(attributes.max_am_header) + " bytes");
+      throw std::runtime_error(
+          "the headers of UCX's messages are too short: " + std::to_string(attributes.max_am_header) + " bytes");
     }
   } catch (...) {
     ucx().ucp_worker_destroy(worker_);

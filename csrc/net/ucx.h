@@ -1,5 +1,6 @@
-// Frames over UCX (https://openucx.org), which drives InfiniBand, RoCE and other fast networks. Its library is opened at
-// the first use and nothing links against it. Built without UCX's headers, open_ucx() says so and nothing else works.
+// Frames over UCX (https://openucx.org), which drives InfiniBand, RoCE and other fast networks. Its library is opened
+// at the first use and nothing links against it. Built without UCX's headers, open_ucx() says so and nothing else
+// works.
 #pragma once
 
 #include <cstddef>

@@ -328,9 +328,7 @@ class UcxPeer {
       buffer.resize(frame.bytes);
       return reinterpret_cast<std::uint8_t*>(buffer.data());
     }
-    void on_frame(const FrameHeader& frame) override {
-      frames.emplace_back(frame, std::move(buffers[frame.words]));
-    }
+    void on_frame(const FrameHeader& frame) override { frames.emplace_back(frame, std::move(buffers[frame.words])); }
     std::map<std::array<std::uint64_t, 5>, std::string> buffers;  // a large payload arrives after what follows it
     std::vector<std::pair<FrameHeader, std::string>> frames;
   };

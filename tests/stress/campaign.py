@@ -49,6 +49,7 @@ from tests.stress.campaign_cases import (
     cases,
 )
 from tests.stress.campaign_ranks import Seen, open_store, rounds, take_part
+from tests.support.ucx import why_no_ucx
 
 NEXT_SECONDS = 0.5  # of a call on a communicator that has failed
 HANG_SECONDS = 20.0
@@ -305,6 +306,11 @@ def forked_children(log: str) -> list[int]:
     return [pid for pid, parent in parents.items() if own not in (pid, parent, parents.get(parent))]
 
 
+def available_transports() -> list[str]:
+    """Return the transports that this machine has: all but UCX, which may be missing."""
+    return [name for name in TRANSPORTS if name != "ucx" or not why_no_ucx()]
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
@@ -312,7 +318,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--phase", nargs="+", choices=list(PHASES), default=list(PHASES))
     parser.add_argument("--action", nargs="+", choices=ALL_ACTIONS, default=list(ALL_ACTIONS))
-    parser.add_argument("--transport", nargs="+", choices=list(TRANSPORTS), default=list(TRANSPORTS))
+    parser.add_argument("--transport", nargs="+", choices=list(TRANSPORTS), default=available_transports())
     parser.add_argument("--world-size", type=int, nargs="+", default=list(WORLD_SIZES))
     parser.add_argument("--repeat", type=int, default=20, help="cases of each kind")
     parser.add_argument("--repetition", type=int, nargs="+", help="only these of them")

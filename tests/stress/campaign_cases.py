@@ -14,6 +14,7 @@ WORLD_SIZES = (2, 3, 4)
 TRANSPORTS: dict[str, dict[str, str | None]] = {
     "memory": {"DTCOMM_TRANSPORT": "memory"},
     "sockets": {"DTCOMM_TRANSPORT": "sockets"},
+    "ucx": {"DTCOMM_TRANSPORT": "ucx"},  # where dtcomm was built with UCX
     "gloo": {"DTCOMM_RUNTIME": "process_group", "DTCOMM_CHECK": "1"},
 }
 

@@ -142,6 +142,7 @@ def _fault_in_rendezvous(case: Case) -> Iterator[None]:
     connect: dict[str, tuple[Any, str]] = {
         "memory": (NativeRuntime, "attach"),
         "sockets": (Listener, "_accept"),  # it has connected to lower ranks
+        "ucx": (CpuBootstrap, "_connect_ucx"),
         "gloo": (CpuBootstrap, "_private_backend"),
     }
     seams: dict[str, tuple[Any, str]] = {

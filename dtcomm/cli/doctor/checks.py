@@ -135,6 +135,23 @@ def cuda() -> Check:
     )
 
 
+def ucx() -> Check:
+    """Report whether ranks of different hosts can use UCX, and its transports and devices."""
+    from dtcomm.runtime.bootstrap import ucx as bootstrap
+
+    try:
+        library = bootstrap.open_library()
+    except RuntimeError as error:
+        return Check(name="ucx", summary=f"between hosts TCP: {error}", details={"available": False})
+    details = {"available": True, "version": library.version, "devices": library.devices}
+    rdma = library.rdma_devices
+    if rdma:
+        used = f"used between hosts if all ranks have an RDMA device, here {', '.join(rdma)}"
+    else:
+        used = f"no RDMA device, so TCP is used between hosts unless DTCOMM_TRANSPORT=ucx; {', '.join(library.devices)}"
+    return Check(name="ucx", summary=f"UCX {library.version}: {used}", details=details)
+
+
 def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 

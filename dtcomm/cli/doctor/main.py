@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
         _guarded("build", checks.build),
         _guarded("kernels", checks.kernels),
         _guarded("cuda", checks.cuda),
+        _guarded("ucx", checks.ucx),
         _guarded("cores", lambda: checks.cores(options.nproc)),
         _guarded("variables", checks.variables),
     ]
@@ -55,6 +56,7 @@ def _measure_job(options: argparse.Namespace) -> int:
     results = network.main(options.expect, options.json)
     if results is None:
         return 0
+    results.insert(0, _guarded("ucx", checks.ucx))
     status = _report(results, as_json=options.json)
     if not options.json:
         print("\n".join(network.table(results[-1])))

@@ -436,7 +436,10 @@ def _listen() -> tuple[Listener | None, str]:
 
 def _variable_that_requires_engine() -> str:
     """The variable that rules the group's own backend out; empty if there is none."""
-    for name, choices in (("DTCOMM_RUNTIME", ("native",)), ("DTCOMM_TRANSPORT", ("memory", "sockets", "ucx"))):
+    for name, choices in (
+        ("DTCOMM_RUNTIME", ("native",)),
+        ("DTCOMM_TRANSPORT", ("memory", "sockets", "ucx")),
+    ):
         if env.get(name) in choices and env.get("DTCOMM_RUNTIME") != "process_group":
             return f"{name}={env.get(name)}"
     return ""

@@ -31,7 +31,7 @@ def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[s
 def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     status, results = _report(capsys)
     assert status == 0
-    assert list(results) == ["versions", "build", "kernels", "cuda", "cores", "variables", "engine"]
+    assert list(results) == ["versions", "build", "kernels", "cuda", "ucx", "cores", "variables", "engine"]
     assert results["kernels"]["current"] == ops.current()
     engine = results["engine"]
     assert engine["runtime"] == "native" and engine["problems"] == []

@@ -45,7 +45,9 @@ def compare_transports(rank: int, world_size: int, transport: str) -> dict[str, 
         results[name], report[name] = calls(rank, world_size), C.info()
         C.release()
     report["different"] = [
-        i for i, (a, b) in enumerate(zip(results["memory"], results[transport], strict=True)) if not torch.equal(a, b)
+        i
+        for i, (a, b) in enumerate(zip(results["memory"], results[transport], strict=True))
+        if not torch.equal(a, b)
     ]
     return report
 
@@ -364,14 +366,14 @@ def describe_ucx(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @requires_ucx
-@pytest.mark.parametrize(("chosen", "transports"), [("tcp,self", {"tcp"}), ("sm,self", {"sysv", "posix", "cma"})])
+@pytest.mark.parametrize(
+    ("chosen", "transports"), [("tcp,self", {"tcp"}), ("sm,self", {"sysv", "posix", "cma"})]
+)
 def test_info_lists_the_devices_and_lanes_of_ucx(chosen: str, transports: set[str]) -> None:
-    for ucx in run_ranks(
-        describe_ucx, 2, fresh=True, env={"DTCOMM_TRANSPORT": "ucx", "UCX_TLS": chosen}
-    ):
-        assert re.fullmatch(r"1\.\d+\.\d+", ucx["version"])
-        assert ucx["lanes"] and set(ucx["lanes"]) <= set(ucx["devices"])
-        assert {lane.split("/")[0] for lane in ucx["lanes"]} <= transports
+    for info in run_ranks(describe_ucx, 2, fresh=True, env={"DTCOMM_TRANSPORT": "ucx", "UCX_TLS": chosen}):
+        assert re.fullmatch(r"1\.\d+\.\d+", info["version"])
+        assert info["lanes"] and set(info["lanes"]) <= set(info["devices"])
+        assert {lane.split("/")[0] for lane in info["lanes"]} <= transports
 
 
 def reduce_with_one_library(rank: int, world_size: int, transport: str) -> str:
@@ -388,9 +390,9 @@ def reduce_with_one_library(rank: int, world_size: int, transport: str) -> str:
 @requires_ucx
 def test_ucx_has_to_be_installed_on_all_ranks() -> None:
     for text in run_ranks(reduce_with_one_library, 2, "ucx"):
-        assert re.match(
-            r"DTCOMM_TRANSPORT=ucx, but rank 0 .*: rank 1 \(.*\): UCX is not installed", text
-        ), text
+        assert re.match(r"DTCOMM_TRANSPORT=ucx, but rank 0 .*: rank 1 \(.*\): UCX is not installed", text), (
+            text
+        )
     for text in run_ranks(reduce_with_one_library, 2, "auto"):
         assert re.match(r"sockets: rank 0 \(.*\): no RDMA device", text), text
 
@@ -398,7 +400,10 @@ def test_ucx_has_to_be_installed_on_all_ranks() -> None:
 def reduce_beside_rdma(rank: int, world_size: int, devices: list[str]) -> str:
     os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
     found = ucx.Ucx(ucx.open_library().version, devices if rank == 1 else ["rc_verbs/mlx5_0:1"])
-    with mock.patch.object(ucx, "open_library", lambda: found), mock.patch.object(ucx, "_RDMA_DEVICES", Path("/")):
+    with (
+        mock.patch.object(ucx, "open_library", lambda: found),
+        mock.patch.object(ucx, "_RDMA_DEVICES", Path("/")),
+    ):
         C.all_reduce(torch.ones(10))
     return f"{C.info()['transport']}: {C.info().get('no_ucx')}"
 

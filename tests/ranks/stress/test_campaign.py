@@ -11,6 +11,7 @@ import pytest
 
 from tests.stress.campaign import run_all
 from tests.stress.campaign_cases import CHILDREN, MISMATCHES, OPERATIONS, Case, make_case
+from tests.support.ucx import requires_ucx
 
 
 def failures(chosen: list[Case], folder: Path) -> list[str]:
@@ -25,6 +26,24 @@ def test_dead_ranks_are_named_at_once(tmp_path: Path) -> None:
     chosen = [make_case(phase, "kill", "memory", 3, i) for i, phase in enumerate(OPERATIONS)]
     chosen += [make_case(phase, "kill", "sockets", 3, i) for i, phase in enumerate(OPERATIONS)]
     chosen += [make_case(phase, "kill", "gloo", 3, 0) for phase in ("before", "all_reduce")]
+    assert failures(chosen, tmp_path) == []
+
+
+@requires_ucx
+def test_dead_ranks_are_named_at_once_over_ucx(tmp_path: Path) -> None:
+    chosen = [make_case(phase, "kill", "ucx", 3, i) for i, phase in enumerate(OPERATIONS)]
+    chosen += [
+        make_case("connect", "kill", "ucx", 3, 0, large=False),
+        make_case("all_reduce", "stop", "ucx", 3, 0),
+    ]
+    assert failures(chosen, tmp_path) == []
+
+
+@requires_ucx
+def test_ranks_that_fork_pause_or_close_cause_no_false_error_over_ucx(tmp_path: Path) -> None:
+    chosen = [make_case("fork", action, "ucx", 2, 0) for action in ("kill", "child is killed")]
+    chosen += [make_case("broadcast", "pause", "ucx", 3, 2), make_case("in_close", "pause", "ucx", 3, 0)]
+    chosen += [make_case("call", "other op", "ucx", 3, 0), make_case("before_close", "kill", "ucx", 3, 1)]
     assert failures(chosen, tmp_path) == []
 
 

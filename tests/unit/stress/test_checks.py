@@ -82,7 +82,7 @@ def test_a_case_is_drawn_from_its_seed_alone() -> None:
     assert drawn(4, 1) == drawn(4, 1) != drawn(4, 2)
     assert set(drawn(2, 1)) < set(drawn(4, 1))
     everything = [action for actions in ACTIONS.values() for action in actions]
-    assert len(list(cases(list(PHASES), everything, list(TRANSPORTS), [2], [0], 0))) == 3 * len(everything)
+    assert len(list(cases(list(PHASES), everything, list(TRANSPORTS), [2], [0], 0))) == 4 * len(everything)
 
 
 def test_excess_names_what_is_new() -> None:

@@ -1,0 +1,190 @@
+"""UCX: how it is found, and what the engine does with what a peer sends through it, played by the test."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from dtcomm import _C, algorithms
+from dtcomm.codecs import codec
+from dtcomm.errors import CollectiveTimeout, PayloadCorrupt, PeerLost
+from dtcomm.runtime.bootstrap import ucx
+from dtcomm.runtime.native.copy_policy import Variants
+from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.types import OpSpec, TensorSpec
+from tests.support.ucx import requires_ucx
+
+BOX, DONE, HEADER, WAITING, FAILURE, CLOSED, HELLO = range(1, 8)  # csrc/engine/remote_peer.cpp
+SLOTS = 8
+SLOT_BYTES = 64 * 1024
+BOXES = 8
+LONG = 20.0  # seconds: an error that is raised because of a timeout would come too late
+
+
+class Rank:
+    """Rank 0 of two, which calls a one_shot all_reduce; the test plays rank 1 through a socket and UCX."""
+
+    def __init__(self, numel: int, timeout_s: float) -> None:
+        ucx.open_library()
+        self.native = _C.NativeCommunicator(
+            rank=0, ranks=2, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, yield_us=50.0
+        )
+        self.tensor = torch.ones(numel)
+        spec = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "one_shot")
+        schedule = algorithms.build("one_shot", "all_reduce", 2)
+        self.plan = native_plan(spec, schedule, 0, Variants(SLOT_BYTES), SLOT_BYTES, BOXES, False)
+        near, self.socket = socket.socketpair()
+        own = tuple(self.native.address())
+        self.native.attach([(*own, -1, False, "rank 0"), (*own, near.detach(), True, "rank 1")])
+        self.peer = _C.UcxPeer(7)
+        address = self.native.make_ucx_address()
+        self.native.connect_ucx([b"", self.peer.address()])
+        self.peer.connect(0, 1, address)
+        self.peer.send(HELLO, [0] * 5)
+        self.frames: list[tuple[int, list[int], bytes]] = []
+        self.progress_until(self.native.ucx_is_connected)
+
+    def progress_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONG
+        while not condition():
+            assert time.monotonic() < deadline
+            self.frames += self.peer.receive()
+
+    def submit(self) -> _C.NativeWork:
+        return self.native.submit(self.plan, [(self.tensor.data_ptr(), self.tensor.data_ptr(), 0)], 1)
+
+    def received(self, kind: int) -> list[tuple[list[int], bytes]]:
+        return [(words, payload) for other, words, payload in self.frames if other == kind]
+
+
+@contextmanager
+def rank_with_ucx(numel: int = 1000, timeout_s: float = LONG) -> Iterator[Rank]:
+    rank = Rank(numel, timeout_s)
+    with closing(rank.native), rank.socket:
+        yield rank
+
+
+@requires_ucx
+@pytest.mark.parametrize("numel", [1000, 16_000])  # 64 KB are sent by rendezvous
+@pytest.mark.parametrize(("missing", "moved"), [(4, 0), (0, 64), (0, 0)])
+def test_payload_must_fill_its_place(numel: int, missing: int, moved: int) -> None:
+    with rank_with_ucx(numel) as rank:
+        work = rank.submit()
+        rank.progress_until(lambda: bool(rank.received(BOX)))
+        words, payload = rank.received(BOX)[0]
+        assert payload == torch.ones(numel).numpy().tobytes()
+        reply = torch.full((numel,), 2.0).numpy().tobytes()[: len(payload) - missing]
+        rank.peer.send(BOX, [*words[:4], words[4] + moved], reply)
+        if not missing and not moved:
+            rank.progress_until(work.finished)
+            work.wait()
+            assert rank.tensor.eq(3).all()
+            return
+        with pytest.raises(PayloadCorrupt, match=rf"\({len(reply)} bytes at offset {moved} instead of"):
+            rank.progress_until(work.finished)
+            work.wait()
+
+
+IMPOSSIBLE = {
+    "waits for a rank far outside": (WAITING, [2**30], b"", False),
+    "done with pieces that no rank can have begun": (DONE, [SLOTS + 1], b"", False),
+    "payload of a piece that no rank can have begun": (BOX, [SLOTS + 1, 7], b"x", False),
+    "payload for a flag behind the last": (BOX, [1, 7, (SLOTS * BOXES) << 32], b"x", False),
+    "payload that leaves its slot": (BOX, [1, 7, 0, 0, SLOT_BYTES - 4], bytes(8), False),
+    "large payload that leaves its slot": (BOX, [1, 7, 0, 0, 0], bytes(SLOT_BYTES + 4), False),
+    "payload where there is none": (DONE, [1], b"x", False),
+    "failure of an unknown kind": (FAILURE, [77, 1], b"text", True),
+    "description of operation 0": (HEADER, [0, 7], b"text", True),
+    "description that is too long": (HEADER, [1, 7], bytes(600), True),
+    "unknown kind of frame": (77, [], b"", False),
+}
+
+
+@requires_ucx
+@pytest.mark.parametrize(("kind", "words", "payload", "is_text"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_impossible_value_ends_the_connection(
+    kind: int, words: list[int], payload: bytes, is_text: bool
+) -> None:
+    with rank_with_ucx() as rank:
+        work = rank.submit()
+        rank.peer.send(kind, words + [0] * (5 - len(words)), payload, is_text)
+        rank.progress_until(work.finished)
+        with pytest.raises(PeerLost, match=r"rank 1 is gone: .*\(it sent an invalid frame\)"):
+            work.wait()
+
+
+@requires_ucx
+def test_messages_without_the_token_are_ignored() -> None:
+    with rank_with_ucx(timeout_s=0.3) as rank:
+        forger = _C.UcxPeer(8)
+        address = bytearray(rank.native.make_ucx_address())
+        address[0] ^= 1
+        forger.connect(0, 1, bytes(address))
+        work = rank.submit()
+        forger.send(77, [0] * 5)
+        rank.progress_until(lambda: bool(forger.receive()) or work.finished())
+        with pytest.raises(CollectiveTimeout):
+            work.wait()
+
+
+@requires_ucx
+def test_peer_that_closes_is_heard_behind_its_payloads() -> None:
+    frame = _frame(CLOSED, 1)  # behind one payload
+    with rank_with_ucx() as rank:
+        work = rank.submit()
+        rank.progress_until(lambda: bool(rank.received(BOX)))
+        rank.socket.sendall(frame)
+        rank.socket.close()
+        end = time.monotonic() + 0.3
+        rank.progress_until(lambda: time.monotonic() > end)
+        assert not work.finished()
+        words, _ = rank.received(BOX)[0]
+        rank.peer.send(BOX, words, torch.full((1000,), 2.0).numpy().tobytes())
+        rank.progress_until(work.finished)
+        work.wait()
+        assert rank.tensor.eq(3).all()
+        second = rank.submit()
+        rank.progress_until(second.finished)
+        with pytest.raises(PeerLost, match="rank 1 has destroyed its communicator"):
+            second.wait()
+
+
+@requires_ucx
+def test_socket_that_ends_is_the_end_of_the_peer() -> None:
+    with rank_with_ucx() as rank:
+        work = rank.submit()
+        rank.socket.close()
+        rank.progress_until(work.finished)
+        with pytest.raises(PeerLost, match=r"rank 1 is gone: its connection ended \(closed by the peer\)"):
+            work.wait()
+
+
+def _frame(kind: int, *words: int) -> bytes:
+    return b"".join(word.to_bytes(4, "little") for word in (kind, 0)) + b"".join(
+        word.to_bytes(8, "little") for word in (*words, *[0] * (5 - len(words)))
+    )
+
+
+def test_library_that_is_missing_is_named() -> None:
+    code = "from dtcomm import _C; _C.open_ucx(['nowhere.so'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "UCX is not installed: nowhere.so" in done.stderr or "built without UCX headers" in done.stderr
+
+
+def test_library_of_a_wheel_is_found(tmp_path: Path) -> None:
+    (library := tmp_path / "libucx" / "lib" / "libucp.so.0").parent.mkdir(parents=True)
+    library.touch()
+    (tmp_path / "libucx" / "__init__.py").touch()
+    with mock.patch.object(sys, "path", [str(tmp_path)]), mock.patch.object(ucx._C, "open_ucx") as opened:
+        opened.return_value = ("1.17.0", ["rc_mlx5/mlx5_0:1", "tcp/eth0"])
+        assert ucx.open_library().rdma_devices == ["rc_mlx5/mlx5_0:1"]
+    opened.assert_called_once_with(["libucp.so.0", str(library)])
