@@ -48,8 +48,8 @@ def _ports(text: str) -> range:
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
         default="",
-        meaning="Name of the kernels to use: reference, generic, avx2, avx512, neon, cuda or triton. Empty: the fastest"
-        " ones for the device",
+        meaning="Name of the kernels to use: reference, generic, avx2, avx512, avx512vbmi, neon, cuda or triton. Empty:"
+        " the fastest ones for the device",
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
