@@ -57,8 +57,8 @@ def _threads(text: str) -> int:
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
         default="",
-        meaning="Name of the kernels to use: reference, generic, avx2, avx512, neon, cuda or triton. Empty: the fastest"
-        " ones for the device",
+        meaning="Name of the kernels to use: reference, generic, avx2, avx512, avx512vbmi, neon, cuda or triton. Empty:"
+        " the fastest ones for the device",
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",

@@ -14,10 +14,10 @@ namespace dtcomm {
 constexpr std::size_t kGroup = 8;
 
 // Whether codes of `bits` bits have the plane of `unit` bits: whether that binary digit of `bits` is set.
-DTCOMM_HD bool has_plane(unsigned bits, unsigned unit) { return (bits & unit) != 0; }
+DTCOMM_HD constexpr bool has_plane(unsigned bits, unsigned unit) { return (bits & unit) != 0; }
 
 // The first bit of a code that the plane holds: planes of larger units hold the lower bits.
-DTCOMM_HD unsigned plane_low(unsigned bits, unsigned unit) { return bits & ~(2 * unit - 1); }
+DTCOMM_HD constexpr unsigned plane_low(unsigned bits, unsigned unit) { return bits & ~(2 * unit - 1); }
 
 // Where a plane begins, in bytes, behind the first one; `count`, of codes, is a multiple of 16.
 DTCOMM_HD std::size_t plane_at(unsigned bits, unsigned unit, std::size_t count) {

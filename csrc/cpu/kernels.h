@@ -116,7 +116,7 @@ struct LosslessKernels {
 };
 
 struct Kernels {
-  const char* name;     // "generic", "avx2", "avx512", "neon"
+  const char* name;     // "generic", "avx2", "avx512", "avx512vbmi", "neon"
   bool (*supported)();  // whether this CPU has the instructions
   void (*combine)(const Codec& codec, const Combine& call);
   // out[0, numel) = the decoded payload, in out_dtype; `dtype` is the tensor's (wire dtype of Family::none).

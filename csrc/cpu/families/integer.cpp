@@ -15,11 +15,12 @@ void encode(const CodecParams& params, const float* x, std::size_t n, const Enco
     encode_outliers(params, without_outliers, n, args, to);
     x = without_outliers;
   }
-  if (params.codec.block == 32) {
-    encode_integer<32>(params.codec, params.rules, params.layout, x, n, args, to);
-  } else {
-    encode_integer<0>(params.codec, params.rules, params.layout, x, n, args, to);
-  }
+  encode_integer<false>(params.codec, params.rules, params.layout, x, n, args, to, {});
+}
+
+void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                       std::uint8_t* to, const ErrorTarget& error) {
+  encode_integer<true>(params.codec, params.rules, params.layout, x, n, args, to, error);
 }
 
 void decode(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
@@ -49,11 +50,6 @@ void add(const CodecParams& params, const std::uint8_t* from, std::size_t n, con
   add_integer(params.codec, params.layout, from, n, sum, to);
 }
 
-void write_error(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
-                 const float* old, float* residual) {
-  write_error_integer(params.codec, params.layout, from, n, sum, divisor, old, residual);
-}
-
 #if defined(__AVX512F__)
 bool add_pair(const CodecParams& params, const std::uint8_t* first, const std::uint8_t* second, std::size_t n,
               float* to, bool stream) {
@@ -69,6 +65,6 @@ constexpr auto add_pair = nullptr;
 
 }  // namespace
 
-const FamilyKernels kIntegerFamily{encode, decode, add, write_error, nullptr, add_pair};
+const FamilyKernels kIntegerFamily{encode, decode, add, encode_with_error, nullptr, add_pair};
 
 }  // namespace dtcomm::DTCOMM_ISA

@@ -2,7 +2,6 @@
 #include "codec/sign.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/codec_family.h"
-#include "cpu/source/integer_encode.h"
 #include "cpu/source/sign_bits.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -67,9 +66,10 @@ void add(const CodecParams& params, const std::uint8_t* from, std::size_t n, con
   decode_with<false>(params, from, n, to, added_to(sum));
 }
 
-void write_error(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
-                 const float* old, float* residual) {
-  decode_with<false>(params, from, n, residual, error_of(sum, divisor, old));
+void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                       std::uint8_t* to, const ErrorTarget& error) {
+  encode(params, x, n, args, to);
+  decode_with<false>(params, to, n, error.residual, error_of(x, error.divisor, error.old));
 }
 
 bool add_pair(const CodecParams& params, const std::uint8_t* first, const std::uint8_t* second, std::size_t n,
@@ -88,6 +88,6 @@ bool add_pair(const CodecParams& params, const std::uint8_t* first, const std::u
 
 }  // namespace
 
-const FamilyKernels kSignFamily{encode, decode, add, write_error, nullptr, add_pair};
+const FamilyKernels kSignFamily{encode, decode, add, encode_with_error, nullptr, add_pair};
 
 }  // namespace dtcomm::DTCOMM_ISA

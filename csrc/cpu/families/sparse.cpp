@@ -15,7 +15,7 @@ void pad(const Layout& layout, std::size_t n, std::uint8_t* to) {
   __builtin_memset(to + used, 0, layout.bytes(n) - used);
 }
 
-// Writes the values and positions of a granule's kept elements.
+// Writes the values and positions of a granule's kept elements as a list.
 void write_topk(const CodecParams& params, const KeptElements& kept, std::size_t n, const EncodeArgs& args,
                 std::uint8_t* to) {
   encode_values(params, kept.value, kept.count, args.key, args.index, to);
@@ -37,29 +37,41 @@ void write_topk(const CodecParams& params, const KeptElements& kept, std::size_t
 void encode_topk(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args, std::uint8_t* to) {
   KeptElements kept;
   kept.count = params.layout.kept_of(n);
-  select(x, n, kept.count, args.local, kept.position);
+  const PaddedRows rows(x, n);
+#if defined(__AVX512F__)
+  if (params.layout.position_bits == 1) {
+    std::uint8_t bitmap[kSparseGranule / 8];
+    select_bitmap(rows.x, rows.n, kept.count, args.local, bitmap, kept.value);
+    for (std::size_t i = 0; i < kept.count; ++i) kept.value[i] = canonical(kept.value[i]);
+    encode_values(params, kept.value, kept.count, args.key, args.index, to);
+    __builtin_memcpy(to + params.layout.values(n), bitmap, params.layout.positions(n));
+    return pad(params.layout, n, to);
+  }
+#endif
+  select(rows.x, rows.n, kept.count, args.local, kept.position);
   for (std::size_t i = 0; i < kept.count; ++i) kept.value[i] = canonical(unaligned<float>(x)[kept.position[i]].value);
   write_topk(params, kept, n, args, to);
 }
 
 // Encodes a whole granule of which few elements are sent, in two passes over its terms: the first finds a bound, which
-// also shows that every error will be finite; the second writes the sum to the residual. Only the sent values are then
+// also shows that every error will be finite; the second writes the sum to the residual and looks for what reaches the
+// bound. Only the sent values are then
 // subtracted from it.
 bool encode_topk_with_feedback(const CodecParams& params, const void* local, DType dtype, std::size_t n,
                                float* residual, const EncodeArgs& args, std::uint8_t* to) {
   const std::size_t k = params.layout.kept_of(n);
   if (n != kSparseGranule || 3 * k > kRow) return false;
   alignas(kLine) std::int32_t maxima[kRow];
-  bool safe = true;
-  with_element(dtype, [&](auto kind) {
-    sum_maxima<decltype(kind)>(local, residual, kSparseGranule, maxima);
-    for (std::size_t g = 0; g < kRow; ++g) safe = safe && maxima[g] < kSafe;
-    if (safe) sum_in_place<decltype(kind)>(local, residual, kSparseGranule, args.local);
-  });
-  if (!safe) return false;
+  std::int32_t most = 0;
   KeptElements kept;
   kept.count = k;
-  select_from(residual, n, k, reached_by(maxima, kRow, k), args.residual, kept.position);
+  with_element(dtype, [&](auto kind) {
+    sum_maxima<decltype(kind)>(local, residual, kSparseGranule, maxima);
+    for (const std::int32_t size : maxima) most = size > most ? size : most;
+    if (most >= kSafe) return;
+    select_sum<decltype(kind)>(local, residual, kSparseGranule, k, reached_by(maxima, kRow, k), args, kept.position);
+  });
+  if (most >= kSafe) return false;
   for (std::size_t i = 0; i < k; ++i) kept.value[i] = unaligned<float>(residual)[kept.position[i]].value;
   write_topk(params, kept, n, args, to);
   decode_values(params, to, k, kept.value);
@@ -128,23 +140,54 @@ void fill(float* to, std::size_t n, std::uint32_t bits) {
   for (std::size_t i = 0; i < n; ++i) unaligned<float>(to)[i].value = float_of(bits);
 }
 
+#if defined(__AVX512F__)
+// Whether positions are a bitmap, whose granules are decoded as a whole, zeros included.
+bool has_bitmap(const CodecParams& params) { return params.layout.position_bits == 1; }
+
+template <bool Stream>
+void expand_topk(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to) {
+  KeptElements kept;
+  kept.count = params.layout.kept_of(n);
+  decode_values(params, from, kept.count, kept.value);
+  expand<Stream>(kept, from + params.layout.values(n), n, to);
+}
+#else
+bool has_bitmap(const CodecParams&) { return false; }
+
+template <bool Stream>
+void expand_topk(const CodecParams&, const std::uint8_t*, std::size_t, float*) {}
+#endif
+
 void decode_topk(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
+  if (has_bitmap(params))
+    return stream ? expand_topk<true>(params, from, n, to) : expand_topk<false>(params, from, n, to);
   KeptElements kept;
   read_topk(params, from, n, kept);
   scatter(kept, n, to, stream);
 }
 
 void add_topk(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
+  if (has_bitmap(params)) {
+    alignas(kLine) float term[kSparseGranule];
+    expand_topk<false>(params, from, n, term);
+    return join(ReduceOp::sum, to, sum, term, n);
+  }
   KeptElements kept;
   read_topk(params, from, n, kept);
   scatter_add(kept, n, sum, to);
 }
 
-void write_error_topk(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum,
-                      float divisor, const float* old, float* residual) {
+void encode_topk_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                            std::uint8_t* to, const ErrorTarget& error) {
+  encode_topk(params, x, n, args, to);
+  if (has_bitmap(params)) {
+    alignas(kLine) float term[kSparseGranule];
+    expand_topk<false>(params, to, n, term);
+    return transform<Fp32>(term, n, error.residual, error_of(x, error.divisor, error.old));
+  }
   KeptElements kept;
-  read_topk(params, from, n, kept);
-  scatter_error(kept, n, sum, divisor, old, residual);
+  read_topk(params, to, n, kept);
+  scatter_error(kept, n, x, error);
 }
 
 void decode_randk(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
@@ -159,16 +202,17 @@ void add_randk(const CodecParams& params, const std::uint8_t* from, std::size_t 
   fill(to, n, kNaN32);
 }
 
-void write_error_randk(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum,
-                       float divisor, const float* old, float* residual) {
+void encode_randk_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                             std::uint8_t* to, const ErrorTarget& error) {
+  encode_randk(params, x, n, args, to);
   KeptElements kept;
-  if (read_randk(params, from, n, kept)) return scatter_error(kept, n, sum, divisor, old, residual);
-  if (residual != old) __builtin_memmove(residual, old, n * sizeof(float));
+  if (read_randk(params, to, n, kept)) return scatter_error(kept, n, x, error);
+  if (error.residual != error.old) __builtin_memmove(error.residual, error.old, n * sizeof(float));
 }
 
 }  // namespace
 
-const FamilyKernels kTopkFamily{encode_topk, decode_topk, add_topk, write_error_topk, encode_topk_with_feedback};
-const FamilyKernels kRandkFamily{encode_randk, decode_randk, add_randk, write_error_randk};
+const FamilyKernels kTopkFamily{encode_topk, decode_topk, add_topk, encode_topk_with_error, encode_topk_with_feedback};
+const FamilyKernels kRandkFamily{encode_randk, decode_randk, add_randk, encode_randk_with_error};
 
 }  // namespace dtcomm::DTCOMM_ISA

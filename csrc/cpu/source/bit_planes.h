@@ -70,6 +70,103 @@ inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits
   return _mm512_sub_epi8(_mm512_xor_si512(codes, sign), sign);
 }
 
+#if defined(__AVX512VBMI__)
+
+// Where the bits of codes are taken from: byte `byte` of word q, of 8 bytes, gets code 2 q + 16 (byte % 4) + byte / 4
+// of a step, so that lane j of 4 bytes has codes j, 16 + j, 32 + j and 48 + j.
+struct BytePattern {
+  std::uint8_t of[kStep];
+
+  __attribute__((always_inline)) __m512i vector() const { return _mm512_load_si512(of); }
+};
+
+// The bytes of a plane of `unit` bits in which the codes of a word begin, for the lower half of each word.
+constexpr BytePattern plane_bytes(unsigned unit) {
+  BytePattern pattern{};
+  for (unsigned i = 0; i < kStep; ++i)
+    pattern.of[i] = static_cast<std::uint8_t>((2 * (i / 8) + 16 * (i % 4)) * unit / 8);
+  return pattern;
+}
+
+// By how many bits those words are rotated to the right to bring a code's bits of the plane to bit `low` of its byte.
+constexpr BytePattern plane_rotations(unsigned unit, unsigned low) {
+  BytePattern pattern{};
+  for (unsigned i = 0; i < kStep; ++i) {
+    const unsigned code = 2 * (i / 8) + i % 8 / 4,
+                   first = unit == 1 ? code + 16 * (i % 4) : 8 * (i % 4) + code * unit % 8;
+    pattern.of[i] = static_cast<std::uint8_t>((first + 64 - low) % 64);
+  }
+  return pattern;
+}
+
+alignas(kLine) constexpr BytePattern kFourBytes = plane_bytes(4), kTwoBytes = plane_bytes(2);
+alignas(kLine) constexpr BytePattern kFourRotations = plane_rotations(4, 0), kTwoRotations = plane_rotations(2, 4);
+alignas(kLine) constexpr BytePattern kOneRotations[2] = {plane_rotations(1, 4), plane_rotations(1, 6)};
+
+// The codes of a step, each in the lower `Bits` bits of a byte: lane j of 4 bytes has codes j, 16 + j, 32 + j and 48 +
+// j. Other bits are arbitrary.
+template <unsigned Bits>
+inline __attribute__((always_inline)) Step load_words(const std::uint8_t* planes, std::size_t count, std::size_t i) {
+  static_assert(Bits >= 5 && Bits <= 7, "codes with a plane of four bits and others");
+  constexpr int kSelect = 0xca;  // bits of the second where the first has ones, else of the third
+  constexpr std::uint64_t kAll = ~std::uint64_t{0};
+  const __m512i raw = _mm512_maskz_loadu_epi32(0x00ff, planes + i / 2);
+  const __m512i fours = _mm512_maskz_permutexvar_epi8(kAll, kFourBytes.vector(), raw);
+  __m512i codes = _mm512_maskz_multishift_epi64_epi8(kAll, kFourRotations.vector(), fours);
+  if constexpr (has_plane(Bits, 2)) {
+    const __m512i bytes = _mm512_maskz_loadu_epi32(0x000f, planes + plane_at(Bits, 2, count) + i / 4);
+    const __m512i twos = _mm512_maskz_permutexvar_epi8(kAll, kTwoBytes.vector(), bytes);
+    const __m512i two = _mm512_maskz_multishift_epi64_epi8(kAll, kTwoRotations.vector(), twos);
+    codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x0f), codes, two, kSelect);
+  }
+  if constexpr (has_plane(Bits, 1)) {
+    long long bits;
+    __builtin_memcpy(&bits, planes + plane_at(Bits, 1, count) + i / 8, sizeof bits);
+    const __m512i one =
+        _mm512_maskz_multishift_epi64_epi8(kAll, kOneRotations[Bits == 7].vector(), _mm512_set1_epi64(bits));
+    codes = _mm512_ternarylogic_epi32(_mm512_set1_epi8((1 << (Bits - 1)) - 1), codes, one, kSelect);
+  }
+  return codes;
+}
+
+#else
+
+// A factor that compilers do not know: they would replace a product with it by several shifts and additions.
+inline __attribute__((always_inline)) __m512i opaque_factor(short factor) {
+  __m512i words = _mm512_set1_epi16(factor);
+  asm("" : "+v"(words));
+  return words;
+}
+
+// The codes of a step, each in the lower `Bits` bits of a byte: lane j of 4 bytes has codes j, 16 + j, 32 + j and 48 +
+// j. Products instead of shifts, and few shuffles: those two share units.
+template <unsigned Bits>
+inline __attribute__((always_inline)) Step load_words(const std::uint8_t* planes, std::size_t count, std::size_t i) {
+  static_assert(Bits >= 5 && Bits <= 7, "codes with a plane of four bits and others");
+  const auto raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(planes + i / 2));
+  const __m512i pairs = _mm512_maskz_cvtepu8_epi16(~0u, raw);
+  __m512i codes = _mm512_ternarylogic_epi32(pairs, _mm512_mullo_epi16(pairs, opaque_factor(1 << 4)),
+                                            _mm512_set1_epi8(0x0f), 0xa8);  // (1 | 2) & 3
+  if constexpr (has_plane(Bits, 2)) {
+    const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(planes + plane_at(Bits, 2, count) + i / 4));
+    const __m512i fours = _mm512_maskz_cvtepu8_epi32(0xffff, bytes);
+    const __m512i twice = _mm512_madd_epi16(fours, _mm512_set1_epi32(1 + (1 << 12)));
+    const __m512i two = _mm512_and_si512(twice, _mm512_set1_epi32(0x000f000f));
+    const __m512i apart = _mm512_mullo_epi16(two, opaque_factor((1 << 4) + (1 << 10)));
+    codes = _mm512_ternarylogic_epi32(apart, _mm512_set1_epi8(0x30), codes, 0xea);  // (1 & 2) | 3
+  }
+  if constexpr (has_plane(Bits, 1)) {
+    std::uint64_t one;
+    __builtin_memcpy(&one, planes + plane_at(Bits, 1, count) + i / 8, sizeof one);
+    codes = _mm512_mask_add_epi8(codes, one, codes, _mm512_set1_epi8(1 << (Bits - 1)));
+  }
+  const __m512i fours = _mm512_maskz_permutexvar_epi32(
+      0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), codes);
+  return _mm512_shuffle_epi8(fours, _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400));
+}
+
+#endif
+
 #elif defined(__AVX2__)
 
 typedef __m256i Step;
@@ -207,26 +304,6 @@ inline __attribute__((always_inline)) Step extend_sign(Step codes, unsigned bits
   return vsubq_u8(veorq_u8(codes, sign), sign);
 }
 
-#endif
-
-#if defined(__AVX2__)
-// Loads all `count` codes as bytes, sign-extended if they are signed.
-template <bool Symmetric>
-inline void spread_codes(const std::uint8_t* planes, unsigned bits, std::size_t count, std::uint8_t* codes) {
-  std::size_t i = 0;
-  for (; i + kStep <= count; i += kStep) {
-    Step step = load_planes(planes, bits, count, i);
-    if constexpr (Symmetric) step = extend_sign(step, bits);
-    __builtin_memcpy(codes + i, &step, sizeof step);
-  }
-  for (; i < count; i += kGroup) {
-    const std::uint64_t group = load_group(planes, bits, count, i / kGroup);
-    for (std::size_t j = 0; j < kGroup; ++j) {
-      const auto code = static_cast<std::uint8_t>(group >> 8 * j);
-      codes[i + j] = Symmetric ? static_cast<std::uint8_t>(signed_code(code, bits)) : code;
-    }
-  }
-}
 #endif
 
 // Clears the codes of a block.

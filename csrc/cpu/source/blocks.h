@@ -70,6 +70,45 @@ inline void measure(const float* x, std::size_t blocks, std::size_t length, Bloc
   for (; b < blocks; ++b) at.top[b] = largest(x + b * block, block);
 }
 
+// The smallest and the largest element of whole blocks, in the order of float_order (codec/outliers.h).
+struct Ranges {
+  std::int32_t least[kMaxBlocks], most[kMaxBlocks];
+};
+
+#if defined(__AVX2__)
+// The smallest lane of each of 8 vectors, in their order.
+inline __attribute__((always_inline)) __m256i least_lanes(const __m256i (&v)[8]) {
+  return join_lanes(v, [](__m256i a, __m256i b) { return _mm256_min_epi32(a, b); });
+}
+
+// Up to 8 blocks at once, which share the shuffles that look for the smallest lane. Block == 0 stands for a block
+// length known at run time.
+template <std::size_t Block>
+inline void measure_orders(const float* x, std::size_t blocks, std::size_t length, Ranges& ranges) {
+  const std::size_t block = Block ? Block : length;
+  const __m256i mask = _mm256_set1_epi32(0x7fffffff), ones = _mm256_set1_epi32(-1);
+  for (std::size_t b = 0; b < blocks; b += 8) {
+    __m256i least[8], most[8];
+    const std::size_t count = smaller(8, blocks - b);
+    for (std::size_t j = 0; j < 8; ++j) {
+      const float* in = x + (b + (j < count ? j : 0)) * block;
+      __m256i low = mask, high = _mm256_set1_epi32(INT32_MIN);
+      for (std::size_t i = 0; i < block; i += 8) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+        const __m256i order = _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi32(bits, 31), mask));
+        low = _mm256_min_epi32(low, order);
+        high = _mm256_max_epi32(high, order);
+      }
+      least[j] = low;
+      most[j] = _mm256_xor_si256(high, ones);  // the opposite order: the largest becomes the smallest
+    }
+    const __m256i low = least_lanes(least), high = _mm256_xor_si256(least_lanes(most), ones);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ranges.least + b), low);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ranges.most + b), high);
+  }
+}
+#endif
+
 inline void store_fields(Scale type, const float* values, std::size_t blocks, std::uint8_t* to) {
   if (type == Scale::fp32) {
     __builtin_memcpy(to, values, blocks * sizeof(float));

@@ -201,9 +201,9 @@ inline auto plus(const Other& other) {
   return [other](auto value, std::size_t i) { return with_canonical_nan(value + other.at(value, i)); };
 }
 
-inline auto error_of(const float* sum, float by, const float* old) {
-  return [run = FloatRun{sum}, before = FloatRun{old}, by](auto value, std::size_t i) {
-    return finite_or((run.at(value, i) - value) * by, before.at(value, i));
+inline auto error_of(const float* sum, float divisor, const float* old) {
+  return [run = FloatRun{sum}, before = FloatRun{old}, divisor](auto value, std::size_t i) {
+    return finite_or((run.at(value, i) - value) * divisor, before.at(value, i));
   };
 }
 

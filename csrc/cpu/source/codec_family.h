@@ -46,6 +46,14 @@ inline __attribute__((always_inline)) void prefetch_next(const EncodeArgs& args,
   prefetch<3>(args.residual, at);
 }
 
+// Where an encoding leaves its error: residual = (x - the decoded floats) * divisor where that is finite, else `old`,
+// element by element. `residual` may be `old` or x.
+struct ErrorTarget {
+  float divisor;
+  const float* old;
+  float* residual;
+};
+
 // All memory may be unaligned, except that a streamed `to` is aligned to a line. 1 <= n <= layout.granule.
 struct FamilyKernels {
   // Writes layout.bytes(n) bytes, padding included.
@@ -57,10 +65,9 @@ struct FamilyKernels {
 
   // Optional shortcuts. nullptr: combine.h decodes the granule and works on the floats.
 
-  // residual = (sum - the decoded floats) * divisor where that is finite, else `old`; `from` encodes `sum`. `residual`
-  // may be `old`. Not called for codecs that rotate or store outliers apart.
-  void (*write_error)(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum,
-                      float divisor, const float* old, float* residual) = nullptr;
+  // The same as `encode`, and the error of the encoding. Not called for codecs that rotate or store outliers apart.
+  void (*encode_with_error)(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                            std::uint8_t* to, const ErrorTarget& error) = nullptr;
   // Encodes local + residual and leaves the error in the residual. Returns false, with nothing done, if it cannot.
   bool (*encode_with_feedback)(const CodecParams& params, const void* local, DType dtype, std::size_t n,
                                float* residual, const EncodeArgs& args, std::uint8_t* to) = nullptr;

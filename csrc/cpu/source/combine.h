@@ -162,19 +162,19 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
       continue;
     }
     std::uint8_t* payload = call.stream_payload ? scratch.payload : target;
-    if (copied) {
+    const bool with_error = call.residual_out && plain && params.family->encode_with_error;
+    if (with_error) {
+      const float* old = (call.residual_in ? call.residual_in : call.residual_out) + at;
+      params.family->encode_with_error(params, sum, n, args, payload,
+                                       {static_cast<float>(call.divisor), old, call.residual_out + at});
+    } else if (copied) {
       const std::size_t used = params.layout.used(n);
       __builtin_memcpy(payload, copied + at * size_of(call.dtype), used);
       __builtin_memset(payload + used, 0, bytes - used);
     } else {
       encode_granule<false>(params, sum, params.floats(n), args, payload);
     }
-    if (call.residual_out && plain && params.family->write_error) {
-      const float* old = (call.residual_in ? call.residual_in : call.residual_out) + at;
-      params.family->write_error(params, payload, n, sum, static_cast<float>(call.divisor), old,
-                                 call.residual_out + at);
-      if (out) decode_into(params, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);
-    } else if (call.residual_out) {
+    if (call.residual_out && !with_error) {
       const float* decoded = floats_of(params, payload, params.floats(n), scratch.decoded);
       store_error(params, call, at, n, sum, decoded, scratch.term);
       if (out) put_terms(params, call.out_dtype, decoded, n, out, call.stream_out, scratch.decoded, scratch.term);

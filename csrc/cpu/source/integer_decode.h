@@ -112,35 +112,75 @@ inline void each_vector(const Granule<Symmetric>& granule, const std::uint8_t* f
   }
 }
 
-// Calls run(std::integral_constant<unsigned, bits>, the planes): codes of 6 and 7 bits have been spread to bytes.
-template <bool Symmetric, class Run>
-inline __attribute__((always_inline)) void with_width(unsigned bits, const Granule<Symmetric>& granule,
-                                                      const Run& run) {
+// Calls run(std::integral_constant<unsigned, bits>).
+template <class Run>
+inline __attribute__((always_inline)) auto with_width(unsigned bits, const Run& run) {
   switch (bits) {
     case 2:
-      return run(std::integral_constant<unsigned, 2>{}, granule.planes);
+      return run(std::integral_constant<unsigned, 2>{});
     case 3:
-      return run(std::integral_constant<unsigned, 3>{}, granule.planes);
+      return run(std::integral_constant<unsigned, 3>{});
     case 4:
-      return run(std::integral_constant<unsigned, 4>{}, granule.planes);
+      return run(std::integral_constant<unsigned, 4>{});
     case 5:
-      return run(std::integral_constant<unsigned, 5>{}, granule.planes);
-    case 8:
-      return run(std::integral_constant<unsigned, 8>{}, granule.planes);
+      return run(std::integral_constant<unsigned, 5>{});
+    case 6:
+      return run(std::integral_constant<unsigned, 6>{});
+    case 7:
+      return run(std::integral_constant<unsigned, 7>{});
     default:
-      std::uint8_t codes[kLargestBlock];
-      spread_codes<Symmetric>(granule.planes, bits, granule.count, codes);
-      return run(std::integral_constant<unsigned, 8>{}, codes);
+      return run(std::integral_constant<unsigned, 8>{});
   }
 }
 
+// Codes of these widths are made bytes first, a step at a time; the others go straight to the lanes of vectors.
+constexpr bool through_bytes(unsigned bits) { return bits >= 5 && bits <= 7; }
+
+// Calls run(p, vector p) with the numbers of a step's codes. Bytes below 128 become floats as parts of a mantissa,
+// which takes neither a widening nor a conversion.
+template <unsigned Bits, bool Symmetric, class Run>
+inline __attribute__((always_inline)) void each_number(Step words, const Run& run) {
+  // The large number's mantissa has a code's unit at bit `low`. The sign of a code is flipped, which adds kZero.
+  constexpr float kZero = Symmetric ? static_cast<float>(1 << (Bits - 1)) : 0.0f;
+  constexpr std::uint32_t kFlipped = Symmetric ? 1u << (Bits - 1) : 0;
+  const auto number = [](__m512i word, int low, float large) __attribute__((always_inline)) {
+    const __m512i mask = _mm512_set1_epi32(static_cast<int>(((1u << Bits) - 1) << low));
+    const __m512i above = _mm512_set1_epi32(static_cast<int>(bits_of(large) ^ kFlipped << low));
+    const __m512i sum = _mm512_ternarylogic_epi32(word, mask, above, 0x6a);  // (1 & 2) ^ 3
+    return reinterpret_cast<Floats>(sum) - (large + kZero);
+  };
+  run(0, number(words, 0, 0x1p23f));
+  run(1, number(words, 8, 0x1p15f));
+  run(2, number(words, 16, 0x1p7f));
+  run(3, number(_mm512_maskz_srli_epi32(0xffff, words, 8), 16, 0x1p7f));
+}
+
+// Whole vectors (steps, for some widths) of the first n elements; returns how many elements.
 template <bool Symmetric, bool Stream, class Finish>
 inline std::size_t each_vector(unsigned bits, const Granule<Symmetric>& granule, std::size_t n, float* to,
                                const Finish& finish) {
-  with_width(bits, granule, [&](auto width, const std::uint8_t* planes) {
-    each_vector<decltype(width)::value, Symmetric, Stream>(granule, planes, n, to, finish);
+  return with_width(bits, [&](auto width) {
+    constexpr unsigned kBits = decltype(width)::value;
+    if constexpr (through_bytes(kBits)) {
+      const std::size_t whole = n / kStep * kStep;
+      if (whole == 0) return whole;
+      // A step's codes are loaded before the last step's numbers are made: the work on a step is a long chain, and
+      // processors look at about two steps at once.
+      Step next = load_words<kBits>(granule.planes, granule.count, 0);
+      for (std::size_t i = 0; i < whole; i += kStep) {
+        const Step words = next;
+        next = load_words<kBits>(granule.planes, granule.count, smaller(i + kStep, whole - kStep));
+        each_number<kBits, Symmetric>(words, [&](std::size_t p, Floats q) __attribute__((always_inline)) {
+          const std::size_t j = i + p * kLanes;
+          store<Stream>(to + j, finish(granule.value(q, j >> granule.shift), j));
+        });
+      }
+      return whole;
+    } else {
+      each_vector<kBits, Symmetric, Stream>(granule, granule.planes, n, to, finish);
+      return n / kLanes * kLanes;
+    }
   });
-  return n / kLanes * kLanes;
 }
 
 #elif defined(DTCOMM_VECTORS)
@@ -249,41 +289,68 @@ inline void add_integer(const Codec& codec, const Layout& layout, const std::uin
   each_value<false>(codec, layout, from, n, to, added_to(sum));
 }
 
-// to = (sum - the granule's floats) * by where that is finite, else `old`, which `to` may be.
-inline void write_error_integer(const Codec& codec, const Layout& layout, const std::uint8_t* from, std::size_t n,
-                                const float* sum, float by, const float* old, float* to) {
-  each_value<false>(codec, layout, from, n, to, error_of(sum, by, old));
+#if defined(__AVX512F__)
+// Whether no value of the granule is Inf or NaN, so that sums of such values are not NaN.
+template <bool Symmetric>
+inline bool all_finite(const Granule<Symmetric>& granule, std::size_t n) {
+  const std::size_t blocks = (n + (std::size_t{1} << granule.shift) - 1) >> granule.shift;
+  std::uint32_t worst = 0;
+  for (std::size_t b = 0; b < blocks; ++b) {
+    float size = float_of(magnitude(granule.fields.scale[b])) * 256.0f;  // codes are at most 255
+    if constexpr (!Symmetric) size = size + float_of(magnitude(granule.fields.zero[b]));
+    worst = magnitude(size) > worst ? magnitude(size) : worst;
+  }
+  return worst < kInfinity32;
 }
 
-#if defined(__AVX512F__)
-// to = the sum of two granules' floats; a streamed `to` is aligned to a line.
+// to = the sum of two granules' floats; a streamed `to` is aligned to a line. Canonical: sums may be NaN.
+template <bool Symmetric, bool Stream, bool Canonical>
+inline void add_granules(unsigned bits, const Granule<Symmetric>& a, const Granule<Symmetric>& b, std::size_t n,
+                         float* to) {
+  const auto put = [=](std::size_t i, Floats sum) __attribute__((always_inline)) {
+    store<Stream>(to + i, Canonical ? with_canonical_nan(sum) : sum);
+  };
+  const std::size_t done = with_width(bits, [&](auto width) {
+    constexpr unsigned kBits = decltype(width)::value;
+    if constexpr (through_bytes(kBits)) {
+      const std::size_t whole = n / kStep * kStep;
+      for (std::size_t i = 0; i < whole; i += kStep) {
+        Floats first[kStep / kLanes];
+        const Step left = load_words<kBits>(a.planes, a.count, i), right = load_words<kBits>(b.planes, b.count, i);
+        each_number<kBits, Symmetric>(left, [&](std::size_t p, Floats q) __attribute__((always_inline)) {
+          first[p] = a.value(q, (i + p * kLanes) >> a.shift);
+        });
+        each_number<kBits, Symmetric>(right, [&](std::size_t p, Floats q) __attribute__((always_inline)) {
+          const std::size_t j = i + p * kLanes;
+          put(j, first[p] + b.value(q, j >> b.shift));
+        });
+      }
+      return whole;
+    } else {
+      const std::size_t whole = n / kLanes * kLanes, block = std::size_t{1} << a.shift;
+      PlanePointers left(a.planes, kBits, a.count), right(b.planes, kBits, b.count);
+      for (std::size_t i = 0, at = 0; i < whole; ++at) {
+        const BlockLanes<kBits, Symmetric> x(a.fields.scale[at], Symmetric ? 0.0f : a.fields.zero[at]);
+        const BlockLanes<kBits, Symmetric> y(b.fields.scale[at], Symmetric ? 0.0f : b.fields.zero[at]);
+        for (const std::size_t end = smaller(i + block, whole); i < end; i += kLanes) {
+          put(i, reinterpret_cast<Floats>(_mm512_add_ps(x.at(left), y.at(right))));
+          left.move(kBits, kLanes);
+          right.move(kBits, kLanes);
+        }
+      }
+      return whole;
+    }
+  });
+  auto* out = unaligned<float>(to);
+  for (std::size_t i = done; i < n; ++i) out[i].value = with_canonical_nan(a.one(bits, i) + b.one(bits, i));
+}
+
 template <bool Symmetric, bool Stream>
 inline void add_pair_integer(const Codec& codec, const Layout& layout, const std::uint8_t* first,
                              const std::uint8_t* second, std::size_t n, float* to) {
   const Granule<Symmetric> a(codec, layout, first, n), b(codec, layout, second, n);
-  const std::size_t whole = n / kLanes * kLanes, block = codec.block;
-  with_width(codec.bits, a, [&](auto width, const std::uint8_t* planes) {
-    constexpr unsigned kBits = decltype(width)::value;
-    std::uint8_t codes[kLargestBlock];
-    const std::uint8_t* others = b.planes;
-    if (kBits == 8 && codec.bits != 8) {
-      spread_codes<Symmetric>(b.planes, codec.bits, b.count, codes);
-      others = codes;
-    }
-    PlanePointers left(planes, kBits, a.count), right(others, kBits, b.count);
-    for (std::size_t i = 0, at = 0; i < whole; ++at) {
-      const BlockLanes<kBits, Symmetric> x(a.fields.scale[at], Symmetric ? 0.0f : a.fields.zero[at]);
-      const BlockLanes<kBits, Symmetric> y(b.fields.scale[at], Symmetric ? 0.0f : b.fields.zero[at]);
-      for (const std::size_t end = smaller(i + block, whole); i < end; i += kLanes) {
-        store<Stream>(to + i, with_canonical_nan(reinterpret_cast<Floats>(_mm512_add_ps(x.at(left), y.at(right)))));
-        left.move(kBits, kLanes);
-        right.move(kBits, kLanes);
-      }
-    }
-  });
-  auto* out = unaligned<float>(to);
-  for (std::size_t i = whole; i < n; ++i)
-    out[i].value = with_canonical_nan(a.one(codec.bits, i) + b.one(codec.bits, i));
+  if (all_finite(a, n) && all_finite(b, n)) return add_granules<Symmetric, Stream, false>(codec.bits, a, b, n, to);
+  add_granules<Symmetric, Stream, true>(codec.bits, a, b, n, to);
 }
 #endif
 

@@ -3,6 +3,7 @@
 
 #include "codec/integer.h"
 #include "codec/layout.h"
+#include "codec/outliers.h"
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/codec_family.h"
@@ -10,33 +11,32 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// Floats as integers in the same order, and back; -0 comes before +0.
-inline std::int32_t order_of(float value) {
-  const auto bits = static_cast<std::int32_t>(bits_of(value));
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-
-inline float from_order(std::int32_t order) {
-  return float_of(static_cast<std::uint32_t>(order ^ ((order >> 31) & 0x7fffffff)));
-}
-
 // The zero points, and `top` becomes the block's range above its zero point.
 inline void measure_ranges(const IntegerRules& rules, const float* x, std::size_t n, std::size_t block, Blocks& at) {
-  const auto* in = unaligned<float>(x);
-  for (std::size_t b = 0; b * block < n; ++b, in += block) {
+  Ranges ranges;
+  std::size_t b = 0;
+#if defined(__AVX2__)
+  b = n >> __builtin_ctzll(block);
+  block == 32 ? measure_orders<32>(x, b, block, ranges) : measure_orders<0>(x, b, block, ranges);
+#endif
+  for (; b * block < n; ++b) {
+    const auto* in = unaligned<float>(x) + b * block;
     const std::size_t length = smaller(block, n - b * block);
-    // The place of NaN in this order does not matter: its block is known to be NaN.
-    std::int32_t low = order_of(in[0].value), high = low;
+    std::int32_t low = float_order(in[0].value), high = low;
     for (std::size_t i = 0; i < length; ++i) {
-      const std::int32_t order = order_of(in[i].value);
+      const std::int32_t order = float_order(in[i].value);
       low = order < low ? order : low;
       high = order > high ? order : high;
     }
-    const bool bad = at.top[b] >= kInfinity32;
-    const float zero = bad ? 0.0f : zero_of(rules, from_order(low));
-    const std::uint32_t range = bad ? at.top[b] : magnitude(from_order(high) - zero);
-    at.top[b] = range;
-    at.zero[b] = range >= kInfinity32 ? 0.0f : zero;
+    ranges.least[b] = low;
+    ranges.most[b] = high;
+  }
+  for (std::size_t i = 0; i < b; ++i) {
+    const bool bad = ranges.least[i] <= kLowestOrder || ranges.most[i] >= kHighestOrder;
+    const float zero = zero_of(rules, float_from_order(ranges.least[i]));
+    const std::uint32_t range = magnitude(float_from_order(ranges.most[i]) - zero);
+    at.top[i] = bad ? kInfinity32 : range;
+    at.zero[i] = bad || range >= kInfinity32 ? 0.0f : zero;
   }
 }
 
@@ -50,6 +50,9 @@ struct Rounding {
   const EncodeArgs& next;  // what is encoded after this granule
 };
 
+// What becomes of the error of an encoding: nothing, or it is stored, as numbers that are known to be finite or not.
+enum class Feedback { none, finite, checked };
+
 template <bool Symmetric, bool Stochastic>
 inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& args, float value, float zero, float inverse,
                                                            float random) {
@@ -58,136 +61,211 @@ inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& args,
   return nearest_code(t, Symmetric ? -levels : 0.0f, levels);
 }
 
+#if defined(DTCOMM_VECTORS)
+typedef std::uint32_t Randoms __attribute__((vector_size(kVector)));
+
+// The random numbers (codec/counter_rng.h) of a step's elements. If the index of the first one is a multiple of kStep,
+// its elements differ in the lowest bits of their indices alone. Until the upper half of an index changes, the hash of
+// those bits before the first product is the same in every step: their products are made once, and each step adds the
+// product of the other bits.
+class StepRandoms {
+ public:
+  explicit StepRandoms(Stream stream) : stream_(stream) {}
+
+  __attribute__((always_inline)) void start(std::uint32_t index) {
+    constexpr std::uint32_t kOwn = kStep - 1;
+    if (index & kOwn) {
+      for (std::uint32_t p = 0; p < kParts; ++p) {
+        Randoms h = lanes_from(index + p * std::uint32_t{kLanes}) ^ stream_.before;
+        h ^= h >> 16;
+        products_[p] = h * kFactor;
+      }
+      run_ = 0;
+      common_ = stream_.between;
+      return;
+    }
+    const std::uint32_t mixed = index ^ stream_.before, upper = mixed >> 16, all = mixed ^ upper;
+    if (run_ != upper + 1) {
+      for (std::uint32_t p = 0; p < kParts; ++p) {
+        products_[p] = (lanes_from(p * std::uint32_t{kLanes}) ^ (all & kOwn)) * kFactor;
+      }
+      run_ = upper + 1;
+    }
+    common_ = (all & ~kOwn) * kFactor + stream_.between;
+  }
+
+  // uniform() of the elements of one vector of the step.
+  __attribute__((always_inline)) Floats part(std::size_t p) const {
+    Randoms h = products_[p] + common_;
+    h ^= h >> 15;
+    h *= 0x846ca68bU;
 #if defined(__AVX512F__)
-// Codes of 16 elements as integers; `lane` is 0..15.
-template <bool Symmetric, bool Stochastic>
-inline __attribute__((always_inline)) __m512i codes_of(const Rounding& args, const float* x, float zero, float inverse,
-                                                       std::uint32_t index) {
-  __m512 t = _mm512_loadu_ps(x);
-  if constexpr (!Symmetric) t = _mm512_sub_ps(t, _mm512_set1_ps(zero));
-  t = _mm512_mul_ps(t, _mm512_set1_ps(inverse));
-  if constexpr (Stochastic || !Symmetric) {
+    // The upper 24 bits as a number: there is an instruction for unsigned ones.
+    const auto word = reinterpret_cast<__m512i>(h), lower = reinterpret_cast<__m512i>(h >> 16);
+    const __m512i upper = _mm512_ternarylogic_epi32(word, lower, _mm512_set1_epi32(~0xff), 0x28);  // (1 ^ 2) & 3
+    return reinterpret_cast<Floats>(_mm512_maskz_cvtepu32_ps(0xffff, upper)) * 0x1p-32f;
+#else
+    typedef std::int32_t Signed __attribute__((vector_size(kVector)));
+    h = (h ^ h >> 16) >> 8;
+    return __builtin_convertvector(reinterpret_cast<Signed>(h), Floats) * 0x1p-24f;
+#endif
+  }
+
+ private:
+  static constexpr std::uint32_t kFactor = 0x7feb352d, kParts = kStep / kLanes;
+
+  static __attribute__((always_inline)) Randoms lanes_from(std::uint32_t first) {
+    Randoms lanes;
+    for (std::uint32_t lane = 0; lane < kLanes; ++lane) lanes[lane] = first + lane;
+    return lanes;
+  }
+
+  Stream stream_;
+  std::uint32_t run_ = 0;  // 1 more than the upper half that the products belong to; 0: there are none
+  std::uint32_t common_ = 0;
+  Randoms products_[kParts] = {};
+};
+#endif
+
+#if defined(__AVX512F__)
+typedef __m512i Whole;  // integers of 32 bits
+
+// Codes of 16 elements as integers. Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16
+// below top / levels (docs/reference/wire-format.md). Others are clamped if Clamp is set; else the caller clamps the
+// bytes that they are packed to, which is as good, as packing saturates.
+template <bool Symmetric, bool Stochastic, bool Clamp>
+inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Floats x, float zero, float inverse,
+                                                     [[maybe_unused]] Floats random) {
+  auto t = reinterpret_cast<__m512>((Symmetric ? x : x - zero) * inverse);
+  if constexpr (Clamp && (Stochastic || !Symmetric)) {
     t = _mm512_maskz_max_ps(0xffff, t, _mm512_set1_ps(Symmetric ? -args.rules.levels : 0.0f));
     t = _mm512_maskz_min_ps(0xffff, t, _mm512_set1_ps(args.rules.levels));
   }
-  // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
-  // (docs/reference/wire-format.md).
   if constexpr (!Stochastic) return _mm512_maskz_cvtps_epi32(0xffff, t);
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __m512i h = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(index)), lane);
-  h = _mm512_xor_si512(h, _mm512_set1_epi32(static_cast<int>(args.stream.before)));
-  const auto xorshift_right = [](__m512i v, unsigned by) {
-    return _mm512_xor_si512(v, _mm512_maskz_srl_epi32(0xffff, v, _mm_cvtsi32_si128(static_cast<int>(by))));
-  };
-  h = _mm512_mullo_epi32(xorshift_right(h, 16), _mm512_set1_epi32(0x7feb352d));
-  h = _mm512_add_epi32(h, _mm512_set1_epi32(static_cast<int>(args.stream.between)));
-  h = _mm512_mullo_epi32(xorshift_right(h, 15), _mm512_set1_epi32(static_cast<int>(0x846ca68bU)));
-  h = _mm512_maskz_srli_epi32(0xffff, xorshift_right(h, 16), 8);
-  const __m512 random = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, h), _mm512_set1_ps(0x1p-24f));
   const __m512 floor = _mm512_maskz_roundscale_ps(0xffff, t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  const __mmask16 up = _mm512_cmp_ps_mask(random, _mm512_sub_ps(t, floor), _CMP_LT_OQ);
+  const __mmask16 up = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(random), _mm512_sub_ps(t, floor), _CMP_LT_OQ);
   const __m512i code = _mm512_maskz_cvtps_epi32(0xffff, floor);
   return _mm512_mask_add_epi32(code, up, code, _mm512_set1_epi32(1));
 }
+
+inline __attribute__((always_inline)) Floats floats_of_codes(Whole codes) {
+  return reinterpret_cast<Floats>(_mm512_maskz_cvtepi32_ps(0xffff, codes));
+}
 #elif defined(__AVX2__)
-// Codes of 8 elements as integers.
-template <bool Symmetric, bool Stochastic>
-inline __attribute__((always_inline)) __m256i codes_of(const Rounding& args, const float* x, float zero, float inverse,
-                                                       std::uint32_t index) {
-  __m256 t = _mm256_loadu_ps(x);
-  if constexpr (!Symmetric) t = _mm256_sub_ps(t, _mm256_set1_ps(zero));
-  t = _mm256_mul_ps(t, _mm256_set1_ps(inverse));
-  if constexpr (Stochastic || !Symmetric) {
+typedef __m256i Whole;
+
+// The same for 8 elements.
+template <bool Symmetric, bool Stochastic, bool Clamp>
+inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Floats x, float zero, float inverse,
+                                                     [[maybe_unused]] Floats random) {
+  auto t = reinterpret_cast<__m256>((Symmetric ? x : x - zero) * inverse);
+  if constexpr (Clamp && (Stochastic || !Symmetric)) {
     t = _mm256_max_ps(t, _mm256_set1_ps(Symmetric ? -args.rules.levels : 0.0f));
     t = _mm256_min_ps(t, _mm256_set1_ps(args.rules.levels));
   }
-  // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
-  // (docs/reference/wire-format.md).
   if constexpr (!Stochastic) return _mm256_cvtps_epi32(t);
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  __m256i h = _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(index)), lane);
-  h = _mm256_xor_si256(h, _mm256_set1_epi32(static_cast<int>(args.stream.before)));
-  const auto xorshift_right = [](__m256i v, int by) {
-    return _mm256_xor_si256(v, _mm256_srl_epi32(v, _mm_cvtsi32_si128(by)));
-  };
-  h = _mm256_mullo_epi32(xorshift_right(h, 16), _mm256_set1_epi32(0x7feb352d));
-  h = _mm256_add_epi32(h, _mm256_set1_epi32(static_cast<int>(args.stream.between)));
-  h = _mm256_mullo_epi32(xorshift_right(h, 15), _mm256_set1_epi32(static_cast<int>(0x846ca68bU)));
-  h = _mm256_srli_epi32(xorshift_right(h, 16), 8);
-  const __m256 random = _mm256_mul_ps(_mm256_cvtepi32_ps(h), _mm256_set1_ps(0x1p-24f));
   const __m256 floor = _mm256_floor_ps(t);
-  const __m256 up = _mm256_cmp_ps(random, _mm256_sub_ps(t, floor), _CMP_LT_OQ);
+  const __m256 up = _mm256_cmp_ps(reinterpret_cast<__m256>(random), _mm256_sub_ps(t, floor), _CMP_LT_OQ);
   return _mm256_sub_epi32(_mm256_cvtps_epi32(floor), _mm256_castps_si256(up));
 }
+
+inline __attribute__((always_inline)) Floats floats_of_codes(Whole codes) {
+  return reinterpret_cast<Floats>(_mm256_cvtepi32_ps(codes));
+}
 #elif defined(DTCOMM_NEON)
-// Codes of 4 elements as integers.
-template <bool Symmetric, bool Stochastic>
-inline __attribute__((always_inline)) int32x4_t codes_of(const Rounding& args, const float* x, float zero,
-                                                         float inverse, std::uint32_t index) {
-  float32x4_t t = load(x);
-  if constexpr (!Symmetric) t = vsubq_f32(t, vdupq_n_f32(zero));
-  t = vmulq_n_f32(t, inverse);
-  if constexpr (Stochastic || !Symmetric) {
+typedef int32x4_t Whole;
+
+// The same for 4 elements.
+template <bool Symmetric, bool Stochastic, bool Clamp>
+inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Floats x, float zero, float inverse,
+                                                     [[maybe_unused]] Floats random) {
+  float32x4_t t = vmulq_n_f32(Symmetric ? x : vsubq_f32(x, vdupq_n_f32(zero)), inverse);
+  if constexpr (Clamp && (Stochastic || !Symmetric)) {
     t = vmaxq_f32(t, vdupq_n_f32(Symmetric ? -args.rules.levels : 0.0f));
     t = vminq_f32(t, vdupq_n_f32(args.rules.levels));
   }
-  // Symmetric codes to nearest need no clamp: a scale is at most a half unit of bf16 below top / levels
-  // (docs/reference/wire-format.md).
   if constexpr (!Stochastic) return vcvtnq_s32_f32(t);
-  constexpr std::uint32_t kFirst[4] = {0, 1, 2, 3};
-  uint32x4_t h = vaddq_u32(vdupq_n_u32(index), vld1q_u32(kFirst));
-  h = veorq_u32(h, vdupq_n_u32(args.stream.before));
-  h = vmulq_u32(veorq_u32(h, vshrq_n_u32(h, 16)), vdupq_n_u32(0x7feb352d));
-  h = vaddq_u32(h, vdupq_n_u32(args.stream.between));
-  h = vmulq_u32(veorq_u32(h, vshrq_n_u32(h, 15)), vdupq_n_u32(0x846ca68b));
-  h = vshrq_n_u32(veorq_u32(h, vshrq_n_u32(h, 16)), 8);
-  const float32x4_t random = vmulq_n_f32(vcvtq_f32_u32(h), 0x1p-24f);
   const float32x4_t floor = vrndmq_f32(t);
   const uint32x4_t up = vcltq_f32(random, vsubq_f32(t, floor));
   return vsubq_s32(vcvtq_s32_f32(floor), vreinterpretq_s32_u32(up));
 }
+
+inline __attribute__((always_inline)) Floats floats_of_codes(Whole codes) { return vcvtq_f32_s32(codes); }
 #endif
 
 #if defined(DTCOMM_VECTORS)
-// A step's codes, from elements i on, as bytes.
+// Codes as bytes, clamped to the limits that codes_of left out.
 template <bool Symmetric, bool Stochastic>
+inline __attribute__((always_inline)) Step clamped_codes(Step codes, float levels) {
+  if constexpr (Symmetric && !Stochastic) return codes;
+  const auto most = static_cast<std::int8_t>(static_cast<int>(levels));
+#if defined(__AVX512F__)
+  if constexpr (!Symmetric) return _mm512_maskz_min_epu8(~std::uint64_t{0}, codes, _mm512_set1_epi8(most));
+  codes = _mm512_maskz_max_epi8(~std::uint64_t{0}, codes, _mm512_set1_epi8(static_cast<char>(-most)));
+  return _mm512_maskz_min_epi8(~std::uint64_t{0}, codes, _mm512_set1_epi8(most));
+#elif defined(__AVX2__)
+  if constexpr (!Symmetric) return _mm256_min_epu8(codes, _mm256_set1_epi8(most));
+  codes = _mm256_max_epi8(codes, _mm256_set1_epi8(static_cast<char>(-most)));
+  return _mm256_min_epi8(codes, _mm256_set1_epi8(most));
+#else
+  if constexpr (!Symmetric) return vminq_u8(codes, vdupq_n_u8(static_cast<std::uint8_t>(most)));
+  const int8x16_t above = vmaxq_s8(vreinterpretq_s8_u8(codes), vdupq_n_s8(static_cast<std::int8_t>(-most)));
+  return vreinterpretq_u8_s8(vminq_s8(above, vdupq_n_s8(most)));
+#endif
+}
+
+// A step's codes, from elements i on, as bytes; the error of the encoding goes to `error`.
+template <bool Symmetric, bool Stochastic, Feedback Kind>
 inline __attribute__((always_inline)) Step step_codes(const Rounding& args, const float* x, std::size_t i,
-                                                      unsigned shift, const Blocks& at) {
+                                                      unsigned shift, const Blocks& at, const StepRandoms& randoms,
+                                                      const ErrorTarget& error) {
   const auto part = [&](std::size_t p) __attribute__((always_inline)) {
     const std::size_t j = i + p * kLanes, b = j >> shift;
-    return codes_of<Symmetric, Stochastic>(args, x + j, at.zero[b], at.inverse[b],
-                                           static_cast<std::uint32_t>(args.index + j));
+    const Floats value = load(x + j), random = Stochastic ? randoms.part(p) : Floats{};
+    const Whole codes =
+        codes_of<Symmetric, Stochastic, Kind != Feedback::none>(args, value, at.zero[b], at.inverse[b], random);
+    if constexpr (Kind != Feedback::none) {
+      const Floats product = floats_of_codes(codes) * at.scale[b], decoded = Symmetric ? product : at.zero[b] + product;
+      const Floats lost = (value - decoded) * error.divisor;
+      store<false>(error.residual + j, Kind == Feedback::finite ? lost : finite_or(lost, load(error.old + j)));
+    }
+    return codes;
   };
   // The packs work within quarters (halves) of the vectors: put the groups of four back in order.
 #if defined(__AVX512F__)
   const __m512i words[2] = {_mm512_packs_epi32(part(0), part(1)), _mm512_packs_epi32(part(2), part(3))};
   const __m512i bytes = Symmetric ? _mm512_packs_epi16(words[0], words[1]) : _mm512_packus_epi16(words[0], words[1]);
-  return _mm512_maskz_permutexvar_epi32(0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
-                                        bytes);
+  const __m512i ordered = _mm512_maskz_permutexvar_epi32(
+      0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
 #elif defined(DTCOMM_NEON)
   const int16x8_t low = vqmovn_high_s32(vqmovn_s32(part(0)), part(1));
   const int16x8_t high = vqmovn_high_s32(vqmovn_s32(part(2)), part(3));
-  if constexpr (Symmetric) return vreinterpretq_u8_s8(vqmovn_high_s16(vqmovn_s16(low), high));
-  return vqmovun_high_s16(vqmovun_s16(low), high);
+  const uint8x16_t ordered = Symmetric ? vreinterpretq_u8_s8(vqmovn_high_s16(vqmovn_s16(low), high))
+                                       : vqmovun_high_s16(vqmovun_s16(low), high);
 #else
   const __m256i words[2] = {_mm256_packs_epi32(part(0), part(1)), _mm256_packs_epi32(part(2), part(3))};
   const __m256i bytes = Symmetric ? _mm256_packs_epi16(words[0], words[1]) : _mm256_packus_epi16(words[0], words[1]);
-  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 #endif
+  if constexpr (Kind != Feedback::none) return ordered;
+  return clamped_codes<Symmetric, Stochastic>(ordered, args.rules.levels);
 }
 #endif
 
 // The codes of `n` elements, missing ones of the last block included.
-template <bool Symmetric, bool Stochastic>
+template <bool Symmetric, bool Stochastic, Feedback Kind>
 inline void encode_codes(const Codec& codec, const Rounding& args, const float* x, std::size_t n, std::size_t count,
-                         const Blocks& at, std::uint8_t* planes) {
+                         const Blocks& at, std::uint8_t* planes, const ErrorTarget& error) {
   const unsigned bits = codec.bits, shift = static_cast<unsigned>(__builtin_ctz(codec.block));
   std::size_t i = 0;
 #if defined(DTCOMM_VECTORS)
   if (!Stochastic || args.one_stream) {
+    StepRandoms randoms(args.stream);
     for (; i + kStep <= n; i += kStep) {
       if (i % 64 == 0) prefetch_next(args.next, i);
-      store_planes(step_codes<Symmetric, Stochastic>(args, x, i, shift, at), bits, count, i, planes);
+      if constexpr (Stochastic) randoms.start(static_cast<std::uint32_t>(args.index + i));
+      const Step codes = step_codes<Symmetric, Stochastic, Kind>(args, x, i, shift, at, randoms, error);
+      store_planes(codes, bits, count, i, planes);
     }
   }
 #endif
@@ -219,19 +297,39 @@ inline void encode_codes(const Codec& codec, const Rounding& args, const float* 
     __builtin_memcpy(groups, codes, sizeof groups);
     store_group(groups[0], bits, count, i / kGroup, planes);
     store_group(groups[1], bits, count, i / kGroup + 1, planes);
+    if constexpr (Kind != Feedback::none) {
+      const float scale = at.scale[i >> shift];
+      const auto* old = unaligned<float>(error.old) + i;
+      auto* residual = unaligned<float>(error.residual) + i;
+      for (std::size_t j = 0; j < length; ++j) {
+        const float product = static_cast<float>(made[j]) * scale, decoded = Symmetric ? product : zero + product;
+        residual[j].value = finite_or((values[j] - decoded) * error.divisor, old[j].value);
+      }
+    }
   }
 }
 
-template <std::size_t Block>
+template <Feedback Kind>
+inline void encode_codes(const Codec& codec, const Rounding& args, const float* x, std::size_t n, std::size_t count,
+                         const Blocks& at, std::uint8_t* planes, const ErrorTarget& error) {
+  const auto run = !codec.stochastic
+                       ? codec.symmetric ? encode_codes<true, false, Kind> : encode_codes<false, false, Kind>
+                   : codec.symmetric ? encode_codes<true, true, Kind>
+                                     : encode_codes<false, true, Kind>;
+  run(codec, args, x, n, count, at, planes, error);
+}
+
+// WithError: `error` receives the error of the encoding.
+template <bool WithError>
 inline void encode_integer(const Codec& codec, const IntegerRules& rules, const Layout& layout, const float* x,
-                           std::size_t n, const EncodeArgs& encoding, std::uint8_t* to) {
+                           std::size_t n, const EncodeArgs& encoding, std::uint8_t* to, const ErrorTarget& error) {
   const std::uint64_t key = encoding.key, index = encoding.index;
   const std::size_t blocks = layout.blocks(n), count = blocks * codec.block;
   Blocks at;
-  const std::size_t whole = n >> layout.block_shift;
-  measure<Block>(x, whole, codec.block, at);
-  if (whole < blocks) at.top[whole] = largest(x + whole * codec.block, n - whole * codec.block);
   if (codec.symmetric) {
+    const std::size_t whole = n >> layout.block_shift;
+    codec.block == 32 ? measure<32>(x, whole, 32, at) : measure<0>(x, whole, codec.block, at);
+    if (whole < blocks) at.top[whole] = largest(x + whole * codec.block, n - whole * codec.block);
     __builtin_memset(at.zero, 0, sizeof at.zero);
   } else {
     measure_ranges(rules, x, n, codec.block, at);
@@ -248,10 +346,18 @@ inline void encode_integer(const Codec& codec, const IntegerRules& rules, const 
   std::uint8_t* planes = to + layout.codes_at(n);
   const bool one_stream = index >> 32 == (index + count) >> 32;
   const Rounding args{rules, codec.stochastic ? make_stream(key, index) : Stream{}, key, index, one_stream, encoding};
-  const auto codes = !codec.stochastic ? codec.symmetric ? encode_codes<true, false> : encode_codes<false, false>
-                     : codec.symmetric ? encode_codes<true, true>
-                                       : encode_codes<false, true>;
-  codes(codec, args, x, n, count, at, planes);
+  if constexpr (!WithError) {
+    encode_codes<Feedback::none>(codec, args, x, n, count, at, planes, error);
+  } else {
+    // Decoded elements are at most the largest zero point plus about the largest element or range.
+    std::uint32_t furthest = 0;
+    for (std::size_t b = 0; b < blocks; ++b) {
+      furthest = magnitude(at.zero[b]) > furthest ? magnitude(at.zero[b]) : furthest;
+    }
+    const bool finite_errors = finite((float_of(worst) + float_of(furthest)) * 4.0f * error.divisor);
+    const auto encode = finite_errors ? encode_codes<Feedback::finite> : encode_codes<Feedback::checked>;
+    encode(codec, args, x, n, count, at, planes, error);
+  }
   if (worst >= kInfinity32) {  // the codes of blocks with Inf or NaN are not zeros yet
     for (std::size_t b = 0; b < blocks; ++b) {
       if (at.top[b] >= kInfinity32) clear_codes(codec.bits, count, b * codec.block, codec.block, planes);

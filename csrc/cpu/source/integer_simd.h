@@ -39,7 +39,7 @@ inline __attribute__((always_inline)) int load_int(const std::uint8_t* from) {
 // The codes of one block as numbers, given its scale and zero point.
 template <unsigned Bits, bool Symmetric>
 class BlockLanes {
-  static_assert(Bits <= 5 || Bits == 8, "codes of 6 and 7 bits are spread to bytes first");
+  static_assert(Bits <= 4 || Bits == 8, "codes of 5 to 7 bits are made bytes first");
 
  public:
   __attribute__((always_inline)) BlockLanes(float scale, float zero)

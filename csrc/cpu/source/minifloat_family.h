@@ -3,7 +3,6 @@
 
 #include "cpu/source/blocks.h"
 #include "cpu/source/codec_family.h"
-#include "cpu/source/integer_encode.h"
 #include "cpu/source/minifloat_decode.h"
 #include "cpu/source/minifloat_encode.h"
 
@@ -58,9 +57,10 @@ struct MinifloatFamily {
     decode_with<false>(params, from, n, to, added_to(sum));
   }
 
-  static void write_error(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum,
-                          float divisor, const float* old, float* residual) {
-    decode_with<false>(params, from, n, residual, error_of(sum, divisor, old));
+  static void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                                std::uint8_t* to, const ErrorTarget& error) {
+    encode(params, x, n, args, to);
+    decode_with<false>(params, to, n, error.residual, error_of(x, error.divisor, error.old));
   }
 
   static bool add_pair(const CodecParams& params, const std::uint8_t* first, const std::uint8_t* second, std::size_t n,
@@ -94,10 +94,10 @@ struct MinifloatKernels {
                          [&](auto format) { MinifloatFamily<decltype(format)>::add(params, from, n, sum, to); });
   }
 
-  static void write_error(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum,
-                          float divisor, const float* old, float* residual) {
+  static void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                                std::uint8_t* to, const ErrorTarget& error) {
     Derived::with_format(params, [&](auto format) {
-      MinifloatFamily<decltype(format)>::write_error(params, from, n, sum, divisor, old, residual);
+      MinifloatFamily<decltype(format)>::encode_with_error(params, x, n, args, to, error);
     });
   }
 
@@ -108,7 +108,7 @@ struct MinifloatKernels {
     });
   }
 
-  static constexpr FamilyKernels table() { return {encode, decode, add, write_error, nullptr, add_pair}; }
+  static constexpr FamilyKernels table() { return {encode, decode, add, encode_with_error, nullptr, add_pair}; }
 };
 
 }  // namespace dtcomm::DTCOMM_ISA

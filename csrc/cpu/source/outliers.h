@@ -2,9 +2,9 @@
 #pragma once
 
 #include "codec/outliers.h"
+#include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/codec_family.h"
-#include "cpu/source/simd_transpose.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -16,44 +16,7 @@ struct GranuleOutliers {
   std::uint32_t positions[kMaxOutliers];
 };
 
-// The smallest and the largest element of whole blocks, in float_order.
-struct Ranges {
-  std::int32_t least[kMaxOutliers / 2], most[kMaxOutliers / 2];
-};
-
 #if defined(__AVX2__)
-// The smallest lane of each of 8 vectors, in their order.
-inline __attribute__((always_inline)) __m256i least_lanes(const __m256i (&v)[8]) {
-  return join_lanes(v, [](__m256i a, __m256i b) { return _mm256_min_epi32(a, b); });
-}
-
-// Up to 8 blocks at once, which share the shuffles that look for the smallest lane. Block == 0 stands for a block
-// length known at run time.
-template <std::size_t Block>
-inline void measure_ranges(const float* x, std::size_t blocks, std::size_t length, Ranges& ranges) {
-  const std::size_t block = Block ? Block : length;
-  const __m256i mask = _mm256_set1_epi32(0x7fffffff), ones = _mm256_set1_epi32(-1);
-  for (std::size_t b = 0; b < blocks; b += 8) {
-    __m256i least[8], most[8];
-    const std::size_t count = smaller(8, blocks - b);
-    for (std::size_t j = 0; j < 8; ++j) {
-      const float* in = x + (b + (j < count ? j : 0)) * block;
-      __m256i low = mask, high = _mm256_set1_epi32(INT32_MIN);
-      for (std::size_t i = 0; i < block; i += 8) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
-        const __m256i order = _mm256_xor_si256(bits, _mm256_and_si256(_mm256_srai_epi32(bits, 31), mask));
-        low = _mm256_min_epi32(low, order);
-        high = _mm256_max_epi32(high, order);
-      }
-      least[j] = low;
-      most[j] = _mm256_xor_si256(high, ones);  // the opposite order: the largest becomes the smallest
-    }
-    const __m256i low = least_lanes(least), high = _mm256_xor_si256(least_lanes(most), ones);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ranges.least + b), low);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ranges.most + b), high);
-  }
-}
-
 // Which of 16 elements have these bits.
 inline __attribute__((always_inline)) std::uint32_t equal_bits(const float* x, std::int32_t bits) {
 #if defined(__AVX512F__)
@@ -82,7 +45,7 @@ template <std::size_t Block>
 inline void extract_block_outliers(float* x, std::size_t blocks, std::size_t length, GranuleOutliers& outliers) {
   const std::size_t block = Block ? Block : length;
   Ranges ranges;
-  measure_ranges<Block>(x, blocks, block, ranges);
+  measure_orders<Block>(x, blocks, block, ranges);
   for (std::size_t b = 0; b < blocks; ++b, x += block) {
     const std::int32_t least = ranges.least[b], most = ranges.most[b];
     float* values = outliers.values + 2 * b;

@@ -8,10 +8,10 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// The elements of a granule that are sent.
+// The elements of a granule that are sent. Lists are written and read by whole vectors.
 struct KeptElements {
   std::size_t count;
-  alignas(kLine) float value[kSparseGranule];
+  alignas(kLine) float value[kSparseGranule + kLine / sizeof(float)];
   std::uint16_t position[kSparseGranule];
 };
 
@@ -38,6 +38,30 @@ inline void decode_values(const CodecParams& params, const std::uint8_t* from, s
   for (std::size_t i = 0; i < count; ++i) values[i] = canonical(values[i]);
 }
 
+#if defined(__AVX512F__)
+// to = the values at the positions of a bitmap of n elements, zeros elsewhere and where there are no more values.
+template <bool Stream>
+inline void expand(KeptElements& kept, const std::uint8_t* bitmap, std::size_t n, float* to) {
+  for (std::size_t i = 0; i < kLanes; ++i) kept.value[kept.count + i] = 0.0f;
+  std::size_t at = 0;
+  const auto vector_of = [&](__mmask16 bits) __attribute__((always_inline)) {
+    const __m512 values = _mm512_loadu_ps(kept.value + smaller(at, kept.count));
+    at += static_cast<std::size_t>(__builtin_popcount(bits));
+    return _mm512_maskz_expand_ps(bits, values);
+  };
+  std::size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    std::uint16_t bits;
+    __builtin_memcpy(&bits, bitmap + i / 8, sizeof bits);
+    store<Stream>(to + i, reinterpret_cast<Floats>(vector_of(bits)));
+  }
+  if (i == n) return;
+  const unsigned rest = (1U << (n - i)) - 1;
+  const unsigned bits = bitmap[i / 8] | (n - i > 8 ? static_cast<unsigned>(bitmap[i / 8 + 1]) << 8 : 0);
+  _mm512_mask_storeu_ps(to + i, static_cast<__mmask16>(rest), vector_of(static_cast<__mmask16>(bits & rest)));
+}
+#endif
+
 // to = the values at their positions, zeros elsewhere. A streamed granule is made in L1 first: its lines are written
 // once, and whole.
 inline void scatter(const KeptElements& kept, std::size_t n, float* to, bool stream) {
@@ -57,12 +81,12 @@ inline void scatter_add(KeptElements& kept, std::size_t n, const float* sum, flo
   for (std::size_t i = 0; i < kept.count; ++i) unaligned<float>(to)[kept.position[i]].value = kept.value[i];
 }
 
-// residual = (sum - the values) * divisor where that is finite, else `old`; `residual` may be `old`.
-inline void scatter_error(KeptElements& kept, std::size_t n, const float* sum, float divisor, const float* old,
-                          float* residual) {
-  auto* to = unaligned<float>(residual);
+// The error of an encoding of `sum` that keeps these values.
+inline void scatter_error(KeptElements& kept, std::size_t n, const float* sum, const ErrorTarget& target) {
+  const float divisor = target.divisor;
+  auto* to = unaligned<float>(target.residual);
   const auto* x = unaligned<float>(sum);
-  const auto* before = unaligned<float>(old);
+  const auto* before = unaligned<float>(target.old);
   for (std::size_t i = 0; i < kept.count; ++i) {
     const std::size_t at = kept.position[i];
     const float error = (x[at].value - kept.value[i]) * divisor;

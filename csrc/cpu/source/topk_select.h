@@ -50,19 +50,23 @@ struct Candidates {
 #if defined(__AVX512F__)
 
 // Finds the groups of sixteen with a candidate first, then the candidates in them, without branches on the data.
-inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const PrefetchRange& ahead,
-                          Candidates& found) {
+// `vector_at` returns sixteen elements and is called once for each sixteen, in order; then they are read from x.
+template <class VectorAt>
+inline __attribute__((always_inline)) void find_reaching(const float* x, std::size_t n, std::int32_t least,
+                                                         const VectorAt& vector_at, Candidates& found) {
   alignas(kLine) std::uint16_t masks[kSparseGranule / 16];
   alignas(kLine) std::uint32_t hits[kSparseGranule / 16 + kSlack];
   const __m512i bound = _mm512_set1_epi32(least), strip = _mm512_set1_epi32(0x7fffffff);
   const __m512i count_up = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const auto sizes_at = [=](std::size_t i) { return _mm512_and_si512(_mm512_loadu_si512(x + 16 * i), strip); };
-  const auto reach = [=](std::size_t i) { return _mm512_cmpge_epi32_mask(sizes_at(i), bound); };
+  const auto reach = [&](std::size_t i) __attribute__((always_inline)) {
+    const __m512i size = _mm512_and_si512(reinterpret_cast<__m512i>(vector_at(16 * i)), strip);
+    return _mm512_cmpge_epi32_mask(size, bound);
+  };
   std::size_t hit = 0, count = 0;
   for (std::size_t i = 0; i < n / 16; i += 4) {
-    prefetch<2>(ahead, 16 * i);
-    const __mmask32 low = _mm512_kunpackw(reach(i + 1), reach(i)), high = _mm512_kunpackw(reach(i + 3), reach(i + 2));
-    const std::uint64_t four = _mm512_kunpackd(high, low);
+    const __mmask16 a = reach(i), b = reach(i + 1), c = reach(i + 2), d = reach(i + 3);
+    const std::uint64_t four = _mm512_kunpackd(_mm512_kunpackw(d, c), _mm512_kunpackw(b, a));
     __builtin_memcpy(masks + i, &four, sizeof four);
   }
   for (std::size_t row = 0; row < n / 16; row += 16) {
@@ -111,11 +115,13 @@ inline std::uint32_t reaching(const float* x, std::int32_t least) {
   return mask;
 }
 
-inline void find_reaching(const float* x, std::size_t n, std::int32_t least, const PrefetchRange& ahead,
-                          Candidates& found) {
+// The same for 32 elements at a time.
+template <class VectorAt>
+inline __attribute__((always_inline)) void find_reaching(const float* x, std::size_t n, std::int32_t least,
+                                                         const VectorAt& vector_at, Candidates& found) {
   std::size_t count = 0;
   for (std::size_t at = 0; at < n; at += 32) {
-    if (at % 64 == 0) prefetch<2>(ahead, at);
+    for (std::size_t i = at; i < at + 32; i += kLanes) vector_at(i);
     for (std::uint32_t mask = reaching(x + at, least); mask; mask &= mask - 1) {
       const std::size_t i = at + static_cast<std::size_t>(__builtin_ctz(mask));
       found.size[count] = static_cast<std::int32_t>(magnitude(unaligned<float>(x)[i].value));
@@ -163,17 +169,6 @@ inline void sum_maxima(const void* x, const float* residual, std::size_t n, std:
   for (std::size_t i = 0; i < kVectors; ++i) *reinterpret_cast<LooseSizes*>(maxima + i * kLanes) = most[i];
 }
 
-// residual += x; n is whole rows.
-template <class Element>
-inline void sum_in_place(const void* x, float* residual, std::size_t n, const PrefetchRange& ahead) {
-  for (std::size_t at = 0; at < n; at += 64) {
-    prefetch<2>(ahead, at);
-    for (std::size_t i = at; i < at + 64; i += kLanes) {
-      store<false>(residual + i, many<Element>(x, i) + load(residual + i));
-    }
-  }
-}
-
 // A magnitude that at least k <= groups elements reach, and few more.
 inline std::int32_t reached_by(const std::int32_t* maxima, std::size_t groups, std::size_t k) {
   Bound bound{maxima[0], groups};
@@ -190,12 +185,14 @@ inline std::int32_t reached_by(const float* x, std::size_t n, std::size_t k) {
   return reached_by(maxima, groups, k);
 }
 
-// The positions of the k largest of n elements, ascending; of equal ones the first are taken. n is whole rows, and at
-// least k elements reach `least`.
-inline void select_from(const float* x, std::size_t n, std::size_t k, std::int32_t least, const PrefetchRange& ahead,
-                        std::uint16_t* positions) {
-  Candidates found;
-  find_reaching(x, n, least, ahead, found);
+// An element is sent if its size is above `size`, or equal to it and one of the first `ties` such elements.
+struct Threshold {
+  std::int32_t size;
+  std::size_t ties;
+};
+
+// The threshold of the k largest: all elements that reach `least`, at least k, are candidates.
+inline Threshold threshold_of(Candidates& found, std::size_t k, std::int32_t least) {
   const std::size_t vectors = (found.count + kSlack - 1) / kSlack * kSlack;
   for (std::size_t i = 0; i < kSlack; ++i) found.size[found.count + i] = -1;
   const Bound bound = raise({least, found.count}, found.size, vectors, k, 0);
@@ -203,24 +200,94 @@ inline void select_from(const float* x, std::size_t n, std::size_t k, std::int32
   if (bound.count > k) {
     for (std::size_t i = 0; i < found.count; ++i) ties -= found.size[i] > bound.least ? 1 : 0;
   }
+  return {bound.least, ties};
+}
+
+// The positions of the k largest of the candidates, ascending.
+inline void select_from(Candidates& found, std::size_t k, std::int32_t least, std::uint16_t* positions) {
+  const Threshold threshold = threshold_of(found, k, least);
   std::size_t taken = 0, equals = 0;
   for (std::size_t i = 0; taken < k; ++i) {
-    const auto size = static_cast<std::uint32_t>(found.size[i]), threshold = static_cast<std::uint32_t>(bound.least);
+    const auto size = static_cast<std::uint32_t>(found.size[i]), last = static_cast<std::uint32_t>(threshold.size);
     positions[taken] = found.position[i];
-    taken += is_sent(size, threshold, equals, ties) ? 1 : 0;
-    equals += size == threshold ? 1 : 0;
+    taken += is_sent(size, last, equals, threshold.ties) ? 1 : 0;
+    equals += size == last ? 1 : 0;
   }
 }
 
+// The positions of the k largest of n elements. n is whole rows.
 inline void select(const float* x, std::size_t n, std::size_t k, const PrefetchRange& ahead, std::uint16_t* positions) {
-  alignas(kLine) float padded[kSparseGranule];
-  const std::size_t whole = (n + kRow - 1) / kRow * kRow;
-  if (whole != n) {  // zeros at the end come after every element: k <= n, so that none of them is taken
-    __builtin_memcpy(padded, x, n * sizeof(float));
-    __builtin_memset(padded + n, 0, (whole - n) * sizeof(float));
-    x = padded;
-  }
-  select_from(x, whole, k, reached_by(x, whole, k), ahead, positions);
+  const std::int32_t least = reached_by(x, n, k);
+  Candidates found;
+  const auto vector_at = [&](std::size_t i) __attribute__((always_inline)) {
+    if (i % 64 == 0) prefetch<2>(ahead, i);
+    return load(x + i);
+  };
+  find_reaching(x, n, least, vector_at, found);
+  select_from(found, k, least, positions);
 }
+
+// The same for the sum of x and a residual, which becomes the sum; `least` is reached by k or more of it.
+template <class Element>
+inline void select_sum(const void* x, float* residual, std::size_t n, std::size_t k, std::int32_t least,
+                       const EncodeArgs& args, std::uint16_t* positions) {
+  Candidates found;
+  const auto vector_at = [&](std::size_t i) __attribute__((always_inline)) {
+    if (i % 64 == 0) {
+      prefetch<2>(args.local, i);
+      prefetch<2>(args.residual, i);
+    }
+    const Floats sum = many<Element>(x, i) + load(residual + i);
+    store<false>(residual + i, sum);
+    return sum;
+  };
+  find_reaching(residual, n, least, vector_at, found);
+  select_from(found, k, least, positions);
+}
+
+#if defined(__AVX512F__)
+// The k largest of n elements as a bitmap of n bits, and their values. n is whole rows; `values` has kSlack more.
+inline void select_bitmap(const float* x, std::size_t n, std::size_t k, const PrefetchRange& ahead,
+                          std::uint8_t* bitmap, float* values) {
+  const std::int32_t least = reached_by(x, n, k);
+  Candidates found;
+  const auto vector_at = [&](std::size_t i) __attribute__((always_inline)) {
+    if (i % 64 == 0) prefetch<2>(ahead, i);
+    return load(x + i);
+  };
+  find_reaching(x, n, least, vector_at, found);
+  const Threshold threshold = threshold_of(found, k, least);
+  const __m512i last = _mm512_set1_epi32(threshold.size), strip = _mm512_set1_epi32(0x7fffffff);
+  std::size_t taken = 0, ties = threshold.ties;
+  for (std::size_t i = 0; i < n; i += kLanes) {
+    const __m512i bits = _mm512_loadu_si512(x + i), size = _mm512_and_si512(bits, strip);
+    const std::uint32_t above = mask_bits(_mm512_cmpgt_epi32_mask(size, last));
+    std::uint32_t equal = mask_bits(_mm512_cmpeq_epi32_mask(size, last));
+    if (__builtin_expect(equal != 0, 0)) {  // the first `ties` of them
+      equal = _pdep_u32((1U << smaller(ties, kLanes)) - 1, equal);
+      ties -= static_cast<std::size_t>(__builtin_popcount(equal));
+    }
+    const std::uint32_t sent = above | equal;
+    const auto half = static_cast<std::uint16_t>(sent);
+    __builtin_memcpy(bitmap + i / 8, &half, sizeof half);
+    _mm512_storeu_si512(values + taken, _mm512_maskz_compress_epi32(half, bits));
+    taken += static_cast<std::size_t>(__builtin_popcount(sent));
+  }
+}
+#endif
+
+// Elements in whole rows. Zeros at the end come after every element: k <= n, so that none of them is taken.
+struct PaddedRows {
+  alignas(kLine) float room[kSparseGranule];
+  const float* x;
+  std::size_t n;
+
+  PaddedRows(const float* from, std::size_t count) : x(from), n((count + kRow - 1) / kRow * kRow) {
+    if (n == count) return;
+    __builtin_memcpy(room, from, count * sizeof(float));
+    __builtin_memset(room + count, 0, (n - count) * sizeof(float));
+    x = room;
+  }
+};
 
 }  // namespace dtcomm::DTCOMM_ISA

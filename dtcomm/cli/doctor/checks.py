@@ -39,8 +39,9 @@ class Check:
         return {"name": self.name, "status": self.status, "summary": self.summary, **self.details}
 
 
+AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi")
 # names in /proc/cpuinfo of the features that the native kernels use
-FEATURES = ("f16c", "avx2", "bmi1", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "asimd")
+FEATURES = ("f16c", "avx2", "bmi1", "bmi2", *AVX512, "asimd")
 
 
 def versions() -> Check:

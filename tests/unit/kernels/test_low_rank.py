@@ -8,7 +8,7 @@ import torch
 from dtcomm.kernels import available, low_rank, use
 
 SHAPES = [(1, 1), (3, 5), (16, 16), (33, 17), (7, 2049), (130, 4100)]
-FAST = [name for name in available() if name in ("generic", "avx2", "avx512", "neon")]
+FAST = [name for name in available() if name in ("generic", "avx2", "avx512", "avx512vbmi", "neon")]
 
 
 def inputs(rows: int, columns: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
