@@ -1,5 +1,6 @@
 // The kernels for CPUs with AVX-512 VBMI besides what those of isa_avx512.cpp need: Ice Lake, Zen 4 and later ones.
 #include "cpu/source/combine.h"
+#include "cpu/source/lossless.h"
 #include "cpu/source/low_rank.h"
 #include "cpu/source/reproducible.h"
 #include "cpu/source/shared_randk.h"
@@ -22,6 +23,7 @@ const Kernels kAvx512VbmiKernels{
     avx512vbmi::decode,
     {avx512vbmi::project_rows, avx512vbmi::project_columns, avx512vbmi::expand, avx512vbmi::orthonormalise},
     {avx512vbmi::measure_exponents, avx512vbmi::quantize_to_exponents, avx512vbmi::dequantize,
-     avx512vbmi::audit_checksums, avx512vbmi::gather_values, avx512vbmi::scatter_values, avx512vbmi::restore_residual}};
+     avx512vbmi::audit_checksums, avx512vbmi::gather_values, avx512vbmi::scatter_values, avx512vbmi::restore_residual},
+    {avx512vbmi::encode_lossless, avx512vbmi::decode_lossless}};
 
 }  // namespace dtcomm

@@ -99,9 +99,9 @@ def info(group: Group = None) -> dict[str, Any]:
         A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank),
         ``reason`` (why that one), ``ranks``, ``hosts``, and what the runtime reports, such as ``transport``,
         ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
-        have chosen for each kind and size of operation, and ``trials``, ``"on"`` or why there are none. If there were calls on CUDA
-        tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors only, the
-        dictionary itself is that of the first device.
+        have chosen for each kind and size of operation, and ``trials``, ``"on"`` or why there are none. If there were
+        calls on CUDA tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors
+        only, the dictionary itself is that of the first device.
 
     Raises:
         RuntimeError: If there is no such process group.
