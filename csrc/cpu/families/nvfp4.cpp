@@ -89,13 +89,14 @@ void add(const CodecParams& params, const std::uint8_t* from, std::size_t n, con
   decode_with<false>(params, from, n, to, added_to(sum));
 }
 
-void write_error(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum, float divisor,
-                 const float* old, float* residual) {
-  decode_with<false>(params, from, n, residual, error_of(sum, divisor, old));
+void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                       std::uint8_t* to, const ErrorTarget& error) {
+  encode(params, x, n, args, to);
+  decode_with<false>(params, to, n, error.residual, error_of(x, error.divisor, error.old));
 }
 
 }  // namespace
 
-const FamilyKernels kNvfp4Family = {encode, decode, add, write_error};
+const FamilyKernels kNvfp4Family = {encode, decode, add, encode_with_error};
 
 }  // namespace dtcomm::DTCOMM_ISA
