@@ -153,7 +153,7 @@ class BalancedSampler(Sampler[list[int]]):
     Attributes:
         batch_size: The samples of all ranks together.
         every: The steps between two looks.
-        sizes: The samples of each rank in a step, as last decided.
+        sizes: The samples of each rank in the batch that was drawn last.
         speeds: What was measured before the last look, of all ranks; empty before the first one.
 
     Raises:
@@ -206,7 +206,8 @@ class BalancedSampler(Sampler[list[int]]):
         self.speeds: list[RankSpeed] = []
         self._samples, self._shuffle, self._seed, self._largest = len(data), shuffle, seed, largest
         self._epoch = self._first = self._drawn = 0
-        self._next_sizes: tuple[int, tuple[int, ...]] | None = None  # from which batch on, and which
+        # Sizes that hold from a batch on; all ranks know the same ones, but some have drawn more batches than others.
+        self._changes: deque[tuple[int, tuple[int, ...]]] = deque()
         self._drawn_sizes: deque[int] = deque()  # of the batches that no step has used yet
         self._logged: set[tuple[int, str]] = set()
 
@@ -221,16 +222,16 @@ class BalancedSampler(Sampler[list[int]]):
             generator = torch.Generator().manual_seed((self._seed << 20) + self._epoch)
             order = torch.randperm(self._samples, generator=generator).tolist()
         self._drawn, self._first = self._first, 0
+        self.sizes = self._last_sizes()
+        self._changes.clear()
         while self._drawn < len(self):
-            if self._next_sizes is not None and self._drawn >= self._next_sizes[0]:
-                self.sizes, self._next_sizes = self._next_sizes[1], None
+            while self._changes and self._drawn >= self._changes[0][0]:
+                self.sizes = self._changes.popleft()[1]
             begin = self._drawn * self.batch_size + sum(self.sizes[: self._rank])
             size = self.sizes[self._rank]
             self._drawn += 1
             self._drawn_sizes.append(size)
             yield order[begin : begin + size]
-        if self._next_sizes is not None:
-            self._next_sizes = 0, self._next_sizes[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next epoch.
@@ -289,7 +290,7 @@ class BalancedSampler(Sampler[list[int]]):
             for parts in ([speed.samples for speed in self.speeds], sizes)
         )
         if after < (1 - MIN_GAIN) * before:
-            self._next_sizes = round(max(row[3] for row in gathered)), tuple(sizes)
+            self._changes.append((round(max(row[3] for row in gathered)), tuple(sizes)))
 
     @property
     def stragglers(self) -> list[Straggler]:
@@ -298,11 +299,10 @@ class BalancedSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch and the sizes, which are the same on all ranks."""
-        sizes = self.sizes if self._next_sizes is None else self._next_sizes[1]
         return {
             "epoch": self._epoch,
             "batches": self._first or self._drawn - len(self._drawn_sizes),
-            "sizes": list(sizes),
+            "sizes": list(self._last_sizes()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,7 +313,12 @@ class BalancedSampler(Sampler[list[int]]):
         """
         self._epoch, self._first = state["epoch"], state["batches"] % len(self)
         if len(state["sizes"]) == len(self.sizes):
-            self.sizes, self._next_sizes = tuple(state["sizes"]), None
+            self.sizes = tuple(state["sizes"])
+            self._changes.clear()
+
+    def _last_sizes(self) -> tuple[int, ...]:
+        """Return the sizes that were decided last."""
+        return self._changes[-1][1] if self._changes else self.sizes
 
     def _gather(self, values: Sequence[float], device: torch.device | None) -> list[list[float]]:
         """Return the values of all ranks."""

@@ -350,7 +350,8 @@ class LocalSGD(Reporting):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; the host waits for averages in flight, which stay to be applied when they are due.
 
-        Every rank saves its own, and its model's weights: between averages they differ.
+        Every rank saves its own, and its model's weights: between averages they differ. With averages in flight all
+        ranks call it after the same step.
         """
         for average in self._in_flight:
             self._complete(average)

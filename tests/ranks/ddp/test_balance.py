@@ -175,3 +175,23 @@ def check_refusals(rank: int, world_size: int) -> None:
 
 def test_invalid_arguments_are_named() -> None:
     run_ranks(check_refusals, 2)
+
+
+def draw_unevenly(rank: int, world_size: int) -> list[list[int]]:
+    """Draw ahead by other numbers of batches on each rank, while the speeds change twice."""
+    sampler = BalancedSampler(range(120), 12, shuffle=False)
+    drawn = iter(sampler)
+    ahead = 4 if rank == 0 else 1
+    batches = [next(drawn) for _ in range(ahead)]
+    for slow in (1, 0):
+        sampler.update(0.02 if rank == slow else 0.01, 0.001)
+        batches += [next(drawn) for _ in range(2 if rank == 0 else 1)]
+    return batches + list(drawn)
+
+
+def test_batches_stay_whole_where_ranks_draw_ahead_by_other_numbers() -> None:
+    first, second = run_ranks(draw_unevenly, 2)
+    for index, (mine, other) in enumerate(zip(first, second, strict=True)):
+        assert mine + other == list(range(12 * index, 12 * index + 12))
+    sizes = [(len(mine), len(other)) for mine, other in zip(first, second)]
+    assert sizes == [(6, 6)] * 4 + [(8, 4)] * 2 + [(4, 8)] * 4
