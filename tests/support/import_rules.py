@@ -147,7 +147,9 @@ CXX_RULES: dict[str, frozenset[str]] = {
     "net": frozenset({"core", "net"}),
     "engine": frozenset({"core", "codec", "net", "engine", "cpu/kernels.h"}),
     "emulator": frozenset({"core", "codec", "cuda", "emulator"}),
-    "python": frozenset({"core", "codec", "cpu", "cuda", "emulator", "engine", "python", "build_info.h"}),
+    "python": frozenset(
+        {"core", "codec", "cpu", "cuda", "emulator", "engine", "net/ucx.h", "python", "build_info.h"}
+    ),
     "tests": frozenset({"core", "codec", "cpu", "cuda", "emulator", "net", "engine", "tests"}),
 }
 

@@ -44,7 +44,7 @@ def test_text_has_a_line_per_check(
     monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: [_self_test_result(), _self_test_result()])
     assert doctor_command.main([]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert len(lines) == 7 and all(line.split()[0] in ("ok", "note") for line in lines)
+    assert len(lines) == 8 and all(line.split()[0] in ("ok", "note") for line in lines)
 
 
 def _self_test_result(**change: Any) -> dict[str, Any]:
