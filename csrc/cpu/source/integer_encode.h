@@ -179,7 +179,7 @@ typedef int32x4_t Whole;
 template <bool Symmetric, bool Stochastic, bool Clamp>
 inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Floats x, float zero, float inverse,
                                                      [[maybe_unused]] Floats random) {
-  float32x4_t t = vmulq_n_f32(Symmetric ? x : vsubq_f32(x, vdupq_n_f32(zero)), inverse);
+  float32x4_t t = (Symmetric ? x : x - zero) * inverse;
   if constexpr (Clamp && (Stochastic || !Symmetric)) {
     t = vmaxq_f32(t, vdupq_n_f32(Symmetric ? -args.rules.levels : 0.0f));
     t = vminq_f32(t, vdupq_n_f32(args.rules.levels));

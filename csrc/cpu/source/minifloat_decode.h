@@ -283,12 +283,22 @@ inline __attribute__((always_inline)) void for_each_minifloat(const std::uint8_t
   if constexpr (F::kSign == 7) {
     float by[kMaxBlocks];
     const std::size_t blocks = n >> shift;
-    std::uint32_t unusual = 0;
-    for (std::size_t b = 0; b < blocks; ++b) {
-      by[b] = scales[b] * rebias<F>();
-      unusual |= magnitude(by[b]) >= kInfinity32 && bits_of(scales[b]) != kNaN32 ? 1 : 0;
+    bool usual = true;
+    if constexpr (Block == 32) {  // without branches, which compilers vectorize: that pays for many blocks
+      std::uint32_t unusual = 0;
+      for (std::size_t b = 0; b < blocks; ++b) {
+        by[b] = scales[b] * rebias<F>();
+        unusual |= magnitude(by[b]) >= kInfinity32 && bits_of(scales[b]) != kNaN32 ? 1 : 0;
+      }
+      usual = unusual == 0;
+    } else {
+#pragma GCC unroll 1
+      for (std::size_t b = 0; b < blocks; ++b) {
+        by[b] = scales[b] * rebias<F>();
+        usual = usual && (finite(by[b]) || bits_of(scales[b]) == kNaN32);
+      }
     }
-    const std::size_t whole = unusual == 0 ? (blocks << shift) & ~(kCodes - 1) : 0;
+    const std::size_t whole = usual ? (blocks << shift) & ~(kCodes - 1) : 0;
     for (; at < whole; at += kCodes) {
       if (__builtin_expect(all_normal<F>(codes + at), 1)) {
 #pragma GCC unroll 4
