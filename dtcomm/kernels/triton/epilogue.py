@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dtcomm.kernels.triton.combine_kernels import E4M3_NORMAL, ROUND
+from dtcomm.kernels.triton.combine_kernels import ROUND
 from dtcomm.kernels.triton.floats import INFINITY, NAN, bits_of, canonical, float_of, magnitude, narrow, widen
 from dtcomm.kernels.triton.launch import on_device
 
 TILE = 2048
 LANES = 16
+E4M3_NORMAL = tl.constexpr(121 << 23)  # bits of 2^-6, the smallest normal number
 ROWS = 32  # of a program: its loads are of LANES elements a row
 
 
