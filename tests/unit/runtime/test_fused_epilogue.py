@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from dtcomm import algorithms
+from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.collectives import (
     all_gather,
@@ -159,7 +159,7 @@ def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator
     communicator.device, communicator.runtime, communicator.checksum = None, runtime, False
     communicator.rank, communicator.size, communicator.ranks = rank, ranks, list(range(ranks))
     communicator.groups, communicator.tuning_table = (tuple(communicator.ranks),), ""
-    communicator.calls, communicator.plans, communicator.connection = 0, PlanCache(), None
+    communicator.counter, communicator.plans, communicator.connection = _C.CallCounter(), PlanCache(), None
     return communicator
 
 
