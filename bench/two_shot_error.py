@@ -48,6 +48,7 @@ SPECS = (
     "bf16",
     "fp8_e4m3",
     "fp8_e4m3:block=256",
+    "fp8_e3m4",
     "mxfp8",
     "int8",
     "int8:block=128",
