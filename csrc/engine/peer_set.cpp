@@ -13,7 +13,7 @@
 namespace dtcomm {
 namespace {
 
-constexpr int kExitingMs = 100;  // between a process's memory going away and its end
+constexpr int kExitingMs = 1000;  // at most, on a busy machine, between a process's memory going away and its end
 
 }  // namespace
 

@@ -1,9 +1,9 @@
 """Collectives that copy, with codecs whose payloads have a length that depends on the data (`Codec.variable_length`).
 
 The engine's operations have sizes that every rank knows beforehand. So each function here encodes, exchanges the
-lengths, and then moves the payloads as bytes, with the same collective and codec ``none``. Where that collective has
-shards of one size they are as long as the longest payload. The lengths must be known before the bytes move, so there is
-no asynchronous form.
+lengths with the numbers of elements, which the ranks compare, and then moves the payloads as bytes, with the same
+collective and codec ``none``. Where that collective has shards of one size they are as long as the longest payload. The
+lengths must be known before the bytes move, so there is no asynchronous form.
 
 The public functions call this module when they find no plan for a call: none is ever stored for these codecs.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from dtcomm import codecs
 from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import Algorithm, Group, require_dtype, require_tensor
-from dtcomm.errors import PayloadCorrupt
+from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels.ops import decode, encode
 
 VALID = "broadcast, all_gather, gather, scatter, all_to_all, send and recv, and dtcomm.encode"
@@ -55,7 +55,7 @@ def all_gather(
 
     codec = _codec_of(spec, input, async_op, residual)
     buffer, payload = _encode(codec, input)
-    lengths = _gather_lengths([payload.numel()], ranks, group)
+    lengths = _gather_lengths(codec, payload, input, ranks, group)
     most = max(lengths)
     payloads = buffer.new_empty(ranks * most)
     gather_ops.all_gather(payloads, buffer[:most], algorithm=algorithm, group=group, checksum=checksum)
@@ -81,12 +81,13 @@ def broadcast(
     codec = _codec_of(spec, tensor, async_op, residual)
     if is_source:
         _, payload = _encode(codec, tensor)
-        length = torch.tensor([payload.numel()])
+        sizes = torch.tensor([payload.numel(), tensor.numel()])
     else:
-        length = torch.empty(1, dtype=torch.int64)
-    gather_ops.broadcast(length, src, group=group)
+        sizes = torch.empty(2, dtype=torch.int64)
+    gather_ops.broadcast(sizes, src, group=group)
     if not is_source:
-        payload = tensor.new_empty(int(length), dtype=torch.uint8)
+        (length,) = _checked(codec, [sizes.tolist()], [tensor.numel()], tensor.dtype, [f"rank {src}"])
+        payload = tensor.new_empty(length, dtype=torch.uint8)
     gather_ops.broadcast(payload, src, algorithm=algorithm, group=group, checksum=checksum)
     if not is_source:
         _decode(codec, payload, tensor)
@@ -109,7 +110,7 @@ def gather(
 
     codec = _codec_of(spec, tensor, async_op, residual)
     buffer, payload = _encode(codec, tensor)
-    lengths = _gather_lengths([payload.numel()], ranks, group)
+    lengths = _gather_lengths(codec, payload, tensor, ranks, group)
     most = max(lengths)
     payloads = None if output is None else buffer.new_empty(ranks * most)
     gather_ops.gather(buffer[:most], payloads, dst, algorithm=algorithm, group=group, checksum=checksum)
@@ -137,13 +138,14 @@ def scatter(
     from dtcomm.collectives import gather_ops
 
     codec = _codec_of(spec, tensor, async_op, residual)
-    lengths = torch.empty(ranks, dtype=torch.int64)
+    sizes = torch.empty(ranks, 2, dtype=torch.int64)
     encoded = []
     if source is not None:
         encoded = [_encode(codec, shard)[1] for shard in source.view(-1).view(ranks, -1)]
-        lengths = torch.tensor([payload.numel() for payload in encoded])
-    gather_ops.broadcast(lengths, src, group=group)
-    most = int(lengths.max())
+        sizes = torch.tensor([[payload.numel(), tensor.numel()] for payload in encoded])
+    gather_ops.broadcast(sizes, src, group=group)
+    lengths = _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, ranks * [f"rank {src}"])
+    most = max(lengths)
     payloads = None
     if source is not None:
         payloads = source.new_zeros(ranks, most, dtype=torch.uint8)
@@ -152,7 +154,7 @@ def scatter(
         payloads = payloads.view(-1)
     own = tensor.new_empty(most, dtype=torch.uint8)
     gather_ops.scatter(own, payloads, src, algorithm=algorithm, group=group, checksum=checksum)
-    _decode(codec, own[: int(lengths[rank])], tensor.view(-1))
+    _decode(codec, own[: lengths[rank]], tensor.view(-1))
 
 
 def all_to_all(
@@ -172,16 +174,17 @@ def all_to_all(
 
     codec = _codec_of(spec, input, async_op, residual)
     payloads = [_encode(codec, shard)[1] for shard in torch.split(input.view(-1), list(sent))]
-    lengths = torch.tensor([payload.numel() for payload in payloads])
-    arriving = torch.empty_like(lengths)
-    alltoall.all_to_all(arriving, lengths, group=group)
-    sizes = arriving.tolist()
+    lengths = [payload.numel() for payload in payloads]
+    arriving = torch.empty(len(lengths), 2, dtype=torch.int64)
+    alltoall.all_to_all(arriving, torch.tensor(list(zip(lengths, sent, strict=True))), group=group)
+    senders = [f"rank {rank} of the group" for rank in range(len(lengths))]
+    sizes = _checked(codec, arriving.tolist(), received, input.dtype, senders)
     whole = input.new_empty(sum(sizes), dtype=torch.uint8)
     alltoall.all_to_all(
         whole,
         torch.cat(payloads),
         sizes,
-        lengths.tolist(),
+        lengths,
         algorithm=algorithm,
         group=group,
         checksum=checksum,
@@ -207,12 +210,13 @@ def message(
     codec = _codec_of(spec, tensor, async_op, residual)
     if sends:
         _, payload = _encode(codec, tensor)
-        p2p.send(torch.tensor([payload.numel()]), peer, group=group)
+        p2p.send(torch.tensor([payload.numel(), tensor.numel()]), peer, group=group)
         p2p.send(payload, peer, group=group, checksum=checksum)
         return
-    length = torch.empty(1, dtype=torch.int64)
-    p2p.recv(length, peer, group=group)
-    payload = tensor.new_empty(int(length), dtype=torch.uint8)
+    sizes = torch.empty(2, dtype=torch.int64)
+    p2p.recv(sizes, peer, group=group)
+    (length,) = _checked(codec, [sizes.tolist()], [tensor.numel()], tensor.dtype, [f"rank {peer}"])
+    payload = tensor.new_empty(length, dtype=torch.uint8)
     p2p.recv(payload, peer, group=group, checksum=checksum)
     _decode(codec, payload, tensor.view(-1))
 
@@ -250,13 +254,45 @@ def _decode(codec: Codec, payload: Tensor, out: Tensor) -> None:
     decode(codec, payload, out.numel(), out.dtype, out.detach())
 
 
-def _gather_lengths(lengths: list[int], ranks: int, group: Group) -> list[int]:
+def _gather_lengths(codec: Codec, payload: Tensor, tensor: Tensor, ranks: int, group: Group) -> list[int]:
     """Return the lengths of all ranks' payloads."""
     from dtcomm.collectives import gather_ops
 
-    gathered = torch.empty(ranks * len(lengths), dtype=torch.int64)
-    gather_ops.all_gather(gathered, torch.tensor(lengths), group=group)
-    known: list[int] = gathered.tolist()
-    if min(known) < 0:
-        raise PayloadCorrupt(f"lengths of payloads: {known}; expected 0 or more")
-    return known
+    sizes = torch.empty(ranks, 2, dtype=torch.int64)
+    gather_ops.all_gather(sizes, torch.tensor([payload.numel(), tensor.numel()]), group=group)
+    senders = [f"rank {rank} of the group" for rank in range(ranks)]
+    return _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, senders)
+
+
+def _checked(
+    codec: Codec,
+    sizes: Sequence[Sequence[int]],
+    expected: Sequence[int],
+    dtype: torch.dtype,
+    senders: Sequence[str],
+) -> list[int]:
+    """Return the lengths of payloads that other ranks have announced.
+
+    Args:
+        codec: Their codec.
+        sizes: For each payload its length and the number of its elements.
+        expected: How many elements this rank expects in each.
+        dtype: The dtype of the elements.
+        senders: How errors name the ranks that send them.
+
+    Raises:
+        CollectiveMismatch: A payload has another number of elements than this rank expects.
+        PayloadCorrupt: A length is impossible.
+    """
+    lengths = []
+    for (length, numel), wanted, sender in zip(sizes, expected, senders, strict=True):
+        if numel != wanted:
+            raise CollectiveMismatch(
+                f"{sender} sends {numel} elements of {dtype}, this rank expects {wanted}"
+            )
+        if not 0 <= length <= codec.wire_bytes(numel, dtype):
+            raise PayloadCorrupt(
+                f"{sender} announced {length} bytes for {numel} elements of {dtype} in {codec}"
+            )
+        lengths.append(length)
+    return lengths

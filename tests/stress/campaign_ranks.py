@@ -65,7 +65,8 @@ class Seen:
     left: dict[str, list[str]] = field(default_factory=dict)
 
 
-_settled: dict[str, list[str]] = {}  # what this process had after its first case
+# What this process had after its first case, and after its first one over UCX, which keeps descriptors.
+_settled: dict[bool, dict[str, list[str]]] = {}
 
 
 def take_part(rank: int, world_size: int, case: Case, path: str) -> Seen:
@@ -485,17 +486,17 @@ def _require_end(child: int, case: Case) -> None:
 
 def _left_behind(case: Case) -> dict[str, list[str]]:
     """Return what this process has in addition to after its first case, once threads had time to end."""
-    global _settled
     # A thread may wait in Gloo until the timeout, or connect for 10 s.
     waits = GLOO_CONNECT_SECONDS if case.transport == "gloo" else 0.0
     deadline = time.monotonic() + LIMIT_SECONDS + waits
-    if not _settled:
+    uses_ucx = case.transport == "ucx"
+    if uses_ucx not in _settled:
         gc.collect()
-        _settled = process_resources()
+        _settled[uses_ucx] = process_resources()
         return {}
     while True:
         gc.collect()  # errors and their frames refer to each other
-        left = excess(_settled, process_resources(), KEPT)
+        left = excess(_settled[uses_ucx], process_resources(), KEPT)
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(0.05)

@@ -146,7 +146,8 @@ def test_rank_that_dies_during_reads_is_named() -> None:
         ranks.kill(1)
         outcomes = ranks.join(30)
     for rank in (0, 2):
-        assert "rank 1 (host" in outcomes[rank].result and "is gone" in outcomes[rank].result, outcomes[rank]
+        assert outcomes[rank].ok, outcomes[rank]
+        assert "rank 1 (host" in outcomes[rank].result and "is gone" in outcomes[rank].result
 
 
 def meet_with_forbidden_rank(rank: int, n: int) -> str:

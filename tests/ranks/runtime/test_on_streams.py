@@ -108,9 +108,8 @@ def test_bits_equal_those_of_the_engine() -> None:
         for backend, transport in (("nccl", "queued on streams"), ("gloo", "through the host's memory")):
             info = report[backend + " info"]
             assert transport in info["transport"] and info["wire_bytes"] > 3e5
-            assert (
-                info["reason"]
-                == f"the group has {backend} for cpu; no fused kernels: rank 0: cpu is no CUDA device"
+            assert info["reason"].startswith(
+                f"the group has {backend} for cpu; fused kernels have not run on a GPU yet"
             )
 
 

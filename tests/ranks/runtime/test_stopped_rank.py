@@ -33,8 +33,8 @@ def stop_the_other(rank: int, world_size: int) -> None:
     tensor = torch.ones(10)
     reduce(tensor)
     if rank == 1:
-        number = seen(1)["last_operation"] + 1
-        while seen(0)["last_operation"] != number or seen(0)["waiting_for"] != 1:
+        number = seen(1)["last"] + 1
+        while seen(0)["last"] != number or seen(0)["waiting_for"] != 1:
             time.sleep(0.001)
         os.kill(pids[0], signal.SIGSTOP)
     reduce(tensor)  # rank 0 has sent its part
