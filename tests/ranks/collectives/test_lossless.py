@@ -9,6 +9,7 @@ import torch
 
 import dtcomm
 from dtcomm import collectives
+from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
 
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group"}
@@ -130,3 +131,18 @@ def test_every_bit_arrives_over_gloo() -> None:
 
 def test_other_operations_refuse_it_with_the_reason() -> None:
     run_ranks(refuse_the_rest, 2)
+
+
+def gather_other_sizes(rank: int, n: int) -> str:
+    x = torch.ones(100 if rank == 0 else 10)
+    with pytest.raises(CollectiveMismatch) as error:
+        collectives.all_gather(torch.ones(n * x.numel()), x, codec="lossless")
+    collectives.all_reduce(x[:10])  # no rank waits for payloads, so the communicator is as before
+    assert x[:10].eq(n).all()
+    return str(error.value)
+
+
+def test_all_ranks_name_the_rank_that_has_another_size() -> None:
+    first, second = run_ranks(gather_other_sizes, 2)
+    assert first == "rank 1 of the group sends 10 elements of torch.float32, this rank expects 100"
+    assert second == "rank 0 of the group sends 100 elements of torch.float32, this rank expects 10"
