@@ -65,8 +65,9 @@ class Seen:
     left: dict[str, list[str]] = field(default_factory=dict)
 
 
-# What this process had after its first case, and after its first one over UCX, which keeps descriptors.
-_settled: dict[bool, dict[str, list[str]]] = {}
+# What this process had after its first case or, since UCX keeps descriptors, after its first one over UCX.
+_settled: dict[str, list[str]] = {}
+_has_used_ucx = False
 
 
 def take_part(rank: int, world_size: int, case: Case, path: str) -> Seen:
@@ -486,17 +487,17 @@ def _require_end(child: int, case: Case) -> None:
 
 def _left_behind(case: Case) -> dict[str, list[str]]:
     """Return what this process has in addition to after its first case, once threads had time to end."""
+    global _settled, _has_used_ucx
     # A thread may wait in Gloo until the timeout, or connect for 10 s.
     waits = GLOO_CONNECT_SECONDS if case.transport == "gloo" else 0.0
     deadline = time.monotonic() + LIMIT_SECONDS + waits
-    uses_ucx = case.transport == "ucx"
-    if uses_ucx not in _settled:
+    if not _settled or (case.transport == "ucx" and not _has_used_ucx):
         gc.collect()
-        _settled[uses_ucx] = process_resources()
+        _settled, _has_used_ucx = process_resources(), case.transport == "ucx"
         return {}
     while True:
         gc.collect()  # errors and their frames refer to each other
-        left = excess(_settled[uses_ucx], process_resources(), KEPT)
+        left = excess(_settled, process_resources(), KEPT)
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(0.05)
