@@ -1,9 +1,5 @@
 // The kernels for CPUs with AVX2, FMA and F16C.
-#include "cpu/source/combine.h"
-#include "cpu/source/lossless.h"
-#include "cpu/source/low_rank.h"
-#include "cpu/source/reproducible.h"
-#include "cpu/source/shared_randk.h"
+#include "cpu/source/kernel_table.h"
 
 namespace dtcomm {
 
@@ -14,13 +10,6 @@ static bool supported() {
 }
 
 extern const Kernels kAvx2Kernels;
-const Kernels kAvx2Kernels{"avx2",
-                           supported,
-                           avx2::combine,
-                           avx2::decode,
-                           {avx2::project_rows, avx2::project_columns, avx2::expand, avx2::orthonormalise},
-                           {avx2::measure_exponents, avx2::quantize_to_exponents, avx2::dequantize,
-                            avx2::audit_checksums, avx2::gather_values, avx2::scatter_values, avx2::restore_residual},
-                           {avx2::encode_lossless, avx2::decode_lossless}};
+constexpr Kernels kAvx2Kernels = avx2::kernel_table("avx2", supported);
 
 }  // namespace dtcomm

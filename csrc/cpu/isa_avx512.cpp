@@ -1,9 +1,5 @@
 // The kernels for CPUs with AVX-512 F, BW, VL and DQ.
-#include "cpu/source/combine.h"
-#include "cpu/source/lossless.h"
-#include "cpu/source/low_rank.h"
-#include "cpu/source/reproducible.h"
-#include "cpu/source/shared_randk.h"
+#include "cpu/source/kernel_table.h"
 
 namespace dtcomm {
 
@@ -15,14 +11,6 @@ static bool supported() {
 }
 
 extern const Kernels kAvx512Kernels;
-const Kernels kAvx512Kernels{
-    "avx512",
-    supported,
-    avx512::combine,
-    avx512::decode,
-    {avx512::project_rows, avx512::project_columns, avx512::expand, avx512::orthonormalise},
-    {avx512::measure_exponents, avx512::quantize_to_exponents, avx512::dequantize, avx512::audit_checksums,
-     avx512::gather_values, avx512::scatter_values, avx512::restore_residual},
-    {avx512::encode_lossless, avx512::decode_lossless}};
+constexpr Kernels kAvx512Kernels = avx512::kernel_table("avx512", supported);
 
 }  // namespace dtcomm

@@ -1,9 +1,5 @@
 // The kernels for CPUs with AVX-512 VBMI besides what those of isa_avx512.cpp need: Ice Lake, Zen 4 and later ones.
-#include "cpu/source/combine.h"
-#include "cpu/source/lossless.h"
-#include "cpu/source/low_rank.h"
-#include "cpu/source/reproducible.h"
-#include "cpu/source/shared_randk.h"
+#include "cpu/source/kernel_table.h"
 
 namespace dtcomm {
 
@@ -16,14 +12,6 @@ static bool supported() {
 }
 
 extern const Kernels kAvx512VbmiKernels;
-const Kernels kAvx512VbmiKernels{
-    "avx512vbmi",
-    supported,
-    avx512vbmi::combine,
-    avx512vbmi::decode,
-    {avx512vbmi::project_rows, avx512vbmi::project_columns, avx512vbmi::expand, avx512vbmi::orthonormalise},
-    {avx512vbmi::measure_exponents, avx512vbmi::quantize_to_exponents, avx512vbmi::dequantize,
-     avx512vbmi::audit_checksums, avx512vbmi::gather_values, avx512vbmi::scatter_values, avx512vbmi::restore_residual},
-    {avx512vbmi::encode_lossless, avx512vbmi::decode_lossless}};
+constexpr Kernels kAvx512VbmiKernels = avx512vbmi::kernel_table("avx512vbmi", supported);
 
 }  // namespace dtcomm

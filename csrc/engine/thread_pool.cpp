@@ -32,7 +32,7 @@ void ThreadPool::run_shared(int threads, std::uint32_t parts, const Task& task) 
   if (failure_) std::rethrow_exception(std::move(failure_));
 }
 
-// Calls the task for parts that nobody has claimed, until there are none.
+// Calls the task for parts that no thread has claimed yet, until none are left.
 void ThreadPool::claim_parts() {
   std::uint64_t claims = claims_.load(std::memory_order_relaxed);
   for (;;) {

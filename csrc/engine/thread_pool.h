@@ -66,7 +66,7 @@ class ThreadPool {
 
   std::atomic<bool> in_use_{false};  // by a thread in run_shared(), which alone changes the task
   Task task_{};
-  alignas(64) std::atomic<std::uint64_t> claims_{0};  // parts << 32 | the next one that nobody has claimed
+  alignas(64) std::atomic<std::uint64_t> claims_{0};  // parts << 32 | the next part to claim
   std::atomic<int> wanted_helpers_{0};                // that may claim parts
   alignas(64) std::atomic<std::uint32_t> finished_{0};
   std::mutex failure_mutex_;

@@ -296,7 +296,7 @@ Channel::Channel(Worker& worker, std::uint32_t own_number, const std::string& ad
 }
 
 void Channel::append(const FrameHeader& frame, const std::string& text) {
-  // The header of a payload always fits in behind what is there.
+  // Leaves space behind this frame for the header of a payload.
   if (batch_.size() + sizeof frame + text.size() + sizeof frame > kMaxBatch) flush();
   const auto* const bytes = reinterpret_cast<const std::uint8_t*>(&frame);
   if (batch_.empty()) {

@@ -10,6 +10,7 @@ and goes straight to its owner, which adds the contributions in fp32.
 
 from __future__ import annotations
 
+import abc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -111,7 +112,7 @@ class KeyValueBlocks:
         record(settings, KEYS_AND_VALUES, settings.kv_codec, self._dtype, messages * self._numel, work)
 
 
-class GradientExchange:
+class GradientExchange(abc.ABC):
     """Brings contributions to the gradients of keys and values to their owners; the base class of two methods.
 
     Args:
@@ -137,6 +138,7 @@ class GradientExchange:
         self._wire_dtype = dtype if self._codec == "none" else torch.float32
         self._totals = [torch.zeros(*shape, device=device) for shape in shapes]
 
+    @abc.abstractmethod
     def add(self, step: int, keys: slice, gradients: Sequence[torch.Tensor]) -> None:
         """Contribute to the keys and values of the rank ``step`` places before this one; called for every step.
 
@@ -145,11 +147,10 @@ class GradientExchange:
             keys: The slice of the owner's sequence that the gradients are of; empty: nothing is contributed.
             gradients: fp32 gradients of these keys and of these values.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self) -> Sequence[torch.Tensor]:
         """Return the gradients of this rank's own keys and values, fp32."""
-        raise NotImplementedError
 
     def _add_to_totals(self, keys: slice, gradients: Sequence[torch.Tensor]) -> None:
         for total, gradient in zip(self._totals, gradients, strict=True):

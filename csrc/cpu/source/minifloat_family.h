@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/source/blocks.h"
-#include "cpu/source/codec_family.h"
+#include "cpu/source/decoding_family.h"
 #include "cpu/source/minifloat_decode.h"
 #include "cpu/source/minifloat_encode.h"
 
@@ -16,7 +16,7 @@ namespace dtcomm::DTCOMM_ISA {
 //   load_scales(params, fields, blocks, scales)      the scales as fp32
 //   for_each<Stream>(params, codes, scales, n, to, finish)   to[i] = finish(value i, i)
 template <class Format>
-struct MinifloatFamily {
+struct MinifloatFamily : DecodingFamily<MinifloatFamily<Format>> {
   using Element = typename Format::Element;
 
   static void encode(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
@@ -42,25 +42,6 @@ struct MinifloatFamily {
     float scales[Format::kMaxBlocks];
     Format::load_scales(params, from, cut.blocks, scales);
     Format::template for_each<Stream>(params, from + cut.codes, scales, n, to, finish);
-  }
-
-  static void decode(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to, bool stream) {
-    const auto same = [](auto value, std::size_t) { return value; };
-    if (stream && kDirect) {
-      decode_with<true>(params, from, n, to, same);
-    } else {
-      decode_with<false>(params, from, n, to, same);
-    }
-  }
-
-  static void add(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
-    decode_with<false>(params, from, n, to, added_to(sum));
-  }
-
-  static void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
-                                std::uint8_t* to, const ErrorTarget& error) {
-    encode(params, x, n, args, to);
-    decode_with<false>(params, to, n, error.residual, error_of(x, error.divisor, error.old));
   }
 
   static bool add_pair(const CodecParams& params, const std::uint8_t* first, const std::uint8_t* second, std::size_t n,

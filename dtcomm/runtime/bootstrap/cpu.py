@@ -405,7 +405,7 @@ class CpuBootstrap:
 
 
 def _ucx_offer(native: NativeRuntime) -> dict[str, Any]:
-    """How peers reach this rank through UCX, or under "missing" why they do not; empty if nobody asked for it."""
+    """How peers reach this rank through UCX, or under "missing" why they do not; empty if UCX is not wanted."""
     forced = env.get("DTCOMM_TRANSPORT") == "ucx"
     try:
         if forced:

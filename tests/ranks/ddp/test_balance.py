@@ -86,7 +86,7 @@ def test_error_feedback_keeps_the_weighted_sum_while_sizes_change(spec: str) -> 
 
 
 class ReportedSpeed(BalancedSampler):
-    """A sampler that is told the speed of its rank, because what a test measures varies."""
+    """A sampler with a given speed of its rank, because measured ones vary from run to run."""
 
     reported_s = 0.0
 

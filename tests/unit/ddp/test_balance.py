@@ -46,7 +46,7 @@ def test_a_straggler_is_named_with_its_cause() -> None:
     assert (slow.rank, slow.cause) == (1, "slow compute")
     (slow,) = find_stragglers(speeds((8, 0.1, 0.1, 0.001), (8, 0.1, 0.1, 0.008), (8, 0.1, 0.1, 0.001)))
     assert str(slow) == "rank 1: slow link, 8 times the median rank's time"
-    # Where nobody waits for communication, a slow link holds nobody up.
+    # A slow link does not count where no rank waits for communication.
     assert (
         find_stragglers(speeds((8, 0.1, 0.001, 0.001), (8, 0.1, 0.001, 0.008), (8, 0.1, 0.001, 0.001))) == []
     )

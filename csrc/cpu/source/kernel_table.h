@@ -1,0 +1,24 @@
+// All kernels of an instruction set, for the tables of csrc/cpu/isa_*.cpp.
+#pragma once
+
+#include "cpu/source/combine.h"
+#include "cpu/source/lossless.h"
+#include "cpu/source/low_rank.h"
+#include "cpu/source/reproducible.h"
+#include "cpu/source/shared_randk.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+// Evaluated by the compiler: the CPU that the program starts on may lack the instructions of this file.
+constexpr Kernels kernel_table(const char* name, bool (*supported)()) {
+  return {name,
+          supported,
+          combine,
+          decode,
+          {project_rows, project_columns, expand, orthonormalise},
+          {measure_exponents, quantize_to_exponents, dequantize, audit_checksums, gather_values, scatter_values,
+           restore_residual},
+          {encode_lossless, decode_lossless}};
+}
+
+}  // namespace dtcomm::DTCOMM_ISA
