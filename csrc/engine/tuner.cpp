@@ -163,7 +163,12 @@ void Tuner::decide(SizeClass& size_class) {
   const std::vector<double> times = times_of(size_class);
   const std::uint64_t trials = size_class.trials.size();
   unsigned variant = size_class.variant, challenger = variant;
-  std::uint64_t gap = kLeastGap * trials, soon = 0;
+  size_class.trials_since_gap += trials;
+  std::uint64_t gap = kLeastGap * size_class.trials_since_gap;
+  // The first decisions may be made while a program starts and the machine is busy with that, so they are looked at
+  // again soon, then ever less often until the cost decides.
+  const auto cycles = static_cast<int>(std::min<std::size_t>(size_class.properties / std::size(kProperties), 30));
+  std::uint64_t soon = cycles > 0 ? gap : 0;
   if (!times.empty()) {
     const auto best = static_cast<std::size_t>(std::min_element(times.begin(), times.end()) - times.begin());
     double used = times[0];
@@ -174,18 +179,23 @@ void Tuner::decide(SizeClass& size_class) {
         used = times[best];
       }
     }
-    double cost = 0;  // of the same stage, if it is repeated
-    for (const double time : times) cost += static_cast<double>(kRounds) * std::max(0.0, time - used);
-    gap = std::max(gap, static_cast<std::uint64_t>(std::min(cost / (kMaxCost * used), 1e9)));
-    // The first decisions may be made while a program starts and the machine is busy with that, so they are looked at
-    // again soon, then ever less often until the cost decides.
-    const auto cycles = static_cast<int>(std::min<std::size_t>(size_class.properties / std::size(kProperties), 30));
+    // What the same stage costs if it is repeated, in operations.
+    for (const double time : times) {
+      size_class.cost_since_gap += static_cast<double>(kRounds) * std::max(0.0, time / used - 1);
+    }
+    gap = std::max(gap, static_cast<std::uint64_t>(std::min(size_class.cost_since_gap / kMaxCost, 1e9)));
     const double first = std::max(kFirstGapUs / used, static_cast<double>(kFirstGap * trials));
     if (cycles > 0) soon = static_cast<std::uint64_t>(std::ldexp(first, cycles - 1));
     const std::lock_guard<std::mutex> lock(mutex_);
     size_class.microseconds = used;
   }
-  gap = challenger != variant ? 0 : std::min(gap, soon);
+  if (challenger != variant) {
+    gap = 0;  // the next stage compares these two
+  } else {
+    gap = std::min(gap, soon);
+    size_class.trials_since_gap = 0;
+    size_class.cost_since_gap = 0;
+  }
   const std::uint64_t begin = size_class.begin + trials + delays.adopt + 1 + gap;
   const std::uint64_t decision = mark_of(size_class.stage) << kMarkShift |
                                  std::uint64_t{challenger} << kChallengerShift |

@@ -73,6 +73,9 @@ class Tuner {
     std::vector<unsigned> candidates;  // of the stage; the first one is the variant in use
     std::vector<Trial> trials;         // of the stage
     std::uint64_t all_trials = 0;      // of all stages
+    // On rank 0, of the stages that follow each other without a gap: how many trials, and their cost in operations.
+    std::uint64_t trials_since_gap = 0;
+    double cost_since_gap = 0;
     double microseconds = 0;
   };
 
