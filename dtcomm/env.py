@@ -88,6 +88,12 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
         check=_ports,
     ),
+    "DTCOMM_SECRET": Variable(
+        default="",
+        meaning="A secret that all ranks share, such as the output of `openssl rand -hex 32`. Connections of the native"
+        " engine between hosts, and those to a coordinator of `dtcomm.elastic`, are refused to callers that do not know"
+        " it. It is never sent, printed or logged. Empty: no secret",
+    ),
     "DTCOMM_CHECK": Variable(
         default="0",
         meaning="1: ranks compare operation, size, dtype and codec before each operation over the group's own "
@@ -226,6 +232,11 @@ def get(name: str) -> str:
         except ValueError as error:
             raise ValueError(f"{name}={value!r}: {error}") from None
     return value
+
+
+def printable(name: str, value: str) -> str:
+    """Return the value of a variable as it may be printed and sent: that of DTCOMM_SECRET is left out."""
+    return "(set)" if name == "DTCOMM_SECRET" and value else value
 
 
 def shared() -> dict[str, str]:

@@ -177,7 +177,11 @@ def variables() -> Check:
     from dtcomm import env
     from dtcomm.runtime import emulated_link
 
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("DTCOMM_")}
+    variables = {
+        name: env.printable(name, value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith("DTCOMM_")
+    }
     unknown = [name for name in variables if name not in env.VARIABLES]
     wrong = []
     for name in set(variables) - set(unknown):

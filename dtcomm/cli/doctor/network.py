@@ -232,7 +232,9 @@ def _description() -> dict[str, Any]:
         "name": env.get("DTCOMM_HOST_ID") or socket.gethostname(),
         "software": f"dtcomm {dtcomm.__version__}, torch {torch.__version__}",
         "system": f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        "variables": {name: value for name, value in os.environ.items() if name in env.VARIABLES},
+        "variables": {
+            name: env.printable(name, value) for name, value in os.environ.items() if name in env.VARIABLES
+        },
     }
 
 

@@ -315,6 +315,9 @@ class CpuBootstrap:
             if env.get("DTCOMM_PORTS") and self._uses_sockets():
                 # Messages of the group's backend would use other ports, which a firewall may drop silently.
                 raise DtcommError(f"DTCOMM_PORTS={env.get('DTCOMM_PORTS')}, but {self.reason}")
+            if self._uses_sockets() and any(info["listener"].get("has_secret") for info in infos):
+                # Connections of the group's backend ask for no secret.
+                raise DtcommError(f"DTCOMM_SECRET is set, but {self.reason}")
             return False
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         native.no_trials = next((answer["trials"] for answer in answers if answer["trials"]), "")

@@ -1,9 +1,13 @@
-"""TCP connections between ranks that share no memory; once made, they belong to the native engine."""
+"""TCP connections between ranks that share no memory; once made, they belong to the native engine.
+
+A caller says who it is and proves that it knows DTCOMM_SECRET, and the listener proves the same (`authentication`).
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import selectors
@@ -15,9 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm import env
+from dtcomm.runtime.bootstrap.authentication import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    WRONG_SECRET,
+    is_proof,
+    nonce,
+    prove,
+    secret,
+)
 
-_HELLO = struct.Struct("<8sQI")  # magic, the listener's token, the caller's rank
-_MAGIC = b"dtcomm 1"
+_log = logging.getLogger("dtcomm")
+
+_IDENTITY = struct.Struct(f"<8sQI{NONCE_BYTES}s")  # magic, the listener's token, the caller's rank, a nonce
+_HELLO_BYTES = _IDENTITY.size + PROOF_BYTES
+_MAGIC = b"dtcomm 2"
 _MAX_CONNECT_SECONDS = 30.0  # also if the group's timeout is longer
 _HELLO_SECONDS = 1.0  # for a caller to say who it is
 _CHECK_SECONDS = 0.05
@@ -42,9 +58,9 @@ class Listener:
         self._socket = _listen(address, family)
 
     def info(self) -> dict[str, Any]:
-        """The address, port and token that peers connect with."""
+        """The address, port and token that peers connect with, and whether a secret is asked for."""
         address, port = self._socket.getsockname()[:2]
-        return {"address": address, "port": port, "token": self.token}
+        return {"address": address, "port": port, "token": self.token, "has_secret": bool(secret())}
 
     def connect(
         self,
@@ -57,7 +73,7 @@ class Listener:
         """Connect to all peers; returns a file descriptor for each.
 
         Of two ranks the higher one connects to the lower one. A rank makes all its own connections before it accepts
-        any, so ranks do not wait in a circle.
+        any, and reads the proofs of those that it called last, so ranks do not wait in a circle.
 
         Args:
             rank: This rank.
@@ -70,12 +86,16 @@ class Listener:
             OSError: If a peer cannot be reached; it names the peer.
         """
         connected: dict[int, socket.socket] = {}
+        identities: dict[int, bytes] = {}
         deadline = time.monotonic() + min(timeout_s, _MAX_CONNECT_SECONDS)
         try:
             for peer in (peer for peer in listeners if peer < rank):
-                connected[peer] = _connect(listeners[peer], rank, names[peer], deadline)
+                identities[peer] = _IDENTITY.pack(_MAGIC, listeners[peer]["token"], rank, nonce())
+                connected[peer] = _connect(listeners[peer], identities[peer], names[peer], deadline)
             expected = {peer for peer in listeners if peer > rank}
             self._accept(connected, expected, names, deadline, check)
+            for peer, identity in identities.items():
+                _require_proof(connected[peer], identity, names[peer], deadline, check)
             for connection in connected.values():
                 connection.setblocking(False)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -120,23 +140,25 @@ class Listener:
                         caller = callers[connection]
                         if not caller.read():
                             continue
-                        peer = self._peer(bytes(caller.hello))
+                        peer = self._peer(bytes(caller.hello), caller.address)
                         if peer is None or peer not in expected - connected.keys():
                             self._turn_away(connection, callers, selector)
-                        else:
+                        elif _answer(connection, bytes(caller.hello)):
                             selector.unregister(connection)
                             connected[peer] = callers.pop(connection).connection
+                        else:
+                            self._turn_away(connection, callers, selector)
         finally:
             for connection in callers:
                 connection.close()
 
     def _greet(self, callers: dict[socket.socket, _Caller], selector: selectors.BaseSelector) -> None:
         try:
-            connection, _ = self._socket.accept()
+            connection, address = self._socket.accept()
         except (BlockingIOError, ConnectionError):  # the caller has gone away
             return
         connection.setblocking(False)
-        callers[connection] = _Caller(connection)
+        callers[connection] = _Caller(connection, str(address[0]))
         selector.register(connection, selectors.EVENT_READ)
 
     def _turn_away(
@@ -149,32 +171,39 @@ class Listener:
         del callers[connection]
         connection.close()
 
-    def _peer(self, hello: bytes) -> int | None:
-        """The rank that a caller says it is; None if it is not an expected rank."""
-        if len(hello) < _HELLO.size:
+    def _peer(self, hello: bytes, address: str) -> int | None:
+        """The rank that a caller says it is; None if it is not of this group or does not know the secret."""
+        if len(hello) < _HELLO_BYTES:
             return None
-        magic, token, peer = _HELLO.unpack(hello)
-        return int(peer) if (magic, token) == (_MAGIC, self.token) else None
+        identity, proof = hello[: _IDENTITY.size], hello[_IDENTITY.size :]
+        magic, token, peer, _ = _IDENTITY.unpack(identity)
+        if (magic, token) != (_MAGIC, self.token):
+            return None
+        if not is_proof(proof, secret(), b"caller", identity):
+            _log.warning("dtcomm: refused a connection from %s as rank %d: %s", address, peer, WRONG_SECRET)
+            return None
+        return int(peer)
 
 
 class _Caller:
     """A connection that has not said yet who it is, for which it has a second."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, address: str) -> None:
         self.connection = connection
+        self.address = address
         self.hello = bytearray()
         self.until = time.monotonic() + _HELLO_SECONDS
 
     def read(self) -> bool:
         """Read what has come; whether the hello is complete or the caller has gone away."""
         try:
-            received = self.connection.recv(_HELLO.size - len(self.hello))
+            received = self.connection.recv(_HELLO_BYTES - len(self.hello))
         except BlockingIOError:
             return False
         except OSError:
             return True
         self.hello += received
-        return not received or len(self.hello) == _HELLO.size
+        return not received or len(self.hello) == _HELLO_BYTES
 
 
 def _listen(address: str, family: socket.AddressFamily) -> socket.socket:
@@ -193,12 +222,48 @@ def _listen(address: str, family: socket.AddressFamily) -> socket.socket:
     )
 
 
-def _connect(listener: Mapping[str, Any], rank: int, name: str, deadline: float) -> socket.socket:
+def _answer(connection: socket.socket, hello: bytes) -> bool:
+    """Prove to a caller that this rank knows the secret; False if the caller has gone away."""
+    try:
+        connection.sendall(
+            prove(secret(), b"listener", hello[: _IDENTITY.size])
+        )  # a new socket takes it at once
+    except OSError:
+        return False
+    return True
+
+
+def _require_proof(
+    connection: socket.socket, identity: bytes, name: str, deadline: float, check: Callable[[], None]
+) -> None:
+    """Read the listener's proof that it knows the secret.
+
+    Raises:
+        OSError: If it does not come, or is wrong.
+    """
+    proof = b""
+    connection.settimeout(_CHECK_SECONDS)
+    while len(proof) < PROOF_BYTES:
+        check()
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{name} did not answer")
+        try:
+            received = connection.recv(PROOF_BYTES - len(proof))
+        except TimeoutError:
+            continue
+        if not received:
+            raise ConnectionError(f"{name} refused the connection; possibly {WRONG_SECRET}")
+        proof += received
+    if not is_proof(proof, secret(), b"listener", identity):
+        raise ConnectionError(f"{name} cannot be trusted: {WRONG_SECRET}")
+
+
+def _connect(listener: Mapping[str, Any], identity: bytes, name: str, deadline: float) -> socket.socket:
     address = (listener["address"], listener["port"])
     connection = None
     try:
         connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
-        connection.sendall(_HELLO.pack(_MAGIC, listener["token"], rank))
+        connection.sendall(identity + prove(secret(), b"caller", identity))
     except OSError as error:
         if connection is not None:
             connection.close()
