@@ -26,6 +26,7 @@ OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
     "FSDP and ZeRO": ("dtcomm.fsdp.compress", "dtcomm.fsdp.ShardedOptimizer"),
     "Tensor parallelism": ("dtcomm.tp",),
     "Local SGD": ("dtcomm.local_sgd",),
+    "Elastic training": ("dtcomm.elastic",),
     "Context parallelism": ("dtcomm.context_parallel",),
     "Experts": ("dtcomm.moe",),
     "Pipeline stages": ("dtcomm.pipeline",),

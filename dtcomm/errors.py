@@ -39,5 +39,12 @@ class CommunicatorClosed(DtcommError):
     """The group was destroyed or released on this rank, or the program exits, before the operation ended."""
 
 
+class JoinRefused(DtcommError):
+    """A rank may not join the others: its secret, version, model or options differ from theirs.
+
+    The message names what differs, and both values.
+    """
+
+
 class ScheduleError(DtcommError):
     """A schedule does not compute what its collective promises. The message names rank, step and chunk."""

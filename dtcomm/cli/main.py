@@ -22,6 +22,7 @@ COMMANDS = {
         "tp_calibrate",
         "tensor parallelism: choose a codec for each layer of a model (dtcomm tp calibrate)",
     ),
+    "coordinator": ("coordinator", "serve the ranks of a training run whose ranks come and go"),
     "tune": ("tune.main", "measure this machine and write the table that algorithm=auto uses"),
     "doctor": ("doctor.main", "check this machine and run a self-test of the engine"),
 }
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:<8} {line}" for name, (_, line) in COMMANDS.items()]
+    lines = [f"  {name:<11} {line}" for name, (_, line) in COMMANDS.items()]
     return "\n".join(
         ["usage: dtcomm <command> [options]", "", *lines, "", "dtcomm <command> --help describes a command."]
     )

@@ -8,7 +8,7 @@ once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,6 +244,10 @@ class ErrorState:
         if undo:
             self._residuals.restore()
         self._residuals.drop_backups()
+
+    def drop_backups(self, names: Iterable[str]) -> None:
+        """Forget the backups of these parameters: what was sent of them has been applied."""
+        self._residuals.drop_backups(names)
 
     def reset(self, name: str) -> None:
         """Drop the state of a parameter; to be called on all ranks in the same step."""

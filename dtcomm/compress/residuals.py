@@ -91,9 +91,10 @@ class Residuals:
                 self._packed[name] = backup
         self._backups.clear()
 
-    def drop_backups(self) -> None:
-        """Forget the backups."""
-        self._backups.clear()
+    def drop_backups(self, names: Iterable[str] | None = None) -> None:
+        """Forget the backups of ``names``, or all."""
+        for name in list(self._backups) if names is None else names:
+            self._backups.pop(name, None)
 
     def add(self, name: str, lost: torch.Tensor, key: int = 0) -> None:
         """Add ``lost`` to the residual of ``name`` and pack it."""

@@ -2,7 +2,7 @@
 
 A step that starts an average of a fragment prepares its messages and starts their collectives (`LocalSGD._start`).
 ``delay`` steps later, or at once, the averaged differences move the common weights, and these move the model's
-(`LocalSGD._apply`). A `_Average` is what is in flight between the two.
+(`LocalSGD._apply`). A `PendingAverage` is what is in flight between the two.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from dtcomm.compress.dgc import DGC
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, l2_norm, make_monitor
+from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, Monitor, l2_norm, make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
+from dtcomm.compress.powersgd import Factors
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.stage_scheduler import Stages
@@ -71,7 +72,7 @@ class _PendingBucket:
 
 
 @dataclass
-class _Average:
+class PendingAverage:
     """An average of some fragments that was started and not applied yet.
 
     Attributes:
@@ -212,7 +213,8 @@ class LocalSGD(Reporting):
         self.steps = self.syncs = 0
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self._error_state = ErrorState(feedback, residual, schemes)
-        self._averager = BucketAverager(algorithm, group, seed, schemes)
+        self._algorithm, self._schemes, self._guard = algorithm, schemes, guard
+        self._averager = self._make_averager(seed)
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._weights:
             raise ValueError("model: has no parameters that require gradients")
@@ -233,9 +235,9 @@ class LocalSGD(Reporting):
         self._common = [local_shard(weight).float().clone() for weight in self._weights.values()]
         self._outer = None if outer is None else outer(self._common)
         self._compresses = any(scheme != NONE for scheme in schemes)
-        self._monitor = make_monitor(guard if self._compresses else None, group)
+        self._monitor = self._make_monitor()
         self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
-        self._in_flight: deque[_Average] = deque()
+        self._in_flight: deque[PendingAverage] = deque()
         self._retired: list[BucketLayout] = []
         self._update_layouts()
         if self._compresses and dist.get_world_size(group) > 1 and dist.get_rank(group) == 0:
@@ -318,6 +320,12 @@ class LocalSGD(Reporting):
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
             payoff=predict_payoff(current, self.group, period) if self._compresses else None,
         )
+
+    def _make_averager(self, seed: int, factors: Factors | None = None) -> BucketAverager:
+        return BucketAverager(self._algorithm, self.group, seed, self._schemes, factors)
+
+    def _make_monitor(self) -> Monitor:
+        return make_monitor(self._guard if self._compresses else None, self.group)
 
     def _in_flight_bytes(self) -> dict[str, int]:
         """Return the bytes of averages in flight, for reports; empty if there are none."""
@@ -421,7 +429,7 @@ class LocalSGD(Reporting):
         if self._outer is not None:
             self._outer.load_state_dict(first["outer"])
 
-    def _restore(self, saved: Mapping[str, Any]) -> _Average:
+    def _restore(self, saved: Mapping[str, Any]) -> PendingAverage:
         """Return an average that was in flight when a state was saved."""
         names = saved["means"].keys()
         fragments = [fragment for fragment in self._fragments if names & set(fragment.names)]
@@ -432,15 +440,15 @@ class LocalSGD(Reporting):
                 "here; load it with the fragments and the pattern of the run that saved it"
             )
         means = {name: mean.to(self._common[0].device, copy=True) for name, mean in saved["means"].items()}
-        return _Average(fragments, saved["number"], saved["due"], means=means)
+        return PendingAverage(fragments, saved["number"], saved["due"], means=means)
 
     @torch.no_grad()
-    def _start(self, fragments: Sequence[Fragment], due: int) -> _Average:
+    def _start(self, fragments: Sequence[Fragment], due: int) -> PendingAverage:
         """Start to average fragments: the first stage of each of their buckets is in flight."""
         self._monitor.begin_step(self.syncs)
         self._update_layouts()
         messages = [(fragment, *bucket) for fragment in fragments for bucket in fragment.buckets]
-        average = _Average(list(fragments), self.syncs, due)
+        average = PendingAverage(list(fragments), self.syncs, due)
         if messages:
             average.stats = self._monitor.stats_tensor(self._common[0].device)
         last = len(messages) - 1
@@ -456,7 +464,7 @@ class LocalSGD(Reporting):
         return average
 
     @torch.no_grad()
-    def _complete(self, average: _Average) -> None:
+    def _complete(self, average: PendingAverage) -> None:
         """Wait for an average, and store what its encodings lost; it is not applied yet."""
         if average.means:
             return
@@ -486,7 +494,7 @@ class LocalSGD(Reporting):
         return applied
 
     @torch.no_grad()
-    def _apply(self, average: _Average, mixing: float) -> None:
+    def _apply(self, average: PendingAverage, mixing: float) -> None:
         """Move the common weights of an average's fragments, and the model's by ``mixing`` towards them."""
         if self._take_in(average):
             self._island.reshard()
@@ -501,7 +509,7 @@ class LocalSGD(Reporting):
             "all ranks have the weights of the average before"
         )
 
-    def _take_in(self, average: _Average) -> bool:
+    def _take_in(self, average: PendingAverage) -> bool:
         """Complete an average and move the common weights; return False, and move nothing, if it is not finite."""
         self._complete(average)
         for bucket in average.buckets:

@@ -65,6 +65,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
     "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
+    "elastic": (ANY, frozenset({"torch"})),
     "backend": _may("compress collectives runtime codecs kernels device work torch_threads", "torch"),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),

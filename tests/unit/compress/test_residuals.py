@@ -71,3 +71,24 @@ def test_redistribution_refuses_sizes_that_differ_and_ranks_that_do_not_exist() 
         redistribute([{"w": torch.ones(2)}, {"w": torch.ones(3)}], 0, 1)
     with pytest.raises(ValueError, match="rank 2 of world_size 2"):
         redistribute([], 2, 2)
+
+
+def test_backups_are_restored_unless_they_were_dropped() -> None:
+    residuals = Residuals("int8")
+    for name in ("applied", "failed"):
+        residuals.add(name, torch.linspace(-1, 1, 64))
+    before = residuals.state_dict()
+    for name in ("applied", "failed"):
+        residuals.back_up(name)
+        residuals.get(name, torch.zeros(64)).mul_(2)
+        residuals.put(name)
+    residuals.drop_backups(["applied", "unknown"])
+    residuals.restore()
+    after = residuals.state_dict()
+    assert torch.equal(after["failed"], before["failed"])
+    assert not torch.allclose(after["applied"], before["applied"], atol=0.1)
+    residuals.back_up("failed")
+    residuals.drop_backups()
+    residuals.reset("failed")
+    residuals.restore()
+    assert "failed" not in residuals

@@ -1,0 +1,294 @@
+"""Ranks of `ElasticLocalSGD` die in the middle of an average, leave and join; the others train on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtcomm.elastic import Coordinator, ElasticLocalSGD
+from dtcomm.errors import JoinRefused, PeerLost
+from dtcomm.launch.ranks import RunningRanks, send_to_parent, spawn_ranks
+
+WIDTH, EVERY, STEPS = 32, 4, 40
+SECRET = {"DTCOMM_SECRET": "a secret of these tests", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def nesterov(weights: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def make_model(seed: int, width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.BatchNorm1d(width), nn.Linear(width, WIDTH))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))
+    loss = (model(x) - x.flip(1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def all_weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten().float() for tensor in model.state_dict().values()])
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def die_in_average(local: ElasticLocalSGD, number: int) -> None:
+    """Make this process kill itself instead of sending its part of an average; the others have encoded theirs."""
+    start = local._start
+
+    def start_or_die(*arguments: Any) -> Any:
+        if local.syncs == number:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(*arguments)
+
+    local._start = start_or_die  # type: ignore[method-assign]
+
+
+def run(process: int, world_size: int, address: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train until step STEPS; process 2 dies in an average, process 3 joins later; all wait for it at step 20."""
+    torch.set_num_threads(1)
+    if process == 3:
+        wait_for(lambda: (Path(folder) / "join").exists())
+    model = make_model(seed=process)
+    made = dict(options, outer=nesterov) if options.pop("outer", False) else options
+    local = ElasticLocalSGD(model, address, EVERY, "int4", timeout_s=20, name=f"process {process}", **made)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if process == 2:
+        die_in_average(local, 3)
+    began, losses = local.steps, []
+    while local.steps < STEPS:
+        losses.append(train_step(model, optimizer, 1000 * process + local.steps))
+        local.step()
+        if local.steps == 20 and process == 0:
+            (Path(folder) / "join").touch()
+            send_to_parent("waiting")
+            wait_for(lambda: (Path(folder) / "joined").exists())
+    local.sync()
+    names = local.view.names
+    weights = all_weights(model)
+    local.close()
+    return {"began": began, "losses": losses, "weights": weights, "names": names, "report": local.syncs}
+
+
+def joined(coordinator: Coordinator, count: int) -> bool:
+    return len(coordinator._members) == count
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"outer": True}, {"fragments": 2, "delay": 2, "mixing": 0.5}],
+    ids=["diloco", "streaming"],
+)
+def test_one_of_three_dies_and_another_joins(
+    tmp_path: Path, monkeypatch: Any, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
+    with Coordinator("127.0.0.1", ranks=3) as coordinator:
+        arguments = (coordinator.address, str(tmp_path), options)
+        with spawn_ranks(run, 4, *arguments, backend=None, env=SECRET) as ranks:
+            assert ranks.receive(0) == "waiting"
+            wait_for(lambda: joined(coordinator, 3))  # two survivors and the one that waits
+            (tmp_path / "joined").touch()
+            outcomes = ranks.join(60)
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    results = [outcomes[process].result for process in (0, 1, 3)]
+    assert all(results), [str(outcome) for outcome in outcomes]
+    assert [result["began"] for result in results[:2]] == [0, 0] and results[2]["began"] >= 20
+    for result in results:
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert len(result["names"]) == 3 and not any("process 2" in name for name in result["names"])
+        assert len({result["report"] for result in results}) == 1
+    first = results[0]["losses"]
+    assert sum(first[-4:]) < 0.8 * sum(first[:4])
+    assert sum(results[2]["losses"][:4]) < 0.9 * sum(first[:4]), "it began with what the others had learnt"
+
+
+def conserve(process: int, world_size: int, address: str) -> dict[str, Any]:
+    """Make averages, in the third of which process 2 dies; return what it should have conserved and what it left."""
+    torch.set_num_threads(1)
+    model = make_model(seed=process)
+    local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if process == 2:
+        die_in_average(local, 2)
+    for step in range(3 * EVERY):
+        train_step(model, optimizer, 1000 * process + step)
+        if step < 3 * EVERY - 1:
+            local.step()
+    before = local.state_dict()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    local.step()
+    after = local.state_dict()
+    local.close()
+    return {"weights": weights, "before": before, "after": after, "names": local.view.names}
+
+
+def test_survivors_residuals_are_conserved_when_a_rank_dies_in_an_average(monkeypatch: Any) -> None:
+    monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
+    with (
+        Coordinator("127.0.0.1", ranks=3) as coordinator,
+        spawn_ranks(conserve, 3, coordinator.address, backend=None, env=SECRET) as ranks,
+    ):
+        outcomes = ranks.join(60)
+    survivors = [outcomes[process].result for process in (0, 1)]
+    assert all(survivors), [str(outcome) for outcome in outcomes]
+    assert len(survivors[0]["names"]) == 2
+    compressed = survivors[0]["after"]["residuals"].keys()
+    assert compressed
+    for name in compressed:
+        common, moved = (survivors[0][when]["common"][name].double() for when in ("before", "after"))
+        sent = 2 * (common - moved).flatten()
+        offered = kept = torch.zeros(common.numel(), dtype=torch.float64)
+        for result in survivors:
+            offered = offered + (common - result["weights"][name]).flatten()
+            offered = offered + result["before"]["residuals"][name]
+            kept = kept + result["after"]["residuals"][name]
+        assert torch.allclose(offered, sent + kept, atol=1e-6), (offered - sent - kept).abs().max()
+        assert kept.abs().max() > 0
+
+
+def join_wrongly(process: int, world_size: int, address: str, folder: str) -> Any:
+    """Process 0 and 1 train; the others come with something else and are refused."""
+    torch.set_num_threads(1)
+    if process < 2:
+        model = make_model(seed=process)
+        local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if process == 0:
+            (Path(folder) / "begun").touch()
+        over = False
+        while not over or local.steps % EVERY:  # all ends at an average
+            train_step(model, optimizer, local.steps)
+            over = local.steps >= EVERY and (Path(folder) / f"over at {local.steps + 1}").exists()
+            if process == 0 and not over and (Path(folder) / "refused").exists():
+                (Path(folder) / f"over at {local.steps + 2 * EVERY}").touch()
+                (Path(folder) / "refused").unlink()
+            local.step()
+        local.close()
+        return local.view.names
+    wait_for(lambda: (Path(folder) / "begun").exists())
+    model = make_model(seed=0, width=WIDTH + (process == 2))
+    if process == 4:
+        os.environ["DTCOMM_SECRET"] = "another"
+    spec = "int8" if process == 3 else "int4"
+    try:
+        if process == 5:
+            import dtcomm
+
+            dtcomm.__version__ = "0.0.9"
+        ElasticLocalSGD(model, address, EVERY, spec, timeout_s=20)
+    except JoinRefused as error:
+        return str(error)
+    finally:
+        if process == 5:
+            dtcomm.__version__ = "0.1.0"
+    return "was not refused"
+
+
+def test_another_model_codec_secret_or_version_is_refused(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
+    with (
+        Coordinator("127.0.0.1", ranks=2) as coordinator,
+        spawn_ranks(join_wrongly, 6, coordinator.address, str(tmp_path), backend=None, env=SECRET) as ranks,
+    ):
+        wait_for(lambda: sum("refused" in record.message for record in caplog.records) == 4)
+        assert len(coordinator.members()) == 2
+        (tmp_path / "refused").touch()
+        results = [outcome.result for outcome in ranks.join(60)]
+    assert len(results[0]) == len(results[1]) == 2
+    text = dict(zip(("model", "spec", "secret", "version"), results[2:], strict=True))
+    assert "digest" in text["model"] and text["model"].count("elements") == 2
+    assert "int8" in text["spec"] and "int4" in text["spec"]
+    assert "DTCOMM_SECRET" in text["secret"]
+    assert "dtcomm: 0.0.9" in text["version"] and "0.1.0" in text["version"]
+    assert not any(SECRET["DTCOMM_SECRET"] in record.message for record in caplog.records)
+
+
+def outlive_coordinator(process: int, world_size: int, address: str) -> tuple[str, bool]:
+    torch.set_num_threads(1)
+    model = make_model(seed=0)
+    local = ElasticLocalSGD(model, address, 1, timeout_s=20)
+    send_to_parent("joined")
+    try:
+        while True:
+            local.step()
+            time.sleep(0.01)
+    except PeerLost as error:
+        local.close()
+        return str(error), bool(local._common[0].isfinite().all())
+
+
+def test_members_say_that_the_coordinator_is_gone(monkeypatch: Any) -> None:
+    monkeypatch.delenv("DTCOMM_SECRET", raising=False)
+    with (
+        Coordinator("127.0.0.1", ranks=2) as coordinator,
+        spawn_ranks(outlive_coordinator, 2, coordinator.address, backend=None) as ranks,
+    ):
+        _receive_from_all(ranks, 2)
+        coordinator.close()
+        results = [outcome.result for outcome in ranks.join(60)]
+    assert all(coordinator.address in text and is_finite for text, is_finite in results)
+
+
+def _receive_from_all(ranks: RunningRanks, count: int) -> None:
+    for rank in range(count):
+        assert ranks.receive(rank) == "joined"
+
+
+def continue_from_state(process: int, world_size: int, address: str, saved: Any) -> tuple[int, torch.Tensor]:
+    torch.set_num_threads(1)
+    model = make_model(seed=7 + process)
+    state = saved if process == 0 else None
+    local = ElasticLocalSGD(model, address, EVERY, "int4", state=state, timeout_s=20)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    local.close()
+    return local.steps, weights
+
+
+def test_the_member_with_a_saved_state_gives_it_to_the_others(monkeypatch: Any) -> None:
+    monkeypatch.delenv("DTCOMM_SECRET", raising=False)
+    with Coordinator("127.0.0.1", ranks=1) as coordinator:
+        with spawn_ranks(saved_state, 1, coordinator.address, backend=None) as ranks:
+            (saved,) = [outcome.result for outcome in ranks.join(60)]
+    with (
+        Coordinator("127.0.0.1", ranks=3) as coordinator,
+        spawn_ranks(continue_from_state, 3, coordinator.address, saved, backend=None) as ranks,
+    ):
+        results = [outcome.result for outcome in ranks.join(60)]
+    expected = torch.cat([common.flatten() for common in saved["common"].values()])
+    for steps, weights in results:
+        assert steps == 6
+        assert torch.equal(weights, expected)
+
+
+def saved_state(process: int, world_size: int, address: str) -> dict[str, Any]:
+    model = make_model(seed=3)
+    local = ElasticLocalSGD(model, address, EVERY, "int4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(6):
+        train_step(model, optimizer, step)
+        local.step()
+    state = local.state_dict()
+    local.close()
+    return state
