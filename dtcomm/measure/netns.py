@@ -27,10 +27,10 @@ def why_unavailable() -> str:
     """Return why namespaces cannot be created here, or an empty string if they can."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "ip and tc are missing: on Debian and Ubuntu, apt install iproute2"
-    created = subprocess.run(["ip", "netns", "add", _name(99)], capture_output=True, text=True)
+    created = subprocess.run(["ip", "netns", "add", name_of(99)], capture_output=True, text=True)
     if created.returncode != 0:
         return f"ip netns add: {created.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", _name(99)], check=False)
+    subprocess.run(["ip", "netns", "del", name_of(99)], check=False)
     return ""
 
 
@@ -46,55 +46,57 @@ def two_hosts(gbit: float, *, burst_ms: float = 4.0) -> Iterator[list[str]]:
     Yields:
         The names of the namespaces, which are deleted at the end.
     """
-    names = [_name(0), _name(1)]
+    names = [name_of(0), name_of(1)]
     ends = [f"{name}v" for name in names]
-    with _namespaces(names):
-        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    with namespaces_of(names):
+        run_command("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         for number, (name, end) in enumerate(zip(names, ends)):
-            _run("ip", "link", "set", end, "netns", name)
-            _configure_link(name, end, number, gbit, burst_ms)
+            run_command("ip", "link", "set", end, "netns", name)
+            configure_link(name, end, number, gbit, burst_ms)
         yield names
 
 
 @contextmanager
 def many_hosts(count: int, gbit: float, *, burst_ms: float = 4.0) -> Iterator[list[str]]:
     """Create ``count`` namespaces connected through a bridge in a further namespace; see `two_hosts`."""
-    names, switch = [_name(number) for number in range(count)], _name(90)
-    with _namespaces([*names, switch]):
-        _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "switch", "up")
+    names, switch = [name_of(number) for number in range(count)], name_of(90)
+    with namespaces_of([*names, switch]):
+        run_command("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+        run_command("ip", "-n", switch, "link", "set", "switch", "up")
         for number, name in enumerate(names):
             port = f"port{number}"
             peer = ("peer", "name", "cable", "netns", name)
-            _run("ip", "-n", switch, "link", "add", port, "type", "veth", *peer)
-            _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
-            _configure_link(name, "cable", number, gbit, burst_ms)
+            run_command("ip", "-n", switch, "link", "add", port, "type", "veth", *peer)
+            run_command("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+            configure_link(name, "cable", number, gbit, burst_ms)
         yield names
 
 
 @contextmanager
-def _namespaces(names: list[str]) -> Iterator[None]:
+def namespaces_of(names: list[str]) -> Iterator[None]:
+    """Create namespaces of these names, and delete them at the end."""
     try:
         for name in names:
-            _run("ip", "netns", "add", name)
+            run_command("ip", "netns", "add", name)
         yield
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _configure_link(name: str, end: str, number: int, gbit: float, burst_ms: float) -> None:
+def configure_link(name: str, end: str, number: int, gbit: float, burst_ms: float) -> None:
     """Rename the link's ``end`` in namespace ``name`` to dt0, bring it up and set its address and rate."""
     inside = ("ip", "-n", name)
-    _run(*inside, "link", "set", end, "name", "dt0")
-    _run(*inside, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "dt0")
-    _run(*inside, "link", "set", "lo", "up")
-    _run(*inside, "link", "set", "dt0", "up")
+    if end != "dt0":
+        run_command(*inside, "link", "set", end, "name", "dt0")
+    run_command(*inside, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "dt0")
+    run_command(*inside, "link", "set", "lo", "up")
+    run_command(*inside, "link", "set", "dt0", "up")
     if not gbit:
         return
     burst = max(128 * 1024, int(gbit * 1e9 / 8 * burst_ms * 1e-3))
     shape = ("rate", f"{int(gbit * 1000)}mbit", "burst", str(burst), "latency", "100ms")
-    _run("tc", "-n", name, "qdisc", "add", "dev", "dt0", "root", "tbf", *shape)
+    run_command("tc", "-n", name, "qdisc", "add", "dev", "dt0", "root", "tbf", *shape)
 
 
 @contextmanager
@@ -126,7 +128,7 @@ def enter_namespace(name: str) -> None:
         OSError: The process lacks the permission.
     """
     with open(f"/run/netns/{name}") as handle:
-        _set_namespace(handle.fileno(), name)
+        set_namespace(handle.fileno(), name)
 
 
 def mount_own_sysfs() -> None:
@@ -146,7 +148,8 @@ def mount_own_sysfs() -> None:
             raise OSError(ctypes.get_errno(), "mounting /sys of a network namespace")
 
 
-def _set_namespace(namespace: int, description: str) -> None:
+def set_namespace(namespace: int, description: str) -> None:
+    """Move this thread into the network namespace of a descriptor; errors call it ``description``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), f"setns to {description}")
@@ -162,7 +165,7 @@ def temporary_process_group(rank: int, ranks: int, rendezvous: str, namespaces: 
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _set_namespace(home.fileno(), "the original namespace")
+            set_namespace(home.fileno(), "the original namespace")
 
 
 def init_process_group(rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
@@ -180,11 +183,13 @@ def init_process_group(rank: int, ranks: int, rendezvous: str, namespaces: list[
     )
 
 
-def _name(number: int) -> str:
+def name_of(number: int) -> str:
+    """Return the name of a namespace of this process."""
     return f"dt{os.getpid() % 100000}n{number}"
 
 
-def _run(*command: str) -> None:
+def run_command(*command: str) -> None:
+    """Run a command; OSError with what it printed if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,0 +1,150 @@
+"""Measure all_reduce between two sites that are far apart: dtcomm over one TCP connection a pair, and Gloo.
+
+python -m bench.wide_area [--gbit 1] [--round-trip 75] [--loss 0] [--sizes 64M] [--codecs none int8 int4] [--json FILE]
+
+Two ranks run in two network namespaces, whose link has a rate by tbf and a delay by a relay process (needs root,
+iproute2 and /dev/net/tun). The operation is an fp32 sum in place. Figures are medians of three rounds of the slower
+rank. The goodput of a row is the payload that a rank sends over the time, as a share of the link's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench.common import machine, output
+from bench.common.pool import Pool
+from bench.common.targets import MB
+from bench.two_hosts import GLOO, HostRank
+from dtcomm.measure import delayed_link
+
+GOAL = 0.9  # share of the link's rate, from 64 MB on
+
+
+class SiteRank(HostRank):
+    """A rank in its own namespace, which also measures the round trip."""
+
+    def round_trip_ms(self, port: int) -> float:
+        """Return the shortest of ten round trips of a byte over TCP, between the two ranks."""
+        if self.rank == 0:
+            with socket.create_server(("10.77.0.1", port)) as server:
+                connection, _ = server.accept()
+                with connection:
+                    for _ in range(10):
+                        connection.sendall(connection.recv(1))
+            return 0.0
+        times = []
+        with _connect(("10.77.0.1", port)) as connection:
+            for _ in range(10):
+                start = time.perf_counter()
+                connection.sendall(b"x")
+                connection.recv(1)
+                times.append(time.perf_counter() - start)
+        return min(times) * 1e3
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    for _ in range(100):
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise TimeoutError(f"nothing listens at {address}")
+
+
+def measure(options: argparse.Namespace, stack: ExitStack) -> list[dict[str, Any]]:
+    """Return a row for each size and contestant."""
+    namespaces = stack.enter_context(
+        delayed_link.two_sites(options.gbit, options.round_trip, loss=options.loss, mtu=options.mtu)
+    )
+    folder = stack.enter_context(TemporaryDirectory())
+    pool = stack.enter_context(
+        Pool(
+            SiteRank,
+            2,
+            timeout=300,
+            store_file=str(Path(folder) / "meet"),
+            namespaces=namespaces,
+            transport="sockets",
+        )
+    )
+    print(f"round trip {max(pool.call('round_trip_ms', port=29000)):.1f} ms")
+    rows = []
+    for size in options.sizes:
+        numel = size // 4
+        for name in (GLOO, *options.codecs):
+            times = []
+            for _ in range(options.rounds):
+                times.append(max(pool.call("measure", codec=name, numel=numel, warm=1, iters=1)))
+            # A rank of two sends half of the sum and half of its input.
+            sent = size if name == GLOO else max(pool.call("wire_bytes", codec=name, numel=numel))
+            seconds = statistics.median(times)
+            rows.append(
+                {
+                    "bytes": size,
+                    "name": name,
+                    "seconds": round(seconds, 4),
+                    "all_seconds": [round(value, 4) for value in times],
+                    "sent_bytes": sent,
+                    "share_of_rate": round(sent * 8 / seconds / (options.gbit * 1e9), 3),
+                    "load": machine.load(),
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Measure, print, write the result file; return what was written."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gbit", type=float, default=1)
+    parser.add_argument("--round-trip", type=float, default=75, help="milliseconds")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of packets that are lost")
+    parser.add_argument("--mtu", type=int, default=9000)
+    parser.add_argument("--sizes", type=output.parse_size, nargs="+", default=[64 * MB])
+    parser.add_argument("--codecs", nargs="+", default=["none", "int8", "int4"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="where to write instead of bench/results/wide_area.json")
+    options = parser.parse_args(arguments)
+    if reason := delayed_link.why_unavailable():
+        sys.exit(f"bench.wide_area: {reason}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with ExitStack() as stack:
+        rows = measure(options, stack)
+    cells = [
+        [
+            output.size_name(row["bytes"]),
+            row["name"],
+            f"{row['seconds']:.3f}",
+            f"{100 * row['share_of_rate']:.0f} %",
+        ]
+        for row in rows
+    ]
+    link = f"{options.gbit:g} Gbit/s, {options.round_trip:g} ms round trip, loss {options.loss:g}"
+    output.table(f"all_reduce, fp32, 2 sites, {link}", ["size", "what", "seconds", "of the rate"], cells)
+    missed = [row for row in rows if row["bytes"] >= 64 * MB and row["share_of_rate"] < GOAL]
+    result = {
+        "machine": machine.describe(),
+        "gbit": options.gbit,
+        "round_trip_ms": options.round_trip,
+        "loss": options.loss,
+        "mtu": options.mtu,
+        "rows": rows,
+        "below_goal": [f"{row['name']} at {output.size_name(row['bytes'])}" for row in missed],
+    }
+    print(output.write("wide_area", result, options.json))
+    return result
+
+
+if __name__ == "__main__":
+    main()
