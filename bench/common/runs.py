@@ -23,7 +23,19 @@ IDENTIFYING = (
         "kernel",
         "link",
     ),
-    *("ranks", "bytes", "bucket_bytes", "gbit", "batch", "width", "tokens", "threads", "numel", "hops"),
+    *(
+        "ranks",
+        "seed",
+        "bytes",
+        "bucket_bytes",
+        "gbit",
+        "batch",
+        "width",
+        "tokens",
+        "threads",
+        "numel",
+        "hops",
+    ),
 )
 # The machine's state during a run: no figure of a program, so a range of it says nothing.
 STATE = ("load", "attempts", "repetitions", "iters")
