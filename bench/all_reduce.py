@@ -244,6 +244,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 for v in verdicts
             ],
         )
+    for verdict in verdicts:
+        del verdict["shown"]  # a text of "figure", of which the file has the median
     result = {"machine": machine.describe(), "quick": options.quick, "rows": rows, "targets": verdicts}
     print(output.write("all_reduce", result, options.json))
     return result

@@ -196,6 +196,7 @@ def report(
     rows: list[dict[str, object]] = []
     cells: list[list[str]] = []
     bandwidth = 2 * size / min(statistics.median(times[name]) for name in COPIES)
+    title = contestants[-1].codec or "none"
     for contestant in contestants:
         timing = Timing.of(times[contestant.name])
         memcpy = ratios(times["memcpy"], times[contestant.name])
@@ -204,6 +205,7 @@ def report(
         rows.append(
             {
                 "name": contestant.name,
+                "beside": title,  # memcpy and the sums are measured again with every codec
                 "codec": contestant.codec,
                 "verb": contestant.verb,
                 "bytes": size,
@@ -227,7 +229,6 @@ def report(
             ]
         )
     columns = ["", "GB/s", "spread", "x memcpy", "quartiles", "x torch", "of the floor"]
-    title = contestants[-1].codec or "none"
     output.table(f"{title}: {kernel}, one core, {output.size_name(size)} of fp32", columns, cells)
     return rows
 

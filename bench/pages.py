@@ -34,10 +34,16 @@ def kept(program: str) -> dict[str, Any]:
     return result
 
 
+def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
+    """Return the text between two marks: the table, and for each program of how many runs it shows the median."""
+    results = [kept(program) for program in programs]
+    return "\n\n".join([text(*results), *map(pages.provenance, results)])
+
+
 def main() -> None:
     """Write all tables."""
     for page, marks, text, programs in PAGES:
-        print(pages.fill(page, marks, text(*map(kept, programs))))
+        print(pages.fill(page, marks, between_marks(text, programs)))
 
 
 if __name__ == "__main__":

@@ -205,7 +205,16 @@ def broadcast(
         if _variable_length.has_variable_length(codec):
             memory, is_source = in_memory(tensor, "tensor"), root == communicator.rank
             _variable_length.broadcast(
-                memory, src, is_source, codec, algorithm, group, async_op, residual, checksum
+                memory,
+                src,
+                is_source,
+                communicator.size,
+                codec,
+                algorithm,
+                group,
+                async_op,
+                residual,
+                checksum,
             )
             return None
         plan = make_plan(
