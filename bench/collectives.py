@@ -1,4 +1,4 @@
-"""Compare every collective of dtcomm with Gloo and with Open MPI's default in one run.
+"""Compare every collective of dtcomm with Gloo and with the faster of two settings of Open MPI in one run.
 
 python -m bench.collectives [--ranks 2 4] [--sizes 1K 64M] [--collectives NAMES] [--quick] [--json FILE]
 
@@ -7,7 +7,8 @@ all_reduce, broadcast and reduce work in place, the others out of place. gather 
 shards (for Gloo a list, which is all it supports). sendrecv sends from every rank to the next; pingpong alternates
 between two ranks. Contestants take turns within every repetition; figures are medians of the slowest rank. The floor
 is the time in which all ranks at once copy, in private memory, an equal share of the bytes that must be read and
-written at least. The exit status is 1 if a result is wrong; a missed target is printed and not an error.
+written at least. dtcomm's calls are repeated before until its first trials of variants are over. A target is also met
+within 10 % of the floor. The exit status is 1 if a result is wrong; a missed target is printed and not an error.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ SIZES = [KB, 64 * KB, MB, 16 * MB, 64 * MB]
 NAMES = (*COLLECTIVES, PINGPONG)
 OURS = ("dtcomm", "dtcomm.empty")
 PEERS = ("gloo", "mpi")
+MPI_SETTINGS = ("default", "ob1")  # the faster one counts
+NEAR_FLOOR = 0.9  # of the floor's speed: whoever is as fast need not be faster than a peer
 STREAMED = 4 * MB  # bytes from which a copy past the cache is the faster one
 Measure = Callable[..., list[float]]
 
 
 def required(collective: str, size: int, ours: str, peer: str) -> float | None:
     """Return how many times faster than the peer dtcomm must be; None: there is no target."""
+    if ours != "dtcomm":
+        return None
     if peer == "gloo":
-        return 5.0 if ours == "dtcomm" else None
-    if size < MB or ours != "dtcomm":
-        # Open MPI gathers by one copy, which leaves nothing to gain: without staging we are to be faster.
-        return 1.0 if collective == "all_gather" and size >= MB else None
-    return 1.0 if collective == "all_gather" else 1.5
+        return 5.0
+    return 1.5 if collective == "all_reduce" and size >= MB else 1.2
 
 
 def least_copied(collective: str, ranks: int) -> float:
@@ -87,8 +89,9 @@ def start(stack: ExitStack, ranks: int, largest: int) -> tuple[dict[str, Measure
     if absent:
         print(absent)
     else:
-        started = stack.enter_context(closing(mpi.MpiRanks("default", ranks)))
-        measures["mpi"] = partial(started.call, "measure")
+        for setting in MPI_SETTINGS:
+            started = stack.enter_context(closing(mpi.MpiRanks(setting, ranks)))
+            measures[f"mpi {setting}"] = partial(started.call, "measure")
     segment = stack.enter_context(closing(native.Segment.create(ranks, native.BOX_BYTES, largest)))
     copying = stack.enter_context(Pool(YardRank, ranks, address=segment.address, largest=largest))
     measures["floor"] = partial(floor, copying, ranks)
@@ -130,16 +133,18 @@ def row_of(
         partial(measure, measures, collective, numel, repetitions, budget), attempts=1 if quick else 2
     )
     timings = {name: Timing.of(series) for name, series in times.items()}
+    of_mpi = [timings.pop(name) for name in list(timings) if name.startswith("mpi ")]
+    if of_mpi:
+        timings["mpi"] = min(of_mpi, key=lambda timing: timing.median)
     figures = []
     for ours in ("dtcomm", "dtcomm.empty"):
         for peer in PEERS:
             if peer not in timings:
                 continue
-            ratio, least = (
-                timings[peer].median / timings[ours].median,
-                required(collective, size, ours, peer),
-            )
-            verdict = None if least is None else "PASS" if ratio >= least else "MISS"
+            ratio = timings[peer].median / timings[ours].median
+            least = required(collective, size, ours, peer)
+            at_floor = timings["floor"].median >= NEAR_FLOOR * timings[ours].median
+            verdict = None if least is None else "PASS" if ratio >= least or at_floor else "MISS"
             figures.append(
                 {"ours": ours, "peer": peer, "ratio": round(ratio, 3), "target": least, "verdict": verdict}
             )
