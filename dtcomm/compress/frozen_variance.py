@@ -91,7 +91,7 @@ class FrozenVariance(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, and freeze those whose warm-up ends with this step.
 
         Args:
