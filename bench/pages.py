@@ -24,7 +24,7 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
-    (pages.DOCS / "results/codecs.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
 ]
 
 

@@ -42,14 +42,16 @@ def write(
         NotKept: The file is in ``bench/results``, and the tree has changes that are not committed or other processes
             used the processor. The run is in ``build/bench/not_kept``. With ``BENCH_UNFIT=1`` in the environment it is
             kept all the same, and marked.
+        ValueError: Rows of several runs could not be matched; the message says what to do. The run is in that folder.
     """
     out = Path(path) if path else RESULTS / f"{name}.json"
     stamped = {"program": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **summary(result)}
     measurement = _measurement(timed)
     kept = out.resolve().parent == RESULTS.resolve()
-    if kept and "unfit" in measurement and os.environ.get(UNFIT) != "1":
-        aside = RUNS.parent / "not_kept" / out.name
+    aside = RUNS.parent / "not_kept" / out.name
+    if kept:  # what is refused below is not lost
         write_whole(aside, format_json({**stamped, "measurements": [measurement]}))
+    if kept and "unfit" in measurement and os.environ.get(UNFIT) != "1":
         raise NotKept(
             f"bench.{name}: not kept, because {'; '.join(measurement['unfit'])}. The figures are in {aside}; "
             f"{UNFIT}=1 keeps them and marks them as unfit"
@@ -66,6 +68,8 @@ def write(
     merged.pop("time_range", None)
     measurements = [entry["measurement"] for entry in entries]
     write_whole(out, format_json({**merged, **latest, "measurements": measurements}))
+    if kept:
+        aside.unlink()
     return out
 
 

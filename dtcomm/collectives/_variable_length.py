@@ -3,7 +3,8 @@
 The engine's operations have sizes that every rank knows beforehand. So each function here encodes, exchanges the
 lengths with the numbers of elements, which the ranks compare, and then moves the payloads as bytes, with the same
 collective and codec ``none``. Where that collective has shards of one size they are as long as the longest payload. The
-lengths must be known before the bytes move, so there is no asynchronous form.
+lengths must be known before the bytes move, so there is no asynchronous form, but of all_gather: that waits for the
+lengths alone, and its payloads arrive while the caller goes on.
 
 The public functions call this module when they find no plan for a call: none is ever stored for these codecs.
 """
@@ -20,6 +21,7 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import Algorithm, Group, require_dtype, require_tensor
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels.ops import decode, encode
+from dtcomm.work import CompositeWork, Work
 
 SEND, HAVE = ("sends", "expects"), ("has", "has")
 VALID = "broadcast, all_gather, gather, scatter, all_to_all, send and recv, and dtcomm.encode"
@@ -50,19 +52,29 @@ def all_gather(
     async_op: bool,
     residual: Tensor | None,
     checksum: bool | None,
-) -> None:
+) -> Work | None:
     """`dtcomm.all_gather`."""
     from dtcomm.collectives import gather_ops
 
-    codec = _codec_of(spec, input, async_op, residual)
+    codec = _codec_of(spec, input, False, residual)
     buffer, payload = _encode(codec, input)
     lengths = _gather_lengths(codec, payload, input, ranks, group)
     most = max(lengths)
     payloads = buffer.new_empty(ranks * most)
-    gather_ops.all_gather(payloads, buffer[:most], algorithm=algorithm, group=group, checksum=checksum)
-    shards = output.view(-1).view(ranks, -1)
-    for shard, whole, length in zip(shards, payloads.view(ranks, -1), lengths, strict=True):
-        _decode(codec, whole[:length], shard)
+    work = gather_ops.all_gather(
+        payloads, buffer[:most], algorithm=algorithm, group=group, checksum=checksum, async_op=True
+    )
+
+    def decode_payloads() -> None:
+        shards = output.view(-1).view(ranks, -1)
+        for shard, whole, length in zip(shards, payloads.view(ranks, -1), lengths, strict=True):
+            _decode(codec, whole[:length], shard)
+
+    decoded = CompositeWork([work], [output], decode_payloads)
+    if async_op:
+        return decoded
+    decoded.wait()
+    return None
 
 
 def broadcast(

@@ -112,10 +112,9 @@ def all_gather(
     plan = communicator.plans.get(key)
     if plan is None:
         if _variable_length.has_variable_length(codec):
-            _variable_length.all_gather(
+            return _variable_length.all_gather(
                 output, input, communicator.size, codec, algorithm, group, async_op, residual, checksum
             )
-            return None
         plan = make_plan(
             communicator,
             key,

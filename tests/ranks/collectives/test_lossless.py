@@ -100,7 +100,7 @@ def call(what: str, n: int) -> None:
     elif what == "all_gather_coalesced":
         collectives.all_gather_coalesced([whole], [x], codec="lossless")
     elif what == "async":
-        collectives.all_gather(whole, x, codec="lossless", async_op=True)
+        collectives.broadcast(x, 0, codec="lossless", async_op=True)
     elif what == "residual":
         collectives.broadcast(x, 0, codec="lossless", residual=torch.zeros(8))
     elif what == "levels":

@@ -126,10 +126,12 @@ def test_results_without_times_are_replaced_and_resumed(tree: Tree) -> None:
     assert output.resumable(tree.results / "absent.json") == {}
 
 
-def test_rows_that_cannot_be_told_apart_are_an_error(tree: Tree) -> None:
+def test_rows_that_cannot_be_told_apart_are_an_error(tree: Tree, tmp_path: Path) -> None:
     rows = [{"colour": "red", "median_us": 1.0}, {"colour": "blue", "median_us": 2.0}]
     with pytest.raises(ValueError, match=r"result.rows: 2 rows have \{\}; add the field"):
         output.write("program", {"rows": rows})
+    aside = json.loads((tmp_path / "build" / "not_kept" / "program.json").read_text(encoding="utf-8"))
+    assert aside["rows"] == rows, "the run is not lost"
 
 
 def test_merging_of_what_is_not_a_number() -> None:
