@@ -99,9 +99,13 @@ Scenario small_scenario(const Kind& kind, int ranks) {
 std::vector<BarrierId> barriers_of(const Kind& kind) {
   if (is_program(kind)) {
     std::vector<BarrierId> all = {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived};
-    // The calls of a tree wait for each other by themselves.
-    if (kind.algorithm != std::string("tree")) all.push_back(BarrierId::peers_entered);
-    if (kind.pushes) all.push_back(BarrierId::payloads_written);
+    // The calls of a tree wait for each other by themselves. Where payloads are pushed, payloads_written comes between
+    // the peers' entering and the first store that they could see.
+    if (kind.pushes) {
+      all.push_back(BarrierId::payloads_written);
+    } else if (kind.algorithm != std::string("tree")) {
+      all.push_back(BarrierId::peers_entered);
+    }
     return all;
   }
   if (kind.collective == Collective::reduce_scatter || kind.collective == Collective::all_to_all) {
