@@ -12,18 +12,10 @@ namespace {
 
 constexpr std::size_t kBlock = kNvfp4Block, kBlocks = kNvfp4Granule / kBlock;
 
-// Blocks with their scales; `bytes` are the stored ones.
-void encode_blocks(const float* x, std::size_t blocks, const std::uint8_t* bytes, float granule, const EncodeArgs& args,
-                   std::uint8_t* codes) {
-  float inverse[kMaxBlocks];
-  for (std::size_t b = 0; b < blocks; ++b) inverse[b] = nvfp4_block_scale(bytes[b], granule);
-  for (std::size_t b = 0; b < blocks; ++b) inverse[b] = inverse_of(inverse[b]);
-  minifloats_nearest<E2m1, true>(x, blocks, kBlock, inverse, args, codes);
-}
-
 struct Nvfp4Kernels : DecodingFamily<Nvfp4Kernels> {
-  static void encode(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
-                     std::uint8_t* to) {
+  // Returns whether the error was stored.
+  static bool encode_granule(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                             std::uint8_t* to, const ErrorTarget* error) {
     const BlockCut cut(params.layout, n);
     const EncodeArgs plain{args.key, args.index, args.feedback};
     float last[kBlock] = {};
@@ -45,14 +37,30 @@ struct Nvfp4Kernels : DecodingFamily<Nvfp4Kernels> {
     for (std::size_t b = 0; b < cut.blocks; ++b) {
       to[b] = static_cast<std::uint8_t>(nvfp4_scale_byte(tops[b], granule, inverse));
     }
+    float scales[kBlocks], inverses[kBlocks];
+    for (std::size_t b = 0; b < cut.blocks; ++b) scales[b] = nvfp4_block_scale(to[b], granule);
+    for (std::size_t b = 0; b < cut.blocks; ++b) inverses[b] = inverse_of(scales[b]);
     std::uint8_t* const codes = to + cut.codes;
-    for (std::size_t b = 0; b < cut.whole; b += kMaxBlocks) {
-      const std::size_t count = smaller(kMaxBlocks, cut.whole - b);
-      encode_blocks(x + b * kBlock, count, to + b, granule, plain, codes + b * kBlock / 2);
+    const bool stored = minifloats_nearest<E2m1, true>(x, cut.whole, kBlock, inverses, scales, plain, codes,
+                                                       cut.rest ? nullptr : error);
+    if (cut.rest) {
+      minifloats_nearest<E2m1, true>(last, 1, kBlock, inverses + cut.whole, scales + cut.whole, plain,
+                                     codes + cut.whole * kBlock / 2, nullptr);
     }
-    if (cut.rest) encode_blocks(last, 1, to + cut.whole, granule, plain, codes + cut.whole * kBlock / 2);
     __builtin_memcpy(to + cut.used - sizeof granule, &granule, sizeof granule);
     cut.pad(to);
+    return stored;
+  }
+
+  static void encode(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                     std::uint8_t* to) {
+    encode_granule(params, x, n, args, to, nullptr);
+  }
+
+  static void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                                std::uint8_t* to, const ErrorTarget& error) {
+    if (encode_granule(params, x, n, args, to, &error)) return;
+    decode_with<false>(params, to, n, error.residual, error_of(x, error.divisor, error.old));
   }
 
   // to[i] = finish(value of element i, i) for i < n.
