@@ -30,6 +30,9 @@ struct Large {
   static float factor() { return float_of((127U << 23) + kExponent + kOffset); }
 };
 
+// A float in all lanes: compilers leave the difference out, but not a sum, which would make +0 of -0.
+inline __attribute__((always_inline)) Floats all_lanes(float x) { return x - Floats{}; }
+
 // The power of two, with t's sign, whose product with kFactor is the large number.
 template <class F>
 inline __attribute__((always_inline)) Floats power_below(Floats t) {
@@ -239,16 +242,16 @@ inline void nearest_codes(const float* x, std::size_t blocks, std::size_t block,
   const int shift = __builtin_ctzll(block);
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
     if (i % 64 == 0) prefetch_next(args, i);
-    const Floats first = Floats{} + inverse[i >> shift];
+    const Floats first = all_lanes(inverse[i >> shift]);
     Floats by[4] = {first, first, first, first}, scale[4] = {};
     if constexpr (Kind != Feedback::none) {
-      for (std::size_t j = 0; j < 4; ++j) scale[j] = Floats{} + scales[i >> shift];
+      for (std::size_t j = 0; j < 4; ++j) scale[j] = all_lanes(scales[i >> shift]);
     }
     if (block < 4 * kLanes) {
       for (std::size_t j = 1; j < 4; ++j) {
         const std::size_t b = (i + j * kLanes) >> shift;
-        by[j] = Floats{} + inverse[b];
-        if constexpr (Kind != Feedback::none) scale[j] = Floats{} + scales[b];
+        by[j] = all_lanes(inverse[b]);
+        if constexpr (Kind != Feedback::none) scale[j] = all_lanes(scales[b]);
       }
     }
     const auto sum_of = [&](std::size_t j) __attribute__((always_inline)) {
