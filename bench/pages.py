@@ -7,7 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import auto_runs, collectives, fsdp_speed, quality, slow_link, tp_speed, two_hosts, two_shot_error
+from bench import (
+    auto_runs,
+    collectives,
+    fsdp_speed,
+    partial_sums,
+    quality,
+    slow_link,
+    tp_speed,
+    two_hosts,
+    two_shot_error,
+)
 from bench.common import pages, readme
 from bench.common.output import RESULTS
 
@@ -24,6 +34,7 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
+    (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
 ]
 
