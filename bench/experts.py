@@ -146,7 +146,7 @@ class Rank:
         dist.destroy_process_group()
 
     def _call(self, name: str, operation: str, dtype: str, choices: int) -> Callable[[], torch.Tensor]:
-        x, upstream = (tensor.to(DTYPES[dtype]) for tensor in (self._x, self._upstream))
+        x, upstream = (tensor.to(DTYPES[dtype], copy=True) for tensor in (self._x, self._upstream))
         weights, experts = self._scores.topk(choices, 1)
         backward = operation != "dispatch"
         x.requires_grad_(backward)

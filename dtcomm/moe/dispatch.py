@@ -13,12 +13,10 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.moe import agreement
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows, gradient_edge
-from dtcomm.moe.hops import Carried, Hop, make_hop, one_hot, sum_slots, unique_destinations
+from dtcomm.moe.hops import Carried, Hop, make_hop, one_hot, sum_slots, unique_destinations, with_zero_row
 from dtcomm.moe.losses import count_choices
 from dtcomm.moe.placement import Counts, Hosts, gather_tables
 from dtcomm.moe.settings import RowCodecs, make_codecs
-
-_METADATA_ALIGN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +70,11 @@ class Route:
             if peer != self.rank and self.hosts[peer] == self.hosts[self.rank]
         )
 
-    @property
-    def row_slots(self) -> torch.Tensor:
-        """int64 [arrived tokens, columns], the rows of each arrived token, whose results are summed."""
-        # Where every token has one row a sum has one term.
-        single = 0 < len(self.pair_index) == len(self.pair_slots)
-        return self.pair_slots.amin(1, keepdim=True) if single else self.pair_slots
+    def sum_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the rows of each arrived token."""
+        if 0 < len(self.pair_index) == len(self.pair_slots):  # every token has one row
+            return sum_slots(rows, self.pair_slots.amin(1, keepdim=True))
+        return sum_slots(with_zero_row(rows), self.pair_slots)
 
     def split(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split the rows that `dispatch` returned into those of each local expert."""
@@ -218,15 +215,17 @@ def dispatch(
     counts = Counts(lists, num_experts, world_size, hosts)
 
     carried = Carried("tokens", codecs.dispatch, x.shape[1], x.dtype)
-    row_bytes = codecs.dispatch.wire_bytes(x.shape[1], x.dtype)
-    table = _with_metadata(encode_rows(x, codecs.dispatch, rank), torch.where(kept, chosen, -1), rank)
+    payload = encode_rows(x, codecs.dispatch, rank)
+    metadata = _make_metadata(torch.where(kept, chosen, -1), rank)
+    source: torch.Tensor | None = None
+    hops: tuple[Hop, ...]
     if by_hosts:
         relays = hosts.relays_of(rank)
         between = make_hop(
             "between hosts", host_destinations, relays, *counts.between_hosts(rank), rank, group
         )
-        table = between.spread(table, carried)
-        passed_on, _ = _metadata(table, row_bytes, choices_shape[1])
+        payload, source, metadata = between.spread_with_metadata(payload, None, metadata, carried)
+        passed_on, _ = _read_metadata(metadata)
         own_host = hosts.members(rank)
         inside = make_hop(
             "inside hosts",
@@ -244,9 +243,9 @@ def dispatch(
                 "all ranks", destinations, hosts.ranks, *counts.between_ranks(rank), rank, group, grouped
             ),
         )
-    table = hops[-1].spread(table, carried)
+    arrived = hops[-1].spread_with_metadata(payload, source, metadata, carried)
 
-    arrived_choices, sources = _metadata(table, row_bytes, choices_shape[1])
+    arrived_choices, sources = _read_metadata(arrived.metadata)
     rows = counts.rows(range(rank * local_experts, (rank + 1) * local_experts))
     local = arrived_choices - rank * local_experts
     local = torch.where((local >= 0) & (local < local_experts), local, local_experts)
@@ -263,7 +262,7 @@ def dispatch(
         rank=rank,
         group=group,
     )
-    payload = table[:, :row_bytes].index_select(0, pair_index // choices_shape[1])
+    payload = arrived.payload(pair_index // choices_shape[1])
     if encoded:
         edge = autograd_apply(_Dispatched, x, gradient_edge((sum(rows), x.shape[1]), x), route)
         return EncodedRows(
@@ -280,9 +279,9 @@ def dispatch(
 def combine(outputs: torch.Tensor, route: Route, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the experts' outputs to their tokens' ranks and sum those of each token. Differentiable.
 
-    The outputs are weighted and summed in fp32 on the rank of the experts, then, if the route is hierarchical, on their
-    host, and then on the token's rank: between two ranks, or hosts, one row a token travels. Weights go to the experts'
-    ranks first, uncompressed.
+    The outputs are weighted on the rank of the experts and summed in fp32: there, then on their host if the route is
+    hierarchical, and then on the token's rank. So between two ranks, or hosts, one row a token travels. Weights go to
+    the experts' ranks first, uncompressed.
 
     Args:
         outputs: The results of this rank's experts, [rows, out_features], one per row that `dispatch` returned and in
@@ -308,7 +307,7 @@ def combine(outputs: torch.Tensor, route: Route, weights: torch.Tensor | None = 
     agreement.require_weights("weights", weights, route.choices_shape)
     if weights is not None:
         row_weights = autograd_apply(_Weights, weights.float().view(route.choices_shape), route)
-        outputs = (outputs * row_weights[:, None]).to(outputs.dtype)
+        outputs = outputs * row_weights[:, None].to(outputs.dtype)
     combined: torch.Tensor = autograd_apply(_Combined, outputs, route)
     return combined
 
@@ -324,7 +323,7 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         route: Route = ctx.route
-        arrived = sum_slots(gradient, route.row_slots)
+        arrived = route.sum_rows(gradient)
         return route.collect(arrived, "gradients of tokens", route.codecs.backward), None, None
 
 
@@ -334,7 +333,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, route: Route) -> torch.Tensor:
         ctx.route = route
-        return route.collect(sum_slots(rows, route.row_slots), "outputs", route.codecs.combine)
+        return route.collect(route.sum_rows(rows), "outputs", route.codecs.combine)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -375,17 +374,15 @@ def _kept(
     return (positions < capacity).view_as(chosen)
 
 
-def _with_metadata(payload: torch.Tensor, choices: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the payload of each token with its experts (-1: dropped) and its rank, int32, behind it."""
-    metadata = torch.cat([choices, torch.full_like(choices[:, :1], rank)], 1).to(torch.int32)
-    metadata = metadata.view(torch.uint8)
-    missing = -(payload.shape[1] + metadata.shape[1]) % _METADATA_ALIGN
-    return torch.cat([payload, metadata, payload.new_zeros((len(payload), missing))], 1)
+def _make_metadata(choices: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the experts (-1: dropped) and the rank of each token as int32, uint8 [tokens, bytes]."""
+    metadata = torch.cat([choices, torch.full_like(choices[:, :1], rank)], 1)
+    return metadata.to(torch.int32).view(torch.uint8)
 
 
-def _metadata(table: torch.Tensor, begin: int, choices: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `_with_metadata` added behind ``begin`` bytes: experts [rows, choices] and ranks [rows], int64."""
-    values = table[:, begin : begin + 4 * (choices + 1)].contiguous().view(torch.int32).to(torch.int64)
+def _read_metadata(metadata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `_make_metadata` holds: experts [rows, choices] and ranks [rows], int64."""
+    values = metadata.view(torch.int32).to(torch.int64)
     return values[:, :-1], values[:, -1]
 
 

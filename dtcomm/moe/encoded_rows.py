@@ -80,13 +80,15 @@ def encode_rows(x: torch.Tensor, codec: Codec, rank: int = 0) -> torch.Tensor:
         rank: This rank, which makes the random numbers of ranks different.
 
     Returns:
-        uint8, [rows, ``codec.wire_bytes(features, x.dtype)``].
+        uint8, [rows, ``codec.wire_bytes(features, x.dtype)``]; the memory of ``x`` itself if nothing is to be done.
     """
     rows, features = x.shape
     x = x.detach().contiguous()
     row_bytes = codec.wire_bytes(features, x.dtype)
     if not x.numel():
         return x.new_zeros((rows, row_bytes), dtype=torch.uint8)
+    if _is_plain(codec, features, x.dtype):
+        return x.view(torch.uint8)
     key = counter_rng.mix_key(next(_calls), rank, 0)
     layout = None if codec.in_python else codec.layout(x.dtype)
     if layout is None or not _can_be_cut(layout, features):
@@ -104,23 +106,37 @@ def encode_rows(x: torch.Tensor, codec: Codec, rank: int = 0) -> torch.Tensor:
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
-def decode_rows(payload: torch.Tensor, codec: Codec, features: int, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(
+    payload: torch.Tensor, codec: Codec, features: int, dtype: torch.dtype, *, zero_row: bool = False
+) -> torch.Tensor:
     """Decode rows that `encode_rows` encoded.
 
     Args:
-        payload: uint8, [..., rows, bytes].
+        payload: uint8, [..., rows, bytes]; [rows, bytes] with ``zero_row``.
         codec: The codec.
         features: Number of features of a row.
         dtype: The dtype of the result.
+        zero_row: Whether a row of zeros follows the others.
 
     Returns:
         [..., rows, features].
     """
+    if zero_row:
+        rows = len(payload)
+        output = payload.new_empty((rows + 1, features), dtype=dtype)
+        output[rows].zero_()
+        if rows and not codec.in_python and features % codec.layout(dtype).granule == 0:
+            ops.decode(codec, payload.reshape(-1), rows * features, dtype, output[:rows].view(-1))
+        else:
+            output[:rows] = decode_rows(payload, codec, features, dtype)
+        return output
     leading, row_bytes = payload.shape[:-1], payload.shape[-1]
     payload = payload.reshape(-1, row_bytes)
     rows = len(payload)
     if not rows * features:
         return payload.new_zeros((*leading, features), dtype=dtype)
+    if _is_plain(codec, features, dtype):
+        return payload.contiguous().view(dtype).view(*leading, features)
     layout = None if codec.in_python else codec.layout(dtype)
     if layout is None or not _can_be_cut(layout, features):
         decoded = torch.stack([ops.decode(codec, row.clone(), features, dtype) for row in payload])
@@ -137,6 +153,11 @@ def decode_rows(payload: torch.Tensor, codec: Codec, features: int, dtype: torch
     parts.append(_decode_rest(payload[:, whole_bytes:], codec, layout, features - whole, dtype))
     decoded = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
     return decoded.reshape(*leading, features)
+
+
+def _is_plain(codec: Codec, features: int, dtype: torch.dtype) -> bool:
+    """Return whether a row's payload is the row itself."""
+    return codec.name == "none" and codec.wire_bytes(features, dtype) == features * dtype.itemsize
 
 
 def _can_be_cut(layout: Layout, features: int) -> bool:

@@ -23,6 +23,24 @@ from dtcomm.moe.encoded_rows import decode_rows, encode_rows
 from dtcomm.moe.state import record
 
 
+class Arrived(NamedTuple):
+    """Rows that a hop brought, with their metadata.
+
+    Attributes:
+        buffer: uint8 [more rows, bytes], which also holds the metadata.
+        rows: int64 [rows], where the payload of each row is in the buffer, in the order of the ranks that sent them.
+        metadata: uint8 [rows, bytes].
+    """
+
+    buffer: torch.Tensor
+    rows: torch.Tensor
+    metadata: torch.Tensor
+
+    def payload(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the payload of some rows, uint8 [indices, bytes]."""
+        return self.buffer.index_select(0, self.rows.index_select(0, index))
+
+
 class Carried(NamedTuple):
     """What a hop carries: its name in reports, its codec, and the elements and the dtype of a row."""
 
@@ -70,6 +88,53 @@ class Hop:
         """
         return self._exchange(payload.index_select(0, self.send_index), self.sent, self.received, carried)
 
+    def spread_with_metadata(
+        self, payload: torch.Tensor, source: torch.Tensor | None, metadata: torch.Tensor, carried: Carried
+    ) -> Arrived:
+        """Send a copy of each row and of its metadata to each of its ranks, in one message to each.
+
+        Args:
+            payload: uint8, [payload rows, bytes].
+            source: int64 [source rows], where the source rows are in ``payload``. None: they are all of it, in order.
+            metadata: uint8, [source rows, bytes].
+            carried: What the payload is.
+        """
+        row_bytes, size = payload.shape[1], metadata.shape[1]
+        # A message is the rows for a rank and then their metadata, in as many more rows as they fill.
+        more = [[-(-count * size // row_bytes) for count in counts] for counts in (self.sent, self.received)]
+        index = self.send_index if source is None else source.index_select(0, self.send_index)
+        buffer = payload.new_empty((self.send_index.numel() + sum(more[0]), row_bytes))
+        places = _split(buffer, self.sent, more[0])
+        for (rows, behind), chosen, metadata_of in zip(
+            places,
+            index.split(list(self.sent)),
+            metadata.index_select(0, self.send_index).split(list(self.sent)),
+            strict=True,
+        ):
+            if len(rows):
+                torch.index_select(payload, 0, chosen, out=rows)
+                behind = behind.view(-1)
+                behind[: metadata_of.numel()] = metadata_of.reshape(-1)
+                behind[metadata_of.numel() :].zero_()
+        sent, received = (
+            [count + extra for count, extra in zip(counts, extras, strict=True)]
+            for counts, extras in zip((self.sent, self.received), more, strict=True)
+        )
+        arrived = self._exchange(buffer, sent, received, carried, self.sent)
+        numbers = torch.arange(len(arrived), device=arrived.device)[:, None]
+        return Arrived(
+            arrived,
+            torch.cat([rows for rows, _ in _split(numbers, self.received, more[1])]).view(-1),
+            torch.cat(
+                [
+                    behind.reshape(-1)[: count * size].view(count, size)
+                    for (_, behind), count in zip(
+                        _split(arrived, self.received, more[1]), self.received, strict=True
+                    )
+                ]
+            ),
+        )
+
     def collect(self, rows: torch.Tensor, what: str, codec: Codec) -> torch.Tensor:
         """Send rows back to where their copies came from and sum those of each source row, in fp32.
 
@@ -84,17 +149,35 @@ class Hop:
         carried = Carried(what, codec, rows.shape[1], rows.dtype)
         payload = encode_rows(rows, codec, self.rank)
         returned = self._exchange(payload, self.received, self.sent, carried)
-        return sum_slots(decode_rows(returned, codec, *carried[2:]), self.slots, self.begins)
+        terms = decode_rows(returned, codec, rows.shape[1], rows.dtype, zero_row=True)
+        return sum_slots(terms, self.slots, self.begins)
 
     def _exchange(
-        self, payload: torch.Tensor, sent: Sequence[int], received: Sequence[int], carried: Carried
+        self,
+        payload: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        carried: Carried,
+        rows: Sequence[int] | None = None,
     ) -> torch.Tensor:
+        """Exchange messages; ``rows`` are the rows of ``sent`` that are not metadata, if some are."""
         output = payload.new_empty((sum(received), payload.shape[1]))
         work = all_to_all(output, payload, list(received), list(sent), group=self.group, async_op=True)
         work.wait()
-        numel = (sum(sent) - sent[self.rank]) * carried.features
+        numel = carried.features * sum(
+            count for peer, count in enumerate(sent if rows is None else rows) if peer != self.rank
+        )
         record(self.group, self.level, carried.what, str(carried.codec), carried.dtype, numel, work)
         return output
+
+
+def _split(
+    rows: torch.Tensor, counts: Sequence[int], more: Sequence[int]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return for each rank its ``counts`` rows and the ``more`` rows behind them, as views."""
+    sizes = [size for pair in zip(counts, more, strict=True) for size in pair]
+    parts = torch.split(rows, sizes)
+    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def make_hop(
@@ -174,18 +257,17 @@ def one_hot(destinations: torch.Tensor, count: int) -> torch.Tensor:
     return marks.scatter_(1, destinations, torch.ones_like(destinations))[:, :count]
 
 
-def sum_slots(rows: torch.Tensor, slots: torch.Tensor, begins: torch.Tensor | None = None) -> torch.Tensor:
-    """Return for each row of ``slots`` the sum of the rows that it names, in fp32 and in the order of the columns.
+def sum_slots(terms: torch.Tensor, slots: torch.Tensor, begins: torch.Tensor | None = None) -> torch.Tensor:
+    """Return for each row of ``slots`` the sum of the terms that it names, in fp32 and in the order of the columns.
 
     Args:
-        rows: [rows, features].
-        slots: int64 [sums, columns], indices of rows; ``len(rows)`` for none.
+        terms: [rows, features]; the last row is zeros, where a slot names it for no term. See `with_zero_row`.
+        slots: int64 [sums, columns], indices of terms.
         begins: bool [sums, columns], where another partial sum begins, which are summed at the end. None: nowhere.
 
     Returns:
-        [sums, features], in the dtype of ``rows``.
+        [sums, features], in the dtype of ``terms``.
     """
-    terms = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     partial = terms.index_select(0, slots[:, 0])
     if slots.shape[1] == 1:
         return partial
@@ -193,13 +275,18 @@ def sum_slots(rows: torch.Tensor, slots: torch.Tensor, begins: torch.Tensor | No
     for column in range(1, slots.shape[1]):
         term = terms.index_select(0, slots[:, column]).float()
         if begins is None:
-            partial = partial + term
+            partial.add_(term)
             continue
         begin = begins[:, column, None]
         ended = torch.where(begin, partial, 0.0)
         total = ended if total is None else total + ended
         partial = torch.where(begin, term, partial + term)
-    return (partial if total is None else total + partial).to(rows.dtype)
+    return (partial if total is None else total + partial).to(terms.dtype)
+
+
+def with_zero_row(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows and behind them a row of zeros."""
+    return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
 
 
 def constant(values: Sequence[int], device: torch.device) -> torch.Tensor:

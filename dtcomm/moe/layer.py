@@ -61,7 +61,9 @@ class MoE(nn.Module):
 
     Gradients: the router's are those of this rank's tokens, to be averaged over the ranks as those of all other
     parameters, by DDP for example. Those of experts come from all ranks' tokens already and are divided by the number
-    of ranks, so they must not be averaged: `expert_parameters` lists them.
+    of ranks, so they must not be averaged: `expert_parameters` lists them. If several groups of ranks hold the same
+    layer, average experts' gradients over those ranks of the groups that hold the same experts, and seed the groups
+    alike.
 
     Args:
         features: Number of features of a token.

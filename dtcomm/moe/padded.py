@@ -14,7 +14,7 @@ from dtcomm.collectives import all_to_all
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe import agreement
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows, gradient_edge
-from dtcomm.moe.hops import sum_slots
+from dtcomm.moe.hops import sum_slots, with_zero_row
 from dtcomm.moe.losses import count_choices
 from dtcomm.moe.settings import RowCodecs, make_codecs
 from dtcomm.moe.state import record
@@ -193,7 +193,7 @@ def dispatch_padded(
         group=group,
     )
     # Rows that are not in use hold the payload of zeros; one more row takes what is dropped.
-    payload = encode_rows(torch.cat([x.detach(), x.new_zeros(1, x.shape[1])]), codecs.dispatch, rank)
+    payload = encode_rows(with_zero_row(x.detach()), codecs.dispatch, rank)
     tokens = torch.arange(len(flat), device=x.device) // choices.shape[1]
     sent = payload[-1:].repeat(total + 1, 1).index_copy_(0, slots, payload.index_select(0, tokens))[:total]
     arrived = route.by_expert(route.exchange(sent, "tokens", codecs.dispatch, x.shape[1], x.dtype))
@@ -268,14 +268,13 @@ class _Returned(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, route: PaddedRoute) -> torch.Tensor:
         ctx.route = route
         returned = _return(rows, "outputs", route.codecs.combine, route)
-        return torch.cat([returned, returned.new_zeros(1, rows.shape[2])]).index_select(0, route.slots)
+        return returned.index_select(0, route.slots)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         route: PaddedRoute = ctx.route
         codec, features = route.codecs.backward, gradient.shape[1]
-        with_zero = torch.cat([gradient, gradient.new_zeros(1, features)])
-        payload = encode_rows(with_zero, codec, route.rank)
+        payload = encode_rows(with_zero_row(gradient), codec, route.rank)
         total = len(route.counts) * route.world_size * route.capacity
         sent = payload[-1:].repeat(total + 1, 1).index_copy_(0, route.slots, payload[:-1])[:total]
         arrived = route.exchange(sent, "gradients of outputs", codec, features, gradient.dtype)
@@ -283,10 +282,10 @@ class _Returned(torch.autograd.Function):
 
 
 def _return(rows: torch.Tensor, what: str, codec: Codec, route: PaddedRoute) -> torch.Tensor:
-    """Send the experts' rows back to the tokens' ranks; return them in the order in which they were sent."""
+    """Send the experts' rows back; return them in the order in which they were sent, and a row of zeros."""
     payload = encode_rows(route.by_rank(rows), codec, route.rank)
     returned = route.exchange(payload, what, codec, rows.shape[2], rows.dtype)
-    return decode_rows(returned, codec, rows.shape[2], rows.dtype)
+    return decode_rows(returned, codec, rows.shape[2], rows.dtype, zero_row=True)
 
 
 def _exchange_counts(

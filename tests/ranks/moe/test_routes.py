@@ -130,14 +130,19 @@ def compare_hierarchy(rank: int, ranks: int, hosts: list[int]) -> None:
     assert flat_route.rows_inside_host == sum(
         count for peer, count in to_ranks.items() if peer != rank and hosts[peer] == hosts[rank]
     )
-    row_bytes = (
-        -(-(dtcomm.codec("fp8_e4m3").wire_bytes(FEATURES) + 4 * 6) // 16) * 16
-    )  # and 5 experts, 1 rank
-    sent = {message.name: message.wire_bytes for message in state.report().by_message}
+    row_bytes = dtcomm.codec("fp8_e4m3").wire_bytes(FEATURES)
+
+    def message(rows: int) -> int:
+        """Bytes of rows for one rank, with 5 experts and a rank of 4 bytes each for every row."""
+        return row_bytes * (rows + -(-rows * 4 * 6 // row_bytes))
+
+    others = [peer for peer in range(ranks) if peer != rank]
+    assert route.rows_inside_host == sum(route.hops[1].sent[peer] for peer in others)
+    sent = {entry.name: entry.wire_bytes for entry in state.report().by_message}
     assert sent == {
-        "between hosts": route.rows_between_hosts * row_bytes,
-        "inside hosts": route.rows_inside_host * row_bytes,
-        "all ranks": (flat_route.rows_between_hosts + flat_route.rows_inside_host) * row_bytes,
+        "between hosts": sum(message(route.hops[0].sent[peer]) for peer in others),
+        "inside hosts": sum(message(route.hops[1].sent[peer]) for peer in others),
+        "all ranks": sum(message(to_ranks[peer]) for peer in others),
     }
     totals = torch.tensor([route.rows_between_hosts, flat_route.rows_between_hosts])
     dtcomm.all_reduce(totals)

@@ -39,6 +39,8 @@ def test_rows_can_be_reordered_and_repeated_as_bytes(spec: str) -> None:
     assert torch.equal(decode_rows(payload[index], codec, 96, torch.float32), decoded[index])
     leading = decode_rows(payload[index].view(2, 2, -1), codec, 96, torch.float32)
     assert torch.equal(leading, decoded[index].view(2, 2, 96))
+    with_zeros = decode_rows(payload, codec, 96, torch.float32, zero_row=True)
+    assert torch.equal(with_zeros, torch.cat([decoded, torch.zeros(1, 96)]))
     zeros = encode_rows(torch.zeros(3, 96), codec)
     assert not decode_rows(zeros, codec, 96, torch.float32).any()
 

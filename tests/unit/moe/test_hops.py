@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtcomm.moe.agreement import positions_of_choices
-from dtcomm.moe.hops import make_hop, sum_slots, unique_destinations
+from dtcomm.moe.hops import make_hop, sum_slots, unique_destinations, with_zero_row
 
 
 def test_destinations_are_counted_once_and_in_order() -> None:
@@ -22,7 +22,7 @@ def test_a_hop_sends_rows_in_the_order_of_the_ranks() -> None:
     assert hop.send_index.tolist() == [1, 2, 0, 1]
     assert hop.slots.tolist() == [[2, 4], [3, 0], [1, 4], [4, 4]]
     rows = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
-    assert sum_slots(rows, hop.slots).flatten().tolist() == [100, 1001, 10, 0]
+    assert sum_slots(with_zero_row(rows), hop.slots).flatten().tolist() == [100, 1001, 10, 0]
 
 
 def test_sums_are_in_fp32_in_the_order_of_the_columns_and_host_by_host() -> None:
