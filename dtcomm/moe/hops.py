@@ -107,8 +107,8 @@ class Hop:
         places = _split(buffer, self.sent, more[0])
         for (rows, behind), chosen, metadata_of in zip(
             places,
-            index.split(list(self.sent)),
-            metadata.index_select(0, self.send_index).split(list(self.sent)),
+            torch.split(index, list(self.sent)),
+            torch.split(metadata.index_select(0, self.send_index), list(self.sent)),
             strict=True,
         ):
             if len(rows):
