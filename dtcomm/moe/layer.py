@@ -27,7 +27,7 @@ class RouterStatistics:
     """What a router did in the last forward pass of `MoE`, with this rank's tokens: tensors on the device.
 
     Attributes:
-        load_balancing_loss: The load-balancing loss, 1 or more; 1 is balanced.
+        load_balancing_loss: The load-balancing loss; 1 if balanced.
         router_z_loss: The router z-loss.
         counts: int64 [num_experts], how many (token, choice) pairs chose each expert.
         dropped: int64, how many of them exceeded the capacity.
