@@ -256,3 +256,16 @@ def level_shares(algorithm: str, tensor: torch.Tensor, group: Group = None) -> t
         if sends:
             shares[version.level] += sends / schedule.chunks
     return shares[0], shares[1]
+
+
+def host_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, as positions in the group; the same on all ranks.
+
+    Args:
+        tensor: A tensor on the device of the calls.
+        group: The process group; None is the default group. If the group has made no call on this device yet, all its
+            ranks must call this function.
+    """
+    communicator = get_communicator_for(group, tensor, "tensor")
+    communicator.connect()
+    return communicator.groups
