@@ -3,8 +3,8 @@
 python -m bench.published_runs [--fit] [--json FILE]
 
 The rows are in bench/published_runs_data.json, each with its source. Every second row of llm-foundry's tables was used
-to fit the constants of dtcomm/planner/job/compute.py; ``--fit`` fits them again and prints them. All other rows were not
-used, and their errors are reported apart.
+to fit the constants of dtcomm/planner/job/compute.py; ``--fit`` fits them again and prints them. All other rows were
+not used, and their errors are reported apart.
 
 Target: a median error of at most 15 % of the throughput over the rows that were not used. The exit status is 1 if it is
 missed. It takes a few seconds.

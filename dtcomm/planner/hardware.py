@@ -5,8 +5,8 @@
 host, for groups that exist.
 
 ``gbytes`` of a port is what reaches the application in each direction at once, in GB/s (1e9). For NVLink and PCIe these
-are the rates that NCCL plans with (src/graph/topo.h: 20.0, 20.0, 20.6 and 40.1 GB/s a lane of NVLink 2, 3, 4 and 5, and 6
-lanes, 12 or 18; 12 GB/s for PCIe 3 x16, doubling with each generation). For InfiniBand and RoCE they are the line rate less
+are the rates that NCCL plans with (src/graph/topo.h: 20.0, 20.0, 20.6 and 40.1 GB/s a lane of NVLink 2 to 5, and 6, 12
+or 18 lanes; 12 GB/s for PCIe 3 x16, doubling with each generation). For InfiniBand and RoCE they are the line rate less
 headers and acknowledgements (NVIDIA expects 46 to 48 GB/s of an NDR port). For Ethernet of up to 50 Gbit/s they are
 what TCP leaves of the line with frames of 1500 bytes. ``latency`` is one way, from one application to the other.
 """
@@ -388,17 +388,17 @@ def _node(name: str, inside: str, between: str, nics: int = 8) -> System:
     )
 
 
-#: Nodes of 8 GPUs: with NVLink and a network port for each (a DGX-1 has four), or in PCIe slots with two ports; and this
-#: machine.
+#: Nodes of 8 GPUs: with NVLink and a network port for each (the V100's have four), or in PCIe slots with two ports;
+#: and this machine.
 SYSTEMS = {
-    "v100": _node("v100", "nvlink2", "edr", nics=4),
-    "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
-    "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2),
-    "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
     "a100": _node("a100", "nvlink3", "hdr"),
     "h100": _node("h100", "nvlink4", "ndr"),
     "h200": _node("h200", "nvlink4", "ndr"),
     "b200": _node("b200", "nvlink5", "ndr"),
+    "v100": _node("v100", "nvlink2", "edr", nics=4),
+    "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
+    "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2),
+    "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
     "local": System(
         name="local",
         device=DEVICES["cpu"],

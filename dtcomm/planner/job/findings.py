@@ -116,8 +116,8 @@ def findings(step: JobStep, network: Network | None = None) -> list[Finding]:
             (
                 exposed("ep"),
                 "experts across slow links",
-                f"tokens cross {network.hosts(layout.ep, layout.tp)} hosts for {exposed('ep'):.0%} of the step: keep ep "
-                "inside hosts, or compress what is dispatched",
+                f"tokens cross {network.hosts(layout.ep, layout.tp)} hosts for {exposed('ep'):.0%} of the step: keep "
+                "ep inside hosts, or compress what is dispatched",
             )
         )
     tokens = layout.micro_batch * job.seq / layout.cp

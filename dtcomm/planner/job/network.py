@@ -13,7 +13,7 @@ import torch
 
 from dtcomm import codecs
 from dtcomm.codecs.base import Codec
-from dtcomm.planner.estimate import LINK_REACH, estimate
+from dtcomm.planner.estimate import LINK_REACH, candidates, estimate
 from dtcomm.planner.hardware import System
 
 #: Algorithms that encode a contribution at most twice for each level of hosts.
@@ -83,8 +83,6 @@ class Network:
         if key not in self._seconds:
             group, codec = self.group(size, stride), self.codec(spec)
             if codec.name == "none":
-                from dtcomm.planner.estimate import candidates
-
                 algorithms = candidates(name, codec, group)
             else:
                 algorithms = LOSSY_ALGORITHMS[name]

@@ -1,14 +1,14 @@
 """Seconds of a training step of a layout: computing, the pipeline's bubble, and the communication that is exposed.
 
-**Pipeline.** With p stages, m micro-batches, and f + b seconds of a micro-batch forward and backward on a stage, the idle
-time of a rank is (p - 1) (f + b) for GPipe and 1F1B, (p - 1) (f + b) / v with v chunks a rank (Narayanan et al. 2021),
-and (p - 1) f if gradients of weights are computed last (ZB-H1 of Qi et al. 2023, arXiv:2401.10241).
+**Pipeline.** With p stages, m micro-batches, and f + b seconds of a micro-batch forward and backward on a stage, a rank
+idles for (p - 1) (f + b) with GPipe and 1F1B, (p - 1) (f + b) / v with v chunks a rank (Narayanan et al. 2021), and
+(p - 1) f if gradients of weights are computed last (ZB-H1 of Qi et al. 2023, arXiv:2401.10241).
 
 **Communication.** Sums of tensor parallelism and messages of experts are on the critical path. Transfers between stages
 delay the first and the last micro-batch, and others as far as they take longer than a chunk's computing. Blocks of
 ring attention are hidden behind attention. Gradients are hidden behind the backward of the last micro-batch (DDP,
-ZeRO 1), or of all (ZeRO 2, which reduces each of them); parameters that ZeRO gathers behind a forward; FSDP's gathers and
-reductions as in `replay_sharded`.
+ZeRO 1), or of all (ZeRO 2, which reduces each of them); parameters that ZeRO gathers behind a forward; FSDP's gathers
+and reductions as in `replay_sharded`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtcomm.planner.job.compute import (
     optimizer_seconds,
 )
 from dtcomm.planner.job.layout import AXES, Job, Layout
-from dtcomm.planner.job.memory import JobMemory, job_memory, local_parameters
+from dtcomm.planner.job.memory import USABLE, JobMemory, job_memory, local_parameters
 from dtcomm.planner.job.network import Network
 from dtcomm.planner.training_model import BUCKET_BYTES, TrainingStep, replay_sharded
 
@@ -37,9 +37,9 @@ cached_replay = lru_cache(maxsize=4096)(replay_sharded)
 class JobStep:
     """A predicted step.
 
-    ``seconds`` is all of it: ``compute`` of a rank (``recompute`` among it), ``bubble``, ``exposed`` communication by axis
-    and ``optimizer``. ``communication`` is that of each axis with what is hidden. ``mfu`` counts model FLOPs without
-    recomputation, attention's masked half left out.
+    ``seconds`` is all of it: ``compute`` of a rank (``recompute`` among it), ``bubble``, ``exposed`` communication by
+    axis and ``optimizer``. ``communication`` is that of each axis with what is hidden. ``mfu`` counts model FLOPs
+    without recomputation, attention's masked half left out.
     """
 
     job: Job
@@ -86,8 +86,6 @@ class JobStep:
 
     def fits(self) -> bool:
         """Return whether the memory of a device suffices; True if it is not known."""
-        from dtcomm.planner.job.memory import USABLE
-
         capacity = self.job.system.device.memory_bytes
         return not capacity or self.memory.total <= USABLE * capacity
 
@@ -225,8 +223,8 @@ def job_step(job: Job, layout: Layout, network: Network | None = None) -> JobSte
     m, p = costs.micro_batches, layout.pp
     tensor, experts = costs.tensor(), costs.experts()
     context, context_exposed = costs.context()
-    # A third of the messages of a micro-batch belongs to its forward if nothing is computed again, else half.
-    share = 0.5
+    # Forward sends as much as backward; what is sent again for recomputation belongs to backward.
+    share = 1 / 3 if layout.recompute == "full" else 1 / 2
     inside = tensor + experts + context_exposed
     forward = batch.forward + inside * share
     backward = batch.backward + batch.recomputed + inside * (1 - share)
