@@ -7,7 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import auto_runs, collectives, fsdp_speed, quality, slow_link, tp_speed, two_hosts, two_shot_error
+from bench import (
+    auto_runs,
+    collectives,
+    compression_setups,
+    fsdp_speed,
+    published_runs,
+    quality,
+    slow_link,
+    tp_speed,
+    two_hosts,
+    two_shot_error,
+)
 from bench.common import pages, readme
 from bench.common.output import RESULTS
 
@@ -25,6 +36,13 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
     (pages.DOCS / "results/codecs.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
+    (
+        pages.DOCS / "guides/planning.md",
+        "compression_setups",
+        compression_setups.page,
+        ("compression_setups",),
+    ),
 ]
 
 
