@@ -62,8 +62,13 @@ class WideArea:
 class SiteMethod:
     """A method of training across sites.
 
-    ``seconds`` is the mean time of a step, ``exposed`` what the link adds to it, ``bytes_per_step`` what a site sends
-    in a step on average, and ``peak_gbit`` the rate at which nothing would be exposed, None if the method always waits.
+    Args:
+        method: Its name.
+        codec: The codec of what it sends.
+        seconds: The mean time of a step.
+        exposed: What the link adds to it.
+        bytes_per_step: What a site sends in a step, on average.
+        peak_gbit: The rate of the link from which on nothing is exposed; None if the method always waits.
     """
 
     method: str

@@ -15,7 +15,12 @@ FEW_MICRO_BATCHES = 4  # for each stage; below, a pipeline without interleaving 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An anti-pattern: ``name`` in words that do not change, ``text`` with this layout's figures."""
+    """An anti-pattern.
+
+    Args:
+        name: Its name, in words that do not change.
+        text: What it costs in this layout, with figures, and what to do.
+    """
 
     name: str
     text: str

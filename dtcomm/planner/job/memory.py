@@ -23,9 +23,15 @@ USABLE = 0.94
 class JobMemory:
     """Bytes on the rank that needs most.
 
-    ``activations`` are those with the layout's recomputation, ``activations_kept`` without any, ``activations_full``
-    with that of whole layers. ``residuals`` are those of error feedback. ``buffers`` are messages in flight: buckets,
-    gathered layers, and activations on their way.
+    Args:
+        parameters: Parameters kept between steps, in the job's dtype.
+        gradients: Gradients, in fp32.
+        optimizer: The optimizer's states, and the fp32 copy of 16-bit parameters.
+        residuals: Residuals of error feedback.
+        activations: Activations with the layout's recomputation.
+        buffers: Messages in flight: buckets, gathered layers, and activations on their way.
+        activations_kept: What activations would be without any recomputation.
+        activations_full: What they would be with recomputation of whole layers.
     """
 
     parameters: float
@@ -112,6 +118,9 @@ def job_memory(job: Job, layout: Layout) -> JobMemory:
     Args:
         job: The job.
         layout: How it is divided.
+
+    Returns:
+        The bytes of each part.
     """
     model, itemsize = job.model, job.dtype.itemsize
     local = local_parameters(job, layout)

@@ -218,7 +218,14 @@ MIN_PARAMETERS = 1e6
 
 
 def is_preset(text: str) -> bool:
-    """Return whether ``text`` names a preset, in any case."""
+    """Return whether a text names a preset, in any case.
+
+    Args:
+        text: The text.
+
+    Returns:
+        True for the names of `PRESETS` and `ALIASES`.
+    """
     return text.lower() in PRESETS or text.lower() in ALIASES
 
 

@@ -30,7 +30,15 @@ FIXABLE = ("dp", "tp", "pp", "cp", "ep", "stage", "schedule", "micro_batch", "re
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """Layouts that do not fit in memory: the one of a kind that needs least, and the part that it needs most for."""
+    """Layouts of a stage that do not fit in memory, by the one that needs least.
+
+    Args:
+        stage: The stage of sharding.
+        layout: The layout that needs least.
+        total: The bytes that it needs.
+        part: The name of the largest part of these.
+        part_bytes: The bytes of that part.
+    """
 
     stage: str
     layout: Layout
@@ -141,7 +149,15 @@ def search(job: Job, codecs: Sequence[str] = ("int8",), fixed: Mapping[str, Any]
 
 
 def layouts(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
-    """Yield the layouts that are possible for a job's shape, whether they fit in memory or not."""
+    """Yield the layouts that are possible for a job's shape, whether they fit in memory or not.
+
+    Args:
+        job: The job.
+        fixed: Values of some of `FIXABLE`.
+
+    Returns:
+        An iterator over layouts.
+    """
     model, ranks = job.model, job.system.ranks
 
     def tried(name: str, values: Sequence[Any]) -> Sequence[Any]:

@@ -37,9 +37,17 @@ cached_replay = lru_cache(maxsize=4096)(replay_sharded)
 class JobStep:
     """A predicted step.
 
-    ``seconds`` is all of it: ``compute`` of a rank (``recompute`` among it), ``bubble``, ``exposed`` communication by
-    axis and ``optimizer``. ``communication`` is that of each axis with what is hidden. ``mfu`` counts model FLOPs
-    without recomputation, attention's masked half left out.
+    Args:
+        job: The job.
+        layout: How it is divided.
+        seconds: The whole step: computing, the bubble, what is exposed, and the optimizer.
+        compute: Seconds of computing of a rank, ``recompute`` among it.
+        recompute: Seconds of what backward computes again.
+        bubble: Seconds in which a rank of the pipeline idles.
+        optimizer: Seconds of the optimizer.
+        exposed: Seconds of exposed communication by axis.
+        communication: Seconds of all communication by axis, with what is hidden.
+        memory: The memory of the rank that needs most.
     """
 
     job: Job
@@ -55,7 +63,7 @@ class JobStep:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: model FLOP/s by the peak FLOP/s of all devices."""
+        """Model FLOPs utilization, without recomputation and without the masked half of attention."""
         return self.tflops * 1e12 / self.job.peak_flops
 
     @property
