@@ -285,10 +285,10 @@ def _sites_table(methods: Sequence[SiteMethod], options: JobOptions) -> Table:
 def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path: Path) -> None:
     """Draw what the step of each candidate consists of, and its memory; or the steps across sites."""
     steps = candidates(plan, options.top)[::-1]
-    labels = ["\n".join(str(step.layout).split(", micro-batch")[:1]) for step in steps]
+    labels = [str(step.layout).replace(", micro-batch", "\nmicro-batch") for step in steps]
     with styled_pyplot() as pyplot:
         figure, (left, right) = pyplot.subplots(
-            1, 2, figsize=(13, 1.6 + 0.5 * len(steps)), sharey=not methods
+            1, 2, figsize=(14, 1.6 + 0.6 * max(len(steps), len(methods))), sharey=not methods
         )
         parts = [
             ("computing", [step.compute - step.recompute for step in steps]),

@@ -151,7 +151,7 @@ def parse(argv: list[str] | None) -> PlanOptions:
     """Parse a command line; exits with status 2 and a line that names the flag if one is wrong."""
     parser = _Parser(
         prog="dtcomm plan",
-        description="Predict the time of a collective or a training step on a system, and the gain of codecs.",
+        description="Predict the time of a collective, a training step or a whole job, and the gain of codecs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

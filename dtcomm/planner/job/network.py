@@ -51,7 +51,7 @@ class Network:
             inside = min(size, max(1, system.per_host // stride))
             while size % inside:
                 inside -= 1
-            share = system.host_bandwidth / system.per_host / 1e9
+            share = system.nics * system.between.gbytes / system.per_host
             if system.leaf_hosts and self.hosts(size, stride) > system.leaf_hosts:
                 share /= system.oversubscription
             between = replace(system.between, gbytes=share)

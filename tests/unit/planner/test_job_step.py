@@ -99,7 +99,7 @@ def test_memory_of_activations_residuals_and_experts() -> None:
     job = job_on()
     kept, full = (job_memory(job, Layout(dp=16, stage="fsdp", recompute=kind)) for kind in ("none", "full"))
     assert kept.activations == kept.activations_kept == full.activations_kept
-    assert full.activations == full.activations_full < kept.activations / 5
+    assert full.activations == full.activations_full < kept.activations / 4
     # DDP keeps fp32 residuals of its gradients for every lossy codec, FSDP only where a codec needs them.
     assert job_memory(job, Layout(dp=16).with_codec("dp", "int8")).residuals == 4 * job.model.parameters
     assert job_memory(job, Layout(dp=16, stage="fsdp").with_codec("dp", "int8")).residuals == 0
