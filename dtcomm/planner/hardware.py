@@ -27,7 +27,7 @@ from dtcomm.schedule.ir import Transfer
 def not_one_of(name: object, valid: Iterable[str]) -> str:
     """Return the message for a name that is not valid: the valid ones, and the one that was probably meant."""
     names = list(valid)
-    return f"{name!r} is not one of {', '.join(names)}{suggest(name, names)}"
+    return f"{name!r} is not one of {', '.join(names)}{suggest(str(name).lower(), names)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,42 +204,6 @@ DEVICES = {
     device.name: device
     for device in (
         Device(
-            name="v100",
-            memory_gbytes=900,
-            generation="volta",
-            launch_us=22.0,
-            kernel_us=5.0,
-            memory_gib=31,
-            tflops=(("fp32", 15.7), ("fp16", 125)),
-        ),
-        Device(
-            name="v100-pcie",
-            memory_gbytes=900,
-            generation="volta",
-            launch_us=22.0,
-            kernel_us=5.0,
-            memory_gib=31,
-            tflops=(("fp32", 14), ("fp16", 112)),
-        ),
-        Device(
-            name="a100-pcie",
-            memory_gbytes=1935,
-            generation="ampere",
-            launch_us=22.0,
-            kernel_us=4.0,
-            memory_gib=79,
-            tflops=_peaks(19.5, 156, 312),
-        ),
-        Device(
-            name="h100-pcie",
-            memory_gbytes=2000,
-            generation="hopper",
-            launch_us=3.0,
-            kernel_us=4.0,
-            memory_gib=79,
-            tflops=_peaks(51, 378, 756),
-        ),
-        Device(
             name="a100",
             memory_gbytes=2039,
             generation="ampere",
@@ -274,6 +238,42 @@ DEVICES = {
             kernel_us=4.0,
             memory_gib=178,
             tflops=_peaks(75, 1100, 2250),
+        ),
+        Device(
+            name="v100",
+            memory_gbytes=900,
+            generation="volta",
+            launch_us=22.0,
+            kernel_us=5.0,
+            memory_gib=31,
+            tflops=(("fp32", 15.7), ("fp16", 125)),
+        ),
+        Device(
+            name="v100-pcie",
+            memory_gbytes=900,
+            generation="volta",
+            launch_us=22.0,
+            kernel_us=5.0,
+            memory_gib=31,
+            tflops=(("fp32", 14), ("fp16", 112)),
+        ),
+        Device(
+            name="a100-pcie",
+            memory_gbytes=1935,
+            generation="ampere",
+            launch_us=22.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(19.5, 156, 312),
+        ),
+        Device(
+            name="h100-pcie",
+            memory_gbytes=2000,
+            generation="hopper",
+            launch_us=3.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(51, 378, 756),
         ),
         # One core that works half in its cache: about an EPYC's. `dtcomm tune` measures the actual machine.
         Device(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from dtcomm.cli._sizes import count_argument
+from dtcomm.codecs import codec as parse
+from dtcomm.compress.spec import needs_feedback
 from dtcomm.planner import hardware
 from dtcomm.planner.hardware import System, not_one_of
 from dtcomm.planner.job import PRESETS, RECOMPUTE, SCHEDULES, Job, ModelShape, WideArea
@@ -134,8 +136,10 @@ def with_fabric(arguments: argparse.Namespace, system: System) -> System:
         raise ValueError(f"--{error}") from None
 
 
-def options_of(arguments: argparse.Namespace, shape: ModelShape, system: System) -> JobOptions:
-    """Return the job that the flags describe.
+def options_of(
+    arguments: argparse.Namespace, shape: ModelShape, system: System, specs: Sequence[str]
+) -> JobOptions:
+    """Return the job that the flags describe; ``specs`` are the codecs to try.
 
     Raises:
         ValueError: A flag is wrong. The message names it.
@@ -181,6 +185,7 @@ def options_of(arguments: argparse.Namespace, shape: ModelShape, system: System)
             seq=seq,
             dtype=DTYPES[name],
             flash=not arguments.scores,
+            feedback=tuple(spec for spec in specs if needs_feedback(parse(spec))),
         )
     except ValueError as error:
         raise ValueError(f"--dtype {name}: {error}") from None

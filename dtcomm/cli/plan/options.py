@@ -18,7 +18,7 @@ from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.cli.plan import job_options
 from dtcomm.planner import hardware, training_model
 from dtcomm.planner.hardware import System, not_one_of
-from dtcomm.planner.job import ModelShape, find_model, is_preset, model_of_size
+from dtcomm.planner.job import PRESETS, ModelShape, find_model, is_preset, model_of_size
 
 EPILOG = """\
 examples
@@ -222,7 +222,7 @@ def parse(argv: list[str] | None) -> PlanOptions:
     add("--algorithm", metavar="NAME", action="append", default=[],
         help="auto: the fastest for each codec; all: a row for each; or names (default auto)")  # fmt: skip
     add("--model", metavar="K=V,…", type=_model,
-        help=f"a whole job: {', '.join(job_options.PRESETS)}, or params=70B alone. "
+        help=f"a whole job: {', '.join(PRESETS)}, or params=70B alone. "
         "Or a step of data parallelism: params=7B and tokens=8192 (of a rank and step) or step_ms=900; "
         f"[mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] [bucket=25M] [layers=32] "
         f"[feedback={'|'.join(FEEDBACKS)}]")  # fmt: skip
@@ -280,7 +280,7 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         sizes = series(smallest, largest, arguments.stepbytes or 0, 1 if arguments.stepbytes else factor)
         if arguments.model is not None:
             arguments.model.compute_seconds(system.device)
-        job = job_options.options_of(arguments, shape, system) if shape is not None else None
+        job = job_options.options_of(arguments, shape, system, specs) if shape is not None else None
     except ValueError as error:
         fail(error)
     return PlanOptions(

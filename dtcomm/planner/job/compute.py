@@ -58,13 +58,13 @@ def activation_bytes(job: Job, layout: Layout) -> tuple[float, float]:
     """
     model, itemsize = job.model, job.dtype.itemsize
     tokens = layout.micro_batch * job.seq / layout.cp
-    width = model.ffn
+    width = float(model.ffn)
     if model.experts:
         routed = (model.top_k + model.shared) * model.expert_ffn
         width = (model.dense_layers * model.ffn + model.moe_layers * routed) / model.layers
     whole = (4 * itemsize + 2) * model.hidden  # inputs of norms and of blocks, and two dropout masks
     kv = min(model.kv_heads, model.heads) * model.head_dim * 2
-    divided = itemsize * (2 * model.heads * model.head_dim + kv + (3 if model.gated else 2) * width)
+    divided: float = itemsize * (2 * model.heads * model.head_dim + kv + (3 if model.gated else 2) * width)
     if not model.gated and not model.experts:
         divided += itemsize * 0.5 * model.hidden
     tp = layout.tp

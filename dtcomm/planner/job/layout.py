@@ -31,6 +31,7 @@ class Job:
         flash: Whether attention is computed block by block, without storing scores.
         sequence_parallel: Whether tensor parallelism divides norms and dropouts too (Korthikanti et al. 2022).
         states: The optimizer's fp32 values for each parameter, 2 for Adam.
+        feedback: Codecs that need error feedback for sharded gradients too; DDP has it with every codec.
 
     Raises:
         ValueError: A number is not valid.
@@ -44,6 +45,7 @@ class Job:
     flash: bool = True
     sequence_parallel: bool = True
     states: int = 2
+    feedback: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq"):

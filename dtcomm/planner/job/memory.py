@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtcomm.codecs import codec as parse
-from dtcomm.compress.spec import needs_feedback
 from dtcomm.planner.job.compute import activation_bytes
 from dtcomm.planner.job.layout import Job, Layout
 from dtcomm.planner.training_model import BUCKET_BYTES, RESIDUAL_BYTES
@@ -104,12 +103,12 @@ def in_flight(job: Job, layout: Layout) -> float:
     return float(min(batches, p))
 
 
-def feedback_bytes(spec: str, stage: str) -> float:
+def feedback_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes of residuals for a parameter, as the integrations choose by default."""
-    scheme = parse(spec)
-    if scheme.name == "none":
+    spec = layout.codec("dp")
+    if parse(spec).name == "none":
         return 0.0
-    return RESIDUAL_BYTES["fp32" if stage == "ddp" or needs_feedback(scheme) else "none"]
+    return RESIDUAL_BYTES["fp32" if layout.stage == "ddp" or spec in job.feedback else "none"]
 
 
 def job_memory(job: Job, layout: Layout) -> JobMemory:
@@ -166,9 +165,7 @@ def job_memory(job: Job, layout: Layout) -> JobMemory:
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        residuals=feedback_bytes(layout.codec("dp"), layout.stage) * local.total
-        if layout.replicas > 1
-        else 0.0,
+        residuals=feedback_bytes(job, layout) * local.total if layout.replicas > 1 else 0.0,
         activations=activations,
         buffers=buffers,
         activations_kept=kept,

@@ -102,7 +102,10 @@ def test_memory_of_activations_residuals_and_experts() -> None:
     assert full.activations == full.activations_full < kept.activations / 4
     # DDP keeps fp32 residuals of its gradients for every lossy codec, FSDP only where a codec needs them.
     assert job_memory(job, Layout(dp=16).with_codec("dp", "int8")).residuals == 4 * job.model.parameters
-    assert job_memory(job, Layout(dp=16, stage="fsdp").with_codec("dp", "int8")).residuals == 0
+    sharded = Layout(dp=16, stage="fsdp").with_codec("dp", "int8")
+    assert job_memory(job, sharded).residuals == 0
+    needing = replace(job, feedback=("int8",))
+    assert job_memory(needing, sharded).residuals == 4 * job.model.parameters
     experts = job_on(model="mixtral-8x7b")
     one, eight = (job_memory(experts, Layout(dp=16, ep=ep)) for ep in (1, 8))
     saved = experts.model.expert_parameters * 7 / 8 * 2
