@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from dtcomm.planner.job.layout import Job, Layout
 
-MATMUL_REACH = {"volta": 0.7, "ampere": 0.756, "hopper": 0.605, "blackwell": 0.605}
-ATTENTION_REACH = {"volta": 0.4, "ampere": 0.413, "hopper": 0.304, "blackwell": 0.304}
-PASSES = 2.2
-HALF_TOKENS = 23.0
+MATMUL_REACH = {"volta": 0.7, "ampere": 0.771, "hopper": 0.605, "blackwell": 0.605}
+ATTENTION_REACH = {"volta": 0.4, "ampere": 0.405, "hopper": 0.31, "blackwell": 0.31}
+PASSES = 2.29
+HALF_TOKENS = 370.0
 FLASH_BACKWARD = 2.5  # FLOPs of fused attention's backward by those of its forward: scores are computed again
 OPTIMIZER_BYTES = (
     30  # read and written for a parameter by Adam: gradient, weight and two states in fp32, bf16 copy
@@ -65,8 +65,6 @@ def activation_bytes(job: Job, layout: Layout) -> tuple[float, float]:
     whole = (4 * itemsize + 2) * model.hidden  # inputs of norms and of blocks, and two dropout masks
     kv = min(model.kv_heads, model.heads) * model.head_dim * 2
     divided: float = itemsize * (2 * model.heads * model.head_dim + kv + (3 if model.gated else 2) * width)
-    if not model.gated and not model.experts:
-        divided += itemsize * 0.5 * model.hidden
     tp = layout.tp
     per_token = whole / (tp if job.sequence_parallel else 1) + divided / tp
     scores = 0.0 if job.flash else (2 * itemsize + 1) * model.heads * job.seq * tokens / tp

@@ -128,7 +128,7 @@ def test_activations_are_those_of_korthikanti() -> None:
     sbh, scores = 2048 * 12288, 5 * 96 * 2048 / 12288
     for tp in (1, 8):
         between, kept = activation_bytes(job, Layout(tp=tp, dp=64 // tp))
-        assert between == pytest.approx(sbh * (10 + 24 / tp), rel=0.05)
+        assert between == pytest.approx(sbh * (10 + 24 / tp))
         assert kept == pytest.approx(sbh * scores / tp)
 
 
