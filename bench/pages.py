@@ -10,8 +10,10 @@ from typing import Any
 from bench import (
     auto_runs,
     collectives,
+    compression_setups,
     fsdp_speed,
     partial_sums,
+    published_runs,
     quality,
     slow_link,
     tp_speed,
@@ -36,6 +38,13 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
     (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
+    (
+        pages.DOCS / "guides/planning.md",
+        "compression_setups",
+        compression_setups.page,
+        ("compression_setups",),
+    ),
 ]
 
 
