@@ -1,9 +1,10 @@
 """Measure a step of a pipeline whose two stages are on two hosts, with compressed activations beside uncompressed ones.
 
-python -m bench.pipeline [--gbit 1 10] [--width 128 512] [--schedule gpipe 1f1b] [--repetitions N] [--json FILE]
+python -m bench.pipeline [--gbit 1 10] [--width 32 256] [--tokens N] [--schedule gpipe 1f1b] [--repetitions N]
+    [--json FILE]
 
 Two ranks of one thread each run in two network namespaces, connected by a link of the rate `--gbit` (needs root and
-iproute2). Each has a stage of residual MLP layers in fp32; a step has 8 micro-batches of 512 tokens. The contestants,
+iproute2). Each has a stage of residual MLP layers in fp32; a step has 8 micro-batches of `--tokens`. The contestants,
 which take turns, are torch's stages on Gloo and dtcomm's stages with codecs for activations and gradients. "no
 communication" is a stage's computation without messages, plus the bubble that the schedule has anyway. The difference
 to "none" is communication that is not hidden; where it is three quarters of the time or more, int8 has a target.
@@ -31,7 +32,7 @@ from dtcomm import pipeline
 from dtcomm.measure import netns
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-MICRO, TOKENS, ROWS = 8, 512, 4  # micro-batches of ROWS sequences, which have TOKENS tokens together
+MICRO, ROWS = 8, 4  # micro-batches, and sequences of each
 TORCH, NONE, ALONE = "torch", "none", "no communication"
 #: Contestant → options of `dtcomm.pipeline.compress`.
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -68,9 +69,9 @@ class Rank:
         self.rank, self.ranks = rank, ranks
         self._steps: dict[tuple[str, str, int], tuple[Any, Any, Any]] = {}
 
-    def measure(self, name: str, schedule: str, width: int, iters: int) -> float:
+    def measure(self, name: str, schedule: str, width: int, tokens: int, iters: int) -> float:
         """Return this rank's mean seconds of ``iters`` steps that follow each other without a pause."""
-        step = self._step(name, schedule, width)
+        step = self._step(name, schedule, width, tokens)
         dist.barrier()
         step()
         start = time.perf_counter()
@@ -78,16 +79,16 @@ class Rank:
             step()
         return (time.perf_counter() - start) / iters
 
-    def gradients(self, name: str, schedule: str, width: int) -> torch.Tensor:
+    def gradients(self, name: str, schedule: str, width: int, tokens: int) -> torch.Tensor:
         """Return the gradients of this rank's stage after one step."""
-        step = self._step(name, schedule, width)
+        step = self._step(name, schedule, width, tokens)
         step()
         module = self._steps[(name, schedule, width)][0]
         return torch.cat([p.grad.flatten() for p in module.parameters()])
 
-    def bubble(self, schedule: str, width: int) -> tuple[float, float]:
+    def bubble(self, schedule: str, width: int, tokens: int) -> tuple[float, float]:
         """Return the bubble that the schedule has, and the measured one with int8, messages included."""
-        self._step("int8", schedule, width)()
+        self._step("int8", schedule, width, tokens)()
         _, run, state = self._steps[("int8", schedule, width)]
         return pipeline.bubble_fraction(run), state.bubble_fraction()
 
@@ -95,7 +96,7 @@ class Rank:
         """Leave the group."""
         dist.destroy_process_group()
 
-    def _step(self, name: str, schedule: str, width: int) -> Any:
+    def _step(self, name: str, schedule: str, width: int, tokens: int) -> Any:
         key = (name, schedule, width)
         if key not in self._steps:
             torch.manual_seed(self.rank)
@@ -107,7 +108,7 @@ class Rank:
             self._steps[key] = module, SCHEDULES[schedule](stage, MICRO, loss_fn=loss_of), state
         module, run, state = self._steps[key]
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(MICRO * ROWS, TOKENS // ROWS, width, generator=generator)
+        x = torch.randn(MICRO * ROWS, tokens // ROWS, width, generator=generator)
 
         def step() -> None:
             module.zero_grad()
@@ -123,7 +124,7 @@ class Rank:
 
 
 def measure(
-    gbits: list[float], widths: list[int], schedules: list[str], repetitions: int
+    gbits: list[float], widths: list[int], tokens: int, schedules: list[str], repetitions: int
 ) -> list[dict[str, Any]]:
     """Measure and print a row for each rate, width and schedule; the contestants take turns."""
     rows = []
@@ -132,7 +133,7 @@ def measure(
             rendezvous = str(Path(folder) / "rendezvous")
             with Pool(Rank, 2, timeout=300, rendezvous=rendezvous, namespaces=namespaces) as pool:
                 rows += [
-                    _row(pool, gbit, width, schedule, repetitions)
+                    _row(pool, gbit, {"schedule": schedule, "width": width, "tokens": tokens}, repetitions)
                     for width in widths
                     for schedule in schedules
                 ]
@@ -153,8 +154,7 @@ def measure(
     return rows
 
 
-def _row(pool: Any, gbit: float, width: int, schedule: str, repetitions: int) -> dict[str, Any]:
-    case: dict[str, Any] = {"schedule": schedule, "width": width}
+def _row(pool: Any, gbit: float, case: dict[str, Any], repetitions: int) -> dict[str, Any]:
     names = [TORCH, *CONTESTANTS, ALONE]
     gradients = {name: pool.call("gradients", name=name, **case) for name in names if name != ALONE}
     errors = {
@@ -172,7 +172,7 @@ def _row(pool: Any, gbit: float, width: int, schedule: str, repetitions: int) ->
     plain = timings[NONE].median
     share = max(0.0, 1 - timings[ALONE].median / plain)
     ratios = {name: round(plain / timing.median, 3) for name, timing in timings.items() if name != NONE}
-    text, ratio = f"{gbit:g} Gbit/s, width {width}, {schedule}", ratios["int8"]
+    text, ratio = f"{gbit:g} Gbit/s, width {case['width']}, {case['schedule']}", ratios["int8"]
     if share >= DOMINANT_SHARE:
         verdict = f"{'PASS' if ratio >= FASTER else 'MISS'} {text}: int8 {ratio:.2f}x, at least {FASTER:g}"
     else:
@@ -200,7 +200,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10])
-    parser.add_argument("--width", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--width", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
     parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", help="where to write instead of bench/results/pipeline.json")
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if reason := netns.why_unavailable():
         sys.exit(f"bench.pipeline: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = measure(options.gbit, options.width, options.schedule, options.repetitions)
+    rows = measure(options.gbit, options.width, options.tokens, options.schedule, options.repetitions)
     result: dict[str, Any] = {"machine": machine.describe(), "rows": rows}
     print(output.write("pipeline", result, options.json))
     return result

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 examples/train_gpt_mesh.py --dp 2 --tp 2 --pp 2 --codec int8
 
 Axes (their product is the number of ranks): ``--dp`` replicas, ``--fsdp`` shards of the parameters, ``--tp`` parts of
-each layer, ``--pp`` pipeline stages, ``--cp`` parts of each sequence, ``--ep`` ranks of experts. Rank 0 prints the losses
-and, in the end, the bytes that it has sent along each axis.
+each layer, ``--pp`` pipeline stages, ``--cp`` parts of each sequence, ``--ep`` ranks of experts. Rank 0 prints the
+losses and, in the end, the bytes that it has sent along each axis.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def bubble_fraction(schedule: Any, *, forward: float = 1.0, backward: float = 2.
 
     Raises:
         TypeError: ``schedule`` has no actions.
-        ValueError: A time is not positive, or the actions wait for each other.
+        ValueError: A time is not positive, a backward pass is missing, or the actions wait for each other.
 
     Example:
         >>> order = {0: ["0F0", "0F1", "0B0", "0B1"], 1: ["1F0", "1F1", "1B0", "1B1"]}  # GPipe, p = 2, m = 2
@@ -69,11 +69,33 @@ def bubble_fraction(schedule: Any, *, forward: float = 1.0, backward: float = 2.
 
 def _computations(actions: Sequence[Any]) -> list[_Computation]:
     """Return the computations of one rank's actions; idle slots and communication are left out."""
-    return [
+    computations = [
         _Computation(int(stage), kind, int(micro_batch))
         for action in actions
         if action is not None
         for stage, kind, micro_batch in _COMPUTATION.findall(str(action))
+    ]
+    # torch 2.13 numbers the last stage's forward passes of 1F1B from 1, and its backward passes from 0.
+    numbers: dict[tuple[int, bool], list[int]] = {}
+    for stage, kind, micro_batch in computations:
+        if kind != "W":
+            numbers.setdefault((stage, kind == "F"), []).append(micro_batch)
+    for (stage, forward), of_stage in numbers.items():
+        if len(of_stage) != len(numbers.get((stage, not forward), of_stage)):
+            raise ValueError(f"schedule: stage {stage} has not as many backward passes as forward passes")
+    renumbered = {
+        (stage, number): correct
+        for (stage, forward), of_stage in numbers.items()
+        if forward
+        for number, correct in zip(
+            sorted(of_stage), sorted(numbers.get((stage, False), of_stage)), strict=True
+        )
+    }
+    return [
+        computation._replace(micro_batch=renumbered[computation.stage, computation.micro_batch])
+        if computation.kind == "F"
+        else computation
+        for computation in computations
     ]
 
 

@@ -18,7 +18,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from dtcomm.launch.ranks import run_ranks
+from dtcomm.errors import PeerLost
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.pipeline import bubble_fraction, compress
 
 WIDTH, BATCH, MICRO = 32, 8, 4
@@ -105,6 +106,10 @@ def every_schedule(rank: int, ranks: int, codec: str) -> dict[str, list[float]]:
         else:
             assert report.wire_bytes < 0.3 * report.plain_bytes
         assert 0 < state.bubble_fraction() < 1
+        if each == 1:
+            assert bubble_fraction(ours) == pytest.approx(1 / 5)
+        else:  # several stages of each rank, or a split backward pass, make it smaller
+            assert 0 <= bubble_fraction(ours) < 0.15, schedule.__name__
     return errors
 
 
@@ -252,10 +257,10 @@ class SlowLayer(Layer):
         return y
 
 
-def measure_bubble(rank: int, ranks: int, micro: int) -> tuple[float, float]:
+def measure_bubble(rank: int, ranks: int, kind: Any, micro: int) -> tuple[float, float]:
     stage = PipelineStage(SlowLayer(rank), rank, ranks, torch.device("cpu"))
     state = compress(stage, "int8")
-    schedule = make_schedule(ScheduleGPipe, [stage], micro)
+    schedule = make_schedule(kind, [stage], micro)
     measured = []
     for step in range(4):
         run_step(schedule, [stage], batch(step))
@@ -263,7 +268,29 @@ def measure_bubble(rank: int, ranks: int, micro: int) -> tuple[float, float]:
     return bubble_fraction(schedule), min(measured[1:])
 
 
-def test_the_measured_bubble_of_gpipe_is_that_of_the_formula() -> None:
-    for computed, measured in run_ranks(measure_bubble, 2, 4):
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_the_measured_bubble_is_that_of_the_formula(schedule: Any) -> None:
+    for computed, measured in run_ranks(measure_bubble, 2, schedule, 4):
         assert computed == pytest.approx(1 / 5)
         assert measured == pytest.approx(1 / 5, abs=0.05)
+
+
+def lose_a_stage(rank: int, ranks: int) -> str:
+    stages = stages_of(rank, ranks, ScheduleGPipe)
+    compress(stages, "int8")
+    schedule = make_schedule(ScheduleGPipe, stages)
+    run_step(schedule, stages, batch(0))
+    if rank == 1:
+        send_to_parent("running")
+        time.sleep(60)
+    with pytest.raises(PeerLost) as error:
+        run_step(schedule, stages, batch(1))
+    return str(error.value)
+
+
+def test_a_killed_stage_is_named() -> None:
+    with spawn_ranks(lose_a_stage, 2) as ranks:
+        assert ranks.receive(1, 60) == "running"
+        ranks.kill(1)
+        outcomes = ranks.join(20)
+    assert outcomes[0].ok and "rank 1" in outcomes[0].result
