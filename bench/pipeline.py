@@ -1,6 +1,6 @@
 """Measure a step of a pipeline whose two stages are on two hosts, with compressed activations beside uncompressed ones.
 
-python -m bench.pipeline [--gbit 1 10] [--width 32 256] [--tokens N] [--schedule gpipe 1f1b] [--repetitions N]
+python -m bench.pipeline [--gbit 0.5 1 10] [--width 32 128] [--tokens N] [--schedule gpipe 1f1b] [--repetitions N]
     [--json FILE]
 
 Two ranks of one thread each run in two network namespaces, connected by a link of the rate `--gbit` (needs root and
@@ -199,8 +199,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10])
-    parser.add_argument("--width", type=int, nargs="+", default=[32, 256])
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.5, 1, 10])
+    parser.add_argument("--width", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
     parser.add_argument("--schedule", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--repetitions", type=int, default=5)

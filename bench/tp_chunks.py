@@ -1,6 +1,6 @@
 """Measure a row-parallel layer that multiplies and sums in chunks of tokens, so that the two overlap.
 
-python -m bench.tp_chunks [--gbit 0 1 10] [--tokens 2048] [--features 512 2048] [--codec none int8]
+python -m bench.tp_chunks [--gbit 0 1 10] [--tokens 512] [--features 512 1024] [--codec none int8]
     [--repetitions N] [--json FILE]
 
 Two ranks of one thread each run in two network namespaces, connected by a link of the rate `--gbit` (needs root and
@@ -151,8 +151,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gbit", type=float, nargs="+", default=[0, 1, 10])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--features", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--features", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--codec", nargs="+", default=["none", "int8"])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", help="where to write instead of bench/results/tp_chunks.json")

@@ -9,7 +9,7 @@ from dtcomm.codecs import codec
 from dtcomm.compress.sample_references import SampleReferences
 
 
-@pytest.mark.parametrize("spec", ["int4", "int2:round=stochastic", "topk:ratio=0.25"])
+@pytest.mark.parametrize("spec", ["int4", "int3:round=stochastic", "topk:ratio=0.25"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_ends_have_the_same_references(spec: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -32,7 +32,7 @@ def test_both_ends_have_the_same_references(spec: str, dtype: torch.dtype) -> No
             end.load_state_dict(saved)
         assert all(torch.equal(a, receiver.state_dict()[name]) for name, a in sender.state_dict().items())
         errors.append(float((received - rows.flatten(1)).norm() / rows.norm()))
-    assert errors[-1] < 0.1 * errors[0]
+    assert errors[-1] < 0.2 * errors[0]
 
 
 def test_other_tensors_are_refused() -> None:
