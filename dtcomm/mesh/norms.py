@@ -138,7 +138,8 @@ def _layer_groups(owner: nn.Module, name: str) -> list[dist.ProcessGroup]:
 
 
 def _local(gradient: Any) -> torch.Tensor | None:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local: torch.Tensor | None = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local
 
 
 def _total_norm(

@@ -157,9 +157,7 @@ def receive_tensor(buffer: torch.Tensor, link: Link, spec: Codec) -> Steps:
 
 def post_receive(target: torch.Tensor, link: Link, spec: Codec) -> Work:
     """Post the receive of one tensor, which is contiguous."""
-    work = recv(as_sendable(target, spec), link.peer, codec=spec, group=link.group, async_op=True)
-    assert work is not None  # async_op is True
-    return work
+    return recv(as_sendable(target, spec), link.peer, codec=spec, group=link.group, async_op=True)
 
 
 def as_sendable(tensor: torch.Tensor, spec: Codec) -> torch.Tensor:

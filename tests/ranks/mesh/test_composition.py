@@ -49,6 +49,7 @@ def check(results: list[dict[str, Any]], reference: dict[str, Any], name: str, e
     off, none, int8 = results
     if exact:
         assert none["losses"] == off["losses"] and none["norms"] == off["norms"], name
+    assert none["losses"] == pytest.approx(off["losses"], rel=1e-4), name
     assert none["losses"] == pytest.approx(reference["losses"], rel=1e-3), name
     assert none["norms"] == pytest.approx(reference["norms"], rel=1e-2), name
     assert int8["losses"] != none["losses"]
@@ -69,7 +70,9 @@ def test_four_ranks_train_as_one_does() -> None:
     assert _same_losses(results)
     for number, (name, axes) in enumerate(FOUR.items()):
         key = next((key for key in ("--experts 4", "--layers 4") if key in axes), "")
-        check(results[0][3 * number : 3 * number + 3], references[key], name, exact=True)
+        # With more than two ranks on an axis torch's sums have another order.
+        exact = name not in ("fsdp x cp", "ep x dp")
+        check(results[0][3 * number : 3 * number + 3], references[key], name, exact)
 
 
 def _same_losses(results: list[Any]) -> bool:
@@ -81,7 +84,8 @@ def _same_losses(results: list[Any]) -> bool:
 def options_of_training(rank: int, ranks: int, folder: str) -> None:
     axes = f"{TINY} --dp 2 --tp 2"
     plain = train(f"{axes} --codec int8")
-    assert train(f"{axes} --codec int8 --checkpoint") == plain
+    recomputed = train(f"{axes} --codec int8 --checkpoint")
+    assert recomputed["losses"] == plain["losses"] and recomputed["norms"] == plain["norms"]
     # Twice as many sequences in halves are the same mean; blocks of the codec are not.
     accumulated = train(f"{axes} --codec none --accumulate 2")
     assert accumulated["losses"] == pytest.approx(train(f"{axes} --codec none")["losses"], rel=1e-4)
