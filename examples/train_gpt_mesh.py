@@ -207,12 +207,30 @@ class Trainer:
         options, own = self.options, self.mesh["pp"].get_local_rank()
         schedule, each = SCHEDULES[options.schedule]
         total = options.pp * each
-        stages = [
-            PipelineStage(
-                stage, own + options.pp * i, total, torch.device("cpu"), group=self.mesh["pp"].get_group()
+        # Example tensors give the shapes of all messages; otherwise torch would run the modules once to learn them, which
+        # DDP does not support.
+        rows, rest = divmod(options.batch, self.replicas.size() * options.micro)
+        if rest:
+            raise ValueError(
+                f"--batch {options.batch}: not divisible by {self.replicas.size()} replicas with --micro {options.micro}"
             )
-            for i, stage in enumerate(self.stages)
-        ]
+        symbols = torch.zeros(rows, options.context, dtype=torch.int64)
+        activation = torch.zeros(rows, options.context, options.width, requires_grad=True)
+        logits = torch.zeros(rows, options.context, VOCABULARY, requires_grad=True)
+        stages = []
+        for i, stage in enumerate(self.stages):
+            number = own + options.pp * i
+            stages.append(
+                PipelineStage(
+                    stage,
+                    number,
+                    total,
+                    torch.device("cpu"),
+                    input_args=symbols if number == 0 else activation,
+                    output_args=logits if number == total - 1 else activation,
+                    group=self.mesh["pp"].get_group(),
+                )
+            )
         if options.codec != OFF:
             self.states["pp"] = dtcomm.pipeline.compress(stages, self.codec)
         return schedule(stages[0] if each == 1 else stages, options.micro, loss_fn=token_loss)

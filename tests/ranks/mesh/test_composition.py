@@ -18,6 +18,8 @@ FOUR = {
     "dp x tp": "--dp 2 --tp 2",
     "fsdp x tp": "--fsdp 2 --tp 2",
     "dp x pp": "--dp 2 --pp 2 --schedule gpipe --micro 2",
+}
+MORE = {
     "pp x tp, zero-bubble": "--pp 2 --tp 2 --schedule zero-bubble --layers 4 --micro 4",
     "fsdp x cp": "--fsdp 2 --cp 2",
     "ep x dp": "--ep 2 --dp 2 --experts 4",
@@ -60,15 +62,28 @@ def check(results: list[dict[str, Any]], reference: dict[str, Any], name: str, e
         assert 0 < sent < 0.5 * plain, (name, axis)
 
 
-def test_four_ranks_train_as_one_does() -> None:
-    single = f"{TINY} --codec none"
-    references = {
-        key: run_ranks(train_all, 1, [f"{single} {key}"])[0][0] for key in ("", "--experts 4", "--layers 4")
+@pytest.mark.parametrize(
+    "combinations", [FOUR, pytest.param(MORE, marks=pytest.mark.slow)], ids=["common", "more"]
+)
+def test_four_ranks_train_as_one_does(combinations: dict[str, str]) -> None:
+    variants = {
+        key for axes in combinations.values() for key in ("--experts 4", "--layers 4", "") if key in axes
     }
-    runs = [f"{TINY} {axes} --codec {codec}" for axes in FOUR.values() for codec in ("off", "none", "int8")]
+    references = dict(
+        zip(
+            sorted(variants),
+            run_ranks(train_all, 1, [f"{TINY} --codec none {key}" for key in sorted(variants)])[0],
+            strict=True,
+        )
+    )
+    runs = [
+        f"{TINY} {axes} --codec {codec}"
+        for axes in combinations.values()
+        for codec in ("off", "none", "int8")
+    ]
     results = run_ranks(train_all, 4, runs, timeout=200)
     assert _same_losses(results)
-    for number, (name, axes) in enumerate(FOUR.items()):
+    for number, (name, axes) in enumerate(combinations.items()):
         key = next((key for key in ("--experts 4", "--layers 4") if key in axes), "")
         # With more than two ranks on an axis torch's sums have another order.
         exact = name not in ("fsdp x cp", "ep x dp")
@@ -100,6 +115,7 @@ def options_of_training(rank: int, ranks: int, folder: str) -> None:
         assert first["norms"] + second["norms"] == whole["norms"], other
 
 
+@pytest.mark.slow
 def test_recomputation_accumulation_bf16_and_resuming(tmp_path: Path) -> None:
     run_ranks(options_of_training, 4, str(tmp_path), timeout=120)
 
