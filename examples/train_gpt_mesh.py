@@ -207,12 +207,13 @@ class Trainer:
         options, own = self.options, self.mesh["pp"].get_local_rank()
         schedule, each = SCHEDULES[options.schedule]
         total = options.pp * each
-        # Example tensors give the shapes of all messages; otherwise torch would run the modules once to learn them, which
-        # DDP does not support.
-        rows, rest = divmod(options.batch, self.replicas.size() * options.micro)
+        # Example tensors give the shapes of all messages. Otherwise torch would run the modules once to learn them,
+        # which DDP does not support.
+        parts = self.replicas.size() * options.micro
+        rows, rest = divmod(options.batch, parts)
         if rest:
             raise ValueError(
-                f"--batch {options.batch}: not divisible by {self.replicas.size()} replicas with --micro {options.micro}"
+                f"--batch {options.batch}: not divisible by the {parts} micro-batches of all replicas"
             )
         symbols = torch.zeros(rows, options.context, dtype=torch.int64)
         activation = torch.zeros(rows, options.context, options.width, requires_grad=True)

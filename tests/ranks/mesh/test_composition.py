@@ -136,6 +136,7 @@ def padded_and_refused(rank: int, ranks: int) -> None:
         ("--tp 2 --codec int2", "int2 loses 66% of the activations"),
         ("--fsdp 2 --codec int2", "int2"),
         ("--pp 2 --schedule interleaved --layers 3", "stages=4: there are 3 layers; valid: 1 to 3 stages"),
+        ("--pp 2 --micro 3", "--batch 8: not divisible by the 3 micro-batches"),
         ("--pp 2 --accumulate 2", "--accumulate: with --pp"),
     ):
         with pytest.raises(ValueError, match=message):
