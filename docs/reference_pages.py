@@ -29,6 +29,7 @@ OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
     "Context parallelism": ("dtcomm.context_parallel",),
     "Experts": ("dtcomm.moe",),
     "Pipeline stages": ("dtcomm.pipeline",),
+    "Axes of a mesh": ("dtcomm.mesh",),
     "Guard and compressors": (
         "dtcomm.compress.guard.Guard",
         "dtcomm.compress.powersgd.PowerSGD",

@@ -40,6 +40,10 @@ class ShardedModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._shard_dims[name] = dim
 
+    def is_shard(self, name: str) -> bool:
+        """Return whether the parameter ``name`` is cut over the ranks; others are the same on all of them."""
+        return name in self._shard_dims
+
     def init_parameters(self, initialize: Callable[[str, torch.Tensor], None]) -> None:
         """Initialize every parameter as the dense module would, and keep this rank's shard.
 

@@ -64,6 +64,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "context_parallel": _INTEGRATION,
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
+    # Several integrations on one device mesh.
+    "mesh": _may("tp collectives", "torch"),
     "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
     "backend": _may("compress collectives runtime codecs kernels device work torch_threads", "torch"),
     # Called by torch before any part of torch may be imported.
