@@ -29,6 +29,8 @@ OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
     "Context parallelism": ("dtcomm.context_parallel",),
     "Experts": ("dtcomm.moe",),
     "Pipeline stages": ("dtcomm.pipeline",),
+    "Batch normalization": ("dtcomm.batch_norm",),
+    "Monitoring": ("dtcomm.profiling.RunMonitor", "dtcomm.profiling.MetricsServer"),
     "Guard and compressors": (
         "dtcomm.compress.guard.Guard",
         "dtcomm.compress.powersgd.PowerSGD",
