@@ -294,10 +294,10 @@ class _Search:
         head_dim = attended // heads
         for child, submodule in module.named_children():
             path = children[child]
-            if path in kinds or not any(True for _ in submodule.parameters()):
+            if path in kinds or not [*submodule.parameters()]:
                 continue
             sizes = {parameter.numel() for parameter in submodule.parameters()}
-            if sizes == {head_dim} and not any(submodule.children()):
+            if sizes == {head_dim} and not [*submodule.children()]:
                 kinds[path] = "replicated"
             elif path not in self.linear and "norm" in child:
                 return self._keep(kinds, f"{child} normalizes the features of all heads together")

@@ -56,7 +56,7 @@ class ReplicatedModule(_WrappedModule):
     """
 
     def __init__(self, module: nn.Module, comm: CommConfig, name: str) -> None:
-        if any(module.children()) or any(True for _ in module.buffers()) or not any(module.parameters()):
+        if [*module.children(), *module.buffers()] or not [*module.parameters()]:
             raise ValueError(
                 f"plan: {name} is a {type(module).__name__}; the kind replicated expects a module with parameters and "
                 "without buffers and submodules, such as a norm"
