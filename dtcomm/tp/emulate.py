@@ -148,6 +148,7 @@ class EmulatedLayer(nn.Module):
         self.module = module
         self.sent = 0
         self.packed: tuple[int, ...] = ()
+        sizes: tuple[int, ...]
         if kind == "experts":
             sizes, side = (experts_features(module, name),), "hidden"
         elif kind == "row":

@@ -283,14 +283,12 @@ class _Search:
             text = f"{len(outputs)} layers could be the projection of attention's output"
             return self._keep(inside | dict.fromkeys(outputs, "row"), text)
         kinds = inside | {outputs[0]: "row"}
-        heads, kv_heads, source = self._heads(module)
+        heads, kv_heads = self._heads(module)
         if not heads:
             return self._keep(kinds, "the number of heads is not known: no config.num_attention_heads")
         for count, label in ((heads, "heads"), (kv_heads, "heads of keys and values")):
             if count % self.ranks:
-                return self._keep(
-                    kinds, f"{count} {label} ({source}) are not divisible by {self.ranks} ranks"
-                )
+                return self._keep(kinds, f"{count} {label} are not divisible by {self.ranks} ranks")
         head_dim = attended // heads
         for child, submodule in module.named_children():
             path = children[child]
@@ -307,9 +305,9 @@ class _Search:
             return self._keep(kinds, f"the parameter {own[0]} of attention cannot be cut")
         return self._set(kinds, reason)
 
-    def _heads(self, attention: nn.Module) -> tuple[int, int, str]:
-        """Return the numbers of heads of queries, and of keys and values, and where they were read."""
-        for source, owner in (("config", self.config), (type(attention).__name__, attention)):
+    def _heads(self, attention: nn.Module) -> tuple[int, int]:
+        """Return the numbers of heads of queries, and of keys and values; 0 if they are not known."""
+        for owner in (self.config, attention):
             for key in ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads"):
                 heads = getattr(owner, key, None)
                 if isinstance(heads, int) and heads > 0:
@@ -321,8 +319,8 @@ class _Search:
                         ),
                         heads,
                     )
-                    return heads, kv_heads, f"{source}.{key}"
-        return 0, 0, ""
+                    return heads, kv_heads
+        return 0, 0
 
     def _experts(self, name: str) -> None:
         try:

@@ -7,7 +7,6 @@ does the work.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from dtcomm.cli.tp.model_argument import call_function
+from dtcomm.tp.hf_transformers import from_config
 from dtcomm.tp.propose import propose_plan
 
 HELP = """\
@@ -80,34 +80,4 @@ def make_model(text: str) -> nn.Module:
             if not isinstance(model, nn.Module):
                 raise ValueError(f"MODEL: {text} returned {type(model).__name__}; expected a torch.nn.Module")
             return model
-        try:
-            transformers: Any = importlib.import_module("transformers")
-        except ImportError as error:
-            raise RuntimeError(f"transformers: {error}; pip install transformers") from None
-        try:
-            if Path(text).is_dir():
-                config = transformers.AutoConfig.from_pretrained(text, local_files_only=True)
-            else:
-                config = transformers.AutoConfig.for_model(text)
-        except (OSError, ValueError):
-            raise ValueError(
-                f"MODEL: {text!r} is no folder with a config.json, no model type of transformers (such as llama), and "
-                "no package.module:function"
-            ) from None
-        result: nn.Module = _class_of(transformers, config)(config)
-        return result
-
-
-def _class_of(transformers: Any, config: Any) -> Any:
-    """Return what makes the model: the class that the configuration names, or one that predicts tokens."""
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    if named is not None:
-        return named._from_config
-    for auto in (
-        transformers.AutoModelForMaskedLM,
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModel,
-    ):
-        if type(config) in auto._model_mapping:
-            return auto.from_config
-    raise ValueError(f"MODEL: transformers has no model for {type(config).__name__}")
+        return from_config(text)
