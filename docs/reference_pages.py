@@ -30,6 +30,8 @@ OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
     "Experts": ("dtcomm.moe",),
     "Pipeline stages": ("dtcomm.pipeline",),
     "Axes of a mesh": ("dtcomm.mesh",),
+    "Batch normalization": ("dtcomm.batch_norm",),
+    "Monitoring": ("dtcomm.profiling.RunMonitor", "dtcomm.profiling.MetricsServer"),
     "Guard and compressors": (
         "dtcomm.compress.guard.Guard",
         "dtcomm.compress.powersgd.PowerSGD",

@@ -74,8 +74,8 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: Gather the features of all ranks. By default each rank returns its own features.
         sequence_parallel: The input is this rank's part of the sequence, which is gathered first. Default: False.
         sequence_dim: The dimension of the sequence. Default: 1.
-        packed: The output consists of this many tensors side by side (queries, keys and values: 3), each of which is
-            cut over the ranks by itself. Default: 1.
+        packed: The output consists of this many tensors of equal size side by side (queries, keys and values: 3), or
+            of tensors of these sizes, each of which is cut over the ranks by itself. Default: 1.
         transposed: Store the weight as [in_features, out_features], as GPT-2's Conv1D does. Default: False.
         algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
         latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
@@ -105,7 +105,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
-        packed: int = 1,
+        packed: int | tuple[int, ...] = 1,
         transposed: bool = False,
         algorithm: Algorithm = "auto",
         latency: bool = True,
@@ -124,8 +124,14 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output = gather_output
         self.sequence_dim = sequence_dim if sequence_parallel else None
         rows = self.comm.shard_size(out_features, "out_features")
-        if packed < 1 or rows % packed:
-            raise ValueError(f"packed: {packed} does not divide the {rows} output features of a rank")
+        if isinstance(packed, int):
+            if packed < 1 or rows % packed:
+                raise ValueError(f"packed: {packed} does not divide the {rows} output features of a rank")
+        elif sum(packed) != out_features or any(size % self.comm.world_size for size in packed):
+            raise ValueError(
+                f"packed: expected sizes that add up to the {out_features} output features and are divisible by the "
+                f"{self.comm.world_size} ranks, got {packed}"
+            )
         self.packed, self.transposed = packed, transposed
         self._register_weight(rows, in_features, 0, device, dtype)
         if bias:
