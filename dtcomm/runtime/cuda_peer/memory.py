@@ -91,10 +91,10 @@ def nvlinks_of(gpu: int, ids: Sequence[str]) -> list[str] | None:
     """
     try:
         from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import _detect_dma_connectivity
 
-        links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[gpu]
-    except (ImportError, RuntimeError):  # torch reads it from the driver, by a function that is not public
+        native: Any = torch._C._distributed_c10d  # not public: it asks the driver
+        links = native._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[gpu]
+    except (ImportError, AttributeError, RuntimeError):
         return None
     return [gpu_id for gpu_id, count in zip(ids, links, strict=False) if count]
 
