@@ -94,7 +94,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"dtcomm tp calibrate: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        layers = {name: entry._asdict() for name, entry in calibration.layers.items()}
+        layers = {
+            name: {"kind": entry.kind, "codec": entry.codec} for name, entry in calibration.layers.items()
+        }
         text = json.dumps({**calibration.to_dict(), "layers": layers}, indent=1) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
