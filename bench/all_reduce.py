@@ -1,8 +1,9 @@
-"""Compare dtcomm.all_reduce with Gloo, Open MPI, DeepSpeed, a hand-written all-reduce and the memory floor.
+"""Compare dtcomm.all_reduce with Gloo, Open MPI, DeepSpeed, oneCCL, a hand-written all-reduce and the memory floor.
 
-python -m bench.all_reduce [--ranks 2 4] [--sizes 1K 64M] [--quick] [--only gloo dtcomm] [--json FILE]
+python -m bench.all_reduce [--ranks 2 4] [--sizes 1K 64M] [--dtype bfloat16] [--quick] [--only gloo] [--json FILE]
 
-The operation is an fp32 sum in place. Contestants take turns within every repetition; figures are medians of the
+The operation is a sum in place, in fp32 if not told otherwise; Open MPI, the hand-written one and the floor know fp32
+only. Contestants take turns within every repetition; figures are medians of the
 slowest rank. The exit status is 1 if a result is wrong. A missed target is printed and not an error, since machines
 differ.
 """
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bench.common import machine, native, output
+import torch
+
+from bench.common import machine, native, oneccl_rank, output
 from bench.common.native import Segment, tuning
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
@@ -35,11 +38,13 @@ FAMILIES = [
     "gloo",
     "mpi",
     "deepspeed",
+    "oneccl",
     "yardstick",
     "yardstick, in segment",
     "floor",
 ]
-GROUPS = ("dtcomm", "gloo", "mpi", "deepspeed", "yardstick")
+GROUPS = ("dtcomm", "gloo", "mpi", "deepspeed", "oneccl", "yardstick")
+FP32_ONLY = ("mpi", "yardstick")
 Measure = Callable[..., list[Any]]
 Checks = list[tuple[str, Measure]]
 
@@ -96,13 +101,13 @@ def _yard(pool: Pool, algorithm: int, settings: native.Tuning) -> Measure:
 
 
 def contestants(
-    stack: ExitStack, ranks: int, largest: int, only: list[str]
+    stack: ExitStack, ranks: int, largest: int, only: list[str], dtype: str = "float32"
 ) -> tuple[list[Contestant], Checks]:
     """Start the ranks of the contestants in ``only``, which ``stack`` ends; return the contestants and the checks."""
     entries: list[Contestant] = []
     checks: Checks = []
     if "dtcomm" in only:
-        pool = stack.enter_context(Pool(TorchRank, ranks, store_file=new_store_file()))
+        pool = stack.enter_context(Pool(TorchRank, ranks, store_file=new_store_file(), dtype=dtype))
         for variant in ("dtcomm", "dtcomm.empty"):
             entries.append(
                 Contestant(family=variant, variant="", call=partial(pool.call, "measure", variant=variant))
@@ -110,7 +115,9 @@ def contestants(
             checks.append((variant, partial(pool.call, "wrong", variant=variant)))
     if "gloo" in only:
         # Bound to one core, Gloo's caller and its I/O thread get in each other's way.
-        pool = stack.enter_context(Pool(TorchRank, ranks, store_file=new_store_file(), pinned=False))
+        pool = stack.enter_context(
+            Pool(TorchRank, ranks, store_file=new_store_file(), pinned=False, dtype=dtype)
+        )
         entries.append(
             Contestant(family="gloo", variant="", call=partial(pool.call, "measure", variant="gloo"))
         )
@@ -127,10 +134,21 @@ def contestants(
         if absent:
             print(absent)
         else:
-            pool = stack.enter_context(Pool(DeepSpeedRank, ranks, store_file=new_store_file()))
+            pool = stack.enter_context(Pool(DeepSpeedRank, ranks, store_file=new_store_file(), dtype=dtype))
             call = partial(pool.call, "measure", variant="deepspeed")
             entries.append(Contestant(family="deepspeed", variant="", call=call))
             checks.append(("deepspeed", partial(pool.call, "wrong", variant="deepspeed")))
+    if "oneccl" in only:
+        absent = oneccl_rank.why_unavailable()
+        if absent:
+            print(absent)
+        else:
+            pool = stack.enter_context(
+                Pool(oneccl_rank.OneCclRank, ranks, store_file=new_store_file(), dtype=dtype)
+            )
+            call = partial(pool.call, "measure", variant="oneccl")
+            entries.append(Contestant(family="oneccl", variant="", call=call))
+            checks.append(("oneccl", partial(pool.call, "wrong", variant="oneccl")))
     if "yardstick" in only:
         segment = stack.enter_context(closing(Segment.create(ranks, RING, largest)))
         pool = stack.enter_context(Pool(YardRank, ranks, address=segment.address, largest=largest))
@@ -138,9 +156,8 @@ def contestants(
     return entries, checks
 
 
-def measure(contestants: list[Contestant], size: int, repetitions: int, budget: float) -> list[list[float]]:
+def measure(contestants: list[Contestant], numel: int, repetitions: int, budget: float) -> list[list[float]]:
     """Return the seconds of a call on the slowest rank, by contestant and repetition; contestants take turns."""
-    numel = size // 4
     first = [max(contestant.call(numel=numel, warm=1, iters=1)) for contestant in contestants]
     iters = [iterations(seconds, budget) for seconds in first]
     times: list[list[float]] = [[] for _ in contestants]
@@ -150,18 +167,21 @@ def measure(contestants: list[Contestant], size: int, repetitions: int, budget: 
     return times
 
 
-def compare(ranks: int, sizes: list[int], only: list[str], quick: bool) -> dict[str, Any]:
+def compare(
+    ranks: int, sizes: list[int], only: list[str], quick: bool, dtype: str = "float32"
+) -> dict[str, Any]:
     """Measure all contestants at all sizes; ``best`` maps size and family to the timing of the fastest variant."""
     rows: list[dict[str, Any]] = []
     best: dict[int, dict[str, Timing]] = {}
     with ExitStack() as stack:
-        all_contestants, checks = contestants(stack, ranks, max(sizes), only)
+        all_contestants, checks = contestants(stack, ranks, max(sizes), only, dtype)
         for size in sizes:
             measured = [contestant for contestant in all_contestants if size <= contestant.largest]
-            wrong = {name: max(check(numel=size // 4)) for name, check in checks}
+            numel = size // getattr(torch, dtype).itemsize
+            wrong = {name: max(check(numel=numel)) for name, check in checks}
             repetitions, budget = (5, 0.02) if quick else (11, 0.04)
             times, conditions = machine.steady(
-                partial(measure, measured, size, repetitions, budget), attempts=2 if quick else 3
+                partial(measure, measured, numel, repetitions, budget), attempts=2 if quick else 3
             )
             timings = [Timing.of(series) for series in times]
             families = best[size] = {}
@@ -172,6 +192,7 @@ def compare(ranks: int, sizes: list[int], only: list[str], quick: bool) -> dict[
                 {
                     "bytes": size,
                     "ranks": ranks,
+                    "dtype": dtype,
                     **conditions,
                     "wrong": wrong,
                     "contestants": [
@@ -187,7 +208,7 @@ def show(comparison: dict[str, Any]) -> None:
     """Print the microseconds of all families and dtcomm's ratios."""
     families = [f for f in FAMILIES if any(f in timings for timings in comparison["best"].values())]
     ours = "dtcomm" in families
-    heads = [f for f in ("gloo", "mpi", "deepspeed", "yardstick") if ours and f in families]
+    heads = [f for f in ("gloo", "mpi", "deepspeed", "oneccl", "yardstick") if ours and f in families]
     columns = ["size", *(f"{family} µs" for family in families), *(f"vs {head}" for head in heads)]
     with_floor = ours and "floor" in families
     columns += ["of floor", "of floor, empty"] if with_floor else []
@@ -204,7 +225,9 @@ def show(comparison: dict[str, Any]) -> None:
     if (load := max(row["load"] for row in comparison["rows"])) > comparison["ranks"] + 1.5:
         print(f"the machine was busy with other work (load {load:.1f}): these figures say little")
     output.table(
-        f"all_reduce, fp32 sum in place, {comparison['ranks']} ranks", [*columns, "round trip"], lines
+        f"all_reduce, {comparison['rows'][0]['dtype']} sum in place, {comparison['ranks']} ranks",
+        [*columns, "round trip"],
+        lines,
     )
 
 
@@ -223,6 +246,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--sizes", type=output.parse_size, nargs="+", help="instead of 1K 64K 1M 16M 64M 256M"
     )
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter repetitions")
     parser.add_argument("--json", help="where to write instead of bench/results/all_reduce.json")
     options = parser.parse_args(arguments)
@@ -230,20 +254,25 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
     rows: list[dict[str, Any]] = []
     verdicts: list[dict[str, Any]] = []
+    only = [group for group in options.only if options.dtype == "float32" or group not in FP32_ONLY]
     for ranks in options.ranks:
-        comparison = compare(ranks, options.sizes or SIZES.get(ranks, SIZES[4]), options.only, options.quick)
+        sizes = options.sizes or SIZES.get(ranks, SIZES[4])
+        comparison = compare(ranks, sizes, only, options.quick, options.dtype)
         show(comparison)
         rows += comparison["rows"]
-        verdicts += judge(all_reduce_targets(ranks), comparison["best"])
+        judged = judge(all_reduce_targets(ranks), comparison["best"])
+        verdicts += [{**verdict, "dtype": options.dtype} for verdict in judged]
     if verdicts:
         output.table(
-            "targets (set for cores on one L3)",
+            "targets",
             ["target", "at", "ranks", "figure", "verdict"],
             [
                 [v["name"], output.size_name(v["bytes"]), v["ranks"], v["shown"], v["verdict"]]
                 for v in verdicts
             ],
         )
+    for verdict in verdicts:
+        del verdict["shown"]  # a text of "figure", of which the file has the median
     result = {"machine": machine.describe(), "quick": options.quick, "rows": rows, "targets": verdicts}
     print(output.write("all_reduce", result, options.json))
     return result

@@ -11,7 +11,6 @@ call. The table and the plot go to docs/results/convergence.md and docs/results/
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,9 @@ def planned_runs(
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the runs of earlier calls; none if the file does not exist."""
-    return json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else {}
+    """Return the runs of earlier calls on this commit and processor."""
+    runs: dict[str, Any] = output.resumable(path).get("runs", {})
+    return runs
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _write(runs: dict[str, Any], path: Path) -> dict[str, Any]:
         "verdicts": page.verdicts(runs),
         "runs": {key: _without_curve(run) for key, run in runs.items()},
     }
-    output.write("convergence", result, path)
+    output.write("convergence", result, path, timed=False)
     return result
 
 

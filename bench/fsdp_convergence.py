@@ -10,7 +10,6 @@ and docs/results/fsdp_convergence.png.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -91,9 +90,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     task = replace(TASKS["gpt"], steps=options.steps)
     runs: dict[str, Any] = {}
-    if path.exists() and not options.fresh:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        runs = saved["runs"] if saved["steps"] == options.steps else {}
+    saved = {} if options.fresh else output.resumable(path)
+    if saved.get("steps") == options.steps:
+        runs = saved["runs"]
     for seed in range(options.seeds):
         for name in options.methods:
             key = shards_page.key(name, seed)
@@ -118,7 +117,7 @@ def _write(runs: dict[str, Any], steps: int, path: Path) -> dict[str, Any]:
         "verdicts": shards_page.verdicts(runs),
         "runs": runs,
     }
-    output.write("fsdp_convergence", result, path)
+    output.write("fsdp_convergence", result, path, timed=False)
     return result
 
 

@@ -1,6 +1,6 @@
 """Compare a step of a small GPT under FSDP2 with dtcomm's codecs and over Gloo in fp32 and bf16, in one run.
 
-python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--add] [--json FILE]
+python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N] [--json FILE]
 
 Two ranks run in two network namespaces connected by a link of the given Gbit/s (needs root and iproute2), then over
 shared memory. A step is forward, backward and AdamW on so few symbols that communication dominates. Bytes are counted
@@ -225,15 +225,12 @@ def page(result: dict[str, Any]) -> str:
             if row is None:
                 cells.append("")
                 continue
-            cells.append(f"{row['ms']:.0f} ({row['faster_than_fp32']:.2f}×, {row['faster_than_bf16']:.2f}×)")
+            took = f"{row['ms']:.0f}{pages.spread(row, 'ms', '{:.0f}'.format)}"
+            cells.append(f"{took} ({row['faster_than_fp32']:.2f}×, {row['faster_than_bf16']:.2f}×)")
         sent = next((measured[link, name]["link_bytes"] for link in links if link != MEMORY), 0)
         table_rows.append([*cells, f"{sent / 1e6:.1f}"])
     columns = ["ms a step", *map(_medium, links), "MB on the link"]
-    computer = result["machine"]
-    caption = (
-        f"{computer['cpu']}, {computer['cores']} cores, torch {computer['torch']}, {result['time'][:10]}"
-    )
-    return f"{pages.markdown(columns, table_rows)}\n\n{caption}"
+    return pages.markdown(columns, table_rows)
 
 
 def _medium(link: str) -> str:
@@ -250,10 +247,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--only", nargs="+", choices=list(SPECS), default=list(SPECS), help="codecs to measure"
     )
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--add", action="store_true", help="keep the file's rows of other links")
     parser.add_argument("--json", help="where to write instead of bench/results/fsdp_speed.json")
     options = parser.parse_args(arguments)
-    path = Path(options.json or output.RESULTS / "fsdp_speed.json")
     if any(link != MEMORY for link in options.links) and (reason := netns.why_unavailable()):
         sys.exit(f"bench.fsdp_speed: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -262,9 +257,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         link_rows = measure(link, [FP32, BF16, ALONE, *options.only], options.repetitions)
         show(link, link_rows)
         rows += link_rows
-    if options.add and path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in saved if row["link"] not in options.links] + rows
     result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}
     print(output.write("fsdp_speed", result, options.json))
     return result

@@ -36,7 +36,7 @@ from dtcomm.measure.published import SIZES, published_line
 from dtcomm.measure.virtual_ranks import VirtualRanks
 
 TARGETS, FLOOR = ("int8", "fp8_e4m3", "int4"), 0.85
-OTHERS = ("none", "fp16", "int8:block=128")
+OTHERS = ("none", "fp16", "int8:block=128", "int4:block=128,spikes=1")
 PROCESSES_SECONDS = 30.0  # for two processes to start, connect and measure; their kernels are serialized
 LATENCY = tuple(1 << power for power in range(10, 19))  # 1 KB to 256 KB
 REPLAYS = 20

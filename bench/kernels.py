@@ -2,15 +2,17 @@
 
 python -m bench.kernels [--kernel NAME] [--codecs SPEC ...] [--sizes BYTES ...] [--seconds S] [--json [FILE]]
 
-By default all registered codecs are measured with their defaults, and int8 and int4 also with zero points and with
-stochastic rounding. A codec's kernels, a memcpy, a streaming copy and the plain torch version take turns; a ratio is
-the median over rounds of the ratios of one round. GB/s count the fp32 input (for decoding, the output). The floor is
-the time in which the faster copy of this size moves the bytes that must be read and written.
+By default all registered codecs are measured with their defaults, int8 and int4 also with zero points and with
+stochastic rounding, and lossless on weights of bf16 and of fp32. A codec's kernels, a memcpy, a streaming copy and the
+plain torch version take turns; a ratio is the median over rounds of the ratios of one round. GB/s count the input (for
+decoding, the output). The floor is the time in which the faster copy of this size moves the bytes that must be read and
+written.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -31,6 +33,7 @@ SKEW = 276 << 10  # buffers whose addresses are equal modulo the cache size evic
 PLACEMENTS = 4  # allocations of the buffers: which pages they get changes a result by up to a fifth
 MORE = ("int8:symmetric=false", "int8:round=stochastic", "int4:symmetric=false", "int4:round=stochastic")
 MORE += ("int8:rotate=hadamard", "int4:rotate=hadamard", "int4:block=128,rotate=hadamard", "int4:spikes=1")
+MORE += ("int4:spikes=1,round=stochastic", "lossless")
 SLOW = 0.03  # seconds; what takes longer runs once for each placement
 COPIES = ("memcpy", "streaming copy")
 
@@ -45,6 +48,7 @@ class Contestant:
     codec: str = ""
     verb: str = ""
     peer: str | None = None
+    payload: int = 0  # bytes of the payload
 
 
 class Buffers:
@@ -121,8 +125,50 @@ def sums(size: int, kernel: str, buffers: Buffers) -> list[Contestant]:
     return contestants
 
 
+def weights(out: torch.Tensor) -> torch.Tensor:
+    """Fill `out` like trained weights: Gaussian rows of 1024, whose deviations differ by about a third."""
+    rows = out.view(-1, math.gcd(out.numel(), 1024))
+    deviations = 0.02 * torch.randn(rows.shape[0], 1).mul_(0.3).exp_()
+    rows.copy_(torch.randn(rows.shape).mul_(deviations))
+    return out
+
+
+def lossless(size: int, kernel: str, buffers: Buffers) -> list[Contestant]:
+    """Return the lossless codec's verbs at `size` bytes of weights in bf16 and in fp32, and the copies."""
+    tested = codec("lossless")
+    entries: list[Contestant] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        n, element = size // dtype.itemsize, str(dtype).removeprefix("torch.")
+        x, y = weights(buffers.take(n, dtype)), buffers.take(n, dtype)
+        payload = buffers.take(tested.wire_bytes(n, dtype), torch.uint8)
+        pointers = (x.data_ptr(), y.data_ptr(), payload.data_ptr())
+        length = _C.encode_lossless(kernel, pointers[0], n, dtype.itemsize, pointers[2])
+        verbs: dict[str, Callable[[], object]] = {
+            "encode": partial(_C.encode_lossless, kernel, pointers[0], n, dtype.itemsize, pointers[2]),
+            "decode": partial(
+                _C.decode_lossless, kernel, pointers[2], length, n, dtype.itemsize, pointers[1]
+            ),
+        }
+        if not entries:
+            entries += copies(size, kernel, x.view(torch.float32), y.view(torch.float32))
+        for verb, call in verbs.items():
+            entries.append(
+                Contestant(
+                    name=f"lossless {verb}, {element}",
+                    run=partial(repeated, call),
+                    moved=size + length,
+                    codec="lossless",
+                    verb=f"{verb}, {element}",
+                    payload=length,
+                )
+            )
+    return entries
+
+
 def contestants(size: int, kernel: str, tested: Codec, buffers: Buffers) -> list[Contestant]:
     """Return every verb of a codec at `size` bytes of fp32, its peers in torch, and the copies."""
+    if tested.variable_length:
+        return lossless(size, kernel, buffers)
     n, spec, wire = size // 4, str(tested), tested.wire_bytes(size // 4)
     x, y, residual = (buffers.take(n, torch.float32) for _ in range(3))
     x.normal_()
@@ -152,7 +198,9 @@ def contestants(size: int, kernel: str, tested: Codec, buffers: Buffers) -> list
     for verb, (run, moved) in verbs.items():
         peer = f"torch: {spec} {verb}" if verb in in_torch else None
         entries.append(
-            Contestant(name=f"{spec} {verb}", run=run, moved=moved, codec=spec, verb=verb, peer=peer)
+            Contestant(
+                name=f"{spec} {verb}", run=run, moved=moved, codec=spec, verb=verb, peer=peer, payload=wire
+            )
         )
     return entries
 
@@ -196,14 +244,17 @@ def report(
     rows: list[dict[str, object]] = []
     cells: list[list[str]] = []
     bandwidth = 2 * size / min(statistics.median(times[name]) for name in COPIES)
+    title = contestants[-1].codec or "none"
     for contestant in contestants:
         timing = Timing.of(times[contestant.name])
         memcpy = ratios(times["memcpy"], times[contestant.name])
         peer = ratios(times[contestant.peer], times[contestant.name]) if contestant.peer else None
         floor = contestant.moved / bandwidth / timing.median if contestant.moved else None
+        payload = contestant.payload / size if contestant.payload else None
         rows.append(
             {
                 "name": contestant.name,
+                "beside": title,  # memcpy and the sums are measured again with every codec
                 "codec": contestant.codec,
                 "verb": contestant.verb,
                 "bytes": size,
@@ -212,6 +263,7 @@ def report(
                 "times_memcpy_quartiles": [round(memcpy.low, 3), round(memcpy.high, 3)],
                 "times_torch": None if peer is None else round(peer.median, 2),
                 "fraction_of_floor": None if floor is None else round(floor, 3),
+                "payload_fraction": None if payload is None else round(payload, 4),
                 **timing.as_dict(),
             }
         )
@@ -224,11 +276,12 @@ def report(
                 f"{memcpy.low:.2f} to {memcpy.high:.2f}",
                 "" if peer is None else f"{peer.median:.2f}",
                 "" if floor is None else f"{100 * floor:.0f} %",
+                "" if payload is None else f"{100 * payload:.1f} %",
             ]
         )
-    columns = ["", "GB/s", "spread", "x memcpy", "quartiles", "x torch", "of the floor"]
-    title = contestants[-1].codec or "none"
-    output.table(f"{title}: {kernel}, one core, {output.size_name(size)} of fp32", columns, cells)
+    columns = ["", "GB/s", "spread", "x memcpy", "quartiles", "x torch", "of the floor", "payload"]
+    elements = "weights" if title == "lossless" else "fp32"
+    output.table(f"{title}: {kernel}, one core, {output.size_name(size)} of {elements}", columns, cells)
     return rows
 
 

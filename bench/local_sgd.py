@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -265,10 +264,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     path = options.json or (BUILD if options.quick else output.RESULTS.parent) / "results" / "local_sgd.json"
     torch.set_num_threads(1)
     runs: dict[str, Any] = {}
-    if path.exists() and not options.fresh:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if (saved["steps"], saved["every"]) == (options.steps, options.every):
-            runs = saved["runs"]
+    saved = {} if options.fresh else output.resumable(path)
+    if (saved.get("steps"), saved.get("every")) == (options.steps, options.every):
+        runs = saved["runs"]
     end = time.monotonic() + options.seconds
     methods = [method for method in METHODS if method is METHODS[0] or method.name in options.methods]
     families = list(dict.fromkeys(method.family for method in methods))
@@ -324,7 +322,7 @@ def write(runs: dict[str, Any], options: argparse.Namespace, path: Path) -> dict
         "core_seconds": round(sum(entry["seconds"] for entry in runs.values())),
         "runs": runs,
     }
-    output.write("local_sgd", result, path)
+    output.write("local_sgd", result, path, timed=False)
     return result
 
 

@@ -7,7 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import auto_runs, collectives, fsdp_speed, quality, slow_link, tp_speed, two_hosts, two_shot_error
+from bench import (
+    auto_runs,
+    collectives,
+    compression_setups,
+    fsdp_speed,
+    partial_sums,
+    published_runs,
+    quality,
+    slow_link,
+    tp_speed,
+    two_hosts,
+    two_shot_error,
+)
 from bench.common import pages, readme
 from bench.common.output import RESULTS
 
@@ -24,7 +36,15 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
-    (pages.DOCS / "results/codecs.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
+    (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
+    (
+        pages.DOCS / "guides/planning.md",
+        "compression_setups",
+        compression_setups.page,
+        ("compression_setups",),
+    ),
 ]
 
 
@@ -34,10 +54,16 @@ def kept(program: str) -> dict[str, Any]:
     return result
 
 
+def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
+    """Return the text between two marks: the table, and for each program of how many runs it shows the median."""
+    results = [kept(program) for program in programs]
+    return "\n\n".join([text(*results), *map(pages.provenance, results)])
+
+
 def main() -> None:
     """Write all tables."""
     for page, marks, text, programs in PAGES:
-        print(pages.fill(page, marks, text(*map(kept, programs))))
+        print(pages.fill(page, marks, between_marks(text, programs)))
 
 
 if __name__ == "__main__":

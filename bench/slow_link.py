@@ -1,6 +1,6 @@
 """Compare a DDP step over a slow link: dtcomm's schemes, plain Gloo and torch's hooks, in one run.
 
-python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--seconds S] [--add] [--json FILE]
+python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--seconds S] [--json FILE]
 
 Two ranks run in two network namespaces connected by a link of the given rate (needs root and iproute2). The model is a
 wide MLP of 25.2 M parameters, 101 MB of gradients per step; "compute" is the step without communication. "auto" chooses
@@ -11,7 +11,6 @@ error feedback, except "no feedback". Contestants take turns. It takes about 4 m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -249,9 +248,8 @@ def show(gbit: float, batch: int, rows: list[dict[str, Any]]) -> None:
 
 
 def speedup(row: dict[str, Any]) -> str:
-    """Return ``1.31× (1.31–1.37)``: the median over runs, and their range if there are several."""
-    low, high = row.get("faster_range", (row["faster"], row["faster"]))
-    return f"{row['faster']:.2f}×" + (f", {low:.2f}–{high:.2f}" if low != high else "")
+    """Return ``1.31× [1.28–1.37]``: the median over runs, and their range if there are several."""
+    return f"{row['faster']:.2f}×{pages.spread(row, 'faster', '{:.2f}'.format)}"
 
 
 def page(result: dict[str, Any]) -> str:
@@ -283,10 +281,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", choices=[*OURS, *AUTO], default=DEFAULT_NAMES, help="of ours")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--seconds", type=float, help="for one rate: 200 up to 1 Gbit/s, else 150")
-    parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and batches")
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
-    path = Path(options.json or output.RESULTS / "slow_link.json")
     if reason := netns.why_unavailable():
         sys.exit(f"bench.slow_link: {reason}")
     names = ["compute", *TORCH, *options.only]
@@ -296,10 +292,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         rows += measure(gbit, options.batch, names, options.repetitions, seconds)
         for batch in options.batch:
             show(gbit, batch, rows)
-    measured = {(row["gbit"], row["batch"]) for row in rows}
-    if options.add and path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in kept if (row["gbit"], row["batch"]) not in measured] + rows
     result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}
     print(output.write("slow_link", result, options.json))
     return result

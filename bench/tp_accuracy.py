@@ -14,7 +14,6 @@ the next call continues. Table and plot go to docs/results.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from pathlib import Path
@@ -74,10 +73,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     plain = gpt.held_out_loss(model, corpus, options.windows)
     setting = {"windows": options.windows, "steps": options.steps, "loss": round(plain, 9)}
-    if path.exists() and not options.fresh:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        if saved["setting"] == setting:
-            rows = {f"{row['codec']} {row['ranks']}": row for row in saved["rows"]}
+    saved = {} if options.fresh else output.resumable(path)
+    if saved.get("setting") == setting:
+        rows = {f"{row['codec']} {row['ranks']}": row for row in saved["rows"]}
     end = time.monotonic() + options.seconds
     complete = True
     for spec in options.codecs:
@@ -102,7 +100,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rows": selected_rows,
         "verdicts": verdicts(selected_rows),
     }
-    written = output.write("tp_accuracy", result, options.json)
+    written = output.write("tp_accuracy", result, options.json, timed=False)
     output.table(
         f"perplexity a character, uncompressed {math.exp(plain):.4f}", *table(selected_rows, options.ranks)
     )

@@ -290,7 +290,9 @@ def _medium(row: dict[str, Any]) -> str:
 
 def _milliseconds(row: dict[str, Any], name: str) -> str:
     timing = row["contestants"].get(name)
-    return "–" if timing is None else f"{timing['median_us'] / 1e3:.3g}"
+    if timing is None:
+        return "–"
+    return f"{timing['median_us'] / 1e3:.3g}{pages.spread(timing, 'median_us', lambda us: f'{us / 1e3:.3g}')}"
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:

@@ -1,6 +1,6 @@
 """Compare all_reduce between two hosts: dtcomm's codecs over TCP and over UCX, Gloo and Open MPI, in one run.
 
-python -m bench.two_hosts [--gbit 1 10] [--sizes 1K 64M] [--codecs none int8 int4] [--quick] [--add] [--json FILE]
+python -m bench.two_hosts [--gbit 1 10] [--sizes 1K 64M] [--codecs none int8 int4] [--quick] [--json FILE]
 
 Two ranks run in two network namespaces connected by a rate-limited link (needs root and iproute2). The operation is an
 fp32 sum in place. Figures are medians of the slower rank; ratios are those of the rounds, with quartiles. UCX (where
@@ -12,7 +12,6 @@ the link. The exit status is 1 if a result is wrong; a missed target is printed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -273,7 +272,9 @@ def page(result: dict[str, Any]) -> str:
         cells.append(output.microseconds(times[GLOO]["median_us"] / 1e6))
         for figure in row["figures"]:
             microseconds = output.microseconds(times[figure["codec"]]["median_us"] / 1e6)
-            cells.append(f"{microseconds} ({figure['ratio']:.2f}×)")
+            cells.append(
+                f"{microseconds} ({figure['ratio']:.2f}×{pages.spread(figure, 'ratio', '{:.2f}'.format)})"
+            )
         lines.append(cells)
     codecs = [figure["codec"] for figure in result["rows"][0]["figures"]]
     return pages.markdown(["µs", "Gloo", *(f"`{codec}`" for codec in codecs)], lines, aligned=True)
@@ -288,7 +289,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sizes", type=output.parse_size, nargs="+", default=SIZES)
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--add", action="store_true", help="keep the file's rows of other rates and sizes")
     parser.add_argument("--json", help="where to write instead of bench/results/two_hosts.json")
     options = parser.parse_args(arguments)
     if reason := netns.why_unavailable():
@@ -299,11 +299,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         rows_of_rate = measure(gbit, options.sizes, options.codecs, options.quick)
         show(gbit, rows_of_rate)
         rows += rows_of_rate
-    path = Path(options.json or output.RESULTS / "two_hosts.json")
-    if options.add and path.exists():
-        kept = {(row["gbit"], row["bytes"]): row for row in json.loads(path.read_text())["rows"]}
-        kept |= {(row["gbit"], row["bytes"]): row for row in rows}
-        rows = [kept[key] for key in sorted(kept)]
     result = {"machine": machine.describe(), "quick": options.quick, "rows": rows}
     print(output.write("two_hosts", result, options.json))
     return result

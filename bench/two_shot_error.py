@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     result = {"machine": machine.describe(), **measure()}
     print(page(result))
     if options.json is not None:
-        print(output.write("two_shot_error", result, options.json or None))
+        print(output.write("two_shot_error", result, options.json or None, timed=False))
     return result
 
 

@@ -30,6 +30,9 @@ OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
     "Context parallelism": ("dtcomm.context_parallel",),
     "Experts": ("dtcomm.moe",),
     "Pipeline stages": ("dtcomm.pipeline",),
+    "Axes of a mesh": ("dtcomm.mesh",),
+    "Batch normalization": ("dtcomm.batch_norm",),
+    "Monitoring": ("dtcomm.profiling.RunMonitor", "dtcomm.profiling.MetricsServer"),
     "Guard and compressors": (
         "dtcomm.compress.guard.Guard",
         "dtcomm.compress.powersgd.PowerSGD",

@@ -4,7 +4,7 @@ The collectives are functions of this module: ``dtcomm.all_reduce`` and so on, w
 torch.distributed and a ``codec``. ``dtcomm.codec`` parses a codec's spec, ``dtcomm.encode`` and ``dtcomm.decode`` apply
 one to a tensor, and ``dtcomm.info`` describes how a group communicates. Integrations are submodules: ``dtcomm.ddp``,
 ``dtcomm.fsdp``, ``dtcomm.tp``, ``dtcomm.context_parallel``, ``dtcomm.moe``, ``dtcomm.pipeline``, ``dtcomm.local_sgd``,
-``dtcomm.elastic`` and ``dtcomm.backend``.
+``dtcomm.batch_norm``, ``dtcomm.elastic`` and ``dtcomm.backend``; ``dtcomm.mesh`` combines them.
 """
 
 import importlib
@@ -89,6 +89,7 @@ _HOMES = {"codec": "dtcomm.codecs", "decode": "dtcomm.kernels.ops", "encode": "d
 _SUBMODULES = (
     "algorithms",
     "backend",
+    "batch_norm",
     "codecs",
     "collectives",
     "compress",
@@ -101,6 +102,7 @@ _SUBMODULES = (
     "kernels",
     "launch",
     "local_sgd",
+    "mesh",
     "moe",
     "pipeline",
     "planner",

@@ -86,6 +86,7 @@ class FusedPlan:
         programs: list[tuple[int, list[int], list[int], list[int]]] = ...,
         steps: int = 0,
         keeps_sums: bool = False,
+        inboxes: list[list[tuple[int, int]]] = ...,
     ) -> None: ...
     def launch(
         self, tensors: list[tuple[int, int, int, int, int]], stream: int, features: int = 0

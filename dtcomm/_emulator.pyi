@@ -24,6 +24,7 @@ class FusedPlan:
         programs: list[tuple[int, list[int], list[int], list[int]]] = ...,
         steps: int = 0,
         keeps_sums: bool = False,
+        inboxes: list[list[tuple[int, int]]] = ...,
     ) -> None: ...
     def launch(
         self,

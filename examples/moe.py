@@ -12,49 +12,39 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm.moe
 
 WIDTH, EXPERTS, CHOICES = 32, 4, 2
 
 
-class Experts(nn.Module):
-    def __init__(self, codec: str) -> None:
-        super().__init__()
-        self.codec = codec
-        torch.manual_seed(0)
-        self.router = nn.Linear(WIDTH, EXPERTS)  # the same on all ranks
-        torch.manual_seed(1 + dist.get_rank())
-        local_experts = EXPERTS // dist.get_world_size()
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(local_experts)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(CHOICES)
-        tokens, route = dtcomm.moe.dispatch(x, chosen, EXPERTS, codec=self.codec, backward_codec=self.codec)
-        outputs = [expert(part) for expert, part in zip(self.experts, route.split(tokens), strict=True)]
-        return dtcomm.moe.combine(torch.cat(outputs), route, weights)
+def expert() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
 def run(codec: str = "fp8_e4m3", steps: int = 100) -> list[float]:
     """Train and return the loss of each step."""
-    layer = Experts(codec)
-    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    layer = dtcomm.moe.MoE(WIDTH, EXPERTS, expert, top_k=CHOICES, codec=codec)
+    # DDP averages the router's gradients; those of experts come from all ranks' tokens already.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        layer, list(dtcomm.moe.expert_parameters(layer))
+    )
+    model = DistributedDataParallel(layer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for step in range(steps):
         x = torch.randn(64, WIDTH, generator=generator)
-        loss = (layer(x) - torch.sin(x)).square().mean()
+        loss = (model(x) - torch.sin(x)).square().mean()
         optimizer.zero_grad()
-        loss.backward()
-        for parameter in layer.router.parameters():  # experts already have the gradients of all ranks' tokens
-            dist.all_reduce(parameter.grad)
+        (loss + layer.auxiliary_loss).backward()
         optimizer.step()
         losses.append(loss.item())
         if dist.get_rank() == 0 and step % 20 == 0:
-            print(f"step {step:3d}  loss {losses[-1]:.3f}", flush=True)
+            statistics = layer.statistics.to_dict()
+            print(f"step {step:3d}  loss {losses[-1]:.3f}  load {statistics['largest_load']:.2f}", flush=True)
     return losses
 
 

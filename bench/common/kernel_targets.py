@@ -17,6 +17,7 @@ FASTER_THAN_MEMCPY = {
 }
 OF_INT8 = 0.7  # the other integers and mx, encode and decode
 OF_THE_FLOOR = {"reduce of 2": 0.7, "encode with residual": 0.7}  # in DRAM
+LOSSLESS_DECODE = 0.5  # times memcpy, of bf16
 FASTER_THAN_TORCH = {"int": 20.0, "topk": 40.0}  # in DRAM, by how a codec's name starts
 
 
@@ -42,6 +43,8 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if int8 is not None:
                 figure = round(row["times_memcpy"] / int8["times_memcpy"], 3)
                 judge(row, "of int8's speed", figure, OF_INT8)
+        if spec == "lossless" and verb == "decode, bfloat16":
+            judge(row, "x memcpy", row["times_memcpy"], LOSSLESS_DECODE)
         plain = ":" not in spec and not spec.startswith(("topk", "randk", "none"))
         if size == DRAM and verb in OF_THE_FLOOR and plain:
             judge(row, "of the floor", row["fraction_of_floor"], OF_THE_FLOOR[verb])

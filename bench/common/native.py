@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +64,13 @@ def tuning(piece_bytes: int = 256 << 10, slots: int = 4, *, ranks: int = 2, **ov
 
 
 def compile_shared(
-    name: str, sources: list[str], compiler: str = "g++", flags: list[str] | None = None
+    name: str,
+    sources: list[str],
+    compiler: str = "g++",
+    flags: list[str] | None = None,
+    after: Sequence[str] = (),
 ) -> Path:
-    """Return ``build/bench/<name>``, compiled again if a source is newer.
+    """Return ``build/bench/<name>``, compiled again if a source is newer; ``after`` are arguments behind the sources.
 
     Raises:
         RuntimeError: The compiler is missing or failed; the message contains its output.
@@ -80,7 +85,7 @@ def compile_shared(
     # A separate name, so that processes that compile at the same time do not read each other's unfinished file.
     scratch = BUILD / f"{name}.{os.getpid()}"
     command = [compiler, *(FLAGS + ["-fPIC", "-shared", "-pthread"] if flags is None else flags)]
-    command += [str(SOURCES / source) for source in sources] + ["-o", str(scratch)]
+    command += [str(SOURCES / source) for source in sources] + [*after, "-o", str(scratch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

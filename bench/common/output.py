@@ -9,16 +9,95 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from bench.common import conditions, runs
+
+RESULTS = conditions.ROOT / "bench" / "results"
+# The runs of which bench/results holds the medians: larger, and of no use without the machine that made them.
+RUNS = conditions.ROOT / "build" / "bench" / "runs"
+UNFIT = "BENCH_UNFIT"
+_START = conditions.ProcessorTime.now()  # programs import this module before they measure
 
 
-def write(name: str, result: dict[str, Any], path: str | os.PathLike[str] | None = None) -> Path:
-    """Write the summary of a result to ``bench/results/<name>.json``, or ``path``, with the time; return the path."""
+class NotKept(SystemExit):
+    """A result that was measured under conditions under which no result is kept."""
+
+
+def write(
+    name: str, result: dict[str, Any], path: str | os.PathLike[str] | None = None, *, timed: bool = True
+) -> Path:
+    """Write the summary of a result to a file, and return its path.
+
+    ``bench/results/<name>.json`` gets the median of this run and of the earlier ones on the same commit and processor
+    (see `bench.common.runs.merge`), and in ``measurements`` the date, commit, load and processor of each run. The first
+    run on another commit or processor replaces the file. A file elsewhere holds this run alone.
+
+    Args:
+        name: The program's name.
+        result: What it measured. ``quick`` in it is a setting: a quick run is not mixed with others.
+        path: Where to write instead of ``bench/results/<name>.json``.
+        timed: Whether the result holds times. If not, another run gives the same figures: the file holds the latest run
+            alone, and other processes do not matter.
+
+    Raises:
+        NotKept: The file is in ``bench/results``, and the tree has changes that are not committed or other processes
+            used the processor. The run is in ``build/bench/not_kept``. With ``BENCH_UNFIT=1`` in the environment it is
+            kept all the same, and marked.
+        ValueError: Rows of several runs could not be matched; the message says what to do. The run is in that folder.
+    """
     out = Path(path) if path else RESULTS / f"{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    stamped = {"program": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **result}
-    out.write_text(format_json(summary(stamped)), encoding="utf-8")
+    stamped = {"program": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **summary(result)}
+    measurement = _measurement(timed)
+    kept = out.resolve().parent == RESULTS.resolve()
+    aside = RUNS.parent / "not_kept" / out.name
+    if kept:  # what is refused below is not lost
+        write_whole(aside, format_json({**stamped, "measurements": [measurement]}))
+    if kept and "unfit" in measurement and os.environ.get(UNFIT) != "1":
+        raise NotKept(
+            f"bench.{name}: not kept, because {'; '.join(measurement['unfit'])}. The figures are in {aside}; "
+            f"{UNFIT}=1 keeps them and marks them as unfit"
+        )
+    entries = [{"measurement": measurement, "result": stamped}]
+    if kept and timed:
+        runs.check_rows(stamped)
+        store = RUNS / out.name
+        earlier = json.loads(store.read_text(encoding="utf-8")) if store.exists() else []
+        entries = [entry for entry in earlier if _setting(entry) == _setting(entries[0])] + entries
+        write_whole(store, json.dumps(entries))
+    latest = {field: stamped[field] for field in ("time", "machine") if field in stamped}
+    merged = runs.merge([entry["result"] for entry in entries])
+    merged.pop("time_range", None)
+    measurements = [entry["measurement"] for entry in entries]
+    write_whole(out, format_json({**merged, **latest, "measurements": measurements}))
+    if kept:
+        aside.unlink()
     return out
+
+
+def resumable(path: Path) -> dict[str, Any]:
+    """Return the result at ``path`` if this commit made it on this processor, so that a program can go on from it."""
+    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    made_by = [(entry["commit"], entry["processor"]) for entry in saved.get("measurements", [])]
+    return saved if made_by == [(conditions.code_commit(), conditions.processor())] else {}
+
+
+def _measurement(timed: bool) -> dict[str, Any]:
+    """Return when and where a result was measured, and in ``unfit`` why it should not be kept."""
+    others = _START.others() if timed and _START else None
+    reasons = conditions.complaints(conditions.changed_files(), others)
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": conditions.code_commit(),
+        "processor": conditions.processor(),
+        "load": round(os.getloadavg()[0], 2),
+        **({} if others is None else {"other_processes_cores": round(others, 3)}),
+        **({"unfit": reasons} if reasons else {}),
+    }
+
+
+def _setting(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what two runs must have in common for a median."""
+    measurement, result = entry["measurement"], entry["result"]
+    return measurement["commit"], measurement["processor"], "unfit" in measurement, result.get("quick")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -27,3 +28,27 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], aligned: boo
     """Return a Markdown table; ``aligned``: all columns except the first are right-aligned."""
     rule = "|---" + ("|---:" if aligned else "|---") * (len(columns) - 1) + "|"
     return "\n".join([f"| {' | '.join(columns)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def spread(row: dict[str, Any], field: str, shown: Callable[[float], str]) -> str:
+    """Return `` [4.7–5.1]``, the least and greatest of a figure in several runs; nothing if there is no range."""
+    low, high = map(shown, row.get(f"{field}_range", (row[field], row[field])))
+    return f" [{low}–{high}]" if low != high else ""
+
+
+def provenance(result: dict[str, Any]) -> str:
+    """Return the sentence that says of how many runs, of which commit and on which processor a result is the median."""
+    program = result["program"]
+    measurements = result.get("measurements")
+    if not measurements:
+        machine = result["machine"]
+        made = f"commit {machine['commit']}, {result['time'][:10]}, {machine['cpu']}"
+        return f"`{program}`: {made}; kept before runs were counted."
+    latest = measurements[-1]
+    unfit = sorted({reason for entry in measurements for reason in entry.get("unfit", ())})
+    number = f"median of {len(measurements)} runs" if len(measurements) > 1 else "one run"
+    ranges = ", least and greatest in brackets" if len(measurements) > 1 else ""
+    return (
+        f"`{program}`: {number} of commit {latest['commit']}{ranges}, {latest['date']}, {latest['processor']}"
+        + (f"; unfit: {'; '.join(unfit)}." if unfit else ".")
+    )

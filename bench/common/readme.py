@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.common.output import microseconds, size_name
-from bench.common.pages import markdown
+from bench.common.pages import markdown, spread
 
 PEERS = {"gloo": "Gloo", "mpi": "Open MPI (best of 3 settings)"}
 
@@ -20,10 +20,12 @@ def readme(result: dict[str, Any]) -> str:
         if "dtcomm" not in seconds:
             continue
         cells = [f"{size_name(row['bytes'])}, {row['ranks']} ranks"]
-        cells += [f"{microseconds(seconds[ours])} µs" for ours in ("dtcomm", "dtcomm.empty")]
+        cells += [
+            f"{microseconds(seconds[ours])} µs{_range(row, ours)}" for ours in ("dtcomm", "dtcomm.empty")
+        ]
         for peer in peers:
             cells.append(
-                f"{microseconds(seconds[peer])} µs ({seconds[peer] / seconds['dtcomm']:.1f}x)"
+                f"{microseconds(seconds[peer])} µs{_range(row, peer)} ({seconds[peer] / seconds['dtcomm']:.1f}x)"
                 if peer in seconds
                 else ""
             )
@@ -40,21 +42,24 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
     """Return the table of speed-ups over uncompressed Gloo between two hosts, from the results of three programs."""
     links = ("1", "10")
     sums = {
-        (f"{row['gbit']:g}", figure["codec"]): figure["ratio"]
+        (f"{row['gbit']:g}", figure["codec"]): _speedup(figure, "ratio")
         for row in two_hosts["rows"]
         if row["bytes"] == 64 * 2**20
         for figure in row["figures"]
     }
     steps = {(f"{row['gbit']:g}", str(row["batch"]), row["name"]): row for row in slow_link["rows"]}
-    shards = {(row["link"], row["name"]): row["faster_than_fp32"] for row in fsdp_speed["rows"]}
+    shards = {(row["link"], row["name"]): _speedup(row, "faster_than_fp32") for row in fsdp_speed["rows"]}
     lines = []
     for codec in ("none", "int8", "int4"):
-        lines.append(["all_reduce, 64 MB", f"`{codec}`", *(f"{sums[link, codec]:.2f}x" for link in links)])
+        lines.append(["all_reduce, 64 MB", f"`{codec}`", *(sums[link, codec] for link in links)])
     shown = {"torch: fp16": "torch's fp16 hook", "torch: powersgd 1": "torch's PowerSGD hook, rank 1"}
     shown |= {name: f"`{name}`" for name in ("fp16", "int8", "int4", "auto")}
     shown |= {"topk 1%": "`topk:ratio=0.01`", "powersgd 1": "`powersgd:rank=1`"}
     for name, label in shown.items():
-        cells = ["; ".join(_speedup(steps[link, batch, name]) for batch in ("4", "256")) for link in links]
+        cells = [
+            "; ".join(_speedup(steps[link, batch, name], "faster") for batch in ("4", "256"))
+            for link in links
+        ]
         lines.append(["DDP, 25 M parameters", label, *cells])
     shown = {
         "gloo bf16": "Gloo, bf16 throughout",
@@ -63,16 +68,20 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
     }
     shown |= {"int4": "both `int4`"}
     for name, label in shown.items():
-        lines.append(
-            ["FSDP2, a GPT of 12.7 M parameters", label, *(f"{shards[link, name]:.2f}x" for link in links)]
-        )
+        lines.append(["FSDP2, a GPT of 12.7 M parameters", label, *(shards[link, name] for link in links)])
     return markdown(["2 hosts", "what travels", *(f"{link} Gbit/s" for link in links)], lines, aligned=True)
 
 
-def _speedup(row: dict[str, Any]) -> str:
-    """Return ``1.31x (1.31-1.37)``: the median over runs, and their range if there are several."""
-    low, high = row.get("faster_range", (row["faster"], row["faster"]))
-    return f"{row['faster']:.2f}x" + (f" ({low:.2f}–{high:.2f})" if low != high else "")
+def _speedup(row: dict[str, Any], field: str) -> str:
+    """Return ``1.31x [1.28–1.37]``: the median over runs, and their range if there are several."""
+    return f"{row[field]:.2f}x{spread(row, field, '{:.2f}'.format)}"
+
+
+def _range(row: dict[str, Any], family: str) -> str:
+    """Return the range of the time of a family's fastest variant."""
+    variants = [timing for timing in row["contestants"] if timing["family"] == family]
+    fastest = min(variants, key=lambda timing: float(timing["median_us"]))
+    return spread(fastest, "median_us", lambda us: microseconds(us / 1e6))
 
 
 def medians(row: dict[str, Any]) -> dict[str, float]:

@@ -53,8 +53,11 @@ class GlooRank:
 class TorchRank(GlooRank):
     """A rank that calls all_reduce of torch.distributed's Gloo and of dtcomm."""
 
-    def __init__(self, rank: int, ranks: int, store_file: str, pinned: bool = True) -> None:
+    def __init__(
+        self, rank: int, ranks: int, store_file: str, pinned: bool = True, dtype: str = "float32"
+    ) -> None:
         super().__init__(rank, ranks, store_file, pinned)
+        self._dtype = getattr(torch, dtype)
         self._tensors: dict[str, torch.Tensor] = {}
         self._settled: set[int] = set()
 
@@ -113,24 +116,24 @@ class TorchRank(GlooRank):
         return dtcomm.all_reduce
 
     def _tensor(self, variant: str, numel: int) -> torch.Tensor:
-        """Return a tensor of ``numel`` floats, kept until another size is asked for; one of each kind at a time."""
+        """Return a tensor of ``numel`` elements, kept until another size is asked for; one of each kind at a time."""
         kind = "segment" if variant == "dtcomm.empty" else "ordinary"
         if kind not in self._tensors or self._tensors[kind].numel() != numel:
             self._tensors.pop(kind, None)
             if kind == "segment":
                 import dtcomm
 
-                self._tensors[kind] = dtcomm.empty(numel, dtype=torch.float32)
+                self._tensors[kind] = dtcomm.empty(numel, dtype=self._dtype)
             else:
-                self._tensors[kind] = torch.empty(numel)
+                self._tensors[kind] = torch.empty(numel, dtype=self._dtype)
         return self._tensors[kind]
 
 
 class DeepSpeedRank(TorchRank):
     """A rank that calls DeepSpeed's all-reduce over shared memory, which is made for inference on CPUs."""
 
-    def __init__(self, rank: int, ranks: int, store_file: str) -> None:
-        super().__init__(rank, ranks, store_file)
+    def __init__(self, rank: int, ranks: int, store_file: str, dtype: str = "float32") -> None:
+        super().__init__(rank, ranks, store_file, dtype=dtype)
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ["LOCAL_SIZE"] = str(ranks)
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -71,8 +71,13 @@ METHODS = {
 }
 
 
-def in_a_loop(task: Task, method: Method, feedback: bool, seed: int) -> dict[str, Any]:
-    """Return the metric, the loss curve, the bytes sent as a share of uncompressed ones, and the CPU seconds."""
+def in_a_loop(
+    task: Task, method: Method, feedback: bool, seed: int, variance_warmup: int = 0
+) -> dict[str, Any]:
+    """Return the metric, the loss curve, the bytes sent as a share of uncompressed ones, and the CPU seconds.
+
+    ``variance_warmup``: steps with uncompressed gradients, after which Adam's second moment is frozen; 0: never.
+    """
     begin = time.process_time()
     torch.manual_seed(seed)
     first = task.model()
@@ -80,14 +85,23 @@ def in_a_loop(task: Task, method: Method, feedback: bool, seed: int) -> dict[str
     run = SimulatedRanks(
         method.spec, RANKS, names, feedback=method.feedback if feedback else False, seed=seed
     )
-    losses = (_local if method.every else _synchronous)(task, method, first, run, seed)
-    sent = run.all_reduce.payload_bytes / (uncompressed_bytes(names) * task.steps)
+    if method.every:
+        losses = _local(task, method, first, run, seed)
+    else:
+        losses = _synchronous(task, method, first, run, seed, variance_warmup)
+    sent = (
+        run.all_reduce.payload_bytes / (uncompressed_bytes(names) * task.steps) + variance_warmup / task.steps
+    )
     return _result(task, first, losses, sent, time.process_time() - begin)
 
 
-def _synchronous(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, seed: int) -> list[float]:
+def _synchronous(
+    task: Task, method: Method, model: nn.Module, run: SimulatedRanks, seed: int, variance_warmup: int
+) -> list[float]:
     parameters = list(model.parameters())
     optimizer = task.optimizer(parameters, momentum=not method.sgd)
+    if variance_warmup:
+        optimizer = ddp.FrozenVariance(optimizer, variance_warmup)
     losses = []
     for step in range(task.steps):
         gradients, total = [], 0.0
@@ -95,7 +109,11 @@ def _synchronous(task: Task, method: Method, model: nn.Module, run: SimulatedRan
             loss = task.loss(model, task.batch(seed, step, rank))
             gradients.append(torch.autograd.grad(loss, parameters))
             total += float(loss.detach()) / RANKS
-        for parameter, mean in zip(parameters, run.average(gradients), strict=True):
+        if step < variance_warmup:
+            means = [torch.stack(of_ranks).mean(0) for of_ranks in zip(*gradients, strict=True)]
+        else:
+            means = run.average(gradients)
+        for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad = mean
         _update(task, optimizer, parameters, step)
         losses.append(total)

@@ -92,12 +92,20 @@ Blocks blocks_of(const Codec& codec, const IntegerRules& rules) {
 template <class Use>
 auto with_integer(const Codec& codec, const Use& use) {
   const IntegerRules rules = integer_rules(codec);
-  const bool plain = codec.symmetric && !codec.stochastic && !codec.rotate && !codec.spikes;
-  if (plain && codec.bits == 8 && codec.block == 32) return use(blocks_of<Integer<8, 4, true>>(codec, rules));
-  if (plain && codec.bits == 8 && codec.block == 128) return use(blocks_of<Integer<8, 16, true>>(codec, rules));
-  if (plain && codec.bits == 4 && codec.block == 32) return use(blocks_of<Integer<4, 4, true>>(codec, rules));
-  if (plain && codec.bits == 4 && codec.block == 128) return use(blocks_of<Integer<4, 16, true>>(codec, rules));
-  return use(blocks_of<AnyInteger>(codec, rules));
+  const auto with = [&](auto family) { return use(blocks_of<decltype(family)>(codec, rules)); };
+  constexpr auto kPlain = IntegerOptions::plain, kSpikes = IntegerOptions::spikes;
+  const bool small = codec.block == 32, large = codec.block == 128;
+  if (!codec.symmetric || codec.stochastic || codec.rotate) return with(AnyInteger());
+  if (codec.spikes) {
+    if (codec.bits == 4 && small) return with(Integer<4, 4, kSpikes>());
+    if (codec.bits == 4 && large) return with(Integer<4, 16, kSpikes>());
+    return with(AnyInteger());
+  }
+  if (codec.bits == 8 && small) return with(Integer<8, 4, kPlain>());
+  if (codec.bits == 8 && large) return with(Integer<8, 16, kPlain>());
+  if (codec.bits == 4 && small) return with(Integer<4, 4, kPlain>());
+  if (codec.bits == 4 && large) return with(Integer<4, 16, kPlain>());
+  return with(AnyInteger());
 }
 
 template <class F, class Use>

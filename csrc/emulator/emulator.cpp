@@ -101,8 +101,8 @@ Status Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64_t se
     const std::size_t buffer_bytes = cuda::memory_bytes(first.buffer_layout) - cuda::kPadBytes;
     for (unsigned rank = 0; rank < ranks; ++rank) {
       observer_->pushed(first.peers[rank].pad, cuda::kPadBytes, "pad", rank);
-      // A program's receivers load payloads from the sender's memory; the direct algorithms push them.
-      if (first.algorithm == cuda::Algorithm::program) {
+      // A program without inboxes has receivers that load payloads from the sender's memory; all others are pushed.
+      if (first.algorithm == cuda::Algorithm::program && first.inboxes.empty()) {
         observer_->shared(first.peers[rank].buffer, buffer_bytes, "buffer", rank);
       } else {
         observer_->pushed(first.peers[rank].buffer, buffer_bytes, "buffer", rank);

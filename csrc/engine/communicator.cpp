@@ -20,6 +20,10 @@ constexpr std::size_t kInlineBytes = 64 * 1024;
 constexpr std::size_t kInlineBytesSharedCore = 4 * 1024 * 1024;
 // Instructions before other threads or communicators are looked after.
 constexpr int kInlineBudget = 64;
+// Waking the progress thread takes several microseconds. The peers of a small operation usually call it at about the
+// same time, so the caller polls for a moment before it leaves the operation to that thread.
+constexpr std::size_t kPolledBytes = 16 * 1024;
+constexpr std::uint64_t kPollNs = 2000;
 constexpr int kWaitBudget = 256;  // of a thread that has nothing else to do
 // A poll of a waiter that helps the progress thread takes as long as this many polls of one flag.
 constexpr int kHelpingPollCost = 16;
@@ -137,11 +141,15 @@ std::uint64_t Communicator::run(Call call) {
 
 std::shared_ptr<Work> Communicator::submit(Call call) {
   auto work = std::make_shared<Work>();
-  switch (queue_.push(std::move(call), work, waiters_help_progress ? kInlineBytesSharedCore : kInlineBytes, now_ns())) {
+  const std::uint64_t issued = now_ns();
+  const std::uint64_t poll_until = call.plan->input_bytes() <= kPolledBytes ? issued + kPollNs : 0;
+  switch (queue_.push(std::move(call), work, waiters_help_progress ? kInlineBytesSharedCore : kInlineBytes, issued)) {
     case OperationQueue::Pushed::to_driver:
       break;
     case OperationQueue::Pushed::drive_now:
-      advance_front(kInlineBudget);
+      do {
+        advance_front(kInlineBudget);
+      } while (!work->finished() && now_ns() < poll_until);
       hand_over();
       break;
     case OperationQueue::Pushed::wake_progress:

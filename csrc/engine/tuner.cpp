@@ -26,10 +26,18 @@ constexpr double kFirstGapUs = 20e3;
 constexpr std::uint64_t kFirstGap = 8;
 constexpr std::uint64_t kLeastGap = 20;  // operations between stages, times the trials of a stage
 
+constexpr std::uint64_t kChecksUs = 2000;  // of operations, at least, between two checks
+constexpr std::uint64_t kLeastCheck = 8;   // operations between two checks
+// A check may lead to trials so many operations, times the trials, after those of the last one; more if it was in vain.
+constexpr std::uint64_t kLeastPatience = 2, kMostPatience = 64;
+constexpr int kStagesForOrdinary = 8;  // in which no ordinary tensor was seen before shared ones decide
+constexpr float kWeightOfStage = 0.5f, kWeightOfCheck = 0.25f;  // in the average time of a variant
+
 // A decision in a word: the mark of the stage that it ends, the challenger and the variant in use, which are the same
-// if there is no challenger, and the operation of the class in which the next stage begins.
+// if there is no challenger, whether the next stage is a check, and the operation of the class in which it begins.
 constexpr int kMarkShift = 56, kChallengerShift = 48, kVariantShift = 40;
-constexpr std::uint64_t kBeginMask = (std::uint64_t{1} << kVariantShift) - 1;
+constexpr std::uint64_t kCheckBit = std::uint64_t{1} << 39;
+constexpr std::uint64_t kBeginMask = kCheckBit - 1;
 constexpr std::uint64_t mark_of(std::uint64_t stage) { return stage % 0xff + 1; }
 
 // What takes longer than usual, because something else runs, is above the lower quartile.
@@ -97,7 +105,7 @@ std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64
     const std::uint64_t trials = size_class.candidates.size() * kRounds;
     if (since < trials) {
       ++size_class.count;
-      ++size_class.all_trials;
+      if (size_class.candidates.size() > 1) ++size_class.all_trials;
       size_class.trials.push_back({next_trial_, operation});
       return Choice{size_class.candidates[since % size_class.candidates.size()], next_trial_++};
     }
@@ -135,13 +143,22 @@ std::optional<double> Tuner::microseconds_of(const Trial& trial, bool shared_ten
   return static_cast<double>(last_end - last_begin) * 1e-3;
 }
 
-// By candidate; empty if there are too few times of one. Operations on ordinary and on shared tensors take different
-// times. The decision is about the ordinary ones, for which it matters more, if there are any.
-std::vector<double> Tuner::times_of(const SizeClass& size_class) const {
+// Operations on ordinary and on shared tensors take different times. Decisions are about the ordinary ones, for which
+// they matter more, if there have been any lately.
+std::vector<double> Tuner::times_of(SizeClass& size_class) const {
+  Schedule& schedule = size_class.schedule;
   std::vector<double> times = times_of(size_class, false);
-  return times.empty() ? times_of(size_class, true) : times;
+  if (!times.empty()) {
+    schedule.stages_for_ordinary = kStagesForOrdinary;
+  } else if (schedule.stages_for_ordinary == 0) {
+    times = times_of(size_class, true);
+  } else if (--schedule.stages_for_ordinary == 0) {
+    schedule.average_us.fill(0);
+  }
+  return times;
 }
 
+// By candidate; empty if there are too few times of one.
 std::vector<double> Tuner::times_of(const SizeClass& size_class, bool shared_tensors) const {
   const std::size_t candidates = size_class.candidates.size();
   std::vector<double> result;
@@ -156,50 +173,90 @@ std::vector<double> Tuner::times_of(const SizeClass& size_class, bool shared_ten
   return result;
 }
 
-// Rank 0: chooses among the candidates of the stage, and when the next one begins. What is better than the variant in
-// use becomes its challenger, and replaces it if it is better once more.
+// Rank 0: ends a stage. What takes less time than the variant in use becomes its challenger, and replaces it if it does
+// once more. Times are averages of those of earlier stages, so that what is good at one moment and bad at another,
+// where virtual cores move, does not win by chance.
 void Tuner::decide(SizeClass& size_class) {
-  const Delays delays = delays_of(size_class.space);
-  const std::vector<double> times = times_of(size_class);
+  Schedule& schedule = size_class.schedule;
+  const bool checks = size_class.candidates.size() == 1;
   const std::uint64_t trials = size_class.trials.size();
+  const std::vector<double> times = times_of(size_class);
+  const std::uint64_t next = size_class.begin + trials + delays_of(size_class.space).adopt + 1;
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    float& average = schedule.average_us[size_class.candidates[i]];
+    const float weight = average == 0 ? 1.0f : checks ? kWeightOfCheck : kWeightOfStage;
+    average += weight * (static_cast<float>(times[i]) - average);
+  }
+  const auto takes_less = [&](unsigned one, unsigned other) {
+    const float times_one = schedule.average_us[one], times_other = schedule.average_us[other];
+    return times_one > 0 && times_one < kBetter * times_other;
+  };
   unsigned variant = size_class.variant, challenger = variant;
-  size_class.trials_since_gap += trials;
-  std::uint64_t gap = kLeastGap * size_class.trials_since_gap;
-  // The first decisions may be made while a program starts and the machine is busy with that, so they are looked at
-  // again soon, then ever less often until the cost decides.
-  const auto cycles = static_cast<int>(std::min<std::size_t>(size_class.properties / std::size(kProperties), 30));
-  std::uint64_t soon = cycles > 0 ? gap : 0;
-  if (!times.empty()) {
-    const auto best = static_cast<std::size_t>(std::min_element(times.begin(), times.end()) - times.begin());
-    double used = times[0];
-    if (times[best] < kBetter * times[0]) {
-      challenger = size_class.candidates[best];
-      if (size_class.confirms) {
-        variant = challenger;
-        used = times[best];
+  if (checks) {
+    // Any variant that was tried may challenge the one in use, if that has become slow.
+    if (next >= schedule.keep_until) {
+      for (unsigned other = 0; other < schedule.average_us.size(); ++other) {
+        if (takes_less(other, challenger)) challenger = other;
       }
     }
-    // What the same stage costs if it is repeated, in operations.
-    for (const double time : times) {
-      size_class.cost_since_gap += static_cast<double>(kRounds) * std::max(0.0, time / used - 1);
+    schedule.checked = challenger != variant;
+  } else if (!times.empty()) {
+    for (const unsigned other : size_class.candidates) {
+      if (takes_less(other, challenger)) challenger = other;
     }
-    gap = std::max(gap, static_cast<std::uint64_t>(std::min(size_class.cost_since_gap / kMaxCost, 1e9)));
-    const double first = std::max(kFirstGapUs / used, static_cast<double>(kFirstGap * trials));
-    if (cycles > 0) soon = static_cast<std::uint64_t>(std::ldexp(first, cycles - 1));
+    if (size_class.confirms) variant = challenger;
+  }
+  const float used = schedule.average_us[variant];
+  if (used > 0) {
     const std::lock_guard<std::mutex> lock(mutex_);
     size_class.microseconds = used;
   }
   if (challenger != variant) {
-    gap = 0;  // the next stage compares these two
-  } else {
-    gap = std::min(gap, soon);
-    size_class.trials_since_gap = 0;
-    size_class.cost_since_gap = 0;
+    if (!checks) plan_gap(size_class, times);
+    publish(size_class, variant, challenger, next, false);  // the next stage compares these two
+    return;
   }
-  const std::uint64_t begin = size_class.begin + trials + delays.adopt + 1 + gap;
-  const std::uint64_t decision = mark_of(size_class.stage) << kMarkShift |
-                                 std::uint64_t{challenger} << kChallengerShift |
-                                 std::uint64_t{variant} << kVariantShift | (begin & kBeginMask);
+  if (!checks && schedule.checked) {  // ends what a check began
+    schedule.checked = false;
+    const bool better = variant != size_class.variant;
+    schedule.patience = better ? kLeastPatience : std::min(2 * schedule.patience, kMostPatience);
+    schedule.keep_until = next + schedule.patience * kLeastGap * trials;
+  } else if (!checks) {
+    schedule.next_stage = next + plan_gap(size_class, times);
+    schedule.trials = 0;
+    schedule.cost = 0;
+  }
+  // The stage that is due begins, or a check if there is time for one before.
+  const auto pause =
+      std::max(kLeastCheck, static_cast<std::uint64_t>(static_cast<double>(kChecksUs) / std::max(used, 1.0f)));
+  const std::uint64_t after_check = next + pause + kRounds + (next - size_class.begin - trials);
+  const bool check = after_check < schedule.next_stage;
+  publish(size_class, variant, variant, check ? next + pause : std::max(next, schedule.next_stage), check);
+}
+
+// Adds a stage to those that follow each other without a gap; returns the gap behind it, in operations.
+std::uint64_t Tuner::plan_gap(SizeClass& size_class, const std::vector<double>& times) {
+  Schedule& schedule = size_class.schedule;
+  schedule.trials += size_class.trials.size();
+  const std::uint64_t least = kLeastGap * schedule.trials;
+  // The first decisions may be made while a program starts and the machine is busy with that, so they are looked at
+  // again soon, then ever less often until the cost decides.
+  const auto cycles = static_cast<int>(std::min<std::size_t>(size_class.properties / std::size(kProperties), 30));
+  if (cycles == 0) return 0;
+  if (times.empty()) return least;
+  // What the same stage costs if it is repeated, in operations.
+  const double used = *std::min_element(times.begin(), times.end());
+  for (const double time : times) schedule.cost += static_cast<double>(kRounds) * (time / used - 1);
+  const double first = std::max(kFirstGapUs / used, static_cast<double>(kFirstGap * schedule.trials));
+  const double most = std::max(static_cast<double>(least), schedule.cost / kMaxCost);
+  return static_cast<std::uint64_t>(std::min({std::ldexp(first, cycles - 1), most, 1e9}));
+}
+
+void Tuner::publish(const SizeClass& size_class, unsigned variant, unsigned challenger, std::uint64_t begin,
+                    bool check) {
+  const std::uint64_t decision =
+      mark_of(size_class.stage) << kMarkShift | std::uint64_t{challenger} << kChallengerShift |
+      std::uint64_t{variant} << kVariantShift | (check ? kCheckBit : 0) | (begin & kBeginMask);
   std::atomic<std::uint64_t>* const decisions = transport_.own().header->decisions[size_class.index];
   decisions[size_class.stage % kDecisions].store(decision, std::memory_order_release);
   transport_.wake_peers();
@@ -215,12 +272,13 @@ bool Tuner::adopt(SizeClass& size_class) {
   size_class.variant = static_cast<unsigned>(decision >> kVariantShift & 0xff);
   ++size_class.stage;
   size_class.confirms = challenger != size_class.variant;
-  if (size_class.confirms) {
-    size_class.candidates = {size_class.variant, challenger};
+  if (!size_class.confirms) size_class.settled |= size_class.properties >= std::size(kProperties);
+  if (size_class.confirms || (decision & kCheckBit)) {
+    size_class.candidates = {size_class.variant};
+    if (size_class.confirms) size_class.candidates.push_back(challenger);
     size_class.begin = decision & kBeginMask;
     size_class.trials.clear();
   } else {
-    size_class.settled = size_class.settled || size_class.properties >= std::size(kProperties);
     begin_stage(size_class, decision & kBeginMask);
   }
   return true;

@@ -12,9 +12,12 @@
 //
 // The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
 // not count. The gaps between stages double with every round of the properties, until so many operations pass that what
-// the next stage's trials will cost is at most kMaxCost of their time.
+// the next stage's trials will cost is at most kMaxCost of their time. Between two stages there are checks, stages in
+// which only the variant in use is timed: if it has become slower than another one was, because the machine has changed
+// (virtual cores move), these two are compared at once.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -60,6 +63,17 @@ class Tuner {
     std::uint64_t number;
     std::uint64_t operation;
   };
+  // What rank 0 needs to know in order to decide.
+  struct Schedule {
+    std::array<float, 256> average_us{};  // by variant; 0: not known
+    std::uint64_t next_stage = 0;         // in which other variants are tried: the operation of this class
+    std::uint64_t trials = 0;             // of the stages since the last gap
+    double cost = 0;                      // of these trials, in operations
+    bool checked = false;                 // a check has named a challenger
+    std::uint64_t keep_until = 0;         // no check names a challenger before this operation of this class
+    std::uint64_t patience = 2;           // grows while challengers that checks name do not win
+    int stages_for_ordinary = 0;          // in which operations on shared tensors decide nothing
+  };
   struct SizeClass {
     std::size_t index = 0;  // of its decisions
     VariantSpace space;
@@ -73,17 +87,17 @@ class Tuner {
     std::vector<unsigned> candidates;  // of the stage; the first one is the variant in use
     std::vector<Trial> trials;         // of the stage
     std::uint64_t all_trials = 0;      // of all stages
-    // On rank 0, of the stages that follow each other without a gap: how many trials, and their cost in operations.
-    std::uint64_t trials_since_gap = 0;
-    double cost_since_gap = 0;
     double microseconds = 0;
+    Schedule schedule;  // of rank 0
   };
 
   SizeClass* find(const VariantSpace& space);  // null if there are too many
   void decide(SizeClass& size_class);
+  static std::uint64_t plan_gap(SizeClass& size_class, const std::vector<double>& times);
+  void publish(const SizeClass& size_class, unsigned variant, unsigned challenger, std::uint64_t begin, bool check);
   bool adopt(SizeClass& size_class);
   static void begin_stage(SizeClass& size_class, std::uint64_t begin);
-  std::vector<double> times_of(const SizeClass& size_class) const;
+  std::vector<double> times_of(SizeClass& size_class) const;
   std::vector<double> times_of(const SizeClass& size_class, bool shared_tensors) const;
   std::optional<double> microseconds_of(const Trial& trial, bool shared_tensor) const;
 

@@ -36,7 +36,7 @@ inline std::unique_ptr<cuda::FusedPlan> make_fused_plan(
     std::vector<std::size_t> splits, int op, std::size_t divisor, bool encodes_own, bool rounds_sum, int ranks,
     int first_rank, int local_ranks, const LayoutNumbers& buffer_layout, unsigned blocks, std::uint32_t section,
     std::uint64_t timeout_ns, const std::vector<std::uintptr_t>& memory, const std::vector<ProgramNumbers>& programs,
-    int steps, bool keeps_sums) {
+    int steps, bool keeps_sums, std::vector<cuda::Inbox> inboxes) {
   if (collective < 0 || collective > static_cast<int>(cuda::Collective::all_to_all)) {
     throw pybind11::value_error("collective: unknown number");
   }
@@ -70,6 +70,7 @@ inline std::unique_ptr<cuda::FusedPlan> make_fused_plan(
   }
   spec.steps = steps;
   spec.keeps_sums = keeps_sums;
+  spec.inboxes = std::move(inboxes);
   for (const auto& [chunks, boxes, flat, step_of] : programs) {
     const int rank = first_rank + static_cast<int>(spec.programs.size());
     spec.programs.push_back({Program::parse(rank, ranks, chunks, boxes, flat), step_of});
@@ -104,7 +105,8 @@ inline pybind11::class_<cuda::FusedPlan> bind_fused_plan(pybind11::module_& modu
            py::arg("numel"), py::arg("splits"), py::arg("op"), py::arg("divisor"), py::arg("encodes_own"),
            py::arg("rounds_sum"), py::arg("ranks"), py::arg("first_rank"), py::arg("local_ranks"),
            py::arg("buffer_layout"), py::arg("blocks"), py::arg("section"), py::arg("timeout_ns"), py::arg("memory"),
-           py::arg("programs") = std::vector<ProgramNumbers>(), py::arg("steps") = 0, py::arg("keeps_sums") = false);
+           py::arg("programs") = std::vector<ProgramNumbers>(), py::arg("steps") = 0, py::arg("keeps_sums") = false,
+           py::arg("inboxes") = std::vector<cuda::Inbox>());
 }
 
 }  // namespace dtcomm::python

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "codec/layout.h"
+#include "codec/lossless.h"
 #include "codec/validate.h"
 #include "cpu/kernels.h"
 #include "tests/fuzz_payloads.h"
@@ -171,6 +172,47 @@ void run_case(Random& random, Family family, const std::vector<const Kernels*>& 
   ++counts.calls;
 }
 
+// The lossless codec: all kernels write the same payload, and decode it and what damage leaves of it alike.
+void run_lossless(Random& random, const std::vector<const Kernels*>& tables, Buffers& buffers) {
+  Case at;
+  at.dtype = random.one_in(2) ? DType::f32 : DType::bf16;
+  at.numel =
+      random.one_in(2) ? 1 + random.below(300) : kLosslessGranule * (1 + random.below(2)) - 100 + random.below(200);
+  running = at;
+  const bool end = !random.one_in(3);
+  const std::size_t size = size_of(at.dtype), bytes = at.numel * size, bound = lossless_bound(at.numel, size);
+  std::uint8_t* const floats = buffers.local.place(bytes, end);
+  make_floats(random, at, floats);
+  const auto encoding = [&](const Kernels& kernels) {
+    std::uint8_t* const to = buffers.wire.place(bound, end);
+    const std::size_t length = kernels.lossless.encode(floats, at.numel, size, to);
+    if (length > bound || !buffers.wire.intact()) fail(at, kernels.name, "lossless encode wrote beside its payload");
+    return Bytes(to, to + length);
+  };
+  Bytes payload = encoding(*tables.back());
+  for (std::size_t k = 0; k + 1 < tables.size(); ++k) {
+    compare(at, tables[k]->name, encoding(*tables[k]), payload, "lossless encode gives other bytes");
+  }
+  const bool whole = random.one_in(2);
+  for (std::size_t flips = whole ? 0 : 1 + random.below(3); flips > 0; --flips) {
+    const std::size_t which = random.one_in(2) ? random.below(40) % payload.size() : random.below(payload.size());
+    payload[which] ^= static_cast<std::uint8_t>(1u << random.below(8));
+  }
+  std::uint8_t* const from = buffers.payloads[0].place(payload.size(), end);
+  std::memcpy(from, payload.data(), payload.size());
+  const auto decoding = [&](const Kernels& kernels) {
+    std::uint8_t* const to = buffers.out.place(bytes, end);
+    const bool refused = kernels.lossless.decode(from, payload.size(), at.numel, size, to) != nullptr;
+    if (!buffers.out.intact()) fail(at, kernels.name, "lossless decode wrote beside its output");
+    return refused ? Bytes() : Bytes(to, to + bytes);
+  };
+  const Bytes expected = decoding(*tables.back());
+  if (whole && expected != Bytes(floats, floats + bytes)) fail(at, "lossless", "a bit changed");
+  for (std::size_t k = 0; k + 1 < tables.size(); ++k) {
+    compare(at, tables[k]->name, decoding(*tables[k]), expected, "lossless decode gives other bytes");
+  }
+}
+
 // Checks sixteen arbitrary bytes as a codec: they are rejected, or the codec's sizes are consistent.
 void check_codec_bytes(Random& random) {
   Codec codec;
@@ -224,7 +266,7 @@ int main(int count, char** arguments) {
   const auto start = std::chrono::steady_clock::now();
   double elapsed = 0;
   // The families with most options come up more often.
-  std::vector<int> families{0, 1, 2, 3, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 8, 8};
+  std::vector<int> families{0, 1, 2, 3, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 8, 8, 9, 10, 10};
   const char* only = option(count, arguments, "--family");
   for (int i = 0; only && i < kFamilies; ++i) {
     if (std::strcmp(only, kNames[i]) == 0) families.assign(1, i);
@@ -237,6 +279,7 @@ int main(int count, char** arguments) {
     const auto family = static_cast<Family>(families[random.below(families.size())]);
     run_case(random, family, tables, buffers, counts);
     check_codec_bytes(random);
+    if (!only && round % 16 == 0) run_lossless(random, tables, buffers);
     if (round % 64 == 0) {
       elapsed = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       if (seconds != 0 && elapsed >= static_cast<double>(seconds)) break;

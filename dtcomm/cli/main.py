@@ -19,8 +19,8 @@ COMMANDS = {
     "plan": ("plan.main", "predict collectives and training steps on a given system"),
     "trace": ("trace", "merge the ranks' timelines of a training run and summarize them"),
     "tp": (
-        "tp_calibrate",
-        "tensor parallelism: choose a codec for each layer of a model (dtcomm tp calibrate)",
+        "tp.main",
+        "tensor parallelism: propose a plan for a model (inspect), choose a codec for each layer (calibrate)",
     ),
     "coordinator": ("coordinator", "serve the ranks of a training run whose ranks come and go"),
     "tune": ("tune.main", "measure this machine and write the table that algorithm=auto uses"),

@@ -23,7 +23,7 @@ class Lossless(Codec):
     The length of a payload depends on the data, and ``wire_bytes`` is its upper bound. So the codec serves what copies
     whole payloads: `dtcomm.encode` and `dtcomm.decode`, for checkpoints, and broadcast, all_gather, gather, scatter,
     all_to_all, send and recv, which exchange the lengths first. Reductions refuse it: they add payloads piece by piece
-    in memory of a fixed size. It has no kernels for CUDA tensors.
+    in memory of a fixed size. FSDP's parameters may travel in it. It has no kernels for CUDA tensors.
 
     Published work on the same idea: DFloat11 (Zhang et al., "70% Size, 100% Accuracy", arXiv:2504.11651, 2025), with
     Huffman codes; codes of a fixed width decode faster. Reference: dtcomm.kernels.reference.lossless.

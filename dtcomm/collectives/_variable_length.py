@@ -3,7 +3,8 @@
 The engine's operations have sizes that every rank knows beforehand. So each function here encodes, exchanges the
 lengths with the numbers of elements, which the ranks compare, and then moves the payloads as bytes, with the same
 collective and codec ``none``. Where that collective has shards of one size they are as long as the longest payload. The
-lengths must be known before the bytes move, so there is no asynchronous form.
+lengths must be known before the bytes move, so there is no asynchronous form, but of all_gather: that waits for the
+lengths alone, and its payloads arrive while the caller goes on.
 
 The public functions call this module when they find no plan for a call: none is ever stored for these codecs.
 """
@@ -20,7 +21,9 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives._arguments import Algorithm, Group, require_dtype, require_tensor
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels.ops import decode, encode
+from dtcomm.work import CompositeWork, Work
 
+SEND, HAVE = ("sends", "expects"), ("has", "has")
 VALID = "broadcast, all_gather, gather, scatter, all_to_all, send and recv, and dtcomm.encode"
 
 
@@ -49,25 +52,36 @@ def all_gather(
     async_op: bool,
     residual: Tensor | None,
     checksum: bool | None,
-) -> None:
+) -> Work | None:
     """`dtcomm.all_gather`."""
     from dtcomm.collectives import gather_ops
 
-    codec = _codec_of(spec, input, async_op, residual)
+    codec = _codec_of(spec, input, False, residual)
     buffer, payload = _encode(codec, input)
     lengths = _gather_lengths(codec, payload, input, ranks, group)
     most = max(lengths)
     payloads = buffer.new_empty(ranks * most)
-    gather_ops.all_gather(payloads, buffer[:most], algorithm=algorithm, group=group, checksum=checksum)
-    shards = output.view(-1).view(ranks, -1)
-    for shard, whole, length in zip(shards, payloads.view(ranks, -1), lengths, strict=True):
-        _decode(codec, whole[:length], shard)
+    work = gather_ops.all_gather(
+        payloads, buffer[:most], algorithm=algorithm, group=group, checksum=checksum, async_op=True
+    )
+
+    def decode_payloads() -> None:
+        shards = output.view(-1).view(ranks, -1)
+        for shard, whole, length in zip(shards, payloads.view(ranks, -1), lengths, strict=True):
+            _decode(codec, whole[:length], shard)
+
+    decoded = CompositeWork([work], [output], decode_payloads)
+    if async_op:
+        return decoded
+    decoded.wait()
+    return None
 
 
 def broadcast(
     tensor: Tensor,
     src: int,
     is_source: bool,
+    ranks: int,
     spec: str | Codec,
     algorithm: Algorithm,
     group: Group,
@@ -79,15 +93,11 @@ def broadcast(
     from dtcomm.collectives import gather_ops
 
     codec = _codec_of(spec, tensor, async_op, residual)
-    if is_source:
-        _, payload = _encode(codec, tensor)
-        sizes = torch.tensor([payload.numel(), tensor.numel()])
-    else:
-        sizes = torch.empty(2, dtype=torch.int64)
-    gather_ops.broadcast(sizes, src, group=group)
+    payload = _encode(codec, tensor)[1] if is_source else tensor.new_empty(0, dtype=torch.uint8)
+    # The source, too, learns how many elements the others expect, so that all ranks raise the same error.
+    lengths = _gather_lengths(codec, payload, tensor, ranks, group, HAVE)
     if not is_source:
-        (length,) = _checked(codec, [sizes.tolist()], [tensor.numel()], tensor.dtype, [f"rank {src}"])
-        payload = tensor.new_empty(length, dtype=torch.uint8)
+        payload = tensor.new_empty(max(lengths), dtype=torch.uint8)
     gather_ops.broadcast(payload, src, algorithm=algorithm, group=group, checksum=checksum)
     if not is_source:
         _decode(codec, payload, tensor)
@@ -138,13 +148,17 @@ def scatter(
     from dtcomm.collectives import gather_ops
 
     codec = _codec_of(spec, tensor, async_op, residual)
-    sizes = torch.empty(ranks, 2, dtype=torch.int64)
     encoded = []
+    announced = torch.zeros(ranks + 1, dtype=torch.int64)
+    announced[ranks] = tensor.numel()
     if source is not None:
         encoded = [_encode(codec, shard)[1] for shard in source.view(-1).view(ranks, -1)]
-        sizes = torch.tensor([[payload.numel(), tensor.numel()] for payload in encoded])
-    gather_ops.broadcast(sizes, src, group=group)
-    lengths = _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, ranks * [f"rank {src}"])
+        announced[:ranks] = torch.tensor([payload.numel() for payload in encoded])
+    announcements = torch.empty(ranks, ranks + 1, dtype=torch.int64)
+    gather_ops.all_gather(announcements, announced, group=group)
+    # Only the source's lengths are not zero. All ranks compare all numbers of elements, so that all raise an error.
+    sizes = torch.stack([announcements[:, :ranks].amax(0), announcements[:, ranks]], 1)
+    lengths = _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, _members(ranks), HAVE)
     most = max(lengths)
     payloads = None
     if source is not None:
@@ -175,10 +189,16 @@ def all_to_all(
     codec = _codec_of(spec, input, async_op, residual)
     payloads = [_encode(codec, shard)[1] for shard in torch.split(input.view(-1), list(sent))]
     lengths = [payload.numel() for payload in payloads]
-    arriving = torch.empty(len(lengths), 2, dtype=torch.int64)
-    alltoall.all_to_all(arriving, torch.tensor(list(zip(lengths, sent, strict=True))), group=group)
-    senders = [f"rank {rank} of the group" for rank in range(len(lengths))]
-    sizes = _checked(codec, arriving.tolist(), received, input.dtype, senders)
+    # Both ends of a pair learn what the other one sends and expects, so that both raise an error.
+    arriving = torch.empty(len(lengths), 3, dtype=torch.int64)
+    alltoall.all_to_all(arriving, torch.tensor(list(zip(lengths, sent, received, strict=True))), group=group)
+    peers = _members(len(lengths))
+    sizes = _checked(codec, arriving[:, :2].tolist(), received, input.dtype, peers)
+    for expected, numel, peer in zip(arriving[:, 2].tolist(), sent, peers, strict=True):
+        if expected != numel:
+            raise CollectiveMismatch(
+                f"{peer} expects {expected} elements of {input.dtype}, this rank sends {numel}"
+            )
     whole = input.new_empty(sum(sizes), dtype=torch.uint8)
     alltoall.all_to_all(
         whole,
@@ -254,14 +274,20 @@ def _decode(codec: Codec, payload: Tensor, out: Tensor) -> None:
     decode(codec, payload, out.numel(), out.dtype, out.detach())
 
 
-def _gather_lengths(codec: Codec, payload: Tensor, tensor: Tensor, ranks: int, group: Group) -> list[int]:
+def _gather_lengths(
+    codec: Codec, payload: Tensor, tensor: Tensor, ranks: int, group: Group, verbs: tuple[str, str] = SEND
+) -> list[int]:
     """Return the lengths of all ranks' payloads."""
     from dtcomm.collectives import gather_ops
 
     sizes = torch.empty(ranks, 2, dtype=torch.int64)
     gather_ops.all_gather(sizes, torch.tensor([payload.numel(), tensor.numel()]), group=group)
-    senders = [f"rank {rank} of the group" for rank in range(ranks)]
-    return _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, senders)
+    return _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, _members(ranks), verbs)
+
+
+def _members(ranks: int) -> list[str]:
+    """Return how errors name the ranks of a group."""
+    return [f"rank {rank} of the group" for rank in range(ranks)]
 
 
 def _checked(
@@ -270,6 +296,7 @@ def _checked(
     expected: Sequence[int],
     dtype: torch.dtype,
     senders: Sequence[str],
+    verbs: tuple[str, str] = SEND,
 ) -> list[int]:
     """Return the lengths of payloads that other ranks have announced.
 
@@ -279,6 +306,7 @@ def _checked(
         expected: How many elements this rank expects in each.
         dtype: The dtype of the elements.
         senders: How errors name the ranks that send them.
+        verbs: What errors say that they and this rank do with the elements: `SEND` or `HAVE`.
 
     Raises:
         CollectiveMismatch: A payload has another number of elements than this rank expects.
@@ -288,7 +316,7 @@ def _checked(
     for (length, numel), wanted, sender in zip(sizes, expected, senders, strict=True):
         if numel != wanted:
             raise CollectiveMismatch(
-                f"{sender} sends {numel} elements of {dtype}, this rank expects {wanted}"
+                f"{sender} {verbs[0]} {numel} elements of {dtype}, this rank {verbs[1]} {wanted}"
             )
         if not 0 <= length <= codec.wire_bytes(numel, dtype):
             raise PayloadCorrupt(

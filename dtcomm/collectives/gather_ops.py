@@ -112,10 +112,9 @@ def all_gather(
     plan = communicator.plans.get(key)
     if plan is None:
         if _variable_length.has_variable_length(codec):
-            _variable_length.all_gather(
+            return _variable_length.all_gather(
                 output, input, communicator.size, codec, algorithm, group, async_op, residual, checksum
             )
-            return None
         plan = make_plan(
             communicator,
             key,
@@ -205,7 +204,16 @@ def broadcast(
         if _variable_length.has_variable_length(codec):
             memory, is_source = in_memory(tensor, "tensor"), root == communicator.rank
             _variable_length.broadcast(
-                memory, src, is_source, codec, algorithm, group, async_op, residual, checksum
+                memory,
+                src,
+                is_source,
+                communicator.size,
+                codec,
+                algorithm,
+                group,
+                async_op,
+                residual,
+                checksum,
             )
             return None
         plan = make_plan(

@@ -195,7 +195,7 @@ def expected_call(
         group: The process group; None is the default group.
 
     Returns:
-        The costs; None if the group has not communicated yet.
+        The costs; None if the group has not communicated yet, or if the length of payloads depends on the data.
     """
     communicator = existing_communicator(require_group(group))
     if communicator is None:
@@ -207,6 +207,8 @@ def expected_call(
         return ExpectedCall(0.0, 0.0, "nothing is sent")
     inside, between = parse_levels(spec)
     chosen = between if between is not None and hosts > 1 else inside
+    if chosen.variable_length:
+        return None
     table = planner.parse(communicator.tuning_table)
     seconds, measured = planner.collective_seconds(collective, numel, dtype, chosen, ranks, hosts, table)
     if algorithm == TWO_SHOT_SYMMETRIC:
@@ -254,3 +256,16 @@ def level_shares(algorithm: str, tensor: torch.Tensor, group: Group = None) -> t
         if sends:
             shares[version.level] += sends / schedule.chunks
     return shares[0], shares[1]
+
+
+def host_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host, as positions in the group; the same on all ranks.
+
+    Args:
+        tensor: A tensor on the device of the calls.
+        group: The process group; None is the default group. If the group has made no call on this device yet, all its
+            ranks must call this function.
+    """
+    communicator = get_communicator_for(group, tensor, "tensor")
+    communicator.connect()
+    return communicator.groups

@@ -30,6 +30,7 @@ from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.feedback import Feedback
+from dtcomm.compress.frozen_variance import FrozenVariance
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import Scheme
@@ -38,7 +39,7 @@ from dtcomm.ddp.state import DEFAULT_GUARD, State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 
-__all__ = ["BalancedSampler", "Feedback", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["BalancedSampler", "Feedback", "FrozenVariance", "Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

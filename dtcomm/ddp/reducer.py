@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.arguments import require_int
-from dtcomm.collectives import Algorithm
+from dtcomm.collectives import Algorithm, all_reduce
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
@@ -144,6 +144,7 @@ class Reducer:
         error: The first error of a collective. After it, every call raises it.
         finish_before_ddp: Wait for the buckets before DDP's own callback (`_end_compute`).
         may_have_unused: It may be that no rank uses some parameter.
+        divides_by_active: Whether DDP's ``join`` asks to divide by the ranks that still have inputs.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Reducer:
         self.error: Exception | None = None
         self.finish_before_ddp = False
         self.may_have_unused = True
+        self.divides_by_active: Callable[[], bool] = lambda: False
         self._callbacks: dict[str, list[Callable[..., None]]] = {event: [] for event in _EVENTS}
         self.error_state = ErrorState(feedback, residual, chooser.schemes)
         self.averager = BucketAverager(algorithm, group, seed, chooser.schemes)
@@ -177,6 +179,7 @@ class Reducer:
         self._samples: tuple[int, int] | None = (
             None  # of this rank and of all ranks in a pass; None: alike on all
         )
+        self._active = 0  # ranks that have inputs in this pass, where gradients are divided by them
         self._waiting = AsyncRange("")
 
     def set_samples(self, samples: int, total: int) -> None:
@@ -247,18 +250,35 @@ class Reducer:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_compute)
         except RuntimeError:  # called outside a backward pass: errors go into the futures
             self._in_backward = False
+        else:
+            self._in_backward = True
+        self._active = self._count_active(streams) if self.divides_by_active() else 0
+        if not self._in_backward:
             return
-        self._in_backward = True
         for begin_backward in self._callbacks["begin_backward"]:
             begin_backward()
+
+    def _count_active(self, streams: Streams) -> int:
+        """Return how many ranks have inputs; DDP's join calls the hook of the others outside a backward pass."""
+        active = torch.tensor([float(self._in_backward)], device=streams.device)
+        try:
+            all_reduce(active, group=self._group)
+            return round(float(active))
+        except Exception as error:
+            self.error = self.error or error
+            return 0
 
     def _launch(self, bucket: GradBucket, buffer: torch.Tensor, streams: Streams) -> InFlightBucket:
         """Prepare a bucket and start its collective."""
         layout = self.layouts.of(bucket, buffer, self.steps, self._ranks)
-        if self._samples is not None and (weight := self._ranks * self._samples[0] / self._samples[1]) != 1:
-            buffer.mul_(
-                weight
-            )  # the average of the weighted gradients is the sum of samples / total * gradient
+        weight = 1.0
+        if self._samples is not None:
+            # The average of the weighted gradients is the sum of samples / total * gradient.
+            weight = self._ranks * self._samples[0] / self._samples[1]
+        elif self._active:
+            weight = self._ranks / self._active
+        if weight != 1:
+            buffer.mul_(weight)
         for bucket_ready in self._callbacks["bucket_ready"]:
             bucket_ready(self.steps, bucket)
         # Nothing is measured of a bucket that travels uncompressed: that took 4 % of a step in which nothing pays.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
+from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
 from dtcomm.ddp.balance import BalancedSampler, BalanceObserver
@@ -422,12 +424,22 @@ class State(Reporting):
             self.set_unused(has_hook=True)
         self._reducer.finish_before_ddp = model.find_unused_parameters
         self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
+        joining = weakref.ref(model)  # the model has the hook, and with it the reducer
+
+        def divides_by_active() -> bool:
+            joined: Any = joining()
+            return (
+                joined is not None and joined._join_config.enable and not joined._divide_by_initial_world_size
+            )
+
+        self._reducer.divides_by_active = divides_by_active
         model.register_comm_hook(self, hook)
         self._reducer.attach(RegistrationObserver(model.process_group, self._reducer))
 
         def raise_error(module: torch.nn.Module, args: Any) -> None:
             if self.error is not None:
                 raise self.error
+            require_no_sync_batch_norm(module)
             if self._loss_scale is not None:
                 self._loss_scale.fetch()
 

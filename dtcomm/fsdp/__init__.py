@@ -37,6 +37,7 @@ from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.report import Report
 from dtcomm.compress.traffic import Traffic
+from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.fsdp.collectives import (
@@ -165,6 +166,8 @@ def compress(
         _attach_to_fsdp2(state, model, replicas)
     state.timeline.attach(model)
     _observe_forward(model, state)
+    refuse_join(model, "FSDP")
+    state.on_detach(lambda: model.__dict__.pop("join_hook", None))
     if feedback == "auto":
         state.log_feedback(parsed_gradients, memory)
     if rank_and_size()[1] == 1:

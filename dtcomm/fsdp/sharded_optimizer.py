@@ -26,6 +26,7 @@ import torch.distributed as dist
 from dtcomm.arguments import require_int, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
+from dtcomm.compress.frozen_variance import FrozenVariance
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
@@ -100,6 +101,22 @@ class OptimizerBucket:
             with torch.no_grad():
                 self.master_shard.copy_(self.shard_of(self.flat))
 
+    def parameter_means(self, shard: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """Return for each element of this rank's shard the mean of its parameter's elements over all ranks' shards.
+
+        Where that is 0, the mean of the whole bucket takes its place.
+        """
+        whole = shard.new_zeros(self.ranks, shard.numel(), dtype=torch.float64)
+        whole[self.rank] = shard
+        views = self._views(whole.view(-1))
+        sums = torch.stack([view.sum() for view in views])
+        all_reduce(sums, group=group)
+        sizes = sums.new_tensor([view.numel() for view in views])
+        means = torch.where(sums > 0, sums / sizes, sums.sum() / sizes.sum())
+        for view, mean in zip(views, means, strict=True):
+            view.fill_(mean)
+        return whole[self.rank].to(shard.dtype)
+
     def accumulate(self, index: int, keep: bool) -> None:
         """Add a parameter's gradient to the flat one; ``keep`` makes the parameter's ``grad`` a view of the sum."""
         parameter = self.parameters[index]
@@ -117,6 +134,24 @@ class OptimizerBucket:
         gradient = shard.float()
         master = self.master_shard
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+
+class _ShardedFrozenVariance(FrozenVariance):
+    """`FrozenVariance` of shards of buckets: the floors are still shares of the means of whole parameters."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        warmup: int,
+        buckets: Sequence[OptimizerBucket],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(optimizer, warmup)
+        self._buckets = {id(bucket.master_shard): bucket for bucket in buckets}
+        self._group = group
+
+    def _floors(self, parameter: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        return self._buckets[id(parameter)].parameter_means(variance, self._group) * self.floor
 
 
 class _PendingReduction(NamedTuple):
@@ -152,6 +187,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         sample_every: As `dtcomm.fsdp.compress` takes it; `step` ends a step. Default: 50.
         allow_inaccurate: Accept codecs that destroy what they are applied to, as `dtcomm.fsdp.compress` does. Default:
             False.
+        variance_warmup: Steps in which gradients travel uncompressed, and after which the second moment of Adam or
+            AdamW is frozen (`dtcomm.ddp.FrozenVariance`, that of 1-bit Adam, arXiv:2102.02888). Use it with coarse
+            codecs of the gradients: ``int2``, ``sign``, ``topk``. 0: never. Default: 0.
         **options: Options of the optimizer, such as ``lr``.
 
     Raises:
@@ -187,11 +225,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         guard: Guard | None = _DEFAULT_GUARD,
         sample_every: int = 50,
         allow_inaccurate: bool = False,
+        variance_warmup: int = 0,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
             raise ValueError(f"stage: expected 1 or 2, got {stage!r}; stage 3 is FSDP (dtcomm.fsdp.compress)")
         require_int("bucket_bytes", bucket_bytes, 1)
+        require_int("variance_warmup", variance_warmup, 0)
         if not isinstance(allow_inaccurate, bool):
             raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
         _require_options(optimizer, options)
@@ -225,6 +265,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             self._buckets += buckets
             shard_groups.append({**parameter_group, "params": [bucket.master_shard for bucket in buckets]})
         self._inner = optimizer(shard_groups, **options)
+        if variance_warmup:
+            self._inner = _ShardedFrozenVariance(self._inner, variance_warmup, self._buckets, group)
+            self._compression.warming_up = True
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._sync, self._callback_queued = True, False
@@ -371,12 +414,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         for bucket in self._buckets:
             bucket.update_master_if_overwritten()
         loss = self._inner.step(closure)
+        self._update_warmup()
         with torch.no_grad():
             gathers = [self._start_gather(bucket) for bucket in self._buckets]
             for finish_gather in gathers:
                 finish_gather()
         self._compression.begin_step()
         return loss
+
+    def _update_warmup(self) -> None:
+        """Compress gradients from the step on in which the variance is frozen."""
+        if isinstance(self._inner, FrozenVariance):
+            self._compression.warming_up = self._inner.warming_up
 
     def _start_gather(self, bucket: OptimizerBucket) -> Callable[[], None]:
         """Start the all-gather of a bucket's parameters; the returned function finishes it."""
@@ -458,6 +507,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         if [shard.numel() for shard in shards] != [bucket.master_shard.numel() for bucket in self._buckets]:
             raise ValueError("state_dict: its shards have other sizes: was it saved from another model?")
         self._inner.load_state_dict(state_dict["optimizer"])
+        self._update_warmup()
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         for bucket, shard in zip(self._buckets, shards, strict=True):
             bucket.update_master_if_overwritten()

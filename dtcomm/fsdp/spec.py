@@ -20,6 +20,7 @@ import torch
 
 from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
+from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.spec import COMPRESSORS, MAX_ERROR, LevelCodecs, gaussian_error, needs_feedback
 from dtcomm.profiling.tables import format_bytes
@@ -89,6 +90,8 @@ class CompressionSpec:
         for level in self.codecs():
             if dtype not in level.dtypes:
                 return f"{level} does not support {dtype_name}"
+        if any(level.variable_length for level in self.codecs()):
+            return ""  # wire_bytes is a bound; what would not shrink travels as it is
         plain_bytes = codec("none").wire_bytes(numel, dtype)
         # Reproducible codecs are chosen for their sums, whatever their size.
         if any(level.reproducible or level.wire_bytes(numel, dtype) < plain_bytes for level in self.codecs()):
@@ -119,6 +122,20 @@ def parse_spec(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> C
         TypeError: ``spec`` is neither a string nor a codec.
         ValueError: The prefix is not one of ``prefixes``, or a codec is wrong.
     """
+    parsed = _parse(spec, prefixes, argument)
+    variable = next((level for level in parsed.codecs() if level.variable_length), None)
+    if variable is not None and prefixes == FEEDBACKS:
+        raise ValueError(
+            f"{argument}: '{variable}' cannot be summed, because the length of its payloads depends on the data; "
+            "valid: codecs of fixed length, and 'lossless' for parameters"
+        )
+    if variable is not None and parsed.between is not None:
+        raise ValueError(f"{argument}: '{variable}' has one level; valid: '{variable}' alone")
+    return parsed
+
+
+def _parse(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> CompressionSpec:
+    """`parse_spec`, without the checks of codecs whose payloads vary in length."""
     if isinstance(spec, Codec):
         return CompressionSpec(spec, None, "")
     if isinstance(spec, LevelCodecs):
@@ -141,7 +158,7 @@ def parse_spec(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> C
             f"{argument}: '{prefix}:' is not valid here; use a codec, optionally prefixed by {_quoted(prefixes)}"
         )
     for level in codecs.split("/"):
-        if (name := level.partition(":")[0].strip()) not in names():
+        if (name := level.partition(":")[0].strip()) not in (*names(), *VARIABLE_LENGTH):
             raise ValueError(f"{argument}: " + _explain_unknown_name(name, spec, prefix, prefixes))
     return CompressionSpec(*parse_levels(codecs), prefix)
 

@@ -63,6 +63,7 @@ class State(Reporting):
         logs: Whether this rank may log what all ranks find alike; its first rank does.
         buffers: The buffers of collectives; ``buffers.trim()`` frees those that are not in use.
         timeline: Recorder of training steps (`dtcomm.profiling`).
+        warming_up: Whether gradients travel uncompressed, at the start of a run.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class State(Reporting):
         self._undo: list[Callable[[], None]] = []
         # What was asked for and is not compressed is logged once, by the first rank, at the end of a pass.
         self.logs = True
+        self.warming_up = False
         self._has_begun = self._has_fallback = self._logged = self._log_is_queued = False
 
     # --- for users --------------------------------------------------------------------------------------------
@@ -371,8 +373,9 @@ class State(Reporting):
     # --- for the collectives ----------------------------------------------------------------------------------
 
     def spec(self, module: str, requested: CompressionSpec) -> CompressionSpec:
-        """Return the spec of a module's collective: ``requested``, or none if the module is excluded."""
-        return UNCOMPRESSED if module in self._excluded else requested
+        """Return the spec of a module's collective: ``requested``, or none if the module is excluded or warms up."""
+        warming_up = self.warming_up and requested is self.gradients
+        return UNCOMPRESSED if warming_up or module in self._excluded else requested
 
     def note_choice(self, module: str, traffic: Traffic) -> None:
         """Complete the reason in ``traffic`` for a module's codec, and log it at the end of the pass if it must be."""

@@ -162,6 +162,7 @@ class VirtualRanks:
         timeout_ns: Nanoseconds a kernel waits for a peer before it reports the peer missing.
         seed: Seed of the order in which the emulator runs threads.
         absent: A rank that never starts, in the emulator; -1 for none.
+        pushes: Whether kernels of lowered schedules push payloads, as where the group's GPUs have no NVLink.
 
     Raises:
         ValueError: The number of ranks or the device is not supported.
@@ -178,6 +179,7 @@ class VirtualRanks:
         timeout_ns: int = TIMEOUT_NS,
         seed: int = 0,
         absent: int = -1,
+        pushes: bool = False,
     ) -> None:
         device = torch.device(device)
         if not 2 <= ranks <= _C.MAX_RANKS:
@@ -197,7 +199,7 @@ class VirtualRanks:
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
         pads = [memory[_C.MISSING_OFFSET :][:4].view(torch.int32) for memory in self._memory]
         addresses = [memory.data_ptr() for memory in self._memory]
-        self.fused = FusedRanks(launcher, layout, addresses, pads, 0, ranks, timeout_ns)
+        self.fused = FusedRanks(launcher, layout, addresses, pads, 0, ranks, timeout_ns, pushes)
 
     def plan(
         self,

@@ -3,7 +3,8 @@
 `select` is what ``algorithm="auto"`` calls, and `compression_pays` what latency paths ask. Both read a `Table` of
 constants and measurements (`cost_model`), which ``dtcomm tune`` writes. ``dtcomm plan`` predicts collectives and
 training steps on hardware that need not exist: `hardware` describes it, `estimate` and `sweep` predict collectives by
-`traffic_profile` or NCCL's own model (`nccl_model`), and `training_model` predicts training steps and memory.
+`traffic_profile` or NCCL's own model (`nccl_model`), `training_model` predicts training steps and memory, and the
+package `job` searches the layouts of whole jobs.
 """
 
 from dtcomm.planner.cost_model import Measured, Table, parse, predict

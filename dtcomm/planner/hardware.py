@@ -5,8 +5,8 @@
 host, for groups that exist.
 
 ``gbytes`` of a port is what reaches the application in each direction at once, in GB/s (1e9). For NVLink and PCIe these
-are the rates that NCCL plans with (src/graph/topo.h: 20.0, 20.6 and 40.1 GB/s a lane of NVLink 3, 4 and 5, and 12 lanes
-or 18; 12 GB/s for PCIe 3 x16, doubling with each generation). For InfiniBand and RoCE they are the line rate less
+are the rates that NCCL plans with (src/graph/topo.h: 20.0, 20.0, 20.6 and 40.1 GB/s a lane of NVLink 2 to 5, and 6, 12
+or 18 lanes; 12 GB/s for PCIe 3 x16, doubling with each generation). For InfiniBand and RoCE they are the line rate less
 headers and acknowledgements (NVIDIA expects 46 to 48 GB/s of an NDR port). For Ethernet of up to 50 Gbit/s they are
 what TCP leaves of the line with frames of 1500 bytes. ``latency`` is one way, from one application to the other.
 """
@@ -27,7 +27,7 @@ from dtcomm.schedule.ir import Transfer
 def not_one_of(name: object, valid: Iterable[str]) -> str:
     """Return the message for a name that is not valid: the valid ones, and the one that was probably meant."""
     names = list(valid)
-    return f"{name!r} is not one of {', '.join(names)}{suggest(name, names)}"
+    return f"{name!r} is not one of {', '.join(names)}{suggest(str(name).lower(), names)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +83,14 @@ def _tcp(gbit: float) -> Port:
 
 
 PORTS: dict[str, Port] = {
+    "nvlink2": _nvlink(6, 20.0),
     "nvlink3": _nvlink(12, 20.0),
     "nvlink4": _nvlink(18, 20.6),
     "nvlink5": _nvlink(18, 40.1),
     "pcie3": Port(kind="pcie", gbytes=12.0, latency_us=1.5),
     "pcie4": Port(kind="pcie", gbytes=24.0, latency_us=1.5),
     "pcie5": Port(kind="pcie", gbytes=48.0, latency_us=1.5),
+    "edr": _rdma(100, 1.5),
     "hdr": _rdma(200, 1.5),
     "ndr": _rdma(400, 1.5),
     "xdr": _rdma(800, 1.5),
@@ -196,7 +198,8 @@ def _peaks(fp32: float, tf32: float, half: float) -> tuple[tuple[str, float], ..
 # Peak TFLOP/s are NVIDIA's for the SXM boards (data sheets of the A100, H100 and H200, and of the HGX B200), without
 # sparsity: where a data sheet has only figures with sparsity (H100, H200, B200), they are halved. fp32 is that of the
 # CUDA cores, the others are of tensor cores. Memory is what is left for tensors of the 80, 80, 141 and 180 GB that the
-# data sheets name: about what torch reports as a device's total capacity.
+# data sheets name: about what torch reports as a device's total capacity. The V100's (32 GB) tensor cores have fp16
+# alone. Boards for PCIe slots are those of the same data sheets.
 DEVICES = {
     device.name: device
     for device in (
@@ -236,6 +239,42 @@ DEVICES = {
             memory_gib=178,
             tflops=_peaks(75, 1100, 2250),
         ),
+        Device(
+            name="v100",
+            memory_gbytes=900,
+            generation="volta",
+            launch_us=22.0,
+            kernel_us=5.0,
+            memory_gib=31,
+            tflops=(("fp32", 15.7), ("fp16", 125)),
+        ),
+        Device(
+            name="v100-pcie",
+            memory_gbytes=900,
+            generation="volta",
+            launch_us=22.0,
+            kernel_us=5.0,
+            memory_gib=31,
+            tflops=(("fp32", 14), ("fp16", 112)),
+        ),
+        Device(
+            name="a100-pcie",
+            memory_gbytes=1935,
+            generation="ampere",
+            launch_us=22.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(19.5, 156, 312),
+        ),
+        Device(
+            name="h100-pcie",
+            memory_gbytes=2000,
+            generation="hopper",
+            launch_us=3.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(51, 378, 756),
+        ),
         # One core that works half in its cache: about an EPYC's. `dtcomm tune` measures the actual machine.
         Device(
             name="cpu",
@@ -245,7 +284,14 @@ DEVICES = {
     )
 }
 #: The device that a link's name implies.
-BY_LINK = {"nvlink3": "a100", "nvlink4": "h100", "nvlink5": "b200", "pcie": "a100", "memory": "cpu"}
+BY_LINK = {
+    "nvlink2": "v100",
+    "nvlink3": "a100",
+    "nvlink4": "h100",
+    "nvlink5": "b200",
+    "pcie": "a100",
+    "memory": "cpu",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +307,8 @@ class System:
         per_host: Ranks on each host.
         nics: Ports of each host to other hosts.
         cores: Cores of a host, shared by its CPU ranks; 0 means one for each rank.
+        leaf_hosts: Hosts whose ports meet at the same leaf switches; 0 means all of them.
+        oversubscription: By how much the links above the leaf switches are too few, 1 if they are not.
     """
 
     name: str
@@ -271,11 +319,17 @@ class System:
     per_host: int = 8
     nics: int = 1
     cores: int = 0
+    leaf_hosts: int = 0
+    oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("hosts", "per_host", "nics"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.leaf_hosts < 0:
+            raise ValueError(f"leaf_hosts: must be at least 0, got {self.leaf_hosts}")
+        if not self.oversubscription >= 1:
+            raise ValueError(f"oversubscription: must be at least 1, got {self.oversubscription}")
 
     @property
     def ranks(self) -> int:
@@ -297,12 +351,16 @@ class System:
     @property
     def host_bandwidth(self) -> float:
         """Bytes per second that leave a host, and as many that enter it at the same time."""
-        return self.nics * self.between.bandwidth
+        return self.nics * self.between.bandwidth / self._above_leaves
 
     @property
     def rank_bandwidth(self) -> float:
         """Bytes per second of the host's bandwidth that one rank can use: it has ports of its own, or shares one."""
-        return max(1, self.nics // self.per_host) * self.between.bandwidth
+        return max(1, self.nics // self.per_host) * self.between.bandwidth / self._above_leaves
+
+    @property
+    def _above_leaves(self) -> float:
+        return self.oversubscription if self.leaf_hosts and self.hosts > self.leaf_hosts else 1.0
 
     def resized(self, hosts: int, per_host: int) -> System:
         """Return the same system with other numbers of hosts and ranks."""
@@ -324,18 +382,23 @@ class System:
         }
 
 
-def _node(name: str, inside: str, between: str) -> System:
+def _node(name: str, inside: str, between: str, nics: int = 8) -> System:
     return System(
-        name=name, device=DEVICES[name], inside=find_port(inside), between=find_port(between), nics=8
+        name=name, device=DEVICES[name], inside=find_port(inside), between=find_port(between), nics=nics
     )
 
 
-#: Nodes of 8 GPUs with a network port for each, and this machine.
+#: Nodes of 8 GPUs: with NVLink and a network port for each (the V100's have four), or in PCIe slots with two ports;
+#: and this machine.
 SYSTEMS = {
     "a100": _node("a100", "nvlink3", "hdr"),
     "h100": _node("h100", "nvlink4", "ndr"),
     "h200": _node("h200", "nvlink4", "ndr"),
     "b200": _node("b200", "nvlink5", "ndr"),
+    "v100": _node("v100", "nvlink2", "edr", nics=4),
+    "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
+    "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2),
+    "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
     "local": System(
         name="local",
         device=DEVICES["cpu"],
@@ -344,6 +407,9 @@ SYSTEMS = {
         per_host=2,
     ),
 }
+
+
+FABRIC_KEYS = ("leaf_hosts", "oversubscription")
 
 
 def find_system(name: str) -> System:
@@ -383,7 +449,18 @@ def system_from_dict(description: Mapping[str, Any]) -> System:
     For example ``{"device": "h100", "hosts": 4, "per_host": 8, "nics": 8, "inside": "nvlink4", "between": {"kind":
     "rdma", "gbytes": 48, "latency_us": 2}}``. A link is a name or its figures. ``system`` names a system to start from.
     """
-    known = ("name", "system", "device", "hosts", "per_host", "nics", "cores", "inside", "between")
+    known = (
+        "name",
+        "system",
+        "device",
+        "hosts",
+        "per_host",
+        "nics",
+        "cores",
+        "inside",
+        "between",
+        *FABRIC_KEYS,
+    )
     if unknown := sorted(set(description) - set(known)):
         raise ValueError(f"topology: {not_one_of(unknown[0], known)}")
     base = find_system(str(description["system"])) if "system" in description else SYSTEMS["local"]
@@ -393,7 +470,9 @@ def system_from_dict(description: Mapping[str, Any]) -> System:
     for side in ("inside", "between"):
         if side in description:
             changes[side] = find_port(description[side])
-    for count in ("hosts", "per_host", "nics", "cores"):
+    if "oversubscription" in description:
+        changes["oversubscription"] = float(description["oversubscription"])
+    for count in ("hosts", "per_host", "nics", "cores", "leaf_hosts"):
         if count in description:
             if not isinstance(description[count], int) or isinstance(description[count], bool):
                 raise ValueError(f"{count}: expected a whole number, got {description[count]!r}")

@@ -151,6 +151,17 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
     return entry.communicator if entry is not None and entry.reference() is group else None
 
 
+def existing_communicators(group: dist.ProcessGroup | None) -> list[Communicator]:
+    """All communicators of a group that exist already: for the CPU, for devices and for pairs of ranks."""
+    target = c10d._world.default_pg if group is None else group
+    entry = _cache.get(id(target))
+    if target is None or entry is None or entry.reference() is not target:
+        return []
+    with _lock:
+        made = [entry.communicator, *entry.devices.values(), *entry.pairs.values()]
+    return [communicator for communicator in made if communicator is not None]
+
+
 def group_entry(group: dist.ProcessGroup) -> GroupEntry:
     """The entry of a usable group, made if need be. CommunicatorClosed if the program exits."""
     if _exiting:

@@ -215,7 +215,7 @@ class _Baseline:
 
         def add_squares(layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             assert isinstance(layer, EmulatedLayer)
-            exact = layer.module(inputs[0])
+            exact = layer.module(*inputs)
             squares[0] += float((output - exact).double().square().sum())
             squares[1] += float(exact.double().square().sum())
 

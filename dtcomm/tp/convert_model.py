@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,34 @@ from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
+from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.tp.comm_config import NONE, GroupOrMesh, make_comm_config, parse_codec
 from dtcomm.tp.layer_plan import (
     PLANS,
     Plan,
+    PlanEntry,
     dense_weight_and_bias,
     is_transposed,
-    packed_outputs,
+    packed_sizes,
     replace_module,
     resolve_plan,
 )
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import ShardedModule
 from dtcomm.tp.state import State
+from dtcomm.tp.wrapped_modules import ParallelExperts, ReplicatedModule
+
+#: Attributes of an attention module that count what its projections compute; each rank computes a part.
+_HEAD_COUNTS = (
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_heads",
+    "n_head",
+    "all_head_size",
+    "split_size",
+)
 
 
 def compress(
@@ -78,7 +94,7 @@ def compress(
 
     Example::
 
-        state = dtcomm.tp.compress(model, mesh, "int8")           # Llama, Mistral, Qwen2/3, GPT-NeoX, GPT-2
+        state = dtcomm.tp.compress(model, mesh, "int8")           # one of `PLANS`, by the model's type
         dtcomm.tp.compress(model, mesh, "int4", {"*.up": "column", "*.down": "row"}, exclude="layers.0")
     """
     _require_options(spec, plan, codec, feedback, guard, allow_inaccurate)
@@ -93,22 +109,28 @@ def compress(
     entries = {name: entry for name, (_, entry) in modules.items()}
     excluded = _excluded_layers(exclude, entries)
     options: dict[str, Any] = {"algorithm": algorithm, "group": mesh, "device": "meta"}
+    config = getattr(model, "config", None)
     layers: dict[str, ShardedModule] = {}
     for name, (module, entry) in modules.items():
         options["codec"] = NONE if name in excluded else parse_codec(entry.codec or forward)
         if entry.kind == "vocabulary":
             layers[name] = _sharded_embedding(module, name, options)
+            continue
+        gradients = NONE if name in excluded else backward
+        linear_options = {**options, "backward_codec": gradients, "latency": latency}
+        if entry.kind == "experts":
+            settings = make_comm_config(
+                options["codec"], gradients, algorithm=algorithm, group=mesh, latency=latency
+            )
+            layers[name] = ParallelExperts(module, settings, name)
+        elif entry.kind == "replicated":
+            layers[name] = ReplicatedModule(module, make_comm_config(group=mesh), name)
         else:
-            gradients = NONE if name in excluded else backward
-            linear_options = {**options, "backward_codec": gradients, "latency": latency}
-            layers[name] = _sharded_linear(module, entry.kind, name, chunks, linear_options)
+            layers[name] = _sharded_linear(module, entry.kind, name, chunks, config, linear_options)
     for name, layer in layers.items():
         replace_module(model, name, layer)
-    for module in model.modules():
-        # GPT-2 splits the joined queries, keys and values at this width.
-        width = module.__dict__.get("split_size")
-        if isinstance(width, int) and isinstance(getattr(module, "c_attn", None), ShardedModule):
-            module.__dict__["split_size"] = width // comm.world_size
+    _divide_head_counts(model, entries, comm.world_size)
+    refuse_join(model, "tensor parallelism")
     return State(model, comm, entries, layers, excluded)
 
 
@@ -161,7 +183,7 @@ def _excluded_layers(patterns: str | Sequence[str], layers: Iterable[str]) -> di
 
 
 def _sharded_embedding(module: nn.Module, name: str, options: dict[str, Any]) -> ShardedModule:
-    if not isinstance(module, nn.Embedding):
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         raise ValueError(
             f"plan: {name} is a {type(module).__name__}; the kind vocabulary expects an Embedding"
         )
@@ -172,7 +194,7 @@ def _sharded_embedding(module: nn.Module, name: str, options: dict[str, Any]) ->
 
 
 def _sharded_linear(
-    module: nn.Module, kind: str, name: str, chunks: int | str, options: dict[str, Any]
+    module: nn.Module, kind: str, name: str, chunks: int | str, config: Any, options: dict[str, Any]
 ) -> ShardedModule:
     weight, bias = dense_weight_and_bias(module, name)
     out_features, in_features = weight.shape
@@ -188,7 +210,7 @@ def _sharded_linear(
             out_features,
             bias is not None,
             gather_output=kind == "column_gather",
-            packed=packed_outputs(kind),
+            packed=packed_sizes(kind, out_features, config, name),
             transposed=transposed,
             **options,
         )
@@ -196,3 +218,21 @@ def _sharded_linear(
     layer.load_dense({"weight": stored} if bias is None else {"weight": stored, "bias": bias})
     layer.train(module.training)
     return layer
+
+
+def _divide_head_counts(model: nn.Module, plan: Mapping[str, PlanEntry], world_size: int) -> None:
+    """Let the modules whose columns were cut count this rank's heads, where their forward pass uses such a number."""
+    columns = ("column", "column_packed2", "column_packed3", "column_qkv")
+    parents = {name.rpartition(".")[0] for name, entry in plan.items() if entry.kind in columns}
+    for parent in parents:
+        attributes = model.get_submodule(parent).__dict__
+        for count in _HEAD_COUNTS:
+            if isinstance(attributes.get(count), int):
+                attributes[count] //= world_size
+    joined = {name.rpartition(".")[0] for name, entry in plan.items() if entry.kind == "column_qkv"}
+    for parent in joined:  # Phi-3 splits its joined projection at the numbers of its configuration
+        attributes = model.get_submodule(parent).__dict__
+        config = attributes["config"] = copy.copy(attributes.get("config"))
+        for count in ("num_attention_heads", "num_key_value_heads"):
+            if isinstance(getattr(config, count, None), int):
+                setattr(config, count, getattr(config, count) // world_size)

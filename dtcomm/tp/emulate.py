@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from dtcomm._autograd import autograd_apply
@@ -25,10 +26,11 @@ from dtcomm.tp.layer_plan import (
     SENDING,
     Plan,
     dense_weight_and_bias,
-    packed_outputs,
+    packed_sizes,
     replace_module,
     resolve_plan,
 )
+from dtcomm.tp.wrapped_modules import experts_features
 
 ALGORITHMS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
 
@@ -116,10 +118,10 @@ def emulate_all_gather(shards: Sequence[torch.Tensor], spec: str | Codec, dim: i
 
 
 class EmulatedLayer(nn.Module):
-    """A dense linear layer or embedding that computes what the ranks of its tensor-parallel layer would compute.
+    """A dense layer that computes what the ranks of its tensor-parallel layer would compute.
 
     Attributes:
-        module: The dense layer.
+        module: The dense layer: a linear one, an embedding, or experts.
         kind: Its kind in the plan (`dtcomm.tp.KINDS`).
         ranks: Number of emulated ranks.
         codec: Codec of the forward pass; may be changed between calls.
@@ -138,21 +140,39 @@ class EmulatedLayer(nn.Module):
         backward_codec: Codec,
         algorithm: str,
         name: str,
+        config: Any = None,
     ) -> None:
         super().__init__()
         self.kind, self.ranks, self.algorithm, self.name = kind, ranks, algorithm, name
         self.codec, self.backward_codec = codec, backward_codec
         self.module = module
         self.sent = 0
-        if kind != "vocabulary":
+        self.packed: tuple[int, ...] = ()
+        sizes: tuple[int, ...]
+        if kind == "experts":
+            sizes, side = (experts_features(module, name),), "hidden"
+        elif kind == "row":
             weight, _ = dense_weight_and_bias(module, name)
-            features, side = (weight.shape[1], "input") if kind == "row" else (weight.shape[0], "output")
-            if features % (ranks * packed_outputs(kind)):
-                raise ValueError(f"{name}: {features} {side} features are not divisible by {ranks} ranks")
+            sizes, side = (weight.shape[1],), "input"
+        elif kind != "vocabulary":
+            weight, _ = dense_weight_and_bias(module, name)
+            sizes, side = packed_sizes(kind, weight.shape[0], config, name), "output"
+            self.packed = sizes
+        else:
+            return
+        if any(size % ranks for size in sizes):
+            features = sum(sizes) if len(set(sizes)) == 1 else sizes
+            raise ValueError(f"{name}: {features} {side} features are not divisible by {ranks} ranks")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
         """Return the output that all ranks of the tensor-parallel layer would have together."""
         y: torch.Tensor
+        if self.kind == "experts":
+            partials = [self._experts_of(rank, x, routing) for rank in range(self.ranks)]
+            self.sent += partials[0].numel()
+            total = emulate_all_reduce(partials, self.codec, self.algorithm)
+            y = autograd_apply(_StraightThrough, self.module(x, *routing), total)
+            return y
         if self.kind == "vocabulary":
             assert isinstance(self.module, nn.Embedding)
             vectors = F.embedding(x, self.module.weight)
@@ -171,8 +191,19 @@ class EmulatedLayer(nn.Module):
 
     def features_of(self, rank: int, out_features: int) -> torch.Tensor:
         """Return the indices of the output features that a rank has."""
-        features = torch.arange(out_features).view(packed_outputs(self.kind), self.ranks, -1)
-        return features[:, rank].reshape(-1)
+        parts = torch.split(torch.arange(out_features), list(self.packed))
+        return torch.cat([part.view(self.ranks, -1)[rank] for part in parts])
+
+    @torch.no_grad()
+    def _experts_of(self, rank: int, x: torch.Tensor, routing: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return what a rank adds to the output: the experts with its part of their hidden features."""
+        up, down = self.module.get_parameter("gate_up_proj"), self.module.get_parameter("down_proj")
+        shards = {
+            "gate_up_proj": torch.cat([part.chunk(self.ranks, 1)[rank] for part in up.chunk(2, 1)], 1),
+            "down_proj": down.chunk(self.ranks, 2)[rank].contiguous(),
+        }
+        y: torch.Tensor = functional_call(self.module, shards, (x, *routing))
+        return y
 
 
 class _Row(torch.autograd.Function):
@@ -211,6 +242,16 @@ class _Column(torch.autograd.Function):
         flat = dy.reshape(-1, dy.shape[-1])
         dweight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         return dx, dweight, None
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exact: torch.Tensor, emulated: torch.Tensor) -> torch.Tensor:
+        return emulated
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
 
 
 class _Gather(torch.autograd.Function):
@@ -272,9 +313,13 @@ def emulate(
     if ranks < 1:
         raise ValueError(f"ranks: expected 1 or more, got {ranks}")
     backward = parse(backward_codec)
+    config = getattr(model, "config", None)
     layers = {
-        name: EmulatedLayer(module, entry.kind, ranks, parse(entry.codec or codec), backward, algorithm, name)
+        name: EmulatedLayer(
+            module, entry.kind, ranks, parse(entry.codec or codec), backward, algorithm, name, config
+        )
         for name, (module, entry) in resolve_plan(model, plan, ranks).items()
+        if entry.kind != "replicated"  # every rank computes what the dense module does
     }
     for name, layer in layers.items():
         replace_module(model, name, layer)

@@ -3,7 +3,8 @@
     dtcomm.tp.hf_transformers.register("int8", backward_codec="int8")  # once, before the model is made
     tp_plan = {"model.layers.*.mlp.up_proj": "colwise_int8", "model.layers.*.mlp.down_proj": "rowwise_int8"}
 
-`register` adds styles that a ``tp_plan`` can name. `from_folder` and `cut_windows` are used by ``dtcomm tp calibrate``.
+`register` adds styles that a ``tp_plan`` can name. `from_folder` and `cut_windows` are used by ``dtcomm tp calibrate``,
+`from_config` by ``dtcomm tp inspect``.
 """
 
 from __future__ import annotations
@@ -153,6 +154,45 @@ def from_folder(
     return model, cut_windows(
         torch.tensor(tokenizer(text)["input_ids"]), batches=batches, size=size, length=length
     )
+
+
+def from_config(name: str | Path) -> torch.nn.Module:
+    """Make a model with random weights, on the meta device if that is the default one.
+
+    Args:
+        name: A folder with a config.json, or a model type of transformers, of which the default configuration is used.
+            Nothing is downloaded.
+
+    Returns:
+        The model that the configuration names, or one of its type that predicts tokens.
+
+    Raises:
+        RuntimeError: transformers is not installed.
+        ValueError: There is no such folder and no such type.
+    """
+    try:
+        module: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise RuntimeError(f"transformers: {error}; pip install transformers") from None
+    try:
+        if Path(name).is_dir():
+            config = module.AutoConfig.from_pretrained(name, local_files_only=True)
+        else:
+            config = module.AutoConfig.for_model(str(name))
+    except (OSError, ValueError):
+        raise ValueError(
+            f"MODEL: {str(name)!r} is no folder with a config.json, no model type of transformers (such as llama), and "
+            "no package.module:function"
+        ) from None
+    named = getattr(module, (getattr(config, "architectures", None) or [""])[0], None)
+    if named is not None:
+        model: torch.nn.Module = named._from_config(config)
+        return model
+    for auto in (module.AutoModelForMaskedLM, module.AutoModelForCausalLM, module.AutoModel):
+        if type(config) in auto._model_mapping:
+            model = auto.from_config(config)
+            return model
+    raise ValueError(f"MODEL: transformers has no model for {type(config).__name__}")
 
 
 def cut_windows(tokens: torch.Tensor, *, batches: int, size: int, length: int) -> list[torch.Tensor]:

@@ -19,26 +19,86 @@ from torch import nn
 
 from dtcomm.codecs import codec as parse
 
-#: The kinds of layers. column_packed3 is a column-parallel layer with three outputs side by side (queries, keys and
-#: values), each of which is cut over the ranks by itself.
-KINDS = ("column", "column_gather", "column_packed3", "row", "vocabulary")
+#: The kinds of layers; `docs/guides/tensor-parallel.md` has a table of them.
+KINDS = (
+    "column",
+    "column_gather",
+    "column_packed2",
+    "column_packed3",
+    "column_qkv",
+    "row",
+    "vocabulary",
+    "experts",
+    "replicated",
+)
 #: The kinds whose forward pass communicates activations.
-SENDING = ("column_gather", "row", "vocabulary")
+SENDING = ("column_gather", "row", "vocabulary", "experts")
 FORMAT = "dtcomm tp plan 1"
 
-_GATED = {
-    "*.self_attn.[qkv]_proj": "column",
-    "*.self_attn.o_proj": "row",
-    "*.mlp.gate_proj": "column",
-    "*.mlp.up_proj": "column",
-    "*.mlp.down_proj": "row",
+
+class PlanEntry(NamedTuple):
+    """The kind of a layer, its codec (None: the one passed to `dtcomm.tp.compress`), and whether it may be absent."""
+
+    kind: str
+    codec: str | None = None
+    optional: bool = False
+
+
+#: Name pattern (as of `fnmatch`) → kind, or kind and codec.
+Plan = Mapping[str, str | PlanEntry]
+
+_SEPARATE_HEADS = {"*.self_attn.[qkv]_proj": "column", "*.self_attn.o_proj": "row"}
+_GATED_MLP = {"*.mlp.gate_proj": "column", "*.mlp.up_proj": "column", "*.mlp.down_proj": "row"}
+_GATED = {**_SEPARATE_HEADS, **_GATED_MLP}
+# A rank's gradient of the weight that all heads have in common is that of its own heads.
+_HEAD_NORMS = {"*.self_attn.[qk]_norm": "replicated"}
+# Models mix layers with and without experts; the former may have an expert that all tokens take.
+_MAY_BE_GATED = {
+    "*.mlp*.gate_proj": PlanEntry("column", optional=True),
+    "*.mlp*.up_proj": PlanEntry("column", optional=True),
+    "*.mlp*.down_proj": PlanEntry("row", optional=True),
+}
+_BERT = {
+    "*.attention.self.query": "column",
+    "*.attention.self.key": "column",
+    "*.attention.self.value": "column",
+    "*.intermediate.dense": "column",
+    "*.output.dense": "row",  # of attention and of the feed-forward block
 }
 #: Built-in plans, by transformers' ``config.model_type``.
-PLANS: dict[str, Mapping[str, str]] = {
+PLANS: dict[str, Plan] = {
     "llama": _GATED,
     "mistral": _GATED,
     "qwen2": _GATED,
-    "qwen3": _GATED,
+    "qwen3": {**_GATED, **_HEAD_NORMS},
+    "gemma": _GATED,
+    "gemma2": _GATED,
+    "gemma3_text": {**_GATED, **_HEAD_NORMS},
+    "olmo": _GATED,
+    "phi": {
+        "*.self_attn.[qkv]_proj": "column",
+        "*.self_attn.dense": "row",
+        "*.self_attn.[qk]_layernorm": PlanEntry("replicated", optional=True),
+        "*.mlp.fc1": "column",
+        "*.mlp.fc2": "row",
+    },
+    "phi3": {
+        "*.self_attn.qkv_proj": "column_qkv",
+        "*.self_attn.o_proj": "row",
+        "*.mlp.gate_up_proj": "column_packed2",
+        "*.mlp.down_proj": "row",
+    },
+    "mixtral": {**_SEPARATE_HEADS, "*.mlp.experts": "experts"},
+    "qwen2_moe": {**_SEPARATE_HEADS, **_MAY_BE_GATED, "*.mlp.experts": "experts"},
+    "qwen3_moe": {**_SEPARATE_HEADS, **_HEAD_NORMS, **_MAY_BE_GATED, "*.mlp.experts": "experts"},
+    "opt": {
+        "*.self_attn.[qkv]_proj": "column",
+        "*.self_attn.out_proj": "row",
+        "*.fc1": "column",
+        "*.fc2": "row",
+    },
+    "bert": _BERT,
+    "roberta": _BERT,
     "gpt_neox": {
         # Queries, keys and values of one head are adjacent, so cutting the layer's rows gives each rank whole heads.
         "*.attention.query_key_value": "column",
@@ -55,17 +115,6 @@ PLANS: dict[str, Mapping[str, str]] = {
 }
 
 
-class PlanEntry(NamedTuple):
-    """The kind of a layer and its codec; a codec of None is the one passed to `dtcomm.tp.compress`."""
-
-    kind: str
-    codec: str | None = None
-
-
-#: Name pattern (as of `fnmatch`) → kind, or kind and codec.
-Plan = Mapping[str, str | PlanEntry]
-
-
 def resolve_plan(
     model: nn.Module, plan: Plan | str | Path | None, world_size: int
 ) -> dict[str, tuple[nn.Module, PlanEntry]]:
@@ -76,7 +125,7 @@ def resolve_plan(
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None) or type(model).__name__
-    layers = _match_layers(model, read_plan(plan, model_type))
+    layers = match_layers(model, read_plan(plan, model_type))
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % world_size:
@@ -112,7 +161,7 @@ def read_plan(plan: Plan | str | Path | None, model_type: str = "") -> Plan:
 
 def write_plan(path: str | Path, layers: Mapping[str, PlanEntry], **metadata: Any) -> None:
     """Write a plan file for `dtcomm.tp.compress`: the layers, and metadata about how the plan was chosen."""
-    entries = {name: entry._asdict() for name, entry in layers.items()}
+    entries = {name: {"kind": entry.kind, "codec": entry.codec} for name, entry in layers.items()}
     content = {"format": FORMAT, **metadata, "layers": entries}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -136,7 +185,7 @@ def _load(path: Path) -> Plan:
     return layers
 
 
-def _match_layers(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, PlanEntry]]:
+def match_layers(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, PlanEntry]]:
     modules = dict(model.named_modules())
     layers: dict[str, tuple[nn.Module, PlanEntry]] = {}
     for pattern, value in plan.items():
@@ -146,7 +195,7 @@ def _match_layers(model: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, Pl
         if entry.codec is not None:
             parse(entry.codec)
         names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
-        if not names:
+        if not names and not entry.optional:
             raise ValueError(f"plan: {pattern!r} matches no module of {type(model).__name__}")
         layers |= {name: (modules[name], entry) for name in names}
     return layers
@@ -158,9 +207,36 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def packed_outputs(kind: str) -> int:
-    """Return the number of outputs that lie side by side in a layer of this kind."""
-    return 3 if kind == "column_packed3" else 1
+def packed_sizes(kind: str, out_features: int, config: Any, name: str) -> tuple[int, ...]:
+    """Return the sizes of the outputs that lie side by side in a layer of this kind.
+
+    Args:
+        kind: One of `KINDS`.
+        out_features: The outputs of the layer, all together.
+        config: The model's configuration. ``column_qkv`` reads the numbers of heads.
+        name: Name of the layer, for error messages.
+
+    Raises:
+        ValueError: The outputs do not consist of such parts.
+    """
+    if kind == "column_qkv":
+        heads = getattr(config, "num_attention_heads", None)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if not isinstance(heads, int) or not isinstance(kv_heads, int):
+            raise ValueError(f"plan: {name}: column_qkv expects a model with config.num_attention_heads")
+        head_dim, rest = divmod(out_features, heads + 2 * kv_heads)
+        if rest:
+            raise ValueError(
+                f"plan: {name}: {out_features} outputs are not {heads} heads of queries and {kv_heads} each of keys "
+                "and values"
+            )
+        return heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    parts = {"column_packed2": 2, "column_packed3": 3}.get(kind, 1)
+    if out_features % parts:
+        raise ValueError(
+            f"plan: {name}: {out_features} outputs are not {parts} of equal size, as {kind} expects"
+        )
+    return (out_features // parts,) * parts
 
 
 def is_transposed(module: nn.Module) -> bool:

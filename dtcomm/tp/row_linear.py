@@ -109,8 +109,11 @@ def _forward(
     """The forward pass, without a gradient."""
     tokens = x.detach().reshape(-1, x.shape[-1])
     features = len(weight)
-    y = torch.empty((len(tokens), features), dtype=x.dtype, device=x.device)
-    normed = None if epilogue.norm is None else torch.empty_like(y)
+    # Of the final shape: autograd refuses to let the caller change a view in place, as models with `y += residual` do.
+    result = torch.empty((*x.shape[:-1], features), dtype=x.dtype, device=x.device)
+    normed_result = None if epilogue.norm is None else torch.empty_like(result)
+    y = result.view(len(tokens), features)
+    normed = None if normed_result is None else normed_result.view(len(tokens), features)
     codec = comm.codec_for(y.numel(), y.dtype)
     chunk_count = automatic_chunks(comm, y, codec) if isinstance(chunks, str) else chunks
     ranges = _row_ranges(len(tokens), chunk_count)
@@ -122,8 +125,7 @@ def _forward(
         _flash_all_reduce_chunks(tokens, weight, comm, ranges, y, normed, epilogue)
     else:
         _all_reduce_chunks(tokens, weight, comm, codec, algorithm, ranges, y, normed, epilogue)
-    shape = (*x.shape[:-1], features)
-    return EpilogueResult(y.view(shape), None if normed is None else normed.view(shape))
+    return EpilogueResult(result, normed_result)
 
 
 def _flash_all_reduce_chunks(

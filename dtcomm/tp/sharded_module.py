@@ -23,22 +23,38 @@ class ShardedModule(nn.Module):
 
     Attributes:
         comm: Ranks, codecs and algorithm of the layer's communication.
-        packed: Number of tensors of equal size that the dense parameters consist of, joined along the sharded
-            dimension; each is cut by itself. GPT-2's joined queries, keys and values are 3.
+        packed: The tensors that the dense parameters consist of, joined along the sharded dimension; each is cut by
+            itself. A number of equal ones (GPT-2's joined queries, keys and values are 3), or their sizes.
     """
 
     def __init__(self, comm: CommConfig) -> None:
         super().__init__()
         self.comm = comm
         self._shard_dims: dict[str, int] = {}
-        self.packed = 1
+        self._packed: dict[str, int] = {}  # of parameters that differ from `packed`
+        self.packed: int | tuple[int, ...] = 1
 
     def register_shard(
-        self, name: str, shape: tuple[int, ...], dim: int, device: Any, dtype: torch.dtype | None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dim: int,
+        device: Any,
+        dtype: torch.dtype | None,
+        packed: int | None = None,
     ) -> None:
-        """Make the parameter ``name``: this rank's shard, of this shape, of a tensor that is cut along ``dim``."""
+        """Make the parameter ``name``: this rank's shard, of this shape, of a tensor that is cut along ``dim``.
+
+        ``packed`` is the number of tensors that it consists of, where that is not `packed` of the module.
+        """
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._shard_dims[name] = dim
+        if packed is not None:
+            self._packed[name] = packed
+
+    def is_shard(self, name: str) -> bool:
+        """Return whether the parameter ``name`` is cut over the ranks; others are the same on all of them."""
+        return name in self._shard_dims
 
     def init_parameters(self, initialize: Callable[[str, torch.Tensor], None]) -> None:
         """Initialize every parameter as the dense module would, and keep this rank's shard.
@@ -64,11 +80,18 @@ class ShardedModule(nn.Module):
         """Return this rank's shard of the dense module's tensor; a replicated tensor is returned whole."""
         if name not in self._shard_dims:
             return full
-        dim, world_size = self._shard_dims[name], self.comm.world_size
-        shape = full.shape
-        length = shape[dim] // world_size
-        split = full.reshape(*shape[:dim], self.packed, world_size, length // self.packed, *shape[dim + 1 :])
-        return split.select(dim + 1, self.comm.rank).reshape(*shape[:dim], length, *shape[dim + 1 :])
+        dim, rank = self._shard_dims[name], self.comm.rank
+        sizes = self._part_sizes(name, full.shape[dim] // self.comm.world_size)
+        parts = torch.split(full, [size * self.comm.world_size for size in sizes], dim)
+        own = [part.narrow(dim, rank * size, size) for part, size in zip(parts, sizes, strict=True)]
+        return own[0] if len(own) == 1 else torch.cat(own, dim)
+
+    def _part_sizes(self, name: str, length: int) -> list[int]:
+        """Return the sizes of the parts of a shard of this length."""
+        packed = self._packed.get(name, self.packed)
+        if isinstance(packed, int):
+            return [length // packed] * packed
+        return [size // self.comm.world_size for size in packed]
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -82,11 +105,9 @@ class ShardedModule(nn.Module):
             shards = torch.empty((self.comm.world_size, *shard.shape), dtype=shard.dtype, device=shard.device)
             all_gather(shards, shard, group=self.comm.group)
             dim = self._shard_dims[name]
-            shape = shard.shape
-            split = shards.reshape(
-                self.comm.world_size, *shape[:dim], self.packed, shape[dim] // self.packed, *shape[dim + 1 :]
-            )
-            state[name] = split.movedim(0, dim + 1).reshape(self.full_shape(name))
+            # The ranks' pieces of the first part, then those of the second one, and so on.
+            pieces = [torch.split(rank, self._part_sizes(name, shard.shape[dim]), dim) for rank in shards]
+            state[name] = torch.cat([piece for part in zip(*pieces, strict=True) for piece in part], dim)
         return state
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

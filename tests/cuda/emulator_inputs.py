@@ -3,8 +3,8 @@
 Run ``python -m tests.cuda.emulator_inputs FOLDER``.
 
 ``programs.txt`` holds lowered programs. There is one line for each schedule: collective algorithm ranks chunks steps.
-Two lines follow for each rank: the payload counts of all ranks and the flat instructions (their number first), and the
-steps of the instructions.
+Three lines follow for each rank: the payload counts of all ranks and the flat instructions (their number first), the
+steps of the instructions, and the inbox (the number of its places, then owner and payload_id of each).
 
 ``codecs.txt`` holds the codecs with CUDA kernels, from the registry: one line for each, the bytes of `Codec.native` in
 hexadecimal digits.
@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm.algorithms import build
-from dtcomm.codecs import Codec
+from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.spec import CODECS, Entry
-from dtcomm.schedule import lower
-from dtcomm.schedule.lower import steps
+from dtcomm.runtime.cuda_peer.launch import lower_for_all_ranks
 
 SCHEDULES = {
     "all_reduce": ("one_shot", "two_shot", "ring", "tree", "double_tree", "halving"),
@@ -41,6 +40,10 @@ OPTION_VALUES: dict[str, Sequence[Any]] = {
     "ratio": tuple(kept / 4096 for kept in (1, 41, 341, 342, 1500, 4096)),
     "round": ("nearest", "stochastic"),
 }
+# Of kernels that serve only these combinations of options (csrc/cuda/instantiations.txt), with both types of scales.
+SPECIALIZED = tuple(
+    f"int4:block={block},scale={scale},spikes=1" for block in (32, 128) for scale in ("bf16", "fp32")
+)
 
 
 def program_lines() -> list[str]:
@@ -51,11 +54,14 @@ def program_lines() -> list[str]:
             for ranks in RANKS:
                 schedule = build(algorithm, collective, ranks)
                 out.append(f"{collective} {algorithm} {ranks} {schedule.chunks} {schedule.steps}")
-                for rank in range(ranks):
-                    program = lower(schedule, rank)
-                    flat, step_of = program.flat(), steps(schedule, rank)
+                lowered = lower_for_all_ranks(schedule, pushes=True)
+                for program, step_of, inbox in zip(
+                    lowered.programs, lowered.step_of, lowered.inboxes, strict=True
+                ):
+                    flat = program.flat()
                     out.append(" ".join(map(str, [*program.payload_counts, len(flat), *flat])))
                     out.append(" ".join(map(str, [len(step_of), *step_of])))
+                    out.append(" ".join(map(str, [len(inbox), *itertools.chain(*inbox)])))
     return out
 
 
@@ -63,9 +69,9 @@ def codecs() -> list[Codec]:
     """Codecs that use every CUDA kernel.
 
     They are, for each name in the registry, the codec without options and with each value of each option; and for each
-    class of codecs, so many more that every three values of different options occur together.
+    class of codecs, so many more that every three values of different options occur together; and `SPECIALIZED`.
     """
-    unique: dict[bytes, Codec] = {}
+    unique: dict[bytes, Codec] = {spec.native(): spec for spec in map(codec, SPECIALIZED)}
     entries = [entry for entry in CODECS.values() if getattr(entry.make, "has_cuda_kernel", True)]
     for entry in entries:
         defaults = {name: field.default for name, field in entry.options().items()}
@@ -99,9 +105,9 @@ def _make(entry: Entry, options: dict[str, Any]) -> Codec | None:
 
 
 def _add(unique: dict[bytes, Codec], entry: Entry, options: dict[str, Any]) -> None:
-    codec = _make(entry, options)
-    if codec is not None:
-        unique.setdefault(codec.native(), codec)
+    made = _make(entry, options)
+    if made is not None:
+        unique.setdefault(made.native(), made)
 
 
 def _triples_cover(entries: list[Entry]) -> list[tuple[Entry, dict[str, Any]]]:
@@ -132,7 +138,7 @@ def _triples_cover(entries: list[Entry]) -> list[tuple[Entry, dict[str, Any]]]:
 def main(folder: Path) -> None:
     """Write both files into `folder`."""
     (folder / "programs.txt").write_text("\n".join(program_lines()) + "\n")
-    (folder / "codecs.txt").write_text("\n".join(codec.native().hex() for codec in codecs()) + "\n")
+    (folder / "codecs.txt").write_text("\n".join(each.native().hex() for each in codecs()) + "\n")
 
 
 if __name__ == "__main__":

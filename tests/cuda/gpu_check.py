@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 # pytest-xdist is found.
 KERNELS = ("test_device.py", "test_triton.py", "test_fused.py", "test_programs.py")
 WORKERS = 12
+INFERENCE = HERE / "test_inference.py"
 SANITIZERS = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
 # Torch makes API calls that some drivers do not support, so only errors in kernels count; tests check API errors.
 SANITIZER_OPTIONS = ("--report-api-errors", "no", "--error-exitcode", "99")
@@ -79,9 +80,9 @@ def benchmarks(out: Path) -> list[Step]:
 
 def visit(options: Sequence[str], out: Path) -> list[Step]:
     """Tests and benchmarks: what shows that the kernels are right, what they take, then the sanitizers."""
-    device, communication, kernels, *sanitizers = steps(options)
+    device, communication, inference, kernels, *sanitizers = steps(options)
     fused, codecs, *others = benchmarks(out)
-    return [device, communication, fused, kernels, codecs, *sanitizers, *others]
+    return [device, communication, inference, fused, kernels, codecs, *sanitizers, *others]
 
 
 def remaining(chosen: Sequence[Step], outcomes: Mapping[str, str]) -> list[Step]:
@@ -102,9 +103,10 @@ def steps(options: Sequence[str]) -> list[Step]:
         Step("device", [sys.executable, "-m", "tests.cuda.gpu_check", "--about"], 90),
         Step(
             "communication",
-            [*pytest, "--durations", "8", *(f"--ignore={name}" for name in kernels), str(HERE)],
+            [*pytest, "--durations", "8", *(f"--ignore={name}" for name in (*kernels, INFERENCE)), str(HERE)],
             200,
         ),
+        Step("inference", [*pytest, "--durations", "4", str(INFERENCE)], 120),
         Step("kernels", [*pytest, "--durations", "4", *workers, *kernels], 180),
         *(
             Step(

@@ -1,11 +1,14 @@
 """The all-reduce of inference engines, experts and pipeline links between two processes on one device: the CPU's bits,
 graphs, no wait of the host, and the allocator's expandable segments.
+
+tests/ranks/tp/test_emulated_peers.py runs some of the bodies on the CPU, with the fused kernels in the emulator.
 """
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 import dtcomm
@@ -27,14 +30,14 @@ def without_waiting() -> None:
     torch.cuda.set_sync_debug_mode("error")
 
 
-def sums(rank: int, world_size: int) -> dict[str, object]:
+def sums(rank: int, world_size: int, codec: str) -> dict[str, object]:
     """Compare sums with those of the CPU, launched and replayed from a graph that several calls of one size share."""
     os.environ["DTCOMM_RUNTIME"] = "auto"
-    on_cpu = tp.AllReduce(codec="int8", compress_from=64 * 1024)
+    on_cpu = tp.AllReduce(codec=codec, compress_from=64 * 1024)
     sizes = (1, 16, 256)
     expected = [on_cpu(activations(rank, tokens)) for tokens in sizes]
     os.environ["DTCOMM_RUNTIME"] = "peer"
-    slot = tp.CustomAllReduce(None, "cuda", codec="int8", compress_from=64 * 1024)
+    slot = tp.CustomAllReduce(None, "cuda", codec=codec, compress_from=64 * 1024)
     report: dict[str, object] = {"reason": slot.reason, "different": []}
     for tokens, result in zip(sizes, expected, strict=True):
         x = activations(rank, tokens).cuda()
@@ -56,13 +59,15 @@ def sums(rank: int, world_size: int) -> dict[str, object]:
     return report
 
 
-def test_sums_match_cpu_bits_in_graphs() -> None:
-    for report in run_ranks(sums, 2, env=PEER_RUNTIME, timeout=120):
+@pytest.mark.parametrize("codec", ["int8", "fp8_e4m3", "int4:block=128,spikes=1"])
+def test_sums_match_cpu_bits_in_graphs(codec: str) -> None:
+    for report in run_ranks(sums, 2, codec, env=PEER_RUNTIME, timeout=120):
         assert report == {"reason": "", "different": []}
 
 
 def test_sums_with_expandable_segments() -> None:
-    for report in run_ranks(sums, 2, env={**PEER_RUNTIME, **EXPANDABLE}, fresh=True, timeout=120):
+    environment = {**PEER_RUNTIME, **EXPANDABLE}
+    for report in run_ranks(sums, 2, "int8", env=environment, fresh=True, timeout=120):
         assert report == {"reason": "", "different": []}
 
 
@@ -106,7 +111,8 @@ def experts(rank: int, device: str) -> list[torch.Tensor]:
             without_waiting()
         padded, padded_route = moe.dispatch_padded(x, choices, 8, 12, codec=codec)
         combined = moe.combine_padded(padded * 2, padded_route, weights)
-        torch.cuda.set_sync_debug_mode("default")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
         results += [padded, combined, padded_route.counts]
     return [result.cpu() for result in results]
 

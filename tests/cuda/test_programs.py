@@ -34,11 +34,12 @@ def to_gpu(buffers: Buffers) -> Buffers:
     return on_device(buffers)
 
 
+@pytest.mark.parametrize("pushes", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("spec", SPECS)
-def test_programs_of_every_algorithm_match_engine(spec: str, ranks: int) -> None:
+def test_programs_of_every_algorithm_match_engine(spec: str, ranks: int, pushes: bool) -> None:
     """The larger tensor takes several pieces."""
-    virtual = VirtualRanks(ranks, "cuda", box_bytes=2 * 2**20)
+    virtual = VirtualRanks(ranks, "cuda", box_bytes=2 * 2**20, pushes=pushes)
     for turn, (collective, algorithm) in enumerate(NAMES):
         for numel in (1, 5000, 300_000):
             turn += 1
@@ -61,8 +62,10 @@ def test_programs_of_every_algorithm_match_engine(spec: str, ranks: int) -> None
 
 def test_sanitizer_sized_programs() -> None:
     """Small enough for compute-sanitizer."""
-    for collective, algorithm in (("all_reduce", "ring"), ("all_reduce", "tree"), ("all_to_all", "tree")):
-        virtual = VirtualRanks(3, "cuda", blocks=2, box_bytes=2**20)
+    for turn, (collective, algorithm) in enumerate(
+        (("all_reduce", "ring"), ("all_reduce", "tree"), ("all_to_all", "tree"), ("all_reduce", "ring"))
+    ):
+        virtual = VirtualRanks(3, "cuda", blocks=2, box_bytes=2**20, pushes=turn > 1)
         case = make_case(random.Random(3), 3, collective, algorithm, ["int8"], [4000], feedback=True)
         fused = [to_gpu(operation.buffers[0]) for operation in case.operations]
         plan = virtual.fused.prepare(case.shape, case.operations[0].schedule)
@@ -99,9 +102,17 @@ def compare_custom_schedules_with_cpu(rank: int, world_size: int) -> dict[str, o
     whole = torch.full((7,), rank, device="cuda")  # an integer type: copied, not summed
     C.broadcast(whole, 1)
     info = next(iter(C.info()["devices"].values()))
-    return {"wrong": wrong, "broadcast": whole.tolist(), "elsewhere": info["elsewhere"]}
+    return {
+        "wrong": wrong,
+        "broadcast": whole.tolist(),
+        "elsewhere": info["elsewhere"],
+        "pushes": info["pushes"],
+    }
 
 
-def test_custom_schedules_between_processes_match_cpu_bits() -> None:
-    for report in run_ranks(compare_custom_schedules_with_cpu, 2, env=PEER_RUNTIME, timeout=120):
+@pytest.mark.parametrize("push", ["on", "off"])
+def test_custom_schedules_between_processes_match_cpu_bits(push: str) -> None:
+    environment = {**PEER_RUNTIME, "DTCOMM_PUSH": push}
+    for report in run_ranks(compare_custom_schedules_with_cpu, 2, env=environment, timeout=120):
+        assert report["pushes"] is (push == "on")
         assert report["wrong"] == [] and report["broadcast"] == [1] * 7 and report["elsewhere"] == {}

@@ -14,7 +14,7 @@ from bench import ptxas
 SOURCE = """
 #include "cuda/fused/launch.cuh"
 namespace dtcomm::cuda {
-using Family = Integer<8, 4, true>;
+using Family = Integer<8, 4, IntegerOptions::plain>;
 template <Collective what, Algorithm which>
 using Any = FusedKernel<what, which, kAnyCount, true>;
 template __global__ void fused_kernel<Any<Collective::all_reduce, Algorithm::two_shot>, Family>(

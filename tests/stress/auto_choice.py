@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     output.table(f"choices of auto in {options.runs} simulated runs of each kind", columns, lines)
     verdict = "MISS" if any(row["verdict"] == "MISS" for row in rows) else "PASS"
     result = {"machine": machine.describe(), "steps": options.steps, "rows": rows, "verdict": verdict}
-    print(output.write("auto_choice", result, options.json), verdict)
+    print(output.write("auto_choice", result, options.json, timed=False), verdict)
     return result
 
 

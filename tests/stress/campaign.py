@@ -394,7 +394,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "verdict": "MISS" if failed or left else "PASS",
     }
-    path = output.write("campaign", result, options.json)
+    path = output.write("campaign", result, options.json, timed=False)
     print(
         f"{len(results)} cases, {failed} failed, {result['minutes']} minutes, left behind: {left or 'nothing'}"
     )

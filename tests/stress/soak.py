@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     }
     columns = ("incarnation", "rank", "victim", "backend", "operations", "growth", "ended", "error")
     runs = [{name: run[name] for name in columns} for run in runs]
-    print(output.write("soak", {**result, "runs": runs}, options.json), result["verdict"])
+    print(output.write("soak", {**result, "runs": runs}, options.json, timed=False), result["verdict"])
     return result
 
 

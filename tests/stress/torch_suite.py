@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "verdict": "MISS" if faults else "PASS",
     }
-    print(output.write("torch_suite", result, options.json), result["verdict"])
+    print(output.write("torch_suite", result, options.json, timed=False), result["verdict"])
     return result
 
 

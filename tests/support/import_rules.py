@@ -50,7 +50,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "collectives": _may(
         "planner runtime algorithms schedule codecs kernels device work", "torch typing_extensions"
     ),
-    "profiling": _may("collectives runtime device work", "torch rich"),
+    "profiling": _may("planner collectives runtime device work", "torch rich"),
     "compress": _may("profiling collectives planner kernels codecs device work torch_threads", "torch"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
@@ -62,8 +62,11 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
     ),
     "context_parallel": _INTEGRATION,
+    "batch_norm": _INTEGRATION,
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
+    # Several integrations on one device mesh.
+    "mesh": _may("tp collectives", "torch"),
     "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
     "elastic": (ANY, frozenset({"torch"})),
     "backend": _may("compress collectives runtime codecs kernels device work torch_threads", "torch"),

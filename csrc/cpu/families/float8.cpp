@@ -12,8 +12,8 @@ struct Float8Format {
 
   static std::size_t block(const CodecParams& params) { return params.codec.block; }
 
-  static void encode_blocks(const CodecParams& params, const float* x, std::size_t blocks, const EncodeArgs& args,
-                            std::uint8_t* fields, std::uint8_t* codes) {
+  static bool encode_blocks(const CodecParams& params, const float* x, std::size_t blocks, const EncodeArgs& args,
+                            std::uint8_t* fields, std::uint8_t* codes, const ErrorTarget* error) {
     const std::size_t block = params.codec.block;
     float scales[kMaxBlocks], inverse[kMaxBlocks];
     const auto scale_four = [&](std::size_t b, const std::uint32_t top[4]) {
@@ -38,9 +38,9 @@ struct Float8Format {
     store_fields(params.codec.scale, scales, blocks, fields);
     if (params.codec.stochastic) {
       minifloats_stochastic<E>(x, blocks, block, inverse, args.key, args.index, codes);
-    } else {
-      minifloats_nearest<E, false>(x, blocks, block, inverse, args, codes);
+      return false;
     }
+    return minifloats_nearest<E, false>(x, blocks, block, inverse, scales, args, codes, error);
   }
 
   static void load_scales(const CodecParams& params, const std::uint8_t* fields, std::size_t blocks, float* scales) {

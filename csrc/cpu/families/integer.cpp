@@ -9,17 +9,38 @@ namespace dtcomm::DTCOMM_ISA {
 namespace {
 
 void encode(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args, std::uint8_t* to) {
-  alignas(kLine) float without_outliers[kLargestBlock];
+  alignas(kLine) float rest[kLargestBlock];
   if (params.codec.spikes) {
-    __builtin_memcpy(without_outliers, x, n * sizeof(float));
-    encode_outliers(params, without_outliers, n, args, to);
-    x = without_outliers;
+    GranuleOutliers outliers;
+    extract_granule_outliers(params, x, n, rest, outliers);
+    store_outliers(params, outliers, n, args, to);
+    x = rest;
   }
   encode_integer<false>(params.codec, params.rules, params.layout, x, n, args, to, {});
 }
 
+// The errors of outliers replace those of the elements that fill their places.
+void encode_outliers_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                                std::uint8_t* to, const ErrorTarget& error) {
+  alignas(kLine) float rest[kLargestBlock];
+  GranuleOutliers outliers;
+  extract_granule_outliers(params, x, n, rest, outliers);
+  const std::size_t count = 2 * params.layout.blocks(n), block = params.layout.block;
+  const auto index_of = [&](std::size_t i) { return i / 2 * block + outliers.positions[i]; };
+  float before[kMaxOutliers], old[kMaxOutliers];  // `error.residual` may be x or `error.old`
+  __builtin_memcpy(before, outliers.values, count * sizeof(float));
+  for (std::size_t i = 0; i < count; ++i) old[i] = unaligned<float>(error.old)[index_of(i)].value;
+  store_outliers(params, outliers, n, args, to);
+  encode_integer<true>(params.codec, params.rules, params.layout, rest, n, args, to, error);
+  for (std::size_t i = 0; i < count; ++i) {
+    const float lost = (before[i] - outliers.values[i]) * error.divisor;
+    unaligned<float>(error.residual)[index_of(i)].value = finite_or(lost, old[i]);
+  }
+}
+
 void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
                        std::uint8_t* to, const ErrorTarget& error) {
+  if (params.codec.spikes) return encode_outliers_with_error(params, x, n, args, to, error);
   encode_integer<true>(params.codec, params.rules, params.layout, x, n, args, to, error);
 }
 
@@ -42,10 +63,10 @@ void decode(const CodecParams& params, const std::uint8_t* from, std::size_t n, 
 
 void add(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum, float* to) {
   if (params.codec.spikes) {
-    const OutlierSums sums(params, from, n, sum);
-    add_integer(params.codec, params.layout, from, n, sum, to);
-    sums.add(params, from, n, to);
-    return;
+    alignas(kLine) float floats[kLargestBlock];
+    decode_integer<false>(params.codec, params.layout, from, n, floats);
+    restore_outliers(params, from, n, floats);
+    return join(ReduceOp::sum, to, sum, floats, n);
   }
   add_integer(params.codec, params.layout, from, n, sum, to);
 }

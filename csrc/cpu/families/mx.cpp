@@ -15,15 +15,16 @@ struct MxFormat {
 
   static constexpr std::size_t block(const CodecParams&) { return kBlock; }
 
-  static void encode_blocks(const CodecParams&, const float* x, std::size_t blocks, const EncodeArgs& args,
-                            std::uint8_t* fields, std::uint8_t* codes) {
+  static bool encode_blocks(const CodecParams&, const float* x, std::size_t blocks, const EncodeArgs& args,
+                            std::uint8_t* fields, std::uint8_t* codes, const ErrorTarget* error) {
     Blocks at;
     measure<kBlock>(x, blocks, kBlock, at);
     std::uint32_t scales[DTCOMM_ISA::kMaxBlocks];
     for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_scale<E>(at.top[b]);
     for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = mx_inverse(scales[b]);
     for (std::size_t b = 0; b < blocks; ++b) fields[b] = static_cast<std::uint8_t>(scales[b]);
-    minifloats_nearest<E, true>(x, blocks, kBlock, at.inverse, args, codes);
+    for (std::size_t b = 0; b < blocks; ++b) at.scale[b] = mx_value(scales[b]);
+    return minifloats_nearest<E, true>(x, blocks, kBlock, at.inverse, at.scale, args, codes, error);
   }
 
   static void load_scales(const CodecParams&, const std::uint8_t* fields, std::size_t blocks, float* scales) {

@@ -54,6 +54,9 @@ struct ErrorTarget {
   float* residual;
 };
 
+// What an encoding does with its error: nothing, or it stores it, knowing that it is finite or not.
+enum class Feedback { none, finite, checked };
+
 // All memory may be unaligned, except that a streamed `to` is aligned to a line. 1 <= n <= layout.granule.
 struct FamilyKernels {
   // Writes layout.bytes(n) bytes, padding included.
@@ -65,7 +68,7 @@ struct FamilyKernels {
 
   // Optional shortcuts. nullptr: combine.h decodes the granule and works on the floats.
 
-  // The same as `encode`, and the error of the encoding. Not called for codecs that rotate or store outliers apart.
+  // The same as `encode`, and the error of the encoding. Not called for codecs that rotate.
   void (*encode_with_error)(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
                             std::uint8_t* to, const ErrorTarget& error) = nullptr;
   // Encodes local + residual and leaves the error in the residual. Returns false, with nothing done, if it cannot.

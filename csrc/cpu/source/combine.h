@@ -127,8 +127,8 @@ inline void combine_granules(const Codec& codec, const Combine& call) {
   const bool in_place = params.family && params.family->encode_with_feedback && call.payload_out && call.count == 0 &&
                         call.local && call.residual_in && call.residual_in == call.residual_out && call.divisor == 1 &&
                         !call.out;
-  const bool plain = params.family && !codec.rotate && !codec.spikes;
-  const bool add_pair = plain && params.family->add_pair && adds_two_payloads(call);
+  const bool plain = params.family && !codec.rotate;
+  const bool add_pair = plain && !codec.spikes && params.family->add_pair && adds_two_payloads(call);
   Scratch scratch;
   std::size_t payload_at = 0;
   for (std::size_t at = 0; at < call.numel; at += params.layout.granule) {

@@ -303,10 +303,20 @@ inline bool all_finite(const Granule<Symmetric>& granule, std::size_t n) {
   return worst < kInfinity32;
 }
 
-// to = the sum of two granules' floats; a streamed `to` is aligned to a line. Canonical: sums may be NaN.
+// Prefetches the part of the next granule that corresponds to 64 elements from element `i` on: processors follow a
+// granule's planes less well than a single run of bytes. A prefetch beyond the payload does nothing.
+template <unsigned Bits>
+inline __attribute__((always_inline)) void prefetch_planes(const std::uint8_t* next, std::size_t i) {
+  constexpr std::size_t kBitsAndScales = Bits + 1;
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(next) + i * kBitsAndScales / 8), 0,
+                     3);
+}
+
+// to = the sum of two granules' floats; a streamed `to` is aligned to a line. Canonical: sums may be NaN. The payloads'
+// next granules begin at `next`.
 template <bool Symmetric, bool Stream, bool Canonical>
 inline void add_granules(unsigned bits, const Granule<Symmetric>& a, const Granule<Symmetric>& b, std::size_t n,
-                         float* to) {
+                         float* to, const std::uint8_t* const (&next)[2]) {
   const auto put = [=](std::size_t i, Floats sum) __attribute__((always_inline)) {
     store<Stream>(to + i, Canonical ? with_canonical_nan(sum) : sum);
   };
@@ -315,6 +325,8 @@ inline void add_granules(unsigned bits, const Granule<Symmetric>& a, const Granu
     if constexpr (through_bytes(kBits)) {
       const std::size_t whole = n / kStep * kStep;
       for (std::size_t i = 0; i < whole; i += kStep) {
+        prefetch_planes<kBits>(next[0], i);
+        prefetch_planes<kBits>(next[1], i);
         Floats first[kStep / kLanes];
         const Step left = load_words<kBits>(a.planes, a.count, i), right = load_words<kBits>(b.planes, b.count, i);
         each_number<kBits, Symmetric>(left, [&](std::size_t p, Floats q) __attribute__((always_inline)) {
@@ -332,6 +344,10 @@ inline void add_granules(unsigned bits, const Granule<Symmetric>& a, const Granu
       for (std::size_t i = 0, at = 0; i < whole; ++at) {
         const BlockLanes<kBits, Symmetric> x(a.fields.scale[at], Symmetric ? 0.0f : a.fields.zero[at]);
         const BlockLanes<kBits, Symmetric> y(b.fields.scale[at], Symmetric ? 0.0f : b.fields.zero[at]);
+        if constexpr (kBits == 3) {
+          prefetch_planes<kBits>(next[0], i);
+          prefetch_planes<kBits>(next[1], i);
+        }
         for (const std::size_t end = smaller(i + block, whole); i < end; i += kLanes) {
           put(i, reinterpret_cast<Floats>(_mm512_add_ps(x.at(left), y.at(right))));
           left.move(kBits, kLanes);
@@ -349,8 +365,11 @@ template <bool Symmetric, bool Stream>
 inline void add_pair_integer(const Codec& codec, const Layout& layout, const std::uint8_t* first,
                              const std::uint8_t* second, std::size_t n, float* to) {
   const Granule<Symmetric> a(codec, layout, first, n), b(codec, layout, second, n);
-  if (all_finite(a, n) && all_finite(b, n)) return add_granules<Symmetric, Stream, false>(codec.bits, a, b, n, to);
-  add_granules<Symmetric, Stream, true>(codec.bits, a, b, n, to);
+  const std::size_t bytes = layout.bytes(n);
+  const std::uint8_t* const next[2] = {first + bytes, second + bytes};
+  if (all_finite(a, n) && all_finite(b, n))
+    return add_granules<Symmetric, Stream, false>(codec.bits, a, b, n, to, next);
+  add_granules<Symmetric, Stream, true>(codec.bits, a, b, n, to, next);
 }
 #endif
 

@@ -8,6 +8,7 @@
 #include "cpu/source/cast.h"
 #include "cpu/source/codec_family.h"
 #include "cpu/source/integer_decode.h"
+#include "cpu/source/step_randoms.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -50,9 +51,6 @@ struct Rounding {
   const EncodeArgs& next;  // what is encoded after this granule
 };
 
-// What becomes of the error of an encoding: nothing, or it is stored, as numbers that are known to be finite or not.
-enum class Feedback { none, finite, checked };
-
 template <bool Symmetric, bool Stochastic>
 inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& args, float value, float zero, float inverse,
                                                            float random) {
@@ -60,72 +58,6 @@ inline __attribute__((always_inline)) std::int32_t code_of(const Rounding& args,
   if constexpr (Stochastic) return stochastic_code(t, Symmetric ? -levels : 0.0f, levels, random);
   return nearest_code(t, Symmetric ? -levels : 0.0f, levels);
 }
-
-#if defined(DTCOMM_VECTORS)
-typedef std::uint32_t Randoms __attribute__((vector_size(kVector)));
-
-// The random numbers (codec/counter_rng.h) of a step's elements. If the index of the first one is a multiple of kStep,
-// its elements differ in the lowest bits of their indices alone. Until the upper half of an index changes, the hash of
-// those bits before the first product is the same in every step: their products are made once, and each step adds the
-// product of the other bits.
-class StepRandoms {
- public:
-  explicit StepRandoms(Stream stream) : stream_(stream) {}
-
-  __attribute__((always_inline)) void start(std::uint32_t index) {
-    constexpr std::uint32_t kOwn = kStep - 1;
-    if (index & kOwn) {
-      for (std::uint32_t p = 0; p < kParts; ++p) {
-        Randoms h = lanes_from(index + p * std::uint32_t{kLanes}) ^ stream_.before;
-        h ^= h >> 16;
-        products_[p] = h * kFactor;
-      }
-      run_ = 0;
-      common_ = stream_.between;
-      return;
-    }
-    const std::uint32_t mixed = index ^ stream_.before, upper = mixed >> 16, all = mixed ^ upper;
-    if (run_ != upper + 1) {
-      for (std::uint32_t p = 0; p < kParts; ++p) {
-        products_[p] = (lanes_from(p * std::uint32_t{kLanes}) ^ (all & kOwn)) * kFactor;
-      }
-      run_ = upper + 1;
-    }
-    common_ = (all & ~kOwn) * kFactor + stream_.between;
-  }
-
-  // uniform() of the elements of one vector of the step.
-  __attribute__((always_inline)) Floats part(std::size_t p) const {
-    Randoms h = products_[p] + common_;
-    h ^= h >> 15;
-    h *= 0x846ca68bU;
-#if defined(__AVX512F__)
-    // The upper 24 bits as a number: there is an instruction for unsigned ones.
-    const auto word = reinterpret_cast<__m512i>(h), lower = reinterpret_cast<__m512i>(h >> 16);
-    const __m512i upper = _mm512_ternarylogic_epi32(word, lower, _mm512_set1_epi32(~0xff), 0x28);  // (1 ^ 2) & 3
-    return reinterpret_cast<Floats>(_mm512_maskz_cvtepu32_ps(0xffff, upper)) * 0x1p-32f;
-#else
-    typedef std::int32_t Signed __attribute__((vector_size(kVector)));
-    h = (h ^ h >> 16) >> 8;
-    return __builtin_convertvector(reinterpret_cast<Signed>(h), Floats) * 0x1p-24f;
-#endif
-  }
-
- private:
-  static constexpr std::uint32_t kFactor = 0x7feb352d, kParts = kStep / kLanes;
-
-  static __attribute__((always_inline)) Randoms lanes_from(std::uint32_t first) {
-    Randoms lanes;
-    for (std::uint32_t lane = 0; lane < kLanes; ++lane) lanes[lane] = first + lane;
-    return lanes;
-  }
-
-  Stream stream_;
-  std::uint32_t run_ = 0;  // 1 more than the upper half that the products belong to; 0: there are none
-  std::uint32_t common_ = 0;
-  Randoms products_[kParts] = {};
-};
-#endif
 
 #if defined(__AVX512F__)
 typedef __m512i Whole;  // integers of 32 bits
@@ -142,9 +74,10 @@ inline __attribute__((always_inline)) Whole codes_of(const Rounding& args, Float
     t = _mm512_maskz_min_ps(0xffff, t, _mm512_set1_ps(args.rules.levels));
   }
   if constexpr (!Stochastic) return _mm512_maskz_cvtps_epi32(0xffff, t);
-  const __m512 floor = _mm512_maskz_roundscale_ps(0xffff, t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  const __mmask16 up = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(random), _mm512_sub_ps(t, floor), _CMP_LT_OQ);
-  const __m512i code = _mm512_maskz_cvtps_epi32(0xffff, floor);
+  constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+  const __m512 above = _mm512_maskz_reduce_ps(0xffff, t, kFloor);  // t minus its floor
+  const __mmask16 up = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(random), above, _CMP_LT_OQ);
+  const __m512i code = _mm512_maskz_cvt_roundps_epi32(0xffff, t, kFloor);
   return _mm512_mask_add_epi32(code, up, code, _mm512_set1_epi32(1));
 }
 
@@ -214,13 +147,14 @@ inline __attribute__((always_inline)) Step clamped_codes(Step codes, float level
 #endif
 }
 
-// A step's codes, from elements i on, as bytes; the error of the encoding goes to `error`.
-template <bool Symmetric, bool Stochastic, Feedback Kind>
+// A step's codes, from elements i on, as bytes; the error of the encoding goes to `error`. Block is the block length,
+// or 0 if it is known at run time only, as 1 << shift.
+template <bool Symmetric, bool Stochastic, Feedback Kind, std::size_t Block>
 inline __attribute__((always_inline)) Step step_codes(const Rounding& args, const float* x, std::size_t i,
                                                       unsigned shift, const Blocks& at, const StepRandoms& randoms,
                                                       const ErrorTarget& error) {
   const auto part = [&](std::size_t p) __attribute__((always_inline)) {
-    const std::size_t j = i + p * kLanes, b = j >> shift;
+    const std::size_t j = i + p * kLanes, b = Block ? i / Block + p * kLanes / Block : j >> shift;
     const Floats value = load(x + j), random = Stochastic ? randoms.part(p) : Floats{};
     const Whole codes =
         codes_of<Symmetric, Stochastic, Kind != Feedback::none>(args, value, at.zero[b], at.inverse[b], random);
@@ -261,11 +195,19 @@ inline void encode_codes(const Codec& codec, const Rounding& args, const float* 
 #if defined(DTCOMM_VECTORS)
   if (!Stochastic || args.one_stream) {
     StepRandoms randoms(args.stream);
-    for (; i + kStep <= n; i += kStep) {
-      if (i % 64 == 0) prefetch_next(args.next, i);
-      if constexpr (Stochastic) randoms.start(static_cast<std::uint32_t>(args.index + i));
-      const Step codes = step_codes<Symmetric, Stochastic, Kind>(args, x, i, shift, at, randoms, error);
-      store_planes(codes, bits, count, i, planes);
+    const auto whole_steps = [&](auto block) __attribute__((always_inline)) {
+      for (; i + kStep <= n; i += kStep) {
+        if (i % 64 == 0) prefetch_next(args.next, i);
+        if constexpr (Stochastic) randoms.start(static_cast<std::uint32_t>(args.index + i));
+        constexpr std::size_t kBlock = decltype(block)::value;
+        const Step codes = step_codes<Symmetric, Stochastic, Kind, kBlock>(args, x, i, shift, at, randoms, error);
+        store_planes(codes, bits, count, i, planes);
+      }
+    };
+    if (Symmetric && !Stochastic && codec.block == 32) {  // the default, whose scales then are loaded once a block
+      whole_steps(std::integral_constant<std::size_t, 32>{});
+    } else {
+      whole_steps(std::integral_constant<std::size_t, 0>{});
     }
   }
 #endif

@@ -3,24 +3,11 @@
 #pragma once
 
 #include "codec/lossless.h"
+#include "cpu/source/bit_planes.h"
+#include "cpu/source/exponent_code.h"
 #include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
-
-#if defined(__AVX512F__)
-constexpr std::size_t kExponentRun = 64;  // elements of a step
-#elif defined(__AVX2__)
-constexpr std::size_t kExponentRun = 32;
-#else
-constexpr std::size_t kExponentRun = 8;
-#endif
-
-// What is the same for all elements of a granule.
-struct ExponentCode {
-  unsigned width;  // bits of a code; kPlainExponents: there are no codes
-  std::uint8_t base;
-  std::size_t escapes;  // elements whose exponents are stored apart
-};
 
 // Bit j of eight bytes, as a byte, and back.
 inline std::uint8_t bit_of_eight(std::uint64_t bytes, unsigned j) {
@@ -109,41 +96,6 @@ inline void split(const void* from, std::size_t n, std::uint8_t* lower, std::uin
   }
 }
 
-// The code with the fewest bytes for these exponents; of equal ones that with the fewest bits, then the largest base.
-inline ExponentCode best_code(const std::uint8_t* exponents, std::size_t n) {
-  // Four tables, because neighbours are often equal and an increment waits for the one before it.
-  std::uint16_t counts[4][256] = {};
-  std::size_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    for (std::size_t j = 0; j < 4; ++j) ++counts[j][exponents[i + j]];
-  }
-  for (; i < n; ++i) ++counts[0][exponents[i]];
-  std::uint16_t below[257];  // elements with smaller exponents
-  below[0] = 0;
-  int top = 0, bottom = 255;
-  for (int e = 0; e < 256; ++e) {
-    const int count = counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];
-    below[e + 1] = static_cast<std::uint16_t>(below[e] + count);
-    if (count == 0) continue;
-    top = e;
-    bottom = e < bottom ? e : bottom;
-  }
-  ExponentCode best{kPlainExponents, 0, 0};
-  std::size_t least = n;
-  for (unsigned width = 1; width <= kWidestExponentCode; ++width) {
-    const int window = (1 << width) - 1;  // exponents that have codes: base and those below it
-    const std::size_t planes = width * ((n + 7) / 8);
-    const int last = bottom < window - 1 ? window - 1 : bottom;
-    for (int base = top < last ? last : top; base >= last; --base) {
-      const std::size_t escapes = n - (below[base + 1] - below[base + 1 - window]);
-      if (planes + escapes >= least) continue;
-      least = planes + escapes;
-      best = {width, static_cast<std::uint8_t>(base), escapes};
-    }
-  }
-  return best;
-}
-
 // Stores the codes of n exponents as bit planes, and the exponents that have none. There is memory for kExponentRun
 // exponents behind the last one, which is overwritten.
 inline void store_exponents(std::uint8_t* exponents, std::size_t n, const ExponentCode& code, std::uint8_t* to) {
@@ -161,9 +113,15 @@ inline void store_exponents(std::uint8_t* exponents, std::size_t n, const Expone
       const std::uint64_t bits = _mm512_test_epi8_mask(codes, _mm512_set1_epi8(static_cast<char>(1 << j)));
       __builtin_memcpy(to + j * plane + i / 8, &bits, sizeof bits);
     }
-    for (std::uint64_t mask = _mm512_cmpeq_epi8_mask(codes, most); mask; mask &= mask - 1) {
-      *escaped++ = exponents[i + static_cast<std::size_t>(__builtin_ctzll(mask))];
-    }
+    std::uint64_t mask = _mm512_cmpeq_epi8_mask(codes, most);
+#if defined(__AVX512VBMI2__)
+    const int count = __builtin_popcountll(mask);
+    const __m512i apart = _mm512_maskz_compress_epi8(mask, _mm512_loadu_si512(exponents + i));
+    _mm512_mask_storeu_epi8(escaped, _bzhi_u64(~0ULL, static_cast<unsigned>(count)), apart);
+    escaped += count;
+#else
+    for (; mask; mask &= mask - 1) *escaped++ = exponents[i + static_cast<std::size_t>(__builtin_ctzll(mask))];
+#endif
   }
 #elif defined(__AVX2__)
   const __m256i base = _mm256_set1_epi8(static_cast<char>(code.base));
@@ -201,12 +159,18 @@ inline std::size_t encode_elements(const void* x, std::size_t numel, std::uint8_
   constexpr std::size_t kSize = sizeof(Element);
   const std::size_t bound = lossless_bound(numel, kSize);
   const auto* from = static_cast<const std::uint8_t*>(x);
-  std::uint8_t exponents[kLosslessGranule + kExponentRun], signs[kLosslessGranule],
-      lower[kLosslessGranule * (kSize - 2) + 1];
+  std::uint8_t exponents[kLosslessGranule + kExponentRun];
   std::size_t bytes = kLosslessHead;
   LosslessMode mode = LosslessMode::coded;
   for (std::size_t at = 0; at < numel; at += kLosslessGranule) {
     const std::size_t n = smaller(kLosslessGranule, numel - at);
+    std::uint8_t* const lower = to + bytes + kLosslessGranuleHead;
+    std::uint8_t* const signs = lower + n * (kSize - 2);
+    // All granules have these; the rest must fit, too.
+    if (bytes + kLosslessGranuleHead + n * (kSize - 1) >= bound) {
+      mode = LosslessMode::verbatim;
+      break;
+    }
     split<Element>(from + at * kSize, n, lower, signs, exponents);
     const ExponentCode code = best_code(exponents, n);
     const std::size_t granule = lossless_granule_bytes(n, kSize, code.width, code.escapes);
@@ -214,16 +178,11 @@ inline std::size_t encode_elements(const void* x, std::size_t numel, std::uint8_
       mode = LosslessMode::verbatim;
       break;
     }
-    std::uint8_t* out = to + bytes;
     const std::uint8_t head[kLosslessGranuleHead] = {static_cast<std::uint8_t>(code.width), code.base,
                                                      static_cast<std::uint8_t>(code.escapes),
                                                      static_cast<std::uint8_t>(code.escapes >> 8)};
-    __builtin_memcpy(out, head, sizeof head);
-    out += sizeof head;
-    __builtin_memcpy(out, lower, n * (kSize - 2));
-    out += n * (kSize - 2);
-    __builtin_memcpy(out, signs, n);
-    out += n;
+    __builtin_memcpy(to + bytes, head, sizeof head);
+    std::uint8_t* const out = signs + n;
     if (code.width == kPlainExponents) {
       __builtin_memcpy(out, exponents, n);
     } else {
@@ -263,18 +222,37 @@ inline void join_eight(const std::uint8_t* lower, const std::uint8_t* signs, std
   }
 }
 
+#if defined(__AVX512VBMI__)
+// Byte i / 2 of the first vector for even i, of the second one for odd i.
+constexpr BytePattern bytes_of_both() {
+  BytePattern pattern{};
+  for (unsigned i = 0; i < kStep; ++i) pattern.of[i] = static_cast<std::uint8_t>(i / 2 + 64 * (i % 2));
+  return pattern;
+}
+alignas(kLine) constexpr BytePattern kByteOfBoth = bytes_of_both();
+#endif
+
 #if defined(__AVX512F__)
 template <class Element>
 inline __attribute__((always_inline)) void join_run(const std::uint8_t* lower, const std::uint8_t* sign_bytes,
                                                     __m512i exponents, std::uint8_t* to) {
+  __m512i signs = _mm512_loadu_si512(sign_bytes);
+#if !defined(__AVX512VBMI__)
   // Quarters in an order in which the unpacking, which works within quarters, gives neighbours.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m512i signs = _mm512_maskz_permutexvar_epi64(0xff, order, _mm512_loadu_si512(sign_bytes));
+  signs = _mm512_maskz_permutexvar_epi64(0xff, order, signs);
   exponents = _mm512_maskz_permutexvar_epi64(0xff, order, exponents);
+#endif
   const __m512i low = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x7f), signs, _mm512_slli_epi16(exponents, 7), 0xca);
   const __m512i high = _mm512_ternarylogic_epi32(_mm512_set1_epi8(static_cast<char>(0x80)), signs,
                                                  _mm512_srli_epi16(exponents, 1), 0xca);
+#if defined(__AVX512VBMI__)
+  const __m512i first = kByteOfBoth.vector(), second = _mm512_add_epi8(first, _mm512_set1_epi8(32));
+  const __m512i upper[2] = {_mm512_maskz_permutex2var_epi8(~0ULL, low, first, high),
+                            _mm512_maskz_permutex2var_epi8(~0ULL, low, second, high)};
+#else
   const __m512i upper[2] = {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+#endif
   for (std::size_t j = 0; j < 2; ++j) {
     if constexpr (sizeof(Element) == 2) {
       _mm512_storeu_si512(to + 64 * j, upper[j]);
@@ -330,12 +308,22 @@ inline __attribute__((always_inline)) __m256i bytes_of_bits(std::uint32_t bits, 
 #endif
 
 // Decodes n elements whose exponents have codes of Width bits. Returns whether exactly `escapes` codes stand for
-// exponents that are stored apart.
+// exponents that are stored apart. `behind`: the payload's bytes behind the granule.
 template <class Element, unsigned Width>
 inline bool decode_codes(const std::uint8_t* lower, const std::uint8_t* signs, const std::uint8_t* planes,
-                         std::uint8_t base, std::size_t escapes, std::size_t n, std::uint8_t* to) {
+                         std::uint8_t base, std::size_t escapes, std::size_t n, [[maybe_unused]] std::size_t behind,
+                         std::uint8_t* to) {
   const std::size_t plane = (n + 7) / 8;
   const std::uint8_t* escaped = planes + Width * plane;
+  if (escapes > n) return false;
+#if defined(__AVX512VBMI2__)
+  std::uint8_t room[kLosslessGranule + kExponentRun];
+  if (behind < kExponentRun) {  // steps read that many exponents at once
+    __builtin_memcpy(room, escaped, escapes);
+    __builtin_memset(room + escapes, 0, kExponentRun);
+    escaped = room;
+  }
+#endif
   const std::uint8_t* const end = escaped + escapes;
   // The elements at i whose bits are set in `mask` get the next exponents.
   const auto put_escapes = [&](std::uint64_t mask, std::uint8_t* at) {
@@ -350,17 +338,25 @@ inline bool decode_codes(const std::uint8_t* lower, const std::uint8_t* signs, c
 #if defined(__AVX512F__)
   for (; i + 64 <= n; i += 64) {
     std::uint64_t mask = ~0ULL;
-    __m512i codes = _mm512_setzero_si512();
+    __m512i exponents = _mm512_set1_epi8(static_cast<char>(base));
 #pragma GCC unroll 4
     for (unsigned j = 0; j < Width; ++j) {
       std::uint64_t bits;
       __builtin_memcpy(&bits, planes + j * plane + i / 8, sizeof bits);
       mask &= bits;
-      codes = _mm512_or_si512(codes, _mm512_maskz_set1_epi8(bits, static_cast<char>(1 << j)));
+      exponents = _mm512_mask_sub_epi8(exponents, bits, exponents, _mm512_set1_epi8(static_cast<char>(1 << j)));
     }
-    const __m512i exponents = _mm512_sub_epi8(_mm512_set1_epi8(static_cast<char>(base)), codes);
+#if defined(__AVX512VBMI2__)
+    // The next exponents go to the bytes of the mask without a branch, of which processors would predict few.
+    const auto count = static_cast<std::ptrdiff_t>(__builtin_popcountll(mask));
+    if (end - escaped < count) return false;
+    exponents = _mm512_mask_expand_epi8(exponents, mask, _mm512_loadu_si512(escaped));
+    escaped += count;
+    join_run<Element>(lower + 2 * i, signs + i, exponents, to + i * sizeof(Element));
+#else
     join_run<Element>(lower + 2 * i, signs + i, exponents, to + i * sizeof(Element));
     if (!put_escapes(mask, to + i * sizeof(Element))) return false;
+#endif
   }
 #elif defined(__AVX2__)
   for (; i + 32 <= n; i += 32) {
@@ -451,19 +447,20 @@ inline const char* decode_elements(const std::uint8_t* from, std::size_t bytes, 
     const std::uint8_t* const signs = lower + n * (kSize - 2);
     const std::uint8_t* const codes = signs + n;
     std::uint8_t* const out = to + at * kSize;
+    const std::size_t behind = bytes - done - granule;
     bool valid = true;
     switch (width) {
       case 1:
-        valid = decode_codes<Element, 1>(lower, signs, codes, base, escapes, n, out);
+        valid = decode_codes<Element, 1>(lower, signs, codes, base, escapes, n, behind, out);
         break;
       case 2:
-        valid = decode_codes<Element, 2>(lower, signs, codes, base, escapes, n, out);
+        valid = decode_codes<Element, 2>(lower, signs, codes, base, escapes, n, behind, out);
         break;
       case 3:
-        valid = decode_codes<Element, 3>(lower, signs, codes, base, escapes, n, out);
+        valid = decode_codes<Element, 3>(lower, signs, codes, base, escapes, n, behind, out);
         break;
       case 4:
-        valid = decode_codes<Element, 4>(lower, signs, codes, base, escapes, n, out);
+        valid = decode_codes<Element, 4>(lower, signs, codes, base, escapes, n, behind, out);
         break;
       default:
         join_plain<Element>(lower, signs, codes, n, out);

@@ -4,7 +4,9 @@
 #include "codec/counter_rng.h"
 #include "codec/minifloat.h"
 #include "cpu/source/bit_planes.h"
+#include "cpu/source/cast.h"
 #include "cpu/source/codec_family.h"
+#include "cpu/source/step_randoms.h"
 #include "cpu/source/stores.h"
 
 namespace dtcomm::DTCOMM_ISA {
@@ -24,22 +26,61 @@ struct Large {
   static constexpr std::uint32_t kBase = kLeast + kOffset;
   static_assert(kOffset % 2 == 0, "an odd one would turn ties");
   static_assert((kBase + 2 * F::kTop) << (kShift - 16) < 0x8000, "and it is a positive word, kShift - 16 bits up");
+  // The large number over the power of two of t.
+  static float factor() { return float_of((127U << 23) + kExponent + kOffset); }
 };
 
-// The sum, whose upper bits are sign and exponent of the large number.
+// A float in all lanes: compilers leave the difference out, but not a sum, which would make +0 of -0.
+inline __attribute__((always_inline)) Floats all_lanes(float x) { return x - Floats{}; }
+
+// The power of two, with t's sign, whose product with kFactor is the large number.
 template <class F>
-inline __attribute__((always_inline)) Words add_large(Floats t) {
+inline __attribute__((always_inline)) Floats power_below(Floats t) {
   Words exponent = reinterpret_cast<Words>(t) & 0xff800000U;  // and sign
 #if defined(__AVX512F__)
   const __m512 least = _mm512_set1_ps(float_of(F::kNormal));
   // The larger magnitude, with the sign of the first.
-  exponent = reinterpret_cast<Words>(_mm512_maskz_range_ps(0xffff, reinterpret_cast<__m512>(exponent), least, 3));
+  return reinterpret_cast<Floats>(_mm512_maskz_range_ps(0xffff, reinterpret_cast<__m512>(exponent), least, 3));
 #else
   const Words sign = exponent & 0x80000000U, size = exponent & 0x7fffffffU;
   exponent = (size > F::kNormal ? size : Words{} + F::kNormal) | sign;
+  return reinterpret_cast<Floats>(exponent);
 #endif
-  const Words large = exponent + (Large<F>::kExponent + Large<F>::kOffset);
-  return reinterpret_cast<Words>(t + reinterpret_cast<Floats>(large));
+}
+
+// t + power * kFactor, whose upper bits are sign and exponent of the large number. The product is exact, so that fusing
+// it with the sum changes no bit; `minus` subtracts it again, which leaves the number that t is rounded to.
+template <class F>
+inline __attribute__((always_inline)) Floats add_large(Floats power, Floats t) {
+#if defined(__AVX512F__)
+  const auto factor = _mm512_set1_ps(Large<F>::factor());
+  return reinterpret_cast<Floats>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(power), factor, reinterpret_cast<__m512>(t)));
+#else
+  const auto factor = _mm256_set1_ps(Large<F>::factor());
+  return reinterpret_cast<Floats>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(power), factor, reinterpret_cast<__m256>(t)));
+#endif
+}
+
+// The inverse, with t's sign even if it is zero; Saturate: numbers beyond F's largest one become the largest one.
+template <class F, bool Saturate>
+inline __attribute__((always_inline)) Floats minus_large(Floats power, Floats sum, Floats t) {
+#if defined(__AVX512F__)
+  const auto factor = _mm512_set1_ps(Large<F>::factor());
+  __m512 rounded = _mm512_fnmadd_ps(reinterpret_cast<__m512>(power), factor, reinterpret_cast<__m512>(sum));
+  if constexpr (Saturate) {
+    rounded = _mm512_maskz_range_ps(0xffff, rounded, _mm512_set1_ps(F::kLargest), 2);  // the smaller magnitude
+  }
+  const __m512i sign = _mm512_set1_epi32(INT32_MIN);
+  return reinterpret_cast<Floats>(_mm512_ternarylogic_epi32(
+      _mm512_castps_si512(rounded), _mm512_castps_si512(reinterpret_cast<__m512>(t)), sign, 0xf8));  // 1 | (2 & 3)
+#else
+  const auto factor = _mm256_set1_ps(Large<F>::factor()), sign = _mm256_set1_ps(-0.0f);
+  __m256 rounded = _mm256_fnmadd_ps(reinterpret_cast<__m256>(power), factor, reinterpret_cast<__m256>(sum));
+  if constexpr (Saturate) rounded = _mm256_min_ps(_mm256_andnot_ps(sign, rounded), _mm256_set1_ps(F::kLargest));
+  return reinterpret_cast<Floats>(_mm256_or_ps(rounded, _mm256_and_ps(reinterpret_cast<__m256>(t), sign)));
+#endif
 }
 
 #if defined(__AVX512F__)
@@ -74,48 +115,88 @@ inline __attribute__((always_inline)) Bytes codes_of(Bytes words) {
 #endif
 }
 
-// The codes of four rows of kLanes elements, a byte each; every row has an inverse of its own.
-template <class F, bool Saturate>
-inline __attribute__((always_inline)) Bytes minifloats_of(const float* x, const Floats inverse[4]) {
+#if defined(__AVX512VBMI__)
+// Bits of four words with a code each, from its fields in a word (codes_of): four bytes for the sizes, then four for
+// the signs. Codes of 4 bits lie in the upper half of the first byte and in the lower half of the second, so that two
+// neighbours are eight bits in a row.
+template <class F>
+constexpr BytePattern field_shifts() {
+  BytePattern pattern{};
+  for (unsigned i = 0; i < kStep; ++i) {
+    const unsigned word = 16 * (i % 4), up = F::kSign == 3 && i % 2 == 0 ? 4 : 0;
+    const unsigned first = i % 8 < 4 ? word + (Large<F>::kShift - 16) : word + (15 - F::kSign);
+    pattern.of[i] = static_cast<std::uint8_t>(first - up);
+  }
+  return pattern;
+}
+
+template <class F>
+struct CodeFields {
+  static constexpr std::uint8_t kTop = static_cast<std::uint8_t>(Large<F>::kBase + F::kTop);
+  // Two neighbours' largest sizes, and which of their bits are sizes.
+  static constexpr std::uint16_t kTops = F::kSign == 3 ? kTop << 8 | 0x7f : kTop << 8 | kTop;
+  static constexpr std::uint16_t kSizes = F::kSign == 3 ? 0x0770 : 0x7f7f;
+  alignas(kLine) static constexpr BytePattern kShifts = field_shifts<F>();
+};
+#endif
+
+// Stores the codes of four rows of kLanes elements; `sum_of(j)` is add_large of row j.
+template <class F, bool Saturate, class SumOf>
+inline __attribute__((always_inline)) void store_minifloats(const SumOf& sum_of, std::uint8_t* to) {
   // A multiply-add joins the halves of a sum: its units and its offset, and what stands above them with the sign. The
-  // packs work within quarters (halves) of the vectors: put the groups of four back in order.
+  // packs work within quarters (halves) of the vectors: the groups of four are put back in order.
   constexpr int kJoin = 1 << 16 | 1 << (Large<F>::kShift - 16);
   Bytes sums[4];
 #if defined(__AVX512F__)
+#pragma GCC unroll 4
   for (std::size_t j = 0; j < 4; ++j) {
-    const auto sum = reinterpret_cast<Bytes>(add_large<F>(load(x + kLanes * j) * inverse[j]));
-    sums[j] = _mm512_madd_epi16(sum, _mm512_set1_epi32(kJoin));
+    sums[j] = _mm512_madd_epi16(reinterpret_cast<Bytes>(sum_of(j)), _mm512_set1_epi32(kJoin));
   }
   const Bytes words[2] = {_mm512_packs_epi32(sums[0], sums[1]), _mm512_packs_epi32(sums[2], sums[3])};
-  const Bytes bytes = _mm512_packus_epi16(codes_of<F, Saturate>(words[0]), codes_of<F, Saturate>(words[1]));
-  return _mm512_maskz_permutexvar_epi32(0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
-                                        bytes);
-#else
-  for (std::size_t j = 0; j < 4; ++j) {
-    const auto sum = reinterpret_cast<Bytes>(add_large<F>(load(x + kLanes * j) * inverse[j]));
-    sums[j] = _mm256_madd_epi16(sum, _mm256_set1_epi32(kJoin));
+#if defined(__AVX512VBMI__)
+  constexpr std::uint64_t kAll = ~std::uint64_t{0};
+  using Fields = CodeFields<F>;
+  const Bytes shifts = Fields::kShifts.vector();
+  const Bytes low = _mm512_maskz_multishift_epi64_epi8(kAll, shifts, words[0]);
+  const Bytes high = _mm512_maskz_multishift_epi64_epi8(kAll, shifts, words[1]);
+  const Bytes size_at = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 16, 20, 24, 28, 18, 22, 26, 30);
+  const Bytes sign_at = _mm512_setr_epi32(1, 5, 9, 13, 3, 7, 11, 15, 17, 21, 25, 29, 19, 23, 27, 31);
+  Bytes sizes = _mm512_maskz_permutex2var_epi32(0xffff, low, size_at, high);
+  const Bytes signs = _mm512_maskz_permutex2var_epi32(0xffff, low, sign_at, high);
+  if constexpr (Saturate) {
+    sizes = _mm512_maskz_min_epu8(kAll, sizes, _mm512_set1_epi16(static_cast<short>(Fields::kTops)));
   }
-  const Bytes words[2] = {_mm256_packs_epi32(sums[0], sums[1]), _mm256_packs_epi32(sums[2], sums[3])};
-  const Bytes bytes = _mm256_packus_epi16(codes_of<F, Saturate>(words[0]), codes_of<F, Saturate>(words[1]));
-  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-#endif
-}
-
-// Codes into memory, of 8 bits or of 4: then two neighbours share a byte, the earlier one its lower half.
-template <class F>
-inline __attribute__((always_inline)) void store_codes(std::uint8_t* to, Bytes codes) {
-#if defined(__AVX512F__)
+  const Bytes mask = _mm512_set1_epi16(static_cast<short>(Fields::kSizes));
+  const Bytes codes = _mm512_ternarylogic_epi32(mask, sizes, signs, 0xca);  // ?:
   if constexpr (F::kSign == 3) {
+    const Bytes pairs = _mm512_maskz_multishift_epi64_epi8(kAll, _mm512_set1_epi64(0x34241404), codes);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi64_epi32(0xff, pairs));
+  } else {
+    _mm512_storeu_si512(to, codes);
+  }
+#else
+  const Bytes bytes = _mm512_packus_epi16(codes_of<F, Saturate>(words[0]), codes_of<F, Saturate>(words[1]));
+  const Bytes codes = _mm512_maskz_permutexvar_epi32(
+      0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+  if constexpr (F::kSign == 3) {  // two neighbours share a byte, the earlier one its lower half
     const Bytes pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi16(0x1001));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi16_epi8(0xffffffff, pairs));
   } else {
     _mm512_storeu_si512(to, codes);
   }
+#endif
 #else
+#pragma GCC unroll 4
+  for (std::size_t j = 0; j < 4; ++j) {
+    sums[j] = _mm256_madd_epi16(reinterpret_cast<Bytes>(sum_of(j)), _mm256_set1_epi32(kJoin));
+  }
+  const Bytes words[2] = {_mm256_packs_epi32(sums[0], sums[1]), _mm256_packs_epi32(sums[2], sums[3])};
+  const Bytes bytes = _mm256_packus_epi16(codes_of<F, Saturate>(words[0]), codes_of<F, Saturate>(words[1]));
+  const Bytes codes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   if constexpr (F::kSign == 3) {
     const Bytes pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi16(0x1001));
-    const Bytes bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(bytes));
+    const Bytes packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
   } else {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), codes);
   }
@@ -148,27 +229,44 @@ inline void clear_unusable(const float* inverse, std::size_t blocks, std::size_t
   }
 }
 
-// Encodes `blocks` blocks, rounding to nearest; codes are zeros if the inverse is 0. Saturate: the scale may be so
-// small that an element rounds to more than the largest number.
-template <class F, bool Saturate>
-inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
-                               [[maybe_unused]] const EncodeArgs& args, std::uint8_t* codes) {
+// The codes of `blocks` blocks, rounded to nearest; the error of the encoding goes to `error`. Saturate: the scale may
+// be so small that an element rounds to more than the largest number.
+template <class F, bool Saturate, Feedback Kind>
+inline void nearest_codes(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
+                          [[maybe_unused]] const float* scales, [[maybe_unused]] const EncodeArgs& args,
+                          std::uint8_t* codes, [[maybe_unused]] const ErrorTarget& error) {
   constexpr std::size_t kShare = F::kSign == 3 ? 2 : 1;  // codes in a byte
   std::size_t i = 0;
   const std::size_t n = blocks * block;
 #if defined(__AVX2__)
   const int shift = __builtin_ctzll(block);
-  const auto inverse_at = [&](std::size_t at) { return Floats{} + inverse[at >> shift]; };
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
     if (i % 64 == 0) prefetch_next(args, i);
-    const Floats first = inverse_at(i);
-    Floats by[4] = {first, first, first, first};
-    if (block < 4 * kLanes) {
-      for (std::size_t j = 1; j < 4; ++j) by[j] = inverse_at(i + j * kLanes);
+    const Floats first = all_lanes(inverse[i >> shift]);
+    Floats by[4] = {first, first, first, first}, scale[4] = {};
+    if constexpr (Kind != Feedback::none) {
+      for (std::size_t j = 0; j < 4; ++j) scale[j] = all_lanes(scales[i >> shift]);
     }
-    store_codes<F>(codes + i / kShare, minifloats_of<F, Saturate>(x + i, by));
+    if (block < 4 * kLanes) {
+      for (std::size_t j = 1; j < 4; ++j) {
+        const std::size_t b = (i + j * kLanes) >> shift;
+        by[j] = all_lanes(inverse[b]);
+        if constexpr (Kind != Feedback::none) scale[j] = all_lanes(scales[b]);
+      }
+    }
+    const auto sum_of = [&](std::size_t j) __attribute__((always_inline)) {
+      const std::size_t at = i + kLanes * j;
+      const Floats value = load(x + at), t = value * by[j], power = power_below<F>(t), sum = add_large<F>(power, t);
+      if constexpr (Kind != Feedback::none) {
+        const Floats lost = (value - minus_large<F, Saturate>(power, sum, t) * scale[j]) * error.divisor;
+        store<false>(error.residual + at, Kind == Feedback::finite ? lost : finite_or(lost, load(error.old + at)));
+      }
+      return sum;
+    };
+    store_minifloats<F, Saturate>(sum_of, codes + i / kShare);
   }
 #elif defined(DTCOMM_NEON)
+  static_assert(Kind == Feedback::none, "errors are computed from the codes");
   const int shift = __builtin_ctzll(block);
   for (; i < n; i += 16) {
     if (i % 64 == 0) prefetch_next(args, i);
@@ -196,9 +294,87 @@ inline void minifloats_nearest(const float* x, std::size_t blocks, std::size_t b
     } else {
       __builtin_memcpy(codes + i, made, sizeof made);
     }
+    if constexpr (Kind != Feedback::none) {
+      const float scale = scales[i / block];
+      const auto* old = unaligned<float>(error.old + i);
+      auto* residual = unaligned<float>(error.residual + i);
+      for (std::size_t j = 0; j < 16; ++j) {
+        const float decoded = minifloat_value<F>(made[j]) * scale;
+        residual[j].value = finite_or((in[j].value - decoded) * error.divisor, old[j].value);
+      }
+    }
   }
-  clear_unusable(inverse, blocks, block / kShare, codes);
 }
+
+// Encodes `blocks` blocks, rounding to nearest; codes are zeros if the inverse is 0. With `error` it may leave the
+// error there too, and returns whether it did: it needs blocks that are neither zero nor NaN.
+template <class F, bool Saturate>
+inline bool minifloats_nearest(const float* x, std::size_t blocks, std::size_t block, const float* inverse,
+                               const float* scales, const EncodeArgs& args, std::uint8_t* codes,
+                               const ErrorTarget* error) {
+#if defined(__AVX2__)
+  if (error) {
+    std::uint32_t least = ~0U, worst = 0;
+    for (std::size_t b = 0; b < blocks; ++b) {
+      least = bits_of(inverse[b]) < least ? bits_of(inverse[b]) : least;
+      worst = bits_of(scales[b]) > worst ? bits_of(scales[b]) : worst;
+    }
+    if (least != 0) {
+      // Elements are less than twice the largest number, times their scale.
+      const bool finite_errors = finite(float_of(worst) * F::kLargest * 4.0f * error->divisor);
+      const auto run =
+          finite_errors ? nearest_codes<F, Saturate, Feedback::finite> : nearest_codes<F, Saturate, Feedback::checked>;
+      run(x, blocks, block, inverse, scales, args, codes, *error);
+      return true;
+    }
+  }
+#else
+  static_cast<void>(error);
+#endif
+  nearest_codes<F, Saturate, Feedback::none>(x, blocks, block, inverse, scales, args, codes, {});
+  clear_unusable(inverse, blocks, F::kSign == 3 ? block / 2 : block, codes);
+  return false;
+}
+
+#if defined(DTCOMM_VECTORS)
+// stochastic_minifloat (codec/minifloat.h) of a vector.
+template <class F>
+inline __attribute__((always_inline)) Randoms stochastic_minifloats(Floats t, Floats random) {
+  typedef std::int32_t Signed __attribute__((vector_size(kVector)));
+  const auto bits = reinterpret_cast<Randoms>(t);
+  const Randoms top = Randoms{} + bits_of(F::kLargest), least = Randoms{} + F::kNormal;
+  Randoms size = bits & 0x7fffffffU;
+  size = size < top ? size : top;
+  Randoms exponent = size & kInfinity32;
+  exponent = exponent > least ? exponent : least;
+  const Randoms per_unit = (std::uint32_t{254 + F::kMantissa} << 23) - exponent;
+  const Floats scaled = reinterpret_cast<Floats>(size) * reinterpret_cast<Floats>(per_unit);
+  const Signed floor = __builtin_convertvector(scaled, Signed);
+  const Signed up = random < scaled - __builtin_convertvector(floor, Floats);  // -1 where it holds
+  const Randoms units = reinterpret_cast<Randoms>(floor - up);
+  const Randoms sign = bits >> (31 - F::kSign) & (1U << F::kSign);
+  return (units + ((exponent - least) >> (23 - F::kMantissa))) | sign;
+}
+
+// The lowest bytes of a step's words, which are below 256.
+inline __attribute__((always_inline)) Step bytes_of_words(const Randoms (&words)[4]) {
+#if defined(__AVX512F__)
+  const auto word = [&](std::size_t i) { return reinterpret_cast<__m512i>(words[i]); };
+  const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(word(0), word(1)), _mm512_packs_epi32(word(2), word(3)));
+  return _mm512_maskz_permutexvar_epi32(0xffff, _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                        bytes);
+#elif defined(__AVX2__)
+  const auto word = [&](std::size_t i) { return reinterpret_cast<__m256i>(words[i]); };
+  const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(word(0), word(1)), _mm256_packs_epi32(word(2), word(3)));
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#else
+  const auto word = [&](std::size_t i) { return reinterpret_cast<uint32x4_t>(words[i]); };
+  const uint16x8_t low = vmovn_high_u32(vmovn_u32(word(0)), word(1));
+  const uint16x8_t high = vmovn_high_u32(vmovn_u32(word(2)), word(3));
+  return vmovn_high_u16(vmovn_u16(low), high);
+#endif
+}
+#endif
 
 // The same with stochastic rounding; `index` is the index of the first element in the caller's tensor.
 template <class F>
@@ -208,7 +384,23 @@ inline void minifloats_stochastic(const float* x, std::size_t blocks, std::size_
   const bool one_stream = index >> 32 == (index + n) >> 32;
   const Stream stream = make_stream(key, index);
   const auto low = static_cast<std::uint32_t>(index);
-  for (std::size_t i = 0; i < n; i += 16) {  // in runs of a length that compilers know
+  std::size_t i = 0;
+#if defined(DTCOMM_VECTORS)
+  const int shift = __builtin_ctzll(block);
+  StepRandoms randoms(stream);
+  for (; one_stream && i + kStep <= n; i += kStep) {
+    randoms.start(low + static_cast<std::uint32_t>(i));
+    Randoms made[4];
+#pragma GCC unroll 4
+    for (std::size_t p = 0; p < 4; ++p) {
+      const std::size_t at = i + p * kLanes;
+      made[p] = stochastic_minifloats<F>(load(x + at) * inverse[at >> shift], randoms.part(p));
+    }
+    const Step bytes = bytes_of_words(made);
+    __builtin_memcpy(codes + i, &bytes, sizeof bytes);
+  }
+#endif
+  for (; i < n; i += 16) {  // in runs of a length that compilers know
     const float by = inverse[i / block];
     const auto* in = unaligned<float>(x + i);
     std::uint32_t made[16];

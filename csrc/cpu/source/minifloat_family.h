@@ -12,27 +12,42 @@ namespace dtcomm::DTCOMM_ISA {
 //   Element                                          the format of a code: E4m3, E5m2 or E2m1
 //   kMaxBlocks, kMaxBlock                            blocks of a granule, elements of a block
 //   block(params)                                    elements of a block
-//   encode_blocks(params, x, blocks, args, fields, codes)    whole blocks into scales and codes
+//   encode_blocks(params, x, blocks, args, fields, codes, error)
+//       whole blocks into scales and codes; whether the error was stored, for which `error` is a target or nullptr
 //   load_scales(params, fields, blocks, scales)      the scales as fp32
 //   for_each<Stream>(params, codes, scales, n, to, finish)   to[i] = finish(value i, i)
 template <class Format>
 struct MinifloatFamily : DecodingFamily<MinifloatFamily<Format>> {
   using Element = typename Format::Element;
 
-  static void encode(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
-                     std::uint8_t* to) {
+  // Returns whether the error was stored.
+  static bool encode_granule(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                             std::uint8_t* to, const ErrorTarget* error) {
     const BlockCut cut(params.layout, n);
     const std::size_t block = Format::block(params), done = cut.whole * block;
-    Format::encode_blocks(params, x, cut.whole, args, to, to + cut.codes);
+    const bool stored =
+        Format::encode_blocks(params, x, cut.whole, args, to, to + cut.codes, cut.rest ? nullptr : error);
     if (cut.rest) {
       float last[Format::kMaxBlock];
       __builtin_memcpy(last, x + done, cut.rest * sizeof(float));
       __builtin_memset(last + cut.rest, 0, (block - cut.rest) * sizeof(float));
       Format::encode_blocks(params, last, 1, {args.key, args.index + done, args.feedback},
                             to + cut.whole * params.layout.field_bytes,
-                            to + cut.codes + done * params.layout.code_bits / 8);
+                            to + cut.codes + done * params.layout.code_bits / 8, nullptr);
     }
     cut.pad(to);
+    return stored;
+  }
+
+  static void encode(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                     std::uint8_t* to) {
+    encode_granule(params, x, n, args, to, nullptr);
+  }
+
+  static void encode_with_error(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
+                                std::uint8_t* to, const ErrorTarget& error) {
+    if (encode_granule(params, x, n, args, to, &error)) return;
+    decode_with<false>(params, to, n, error.residual, error_of(x, error.divisor, error.old));
   }
 
   template <bool Stream, class Finish>

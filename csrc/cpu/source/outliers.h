@@ -5,6 +5,7 @@
 #include "cpu/source/blocks.h"
 #include "cpu/source/cast.h"
 #include "cpu/source/codec_family.h"
+#include "cpu/source/loops.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -40,24 +41,63 @@ inline __attribute__((always_inline)) std::uint32_t first_equal(const float* x, 
   }
 }
 
-// Extracts the outliers of whole blocks.
+#if defined(__AVX512F__)
+// Extracts the outliers of blocks of 32, by whole vectors and without branches. Returns false, with nothing done, if a
+// block has Inf or NaN.
+inline bool extract_finite_outliers(const float* x, std::size_t blocks, const Ranges& ranges, float* rest,
+                                    GranuleOutliers& outliers) {
+  bool finite = true;
+  std::int32_t bits[2][kMaxBlocks];
+  for (std::size_t b = 0; b < blocks; ++b) {
+    finite &= ranges.least[b] > kLowestOrder && ranges.most[b] < kHighestOrder;
+    bits[0][b] = bits_of_order(ranges.least[b]);
+    bits[1][b] = bits_of_order(ranges.most[b]);
+  }
+  if (!finite) return false;
+  for (std::size_t b = 0; b < blocks; ++b, x += 32, rest += 32) {
+    const __m512i low = _mm512_loadu_si512(x), high = _mm512_loadu_si512(x + 16);
+    const auto places_of = [&](std::int32_t wanted) __attribute__((always_inline)) {
+      const __m512i same = _mm512_set1_epi32(wanted);
+      return _cvtmask32_u32(_mm512_kunpackw(_mm512_cmpeq_epi32_mask(high, same), _mm512_cmpeq_epi32_mask(low, same)));
+    };
+    const std::uint32_t least = places_of(bits[0][b]), most = places_of(bits[1][b]);
+    const std::uint32_t both = _blsi_u32(least) | _blsi_u32(most);  // the first place of each
+    const __m512i fill = _mm512_set1_epi32(static_cast<std::int32_t>(bits_of(x[_tzcnt_u32(~both)])));
+    _mm512_storeu_si512(rest, _mm512_mask_mov_epi32(low, static_cast<__mmask16>(both), fill));
+    _mm512_storeu_si512(rest + 16, _mm512_mask_mov_epi32(high, static_cast<__mmask16>(both >> 16), fill));
+    outliers.positions[2 * b] = _tzcnt_u32(least);
+    outliers.positions[2 * b + 1] = _tzcnt_u32(most);
+    outliers.values[2 * b] = float_of(static_cast<std::uint32_t>(bits[0][b]));
+    outliers.values[2 * b + 1] = float_of(static_cast<std::uint32_t>(bits[1][b]));
+  }
+  return true;
+}
+#endif
+
+// Extracts the outliers of whole blocks; `rest` gets the blocks with the outliers filled.
 template <std::size_t Block>
-inline void extract_block_outliers(float* x, std::size_t blocks, std::size_t length, GranuleOutliers& outliers) {
+inline void extract_block_outliers(const float* x, std::size_t blocks, std::size_t length, float* rest,
+                                   GranuleOutliers& outliers) {
   const std::size_t block = Block ? Block : length;
   Ranges ranges;
   measure_orders<Block>(x, blocks, block, ranges);
-  for (std::size_t b = 0; b < blocks; ++b, x += block) {
+#if defined(__AVX512F__)
+  if (Block == 32 && extract_finite_outliers(x, blocks, ranges, rest, outliers)) return;
+#endif
+  for (std::size_t b = 0; b < blocks; ++b, x += block, rest += block) {
     const std::int32_t least = ranges.least[b], most = ranges.most[b];
     float* values = outliers.values + 2 * b;
     OutlierPositions at = {0, 0};
     if (least <= kLowestOrder || most >= kHighestOrder) {
       values[0] = values[1] = float_of(kNaN32);
+      __builtin_memcpy(rest, x, block * sizeof(float));
     } else {
       const std::int32_t low = bits_of_order(least), high = bits_of_order(most);
       at = {first_equal(x, block, low), first_equal(x, block, high)};
       values[0] = float_of(static_cast<std::uint32_t>(low));
       values[1] = float_of(static_cast<std::uint32_t>(high));
-      x[at.low] = x[at.high] = x[filler_position(at)];
+      __builtin_memcpy(rest, x, block * sizeof(float));
+      rest[at.low] = rest[at.high] = x[filler_position(at)];
     }
     outliers.positions[2 * b] = at.low;
     outliers.positions[2 * b + 1] = at.high;
@@ -65,46 +105,66 @@ inline void extract_block_outliers(float* x, std::size_t blocks, std::size_t len
 }
 #endif
 
-// Writes the outlier section of a granule whose elements are x[0, n), which become the elements to encode.
-inline void encode_outliers(const CodecParams& params, float* x, std::size_t n, const EncodeArgs& args,
-                            std::uint8_t* to) {
+// Extracts the outliers of a granule; `rest` gets the elements to encode.
+inline void extract_granule_outliers(const CodecParams& params, const float* x, std::size_t n, float* rest,
+                                     GranuleOutliers& outliers) {
   const std::size_t block = params.layout.block, blocks = params.layout.blocks(n);
-  GranuleOutliers outliers;
   std::size_t b = 0;
 #if defined(__AVX2__)
   b = n / block;
-  block == 32 ? extract_block_outliers<32>(x, b, block, outliers) : extract_block_outliers<0>(x, b, block, outliers);
+  const auto extract = block == 32 ? extract_block_outliers<32> : extract_block_outliers<0>;
+  extract(x, b, block, rest, outliers);
 #endif
+  __builtin_memcpy(rest + b * block, x + b * block, (n - b * block) * sizeof(float));
   for (; b < blocks; ++b) {
     const std::size_t length = smaller(block, n - b * block);
-    const Outliers extracted = extract_outliers(x + b * block, static_cast<std::uint32_t>(length));
+    const Outliers extracted = extract_outliers(rest + b * block, static_cast<std::uint32_t>(length));
     outliers.values[2 * b] = extracted.low;
     outliers.values[2 * b + 1] = extracted.high;
     outliers.positions[2 * b] = extracted.at.low;
     outliers.positions[2 * b + 1] = extracted.at.high;
   }
-  const bool random = params.codec.stochastic && params.codec.scale != Scale::fp32;
-  for (std::size_t i = 0; random && i < 2 * blocks; ++i) {
-    const std::uint64_t index = args.index + i / 2 * block + outliers.positions[i];
-    const float u = uniform(make_stream(args.key, index), static_cast<std::uint32_t>(index));
-    outliers.values[i] = round_outlier(params.codec, outliers.values[i], u);
+}
+
+// Writes the outlier section of a granule of n elements. The values become what they decode to.
+inline void store_outliers(const CodecParams& params, GranuleOutliers& outliers, std::size_t n, const EncodeArgs& args,
+                           std::uint8_t* to) {
+  const std::size_t block = params.layout.block, count = 2 * params.layout.blocks(n);
+  float random[kMaxOutliers] = {};
+  if (params.codec.stochastic && params.codec.scale != Scale::fp32) {
+    const auto low = static_cast<std::uint32_t>(args.index);
+    if (args.index >> 32 == (args.index + n) >> 32) {
+      const Stream stream = make_stream(args.key, args.index);
+      for (std::size_t i = 0; i < count; ++i) {
+        random[i] = uniform(stream, low + static_cast<std::uint32_t>(i / 2 * block) + outliers.positions[i]);
+      }
+    } else {
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::uint64_t index = args.index + i / 2 * block + outliers.positions[i];
+        random[i] = uniform(make_stream(args.key, index), static_cast<std::uint32_t>(index));
+      }
+    }
   }
   std::uint8_t* values = to + params.layout.outliers_at(n);
   std::uint8_t* positions = to + outlier_positions_at(params.layout, n);
-  if (params.codec.scale == Scale::fp32) {
-    __builtin_memcpy(values, outliers.values, 2 * blocks * sizeof(float));
+  const Codec codec = params.codec;
+  for (std::size_t i = 0; i < count; ++i) outliers.values[i] = round_outlier(codec, outliers.values[i], random[i]);
+  if (codec.scale == Scale::fp32) {
+    __builtin_memcpy(values, outliers.values, count * sizeof(float));
   } else {
-    for (std::size_t i = 0; i < 2 * blocks; ++i) {
-      const float value = random ? outliers.values[i] : round_outlier(params.codec, outliers.values[i], 0.0f);
-      unaligned<std::uint16_t>(values)[i].value = static_cast<std::uint16_t>(bits_of(value) >> 16);
+    auto* out = unaligned<std::uint16_t>(values);
+    DTCOMM_INDEPENDENT
+    for (std::size_t i = 0; i < count; ++i) {
+      out[i].value = static_cast<std::uint16_t>(bits_of(outliers.values[i]) >> 16);
     }
   }
-  for (std::size_t i = 0; i < 2 * blocks; ++i) {
-    if (outlier_position_bytes(params.layout) == 1) {
-      positions[i] = static_cast<std::uint8_t>(outliers.positions[i]);
-    } else {
-      unaligned<std::uint16_t>(positions)[i].value = static_cast<std::uint16_t>(outliers.positions[i]);
-    }
+  if (outlier_position_bytes(params.layout) == 1) {
+    DTCOMM_INDEPENDENT
+    for (std::size_t i = 0; i < count; ++i) positions[i] = static_cast<std::uint8_t>(outliers.positions[i]);
+  } else {
+    auto* out = unaligned<std::uint16_t>(positions);
+    DTCOMM_INDEPENDENT
+    for (std::size_t i = 0; i < count; ++i) out[i].value = static_cast<std::uint16_t>(outliers.positions[i]);
   }
 }
 
@@ -114,14 +174,18 @@ inline void for_each_outlier(const CodecParams& params, const std::uint8_t* from
   const Layout& layout = params.layout;
   const std::uint8_t* values = from + layout.outliers_at(n);
   const std::uint8_t* positions = from + outlier_positions_at(layout, n);
-  const bool bytes = outlier_position_bytes(layout) == 1, narrow = params.codec.scale == Scale::bf16;
-  for (std::size_t i = 0; i < 2 * layout.blocks(n); ++i) {
-    const std::size_t position = bytes ? positions[i] : unaligned<std::uint16_t>(positions)[i].value;
-    const std::size_t at = i / 2 * layout.block + position;
-    const float value =
-        narrow ? float_from_bf16(unaligned<std::uint16_t>(values)[i].value) : unaligned<float>(values)[i].value;
-    if (position < layout.block && at < n) put(canonical(value), at);
-  }
+  const std::size_t count = 2 * layout.blocks(n), block = layout.block;
+  alignas(kLine) float decoded[kMaxOutliers];
+  load_fields(params.codec.scale, values, count, decoded);
+  for (std::size_t i = 0; i < count; ++i) decoded[i] = canonical(decoded[i]);
+  const auto each = [&](const auto* at) __attribute__((always_inline)) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t position = at[i].value, index = i / 2 * block + position;
+      if (position < block && index < n) put(decoded[i], index);
+    }
+  };
+  outlier_position_bytes(layout) == 1 ? each(unaligned<std::uint8_t>(positions))
+                                      : each(unaligned<std::uint16_t>(positions));
 }
 
 // Writes the granule's outliers over its decoded floats.
@@ -129,22 +193,5 @@ inline void restore_outliers(const CodecParams& params, const std::uint8_t* from
   auto* out = unaligned<float>(to);
   for_each_outlier(params, from, n, [=](float value, std::size_t i) { out[i].value = value; });
 }
-
-// A sum's values at the positions of the granule's outliers, saved while the decoded floats are added to the sum.
-struct OutlierSums {
-  float sums[kMaxOutliers];
-
-  OutlierSums(const CodecParams& params, const std::uint8_t* from, std::size_t n, const float* sum) {
-    std::size_t count = 0;
-    for_each_outlier(params, from, n, [&](float, std::size_t i) { sums[count++] = unaligned<float>(sum)[i].value; });
-  }
-
-  void add(const CodecParams& params, const std::uint8_t* from, std::size_t n, float* to) const {
-    std::size_t count = 0;
-    for_each_outlier(params, from, n, [&](float value, std::size_t i) {
-      unaligned<float>(to)[i].value = canonical(sums[count++] + value);
-    });
-  }
-};
 
 }  // namespace dtcomm::DTCOMM_ISA

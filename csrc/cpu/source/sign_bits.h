@@ -7,8 +7,44 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-// The sum of the parts (codec/sign.h) of a block of 16 or more. `room` holds half a block.
+#if defined(__AVX2__)
+// The sum of the parts (codec/sign.h) of a block of the default length, in registers.
+inline float folded_parts_of_256(const float* x) {
+  constexpr std::size_t kHalf = 128, kRows = kHalf / kLanes;
+  const Floats one_over = Floats{} + 1.0f / (2 * kHalf);
+  typedef std::uint32_t Words __attribute__((vector_size(kVector)));
+  const auto part = [&](std::size_t at) __attribute__((always_inline)) {
+    return reinterpret_cast<Floats>(reinterpret_cast<Words>(load(x + at)) & 0x7fffffffU) * one_over;
+  };
+  Floats sums[kRows / 2];
+#pragma GCC unroll 8
+  for (std::size_t i = 0; i < kRows / 2; ++i) {
+    const std::size_t at = i * kLanes, other = at + kHalf / 2;
+    sums[i] = (part(at) + part(at + kHalf)) + (part(other) + part(other + kHalf));
+  }
+#pragma GCC unroll 4
+  for (std::size_t half = kRows / 4; half >= 1; half /= 2) {
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < half; ++i) sums[i] = sums[i] + sums[i + half];
+  }
+#if defined(__AVX512F__)
+  const auto lanes = reinterpret_cast<__m512>(sums[0]);
+  const __m256 eight =
+      _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, lanes, 0), _mm512_maskz_extractf32x8_ps(0xff, lanes, 1));
+#else
+  const auto eight = reinterpret_cast<__m256>(sums[0]);
+#endif
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#endif
+
+// The sum of the parts of a block of 16 or more. `room` holds half a block.
 inline float folded_parts(const float* x, std::size_t block, float* room) {
+#if defined(__AVX2__)
+  if (block == 256) return folded_parts_of_256(x);
+#endif
   const float one_over = 1.0f / static_cast<float>(block);
   std::size_t half = block / 2;
   for (std::size_t i = 0; i < half; i += 8) {

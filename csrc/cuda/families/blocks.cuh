@@ -55,7 +55,8 @@ struct Blocks {
   DTCOMM_DEVICE std::uint32_t block_of(std::uint32_t at) const {
     return Group ? at / (Group * kVec8) : at >> block_shift;
   }
-  DTCOMM_DEVICE bool leads(std::uint32_t at) const { return at % (group() * kVec8) == 0; }
+  DTCOMM_DEVICE unsigned block_elements() const { return group() * kVec8; }
+  DTCOMM_DEVICE bool leads(std::uint32_t at) const { return at % block_elements() == 0; }
 };
 
 }  // namespace dtcomm::cuda

@@ -8,39 +8,59 @@
 
 namespace dtcomm::cuda {
 
-// Bits and Group are 0 where the compiler does not know them. Plain: symmetric, rounded to nearest, no other option.
-template <int Bits, unsigned Group, bool Plain>
+// The options of a family's codecs. plain: symmetric, rounded to nearest, no other option. spikes: the same with
+// outliers. any: all options, which are tested at run time.
+enum class IntegerOptions : unsigned { any = 0, plain = 1, spikes = 2 };
+
+// Bits and Group are 0 where the compiler does not know them.
+template <int Bits, unsigned Group, IntegerOptions Options>
 struct Integer : Blocks<Group> {
-  static constexpr bool kSpecialized = Plain, kHasMinMax = false, kCanRotate = !Plain, kHasPadding = true;
+  static constexpr bool kAny = Options == IntegerOptions::any, kPlain = Options == IntegerOptions::plain;
+  static constexpr bool kSpecialized = !kAny, kHasMinMax = false, kCanRotate = kAny, kHasPadding = true;
   using Blocks<Group>::codec;
   using Blocks<Group>::rules;
   using Blocks<Group>::group;
+  using Blocks<Group>::block_elements;
   using Blocks<Group>::block_of;
 
   struct PlainRaw {
     Codes codes;
     float scale;
   };
-  struct GeneralRaw : PlainRaw {
-    float zero;
+  struct SpikesRaw : PlainRaw {
     Outliers outliers;
     std::uint32_t first;  // index of the vec8's first element in its block
   };
-  using Raw = std::conditional_t<Plain, PlainRaw, GeneralRaw>;
+  struct AnyRaw : SpikesRaw {
+    float zero;
+  };
+  using Raw = std::conditional_t<kPlain, PlainRaw, std::conditional_t<kAny, AnyRaw, SpikesRaw>>;
 
   DTCOMM_DEVICE unsigned bits() const { return Bits ? Bits : codec.bits; }
-  DTCOMM_DEVICE bool symmetric() const { return Plain || codec.symmetric; }
-  DTCOMM_DEVICE bool rotates() const { return !Plain && codec.rotate; }
+  DTCOMM_DEVICE bool symmetric() const { return !kAny || codec.symmetric; }
+  DTCOMM_DEVICE bool rotates() const { return kAny && codec.rotate; }
+  DTCOMM_DEVICE bool spikes() const { return kAny ? codec.spikes != 0 : !kPlain; }
+  // The codec, with the values that the compiler knows.
+  DTCOMM_DEVICE Codec known_codec() const {
+    Codec known = codec;
+    if constexpr (!kAny) {
+      known.stochastic = 0;
+      known.block = block_elements();
+    }
+    return known;
+  }
 
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     if (at >= shape.stored) return raw;
     raw.codes = load_codes(bits(), shape.stored, at, granule + shape.codes_at);
     raw.scale = load_field(codec.scale, granule, block_of(at));
-    if constexpr (!Plain) {
+    if constexpr (kAny) {
       if (!codec.symmetric) raw.zero = load_field(codec.scale, granule + shape.zeros_at, block_of(at));
-      if (codec.spikes) raw.outliers = load_outliers(codec, shape, block_of(at), granule);
-      raw.first = at % (group() * kVec8);
+    }
+    if constexpr (!kPlain) {
+      if (spikes()) raw.outliers = load_outliers(known_codec(), shape, block_of(at), granule);
+      raw.first = at % block_elements();
     }
     return raw;
   }
@@ -54,13 +74,13 @@ struct Integer : Blocks<Group> {
     const std::uint32_t half = symmetric() ? 1U << (bits() - 1) : 0;
     const Codes codes{{raw.codes.word[0] ^ half * 0x01010101U, raw.codes.word[1] ^ half * 0x01010101U}};
     float zero = 0.0f;
-    if constexpr (!Plain) zero = raw.zero;
+    if constexpr (kAny) zero = raw.zero;
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
       x[j] = value(float_of_byte(codes, j, static_cast<float>(half)), raw.scale, zero);
     }
-    if constexpr (!Plain) {
-      if (codec.spikes) restore_outliers(raw.outliers, raw.first, x);
+    if constexpr (!kPlain) {
+      if (spikes()) restore_outliers(raw.outliers, raw.first, x);
     }
   }
 
@@ -87,16 +107,20 @@ struct Integer : Blocks<Group> {
                             const Vec8Position& pos, int live, float (&x)[kVec8], std::uint8_t* granule,
                             float (&decoded)[kVec8]) const {
     const std::uint64_t index = params.offset + pos.first;
-    const std::uint32_t first = pos.at % (group() * kVec8);
+    const std::uint32_t first = pos.at % block_elements();
     Outliers outliers = {};
     float zero = 0.0f;
-    if (!Plain && codec.spikes) outliers = extract_outliers(lanes, codec, group(), params.key, index, first, live, x);
+    if constexpr (!kPlain) {
+      if (spikes()) {
+        outliers = extract_outliers(lanes, known_codec(), group(), params.key, index, first, live, x);
+      }
+    }
     std::uint32_t top = group_max_magnitude(lanes, group(), x);
     if (!symmetric()) zero = measure_range(lanes, x, live, top);
     const float scale = scale_of(rules, top), inverse = inverse_of(scale);
     const float lowest = symmetric() ? -rules.levels : 0.0f;
     std::int32_t q[kVec8];
-    if (!Plain && codec.stochastic) {
+    if (kAny && codec.stochastic) {
       float random[kVec8];
       uniform_vec8(params.key, index, random);
       DTCOMM_UNROLL
@@ -106,13 +130,13 @@ struct Integer : Blocks<Group> {
     } else {
       DTCOMM_UNROLL
       for (int j = 0; j < kVec8; ++j) {
-        q[j] = nearest_code(Plain ? x[j] * inverse : (x[j] - zero) * inverse, lowest, rules.levels);
+        q[j] = nearest_code(!kAny ? x[j] * inverse : (x[j] - zero) * inverse, lowest, rules.levels);
       }
     }
     // The codes of NaN blocks are cleared, and those of missing elements, which only zero points make different from 0.
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
-      if (top >= kInfinity32 || (!Plain && j >= live)) q[j] = 0;
+      if (top >= kInfinity32 || (kAny && j >= live)) q[j] = 0;
     }
     if (pos.at < shape.stored) {
       store_codes(codes_of(q), bits(), shape.stored, pos.at, granule + shape.codes_at);
@@ -120,17 +144,21 @@ struct Integer : Blocks<Group> {
         const std::uint32_t block = block_of(pos.at);
         store_field(codec.scale, scale, granule, block);
         if (!symmetric()) store_field(codec.scale, zero, granule + shape.zeros_at, block);
-        if (!Plain && codec.spikes) store_outliers(codec, shape, block, outliers, granule);
+        if constexpr (!kPlain) {
+          if (spikes()) store_outliers(known_codec(), shape, block, outliers, granule);
+        }
       }
     }
     if constexpr (Feedback) {
       DTCOMM_UNROLL
       for (int j = 0; j < kVec8; ++j) decoded[j] = value(static_cast<float>(q[j]), scale, zero);
-      if (!Plain && codec.spikes) restore_outliers(outliers, first, decoded);
+      if constexpr (!kPlain) {
+        if (spikes()) restore_outliers(outliers, first, decoded);
+      }
     }
   }
 };
 
-using AnyInteger = Integer<0, 0, false>;
+using AnyInteger = Integer<0, 0, IntegerOptions::any>;
 
 }  // namespace dtcomm::cuda

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec/codec.h"
@@ -85,6 +86,9 @@ struct LoweredProgram {
   std::vector<int> step_of;
 };
 
+// The payloads that peers push to a rank, by the place in its inbox: the rank that owns each, and its box there.
+using Inbox = std::vector<std::pair<int, int>>;
+
 // A collective without its tensors, as specified by the ranks first_rank .. first_rank + local_ranks - 1: one in a
 // process of its own, or all of them as virtual ranks. All other fields but `programs` are the same on all ranks.
 struct FusedSpec {
@@ -107,6 +111,9 @@ struct FusedSpec {
   bool keeps_sums = true;                // program: some rank keeps sums in fp32; all ranks reserve memory for them
   PeerPointers peers[kMaxRanks] = {};    // of all ranks
   std::vector<LoweredProgram> programs;  // [i]: of rank first_rank + i
+  // program: of all ranks, where senders store payloads into the receivers' memory and no rank loads from a peer's.
+  // Empty: payloads stay with the sender, and receivers load them from there.
+  std::vector<Inbox> inboxes;
 };
 
 // Whether there are fused kernels for the codec: those of the first tier, with blocks that a warp holds.

@@ -40,6 +40,7 @@ enum class BarrierId : unsigned {
   payloads_gathered,  // one thread has seen the peers' signals, before all read their copies
   peers_entered,      // all peers have begun this call, before memory that they read in the last one is written
   section_done,       // the section has been read, before its parameters point at the next one
+  payloads_written,   // own payloads are stored, before they are copied to peers
 };
 
 // The arguments of the kernel of a direct algorithm. The launch contains ranks first_rank .. first_rank + local_ranks -

@@ -31,9 +31,23 @@ std::uint64_t largest_chunk(const FusedSpec& spec, const Layout& layout) {
   return most;
 }
 
+// Boxes of a rank: those of its own payloads, then its inbox.
+int boxes_of(const FusedSpec& spec) {
+  std::size_t largest_inbox = 0;
+  for (const Inbox& inbox : spec.inboxes) largest_inbox = std::max(largest_inbox, inbox.size());
+  return program_of(spec).max_boxes() + static_cast<int>(largest_inbox);
+}
+
+// The box in which `receiver` finds box `box` of `owner`; -1: nowhere.
+int inbox_box(const FusedSpec& spec, int receiver, int owner, int box) {
+  const Inbox& inbox = spec.inboxes[static_cast<std::size_t>(receiver)];
+  const auto found = std::find(inbox.begin(), inbox.end(), std::pair(owner, box));
+  return found == inbox.end() ? -1 : program_of(spec).max_boxes() + static_cast<int>(found - inbox.begin());
+}
+
 // Bytes of boxes for one granule of every chunk and, where some rank keeps sums, of its fp32 sums.
 std::uint64_t bytes_of_granule(const FusedSpec& spec, const Layout& layout) {
-  const auto boxes = static_cast<std::uint64_t>(program_of(spec).max_boxes());
+  const auto boxes = static_cast<std::uint64_t>(boxes_of(spec));
   const auto chunks = static_cast<std::uint64_t>(spec.keeps_sums ? program_of(spec).chunks : 0);
   return boxes * layout.bytes(layout.granule) + chunks * layout.granule * sizeof(float);
 }
@@ -45,7 +59,23 @@ std::uint64_t piece_of(const FusedSpec& spec, const Layout& layout) {
   return std::min(fit, wanted);
 }
 
-Task task_of(const FusedSpec& spec, const RankTensors& tensors, const Instruction& instruction,
+void add_box(int owner, int box, Task& task) {
+  task.owners[task.count] = static_cast<std::uint8_t>(owner);
+  task.boxes[task.count++] = static_cast<std::int16_t>(box);
+}
+
+// The copies of an own payload into the receivers' inboxes.
+Task push_of(const FusedSpec& spec, int rank, const Instruction& send, const TensorRange& range) {
+  Task task = {};
+  task.range = range;
+  task.kind = TaskKind::push;
+  task.phase = Phase::push;
+  task.box = static_cast<std::int16_t>(send.box);
+  for (const int peer : send.peers) add_box(peer, inbox_box(spec, peer, rank, send.box), task);
+  return task;
+}
+
+Task task_of(const FusedSpec& spec, int rank, const RankTensors& tensors, const Instruction& instruction,
              const TensorRange& range) {
   const bool divides = instruction.divide && spec.divisor != 1;
   const bool residual = tensors.residual != nullptr;
@@ -60,18 +90,19 @@ Task task_of(const FusedSpec& spec, const RankTensors& tensors, const Instructio
   task.keep = instruction.keep_partial_sum;
   task.divides = divides;
   task.position = static_cast<std::uint8_t>(instruction.position);
+  task.phase = Phase::after_signals;
   const auto reads = [&](int owner, int box) {
-    task.owners[task.count] = static_cast<std::uint8_t>(owner);
-    task.boxes[task.count++] = static_cast<std::int16_t>(box);
+    if (spec.inboxes.empty() || owner == rank) return add_box(owner, box, task);
+    add_box(rank, inbox_box(spec, rank, owner, box), task);
   };
   switch (instruction.op) {
     case Op::encode:
       task.local = Local::input;
-      task.before_signal = true;
+      task.phase = Phase::write;
       break;
     case Op::forward:
       task.kind = TaskKind::forward;
-      task.before_signal = true;
+      task.phase = Phase::write;
       reads(instruction.peer, instruction.source);
       break;
     case Op::decode:
@@ -101,7 +132,7 @@ Task task_of(const FusedSpec& spec, const RankTensors& tensors, const Instructio
 
 // What a rank does in a step, before it signals its peers and after they have signalled.
 struct StepTasks {
-  std::vector<Task> before, after;
+  std::vector<Task> before, after;  // `before`: what writes payloads, then what pushes them
   std::uint32_t signal_mask = 0, wait_mask = 0;
 
   bool idle() const { return before.empty() && after.empty() && signal_mask == 0 && wait_mask == 0; }
@@ -112,22 +143,27 @@ StepTasks step_tasks(const FusedSpec& spec, const Layout& layout, const RankTens
   const LoweredProgram& lowered = spec.programs[index];
   const std::uint64_t most = piece_of(spec, layout) * layout.granule;
   StepTasks tasks;
+  std::vector<Task> pushes;
   for (std::size_t i = 0; i < lowered.program.instructions.size(); ++i) {
     const Instruction& instruction = lowered.program.instructions[i];
     // What no rank sends has no step of its own: it is done in the last one.
     if (std::min(lowered.step_of[i], spec.steps - 1) != step) continue;
+    if (instruction.op == Op::receive) {
+      tasks.wait_mask |= 1U << instruction.peer;
+      continue;
+    }
+    TensorRange range = chunk_range_of(spec, layout, instruction.chunk, lowered.program.chunks);
+    const std::uint64_t from = std::min(piece * most, range.numel);
+    range = {range.in + from, range.out + from, std::min(most, range.numel - from)};
     if (instruction.op == Op::send) {
       for (const int peer : instruction.peers) tasks.signal_mask |= 1U << peer;
-    } else if (instruction.op == Op::receive) {
-      tasks.wait_mask |= 1U << instruction.peer;
+      if (!spec.inboxes.empty()) pushes.push_back(push_of(spec, lowered.program.rank, instruction, range));
     } else {
-      TensorRange range = chunk_range_of(spec, layout, instruction.chunk, lowered.program.chunks);
-      const std::uint64_t from = std::min(piece * most, range.numel);
-      range = {range.in + from, range.out + from, std::min(most, range.numel - from)};
-      const Task task = task_of(spec, tensors, instruction, range);
-      (task.before_signal ? tasks.before : tasks.after).push_back(task);
+      const Task task = task_of(spec, lowered.program.rank, tensors, instruction, range);
+      (task.phase == Phase::write ? tasks.before : tasks.after).push_back(task);
     }
   }
+  tasks.before.insert(tasks.before.end(), pushes.begin(), pushes.end());
   return tasks;
 }
 
@@ -162,6 +198,28 @@ void add_launches(const std::vector<StepTasks>& ranks, const StepParams& step, s
   }
 }
 
+// Whether every payload that a rank sends or reads has a place in an inbox.
+Status check_inboxes(const FusedSpec& spec, const Program& program) {
+  const auto check = [&](int receiver, int owner, int box) {
+    if (owner == receiver || inbox_box(spec, receiver, owner, box) >= 0) return Status();
+    return Status::error("inboxes: payload " + std::to_string(box) + " of rank " + std::to_string(owner) +
+                         " has no place in the inbox of rank " + std::to_string(receiver));
+  };
+  for (const Instruction& instruction : program.instructions) {
+    std::vector<BoxRef> reads = instruction.inputs;
+    if (instruction.op == Op::receive || instruction.op == Op::decode)
+      reads.push_back({instruction.peer, instruction.box, 0});
+    if (instruction.op == Op::forward) reads.push_back({instruction.peer, instruction.source, 0});
+    for (const BoxRef& read : reads) {
+      if (Status status = check(program.rank, read.rank, read.box); !status.ok()) return status;
+    }
+    for (const int peer : instruction.peers) {
+      if (Status status = check(peer, program.rank, instruction.box); !status.ok()) return status;
+    }
+  }
+  return Status();
+}
+
 Status check_program(const FusedSpec& spec, const LoweredProgram& lowered, int rank) {
   const Program& program = lowered.program;
   const std::string whose = "programs: rank " + std::to_string(rank) + "'s ";
@@ -176,7 +234,7 @@ Status check_program(const FusedSpec& spec, const LoweredProgram& lowered, int r
     if (instruction.keep_partial_sum && !spec.keeps_sums)
       return Status::error(whose + "keeps sums, which keeps_sums denies");
   }
-  return Status();
+  return spec.inboxes.empty() ? Status() : check_inboxes(spec, program);
 }
 
 }  // namespace
@@ -216,7 +274,9 @@ Status check_programs(const FusedSpec& spec) {
   if (!spec.splits.empty() && program_of(spec).chunks != spec.ranks * spec.ranks) {
     return Status::error("splits: need a chunk of each pair of ranks");
   }
-  if (program_of(spec).chunks > kMaxChunks || program_of(spec).max_boxes() > kMaxBoxes) {
+  if (!spec.inboxes.empty() && spec.inboxes.size() != static_cast<std::size_t>(spec.ranks))
+    return Status::error("inboxes: of each rank, or none");
+  if (program_of(spec).chunks > kMaxChunks || boxes_of(spec) > kMaxBoxes) {
     return Status::error("programs: have more than " + std::to_string(kMaxChunks) + " chunks, or " +
                          std::to_string(kMaxBoxes) + " boxes of a rank");
   }
@@ -243,10 +303,11 @@ std::vector<StepParams> make_step_params(const FusedSpec& spec, const LaunchTens
   step.steps = static_cast<std::uint32_t>(spec.steps);
   step.element_bytes = static_cast<std::uint32_t>(size_of(spec.dtype));
   step.granule_elements = static_cast<std::uint32_t>(layout.granule);
+  step.pushes = !spec.inboxes.empty();
   step.timeout_ns = spec.timeout_ns;
   step.boxes_at = memory_bytes(spec.buffer_layout) - kPadBytes - spec.buffer_layout.box_bytes;
   step.box_stride = most * layout.bytes(layout.granule);
-  step.sums_at = step.boxes_at + static_cast<std::uint64_t>(program_of(spec).max_boxes()) * step.box_stride;
+  step.sums_at = step.boxes_at + static_cast<std::uint64_t>(boxes_of(spec)) * step.box_stride;
   step.sum_stride = most * layout.granule * sizeof(float);
   step.divisor = static_cast<float>(spec.divisor);
   step.layout = layout;

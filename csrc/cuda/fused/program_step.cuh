@@ -1,10 +1,11 @@
 // One step of a lowered program (dtcomm/schedule/program.py) over peer memory, one launch for each step: ring, tree and
-// any other schedule, with the bytes of csrc/engine's interpreter. A box lies in its owner's peer buffer, where peers
-// read it. A block works on its share of every chunk, together with the same block of the other ranks.
+// any other schedule, with the bytes of csrc/engine's interpreter. A box lies in its owner's peer buffer. Peers load it
+// from there; or, if the call has inboxes, the owner copies it into a box of each receiver, and no rank loads from a
+// peer's memory. A block works on its share of every chunk, together with the same block of the other ranks.
 //
 // When a box may be written again: at the beginning of a call every block signals all peers and waits for them. The
 // launches of a rank follow each other, so a peer that has begun this call no longer reads anything of the previous
-// one.
+// one, neither here nor in its own inbox.
 #pragma once
 
 #include "cuda/fused/pipeline.cuh"
@@ -13,18 +14,22 @@ namespace dtcomm::cuda {
 
 constexpr unsigned kMaxTasks = 16;  // of a rank in a step
 
-// An instruction other than Send and Receive, applied to a piece of its chunk. `combine` is Encode, Reduce and Decode.
-enum class TaskKind : std::uint8_t { combine = 0, copy = 1, forward = 2 };
+// An instruction other than Receive, applied to a piece of its chunk. `combine` is Encode, Reduce and Decode; `push` is
+// Send where there are inboxes.
+enum class TaskKind : std::uint8_t { combine = 0, copy = 1, forward = 2, push = 3 };
+
+// When a task runs: it writes own payloads, pushes them, or needs the step's signals of peers.
+enum class Phase : std::uint8_t { write = 0, push = 1, after_signals = 2 };
 
 struct Task {
   TensorRange range;
-  std::int16_t box;  // the own box that is written; or -1
+  std::int16_t box;  // the own box that is written, or pushed; or -1
   std::int16_t boxes[kMaxRanks];
-  std::uint8_t owners[kMaxRanks];  // of the boxes that are read
-  std::uint8_t count, position;    // of the boxes that are read; the index of the local term
+  std::uint8_t owners[kMaxRanks];  // of the boxes that are read, or that a push writes
+  std::uint8_t count, position;    // of these boxes; the index of the local term
   Local local;
   TaskKind kind;
-  bool before_signal;                    // the task comes before the step's signals
+  Phase phase;
   bool reads_residual, writes_residual;  // the residual
   bool output, keep, divides;
   bool is_computed, canonical_nan;  // as in KernelParams
@@ -43,6 +48,7 @@ struct StepParams {
   unsigned blocks;
   std::uint32_t step, steps;
   bool begins, ends;  // the first or last launch of a piece
+  bool pushes;        // there are inboxes
   std::uint32_t element_bytes, granule_elements;
   std::uint64_t timeout_ns;
   std::uint64_t boxes_at, box_stride, sums_at,
@@ -106,11 +112,24 @@ DTCOMM_DEVICE void set_task_pointers(const StepParams& step, const RankStep& ran
   set_range(step.layout, {in, out, to - from}, params);
 }
 
+// Copies the block's share of an own payload to the boxes of other ranks. Sixteen bytes a thread, as stores through a
+// PCIe link should be large, and all of them of one warp beside each other.
+template <class Block>
+DTCOMM_DEVICE void push_payload(const Block& block, const KernelParams& params) {
+  const std::uint64_t bytes = payload_bytes(params);
+  for (std::uint64_t at = block.thread() * sizeof(Quad); at < bytes; at += block.threads() * sizeof(Quad)) {
+    const Quad quad = load_quad(params.payload_out + at);
+    for (int t = 0; t < params.count; ++t) store_quad(quad, const_cast<std::uint8_t*>(params.payloads[t]) + at);
+  }
+}
+
 template <class Family, class Block>
 DTCOMM_DEVICE void run_task(const Block& block, const StepParams& step, const Task& task, const KernelParams& params,
                             const Family& family) {
   if (element_count(params) == 0) return;
-  if (task.kind == TaskKind::forward) {
+  if (task.kind == TaskKind::push) {
+    push_payload(block, params);
+  } else if (task.kind == TaskKind::forward) {
     copy_bytes(block, params.payloads[0], params.payload_out, payload_bytes(params));
   } else if (task.kind == TaskKind::copy) {
     const void* from = task.count ? params.payloads[0] : params.local;
@@ -125,11 +144,11 @@ DTCOMM_DEVICE void run_task(const Block& block, const StepParams& step, const Ta
 }
 
 template <class Family, class Block>
-DTCOMM_DEVICE void run_tasks(const Block& block, const StepParams& step, const RankStep& rank_step, bool before,
+DTCOMM_DEVICE void run_tasks(const Block& block, const StepParams& step, const RankStep& rank_step, Phase phase,
                              const Family& family) {
   DTCOMM_LOOP
   for (unsigned t = 0; t < rank_step.task_count; ++t) {
-    if (rank_step.task[t].before_signal == before)
+    if (rank_step.task[t].phase == phase)
       run_task(block, step, rank_step.task[t], task_params(block.shared(), t), family);
   }
 }
@@ -180,7 +199,11 @@ DTCOMM_DEVICE void run_step(const Block& block, const StepParams& step, const Fa
     block.sync_block(BarrierId::peers_entered);
     if (shared.missing_rank) return;
   }
-  run_tasks(block, step, rank_step, true, family);
+  run_tasks(block, step, rank_step, Phase::write, family);
+  if (step.pushes) {
+    block.sync_block(BarrierId::payloads_written);
+    run_tasks(block, step, rank_step, Phase::push, family);
+  }
   block.sync_block(BarrierId::payloads_stored);
   constexpr auto kStepped = static_cast<unsigned>(SignalStage::stepped);
   if (peer && (rank_step.signal_mask >> thread & 1)) {
@@ -191,7 +214,7 @@ DTCOMM_DEVICE void run_step(const Block& block, const StepParams& step, const Fa
   }
   block.sync_block(BarrierId::payloads_arrived);
   if (shared.missing_rank) return;
-  run_tasks(block, step, rank_step, false, family);
+  run_tasks(block, step, rank_step, Phase::after_signals, family);
   if (step.ends && thread == 0) pad.epoch[static_cast<unsigned>(Algorithm::program)][index] = epoch + step.steps;
 }
 

@@ -58,6 +58,7 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
   if (spec.algorithm == Algorithm::program) {
     const LoweredSchedule& lowering = bench.programs.of(name_of(spec.collective), scenario.algorithm, spec.ranks);
     spec.steps = lowering.steps;
+    if (scenario.pushes) spec.inboxes = lowering.inboxes;
     for (std::size_t r = 0; r < count; ++r) spec.programs.push_back({*lowering.programs[r], lowering.step_of[r]});
     spec.buffer_layout.box_bytes = (cuda::box_bytes(spec) + 15) / 16 * 16;
   }
@@ -152,11 +153,11 @@ std::string describe(const Scenario& scenario) {
   std::snprintf(
       text, sizeof text,
       "%s, %s, of %zu elements, dtype %d, %d ranks, %u blocks, sections of %u granules, divisor %zu, op %d, "
-      "residual %d, in place %d, epilogue %d/%d of %zu, encodes own %d, rounds %d, splits %zu, calls %u%s, seed %u: ",
+      "residual %d, in place %d, epilogue %d/%d of %zu, encodes own %d, rounds %d, splits %zu, calls %u%s%s, seed %u: ",
       name_of(spec.collective), scenario.algorithm.c_str(), spec.numel, static_cast<int>(spec.dtype), spec.ranks,
       spec.blocks, spec.section, spec.divisor, static_cast<int>(spec.op), scenario.residual, scenario.in_place,
       scenario.bias, scenario.addend, scenario.features, spec.encodes_own, spec.rounds_sum, spec.splits.size(),
-      scenario.calls, scenario.alternates_plans ? " that vary" : "", scenario.seed);
+      scenario.calls, scenario.alternates_plans ? " that vary" : "", scenario.pushes ? ", pushes" : "", scenario.seed);
   return text + describe(spec.codec);
 }
 

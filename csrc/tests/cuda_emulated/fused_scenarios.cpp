@@ -10,12 +10,15 @@ bool is_program(const Kind& kind) {
 }
 
 const std::vector<Kind>& collective_kinds() {
-  static const std::vector<Kind> all = {{Collective::all_reduce, "two_shot"},     {Collective::all_reduce, "one_shot"},
-                                        {Collective::reduce_scatter, "one_shot"}, {Collective::all_gather, "one_shot"},
-                                        {Collective::all_to_all, "one_shot"},     {Collective::all_reduce, "ring"},
-                                        {Collective::all_reduce, "tree"},         {Collective::all_reduce, "halving"},
-                                        {Collective::all_reduce, "double_tree"},  {Collective::reduce_scatter, "ring"},
-                                        {Collective::all_gather, "ring"}};
+  static const std::vector<Kind> all = {
+      {Collective::all_reduce, "two_shot"},     {Collective::all_reduce, "one_shot"},
+      {Collective::reduce_scatter, "one_shot"}, {Collective::all_gather, "one_shot"},
+      {Collective::all_to_all, "one_shot"},     {Collective::all_reduce, "ring"},
+      {Collective::all_reduce, "tree"},         {Collective::all_reduce, "halving"},
+      {Collective::all_reduce, "double_tree"},  {Collective::reduce_scatter, "ring"},
+      {Collective::all_gather, "ring"},         {Collective::all_reduce, "ring", true},
+      {Collective::all_reduce, "tree", true},   {Collective::all_reduce, "double_tree", true},
+      {Collective::all_gather, "ring", true}};
   return all;
 }
 
@@ -43,6 +46,7 @@ Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kin
   Scenario scenario = make_scenario(kind.collective, kind.algorithm, ranks);
   cuda::FusedSpec& spec = scenario.spec;
   const bool whole = kind.collective == Collective::all_reduce, reduces = kind.collective <= Collective::reduce_scatter;
+  scenario.pushes = kind.pushes;
   spec.codec = codec;
   spec.dtype = dtypes[one_of(4)];
   spec.numel = 1 + one_of(granule * (whole ? n + 2 : ranks < 4 ? 3 : 2));
@@ -77,6 +81,7 @@ Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kin
 
 Scenario small_scenario(const Kind& kind, int ranks) {
   Scenario scenario = make_scenario(kind.collective, kind.algorithm, ranks);
+  scenario.pushes = kind.pushes;
   scenario.spec.codec.family = Family::integer;
   scenario.spec.codec.bits = 8;
   scenario.spec.codec.block = 32;
@@ -92,11 +97,17 @@ Scenario small_scenario(const Kind& kind, int ranks) {
 }
 
 std::vector<BarrierId> barriers_of(const Kind& kind) {
-  // The calls of a tree wait for each other by themselves.
-  if (kind.algorithm == std::string("tree"))
-    return {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived};
-  if (is_program(kind))
-    return {BarrierId::pointers_set, BarrierId::peers_entered, BarrierId::payloads_stored, BarrierId::payloads_arrived};
+  if (is_program(kind)) {
+    std::vector<BarrierId> all = {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived};
+    // The calls of a tree wait for each other by themselves. Where payloads are pushed, payloads_written comes between
+    // the peers' entering and the first store that they could see.
+    if (kind.pushes) {
+      all.push_back(BarrierId::payloads_written);
+    } else if (kind.algorithm != std::string("tree")) {
+      all.push_back(BarrierId::peers_entered);
+    }
+    return all;
+  }
   if (kind.collective == Collective::reduce_scatter || kind.collective == Collective::all_to_all) {
     return {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived, BarrierId::section_done};
   }
@@ -109,8 +120,9 @@ std::vector<BarrierId> barriers_of(const Kind& kind) {
 }
 
 const char* name_of(BarrierId barrier) {
-  const char* const names[] = {"pointers_set",    "payloads_stored",   "payloads_arrived", "sum_encoded",
-                               "payloads_pushed", "payloads_gathered", "peers_entered",    "section_done"};
+  const char* const names[] = {"pointers_set",  "payloads_stored", "payloads_arrived",
+                               "sum_encoded",   "payloads_pushed", "payloads_gathered",
+                               "peers_entered", "section_done",    "payloads_written"};
   return names[static_cast<unsigned>(barrier)];
 }
 

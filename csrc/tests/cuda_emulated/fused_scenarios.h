@@ -13,6 +13,7 @@ namespace dtcomm::cuda_emulated {
 struct Kind {
   cuda::Collective collective;
   const char* algorithm;
+  bool pushes = false;  // of a program
 };
 
 // Every collective with its direct algorithms, and algorithms whose programs differ in kind.

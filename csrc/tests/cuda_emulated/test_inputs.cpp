@@ -36,6 +36,10 @@ Programs::Programs(const std::string& folder) {
       lowering.step_of.push_back(numbers<int>(from, count));
       lowering.programs.push_back(
           std::make_shared<const Program>(Program::parse(rank, ranks, chunks, std::move(boxes), flat)));
+      from >> count;
+      const auto inbox = numbers<int>(from, 2 * count);
+      lowering.inboxes.emplace_back();
+      for (std::size_t i = 0; i < inbox.size(); i += 2) lowering.inboxes.back().emplace_back(inbox[i], inbox[i + 1]);
     }
     all_[{collective, algorithm, ranks}] = std::move(lowering);
   }

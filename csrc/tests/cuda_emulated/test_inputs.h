@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "codec/codec.h"
+#include "cuda/fused/collective.h"
 #include "engine/program.h"
 
 namespace dtcomm::cuda_emulated {
@@ -16,6 +17,7 @@ struct LoweredSchedule {
   int steps = 0;
   std::vector<std::shared_ptr<const Program>> programs;  // by rank
   std::vector<std::vector<int>> step_of;
+  std::vector<cuda::Inbox> inboxes;
 };
 
 class Programs {

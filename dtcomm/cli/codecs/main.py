@@ -24,6 +24,7 @@ from dtcomm.cli.codecs.measure import OnDevice
 from dtcomm.cli.perf import placement
 from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.codecs import Codec, codec, names
+from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.measure import device as device_info
 
 #: Options shown in addition to the defaults, by codec name.
@@ -59,11 +60,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def default_codecs() -> list[Codec]:
     """Return the codecs that are shown if the user names none: all, with `VARIANTS`, and those of ``--import``."""
-    return [
+    fixed = [
         codec(spec)
         for name in names()
         for spec in (name, *(f"{name}:{options}" for options in VARIANTS.get(name, ())))
     ]
+    return [*fixed, *VARIABLE_LENGTH.values()]
 
 
 def select_codecs(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:

@@ -175,7 +175,7 @@ def measure_error(codec: Codec, sample: Sample) -> tuple[Error, dict[str, Error]
 
 def comparison_block(codec: Codec) -> int:
     """Return the elements of a block of `worst_block`: the codec's block, a granule of a sparse codec, otherwise 32."""
-    if codec.in_python:
+    if codec.in_python or codec.variable_length:
         return BLOCK
     layout = codec.layout()
     if layout.kept:
@@ -256,6 +256,8 @@ class OnDevice:
 
     def measure(self, codec: Codec, size: int) -> Speed | str:
         """Return the median speed for ``size`` bytes of fp32, or why the device has no kernel for the codec."""
+        if codec.variable_length:
+            return f"codec {str(codec)!r} has no kernels for CUDA tensors"
         numel = max(1, size // 4)
         try:
             workloads = KernelWorkloads(codec, numel, buffer_sets_for(numel), self._device)
@@ -283,11 +285,12 @@ class OnDevice:
 def measure_speed(codec: Codec, size: int, seconds: float = SPEED_SECONDS) -> Speed:
     """Return the median speed for ``size`` bytes of fp32 in reused buffers."""
     x = torch.randn(max(1, size // 4), generator=torch.Generator().manual_seed(0))
-    payload = encode(codec, x, key=KEY)
+    memory = torch.empty(codec.wire_bytes(x.numel()), dtype=torch.uint8)
+    payload = encode(codec, x, key=KEY, out=memory)
     out = torch.empty_like(x)
     bytes_ = x.numel() * 4
     return Speed(
-        encode=bytes_ / _median_cpu_seconds(lambda: encode(codec, x, key=KEY, out=payload), seconds) / 1e9,
+        encode=bytes_ / _median_cpu_seconds(lambda: encode(codec, x, key=KEY, out=memory), seconds) / 1e9,
         decode=bytes_
         / _median_cpu_seconds(lambda: decode(codec, payload, x.numel(), out=out), seconds)
         / 1e9,
@@ -325,7 +328,13 @@ class CodecRow:
 
 
 def bits_per_element(codec: Codec) -> float:
-    """Return the bits per element of a long fp32 tensor, including scales, positions and padding."""
+    """Return the bits per element of a long fp32 tensor, including scales, positions and padding.
+
+    Of a codec whose payloads have a length that depends on the data: those of the first distribution.
+    """
+    if codec.variable_length:
+        (x,) = distributions()[0].tensors.values()
+        return 8 * encode(codec, x).numel() / x.numel()
     return 8 * codec.wire_bytes(codec.granularity) / codec.granularity
 
 

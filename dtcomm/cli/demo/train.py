@@ -140,8 +140,13 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        x = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+        x = x + self.mlp(self.before_mlp(x))
         return x
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the second branch adds; classes derived from this one may have another branch."""
+        y: torch.Tensor = self.down(functional.gelu(self.up(x)))
+        return y
 
 
 class GPT(nn.Module):

@@ -39,7 +39,7 @@ class Check:
         return {"name": self.name, "status": self.status, "summary": self.summary, **self.details}
 
 
-AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi")
+AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_vbmi2")
 # names in /proc/cpuinfo of the features that the native kernels use
 FEATURES = ("f16c", "avx2", "bmi1", "bmi2", *AVX512, "asimd")
 

@@ -7,7 +7,7 @@ Under torchrun it measures the bandwidth and latency between the ranks of the jo
 names a slow or failed host, rank or link (`dtcomm.cli.doctor.network`).
 
 ``dtcomm doctor --flight DIR`` reads the flight records that ranks wrote when an operation failed (DTCOMM_FLIGHT_DIR)
-and prints a diagnosis of each communicator.
+and prints a diagnosis of each communicator. ``--format torch`` writes them in the format of torch's Flight Recorder.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ link is named."""
 
 def main(argv: list[str]) -> int:
     """Run every check and print the report; return 0, or 1 if a check failed."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     if options.flight is not None:
+        if options.format == "torch":
+            return flight.write_for_torch(options.flight)
         return flight.report(options.flight, as_json=options.json)
+    if options.format != "text":
+        parser.error("--format torch needs --flight DIR")
     if all(name in os.environ for name in LAUNCHER):
         return _measure_job(options)
     results = [
@@ -111,6 +116,13 @@ def _parser() -> argparse.ArgumentParser:
         " inside=50gbit,20us;between=9gbit,100us; a link that misses them is a failure",
     )
     parser.add_argument("--flight", metavar="DIR", help="read the flight records of a failed run instead")
+    parser.add_argument(
+        "--format",
+        choices=("text", "torch"),
+        default="text",
+        help="with --flight: print a diagnosis (text, the default), or write DIR/torch for torch's Flight Recorder"
+        " analyser (torch)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

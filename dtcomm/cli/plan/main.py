@@ -1,6 +1,7 @@
 """Command ``dtcomm plan``: predict collective times on hardware you do not own, and whether a codec would pay.
 
-`options` has the flags, `dtcomm.planner` the models, `training` the training steps, and `report` the output.
+`options` and `job_options` have the flags, `dtcomm.planner` the models, `training` the training steps, `job` whole
+jobs, and `report` the output.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm import env
-from dtcomm.cli.plan import report
+from dtcomm.cli.plan import job, report
 from dtcomm.cli.plan.options import PlanOptions, parse
 from dtcomm.cli.plan.training import Training, of_model, of_record
 from dtcomm.cli.tune import measure as tune_measure
@@ -30,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.memory is not None:
         return report.estimate_memory(options)
+    if options.job is not None:
+        return job.plan_job(options)
     try:
         table = _table(options)
         placement = tune_measure.cpu_placement() if options.system.name == "local" and table.measured else ""

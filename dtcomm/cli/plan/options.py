@@ -15,8 +15,10 @@ import torch
 from dtcomm import algorithms, codecs
 from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
+from dtcomm.cli.plan import job_options
 from dtcomm.planner import hardware, training_model
 from dtcomm.planner.hardware import System, not_one_of
+from dtcomm.planner.job import PRESETS, ModelShape, find_model, is_preset, model_of_size
 
 EPILOG = """\
 examples
@@ -26,6 +28,8 @@ examples
   dtcomm plan reduce_scatter --system h100 --hosts 8 --model params=70B,layers=80,tokens=8192,dtype=bf16
   dtcomm plan --system h100 --hosts 2 --memory params=7B,layers=32,dtype=bf16
   dtcomm plan --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
+  dtcomm plan --model llama-70b --system h100 --hosts 8 --seq 8192 --batch 512       # a whole job: the best layout
+  dtcomm plan --model llama-8b --system h100 --sites 2 --wan 1gbit --rtt 75 --every 100    # across sites
 
 With --model, all_reduce is a step of DDP, which all-reduces gradients in buckets, and reduce_scatter one of FSDP, which
 gathers parameters twice and reduce-scatters gradients, layer by layer. In params and tokens K, M, B and T are powers of
@@ -128,6 +132,7 @@ class PlanOptions:
     algorithms: list[str]
     dtype: torch.dtype
     model: TrainingModel | None
+    job: job_options.JobOptions | None
     memory: training_model.ModelSize | None
     record: Path | None
     table: Path | None
@@ -146,7 +151,7 @@ def parse(argv: list[str] | None) -> PlanOptions:
     """Parse a command line; exits with status 2 and a line that names the flag if one is wrong."""
     parser = _Parser(
         prog="dtcomm plan",
-        description="Predict the time of a collective or a training step on a system, and the gain of codecs.",
+        description="Predict the time of a collective, a training step or a whole job, and the gain of codecs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -156,7 +161,7 @@ def parse(argv: list[str] | None) -> PlanOptions:
     system = parser.add_argument_group("the system")
     add = system.add_argument
     add("--system", metavar="NAME", type=_name_of(hardware.SYSTEMS),
-        help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs, each with a port; or local (this machine)")  # fmt: skip
+        help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs; or local (this machine)")  # fmt: skip
     add(
         "--inside",
         metavar="LINK",
@@ -217,7 +222,8 @@ def parse(argv: list[str] | None) -> PlanOptions:
     add("--algorithm", metavar="NAME", action="append", default=[],
         help="auto: the fastest for each codec; all: a row for each; or names (default auto)")  # fmt: skip
     add("--model", metavar="K=V,…", type=_model,
-        help="estimate a training step instead: params=7B and tokens=8192 (of a rank and step) or step_ms=900; "
+        help=f"a whole job: {', '.join(PRESETS)}, or params=70B alone. "
+        "Or a step of data parallelism: params=7B and tokens=8192 (of a rank and step) or step_ms=900; "
         f"[mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] [bucket=25M] [layers=32] "
         f"[feedback={'|'.join(FEEDBACKS)}]")  # fmt: skip
     add("--parameters", metavar="SPEC",
@@ -226,6 +232,7 @@ def parse(argv: list[str] | None) -> PlanOptions:
         help="estimate the memory of a model instead: params=7B[,layers=32][,dtype=bf16][,states=2]")  # fmt: skip
     add("--record", metavar="FILE", type=Path,
         help="replay a run's bucket-ready times (written by state.record of dtcomm.ddp) on this system")  # fmt: skip
+    job_options.add(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--plot", metavar="FILE", type=Path, nargs="?", const=Path("plan.png"), help="plot the estimates"
@@ -249,6 +256,10 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         path = getattr(arguments, name)
         if path is not None and not path.is_file():
             fail(f"--{name} {path}: there is no such file")
+    shape = None
+    if isinstance(arguments.model, ModelShape):
+        shape, arguments.model = arguments.model, None
+    job_options.refuse_combinations(fail, arguments, shape)
     _refuse_combinations(fail, arguments)
     try:
         specs = [str(codecs.codec(spec)) for spec in arguments.codec or ["int8"]]
@@ -269,6 +280,7 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         sizes = series(smallest, largest, arguments.stepbytes or 0, 1 if arguments.stepbytes else factor)
         if arguments.model is not None:
             arguments.model.compute_seconds(system.device)
+        job = job_options.options_of(arguments, shape, system, specs) if shape is not None else None
     except ValueError as error:
         fail(error)
     return PlanOptions(
@@ -280,6 +292,7 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         algorithms=[name for text in arguments.algorithm or ["auto"] for name in text.split(",")],
         dtype=DTYPES[dtype],
         model=arguments.model,
+        job=job,
         memory=arguments.memory,
         record=arguments.record,
         table=arguments.table,
@@ -350,6 +363,7 @@ def _system(arguments: argparse.Namespace) -> System:
         system = replace(system, device=hardware.find_device(arguments.device))
     if arguments.nics is not None:
         system = replace(system, nics=arguments.nics)
+    system = job_options.with_fabric(arguments, system)
     hosts, per_host = _hosts_and_ranks_per_host(arguments, system)
     system = replace(system, hosts=hosts, per_host=per_host)
     if system.name != "local" or system.device.generation:
@@ -387,7 +401,19 @@ def _name_of(valid: Iterable[str]) -> Callable[[str], str]:
     return convert
 
 
-def _model(text: str) -> TrainingModel:
+def _model(text: str) -> TrainingModel | ModelShape:
+    if is_preset(text.strip()):
+        return find_model(text.strip())
+    keys = [part.partition("=") for part in text.lower().split(",")]
+    if any("=" in text and key.strip() == "model" for key, _, _ in keys) or (
+        len(keys) == 1 and "=" not in text and not re.match(r"\s*\d", text)
+    ):
+        try:
+            return find_model(text.lower().removeprefix("model="))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    if {key.strip() for key, equals, _ in keys if equals} <= {"params", "layers"}:
+        return _whole_model(text)
     converters = {
         "params": ("params", parse_count),
         "tokens": ("tokens", parse_count),
@@ -401,6 +427,15 @@ def _model(text: str) -> TrainingModel:
     }
     try:
         return TrainingModel(**_key_values(text, converters))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _whole_model(text: str) -> ModelShape:
+    converters = {"params": ("params", parse_count), "layers": ("layers", count_argument(1))}
+    values = _key_values(text, converters)
+    try:
+        return model_of_size(values["params"], values.get("layers"))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

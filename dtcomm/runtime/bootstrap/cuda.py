@@ -15,7 +15,7 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange, require_equal
 from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU, FusedRanks, launcher_for, layout_for
-from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, why_not_peers
+from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, why_not_peers, why_pushed
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import NcclTransport
@@ -108,8 +108,12 @@ class CudaBootstrap(CpuBootstrap):
             pads = [memory.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
             timeout_ns = min(int(self._timeout.total_seconds() * 1e9), 2**63 - 1)
             launcher = launcher_for(self._device)
-            fused = FusedRanks(launcher, layout, memory.addresses, pads, self.rank, 1, timeout_ns)
+            pushed = {"on": "DTCOMM_PUSH=on", "off": ""}.get(env.get("DTCOMM_PUSH"), why_pushed(gpus))
+            fused = FusedRanks(
+                launcher, layout, memory.addresses, pads, self.rank, 1, timeout_ns, pushes=bool(pushed)
+            )
             self.reason = "all ranks reach each other's memory" + (f"; no {failure}" if failure else "")
+            self.reason += f"; schedules push payloads: {pushed}" if pushed else ""
             return PeerRuntime(fused, streams, fallback, self.names, memory.kind, memory, forced)
         if forced:
             raise DtcommError(f"DTCOMM_RUNTIME=peer, but {failure}")

@@ -16,9 +16,11 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.errors import ScheduleError
 from dtcomm.kernels.types import OPERATIONS
 from dtcomm.runtime.types import GEOMETRY, TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, lower
+from dtcomm.schedule.inboxes import Inbox, plan_inboxes, verify_inboxes
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Program, Reduce, Send
@@ -63,13 +65,15 @@ def blocks_of(device: torch.device, ranks: int = 1) -> int:
 
 class LoweredSchedule(NamedTuple):
     """The programs of all ranks. ``step_of`` holds the schedule's step of each instruction of each rank's program;
-    ``keeps_sums`` says whether some rank keeps sums from step to step.
+    ``keeps_sums`` says whether some rank keeps sums from step to step. ``inboxes`` are those of all ranks where senders
+    push payloads; empty where receivers load them.
     """
 
     programs: tuple[Program, ...]
     step_of: tuple[tuple[int, ...], ...]
     steps: int
     keeps_sums: bool
+    inboxes: tuple[Inbox, ...] = ()
 
     @property
     def chunks(self) -> int:
@@ -91,6 +95,7 @@ class LoweredSchedule(NamedTuple):
             ],
             "steps": self.steps,
             "keeps_sums": self.keeps_sums,
+            "inboxes": list(map(list, self.inboxes)),
         }
 
     def chunk_granules(self, spec: OpSpec, part: TensorSpec) -> int:
@@ -108,8 +113,14 @@ class LoweredSchedule(NamedTuple):
         )
 
 
-def lower_for_all_ranks(schedule: Schedule) -> LoweredSchedule:
-    """The programs of all ranks: every rank lowers them all, so that all agree on the memory that a call takes."""
+def lower_for_all_ranks(schedule: Schedule, pushes: bool = False) -> LoweredSchedule:
+    """The programs of all ranks: every rank lowers them all, so that all agree on the memory that a call takes.
+
+    With ``pushes``, senders store payloads into the receivers' inboxes, which is proven first.
+
+    Raises:
+        ScheduleError: A payload cannot be pushed to a rank that reads it. The message names rank, step and chunk.
+    """
     ranks = range(schedule.ranks)
     programs = tuple(lower(schedule, rank) for rank in ranks)
     keeps_sums = any(
@@ -118,7 +129,11 @@ def lower_for_all_ranks(schedule: Schedule) -> LoweredSchedule:
         for instruction in program.instructions
     )
     step_of = tuple(steps(schedule, rank) for rank in ranks)
-    return LoweredSchedule(programs, step_of, max(schedule.steps, 1), keeps_sums)
+    count = max(schedule.steps, 1)
+    inboxes = plan_inboxes(programs) if pushes else ()
+    if pushes:
+        verify_inboxes(programs, step_of, count, inboxes)
+    return LoweredSchedule(programs, step_of, count, keeps_sums, inboxes)
 
 
 class Launcher(Protocol):
@@ -250,6 +265,8 @@ class FusedRanks:
         first_rank: The first local rank.
         local_ranks: Number of local ranks: 1 in a process of its own, or all of them as virtual ranks.
         timeout_ns: Nanoseconds for which a kernel waits for one signal.
+        pushes: Whether kernels of lowered schedules store payloads into the receivers' memory, so that no rank loads
+            from a peer's, as those of the direct algorithms always do. The same on all ranks.
     """
 
     def __init__(
@@ -261,7 +278,9 @@ class FusedRanks:
         first_rank: int,
         local_ranks: int,
         timeout_ns: int = TIMEOUT_NS,
+        pushes: bool = False,
     ) -> None:
+        self.pushes = pushes
         self.ranks, self.first_rank, self.local_ranks = len(memory), first_rank, local_ranks
         self.buffer_layout = buffer_layout
         self.pads = pads
@@ -278,7 +297,12 @@ class FusedRanks:
         reason = why_not(spec, self.ranks, schedule)
         if reason:
             raise NoFusedKernel(reason)
-        program = None if _is_direct(spec) or schedule is None else lower_for_all_ranks(schedule)
+        program = None
+        if schedule is not None and not _is_direct(spec):
+            try:
+                program = lower_for_all_ranks(schedule, self.pushes)
+            except ScheduleError as error:
+                raise NoFusedKernel(f"{spec.algorithm} cannot be pushed: {error}") from None
         launches = []
         for index, part in enumerate(spec.parts):
             if part.numel:

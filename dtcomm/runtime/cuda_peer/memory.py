@@ -53,10 +53,12 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
     """What ranks tell each other about their GPU.
 
     ``id`` is the GPU's UUID, ``sees`` and ``reaches`` are the UUIDs of the GPUs that this process sees and those whose
-    memory its GPU can access, ``blocks`` is the largest grid, and ``trouble`` says why the GPU cannot take part.
+    memory its GPU can access, ``nvlinks`` are those that it is connected with by NVLink (None: unknown), ``blocks`` is
+    the largest grid, and ``trouble`` says why the GPU cannot take part.
     """
     if device.type != "cuda":
-        return {"id": "", "sees": [], "reaches": [], "blocks": 1, "trouble": f"{device} is no CUDA device"}
+        trouble = f"{device} is no CUDA device"
+        return {"id": "", "sees": [], "reaches": [], "nvlinks": None, "blocks": 1, "trouble": trouble}
     ids = visible_gpu_ids()
     own = torch.cuda.current_device() if device.index is None else device.index
     reaches = [
@@ -69,6 +71,7 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
         "id": ids[own],
         "sees": ids,
         "reaches": reaches,
+        "nvlinks": nvlinks_of(own, ids),
         "blocks": blocks_of(device),
         "trouble": "" if built else "the module _cuda was not built",
     }
@@ -77,6 +80,41 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
 def visible_gpu_ids() -> list[str]:
     """The UUIDs of the GPUs that this process sees, by device index."""
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def nvlinks_of(gpu: int, ids: Sequence[str]) -> list[str] | None:
+    """The ids of the GPUs that NVLink connects with this one, directly or through a switch; None where it is unknown.
+
+    Args:
+        gpu: The index of a GPU that this process sees.
+        ids: The ids of all GPUs that it sees.
+    """
+    try:
+        from torch._C._autograd import DeviceType
+
+        native: Any = torch._C._distributed_c10d  # not public: it asks the driver
+        links = native._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[gpu]
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    return [gpu_id for gpu_id, count in zip(ids, links, strict=False) if count]
+
+
+def why_pushed(gpus: Sequence[dict[str, Any]]) -> str:
+    """Why ranks should not load from their peers' memory; empty where NVLink connects all pairs of GPUs.
+
+    Args:
+        gpus: ``describe_gpu`` of every rank.
+    """
+    for rank, gpu in enumerate(gpus):
+        for peer, other in enumerate(gpus):
+            if other["id"] == gpu["id"]:
+                continue
+            pair = f"the GPUs of ranks {rank} and {peer}"
+            if gpu["nvlinks"] is None or other["id"] not in gpu["sees"]:
+                return f"whether NVLink connects {pair} is unknown"
+            if other["id"] not in gpu["nvlinks"]:
+                return f"NVLink does not connect {pair}"
+    return ""
 
 
 def why_not_peers(gpus: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]], forced: bool) -> str:

@@ -148,12 +148,17 @@ class PeerRuntime(StreamRuntime[FusedPlan | FallbackPlan]):
         self._require_usable()
 
     def info(self) -> dict[str, Any]:
-        """Facts for reports. ``elsewhere`` counts the calls that had no fused kernel, by reason."""
+        """Facts for reports.
+
+        ``elsewhere`` counts the calls that had no fused kernel, by reason. ``pushes`` says whether kernels of lowered
+        schedules load from no peer's memory.
+        """
         fallback = self._fallback.info()
         return {
             "runtime": self.name,
             "transport": f"fused kernels over {self._memory} of {self._streams.device}",
             "kernels": "fused",
+            "pushes": self._fused.pushes,
             "operations": self._operations + fallback["operations"],
             "wire_bytes": self._wire_bytes + fallback["wire_bytes"],
             "elsewhere": dict(self._reasons),

@@ -100,7 +100,7 @@ def call(what: str, n: int) -> None:
     elif what == "all_gather_coalesced":
         collectives.all_gather_coalesced([whole], [x], codec="lossless")
     elif what == "async":
-        collectives.all_gather(whole, x, codec="lossless", async_op=True)
+        collectives.broadcast(x, 0, codec="lossless", async_op=True)
     elif what == "residual":
         collectives.broadcast(x, 0, codec="lossless", residual=torch.zeros(8))
     elif what == "levels":
@@ -131,6 +131,44 @@ def test_every_bit_arrives_over_gloo() -> None:
 
 def test_other_operations_refuse_it_with_the_reason() -> None:
     run_ranks(refuse_the_rest, 2)
+
+
+def copy_other_sizes(rank: int, n: int, kind: str) -> str:
+    """Call with another number of elements on rank 1; the source or sender is rank 0."""
+    numel = 100 if rank == 0 else 10
+    x = torch.ones(numel)
+    with pytest.raises(CollectiveMismatch) as error:
+        if kind == "broadcast":
+            collectives.broadcast(x, 0, codec="lossless")
+        else:
+            collectives.scatter(x, torch.ones(n * numel) if rank == 0 else None, 0, codec="lossless")
+    collectives.all_reduce(x[:10])  # no rank waits for payloads, so the communicator is as before
+    assert x[:10].eq(n).all()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "scatter"])
+def test_the_source_raises_as_well(kind: str) -> None:
+    first, second = run_ranks(copy_other_sizes, 2, kind)
+    assert first == "rank 1 of the group has 10 elements of torch.float32, this rank has 100"
+    assert second == "rank 0 of the group has 100 elements of torch.float32, this rank has 10"
+
+
+def exchange_other_sizes(rank: int, n: int) -> str:
+    x = torch.ones(110)
+    sent = [100, 10]
+    received = [100, 100] if rank == 0 else [9, 10]  # rank 0 sends 10 elements to rank 1
+    with pytest.raises(CollectiveMismatch) as error:
+        collectives.all_to_all(torch.ones(sum(received)), x, received, sent, codec="lossless")
+    collectives.all_reduce(x)
+    assert x.eq(n).all()
+    return str(error.value)
+
+
+def test_both_ends_of_an_exchange_raise() -> None:
+    first, second = run_ranks(exchange_other_sizes, 2)
+    assert first == "rank 1 of the group expects 9 elements of torch.float32, this rank sends 10"
+    assert second == "rank 0 of the group sends 10 elements of torch.float32, this rank expects 9"
 
 
 def gather_other_sizes(rank: int, n: int) -> str:

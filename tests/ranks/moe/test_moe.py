@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dtcomm import moe
 from dtcomm.launch.ranks import run_ranks
 
-TOKENS, FEATURES, EXPERTS = 13, 32, 6
+TOKENS, FEATURES, EXPERTS = 13, 32, 12
 
 
 def make_case(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -44,7 +44,7 @@ def compare_to_dense(rank: int, ranks: int, codec: str, tolerance: float) -> Non
     ]
     inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
     tokens, route = moe.dispatch(inputs[0], experts, EXPERTS, codec=codec, backward_codec=codec)
-    assert sum(route.counts) == len(tokens) == sum(route.received)
+    assert sum(route.counts) == len(tokens)
     outputs = [torch.tanh(rows @ matrix) for rows, matrix in zip(route.split(tokens), local, strict=True)]
     actual = moe.combine(torch.cat(outputs), route, inputs[1])
     dense_inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
@@ -97,7 +97,7 @@ def compare_padded_to_dense(rank: int, ranks: int, codec: str, tolerance: float)
         close(local.grad[number], totals[rank * local_count + number], tolerance)
 
 
-@pytest.mark.parametrize(("ranks", "codec"), [(1, "none"), (2, "int8"), (3, "none")])
+@pytest.mark.parametrize(("ranks", "codec"), [(1, "none"), (2, "int8"), (3, "none"), (4, "none")])
 def test_padded_equals_the_dense_mixture(ranks: int, codec: str) -> None:
     run_ranks(compare_padded_to_dense, ranks, codec, 1e-5 if codec == "none" else 0.06)
 
@@ -105,7 +105,7 @@ def test_padded_equals_the_dense_mixture(ranks: int, codec: str) -> None:
 def check_capacity(rank: int, ranks: int) -> None:
     """Of four rows for one expert two are dropped; a rank without tokens takes part."""
     x = torch.arange(1.0, 5.0)[:, None].repeat(1, FEATURES) if rank else torch.ones(0, FEATURES)
-    rows, route = moe.dispatch_padded(x, torch.full((len(x),), 3), 4, 2)
+    rows, route = moe.dispatch_padded(x, torch.full((len(x),), 3), 4, 2, codec="none")
     assert int(route.dropped) == (2 if rank else 0)
     assert route.counts.tolist() == ([[0, 0], [0, 0]] if rank == 0 else [[0, 0], [0, 2]])
     # What experts write to rows that are not in use does not matter.
@@ -116,6 +116,7 @@ def check_capacity(rank: int, ranks: int) -> None:
         ((x, torch.full((len(x),), 3), 4, 0), "capacity: expected a positive number of rows, got 0"),
         ((x, torch.full((len(x),), 3), 5, 2), "num_experts: 5 experts are not divisible"),
         ((x, torch.zeros(7, dtype=torch.long), 4, 2), "experts: expected integers"),
+        ((x, torch.zeros(len(x), 5, dtype=torch.long), 4, 2), "experts: expected 1 to 4 choices"),
     ):
         with pytest.raises(ValueError, match=message):
             moe.dispatch_padded(*arguments)
@@ -137,7 +138,7 @@ def close(actual: Any, expected: Any, tolerance: float) -> None:
     assert error <= tolerance * max(size, 1e-6), (error, size)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_uncompressed_equals_the_dense_mixture(ranks: int) -> None:
     run_ranks(compare_to_dense, ranks, "none", 1e-5)
 
@@ -150,7 +151,7 @@ def test_compressed_is_close_to_the_dense_mixture(codec: str) -> None:
 def check_rank_without_tokens(rank: int, ranks: int) -> None:
     """One rank has no tokens, and all tokens go to one expert."""
     x = torch.ones(0 if rank == 0 else 4, FEATURES)
-    tokens, route = moe.dispatch(x, torch.full((len(x),), 3), 4)
+    tokens, route = moe.dispatch(x, torch.full((len(x),), 3), 4, codec="none")
     assert route.counts == ((0, 0) if rank == 0 else (0, 4))
     y = moe.combine(tokens * 2, route)
     assert torch.equal(y, x * 2)
@@ -167,9 +168,28 @@ def check_refusals(rank: int, ranks: int) -> None:
         (torch.zeros(3, dtype=torch.long), 4, r"experts: expected integers \[4\]"),
         (torch.full((4,), 7), 4, "experts: expected 0 to 3, got 7 to 7"),
         (torch.zeros(4, dtype=torch.long), 5, "num_experts: 5 experts are not divisible by the 2 ranks"),
+        (torch.zeros(4, 5, dtype=torch.long), 4, "experts: expected 1 to 4 choices a token"),
     ):
         with pytest.raises(ValueError, match=message):
             moe.dispatch(x, experts, total)
+    chosen = torch.zeros(4, dtype=torch.long)
+    for options, message in (
+        ({"capacity": 0}, "capacity: expected a positive number of rows, got 0"),
+        ({"capacity": 2.5}, "capacity: expected a positive number of rows, got 2.5"),
+        ({"priorities": torch.ones(3)}, r"priorities: expected \[4, 1\]"),
+        ({"codec": "sign"}, "codec: sign loses 60% of the tokens"),
+        ({"combine_codec": "int2"}, "combine_codec: int2 loses .* of the experts' outputs"),
+        ({"backward_codec": "topk:ratio=0.01"}, "backward_codec: topk.* loses .* of the gradients"),
+        ({"codec": "fp9"}, "codec: unknown codec 'fp9'"),
+        ({"codec": "none/fp8_e4m3"}, "codec: .* names a codec for each level"),
+        ({"codec": "lossless"}, "codec: lossless has payloads of a length that depends on the data"),
+        ({"codec": "exact"}, "codec: exact is for sums"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            moe.dispatch(x, chosen, 4, **options)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="x: expected fp32, fp16 or bf16, got"):
+        moe.dispatch(x.double(), chosen, 4)
+    assert len(moe.dispatch(x, chosen, 4, codec="sign", allow_inaccurate=True)[0]) == (8 if rank == 0 else 0)
     with pytest.raises(ValueError, match="x: expected"):
         moe.dispatch(x[0], torch.zeros(4, dtype=torch.long), 4)
     tokens, route = moe.dispatch(x, torch.zeros(4, dtype=torch.long), 4)

@@ -158,7 +158,7 @@ def check_refusals(rank: int, ranks: int) -> None:
         ({"nowhere.*": "row"}, "'nowhere.\\*' matches no module of SmallModel"),
         ({"up": "vocabulary"}, "up is a Linear; the kind vocabulary expects an Embedding"),
         ({"embed": "row"}, "embed is a Embedding; the kinds column and row"),
-        ("bert", "unknown 'bert'; valid: llama"),
+        ("t5", "unknown 't5'; valid: llama"),
         (None, "no built-in plan for models of type 'SmallModel'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.pages import PAGES, kept
+from bench.pages import PAGES, between_marks
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ def test_a_page_says_what_was_measured(
 ) -> None:
     written = page.read_text(encoding="utf-8")
     between = written.split(f"<!-- {marks}:begin -->")[1].split(f"<!-- {marks}:end -->")[0]
-    assert between.strip() == text(*map(kept, programs)).strip(), "python -m bench.pages writes it anew"
+    assert between.strip() == between_marks(text, programs).strip(), "python -m bench.pages writes it anew"

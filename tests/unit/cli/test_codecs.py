@@ -37,13 +37,25 @@ def rows_by_spec(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, di
 
 def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_by_spec(capsys)
-    assert set(names()) <= set(rows)
+    assert {*names(), "lossless"} <= set(rows)
     for spec, row in rows.items():
         layout = codec(spec)
         assert row["family"] == layout.name
-        assert row["bits_per_element"] * layout.granularity == 8 * layout.wire_bytes(layout.granularity)
+        if not layout.variable_length:
+            assert row["bits_per_element"] * layout.granularity == 8 * layout.wire_bytes(layout.granularity)
         assert list(row["errors"]) == ["Gaussian", "Laplace", "Student-t"]
         assert all(error["relative_l2"] is not None for error in row["errors"].values())
+
+
+def test_the_size_of_lossless_is_that_of_a_gaussian_tensor(capsys: pytest.CaptureFixture[str]) -> None:
+    """An exponent's code takes 3 bits instead of 8; few exponents are stored apart."""
+    argv = ["--codec", "lossless", "--numel", "64", "--size", "64K", "--json"]
+    assert codecs_command.main(argv) == 0
+    (row,) = json.loads(capsys.readouterr().out)["codecs"]
+    assert 27 < row["bits_per_element"] < 27.5 and row["encode_gbps"] > 0 and row["decode_gbps"] > 0
+    assert all(error["relative_l2"] == 0 for error in row["errors"].values())
+    on_gpu = OnDevice(torch.device("cpu"), copied=1 << 12).measure(codec("lossless"), 1 << 12)
+    assert on_gpu == "codec 'lossless' has no kernels for CUDA tensors"
 
 
 def test_codecs_of_an_imported_module_have_rows(

@@ -241,12 +241,12 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--system", "h300"], "argument --system: 'h300' is not one of a100, h100, h200, b200, local"),
+        (["--system", "h300"], "argument --system: 'h300' is not one of a100, h100, h200, b200, v100"),
         (["--system", "H-100"], "did you mean 'h100'?"),
         (["allreduce"], "is not one of all_reduce, reduce_scatter"),
         (["allreduce"], "did you mean 'all_reduce'?"),
         (["--device", "H10"], "did you mean 'h100'?"),
-        (["--inside", "wet string"], "link: 'wet string' is not one of nvlink3"),
+        (["--inside", "wet string"], "link: 'wet string' is not one of nvlink2"),
         (["--inside", "nvlink44"], "did you mean 'nvlink4'?"),
         (["--system", "h100", "--inside", "nvlink4"], "--system and --inside: give one of them"),
         (["--system", "h100", "--ranks", "12"], "--ranks 12: does not divide into hosts of 8"),

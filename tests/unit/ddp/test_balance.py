@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dtcomm.ddp import BalancedSampler
-from dtcomm.ddp.balance import RankSpeed, divide, find_stragglers
+from dtcomm.ddp.balance import divide
+from dtcomm.profiling import RankSpeed, find_stragglers
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ def python(name: str, code: str, seconds: float = 60) -> Step:
 def test_the_most_valuable_steps_come_first(tmp_path: Path) -> None:
     steps = gpu_check.visit([], tmp_path)
     names = [step.name for step in steps]
-    assert names[:5] == ["device", "communication", "bench-fused", "kernels", "bench-codecs"]
-    assert names[5:7] == ["memcheck", "racecheck"] and set(names[7:]) <= {"bench-threads"}
+    assert names[:6] == ["device", "communication", "inference", "bench-fused", "kernels", "bench-codecs"]
+    assert names[6:8] == ["memcheck", "racecheck"] and set(names[8:]) <= {"bench-threads"}
     assert all(step.seconds <= 250 for step in steps)  # several of them fit into a command of ten minutes
     # A benchmark stops itself before it is cut off, and writes its result to the folder of the visit.
     for step in steps:
@@ -66,3 +66,21 @@ def test_nothing_else_runs_without_a_device(tmp_path: Path) -> None:
     steps = [python("device", "raise SystemExit(3)"), python("kernels", "")]
     assert run_all(steps, 60, tmp_path, tmp_path / "visit.json") == 1
     assert not (tmp_path / "kernels.log").exists()
+
+
+def test_every_device_test_belongs_to_one_step() -> None:
+    """A file that no step names belongs to communication, which runs the folder without the files of the others."""
+    commands = {step.name: list(step.command) for step in gpu_check.steps([])}
+    files = {str(path) for path in gpu_check.HERE.glob("test_*.py")}
+    named = {
+        name: {argument for argument in commands[name] if argument in files}
+        for name in ("inference", "kernels")
+    }
+    assert named["inference"] == {str(gpu_check.HERE / "test_inference.py")} and named["kernels"]
+    ignored = {
+        argument.removeprefix("--ignore=")
+        for argument in commands["communication"]
+        if argument.startswith("--ignore=")
+    }
+    assert ignored == named["inference"] | named["kernels"]
+    assert str(gpu_check.HERE) in commands["communication"]

@@ -41,7 +41,7 @@ def test_links_by_rate_and_by_parameters() -> None:
     assert find_port("40gbit").kind == "tcp"
     assert find_port("300Gbit").kind == "rdma"
     assert find_port({"kind": "tcp", "gbytes": 1, "latency_us": 2}).bandwidth == 1e9
-    with pytest.raises(ValueError, match="link: 'nvlink9' is not one of nvlink3"):
+    with pytest.raises(ValueError, match="link: 'nvlink9' is not one of nvlink2"):
         find_port("nvlink9")
     with pytest.raises(ValueError, match="link: 'speed' is not one of gbytes, kind"):
         find_port({"speed": 1})

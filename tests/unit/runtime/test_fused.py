@@ -12,7 +12,17 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.kernels.inputs import floats
 from tests.unit.runtime.simulated_cases import SHARDS_IN, SHARDS_OUT
 
-SPECS = ("none", "fp16", "bf16", "int8", "int8:block=128", "int4", "fp8_e4m3")
+SPECS = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "int8:block=128",
+    "int4",
+    "int4:spikes=1",
+    "int4:block=128,spikes=1",
+    "fp8_e4m3",
+)
 DIRECT = {
     "all_reduce": ("two_shot", "one_shot"),
     "reduce_scatter": ("one_shot",),

@@ -10,6 +10,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
 from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
+from dtcomm.runtime.cuda_peer import launch
 from dtcomm.runtime.cuda_peer.launch import NoFusedKernel, why_not
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer, verify
@@ -34,10 +35,13 @@ def compare_with_engine(virtual: VirtualRanks, fused: Case, reference: Case) -> 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_algorithm_matches_engine_bytes(spec: str, ranks: int) -> None:
-    virtual = VirtualRanks(ranks, box_bytes=512 * 1024, seed=ranks)
+    loading, pushing = (
+        VirtualRanks(ranks, box_bytes=2**19, seed=ranks, pushes=pushes) for pushes in (False, True)
+    )
     for turn, (collective, algorithm) in enumerate(NAMES):
-        # Sizes, types and options take turns.
+        # Sizes, types, options and where payloads lie take turns.
         turn += ranks + SPECS.index(spec)
+        virtual = pushing if turn // 6 % 2 else loading
         options = {
             "op": ("sum", "avg")[turn % 2] if collective in REDUCING else "sum",
             "dtype": (torch.float32, torch.bfloat16, torch.float16)[turn // 2 % 3],
@@ -50,16 +54,35 @@ def test_every_algorithm_matches_engine_bytes(spec: str, ranks: int) -> None:
             for _ in "ab"
         ]
         compare_with_engine(virtual, *pair)
+    loading.check()
+    pushing.check()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("spec", ["none", "int8", "int4:block=128,spikes=1"])
+def test_pushed_programs_match_engine_bytes(spec: str, ranks: int) -> None:
+    virtual = VirtualRanks(ranks, seed=ranks, pushes=True)
+    for turn, (collective, algorithm) in enumerate(NAMES):
+        options = {"integers": False, "feedback": turn % 2 == 0}
+        numels = [(1, 2100)[turn % 2]]
+        pair = [
+            make_case(random.Random(turn), ranks, collective, algorithm, [spec], numels, **options)
+            for _ in "ab"
+        ]
+        compare_with_engine(virtual, *pair)
     virtual.check()
 
 
-def test_tensor_larger_than_memory_is_cut_into_pieces() -> None:
+@pytest.mark.parametrize("pushes", [False, True])
+def test_tensor_larger_than_memory_is_cut_into_pieces(pushes: bool) -> None:
     """The memory holds two granules of each chunk at a time; then it is too small for any."""
     ranks, spec = 3, "int8"
-    uncut = VirtualRanks(ranks)
+    uncut = VirtualRanks(ranks, pushes=pushes)
     for algorithm in ("ring", "tree"):
-        boxes = 4 * codec(spec).wire_bytes(1024) + (4 * 1024 if algorithm == "tree" else 0)
-        cut = VirtualRanks(ranks, box_bytes=2 * boxes)
+        boxes = 4 * codec(spec).wire_bytes(1024) * (2 if pushes else 1) + (
+            4 * 1024 if algorithm == "tree" else 0
+        )
+        cut = VirtualRanks(ranks, box_bytes=2 * boxes, pushes=pushes)
         pair = [
             make_case(random.Random(1), ranks, "all_reduce", algorithm, [spec], [16_000], feedback=True)
             for _ in "ab"
@@ -72,7 +95,9 @@ def test_tensor_larger_than_memory_is_cut_into_pieces() -> None:
         compare_with_engine(uncut, *another_pair)
         cut.check()
     with pytest.raises(NoFusedKernel, match="box_bytes must be"):
-        VirtualRanks(ranks, box_bytes=1024).plan("all_reduce", 9, torch.float32, spec, algorithm="ring")
+        VirtualRanks(ranks, box_bytes=1024, pushes=pushes).plan(
+            "all_reduce", 9, torch.float32, spec, algorithm="ring"
+        )
 
 
 def test_messages_of_several_tensors() -> None:
@@ -138,10 +163,11 @@ def two_step_schedule(ranks: int, chunks: int) -> Schedule:
     return schedule
 
 
+@pytest.mark.parametrize("pushes", [False, True])
 @pytest.mark.parametrize("chunks", [16, 17, 33, 70])
-def test_step_with_more_tasks_than_one_launch_takes(chunks: int) -> None:
+def test_step_with_more_tasks_than_one_launch_takes(chunks: int, pushes: bool) -> None:
     ranks, numel = 3, 1024 * chunks - 5
-    virtual, schedule = VirtualRanks(ranks, box_bytes=2**19), two_step_schedule(ranks, chunks)
+    virtual, schedule = VirtualRanks(ranks, box_bytes=2**19, pushes=pushes), two_step_schedule(ranks, chunks)
     shape = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("int8")),), "my own")
     fused, reference = (
         [
@@ -158,10 +184,11 @@ def test_step_with_more_tasks_than_one_launch_takes(chunks: int) -> None:
     virtual.check()
 
 
+@pytest.mark.parametrize("pushes", [False, True])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "halving"])
-def test_absent_rank_of_emulated_program_is_named(algorithm: str) -> None:
+def test_absent_rank_of_emulated_program_is_named(algorithm: str, pushes: bool) -> None:
     for absent in range(4):
-        virtual = VirtualRanks(4, absent=absent)
+        virtual = VirtualRanks(4, absent=absent, pushes=pushes)
         virtual.all_reduce([torch.ones(3000) for _ in range(4)], codec="int8", algorithm=algorithm)
         missing = {int(pad) for rank, pad in enumerate(virtual.fused.pads) if rank != absent}
         assert missing == {1 + absent}
@@ -185,3 +212,18 @@ def test_reason_when_no_program_exists() -> None:
     assert "int32" in why_not(
         shape._replace(parts=(TensorSpec(9, torch.int32, codec("none")),)), 4, two_hosts
     )
+
+
+def test_programs_without_a_place_for_a_payload_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native plan checks the inboxes itself; a schedule that cannot be pushed is named."""
+    plan_inboxes = launch.plan_inboxes
+    monkeypatch.setattr(launch, "plan_inboxes", lambda programs: ((), *plan_inboxes(programs)[1:]))
+    virtual = VirtualRanks(2, pushes=True)
+    refusal = "ring cannot be pushed: rank 1 step 0 chunk 0: payload 0 of rank 1 has no place in the inbox of rank 0"
+    with pytest.raises(NoFusedKernel, match=refusal):
+        virtual.plan("all_reduce", 9, torch.float32, "int8", algorithm="ring")
+    monkeypatch.setattr(launch, "verify_inboxes", lambda *_: None)
+    with pytest.raises(
+        NoFusedKernel, match="inboxes: payload 0 of rank 1 has no place in the inbox of rank 0"
+    ):
+        virtual.plan("all_reduce", 9, torch.float32, "int8", algorithm="ring")

@@ -4,6 +4,8 @@ of all ranks as one; also the information that ranks exchange about their device
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap import cuda
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 from dtcomm.runtime.communicator import SingleRankRuntime
-from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU, FusedPlan, FusedRanks, PeerBufferLayout
-from dtcomm.runtime.cuda_peer.memory import describe_gpu, why_not_peers
+from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU, FusedPlan, FusedRanks, PeerBufferLayout, layout_for
+from dtcomm.runtime.cuda_peer.memory import PeerBuffers, describe_gpu, nvlinks_of, why_not_peers, why_pushed
 from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.ranks.runtime.test_on_streams import CheckedRanks
@@ -64,7 +66,9 @@ class JoinedLauncher:
 class CheckedPeers(CheckedRanks):
     """Peer runtimes over runtimes on streams; the order of all accesses is checked."""
 
-    def __init__(self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "") -> None:
+    def __init__(
+        self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "", pushes: bool = False
+    ) -> None:
         super().__init__(ranks, leave_out)
         size = _C.fused_bytes(ranks, LAYOUT)
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
@@ -79,6 +83,7 @@ class CheckedPeers(CheckedRanks):
                     [self.memory[rank][_C.MISSING_OFFSET :][:4].view(torch.int32)],
                     rank,
                     1,
+                    pushes=pushes,
                 ),
                 streams,
                 self.below[rank],
@@ -95,8 +100,11 @@ def shape_of(algorithm: str = "two_shot", spec: str = "int8", numels: tuple[int,
     return OpSpec("all_reduce", "avg", parts, algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
-def test_peer_runtimes_match_engine_bytes(algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "pushes"),
+    [("two_shot", False), ("ring", False), ("tree", False), ("ring", True), ("tree", True)],
+)
+def test_peer_runtimes_match_engine_bytes(algorithm: str, pushes: bool) -> None:
     """A message of three tensors, synchronous and asynchronous, whose results the caller's stream uses."""
     numels, ranks = (3000, 0, 1), 3
     shape = shape_of(algorithm, numels=numels)
@@ -118,8 +126,9 @@ def test_peer_runtimes_match_engine_bytes(algorithm: str) -> None:
         assert [entry.stage for entry in runtime.flight_entries()] == ["done", "done"]
         info = runtime.info()
         assert info["runtime"] == "peer" and info["operations"] == 2 and info["elsewhere"] == {}
+        assert info["pushes"] is pushes
 
-    peers = CheckedPeers(ranks)
+    peers = CheckedPeers(ranks, pushes=pushes)
     assert peers.run(work) == []
     for at, numel in enumerate(numels):
         if numel:
@@ -183,8 +192,17 @@ def test_absent_rank_is_named_by_the_next_call(algorithm: str) -> None:
     run_on_all_ranks(3, work, absent=1)
 
 
-def gpu_info(gpu: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = "") -> dict:
-    return {"id": gpu, "reaches": list(reaches), "sees": list(sees), "blocks": 8, "trouble": trouble}
+def gpu_info(
+    gpu: str = "a", reaches: str = "ab", sees: str = "ab", trouble: str = "", nvlinks: str | None = None
+) -> dict:
+    return {
+        "id": gpu,
+        "reaches": list(reaches),
+        "sees": list(sees),
+        "nvlinks": None if nvlinks is None else list(nvlinks),
+        "blocks": 8,
+        "trouble": trouble,
+    }
 
 
 @pytest.mark.parametrize(
@@ -214,6 +232,84 @@ def test_cpu_is_reported_as_no_cuda_device() -> None:
     assert "no CUDA device" in describe_gpu(torch.device("cpu"))["trouble"]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        ([gpu_info("a", nvlinks="b"), gpu_info("b", nvlinks="a")], ""),
+        ([gpu_info("a", nvlinks="b"), gpu_info("a", nvlinks="b")], ""),  # ranks that share a GPU
+        (
+            [gpu_info("a", nvlinks=""), gpu_info("b", nvlinks="")],
+            "NVLink does not connect the GPUs of ranks 0 and 1",
+        ),
+        (
+            [gpu_info("a", nvlinks="b"), gpu_info("b")],
+            "whether NVLink connects the GPUs of ranks 1 and 0 is unknown",
+        ),
+        (
+            [gpu_info("a", nvlinks="", sees="a"), gpu_info("b")],
+            "ranks 0 and 1 is unknown",
+        ),  # hidden from rank 0
+        (
+            [
+                gpu_info(gpu, nvlinks=links, sees="abc")
+                for gpu, links in (("a", "bc"), ("b", "a"), ("c", "a"))
+            ],
+            "NVLink does not connect the GPUs of ranks 1 and 2",
+        ),
+    ],
+)
+def test_reason_why_schedules_push(gpus: list, reason: str) -> None:
+    assert why_pushed(gpus) == reason == "" or (reason and reason in why_pushed(gpus))
+
+
+def test_nvlinks_come_from_torch_or_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nvlinks_of(0, ["a", "b"]) is None  # this torch has no CUDA
+    matrix = SimpleNamespace(matrix=[[0, 0, 18], [0, 0, 0], [18, 0, 0]])
+    monkeypatch.setattr(torch._C._distributed_c10d, "_detect_dma_connectivity", lambda *_: matrix)
+    assert [nvlinks_of(gpu, ["a", "b", "c"]) for gpu in range(3)] == [["c"], [], ["a"]]
+    monkeypatch.delattr(torch._C._distributed_c10d, "_detect_dma_connectivity")
+    assert nvlinks_of(0, ["a", "b"]) is None
+
+
+@pytest.mark.parametrize(
+    ("push", "nvlinks", "reason"),
+    [
+        ("auto", "ab", ""),
+        ("auto", "", "; schedules push payloads: NVLink does not connect the GPUs of ranks 0 and 1"),
+        ("on", "ab", "; schedules push payloads: DTCOMM_PUSH=on"),
+        ("off", "", ""),
+    ],
+)
+def test_bootstrap_chooses_pushes(
+    monkeypatch: pytest.MonkeyPatch, push: str, nvlinks: str, reason: str
+) -> None:
+    own = torch.zeros(_C.fused_bytes(2, layout_for([gpu_info()])), dtype=torch.uint8)
+    mapped = PeerBuffers("memory of a test", (own.data_ptr(), own.data_ptr()), own, None)
+    fallback = SingleRankRuntime()
+    monkeypatch.setattr(fallback, "info", lambda: {"operations": 0, "wire_bytes": 0, "transport": "none"})
+    monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: fallback)
+    monkeypatch.setattr(cuda, "map_peers", lambda *_: (mapped, ""))
+    monkeypatch.setenv("DTCOMM_RUNTIME", "peer")
+    monkeypatch.setenv("DTCOMM_PUSH", push)
+    bootstrap = bootstrap_of_two()
+    infos = [{"gpu": gpu_info(gpu, nvlinks=nvlinks)} for gpu in "ab"]
+    runtime = bootstrap._choose_runtime(None, infos, "nccl")
+    assert bootstrap.reason == "all ranks reach each other's memory" + reason
+    assert runtime.info()["pushes"] is bool(reason)
+    monkeypatch.setenv("DTCOMM_PUSH", "yes")
+    with pytest.raises(ValueError, match="DTCOMM_PUSH='yes' is not one of auto, on, off"):
+        bootstrap._choose_runtime(None, infos, "nccl")
+
+
+def bootstrap_of_two() -> CudaBootstrap:
+    bootstrap = object.__new__(CudaBootstrap)
+    bootstrap._device, bootstrap._is_pair, bootstrap._group = torch.device("cpu"), False, None
+    bootstrap._timeout = timedelta(seconds=10)
+    bootstrap.rank, bootstrap.size, bootstrap.names = 0, 2, ["rank 0", "rank 1"]
+    bootstrap.groups = ((0, 1),)
+    return bootstrap
+
+
 def test_pair_groups_use_the_backend_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """send and recv have no fused kernels; the reason names them."""
     backend_runtime = object()
@@ -231,10 +327,7 @@ def test_auto_uses_no_fused_kernels_before_a_run_on_a_gpu_is_kept(monkeypatch: p
     monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: fallback)
     monkeypatch.setattr(cuda, "map_peers", lambda *_: (None, "no memory in this test"))
     fallback = SingleRankRuntime()
-    bootstrap = object.__new__(CudaBootstrap)
-    bootstrap._device, bootstrap._is_pair, bootstrap._group = torch.device("cpu"), False, None
-    bootstrap.rank, bootstrap.size, bootstrap.names = 0, 2, ["rank 0", "rank 1"]
-    bootstrap.groups = ((0, 1),)
+    bootstrap = bootstrap_of_two()
     infos = [{"gpu": gpu_info("a")}, {"gpu": gpu_info("b")}]
     assert bootstrap._choose_runtime(None, infos, "nccl") is fallback
     assert bootstrap.reason == (

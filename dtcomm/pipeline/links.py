@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a link between two stages that sends activations forward and gradients back, compressed.
+"""A link between two stages: `Sender` sends activations forward, `Receiver` sends their gradients back, compressed.
 
 Example::
 

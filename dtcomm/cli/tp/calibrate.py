@@ -7,7 +7,6 @@ command line, the table and the plot.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import sys
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from dtcomm.cli._plot import COLOURS, styled_pyplot
+from dtcomm.cli.tp.model_argument import call_function
 from dtcomm.tp.calibrate import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.tp.hf_transformers import from_folder
 from dtcomm.tp.layer_plan import PLANS
@@ -31,11 +31,9 @@ without arguments that returns a model, batches and, if there is no ready plan, 
 Batches are tokens [batch, length], or pairs of inputs and targets."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return 0, or 2 if an argument or a file is wrong."""
-    parser = argparse.ArgumentParser(prog="dtcomm tp")
-    commands = parser.add_subparsers(required=True, metavar="calibrate")
-    command = commands.add_parser(
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    """Add the command's arguments to the subcommands of ``dtcomm tp``."""
+    command: argparse.ArgumentParser = commands.add_parser(
         "calibrate",
         help="measure each layer in each codec and write a plan",
         description="Measure the error of each codec in each layer of a model and write a plan file.",
@@ -71,7 +69,11 @@ def main(argv: list[str] | None = None) -> int:
         "--plot", type=Path, metavar="FILE", help="plot the divergence of the logits for each layer and codec"
     )
     command.add_argument("--quiet", action="store_true", help="no progress")
-    options = parser.parse_args(argv)
+    return command
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; return 0, or 2 if an argument or a file is wrong."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         print("dtcomm tp calibrate: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
@@ -92,7 +94,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dtcomm tp calibrate: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        layers = {name: entry._asdict() for name, entry in calibration.layers.items()}
+        layers = {
+            name: {"kind": entry.kind, "codec": entry.codec} for name, entry in calibration.layers.items()
+        }
         text = json.dumps({**calibration.to_dict(), "layers": layers}, indent=1) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
@@ -108,17 +112,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load(options: argparse.Namespace) -> tuple[nn.Module, Sequence[Batch], Any]:
-    module, colon, function = options.model.partition(":")
-    if not colon:
+    if ":" not in options.model:
         text = options.text.read_text(encoding="utf-8") if options.text else _python_source()
         sizes = {"batches": options.batches, "size": options.batch_size, "length": options.length}
         model, batches = from_folder(options.model, text, **sizes)
         return model, batches, None
-    sys.path.insert(0, "")
-    try:
-        result: Any = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"MODEL: {options.model}: {error}") from None
+    result = call_function(options.model)
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
         raise ValueError(
             f"MODEL: {options.model} returned {type(result).__name__}; expected model, batches[, plan]"

@@ -1,0 +1,108 @@
+"""Conditions under which a result may be kept: an unchanged tree, and no other process that uses the processor."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# What no program of bench/ reads except to write pages: kept results and documents do not make a tree another one.
+NOT_MEASURED = (":(exclude)bench/results", ":(exclude)docs", ":(exclude)*.md")
+OTHERS_MOST = 0.25  # cores; an idle system's daemons use less than 0.05
+SHORTEST = 0.5  # seconds: the kernel counts in steps of 10 ms
+
+
+def code_commit(root: Path = ROOT) -> str:
+    """Return the short hash of the last commit that changed anything but results and documents."""
+    return _git(root, "log", "-1", "--format=%h", "--", ".", *NOT_MEASURED) or "unknown"
+
+
+def changed_files(root: Path = ROOT) -> list[str]:
+    """Return the tracked files with changes that are not committed, without results and documents."""
+    listed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED)
+    return [line.split(maxsplit=1)[1] for line in listed.splitlines()]
+
+
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+            return next(names, platform.processor())
+    except OSError:
+        return platform.processor()
+
+
+@dataclass(frozen=True)
+class ProcessorTime:
+    """Seconds of processor time since the machine started: of all processes, and of this one and its descendants."""
+
+    at: float
+    everyone: float
+    own: float
+
+    @classmethod
+    def now(cls) -> ProcessorTime | None:
+        """Return the times of now, or None on systems without ``/proc``."""
+        try:
+            with open("/proc/stat", encoding="utf-8") as file:
+                user, nice, system = map(int, next(file).split()[1:4])
+        except OSError:
+            return None
+        ticks = os.sysconf("SC_CLK_TCK")
+        return cls(time.monotonic(), (user + nice + system) / ticks, _own_ticks() / ticks)
+
+    def others(self) -> float | None:
+        """Return how many cores other processes have used on average since these times."""
+        while (now := self.now()) is not None and now.at - self.at < SHORTEST:
+            time.sleep(SHORTEST - (now.at - self.at))
+        if now is None:
+            return None
+        return max(0.0, (now.everyone - self.everyone) - (now.own - self.own)) / (now.at - self.at)
+
+
+def complaints(changed: list[str], others: float | None) -> list[str]:
+    """Return why a result cannot be kept; nothing if it can.
+
+    Args:
+        changed: Files with changes, see `changed_files`.
+        others: Cores that other processes used, see `ProcessorTime.others`; None is not judged.
+    """
+    reasons = []
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        reasons.append(f"the tree has changes that are not committed: {', '.join(changed[:3])}{more}")
+    if others is not None and others > OTHERS_MOST:
+        reasons.append(f"other processes used {others:.2f} cores, more than {OTHERS_MOST}")
+    return reasons
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.rstrip() if done.returncode == 0 else ""
+
+
+def _own_ticks() -> int:
+    """Return the clock ticks of this process, of its living descendants and of all that any of them waited for."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            # The name, in parentheses, may contain blanks.
+            fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        children.setdefault(int(fields[1]), []).append(int(folder.name))
+        used[int(folder.name)] = sum(map(int, fields[11:15]))
+    total, pending = 0, [os.getpid()]
+    while pending:
+        process = pending.pop()
+        total += used.get(process, 0)
+        pending += children.get(process, [])
+    return total

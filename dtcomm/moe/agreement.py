@@ -1,0 +1,164 @@
+"""What ranks tell each other before rows travel: that they pass the same things, and how many rows go where.
+
+A rank whose arguments differ from those of the others would send rows that they cannot read. So every exchange of
+counts begins with a header, and all ranks raise the same error, which names the argument.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
+from dtcomm.errors import CollectiveMismatch
+from dtcomm.moe.settings import RowCodecs
+
+#: Fields of a header that are equal on all ranks, with the argument that an error names.
+EQUAL_FIELDS = {
+    "features": "x",
+    "dtype": "x",
+    "choices": "experts",
+    "capacity": "capacity",
+    "hierarchical": "hierarchical",
+    "codecs": "codec",
+}
+HEADER = len(EQUAL_FIELDS) + 2  # and the lowest and the highest expert
+
+
+def make_header(
+    x: torch.Tensor, choices: torch.Tensor, capacity: int | None, hierarchical: bool, codecs: RowCodecs
+) -> torch.Tensor:
+    """Return this rank's header, int64 [HEADER], on the device of ``x``. The host does not wait."""
+    values = (
+        x.shape[1],
+        ELEMENT_TYPES[x.dtype],
+        choices.shape[1],
+        capacity or 0,
+        int(hierarchical),
+        zlib.crc32(codecs.identity.encode()),
+    )
+    header = choices.new_empty(HEADER)
+    for index, value in enumerate(values):  # no copy from the host, so that a graph can capture it
+        header[index].fill_(value)
+    bounds = torch.aminmax(choices if choices.numel() else choices.new_zeros(1))
+    header[len(values) :] = torch.stack(bounds)
+    return header
+
+
+def check_headers(
+    headers: Sequence[Sequence[int]], rank: int, num_experts: int, group: dist.ProcessGroup | None
+) -> None:
+    """Raise an error if the ranks' headers differ, or if an expert does not exist.
+
+    Args:
+        headers: The header of each rank.
+        rank: This rank in the group.
+        num_experts: Number of experts.
+        group: The process group.
+
+    Raises:
+        CollectiveMismatch: The ranks passed different arguments.
+        ValueError: A rank chose an expert that does not exist.
+    """
+    names = [f"rank {number}" for number in dist.get_process_group_ranks(group or dist.group.WORLD)]
+    for index, (field, argument) in enumerate(EQUAL_FIELDS.items()):
+        for other, header in enumerate(headers):
+            if header[index] == headers[0][index]:
+                continue
+            if field == "codecs":
+                raise CollectiveMismatch(
+                    f"codec: {names[0]} and {names[other]} pass different codecs; codec, combine_codec and "
+                    "backward_codec are the same on all ranks"
+                )
+            first, second = (_text(field, value) for value in (headers[0][index], header[index]))
+            raise CollectiveMismatch(
+                f"{argument}: {names[0]} passes {first} and {names[other]} {second}; all ranks pass the same"
+            )
+    for other, (*_, lowest, highest) in enumerate(headers):
+        if not 0 <= lowest <= highest < num_experts:
+            whose = "" if other == rank else f" on {names[other]}"
+            raise ValueError(f"experts: expected 0 to {num_experts - 1}, got {lowest} to {highest}{whose}")
+
+
+def _text(field: str, value: int) -> str:
+    if field == "dtype":
+        return next(str(dtype) for dtype, number in ELEMENT_TYPES.items() if number == value)
+    if field == "hierarchical":
+        return str(bool(value))
+    if field == "capacity":
+        return str(value or None)
+    return f"{value} {field}"
+
+
+def mismatch(num_experts: int, error: CollectiveMismatch) -> CollectiveMismatch:
+    """Return the error for ranks whose messages of counts differ in size, or that call different operations."""
+    return CollectiveMismatch(
+        f"num_experts: the ranks pass different numbers of experts (this one {num_experts}), or call different "
+        f"functions: {error}"
+    )
+
+
+def require_choices(x: torch.Tensor, experts: torch.Tensor, num_experts: int, world_size: int) -> None:
+    """Raise ValueError if the arguments of a dispatch do not fit each other."""
+    if x.ndim != 2 or not x.shape[1]:
+        raise ValueError(f"x: expected [tokens, features], got {tuple(x.shape)}")
+    if x.dtype not in FLOAT_TYPES:
+        raise ValueError(f"x: expected fp32, fp16 or bf16, got {x.dtype}")
+    if (
+        experts.dtype not in (torch.int32, torch.int64)
+        or experts.ndim not in (1, 2)
+        or len(experts) != len(x)
+    ):
+        raise ValueError(
+            f"experts: expected integers [{len(x)}] or [{len(x)}, choices], got {experts.dtype} {tuple(experts.shape)}"
+        )
+    if experts.device != x.device:
+        raise ValueError(f"experts: expected a tensor on {x.device}, as x, got one on {experts.device}")
+    if num_experts < 1 or num_experts % world_size:
+        raise ValueError(f"num_experts: {num_experts} experts are not divisible by the {world_size} ranks")
+    if experts.ndim == 2 and not 1 <= experts.shape[1] <= num_experts:
+        raise ValueError(
+            f"experts: expected 1 to {num_experts} choices a token, as there are {num_experts} experts, "
+            f"got {experts.shape[1]}"
+        )
+
+
+def require_capacity(capacity: object) -> None:
+    """Raise ValueError if a capacity is not a positive integer."""
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+        raise ValueError(f"capacity: expected a positive number of rows, got {capacity!r}")
+
+
+def require_weights(name: str, weights: torch.Tensor | None, choices_shape: tuple[int, int]) -> None:
+    """Raise ValueError if weights are not one for each (token, choice) pair."""
+    tokens, choices = choices_shape
+    if weights is not None and weights.numel() != tokens * choices:
+        raise ValueError(f"{name}: expected [{tokens}, {choices}], got {tuple(weights.shape)}")
+
+
+def positions_of_choices(
+    experts: torch.Tensor, counts: torch.Tensor, priorities: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the position of each (token, choice) pair among those that chose the same expert.
+
+    Args:
+        experts: int64 [pairs].
+        counts: int64 [num_experts], how often each expert occurs.
+        priorities: [pairs], pairs with higher ones come first; None: the order of the pairs.
+
+    Returns:
+        int64 [pairs].
+    """
+    if priorities is None:
+        order = torch.argsort(experts, stable=True)
+    else:
+        by_priority = torch.argsort(priorities.detach().reshape(-1), descending=True, stable=True)
+        order = by_priority.index_select(0, torch.argsort(experts.index_select(0, by_priority), stable=True))
+    begins = counts.cumsum(0) - counts
+    positions = torch.arange(len(experts), device=experts.device) - begins.index_select(
+        0, experts.index_select(0, order)
+    )
+    return torch.empty_like(positions).scatter_(0, order, positions)

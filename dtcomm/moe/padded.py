@@ -1,0 +1,315 @@
+"""`dispatch_padded` and `combine_padded`: rows of a fixed number, so that the host never waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from dtcomm._autograd import autograd_apply
+from dtcomm.codecs import Codec
+from dtcomm.collectives import all_to_all
+from dtcomm.errors import CollectiveMismatch
+from dtcomm.moe import agreement
+from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows, gradient_edge
+from dtcomm.moe.hops import sum_slots, with_zero_row
+from dtcomm.moe.losses import count_choices
+from dtcomm.moe.settings import RowCodecs, make_codecs
+from dtcomm.moe.state import record
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedRoute:
+    """Where `dispatch_padded` sent this rank's tokens, which `combine_padded` needs to bring their results back.
+
+    Attributes:
+        capacity: Number of rows that a rank sends to each expert, used or not.
+        choices_shape: Number of tokens, and of choices of each token.
+        counts: [local experts, ranks], int64: number of rows in use of each local expert, from each rank.
+        slots: [tokens * choices], int64: the row of each (token, choice) pair among the rows that this rank sent;
+            ``num_experts * capacity`` for a pair that was dropped.
+        world_size: Number of ranks.
+        rank: This rank in the group.
+        codecs: The codecs of tokens, outputs and gradients.
+        group: Process group; None is the default group.
+    """
+
+    capacity: int
+    choices_shape: tuple[int, int]
+    counts: torch.Tensor
+    slots: torch.Tensor
+    world_size: int
+    rank: int
+    codecs: RowCodecs
+    group: dist.ProcessGroup | None
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """[local experts, ranks * capacity], bool: the rows in use. The others are zeros."""
+        positions = torch.arange(self.capacity, device=self.counts.device)
+        return (positions < self.counts[:, :, None]).flatten(1)
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """Number of this rank's (token, choice) pairs that exceeded the capacity: an int64 tensor on the device."""
+        sent = len(self.counts) * self.world_size * self.capacity
+        return (self.slots == sent).sum()
+
+    def exchange(
+        self, payload: torch.Tensor, what: str, codec: Codec, features: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Send as many rows to each rank as it sends back: uint8 [num_experts * capacity, bytes]."""
+        output = torch.empty_like(payload)
+        work = all_to_all(output, payload, group=self.group, async_op=True)
+        work.wait()
+        numel = len(payload) // self.world_size * (self.world_size - 1) * features
+        record(self.group, "all ranks, padded", what, str(codec), dtype, numel, work)
+        return output
+
+    def by_expert(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows ordered by rank, expert and slot as [local experts, ranks * capacity, ...]."""
+        shape = (self.world_size, len(self.counts), self.capacity, rows.shape[-1])
+        return rows.view(shape).transpose(0, 1).flatten(1, 2)
+
+    def by_rank(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of `by_expert`, [num_experts * capacity, ...]."""
+        shape = (len(self.counts), self.world_size, self.capacity, rows.shape[-1])
+        return rows.reshape(shape).transpose(0, 1).reshape(-1, rows.shape[-1])
+
+
+@overload
+def dispatch_padded(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    capacity: int,
+    *,
+    priorities: torch.Tensor | None = None,
+    codec: str | Codec = "fp8_e4m3",
+    combine_codec: str | Codec | None = None,
+    backward_codec: str | Codec | None = None,
+    encoded: Literal[False] = False,
+    group: dist.ProcessGroup | None = None,
+    allow_inaccurate: bool = False,
+) -> tuple[torch.Tensor, PaddedRoute]: ...
+
+
+@overload
+def dispatch_padded(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    capacity: int,
+    *,
+    priorities: torch.Tensor | None = None,
+    codec: str | Codec = "fp8_e4m3",
+    combine_codec: str | Codec | None = None,
+    backward_codec: str | Codec | None = None,
+    encoded: Literal[True],
+    group: dist.ProcessGroup | None = None,
+    allow_inaccurate: bool = False,
+) -> tuple[EncodedRows, PaddedRoute]: ...
+
+
+def dispatch_padded(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    capacity: int,
+    *,
+    priorities: torch.Tensor | None = None,
+    codec: str | Codec = "fp8_e4m3",
+    combine_codec: str | Codec | None = None,
+    backward_codec: str | Codec | None = None,
+    encoded: bool = False,
+    group: dist.ProcessGroup | None = None,
+    allow_inaccurate: bool = False,
+) -> tuple[torch.Tensor | EncodedRows, PaddedRoute]:
+    """Send each token to the ranks that hold its experts, without waiting for the device. Differentiable in ``x``.
+
+    All sizes are known to the host: each rank sends ``capacity`` rows to each expert. Rows that are not in use are
+    zeros and travel, too, and a token travels once for each of its experts. Of more than ``capacity`` rows for one
+    expert the last ones are dropped, as in GShard.
+
+    Args:
+        x: This rank's tokens, [tokens, features]; fp32, fp16 or bf16. The number of tokens may differ between ranks
+            and may be 0; everything else is the same on all ranks.
+        experts: The experts of each token, int32 or int64, [tokens] or [tokens, choices], 0 to ``num_experts - 1``, on
+            the device of ``x``. On CUDA another value is a failed assertion of the device.
+        num_experts: Number of experts on all ranks together; divisible by the number of ranks.
+        capacity: Rows from one rank to one expert, the same on all ranks. If it is the number of tokens, and no token
+            chooses an expert twice, nothing is ever dropped.
+        priorities: [tokens, choices], for example the router's weights: pairs with the lowest ones are dropped.
+            Default: the last ones.
+        codec: Codec of the tokens, a spec or a `Codec`. Default: ``"fp8_e4m3"``.
+        combine_codec: Codec of the experts' outputs, in `combine_padded`. Default: ``"bf16"``; ``"none"`` if ``codec``
+            is.
+        backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
+        encoded: Whether the rows are returned as they arrived. Default: False, they are decoded.
+        group: Process group. Default: all ranks.
+        allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
+
+    Returns:
+        The rows for this rank's experts, [local experts, ranks * capacity, features], and the route, for
+        `PaddedRoute.mask` and `combine_padded`. Rows of an expert are ordered by their rank and then by token, or by
+        priority. With ``encoded`` they are `EncodedRows`.
+
+    Raises:
+        TypeError, ValueError: An argument is not valid; the message names it.
+        CollectiveMismatch: Ranks pass different sizes, dtypes, codecs or capacities; the message names the argument. On
+            CUDA this is a failed assertion of the device.
+
+    Example::
+
+        scores, experts = router(x).topk(2)                                              # [tokens, 2]
+        capacity = dtcomm.moe.expert_capacity(len(x), 64, choices=2)
+        rows, route = dtcomm.moe.dispatch_padded(x, experts, 64, capacity)
+        y = dtcomm.moe.combine_padded(torch.bmm(rows, expert_weights), route, scores.softmax(-1))
+    """
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    agreement.require_choices(x, experts, num_experts, world_size)
+    agreement.require_capacity(capacity)
+    choices = (experts if experts.ndim == 2 else experts[:, None]).to(torch.int64)
+    choices_shape = (len(x), choices.shape[1])
+    agreement.require_weights("priorities", priorities, choices_shape)
+    codecs = make_codecs(codec, combine_codec, backward_codec, allow_inaccurate)
+    flat = choices.reshape(-1).clamp(0, num_experts - 1)
+    counts = count_choices(flat, num_experts)
+    positions = agreement.positions_of_choices(flat, counts, priorities)
+    total = num_experts * capacity
+    slots = torch.where(positions < capacity, flat * capacity + positions, total)
+    header = agreement.make_header(x, choices, capacity, False, codecs)
+    received_counts = _exchange_counts(header, counts.clamp(max=capacity), rank, num_experts, group)
+    route = PaddedRoute(
+        capacity=capacity,
+        choices_shape=choices_shape,
+        counts=received_counts.t().contiguous(),
+        slots=slots,
+        world_size=world_size,
+        rank=rank,
+        codecs=codecs,
+        group=group,
+    )
+    # Rows that are not in use hold the payload of zeros; one more row takes what is dropped.
+    payload = encode_rows(with_zero_row(x.detach()), codecs.dispatch, rank)
+    tokens = torch.arange(len(flat), device=x.device) // choices.shape[1]
+    sent = payload[-1:].repeat(total + 1, 1).index_copy_(0, slots, payload.index_select(0, tokens))[:total]
+    arrived = route.by_expert(route.exchange(sent, "tokens", codecs.dispatch, x.shape[1], x.dtype))
+    if encoded:
+        shape = (*arrived.shape[:2], x.shape[1])
+        edge = autograd_apply(_Dispatched, x, gradient_edge(shape, x), route)
+        return EncodedRows(
+            payload=arrived,
+            codec=codecs.dispatch,
+            features=x.shape[1],
+            dtype=x.dtype,
+            gradient_edge=edge,
+        ), route
+    decoded = decode_rows(arrived, codecs.dispatch, x.shape[1], x.dtype)
+    return autograd_apply(_Dispatched, x, decoded, route), route
+
+
+def combine_padded(
+    outputs: torch.Tensor, route: PaddedRoute, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the experts' outputs to their tokens' ranks and sum those of each token. Differentiable.
+
+    Args:
+        outputs: The results of this rank's experts, [local experts, ranks * capacity, out_features], one row for each
+            row that `dispatch_padded` returned. Rows that are not in use may have any values.
+        route: The route that `dispatch_padded` returned.
+        weights: Weights of the sum, [tokens, choices] (or [tokens] with one choice). Default: 1.
+
+    Returns:
+        [tokens, out_features], in the order of the tokens passed to `dispatch_padded`. A dropped choice adds nothing.
+
+    Raises:
+        ValueError: A shape does not fit the route; the message names the argument.
+
+    Example::
+
+        y = dtcomm.moe.combine_padded(torch.bmm(rows, expert_weights), route, weights)
+    """
+    local_experts, rows = len(route.counts), route.world_size * route.capacity
+    if outputs.ndim != 3 or outputs.shape[:2] != (local_experts, rows):
+        raise ValueError(
+            f"outputs: expected [{local_experts}, {rows}, features], one row for each row that dispatch_padded "
+            f"returned, got {tuple(outputs.shape)}"
+        )
+    agreement.require_weights("weights", weights, route.choices_shape)
+    returned: torch.Tensor = autograd_apply(_Returned, outputs, route)
+    results = returned.view(*route.choices_shape, outputs.shape[2])
+    if weights is not None:
+        results = results * weights.view(*route.choices_shape, 1).to(results.dtype)
+    return results.sum(1)
+
+
+class _Dispatched(torch.autograd.Function):
+    """Connects rows that have arrived to the tokens, in the graph of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, route: PaddedRoute) -> torch.Tensor:
+        ctx.route = route
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        route: PaddedRoute = ctx.route
+        returned = _return(gradient, "gradients of tokens", route.codecs.backward, route)
+        return sum_slots(returned, route.slots.view(route.choices_shape)), None, None
+
+
+class _Returned(torch.autograd.Function):
+    """Returns the row of each (token, choice) pair, zeros for those that were dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, route: PaddedRoute) -> torch.Tensor:
+        ctx.route = route
+        returned = _return(rows, "outputs", route.codecs.combine, route)
+        return returned.index_select(0, route.slots)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        route: PaddedRoute = ctx.route
+        codec, features = route.codecs.backward, gradient.shape[1]
+        payload = encode_rows(with_zero_row(gradient), codec, route.rank)
+        total = len(route.counts) * route.world_size * route.capacity
+        sent = payload[-1:].repeat(total + 1, 1).index_copy_(0, route.slots, payload[:-1])[:total]
+        arrived = route.exchange(sent, "gradients of outputs", codec, features, gradient.dtype)
+        return decode_rows(route.by_expert(arrived), codec, features, gradient.dtype), None
+
+
+def _return(rows: torch.Tensor, what: str, codec: Codec, route: PaddedRoute) -> torch.Tensor:
+    """Send the experts' rows back; return them in the order in which they were sent, and a row of zeros."""
+    payload = encode_rows(route.by_rank(rows), codec, route.rank)
+    returned = route.exchange(payload, what, codec, rows.shape[2], rows.dtype)
+    return decode_rows(returned, codec, rows.shape[2], rows.dtype, zero_row=True)
+
+
+def _exchange_counts(
+    header: torch.Tensor,
+    counts: torch.Tensor,
+    rank: int,
+    num_experts: int,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Send each rank the counts of its experts, and check the headers; return int64 [ranks, local experts]."""
+    ranks = dist.get_world_size(group)
+    sent = torch.cat([header.expand(ranks, -1), counts.view(ranks, -1)], 1)
+    received = torch.empty_like(sent)
+    try:
+        all_to_all(received, sent, group=group)
+    except CollectiveMismatch as error:
+        raise agreement.mismatch(num_experts, error) from None
+    headers = received[:, : agreement.HEADER]
+    if header.is_cpu:
+        agreement.check_headers(headers.tolist(), rank, num_experts, group)
+    else:
+        torch._assert_async(
+            (headers[:, :-2] == header[:-2]).all(), "dispatch_padded: the ranks pass different arguments"
+        )
+        in_range = ((headers[:, -2] >= 0) & (headers[:, -1] < num_experts)).all()
+        torch._assert_async(in_range, f"experts: expected 0 to {num_experts - 1}")
+    return received[:, agreement.HEADER :]

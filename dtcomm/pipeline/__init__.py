@@ -1,0 +1,16 @@
+"""Pipeline parallelism with compressed activations and gradients.
+
+- `compress` compresses what the stages of `torch.distributed.pipelining` send to each other, whichever schedule runs
+  them: GPipe, 1F1B, interleaved 1F1B, zero-bubble. Its `State` counts bytes and measures the bubble.
+- `bubble_fraction` computes the bubble of a schedule from its actions, and `split_layers` divides layers among stages.
+- `Sender` and `Receiver` are a link between two stages for programs with a schedule of their own.
+
+Compression is straight-through: a gradient is that of the activation which the next stage received.
+"""
+
+from dtcomm.pipeline.links import Receiver, Sender
+from dtcomm.pipeline.schedules import bubble_fraction, split_layers
+from dtcomm.pipeline.stages import compress
+from dtcomm.pipeline.state import State
+
+__all__ = ["Receiver", "Sender", "State", "bubble_fraction", "compress", "split_layers"]

@@ -1,0 +1,448 @@
+"""`compress`: the stages of `torch.distributed.pipelining` send activations and gradients in codecs.
+
+A schedule asks its stage for the operations of each message (``get_fwd_send_ops`` and so on) and runs them. A
+compressed stage starts its messages with `dtcomm.send` and `dtcomm.recv` instead and returns no operations, so every
+schedule works. It waits for a received tensor when the computation that needs it begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from dtcomm.codecs import Codec, codec
+from dtcomm.compress.sample_references import SampleReferences
+from dtcomm.compress.spec import MAX_ERROR, gaussian_error
+from dtcomm.compress.traffic import Traffic
+from dtcomm.pipeline.exchange import (
+    NONE,
+    Link,
+    Receipt,
+    Steps,
+    as_sendable,
+    post_receive,
+    receive_tensor,
+    shape_header,
+)
+from dtcomm.pipeline.state import State
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """The arguments of `compress`, parsed."""
+
+    forward: Codec
+    backward: Codec
+    feedback: bool
+    differences: bool
+    dynamic_shapes: bool
+
+
+def compress(
+    stages: _PipelineStageBase | Sequence[_PipelineStageBase],
+    spec: str | Codec = "int8",
+    *,
+    backward_codec: str | Codec | None = None,
+    feedback: bool = False,
+    differences: bool = False,
+    dynamic_shapes: bool = False,
+    allow_inaccurate: bool = False,
+) -> State:
+    """Compress what pipeline stages send to each other, in place. Call it on every rank, with the same options.
+
+    With ``"none"`` the results are those of torch's stages, bit for bit. Tensors of integers or booleans travel
+    uncompressed.
+
+    Args:
+        stages: The stage of this rank, or the list of its stages: `torch.distributed.pipelining.PipelineStage` objects
+            or those of ``build_stage``.
+        spec: Codec of the activations, a spec or a `Codec`. ``"int4:block=64,rotate=hadamard"`` has the tiles and the
+            rotation of TAH-Quant (He et al. 2025, arXiv:2506.01352). Default: ``"int8"``.
+        backward_codec: Codec of their gradients. Default: that of the activations.
+        feedback: Error feedback: keep what the encoding of a gradient lost and add it to the gradient of the same
+            micro-batch in the next step. Pays where the gradients of successive steps are alike. Default: False.
+        differences: Send the difference to the activation of the same sample in the last epoch, as AQ-SGD does (Wang et
+            al. 2022, arXiv:2206.01299), which allows 2 to 4 bits. Both ends keep an fp32 copy of the activations of
+            every sample; say before each step with `State.set_samples` which samples it has. In evaluation activations
+            travel uncompressed. Default: False.
+        dynamic_shapes: Shapes of activations may change from step to step and from micro-batch to micro-batch: each
+            message is preceded by its shape. The number of micro-batches and of dimensions stays. Default: False.
+        allow_inaccurate: Accept codecs that lose more than 20 % (relative error) of Gaussian numbers; with
+            ``differences`` for activations and with ``feedback`` for gradients they are accepted anyway.
+            Default: False.
+
+    Returns:
+        The state: ``report()``, ``bubble_fraction()``, ``state_dict()``, ...
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: A codec is wrong or too inaccurate, a stage is compressed already, or options exclude each other.
+
+    Example::
+
+        stage = PipelineStage(layers, rank, ranks, torch.device("cpu"))
+        state = dtcomm.pipeline.compress(stage, "int8")
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
+        schedule.step(batch)  # as before
+        state.print_report()
+    """
+    listed = [stages] if isinstance(stages, _PipelineStageBase) else list(stages)
+    if not listed:
+        raise ValueError("stages: expected at least one stage")
+    for stage in listed:
+        if not isinstance(stage, _PipelineStageBase):
+            raise TypeError(
+                f"stages: expected stages of torch.distributed.pipelining, got {type(stage).__name__}"
+            )
+        if "get_fwd_send_ops" in vars(stage):
+            raise ValueError(f"stages: stage {stage.stage_index} is compressed already")
+    for name, value in (
+        ("feedback", feedback),
+        ("differences", differences),
+        ("dynamic_shapes", dynamic_shapes),
+        ("allow_inaccurate", allow_inaccurate),
+    ):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+    if differences and dynamic_shapes:
+        raise ValueError(
+            "differences: not valid with dynamic_shapes: a sample's activation must keep its shape"
+        )
+    forward = _parse(spec, "spec")
+    backward = forward if backward_codec is None else _parse(backward_codec, "backward_codec")
+    if not allow_inaccurate:
+        if not differences:
+            _require_accurate(forward, "spec", ACTIVATIONS, "differences=True")
+        if not feedback:
+            argument = "spec" if backward_codec is None else "backward_codec"
+            _require_accurate(backward, argument, GRADIENTS, "feedback=True")
+    settings = _Settings(
+        forward=forward,
+        backward=backward,
+        feedback=feedback,
+        differences=differences,
+        dynamic_shapes=dynamic_shapes,
+    )
+    policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
+    state = State(listed[0].group, torch.device(listed[0].device), policy, feedback)
+    for stage in listed:
+        state.add_stage(_StageMessages(stage, settings, state))
+    return state
+
+
+def _parse(spec: str | Codec, argument: str) -> Codec:
+    try:
+        parsed = codec(spec)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
+    if parsed.reproducible:
+        raise ValueError(f"{argument}: {parsed} is for sums, and messages between stages are not summed")
+    return parsed
+
+
+def _require_accurate(spec: Codec, argument: str, what: str, remedy: str) -> None:
+    error = gaussian_error(spec)
+    if error > MAX_ERROR:
+        raise ValueError(
+            f"{argument}: {spec} loses {error:.0%} of the {what} (relative error; the limit is {MAX_ERROR:.0%}), and "
+            f"nothing sends that later; use 4 bits or more, or {remedy}; allow_inaccurate=True allows it"
+        )
+
+
+class _StageMessages:
+    """The messages of one stage, in place of torch's.
+
+    The methods that a schedule calls are replaced on the stage object. All of them are called as torch's are.
+    """
+
+    def __init__(self, stage: _PipelineStageBase, settings: _Settings, state: State) -> None:
+        self.traffic: dict[tuple[str, str, str], Traffic] = {}
+        self.references: dict[int, SampleReferences] = {}
+        self._stage, self._settings, self._state = stage, settings, state
+        self._receipts: dict[tuple[str, int], list[Receipt]] = {}
+        self._messages = 0
+        self._computed = self._sent = 0
+        self._methods: dict[str, Callable[..., Any]] = {}
+        for name in (
+            "get_fwd_send_ops",
+            "get_fwd_recv_ops",
+            "get_bwd_send_ops",
+            "get_bwd_recv_ops",
+            "forward_one_chunk",
+            "backward_one_chunk",
+            "backward_weight_one_chunk",
+            "clear_runtime_states",
+        ):
+            self._methods[name] = getattr(stage, name)
+            setattr(stage, name, getattr(self, name))
+
+    @property
+    def name(self) -> str:
+        return f"stage {self._stage.stage_index}"
+
+    @property
+    def remaining(self) -> int:
+        """Computations and messages until the end of the step; -1 before the stage knows its micro-batches."""
+        stage, micro_batches = self._stage, len(self._stage.args_recv_info)
+        if not micro_batches:
+            return -1
+        sends = (not stage.is_last and not self._is_local(1)) + (
+            stage.has_backward and not stage.is_first and not self._is_local(-1)
+        )
+        return micro_batches * (1 + sends) - self._computed - self._sent
+
+    def detach(self) -> None:
+        """Give the stage torch's own methods back."""
+        for name in self._methods:
+            delattr(self._stage, name)
+
+    # --- what schedules call ------------------------------------------------------------------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step."""
+        self._computed = self._sent = 0
+        self._receipts.clear()
+        self._state.begin_step()
+        self._methods["clear_runtime_states"]()
+
+    def get_fwd_send_ops(self, micro_batch: int) -> list[Any]:
+        """Send the activations of a micro-batch."""
+        for number, (tensor, link) in enumerate(self._messages_of("get_fwd_send_ops", micro_batch)):
+            self._send_activation(tensor, link, number, micro_batch)
+        if not self._stage.is_last:
+            self._count_sent()
+        return []
+
+    def get_fwd_recv_ops(self, micro_batch: int) -> list[Any]:
+        """Begin to receive the activations of a micro-batch."""
+        infos = [info for info in self._stage.args_recv_info[micro_batch] if _buffer_of(info) is not None]
+        receipts = [
+            self._state.exchange.receive(link, self._activation_steps(info, link, number, micro_batch))
+            for number, (info, (_, link)) in enumerate(
+                zip(infos, self._messages_of("get_fwd_recv_ops", micro_batch), strict=True)
+            )
+        ]
+        self._receipts[(ACTIVATIONS, micro_batch)] = receipts
+        return []
+
+    def get_bwd_send_ops(self, micro_batch: int) -> list[Any]:
+        """Send the gradients of the activations of a micro-batch."""
+        messages = self._messages_of("get_bwd_send_ops", micro_batch)
+        if self._stage.is_first or not self._stage.has_backward:
+            return []
+        for number, (tensor, link) in enumerate(messages):
+            spec, traffic = self._codec_of(tensor, GRADIENTS)
+            residual = None
+            if self._settings.feedback and not spec.lossless(tensor.dtype):
+                name = f"{self.name}/{number}/{micro_batch}/{tuple(tensor.shape)}"
+                residual = self._state.residuals.get(name, tensor).view(tensor.shape)
+            self._state.exchange.send(as_sendable(tensor, spec), link, spec, traffic, tensor.nbytes, residual)
+        self._count_sent()
+        return []
+
+    def get_bwd_recv_ops(self, micro_batch: int) -> list[Any]:
+        """Begin to receive the gradients of the activations that a micro-batch has sent."""
+        if self._settings.dynamic_shapes and self._stage.has_backward and not self._stage.is_last:
+            outputs = self._stage.fwd_cache[micro_batch][0]
+            for info, output in zip(self._stage.grad_recv_info[micro_batch], outputs, strict=True):
+                if info.buffer is not None and info.buffer.shape != output.shape:
+                    info.buffer = torch.empty_like(output.detach())
+        self._receipts[(GRADIENTS, micro_batch)] = [
+            self._state.exchange.receive(
+                link, receive_tensor(buffer, link, self._codec_for(buffer.dtype, GRADIENTS))
+            )
+            for buffer, link in self._messages_of("get_bwd_recv_ops", micro_batch)
+        ]
+        return []
+
+    def forward_one_chunk(self, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of a micro-batch when its input is there."""
+        self._wait(ACTIVATIONS, micro_batch)
+        begin = time.perf_counter()
+        output = self._methods["forward_one_chunk"](micro_batch, *args, **kwargs)
+        self._state.add_time(forward=time.perf_counter() - begin)
+        if not self._stage.has_backward:
+            self._count_computed()
+        return output
+
+    def backward_one_chunk(
+        self, micro_batch: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run the backward pass of a micro-batch, or that of its input, when its gradients are there."""
+        self._wait(GRADIENTS, micro_batch)
+        begin = time.perf_counter()
+        self._methods["backward_one_chunk"](
+            micro_batch, loss=loss, full_backward=full_backward, last_backward=last_backward
+        )
+        self._state.add_time(backward=time.perf_counter() - begin)
+        if full_backward:
+            self._count_computed()
+
+    def backward_weight_one_chunk(self, micro_batch: int, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of the weights of a micro-batch."""
+        begin = time.perf_counter()
+        self._methods["backward_weight_one_chunk"](micro_batch, *args, **kwargs)
+        self._state.add_time(backward=time.perf_counter() - begin)
+        self._count_computed()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _messages_of(self, method: str, micro_batch: int) -> list[tuple[torch.Tensor, Link]]:
+        """Return the tensors of torch's operations, contiguous if they are to be sent, and where they go."""
+        sends = "send" in method
+        return [
+            (op.tensor.detach().contiguous() if sends else op.tensor.detach(), Link(op.peer, op.group))
+            for op in self._methods[method](micro_batch)
+        ]
+
+    def _codec_for(self, dtype: torch.dtype, what: str) -> Codec:
+        if what == ACTIVATIONS and self._settings.differences:  # differences themselves are encoded elsewhere
+            return NONE
+        spec = self._settings.forward if what == ACTIVATIONS else self._settings.backward
+        return spec if dtype.is_floating_point and dtype in spec.dtypes else NONE
+
+    def _codec_of(self, tensor: torch.Tensor, what: str) -> tuple[Codec, Traffic]:
+        """Return the codec of a message, and its counters."""
+        spec = self._codec_for(tensor.dtype, what)
+        traffic = self._traffic_of(tensor, what, str(spec))
+        wanted = self._settings.forward if what == ACTIVATIONS else self._settings.backward
+        if str(spec) != str(wanted):
+            evaluation = tensor.is_floating_point() and tensor.dtype in wanted.dtypes
+            traffic.reason = "evaluation" if evaluation else f"{wanted} does not take {traffic.dtype}"
+            traffic.fallback = tensor.is_floating_point() and not evaluation
+        return spec, traffic
+
+    def _traffic_of(self, tensor: torch.Tensor, what: str, spec: str) -> Traffic:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        traffic = self.traffic.setdefault((what, spec, dtype), Traffic(codec=spec, what=what, dtype=dtype))
+        traffic.numel += tensor.numel()
+        return traffic
+
+    def _send_activation(self, tensor: torch.Tensor, link: Link, number: int, micro_batch: int) -> None:
+        exchange = self._state.exchange
+        if self._sends_differences(tensor):
+            self._send_difference(tensor, link, number, micro_batch)
+            return
+        spec, traffic = self._codec_of(tensor, ACTIVATIONS)
+        if self._settings.dynamic_shapes:
+            header = shape_header(tensor)
+            exchange.send(
+                header.to(tensor.device),
+                link,
+                NONE,
+                self._traffic_of(header, "shapes", "none"),
+                header.nbytes,
+            )
+        exchange.send(as_sendable(tensor, spec), link, spec, traffic, tensor.nbytes)
+
+    def _activation_steps(self, info: Any, link: Link, number: int, micro_batch: int) -> Steps:
+        """Return the receives of one activation, as `_send_activation` sends it."""
+        buffer = _buffer_of(info)
+        assert buffer is not None  # the caller has left others out
+        if self._sends_differences(buffer):
+            return self._difference_steps(buffer, link, number, micro_batch)
+        spec = self._codec_for(buffer.dtype, ACTIVATIONS)
+        if self._settings.dynamic_shapes:
+            return _steps_with_shape(info, link, spec)
+        return receive_tensor(buffer, link, spec)
+
+    def _sends_differences(self, tensor: torch.Tensor) -> bool:
+        return self._settings.differences and self._stage.has_backward and tensor.is_floating_point()
+
+    def _send_difference(self, tensor: torch.Tensor, link: Link, number: int, micro_batch: int) -> None:
+        """Send samples that the peer does not know as they are, and the differences of those that it knows."""
+        samples, references = self._samples_of(micro_batch, len(tensor)), self._references_of(number)
+        known = references.known(samples)
+        for rows, is_known in ((tensor[~known], False), (tensor[known], True)):
+            if not len(rows):
+                continue
+            selected = _select(samples, known, is_known)
+            if is_known:
+                self._messages += 1
+                message, spec = references.encode(selected, rows, self._messages), f"{references.codec}"
+            else:
+                references.store(selected, rows)
+                message, spec = rows.contiguous(), "none"
+            traffic = self._traffic_of(rows, ACTIVATIONS, spec)
+            if not is_known:
+                traffic.reason = "first time of these samples"
+            self._state.exchange.send(message, link, NONE, traffic, rows.nbytes)
+
+    def _difference_steps(self, buffer: torch.Tensor, link: Link, number: int, micro_batch: int) -> Steps:
+        samples, references = self._samples_of(micro_batch, len(buffer)), self._references_of(number)
+        known = references.known(samples)
+        memory = buffer.detach()
+        all_known, any_known = bool(known.all()), bool(known.any())
+        if not all_known:
+            new = _select(samples, known, False)
+            rows = memory.new_empty((len(new), *memory.shape[1:]))
+            yield post_receive(rows, link, NONE), not any_known
+            references.store(new, rows)
+            memory[~known] = rows
+        if any_known:
+            old = _select(samples, known, True)
+            payload = torch.empty(references.payload_bytes(old), dtype=torch.uint8, device=memory.device)
+            yield post_receive(payload, link, NONE), True
+            memory[known] = references.decode(old, payload).view(-1, *memory.shape[1:]).to(memory.dtype)
+
+    def _references_of(self, number: int) -> SampleReferences:
+        return self.references.setdefault(number, SampleReferences(self._settings.forward))
+
+    def _samples_of(self, micro_batch: int, rows: int) -> list[int]:
+        """Return the samples of a micro-batch, which torch cuts as it does the batch."""
+        if self._state.samples is None:
+            raise ValueError("differences: call set_samples before each step, on every rank")
+        parts = self._state.samples.tensor_split(len(self._stage.args_recv_info))
+        samples: list[int] = parts[micro_batch].tolist()
+        if len(samples) != rows:
+            raise ValueError(
+                f"samples: micro-batch {micro_batch} has {rows} rows and {len(samples)} samples; expected one for each "
+                "row of the batch"
+            )
+        return samples
+
+    # --- the course of a step -----------------------------------------------------------------------------------------
+
+    def _is_local(self, offset: int) -> bool:
+        """Return whether the neighbouring stage is on this rank too; then nothing is sent."""
+        ranks = self._stage.stage_index_to_group_rank
+        return ranks[self._stage.stage_index + offset] == ranks[self._stage.stage_index]
+
+    def _wait(self, what: str, micro_batch: int) -> None:
+        for receipt in self._receipts.pop((what, micro_batch), ()):
+            receipt.wait()
+
+    def _count_sent(self) -> None:
+        self._sent += 1
+        self._state.end_step_if_done()
+
+    def _count_computed(self) -> None:
+        self._computed += 1
+        self._state.end_step_if_done()
+
+
+def _steps_with_shape(info: Any, link: Link, spec: Codec) -> Steps:
+    """Receive a shape, then a tensor of that shape, for which a buffer is made."""
+    header = shape_header(info.buffer).to(info.buffer.device)
+    yield post_receive(header, link, NONE), False
+    dims, *sizes = header.tolist()
+    if tuple(info.buffer.shape) != tuple(sizes[:dims]):
+        info.buffer = info.buffer.new_empty(sizes[:dims])
+    yield from receive_tensor(info.buffer, link, spec)
+
+
+def _select(samples: Sequence[int], known: torch.Tensor, wanted: bool) -> list[int]:
+    return [sample for sample, is_known in zip(samples, known.tolist(), strict=True) if is_known is wanted]
+
+
+def _buffer_of(info: Any) -> torch.Tensor | None:
+    """Return the buffer of an input that is received; None for an input of the whole model."""
+    buffer: torch.Tensor | None = getattr(info, "buffer", None)
+    return buffer

@@ -1,0 +1,125 @@
+"""The ready plans on tiny random models of transformers: logits, gradients and states are those of the dense model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dtcomm import tp
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.tp.emulate import emulate, restore
+from tests.support.tiny_models import FAMILIES, tiny_model
+
+pytest.importorskip("transformers", reason="pip install transformers")
+
+TOKENS = torch.arange(24).view(2, 12) * 5 % 64
+NEW_FAMILIES = tuple(sorted(set(FAMILIES) - {"llama", "qwen2", "gpt_neox", "gpt2"}))
+
+
+def compare_families(rank: int, ranks: int, families: tuple[str, ...]) -> None:
+    for family in families:
+        dense = tiny_model(family)
+        expected = dense(TOKENS).logits
+        expected.square().mean().backward()
+        model = tiny_model(family)
+        state = tp.compress(model, None, "none")
+        logits = model(TOKENS).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5, msg=family)
+        logits.square().mean().backward()
+        compare_gradients(family, model, dense, state)
+        full = tp.full_state_dict(model)
+        assert full.keys() == dense.state_dict().keys(), family
+        assert all(torch.equal(full[name], tensor) for name, tensor in dense.state_dict().items()), family
+        with torch.no_grad():
+            compressed = tiny_model(family)
+            tp.compress(compressed, None, "int8", latency=False)
+            actual = compressed(TOKENS).logits
+            assert 0 < (actual - expected).norm() < 0.1 * expected.norm(), family
+
+
+def compare_gradients(family: str, model: Any, dense: Any, state: tp.State) -> None:
+    """Compare all gradients: those of shards with the shards of the dense model's, the others whole."""
+    for name, parameter in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        gradient = dense.get_parameter(name).grad
+        if gradient is None:  # no token was sent to the expert, or the parameter is not used
+            assert parameter.grad is None or not parameter.grad.any(), (family, name)
+            continue
+        if layer in state.layers:
+            gradient = model.get_submodule(layer).shard_of(kind, gradient)
+        error = (parameter.grad - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error < 1e-3, (family, name, float(error))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_plans_give_the_dense_models_logits_gradients_and_states(half: int) -> None:
+    run_ranks(compare_families, 2, NEW_FAMILIES[half::2], timeout=120)
+
+
+def compare_proposals(rank: int, ranks: int, families: tuple[str, ...]) -> None:
+    """Plans that `propose_plan` found for families without a ready one."""
+    for family in families:
+        dense, model = tiny_model(family), tiny_model(family)
+        state = tp.compress(model, None, "none", tp.propose_plan(model, ranks).plan)
+        expected, logits = dense(TOKENS).logits, model(TOKENS).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5, msg=family)
+        expected.square().mean().backward()
+        logits.square().mean().backward()
+        compare_gradients(family, model, dense, state)
+
+
+def test_proposed_plans_give_the_dense_models_logits_and_gradients() -> None:
+    run_ranks(compare_proposals, 2, ("granite", "olmo2", "distilbert", "gptj", "falcon"), timeout=120)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+def test_emulated_ranks_give_the_dense_models_logits(family: str) -> None:
+    model = tiny_model(family)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        layers = emulate(model, 2, None, "none")
+        emulated = model(TOKENS).logits
+        restore(model, layers)
+    assert {layer.kind for layer in layers.values()} >= {
+        "row",
+        "experts" if family == "mixtral" else "column_qkv",
+    }
+    torch.testing.assert_close(emulated, expected, rtol=1e-4, atol=1e-5)
+
+
+def emulate_and_run(rank: int, ranks: int) -> None:
+    """The emulation of compressed experts has the bits of the ranks."""
+    experts = tiny_model("mixtral").model.layers[0].mlp
+    torch.manual_seed(1)
+    x = torch.randn(2, 12, 32)
+    holder = torch.nn.ModuleDict({"mlp": experts})
+    with torch.no_grad():
+        layers = emulate(holder, ranks, {"mlp.experts": "experts"}, "int8")
+        emulated = holder["mlp"](x)
+        restore(holder, layers)
+        tp.compress(holder, None, "int8", {"mlp.experts": "experts"}, latency=False)
+        assert torch.equal(holder["mlp"](x), emulated)
+
+
+def test_emulated_experts_have_the_bits_of_the_ranks() -> None:
+    run_ranks(emulate_and_run, 2)
+
+
+def refuse_what_does_not_fit(rank: int, ranks: int) -> None:
+    model = tiny_model("mixtral")
+    for plan, message in (
+        ({"*.mlp.gate": "experts"}, r"mlp\.gate is a MixtralTopKRouter; the kind experts expects"),
+        (
+            {"*.mlp": "replicated"},
+            "MixtralSparseMoeBlock; the kind replicated expects a module with parameters",
+        ),
+        ({"*.q_proj": "column_packed3"}, "32 outputs are not 3 of equal size, as column_packed3 expects"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tp.compress(model, None, plan=plan)
+
+
+def test_modules_of_another_kind_are_refused() -> None:
+    run_ranks(refuse_what_does_not_fit, 2)
