@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def sockets(results: list[Any]) -> Iterator[list[socket.socket]]:
 @pytest.mark.parametrize("secret", [b"", b"a secret"])
 def test_ranks_with_the_same_secret_are_connected(listeners: list[tcp.Listener], secret: bytes) -> None:
     with sockets(connect(listeners, [secret, secret])) as (first, second):
-        assert not first.getblocking() and not second.getblocking()
+        assert not os.get_blocking(first.fileno()) and not os.get_blocking(second.fileno())
         first.send(b"hello")
         second.settimeout(5)
         assert second.recv(10) == b"hello"
