@@ -178,7 +178,10 @@ class Coordinator:
                 self._strangers -= 1
             while member is not None:
                 await self._obey(member, await _receive(reader, opener))
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
+        except (
+            *(OSError, EOFError, asyncio.TimeoutError),
+            *(ValueError, TypeError, AttributeError, LookupError),  # a caller may send any JSON object
+        ) as error:
             if member is None:
                 _log.warning("dtcomm: refused a caller from %s: %s", caller, error or type(error).__name__)
         except asyncio.CancelledError:

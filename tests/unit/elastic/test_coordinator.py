@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from dtcomm.elastic.coordinator import Coordinator
 from dtcomm.elastic.member import Member
 from dtcomm.elastic.protocol import MEMBER, Seal, Verdict, parse_address, split_head
 from dtcomm.errors import DtcommError, JoinRefused, PeerLost
+from dtcomm.runtime.bootstrap.authentication import prove
 
 FACTS = {"model": "a", "spec": "int4"}
 
@@ -196,6 +198,27 @@ def test_strangers_do_not_disturb_the_members(threads: ThreadPoolExecutor) -> No
         assert vote(threads, members[:1], [True])[0].change
         for member in members:
             member.close()
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{}, {"nonce": 1}, {"nonce": "00", "facts": [], "steps": 0, "name": ""}, {"nonce": "00", "facts": {}}],
+)
+def test_a_caller_that_knows_the_secret_but_not_the_protocol_is_refused(
+    hello: dict[str, Any], threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Coordinator() as coordinator:
+        members = join(coordinator, threads, 1)
+        with socket.create_connection(("127.0.0.1", coordinator.port)) as caller:
+            length, _ = split_head(caller.recv(36, socket.MSG_WAITALL))
+            greeting = json.loads(caller.recv(length, socket.MSG_WAITALL))
+            key = prove(b"a secret", bytes.fromhex(greeting["nonce"]))
+            caller.sendall(Seal(key, MEMBER).close(hello))
+            caller.settimeout(10)
+            assert caller.recv(1) == b""
+        wait_for(lambda: "refused a caller from" in caplog.text)
+        assert vote(threads, members, [True]) == [Verdict(commit=True, change=False)]
+        members[0].close()
 
 
 def test_a_silent_member_is_removed(
