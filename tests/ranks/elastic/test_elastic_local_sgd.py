@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtcomm.elastic import Coordinator, ElasticLocalSGD
-from dtcomm.errors import JoinRefused, PeerLost
+from dtcomm.errors import DtcommError, JoinRefused, PeerLost
 from dtcomm.launch.ranks import RunningRanks, send_to_parent, spawn_ranks
+from dtcomm.local_sgd import LocalSGD
 
 WIDTH, EVERY, STEPS = 32, 4, 40
 SECRET = {"DTCOMM_SECRET": "a secret of these tests", "GLOO_SOCKET_IFNAME": "lo"}
@@ -164,6 +167,100 @@ def test_survivors_residuals_are_conserved_when_a_rank_dies_in_an_average(monkey
             kept = kept + result["after"]["residuals"][name]
         assert torch.allclose(offered, sent + kept, atol=1e-6), (offered - sent - kept).abs().max()
         assert kept.abs().max() > 0
+
+
+def repeat(
+    process: int, world_size: int, address: str, failing: tuple[int, ...], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Train with three ranks; on rank 1 some attempts fail after all messages have arrived, as on no other rank."""
+    torch.set_num_threads(1)
+    model = make_model(seed=0)
+    made = dict(options, outer=nesterov)
+    local = ElasticLocalSGD(model, address, EVERY, "int4", timeout_s=20, name=f"process {process}", **made)
+    rank = local.view.rank  # the order of joining is not that of the processes
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    complete, begin_group = LocalSGD._complete, local._begin_group
+    attempts, settled, taken_back = 0, residuals_at_rest(local), []
+
+    def complete_or_fail(self: LocalSGD, average: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        complete(self, average)
+        if attempts in failing:
+            dist.barrier()  # all have stored their residuals
+            if rank == 1:
+                raise DtcommError("a fault of this test")
+
+    def compare_residuals() -> None:
+        begin_group()
+        now = residuals_at_rest(local)
+        taken_back.append(now.keys() == settled.keys() and all(torch.equal(now[n], settled[n]) for n in now))
+
+    local._begin_group = compare_residuals  # type: ignore[method-assign]
+    with patch.object(LocalSGD, "_complete", complete_or_fail):
+        for step in range(4 * EVERY):
+            train_step(model, optimizer, 1000 * rank + step)
+            local.step()
+            settled.update(residuals_at_rest(local))
+        local.sync()
+    state = local.state_dict()
+    local.close()
+    kept = {name: state[name] for name in ("residuals", "common", "outer", "steps", "syncs", "averages")}
+    return {
+        "rank": rank,
+        "state": kept,
+        "weights": all_weights(model),
+        "attempts": attempts,
+        "taken back": taken_back,
+    }
+
+
+def residuals_at_rest(local: ElasticLocalSGD) -> dict[str, torch.Tensor]:
+    """Return copies of the residuals of those weights of which no average is in flight."""
+    busy = {
+        name for average in local._in_flight for fragment in average.fragments for name in fragment.weights
+    }
+    residuals = local._error_state.state_dict()["residuals"]
+    return {name: residual.clone() for name, residual in residuals.items() if name not in busy}
+
+
+def run_and_repeat(failing: tuple[int, ...], options: dict[str, Any]) -> list[dict[str, Any]]:
+    with (
+        Coordinator("127.0.0.1", ranks=3) as coordinator,
+        spawn_ranks(repeat, 3, coordinator.address, failing, options, backend=None, env=SECRET) as ranks,
+    ):
+        outcomes = ranks.join(60)
+    assert all(outcome.ok for outcome in outcomes), [str(outcome) for outcome in outcomes]
+    return sorted((outcome.result for outcome in outcomes), key=lambda result: int(result["rank"]))
+
+
+def test_an_average_that_failed_on_one_rank_is_repeated_bit_for_bit(monkeypatch: Any) -> None:
+    """The others have stored its residuals already, and set them back: nothing tells that it was repeated."""
+    monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
+    undisturbed, repeated = run_and_repeat((), {}), run_and_repeat((3, 4), {})
+    for expected, result in zip(undisturbed, repeated, strict=True):
+        assert expected["taken back"] == [] and result["taken back"] == [True, True]
+        assert result["attempts"] == expected["attempts"] + 2
+        assert torch.equal(result["weights"], expected["weights"])
+        assert_equal_states(result["state"], expected["state"])
+        assert any(residual.abs().max() > 0 for residual in result["state"]["residuals"].values())
+
+
+def test_averages_in_flight_are_repeated_too(monkeypatch: Any) -> None:
+    """Of two fragments one fails while the messages of the other one are in flight."""
+    monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
+    results = run_and_repeat((3, 4), {"fragments": 2, "delay": 3, "mixing": 0.5})
+    for result in results:
+        assert result["taken back"] == [True, True]
+        assert torch.equal(result["weights"], results[0]["weights"])
+        for name in ("common", "outer", "steps", "syncs", "averages"):
+            assert_equal_states(result["state"][name], results[0]["state"][name])
+    # Sixteen steps start eight averages; sync() makes one more of both fragments.
+    assert results[0]["state"]["syncs"] == 9 and results[0]["attempts"] == 9 + 2
+
+
+def assert_equal_states(value: Any, expected: Any) -> None:
+    torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
 def join_wrongly(process: int, world_size: int, address: str, folder: str) -> Any:
