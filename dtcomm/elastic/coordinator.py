@@ -331,11 +331,12 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
     raise OSError(f"the coordinator cannot listen at {host or 'any address'}: {reason}")
 
 
-def _make_store(ports: Iterable[int], timeout_s: float) -> dist.TCPStore:
+def _make_store(ports: Iterable[int], timeout_s: float) -> Any:
+    """The store of a view, at the first free port."""
     reason: Exception | None = None
     for port in ports:
         try:
-            return dist.TCPStore(
+            return dist.TCPStore(  # type: ignore[attr-defined]
                 "localhost",
                 port,
                 is_master=True,

@@ -106,7 +106,8 @@ class ElasticLocalSGD(LocalSGD):
         self._change, self._failures, self._is_single = False, 0, True
         self._repeat: list[tuple[list[int], int]] = []
         # Alone at first: arguments are checked before the others hear of this rank.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         try:
             super().__init__(model, every, spec, None, feedback, **options)
             self._error_state.keeps_backups = True
@@ -239,7 +240,9 @@ class ElasticLocalSGD(LocalSGD):
 
     def _connect(self, view: View) -> None:
         """Make the default process group of a view."""
-        store = dist.TCPStore(self._member.host, view.store_port, is_master=False, timeout=self._timeout)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            self._member.host, view.store_port, is_master=False, timeout=self._timeout
+        )
         dist.init_process_group(
             "gloo",
             store=store,

@@ -64,7 +64,7 @@ def main(address: str, path: str, method: str, timeout_s: str) -> None:
                     "step": local.steps,
                     "view": local.view.number,
                     "ranks": len(local.view.names),
-                    "loss": float(loss),
+                    "loss": float(loss.detach()),
                     "digest": zlib.crc32(common),
                     **resource_usage(),
                 }

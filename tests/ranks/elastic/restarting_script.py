@@ -64,7 +64,7 @@ def train_fsdp(path: Path, resumes: bool) -> dict[str, float]:
         dcp.load(saved, checkpoint_id=path)
         model.load_state_dict(saved["model"])
         restore(state, path, "compression")
-    loaded, began = total_residuals(state), state.steps
+    loaded, began = total_residuals(state), state.report().earlier_steps
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(began, began + STEPS):
         optimizer.zero_grad()
