@@ -53,14 +53,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def die_in_average(local: ElasticLocalSGD, number: int) -> None:
-    """Make this process kill itself instead of sending its part of an average; the others have encoded theirs."""
+def die_in_average(local: ElasticLocalSGD, number: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Make this process end itself instead of sending its part of an average; the others have encoded theirs."""
     start = local._start
 
     def start_or_die(*arguments: Any) -> Any:
         if local.syncs == number:
             time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return start(*arguments)
 
     local._start = start_or_die  # type: ignore[method-assign]
@@ -167,6 +167,42 @@ def test_survivors_residuals_are_conserved_when_a_rank_dies_in_an_average(monkey
             kept = kept + result["after"]["residuals"][name]
         assert torch.allclose(offered, sent + kept, atol=1e-6), (offered - sent - kept).abs().max()
         assert kept.abs().max() > 0
+
+
+def fall_silent(process: int, world_size: int, address: str) -> Any:
+    """Make averages; process 2 stops in the second one, as a host whose network has failed."""
+    torch.set_num_threads(1)
+    model = make_model(seed=process)
+    local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if process == 2:
+        die_in_average(local, 1, signal.SIGSTOP)
+    try:
+        for step in range(3 * EVERY):
+            train_step(model, optimizer, 1000 * process + step)
+            local.step()
+    except PeerLost as error:
+        return str(error)
+    finally:
+        local.close()
+    return local.view.names, local.syncs
+
+
+@pytest.mark.slow
+def test_a_rank_that_falls_silent_is_left_out_and_told_when_it_wakes(monkeypatch: Any) -> None:
+    monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
+    with (
+        Coordinator("127.0.0.1", ranks=3, timeout_s=6) as coordinator,
+        spawn_ranks(fall_silent, 3, coordinator.address, backend=None, env=SECRET) as ranks,
+    ):
+        wait_for(lambda: len(coordinator.members()) == 3)
+        wait_for(lambda: len(coordinator.members()) == 2)
+        ranks.kill(2, signal.SIGCONT)
+        results = [outcome.result for outcome in ranks.join(60)]
+    for names, syncs in results[:2]:
+        assert len(names) == 2 and not any("process 2" in name for name in names)
+        assert syncs == 3
+    assert "has removed this rank" in results[2]
 
 
 def repeat(
