@@ -108,7 +108,7 @@ class State(Reporting):
             raise ValueError(
                 f"samples: expected integers [batch], got {samples.dtype} {tuple(samples.shape)}"
             )
-        if len(samples.unique()) != len(samples):
+        if len(set(samples.tolist())) != len(samples):
             raise ValueError("samples: a batch must not have a sample twice")
         self.samples = samples.cpu()
 
