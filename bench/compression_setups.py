@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         print(row["rate"], row["encoder"], row["by_method"])
     print("assumed:", *ASSUMED, sep="\n- ")
-    output.write("compression_setups", result, arguments.json)
+    output.write("compression_setups", result, arguments.json, timed=False)
     return 0
 
 

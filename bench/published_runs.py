@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
     )
     if not arguments.fit:
-        output.write("published_runs", result, arguments.json)
+        output.write("published_runs", result, arguments.json, timed=False)
     return int(result["held_out"]["median_error"] > MOST_ERROR)
 
 

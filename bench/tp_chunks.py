@@ -55,7 +55,7 @@ class Rank:
 
     def measure(self, name: str, tokens: int, features: int, codec: str, iters: int) -> float:
         """Return this rank's mean seconds of ``iters`` calls that follow each other without a pause."""
-        call = self._call(name, tokens, features, codec)
+        call = self._call(name, codec, tokens, features)
         with torch.no_grad():
             dist.barrier()
             call()

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtcomm
 from dtcomm.cli.demo.train import GPT, VOCABULARY, Block, ModelShape, load_corpus, training_batch
+from dtcomm.tp.sharded_module import ShardedModule
 
 #: Name → schedule, and stages of each rank.
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -248,6 +249,7 @@ class Trainer:
             else:
                 loss = self._run_schedule(symbols, targets)
         self._average_experts()
+        self._average_replicated()
         sharded = {"*": self.mesh["pp"], "*.experts.*": self.mesh["ep"]}
         norm = dtcomm.mesh.clip_grad_norm_(self.stages, options.clip, sharded=sharded)
         self.optimizer.step()
@@ -320,6 +322,23 @@ class Trainer:
         if experts and self.options.dp > 1:
             gradients = [parameter.grad for parameter in experts]
             dtcomm.all_reduce_coalesced(gradients, "avg", codec=self.codec, group=self.mesh["dp"].get_group())
+
+    def _average_replicated(self) -> None:
+        """Keep parameters equal that all ranks of ``tp`` have, such as those of norms, if FSDP compresses gradients.
+
+        A block of an FSDP unit may contain elements of several parameters. Where one of them is a layer's shard, ranks
+        of ``tp`` round its neighbour's elements differently.
+        """
+        if self.options.tp == 1 or self.options.fsdp == 1 or self.codec == "none":
+            return
+        (model,) = self.stages
+        gradients = []
+        for name, parameter in model.named_parameters():
+            path, _, own = name.rpartition(".")
+            owner = model.get_submodule(path)
+            if not (isinstance(owner, ShardedModule) and owner.is_shard(own)):
+                gradients.append(parameter.grad.to_local())
+        dtcomm.all_reduce_coalesced(gradients, "avg", group=self.mesh["tp"].get_group())
 
     def sent_bytes(self) -> dict[str, tuple[int, int]]:
         """Return axis → bytes that this rank has sent, and bytes that these messages stand for; experts' gradients and

@@ -57,11 +57,18 @@ class StageCounts(Protocol):
 class State(Reporting):
     """What `compress` did to the stages of this rank, and what they have sent since; ``str()`` gives one line.
 
+    Args:
+        group: Process group of the stages; None is the default group.
+        device: Device of the stages.
+        policy: What was asked for, for reports.
+        feedback: Whether gradients have error feedback.
+
     Attributes:
         exchange: The messages under way.
         residuals: Residuals of the gradients' error feedback.
         times: The times of the last step; zeros before its end.
         samples: The samples of the next step's batch; None: not set.
+        steps: Number of steps that have ended.
     """
 
     def __init__(
@@ -101,7 +108,7 @@ class State(Reporting):
             raise ValueError(
                 f"samples: expected integers [batch], got {samples.dtype} {tuple(samples.shape)}"
             )
-        if len(samples.unique()) != len(samples):
+        if len(set(samples.tolist())) != len(samples):
             raise ValueError("samples: a batch must not have a sample twice")
         self.samples = samples.cpu()
 
