@@ -131,6 +131,13 @@ def conserve(process: int, world_size: int, address: str) -> dict[str, Any]:
     model = make_model(seed=process)
     local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    failed, count_failure = [], local._count_failure
+
+    def note_failure(what: str, error: Exception | None) -> None:
+        failed.append(what)
+        count_failure(what, error)
+
+    local._count_failure = note_failure  # type: ignore[method-assign]
     if process == 2:
         die_in_average(local, 2)
     for step in range(3 * EVERY):
@@ -142,7 +149,7 @@ def conserve(process: int, world_size: int, address: str) -> dict[str, Any]:
     local.step()
     after = local.state_dict()
     local.close()
-    return {"weights": weights, "before": before, "after": after, "names": local.view.names}
+    return {"weights": weights, "before": before, "after": after, "names": local.view.names, "failed": failed}
 
 
 def test_survivors_residuals_are_conserved_when_a_rank_dies_in_an_average(monkeypatch: Any) -> None:
@@ -154,7 +161,8 @@ def test_survivors_residuals_are_conserved_when_a_rank_dies_in_an_average(monkey
         outcomes = ranks.join(60)
     survivors = [outcomes[process].result for process in (0, 1)]
     assert all(survivors), [str(outcome) for outcome in outcomes]
-    assert len(survivors[0]["names"]) == 2
+    for result in survivors:
+        assert len(result["names"]) == 2 and "average 3" in result["failed"]
     compressed = survivors[0]["after"]["residuals"].keys()
     assert compressed
     for name in compressed:
