@@ -106,11 +106,15 @@ def wait_for_members(coordinator: Coordinator, count: int) -> float | None:
 
 
 def growth(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Return how much each resource grew from the second quarter of the averages to the last one, by their maxima."""
+    """Return how much each resource grew from the second quarter of the averages to the last one, by their minima.
+
+    What is not given back raises the least use too. The most use is that of a moment in which the group changes, when
+    parts of two groups exist.
+    """
     quarter = max(1, int(len(lines) * SETTLED))
     early, late = lines[quarter : 2 * quarter], lines[-quarter:]
     return {
-        name: max(line[name] for line in late) - max(line[name] for line in early) for name in MOST_GROWTH
+        name: min(line[name] for line in late) - min(line[name] for line in early) for name in MOST_GROWTH
     }
 
 
