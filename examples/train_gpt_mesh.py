@@ -59,19 +59,21 @@ class Experts(nn.Module):
         local = experts // mesh.size()
         first = mesh.get_local_rank() * local
         self.experts = nn.ModuleList(every[first : first + local])
-        self.sent_bytes = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).topk(CHOICES)
-        rows, route = dtcomm.moe.dispatch(tokens, chosen, self.total, codec=self.codec, group=self.group)
+        rows, route = dtcomm.moe.dispatch(
+            tokens,
+            chosen,
+            self.total,
+            codec=self.codec,
+            combine_codec=self.codec,
+            backward_codec=self.codec,
+            group=self.group,
+        )
         outputs = [expert(part) for expert, part in zip(self.experts, route.split(rows), strict=True)]
         y = dtcomm.moe.combine(torch.cat(outputs), route, weights)
-        # Rows and results travel forward, and their gradients backward.
-        here, codec = dist.get_rank(self.group), dtcomm.codec(self.codec)
-        for counts in (route.sent, route.received):
-            numel = [count * x.shape[-1] for rank, count in enumerate(counts) if rank != here]
-            self.sent_bytes += 2 * sum(map(codec.wire_bytes, numel))
         return y.view_as(x)
 
 
@@ -160,6 +162,8 @@ class Trainer:
         if options.experts:
             blocks = [MixtureBlock(shape, options.experts, self.codec, mesh["ep"]) for _ in gpt.blocks]
             gpt.blocks = nn.Sequential(*blocks)
+            if options.ep > 1:
+                self.states["ep"] = dtcomm.moe.State(mesh["ep"].get_group())
         each = SCHEDULES[options.schedule][1] if options.pp > 1 else 1
         total, own = options.pp * each, mesh["pp"].get_local_rank()
         layers = dtcomm.pipeline.split_layers(options.layers, total)
@@ -341,20 +345,13 @@ class Trainer:
         dtcomm.all_reduce_coalesced(gradients, "avg", group=self.mesh["tp"].get_group())
 
     def sent_bytes(self) -> dict[str, tuple[int, int]]:
-        """Return axis → bytes that this rank has sent, and bytes that these messages stand for; experts' gradients and
-        the lengths of messages are left out."""
+        """Return axis → bytes that this rank has sent, and bytes that these messages stand for; the lengths of
+        messages are left out."""
         totals: dict[str, tuple[int, int]] = {}
         for name, state in self.states.items():
             axis, report = name.partition(" ")[0], state.report()
             sent, plain = totals.get(axis, (0, 0))
             totals[axis] = sent + report.wire_bytes, plain + report.plain_bytes
-        experts = [
-            module for stage in self.stages for module in stage.modules() if isinstance(module, Experts)
-        ]
-        if self.options.ep > 1:
-            ratio = dtcomm.codec("none").wire_bytes(4096) / dtcomm.codec(self.codec).wire_bytes(4096)
-            sent = sum(module.sent_bytes for module in experts)
-            totals["ep"] = sent, int(sent * ratio)
         return totals
 
     def save(self, folder: str) -> None:

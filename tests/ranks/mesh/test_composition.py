@@ -1,4 +1,7 @@
-"""Several kinds of parallelism on one mesh, compressed on every axis: examples/train_gpt_mesh.py on small models."""
+"""Several kinds of parallelism on one mesh, compressed on every axis: examples/train_gpt_mesh.py on small models.
+
+Ranks are fresh processes, because torch caches meshes and their groups per process.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,8 @@ MORE = {
     "ep x dp": "--ep 2 --dp 2 --experts 4",
 }
 EIGHT = {
-    "dp x tp": "--dp 4 --tp 2",
-    "fsdp x tp": "--fsdp 4 --tp 2",
+    "dp x tp x pp": "--dp 2 --tp 2 --pp 2 --schedule interleaved",
     "dp x fsdp x tp": "--dp 2 --fsdp 2 --tp 2",
-    "dp x tp x pp": "--dp 2 --tp 2 --pp 2 --schedule 1f1b",
-    "dp x tp x pp, interleaved": "--dp 2 --tp 2 --pp 2 --schedule interleaved",
-    "fsdp x cp": "--fsdp 4 --cp 2",
-    "dp x cp x tp": "--dp 2 --cp 2 --tp 2",
-    "ep x dp": "--ep 2 --dp 4 --experts 4",
     "ep x dp x tp": "--ep 2 --dp 2 --tp 2 --experts 4",
 }
 
@@ -81,7 +78,7 @@ def test_four_ranks_train_as_one_does(combinations: dict[str, str]) -> None:
         for axes in combinations.values()
         for codec in ("off", "none", "int8")
     ]
-    results = run_ranks(train_all, 4, runs, timeout=200)
+    results = run_ranks(train_all, 4, runs, timeout=200, fresh=True)
     require_same(results, runs)
     for number, (name, axes) in enumerate(combinations.items()):
         key = next((key for key in ("--experts 4", "--layers 4") if key in axes), "")
@@ -119,7 +116,7 @@ def options_of_training(rank: int, ranks: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_recomputation_accumulation_bf16_and_resuming(tmp_path: Path) -> None:
-    run_ranks(options_of_training, 4, str(tmp_path), timeout=120)
+    run_ranks(options_of_training, 4, str(tmp_path), timeout=200, fresh=True)
 
 
 def padded_and_refused(rank: int, ranks: int) -> None:
@@ -146,7 +143,7 @@ def padded_and_refused(rank: int, ranks: int) -> None:
 
 
 def test_sequences_are_padded_and_what_does_not_fit_is_refused() -> None:
-    run_ranks(padded_and_refused, 2, timeout=120)
+    run_ranks(padded_and_refused, 2, timeout=120, fresh=True)
 
 
 def compiled(rank: int, ranks: int) -> None:
@@ -158,25 +155,25 @@ def compiled(rank: int, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks_train_alike() -> None:
-    run_ranks(compiled, 4, timeout=250)
+    run_ranks(compiled, 4, timeout=250, fresh=True)
 
 
 @pytest.mark.slow
 def test_eight_ranks_train_within_the_spread_of_seeds() -> None:
-    steps = "--width 32 --layers 4 --context 32 --batch 16 --micro 4 --steps 40"
+    steps = "--width 32 --layers 4 --context 32 --batch 16 --micro 4 --steps 16"
     seeds = run_ranks(
         train_all, 1, [f"{steps} --codec none --seed {seed}" for seed in range(3)], timeout=200
     )[0]
     experts = run_ranks(train_all, 1, [f"{steps} --codec none --experts 4"], timeout=200)[0][0]
-    last = [statistics.mean(run["losses"][-8:]) for run in seeds]
+    last = [statistics.mean(run["losses"][-4:]) for run in seeds]
     spread = max(last) - min(last)
     runs = [f"{steps} {axes} --codec {codec}" for axes in EIGHT.values() for codec in ("none", "int8")]
-    results = run_ranks(train_all, 8, runs, timeout=280)
+    results = run_ranks(train_all, 8, runs, timeout=280, fresh=True)
     require_same(results, runs)
     for number, (name, axes) in enumerate(EIGHT.items()):
         none, int8 = results[0][2 * number : 2 * number + 2]
         reference = experts if "--experts" in axes else seeds[0]
         assert none["losses"][:4] == pytest.approx(reference["losses"][:4], rel=1e-3), name
-        final = [statistics.mean(run["losses"][-8:]) for run in (none, int8, reference)]
+        final = [statistics.mean(run["losses"][-4:]) for run in (none, int8, reference)]
         assert abs(final[0] - final[2]) < spread, (name, final, spread)
         assert abs(final[1] - final[0]) < spread, (name, final, spread)

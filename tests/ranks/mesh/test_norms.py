@@ -80,7 +80,7 @@ def compare(rank: int, ranks: int, kind: str, order: float, max_norm: float) -> 
 
 @pytest.mark.parametrize("kind", ["layers", "styles", "stages"])
 def test_clipping_is_that_of_one_process(kind: str) -> None:
-    run_ranks(compare, 4, kind, 2.0, 0.5)
+    run_ranks(compare, 4, kind, 2.0, 0.5, fresh=True)
 
 
 def other_norms_and_experts(rank: int, ranks: int) -> None:
