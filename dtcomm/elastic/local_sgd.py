@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from dtcomm.collectives import recv, release, send
+from dtcomm.collectives import barrier, recv, release, send
 from dtcomm.compress.checkpoint import VERSION
 from dtcomm.compress.guard_monitor import GuardMonitor
 from dtcomm.compress.policy import Policy
@@ -222,6 +222,7 @@ class ElasticLocalSGD(LocalSGD):
                 self._connect(view)
                 self._begin_group()
                 self._share_state(view)
+                barrier()  # connects all ranks while the coordinator still notices who is missing
             except CollectiveMismatch:
                 raise
             except (DtcommError, RuntimeError) as raised:
