@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dtcomm.runtime.bootstrap import peer_processes
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
-from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange
+from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange
 from tests.stress.rendezvous import run_seeds
 from tests.support.interleaved_ranks import InterleavedStore
 from tests.support.rendezvous_scenarios import report
@@ -96,5 +96,6 @@ def test_a_rank_does_not_time_out_where_another_has_succeeded(monkeypatch: pytes
     meet(1, 0.5)
     other.join(20)
     assert results == {0: [0, 1], 1: [0, 1]}
-    left = [key for key in ("dtcomm/4/test/1/1/0", "dtcomm/4/test/1/left") if store.check([key])]
+    base = f"dtcomm/{PROTOCOL}/test"
+    left = [key for key in (f"{base}/1/1/0", f"{base}/1/left") if store.check([key])]
     assert not left
