@@ -23,7 +23,12 @@ def random_batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.T
 SHORT = dataclasses.replace(TASKS["mlp"], steps=32, batch=random_batch, evaluate=lambda model: 1.0)
 
 
-@pytest.mark.parametrize("name", runs.METHODS)
+COMMON = ("none", "int2", "PowerSGD rank 1")  # the others take as long and are marked slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in runs.METHODS]
+)
 def test_every_method_learns(name: str) -> None:
     method = runs.METHODS[name]
     result = runs.in_a_loop(SHORT, method, True, 0)

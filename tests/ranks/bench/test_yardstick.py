@@ -85,7 +85,7 @@ def test_verdicts_follow_the_measured_times() -> None:
         return Timing.of([seconds] * 3)
 
     targets = [t for t in all_reduce_targets(2) if t.bytes == KB]
-    fast = judge(targets, {KB: {"dtcomm": timing(5e-6), "gloo": timing(300e-6)}})
+    fast = judge(targets, {KB: {"dtcomm": timing(1.2e-6), "gloo": timing(300e-6)}})
     assert [v["verdict"] for v in fast] == ["PASS", "PASS"]
     slow = judge(targets, {KB: {"dtcomm": timing(9e-6), "gloo": timing(300e-6)}})
     assert [v["verdict"] for v in slow] == ["MISS", "MISS"]
