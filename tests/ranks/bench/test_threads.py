@@ -10,6 +10,7 @@ import pytest
 from bench import threads
 
 
+@pytest.mark.slow
 def test_every_number_of_threads_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "threads.json"
     line = f"--threads 1 3 --sizes 256K --codecs none int8 --repetitions 2 --json {out}"
@@ -23,6 +24,7 @@ def test_every_number_of_threads_is_measured(tmp_path: Path, capsys: pytest.Capt
     assert "all_reduce of 256 KB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_no_longer_fits_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "threads.json"
     assert threads.main(f"--threads 1 --codecs int8 --seconds 0 --json {out}".split()) == 0

@@ -184,6 +184,7 @@ dtcomm.algorithms.register("star", "all_reduce", star)
 """
 
 
+@pytest.mark.slow
 def test_algorithm_of_an_imported_module_is_measured(tmp_path: Path) -> None:
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHM)
     file = tmp_path / "report.json"

@@ -32,6 +32,7 @@ def test_tune_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert document["rates"]["int8"][0] > 0 and document["links"]["inside"]["gbytes"] > 0
 
 
+@pytest.mark.slow
 def test_tune_measures_the_algorithm_of_an_imported_module(tmp_path: Path) -> None:
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHM)
     path = tmp_path / "tune.json"
