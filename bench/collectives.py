@@ -36,7 +36,7 @@ NAMES = (*COLLECTIVES, PINGPONG)
 OURS = ("dtcomm", "dtcomm.empty")
 PEERS = ("gloo", "mpi")
 MPI_SETTINGS = ("default", "ob1")  # the faster one counts
-NEAR_FLOOR = 0.9  # of the floor's speed: whoever is as fast need not be faster than a peer
+NEAR_FLOOR = 0.9  # of the floor's speed; a collective that reaches it meets its targets
 STREAMED = 4 * MB  # bytes from which a copy past the cache is the faster one
 Measure = Callable[..., list[float]]
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from bench.common import machine, output
+from bench.common import seeds as seeds_of
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from dtcomm import context_parallel as cp
@@ -282,28 +283,8 @@ def measure_training(steps: int, seeds: list[int]) -> dict[str, Any]:
                 raise AssertionError(f"{name}: the ranks' models differ: {results}")
             losses[name].append(round(results[0], 4))
             print(f"seed {seed}, {name}: {results[0]:.4f}", flush=True)
-    plain = losses["none"]
-    spread = max(plain) - min(plain)
-    mean = sum(plain) / len(plain)
-    lines, verdicts = [], []
-    for name, values in losses.items():
-        change = sum(values) / len(values) - mean
-        lines.append([name, *(f"{value:.4f}" for value in values), f"{change:+.4f}"])
-        if name != "none" and len(seeds) > 1:
-            verdicts.append(
-                f"{'PASS' if change <= spread else 'MISS'} {name}: held-out loss {change:+.4f}, spread of the seeds "
-                f"{spread:.4f}"
-            )
-    columns = ["kv_codec", *(f"seed {seed}" for seed in seeds), "mean beside none"]
-    output.table(f"held-out loss, {steps} steps, sequence on 2 ranks", columns, lines)
-    print("\n".join(verdicts))
-    return {
-        "steps": steps,
-        "seeds": seeds,
-        "losses": losses,
-        "spread": round(spread, 4),
-        "verdicts": verdicts,
-    }
+    title = f"held-out loss, {steps} steps, sequence on 2 ranks"
+    return {"steps": steps, **seeds_of.compare(losses, "none", seeds=seeds, title=title, column="kv_codec")}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn import functional
 
 from bench.common import machine, output
+from bench.common import seeds as seeds_of
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from dtcomm import moe
@@ -308,29 +309,9 @@ def measure_training(steps: int, seeds: list[int]) -> dict[str, Any]:
             losses[name].append(round(result.pop("loss"), 4))
             routers[name] = {key: round(value, 3) for key, value in result.items()}
             print(f"seed {seed}, {name}: {losses[name][-1]:.4f} {routers[name] or ''}", flush=True)
-    plain = losses[UNCOMPRESSED]
-    spread = max(plain) - min(plain)
-    mean = sum(plain) / len(plain)
-    lines, verdicts = [], []
-    for name, values in losses.items():
-        change = sum(values) / len(values) - mean
-        lines.append([name, *(f"{value:.4f}" for value in values), f"{change:+.4f}"])
-        if name not in (DENSE, UNCOMPRESSED) and len(seeds) > 1:
-            verdicts.append(
-                f"{'PASS' if change <= spread else 'MISS'} {name}: held-out loss {change:+.4f}, spread of the seeds "
-                f"{spread:.4f}"
-            )
-    columns = ["", *(f"seed {seed}" for seed in seeds), f"mean beside {UNCOMPRESSED}"]
-    output.table(f"held-out loss, {steps} steps, 2 ranks", columns, lines)
-    print("\n".join(verdicts))
-    return {
-        "steps": steps,
-        "seeds": seeds,
-        "losses": losses,
-        "routers": routers,
-        "spread": round(spread, 4),
-        "verdicts": verdicts,
-    }
+    title = f"held-out loss, {steps} steps, 2 ranks"
+    compared = seeds_of.compare(losses, UNCOMPRESSED, seeds=seeds, title=title, without_target=(DENSE,))
+    return {"steps": steps, **compared, "routers": routers}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

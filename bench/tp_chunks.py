@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +39,7 @@ class Rank:
     """One rank; with namespaces, in a namespace of its own."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        if namespaces:
-            netns.init_process_group(rank, ranks, rendezvous, namespaces)
-        else:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            torch.set_num_threads(1)
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{rendezvous}",
-                timeout=timedelta(seconds=60),
-                rank=rank,
-                world_size=ranks,
-            )
+        netns.init_process_group(rank, ranks, rendezvous, namespaces)
 
     def measure(self, name: str, tokens: int, features: int, codec: str, iters: int) -> float:
         """Return this rank's mean seconds of ``iters`` calls that follow each other without a pause."""

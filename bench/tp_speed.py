@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +91,7 @@ class Rank:
     """One rank with a model for each contestant; with namespaces, in a namespace of its own."""
 
     def __init__(self, rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-        if namespaces:
-            netns.init_process_group(rank, ranks, rendezvous, namespaces)
-        else:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            torch.set_num_threads(1)
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{rendezvous}",
-                timeout=timedelta(seconds=60),
-                rank=rank,
-                world_size=ranks,
-            )
+        netns.init_process_group(rank, ranks, rendezvous, namespaces)
         self.rank = rank
         self.mesh = init_device_mesh("cpu", (ranks,))
         self.models: dict[str, nn.Module] = {}

@@ -16,8 +16,6 @@ from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.measure import exact_inputs
 
 PINGPONG = "pingpong"  # ranks 2k and 2k + 1 send each other a message by turns
-SETTLING_CALLS = 400  # after which the first trials of an operation are over
-SETTLING_SECONDS = 2.0
 
 
 class CollectiveRank(GlooRank):
@@ -36,24 +34,13 @@ class CollectiveRank(GlooRank):
         run = self._operation(collective, shared, numel)
         if not self.plain and (collective, shared, numel) not in self._settled:
             self._settled.add((collective, shared, numel))
-            self._settle(run)
+            self.settle(run)
         for _ in range(max(1, warm)):
             run()
         start = time.perf_counter()
         for _ in range(iters):
             run()
         return (time.perf_counter() - start) / iters
-
-    def _settle(self, run: Callable[[], Any]) -> None:
-        """Repeat a call until its first trials are over, so that what is measured is what a long run does."""
-        start = time.monotonic()
-        for _ in range(0, SETTLING_CALLS, 20):
-            for _ in range(20):
-                run()
-            late = torch.tensor([time.monotonic() - start > SETTLING_SECONDS])
-            dist.broadcast(late, 0)  # over Gloo: all ranks stop after the same call
-            if late:
-                return
 
     def wrong(self, collective: str, shared: bool, numel: int) -> int:
         """Return how many elements of a result are wrong, with inputs whose result is exact."""

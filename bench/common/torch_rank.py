@@ -17,7 +17,8 @@ import torch.distributed as dist
 from bench.common.pool import pin
 
 MODULUS = 13
-MAX_SETTLING_CALLS = 1000
+SETTLING_CALLS = 400  # after which the first trials of an operation are over
+SETTLING_SECONDS = 2.0
 
 
 class GlooRank:
@@ -45,6 +46,17 @@ class GlooRank:
         if pinned:
             pin(rank)
 
+    def settle(self, run: Callable[[], Any]) -> None:
+        """Repeat a call until its first trials are over, so that what is measured is what a long run does."""
+        start = time.monotonic()
+        for _ in range(0, SETTLING_CALLS, 20):
+            for _ in range(20):
+                run()
+            late = torch.tensor([time.monotonic() - start > SETTLING_SECONDS])
+            dist.broadcast(late, 0)  # over Gloo: all ranks stop after the same call
+            if late:
+                return
+
     def close(self) -> None:
         """Destroy the process group."""
         dist.destroy_process_group()
@@ -66,8 +78,9 @@ class TorchRank(GlooRank):
         call = self._call(variant)
         tensor = self._tensor(variant, numel)
         tensor.fill_(self.rank + 1.0)
-        if variant.startswith("dtcomm"):
-            self._settle(tensor)
+        if variant.startswith("dtcomm") and numel not in self._settled:
+            self._settled.add(numel)
+            self.settle(lambda: call(tensor))
         for _ in range(max(1, warm)):
             call(tensor)
         start = time.perf_counter()
@@ -94,19 +107,6 @@ class TorchRank(GlooRank):
         """Release the tensors, then destroy the process group."""
         self._tensors.clear()
         super().close()
-
-    def _settle(self, tensor: torch.Tensor) -> None:
-        """Repeat the call until its first trials are over, so that what is measured is what a long run does."""
-        import dtcomm
-
-        if tensor.numel() in self._settled:
-            return
-        self._settled.add(tensor.numel())
-        for calls in range(MAX_SETTLING_CALLS):
-            dtcomm.all_reduce(tensor)
-            # All ranks have adopted the same decisions at the same call.
-            if calls % 50 == 49 and all(choice["settled"] for choice in dtcomm.info().get("choices", [])):
-                return
 
     def _call(self, variant: str) -> Callable[[torch.Tensor], Any]:
         if variant == "gloo":

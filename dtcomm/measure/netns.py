@@ -169,10 +169,18 @@ def temporary_process_group(rank: int, ranks: int, rendezvous: str, namespaces: 
 
 
 def init_process_group(rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> None:
-    """Enter ``namespaces[rank]`` and initialize a Gloo group through the file ``rendezvous``."""
-    enter_namespace(namespaces[rank])
-    os.environ["GLOO_SOCKET_IFNAME"] = "dt0"
-    os.environ["DTCOMM_HOST_ID"] = namespaces[rank]
+    """Enter ``namespaces[rank]``, or stay on this host if there are none, and initialize a Gloo group.
+
+    Args:
+        rank: The rank.
+        ranks: Number of ranks.
+        rendezvous: The file through which they find each other.
+        namespaces: A namespace for each rank, or none.
+    """
+    if namespaces:
+        enter_namespace(namespaces[rank])
+        os.environ["DTCOMM_HOST_ID"] = namespaces[rank]
+    os.environ["GLOO_SOCKET_IFNAME"] = "dt0" if namespaces else "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

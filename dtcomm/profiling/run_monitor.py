@@ -25,7 +25,6 @@ from dtcomm.profiling.step_record import union_length
 from dtcomm.profiling.stragglers import RankSpeed, Straggler, find_stragglers
 from dtcomm.profiling.tables import format_table
 from dtcomm.runtime.communicator_cache import existing_communicators
-from dtcomm.runtime.flight_recorder import CAPACITY
 
 Axes = Mapping[str, dist.ProcessGroup | DeviceMesh | None] | DeviceMesh
 
@@ -176,7 +175,7 @@ class RunMonitor:
         self._steps = 0
         self._times: deque[float] = deque(maxlen=max(every, 20))
         self._begin: float | None = None
-        self._window = (time.monotonic_ns(), 0)  # since when, and how many steps
+        self._start_window()
         self._axes: tuple[AxisShare, ...] = ()
         self._own_s = self._in_flight_s = 0.0
         self._speeds: tuple[RankSpeed, ...] = ()
@@ -203,17 +202,16 @@ class RunMonitor:
         self._steps += 1
         self._norm = self._norm if gradient_norm is None else _detached(gradient_norm)
         self._loss = self._loss if loss is None else _detached(loss)
-        since, steps = self._window
-        self._window = since, steps + 1
+        self._window_steps += 1
         if self._every and self._steps % self._every == 0:
             self._read_axes()
             self._exchange()
-            self._window = time.monotonic_ns(), 0
+            self._start_window()
             self._begin = time.perf_counter()  # without what reading took
 
     def report(self) -> RunReport:
         """Return what was measured so far; nothing is communicated."""
-        if self._window[1] and not (self._every and self._axes):
+        if self._window_steps and not (self._every and self._axes):
             self._read_axes()
         step_s = statistics.median(self._times) if self._times else 0.0
         flops_per_s = self._flops / step_s if step_s else 0.0
@@ -280,11 +278,22 @@ class RunMonitor:
             ]
         return metrics
 
+    def _start_window(self) -> None:
+        self._since, self._window_steps = time.monotonic_ns(), 0
+        # The number of the last operation before, by communicator.
+        self._numbers = {
+            id(communicator): max(
+                (entry.number for entry in communicator.runtime.flight_entries()), default=0
+            )
+            for group in self._groups.values()
+            for communicator in existing_communicators(group)
+        }
+
     def _read_axes(self) -> None:
         """Take the operations since the last look from the flight recorders."""
-        since, steps = self._window
+        since, steps, before = self._since, self._window_steps, self._numbers
         end = time.monotonic_ns()
-        self._window = end, 0
+        self._start_window()
         if not steps:
             return
         step_s = (end - since) * 1e-9 / steps
@@ -295,16 +304,17 @@ class RunMonitor:
             intervals: list[tuple[int, int]] = []
             scale = 1.0
             for communicator in existing_communicators(group):
-                entries = communicator.runtime.flight_entries()
-                own = [
-                    (max(entry.started_ns or entry.issued_ns, since), entry.finished_ns)
-                    for entry in entries
-                    if entry.finished_ns > since
+                entries = [
+                    entry for entry in communicator.runtime.flight_entries() if entry.finished_ns > since
                 ]
-                if len(entries) >= CAPACITY and len(own) == len(entries):
-                    # What the recorder forgot took as long as what it kept.
-                    scale = max(scale, (end - since) / max(1, end - own[0][0]))
-                intervals += own
+                if not entries:
+                    continue
+                # What the recorder has forgotten is taken to have lasted as long as what it kept.
+                all_operations = max(entry.number for entry in entries) - before.get(id(communicator), 0)
+                scale = max(scale, all_operations / len(entries))
+                intervals += [
+                    (max(entry.started_ns or entry.issued_ns, since), entry.finished_ns) for entry in entries
+                ]
             if not intervals:
                 continue
             seconds = min(step_s, union_length(intervals) * 1e-9 * scale / steps)

@@ -276,11 +276,12 @@ def test_ranks_that_pass_different_arguments_raise_an_error_that_names_them() ->
 
 
 def check_empty(rank: int, ranks: int) -> None:
-    """No rank has a token; then one rank's tokens are all dropped by nobody and others have none."""
-    for tokens in (0, 3 if rank == 1 else 0):
+    """No rank has a token; then only rank 1 has some, which all choose the last rank's expert twice."""
+    for total in (0, 3):
+        tokens = total if rank == 1 else 0
         x = torch.ones(tokens, 8, requires_grad=True)
         rows, route = moe.dispatch(x, torch.full((tokens, 2), ranks - 1), ranks, hierarchical=True)
-        assert sum(route.counts) == len(rows) == (0 if not tokens and rank != ranks - 1 else len(rows))
+        assert sum(route.counts) == len(rows) == (2 * total if rank == ranks - 1 else 0)
         y = moe.combine(rows * 1.0, route, torch.ones(tokens, 2))
         assert y.shape == (tokens, 8)
         y.sum().backward()

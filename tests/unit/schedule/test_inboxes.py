@@ -79,7 +79,7 @@ def test_programs_that_cannot_be_pushed_are_refused() -> None:
     ring = lowered(build("ring", "all_reduce", 3))
     inboxes = plan_inboxes(ring[0])
     cases = {
-        # The owner sends the payload to nobody, so its reader has only the owner's memory to load from.
+        # Without a peer to send to, the payload stays in its owner's memory, from which a reader must not load.
         "rank 1 step 0 chunk 2: payload 0 of rank 0 is not sent to it in this step": change(
             ring, 0, Send, peers=()
         ),
