@@ -79,7 +79,6 @@ def monitor_with_values(**options: Any) -> RunMonitor:
     """Return a monitor as it is after 40 steps of 0.1 s on four ranks, of which rank 2 is slow."""
     monitor = RunMonitor(flops=3e12, peak="h100", tokens=4096, **options)
     monitor._steps, monitor._times = 40, type(monitor._times)([0.1] * 20)
-    monitor._window = (monitor._window[0], 0)
     monitor._own_s = 0.06
     monitor._axes = (
         AxisShare(axis="dp", operations=4, seconds=0.03, share=0.3),
