@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What no program of bench/ reads except to write pages: kept results and documents do not make a tree another one.
-NOT_MEASURED = (":(exclude)bench/results", ":(exclude)docs", ":(exclude)*.md")
+# What no program of bench/ reads except to write pages: kept results, documents and tests do not make a tree
+# another one.
+NOT_MEASURED = tuple(
+    f":(exclude){path}" for path in ("bench/results", "docs", "*.md", "tests/unit", "tests/ranks", ".ci")
+)
 OTHERS_MOST = 0.25  # cores; an idle system's daemons use less than 0.05
 SHORTEST = 0.5  # seconds: the kernel counts in steps of 10 ms
 
 
 def code_commit(root: Path = ROOT) -> str:
-    """Return the short hash of the last commit that changed anything but results and documents."""
+    """Return the short hash of the last commit that changed anything but results, documents and tests."""
     return _git(root, "log", "-1", "--format=%h", "--", ".", *NOT_MEASURED) or "unknown"
 
 
 def changed_files(root: Path = ROOT) -> list[str]:
-    """Return the tracked files with changes that are not committed, without results and documents."""
+    """Return the tracked files with changes that are not committed, without results, documents and tests."""
     listed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED)
     return [line.split(maxsplit=1)[1] for line in listed.splitlines()]
 

@@ -75,6 +75,7 @@ def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
         communicator = entry.communicator
         if communicator is not None:
             return communicator
+    sweep()  # a call on a destroyed group fails below: its peers must not wait for this rank
     return _make(require_group(group))
 
 
@@ -187,7 +188,7 @@ def sweep() -> None:
 
 
 def release(group: dist.ProcessGroup | None = None) -> None:
-    """Close the communicators of a group now. A later call on the group makes new ones.
+    """Close the communicators of a group now, and those of destroyed groups. A later call on the group makes new ones.
 
     Every rank of the group should call it: peers that still wait for this rank raise PeerLost.
 
@@ -199,7 +200,8 @@ def release(group: dist.ProcessGroup | None = None) -> None:
     """
     world: Any = c10d._world
     target: Any = world.default_pg if group is None else group
-    _drop(lambda entry: entry.reference() is target)
+    groups = world.pg_map
+    _drop(lambda entry: entry.reference() is target or entry.reference() not in groups)
 
 
 def _make(group: dist.ProcessGroup) -> Communicator:

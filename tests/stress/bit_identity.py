@@ -116,8 +116,11 @@ def compare(results: list[RankResult]) -> tuple[int, list[int]]:
     return len(several), sorted(index for index, digests in several.items() if len(set(digests)) > 1)
 
 
-def piece(ranks: int, seed: str, count: int, way: Way) -> dict[str, Any]:
-    """Run ``count`` operations in one way; return how many were compared, and descriptions of wrong ones."""
+def piece(ranks: int, seed: str, count: int, way: Way, seconds: float = PIECE_SECONDS) -> dict[str, Any]:
+    """Run ``count`` operations in one way; return how many were compared, and descriptions of wrong ones.
+
+    Ranks that run for longer than ``seconds`` are killed, and what each was doing is in the description.
+    """
     operations = sequence(seed, ranks, count, way.hosts)
     try:
         results = run_ranks(
@@ -126,7 +129,7 @@ def piece(ranks: int, seed: str, count: int, way: Way) -> dict[str, Any]:
             seed,
             count,
             way.hosts,
-            timeout=PIECE_SECONDS,
+            timeout=seconds,
             backend=way.backend,
             env=dict(way.env),
         )

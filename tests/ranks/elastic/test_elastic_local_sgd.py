@@ -316,12 +316,11 @@ def join_wrongly(process: int, world_size: int, address: str, folder: str) -> An
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         if process == 0:
             (Path(folder) / "begun").touch()
-        over = False
-        while not over or local.steps % EVERY:  # all ends at an average
+        while not (Path(folder) / f"over at {local.steps}").exists():
             train_step(model, optimizer, local.steps)
-            over = local.steps >= EVERY and (Path(folder) / f"over at {local.steps + 1}").exists()
-            if process == 0 and not over and (Path(folder) / "refused").exists():
-                (Path(folder) / f"over at {local.steps + 2 * EVERY}").touch()
+            if process == 0 and (Path(folder) / "refused").exists():
+                # Process 1 is less than one average ahead, and all ends at an average.
+                (Path(folder) / f"over at {(local.steps // EVERY + 3) * EVERY}").touch()
                 (Path(folder) / "refused").unlink()
             local.step()
         local.close()

@@ -15,6 +15,6 @@ CASES = [(2, ONE_HOST), *((3, way) for way in dict.fromkeys(WAYS))]
 @pytest.mark.parametrize(("ranks", "way"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_random_operations_give_equal_and_right_results(ranks: int, way: Way) -> None:
     print(f"seed {SEED}")
-    result = piece(ranks, str(SEED), 40, way)
+    result = piece(ranks, str(SEED), 40, way, seconds=100)
     assert result["wrong"] == []
     assert result["compared"] > 0 and result["exact"] > 0
