@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/cpu_relax.h"
 #include "engine/process_page.h"
@@ -23,9 +24,14 @@ std::uint64_t thread_cpu_ns() {
 
 }  // namespace
 
-EmulatedNic& EmulatedNic::instance(int level) {
-  static EmulatedNic nics[2];
-  return nics[level == 0 ? 0 : 1];
+std::shared_ptr<EmulatedNic> EmulatedNic::shared(int level) {
+  static std::mutex mutex;
+  static std::weak_ptr<EmulatedNic> nics[2];
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::weak_ptr<EmulatedNic>& kept = nics[level == 0 ? 0 : 1];
+  std::shared_ptr<EmulatedNic> nic = kept.lock();
+  if (!nic) kept = nic = std::make_shared<EmulatedNic>();
+  return nic;
 }
 
 std::uint64_t EmulatedNic::send(std::uint64_t now, std::uint64_t busy_ns) {
@@ -67,9 +73,9 @@ std::uint64_t EmulatedNic::receive(std::uint64_t first, std::uint64_t busy_ns) {
   return last_byte;
 }
 
-EmulatedLink::EmulatedLink(LinkRate rate, EmulatedNic& nic, int ranks, std::size_t flags)
+EmulatedLink::EmulatedLink(LinkRate rate, std::shared_ptr<EmulatedNic> nic, int ranks, std::size_t flags)
     : rate_(rate),
-      nic_(nic),
+      nic_(std::move(nic)),
       flags_(flags),
       deliveries_(static_cast<std::size_t>(ranks) * flags),
       skips_cpu_time_(static_cast<std::size_t>(ranks)) {}
@@ -84,7 +90,7 @@ void EmulatedLink::spend_cpu_time(int peer, std::size_t bytes) {
 }
 
 void EmulatedLink::send(DeliveryStamp& stamp, std::uint64_t seq, std::size_t bytes) {
-  stamp.first.store(nic_.send(now_ns(), rate_.transfer_ns(bytes)) + rate_.latency_ns, std::memory_order_relaxed);
+  stamp.first.store(nic_->send(now_ns(), rate_.transfer_ns(bytes)) + rate_.latency_ns, std::memory_order_relaxed);
   stamp.seq.store(seq, std::memory_order_release);
 }
 
@@ -93,7 +99,7 @@ bool EmulatedLink::delivered(int peer, std::size_t flag, std::uint64_t seq, cons
   if (stamp.seq.load(std::memory_order_acquire) != seq) return false;  // so far it was sent to other readers only
   Delivery& delivery = deliveries_[static_cast<std::size_t>(peer) * flags_ + flag];
   if (delivery.seq != seq) {
-    delivery = {seq, nic_.receive(stamp.first.load(std::memory_order_relaxed), rate_.transfer_ns(bytes)), false};
+    delivery = {seq, nic_->receive(stamp.first.load(std::memory_order_relaxed), rate_.transfer_ns(bytes)), false};
   }
   if (delivery.at <= now_ns()) {
     if (!delivery.paid) spend_cpu_time(peer, bytes);

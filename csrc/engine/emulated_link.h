@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -23,11 +24,12 @@ struct LinkRate {
   }
 };
 
-// One end of a cable, shared by all communicators of the process.
+// One end of a cable, shared by all communicators of the process that exist at a time: the traffic of closed ones,
+// which nobody waits for any more, does not delay that of later ones.
 class EmulatedNic {
  public:
   // This process's card for a level of the hierarchy: 0 inside the host, 1 between hosts.
-  static EmulatedNic& instance(int level);
+  static std::shared_ptr<EmulatedNic> shared(int level);
 
   // Occupies the sending direction for `busy_ns`, behind everything sent earlier; returns when the first byte leaves.
   std::uint64_t send(std::uint64_t now, std::uint64_t busy_ns);
@@ -54,7 +56,7 @@ struct DeliveryStamp {
 // The link of one communicator at one level of the hierarchy.
 class EmulatedLink {
  public:
-  EmulatedLink(LinkRate rate, EmulatedNic& nic, int ranks, std::size_t flags);
+  EmulatedLink(LinkRate rate, std::shared_ptr<EmulatedNic> nic, int ranks, std::size_t flags);
 
   // Sends a box of `bytes` bytes: stores in `stamp` when its first byte arrives at the reader.
   void send(DeliveryStamp& stamp, std::uint64_t seq, std::size_t bytes);
@@ -81,7 +83,7 @@ class EmulatedLink {
   void spend_cpu_time(int peer, std::size_t bytes);
 
   LinkRate rate_;
-  EmulatedNic& nic_;
+  std::shared_ptr<EmulatedNic> nic_;
   std::size_t flags_;
   std::vector<Delivery> deliveries_;  // by peer and flag
   std::vector<bool> skips_cpu_time_;

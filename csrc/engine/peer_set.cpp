@@ -26,7 +26,7 @@ PeerSet::PeerSet(const PeerSetOptions& options) : token_(random_token()) {
   own_ = construct_region(region_.data(), layout_);
   const auto link_of = [&](const LinkRate& rate, int level) -> std::unique_ptr<EmulatedLink> {
     if (!rate.enabled()) return nullptr;
-    return std::make_unique<EmulatedLink>(rate, EmulatedNic::instance(level), ranks, layout_.flags());
+    return std::make_unique<EmulatedLink>(rate, EmulatedNic::shared(level), ranks, layout_.flags());
   };
   inside_ = link_of(options.inside, 0);
   between_ = link_of(options.between, 1);
@@ -109,6 +109,9 @@ void PeerSet::close() {
   peer_regions_.clear();
   processes_.clear();
   remote_.close();
+  links.clear();
+  inside_.reset();
+  between_.reset();
   region_.reset();
 }
 

@@ -374,8 +374,8 @@ void bind_engine(py::module_& module) {
   bind_bound_call(module);
   bind_crc32c(module);
   bind_ucx(module);
-  py::class_<EmulatedNic, std::unique_ptr<EmulatedNic, py::nodelete>>(module, "EmulatedNic")
-      .def(py::init([](int level) { return &EmulatedNic::instance(level); }), py::arg("level"))
+  py::class_<EmulatedNic, std::shared_ptr<EmulatedNic>>(module, "EmulatedNic")
+      .def(py::init(&EmulatedNic::shared), py::arg("level"))
       .def("send", &EmulatedNic::send, py::arg("now"), py::arg("busy_ns"))
       .def("receive", &EmulatedNic::receive, py::arg("first"), py::arg("busy_ns"));
   module.def("set_engine_kernels", &select_engine_kernels, py::arg("name"));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from itertools import pairwise
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm import _C
@@ -139,8 +141,6 @@ def test_ranks_of_one_host_use_the_inside_link(env: dict[str, str], slow: bool) 
 
 
 def time_between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
-    import os
-
     os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
     return time_all_reduce(rank, world_size, 1000, 4)
 
@@ -149,6 +149,25 @@ def test_ranks_of_different_hosts_use_the_between_link() -> None:
     env = {"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": "native"}
     for seconds, _, runtime in run_ranks(time_between_hosts, 2, env=env):
         assert runtime == "native" and 0.02 <= seconds < 0.5
+
+
+def change_the_link(rank: int, world_size: int) -> float:
+    work = C.all_reduce(torch.ones(10_000), async_op=True)  # 40 kB take minutes
+    assert work is not None
+    dist.barrier()
+    C.release()
+    with pytest.raises(DtcommError):
+        work.wait()
+    dist.barrier()
+    os.environ["DTCOMM_LINK"] = "100gbit,1us"
+    started = time.perf_counter()
+    C.all_reduce(torch.ones(10_000))
+    return time.perf_counter() - started
+
+
+def test_traffic_of_closed_communicators_does_not_delay_others() -> None:
+    env = {"DTCOMM_LINK": "1kbit", "DTCOMM_RUNTIME": "native"}
+    assert max(run_ranks(change_the_link, 2, env=env, timeout=60)) < 10
 
 
 def reduce_refused(rank: int, world_size: int) -> str:
