@@ -1,7 +1,7 @@
 """Measure all_reduce between two sites that are far apart: dtcomm over one and several TCP connections, and Gloo.
 
 python -m bench.wide_area [--gbit 1] [--round-trip 75] [--loss 0] [--sizes 64M] [--codecs none int8 int4]
-                          [--connections 1 2 4 8 auto] [--gloo-groups 1 4] [--json FILE]
+                          [--connections 1 2 4 8 auto] [--gloo-groups 1 4] [--buffers BYTES] [--json FILE]
 
 Two ranks run in two network namespaces, whose link has a rate by tbf and a delay by a relay process (needs root,
 iproute2 and /dev/net/tun). The operation is an fp32 sum in place. Uncompressed sums run with every number of
@@ -16,6 +16,7 @@ A sum of N bytes over a link cannot take less time than its bytes and half of a 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import socket
 import statistics
@@ -33,7 +34,7 @@ from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.targets import MB
 from bench.two_hosts import GLOO, HostRank
-from dtcomm.measure import delayed_link
+from dtcomm.measure import delayed_link, netns
 
 GOAL = 0.9  # share of the link's rate, from 64 MB on
 
@@ -95,8 +96,13 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> list[dict[str, Any
     namespaces = stack.enter_context(
         delayed_link.two_sites(options.gbit, options.round_trip, loss=options.loss, mtu=options.mtu)
     )
+    for namespace in namespaces if options.buffers else ():
+        for name, usual in (("tcp_wmem", 65536), ("tcp_rmem", 131072)):
+            limits = f"net.ipv4.{name}=4096 {usual} {options.buffers}"
+            netns.run_command("ip", "netns", "exec", namespace, "sysctl", "-qw", limits)
     folder = stack.enter_context(TemporaryDirectory())
 
+    @functools.cache
     def pool_of(connections: str, gloo_groups: int) -> Pool:
         return stack.enter_context(
             Pool(
@@ -161,6 +167,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sizes", type=output.parse_size, nargs="+", default=[64 * MB])
     parser.add_argument("--codecs", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--connections", nargs="+", default=["1", "2", "4", "8", AUTO])
+    parser.add_argument(
+        "--buffers", type=output.parse_size, help="largest socket buffers, instead of this machine's"
+    )
     parser.add_argument("--gloo-groups", type=int, nargs="+", default=[1, 4], help="side by side")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="where to write instead of bench/results/wide_area.json")
@@ -195,6 +204,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "round_trip_ms": options.round_trip,
         "loss": options.loss,
         "mtu": options.mtu,
+        "largest_buffers": options.buffers,
         "rows": rows,
         "below_goal": [f"{row['name']} at {output.size_name(row['bytes'])}" for row in missed],
     }
