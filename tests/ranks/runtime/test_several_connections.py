@@ -22,28 +22,33 @@ from tests.unit.runtime.every_collective import calls
 SEVERAL = {"DTCOMM_TRANSPORT": "sockets", "DTCOMM_CONNECTIONS": "3"}
 
 
-def compare_with_memory(rank: int, world_size: int, round_trip_ms: float) -> dict[str, Any]:
+def compare_with_one(rank: int, world_size: int, round_trip_ms: float) -> dict[str, Any]:
+    """Call every collective with one connection to each rank near by, and with three to ranks so far away."""
     results, infos = {}, {}
-    for name, variables in {"memory": {"DTCOMM_RUNTIME": "native"}, "sockets": SEVERAL}.items():
-        os.environ.update(variables)
-        if name == "sockets" and round_trip_ms:
-            os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
-        with mock.patch.object(wide_area, "round_trip_ms", lambda peers: [round_trip_ms] * len(peers)):
-            results[name] = calls(rank, world_size, specs=("none", "int8"), sizes=(1, 200_001))
-            infos[name] = C.info()
+    os.environ.update(SEVERAL)
+    if round_trip_ms:
+        os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
+    for connections, milliseconds in (("1", 0.0), ("3", round_trip_ms)):
+        os.environ["DTCOMM_CONNECTIONS"] = connections
+        measure = mock.patch.object(
+            wide_area, "round_trip_ms", lambda peers, to_each=milliseconds: [to_each] * len(peers)
+        )
+        with measure:
+            results[connections] = calls(rank, world_size, specs=("none", "int8"), sizes=(1, 200_001))
+            infos[connections] = C.info()
         C.release()
-    same = [torch.equal(a, b) for a, b in zip(results["memory"], results["sockets"], strict=True)]
-    return {"same": all(same), "infos": infos}
+    same = [torch.equal(a, b) for a, b in zip(results["1"], results["3"], strict=True)]
+    return {"same": all(same), "one": infos["1"], "several": infos["3"]}
 
 
 @pytest.mark.parametrize("round_trip_ms", [0.0, 75.0], ids=["near", "far"])
-def test_same_bits_and_bytes_as_in_shared_memory(round_trip_ms: float) -> None:
-    for report in run_ranks(compare_with_memory, 3, round_trip_ms):
-        memory, sockets = report["infos"]["memory"], report["infos"]["sockets"]
-        assert report["same"] and sockets["transport"] == "sockets"
-        assert sockets["connections"] == 3 and sockets["round_trip_ms"] == round_trip_ms
-        assert "connections" not in memory
-        assert memory["wire_bytes"] == sockets["wire_bytes"]
+def test_same_bits_and_bytes_as_with_one_connection(round_trip_ms: float) -> None:
+    for report in run_ranks(compare_with_one, 3, round_trip_ms):
+        one, several = report["one"], report["several"]
+        assert report["same"] and one["transport"] == several["transport"] == "sockets"
+        assert (one["connections"], several["connections"]) == (1, 3)
+        assert (one["round_trip_ms"], several["round_trip_ms"]) == (0.0, round_trip_ms)
+        assert one["wire_bytes"] == several["wire_bytes"]
 
 
 def number_of_connections(rank: int, world_size: int, variables: dict[str, str], round_trip_ms: float) -> int:
