@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--buffers", type=output.parse_size, help="largest socket buffers, instead of this machine's"
     )
-    parser.add_argument("--gloo-groups", type=int, nargs="+", default=[1, 4], help="side by side")
+    parser.add_argument("--gloo-groups", type=int, nargs="*", default=[1, 4], help="side by side")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="where to write instead of bench/results/wide_area.json")
     options = parser.parse_args(arguments)
