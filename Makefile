@@ -130,7 +130,7 @@ ASAN_ENV = DTCOMM_NATIVE_DIR=$(abspath build/asan/lib/dtcomm) \
 # Only tests of memory accesses run under ASan; tests of values run without it, thirty times as fast.
 ASAN_TESTS = $(addprefix tests/unit/,kernels/test_memory.py kernels/test_golden.py kernels/test_corrupt_payloads.py \
 	kernels/test_fuzz.py kernels/test_low_rank.py test_native_build.py) $(wildcard tests/unit/runtime/test_local*.py) \
-	tests/unit/runtime/test_untrusted_peer.py tests/unit/runtime/test_plans.py
+	tests/unit/runtime/test_untrusted_peer.py tests/unit/runtime/test_parallel_connections.py tests/unit/runtime/test_plans.py
 
 # `make asan FUZZ=` leaves the fuzzer out.
 FUZZ ?= --seconds 60

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_THREADS = 256
+MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,13 @@ def _threads(text: str) -> int:
     """The number of threads."""
     if not text.isdecimal() or int(text) > MAX_THREADS:
         raise ValueError(f"expected a whole number from 0 to {MAX_THREADS}")
+    return int(text)
+
+
+def _connections(text: str) -> int:
+    """The number of connections."""
+    if not text.isdecimal() or int(text) > MAX_CONNECTIONS:
+        raise ValueError(f"expected a whole number from 0 to {MAX_CONNECTIONS}")
     return int(text)
 
 
@@ -95,6 +103,14 @@ VARIABLES: dict[str, Variable] = {
         " Empty: ports that the kernel chooses",
         shared=True,
         check=_ports,
+    ),
+    "DTCOMM_CONNECTIONS": Variable(
+        default="0",
+        meaning="TCP connections that carry the payloads between two ranks that share no memory, 1 to 64; with more"
+        " than one, a further connection carries what is short. 0: one, or several where a round trip takes 2 ms or"
+        " more, by the round trip and the kernel's largest socket buffers",
+        shared=True,
+        check=_connections,
     ),
     "DTCOMM_SECRET": Variable(
         default="",

@@ -20,6 +20,7 @@ constexpr int kExitingMs = 1000;  // at most, on a busy machine, between a proce
 PeerSet::PeerSet(const PeerSetOptions& options) : token_(random_token()) {
   rank = options.rank;
   ranks = options.ranks;
+  wide_area = options.wide_area;
   layout_ = {static_cast<std::uint32_t>(rank), static_cast<std::uint32_t>(ranks), options.max_boxes, options.slot_bytes,
              options.inside.enabled() || options.between.enabled()};
   region_ = MemfdMapping::create("dtcomm-region", layout_.bytes());
@@ -43,22 +44,26 @@ PeerSet::PeerSet(const PeerSetOptions& options) : token_(random_token()) {
 PeerAddress PeerSet::address() const {
   LocalProcess& process = LocalProcess::instance();
   const auto page = reinterpret_cast<std::uintptr_t>(&process.page());
-  return {static_cast<int>(getpid()), process.fd(), process.page().token, page, region_.fd(), token_, -1, false, ""};
+  return {
+      static_cast<int>(getpid()), process.fd(), process.page().token, page, region_.fd(), token_, -1, {}, false, ""};
 }
 
 void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
   if (addresses.size() != static_cast<std::size_t>(ranks)) throw std::invalid_argument("attach: one address per rank");
   // Sockets first: this object owns them from here on, whatever fails below.
   for (int peer = 0; peer < ranks; ++peer) {
-    const int socket = addresses[static_cast<std::size_t>(peer)].socket;
-    if (socket < 0) continue;
+    const PeerAddress& address = addresses[static_cast<std::size_t>(peer)];
+    if (address.socket < 0) continue;
+    std::vector<int> sockets{address.socket};
+    sockets.insert(sockets.end(), address.further_sockets.begin(), address.further_sockets.end());
     RegionLayout layout = layout_;
     layout.rank = static_cast<std::uint32_t>(peer);
     try {
-      remote_.add(peer, socket, layout, *own_.header);
+      remote_.add(peer, sockets, layout, *own_.header);
     } catch (...) {
       for (auto later = addresses.begin() + peer + 1; later != addresses.end(); ++later) {
         if (later->socket >= 0) ::close(later->socket);
+        for (const int further : later->further_sockets) ::close(further);
       }
       throw;
     }

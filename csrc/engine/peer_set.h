@@ -24,7 +24,9 @@ struct PeerAddress {
   std::uint64_t page_address = 0;  // in that process
   int region_fd = -1;
   std::uint64_t region_token = 0;
-  int socket = -1;          // connected to it, if its memory cannot be mapped; the communicator takes ownership
+  // Connected to it, if its memory cannot be mapped; the communicator takes ownership.
+  int socket = -1;
+  std::vector<int> further_sockets{};
   bool other_host = false;  // it is on another host
   std::string name;         // "rank 3 (host a, pid 17)"
 };
@@ -35,6 +37,7 @@ struct PeerSetOptions {
   std::uint32_t max_boxes = 0;
   std::size_t slot_bytes = 512 * 1024;
   LinkRate inside, between;  // links to emulate, inside the host and between hosts; off by default
+  bool wide_area = false;    // peers are so far away that as many pieces as there are slots are to be in flight
 };
 
 // What a rank sees of another one in its shared region.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <system_error>
 
@@ -14,7 +15,16 @@ namespace dtcomm {
 namespace {
 
 // The numbers travel between ranks.
-enum Kind : std::uint32_t { kBox = 1, kDone = 2, kHeader = 3, kWaiting = 4, kFailure = 5, kClosed = 6, kHello = 7 };
+enum Kind : std::uint32_t {
+  kBox = 1,
+  kDone = 2,
+  kHeader = 3,
+  kWaiting = 4,
+  kFailure = 5,
+  kClosed = 6,
+  kHello = 7,
+  kPart = 8,
+};
 
 // Finished pieces between two messages about them: a peer that waits for a slot waits for one that was used long ago.
 constexpr std::uint64_t kDoneInterval = 2;
@@ -37,8 +47,19 @@ bool is_rank_or_none(std::uint64_t word, std::uint32_t ranks) { return word + 1 
 
 }  // namespace
 
-RemotePeer::RemotePeer(int fd, const RegionLayout& layout, const RegionHeader& own)
-    : layout_(layout), own_(own), memory_(nullptr), arrived_(layout.flags()), stream_(fd) {
+RemotePeer::RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own)
+    : layout_(layout), own_(own), memory_(nullptr), arrived_(layout.flags()), from_ucx_(*this, fds.size()) {
+  for (const int fd : fds) {
+    from_sockets_.push_back(std::make_unique<Inbound>(*this, streams_.size()));
+    streams_.push_back(std::make_unique<FrameStream>(fd));
+  }
+  handled_end_.resize(fds.size());
+  if (fds.size() > 1) {
+    // The word of a frame that describes a part holds a delivery stamp otherwise.
+    if (layout.emulates_link) throw std::invalid_argument("several connections over an emulated link");
+    part_sender_.emplace(streams_);
+    part_receiver_.emplace(streams_, layout.flags());
+  }
   memory_ = reserve(layout_.bytes());
   view_ = construct_region(memory_, layout_);
   view_.arrived = arrived_.data();
@@ -55,12 +76,14 @@ void RemotePeer::connect(UcxWorker& worker, const std::string& address) {
 bool RemotePeer::has_ended() const {
   if (view_.header->closed.load(std::memory_order_acquire)) return false;
   if (ucx_ && ucx_->ended()) return true;
+  const bool ended = std::all_of(streams_.begin(), streams_.end(), [](const auto& stream) { return stream->ended(); });
   // A peer that has said goodbye may end its socket while UCX still delivers what it sent.
-  return stream_.ended() && !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
+  return ended && !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
 }
 
 const std::string& RemotePeer::end_reason() const {
-  return stream_.ended() ? stream_.end_reason() : ucx_->end_reason();
+  const FrameStream& first = *streams_[0];
+  return first.ended() || !ucx_ ? first.end_reason() : ucx_->end_reason();
 }
 
 void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
@@ -69,12 +92,17 @@ void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t 
   frame.words = {flag.seq.load(std::memory_order_relaxed), flag.operation.load(std::memory_order_relaxed),
                  static_cast<std::uint64_t>(index) << 32 | flag.checksum.load(std::memory_order_relaxed), first_ns,
                  slot_offset};
-  channel().enqueue(frame, data);
+  if (part_sender_ && !ucx_) {
+    frame.kind = kPart;
+    part_sender_->add(frame, data);
+  } else {
+    channel().enqueue(frame, data);
+  }
   ++boxes_sent_;
 }
 
 void RemotePeer::send_pieces_done(std::uint64_t pieces) {
-  if (pieces < pieces_done_sent_ + kDoneInterval) return;
+  if (pieces < pieces_done_sent_ + (part_sender_ ? 1 : kDoneInterval)) return;
   pieces_done_sent_ = pieces;
   FrameHeader frame{kDone};
   frame.words[0] = pieces;
@@ -98,7 +126,7 @@ void RemotePeer::send_headers(const RegionHeader& own, std::uint64_t number) {
 void RemotePeer::send_waiting_for(int rank) {
   FrameHeader frame{kWaiting};
   frame.words[0] = static_cast<std::uint64_t>(rank);
-  stream_.enqueue(frame, nullptr);
+  control().enqueue(frame, nullptr);
 }
 
 void RemotePeer::send_failure(const FailureRecord& failure) {
@@ -106,39 +134,118 @@ void RemotePeer::send_failure(const FailureRecord& failure) {
   frame.words[0] = static_cast<std::uint64_t>(failure.kind);
   frame.words[1] = static_cast<std::uint64_t>(failure.failed_rank);
   frame.words[2] = boxes_sent_;
-  stream_.enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
+  failure_sent_ = true;
+  control().enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
 }
 
 void RemotePeer::send_closed() {
   FrameHeader frame{kClosed};
   frame.words[0] = boxes_sent_;
-  stream_.enqueue(frame, nullptr);
+  closed_sent_ = true;
+  control().enqueue(frame, nullptr);
 }
 
 bool RemotePeer::flush() {
-  stream_.flush();
+  bool queued = false;
+  for (const auto& stream : streams_) stream->flush();
+  if (part_sender_) {
+    part_sender_->flush();
+    queued = part_sender_->has_waiting();
+  }
+  for (const auto& stream : streams_) queued |= !stream->ended() && stream->has_queued();
   if (ucx_) ucx_->flush();
-  return (!stream_.ended() && stream_.has_queued()) || (ucx_ && !ucx_->ended() && ucx_->has_queued());
+  return queued || (ucx_ && !ucx_->ended() && ucx_->has_queued());
 }
 
-bool RemotePeer::is_valid_box(const FrameHeader& frame) const {
+bool RemotePeer::receive(std::size_t stream) {
+  streams_[stream]->receive(*from_sockets_[stream]);
+  if (part_sender_) {
+    part_sender_->set_done(view_.header->pieces_done.load(std::memory_order_relaxed));
+    read_last_words();
+  }
+  bool ended = false;
+  // A part that has begun to arrive again ends the stream over which it was sent before.
+  for (std::size_t number = 0; number < streams_.size(); ++number) {
+    if (!streams_[number]->ended() || handled_end_[number]) continue;
+    handled_end_[number] = ended = true;
+    on_stream_end(number);
+  }
+  return ended;
+}
+
+// Sends what the stream may have lost over the others, if there are any.
+void RemotePeer::on_stream_end(std::size_t number) {
+  if (!part_sender_) return;
+  part_sender_->resend(number);
+  if (number != control_) return;
+  while (control_ + 1 < streams_.size() && handled_end_[control_]) ++control_;
+  FrameHeader frame{kDone};
+  frame.words[0] = pieces_done_sent_;
+  control().enqueue(frame, nullptr);
+  const std::uint64_t last = headers_sent_;
+  headers_sent_ -= std::min(last, kHeadersSent);
+  send_headers(own_, last);
+  if (failure_sent_) send_failure(own_.failure);
+  if (closed_sent_) send_closed();
+}
+
+bool RemotePeer::is_sending(const std::uint8_t* begin, const std::uint8_t* end) const {
+  if (part_sender_ && part_sender_->is_sending(begin, end)) return true;
+  return ucx_ && !ucx_->ended() && ucx_->is_sending(begin, end);
+}
+
+bool RemotePeer::is_valid_box(const FrameHeader& frame, std::size_t bytes) const {
   const std::uint64_t seq = frame.words[0];
   const std::uint64_t index = frame.words[2] >> 32;
   const std::uint64_t at = frame.words[4];
   if (seq == 0 || seq > max_pieces_begun()) return false;
   if (index >= layout_.flags() || index % kSlots != (seq - 1) % kSlots) return false;
-  return at <= layout_.slot_bytes && frame.bytes <= layout_.slot_bytes - at;
+  return at <= layout_.slot_bytes && bytes <= layout_.slot_bytes - at;
+}
+
+std::uint8_t* RemotePeer::Inbound::payload_buffer(const FrameHeader& frame) {
+  drops_ = false;
+  // Over several sockets payloads come in parts, and else whole.
+  const bool in_parts = peer_.part_receiver_ && stream_ < peer_.streams_.size();
+  if (frame.kind == kPart) return in_parts ? part_buffer(frame) : nullptr;
+  if (frame.kind == kBox && in_parts) return nullptr;
+  return peer_.payload_buffer(frame, text_);
+}
+
+std::uint8_t* RemotePeer::Inbound::part_buffer(const FrameHeader& frame) {
+  const PartWords part = PartWords::of(frame);
+  if (!peer_.is_valid_box(frame, part.payload_bytes)) return nullptr;
+  const PartLayout layout(part.payload_bytes);
+  if (part.number >= layout.count || frame.bytes != layout.bytes(part.number)) return nullptr;
+  const std::uint64_t seq_there = peer_.view_.flags[part.index].seq.load(std::memory_order_relaxed);
+  switch (peer_.part_receiver_->begin(stream_, part, seq_there)) {
+    case PartReceiver::Action::store:
+      return peer_.view_.slot(part.seq - 1) + part.slot_offset + layout.offset(part.number);
+    case PartReceiver::Action::drop:
+      drops_ = true;
+      dropped_.resize(std::max<std::size_t>(1, frame.bytes));
+      return dropped_.data();
+    default:
+      return nullptr;
+  }
+}
+
+void RemotePeer::Inbound::on_frame(const FrameHeader& frame) {
+  if (frame.kind != kPart) return peer_.on_frame(frame, text_);
+  if (!drops_ && peer_.part_receiver_->complete(stream_)) {
+    peer_.on_payload(frame, PartWords::of(frame).payload_bytes);
+  }
 }
 
 std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_buffer) {
   auto* const text = reinterpret_cast<std::uint8_t*>(text_buffer);
   switch (frame.kind) {
     case kBox:
-      return is_valid_box(frame) ? view_.slot(frame.words[0] - 1) + frame.words[4] : nullptr;
+      return is_valid_box(frame, frame.bytes) ? view_.slot(frame.words[0] - 1) + frame.words[4] : nullptr;
     case kDone: {
       const std::uint64_t before = view_.pieces_done->load(std::memory_order_relaxed);
       const std::uint64_t done = frame.words[0];
-      if (done < before && !ucx_) return nullptr;  // a socket keeps the order
+      if (done < before && !ucx_ && !part_sender_) return nullptr;  // a single socket keeps the order
       return frame.bytes == 0 && done <= max_pieces_begun() ? text : nullptr;
     }
     case kHeader:
@@ -161,21 +268,9 @@ std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_bu
 void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
   RegionHeader& region = *view_.header;
   switch (frame.kind) {
-    case kBox: {
-      const std::size_t index = frame.words[2] >> 32;
-      if (view_.stamps) {
-        DeliveryStamp& stamp = view_.stamps[index * layout_.ranks + own_.rank];
-        stamp.first.store(frame.words[3], std::memory_order_relaxed);
-        stamp.seq.store(frame.words[0], std::memory_order_release);
-      }
-      arrived_[index] = {frame.words[4], frame.bytes};
-      BoxFlag& flag = view_.flags[index];
-      flag.operation.store(frame.words[1], std::memory_order_relaxed);
-      flag.checksum.store(static_cast<std::uint32_t>(frame.words[2]), std::memory_order_relaxed);
-      flag.seq.store(frame.words[0], std::memory_order_release);
-      ++boxes_received_;
+    case kBox:
+      on_payload(frame, frame.bytes);
       break;
-    }
     case kDone:
       if (frame.words[0] > region.pieces_done.load(std::memory_order_relaxed)) {
         region.pieces_done.store(frame.words[0], std::memory_order_release);
@@ -212,6 +307,21 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
     default:
       break;
   }
+}
+
+void RemotePeer::on_payload(const FrameHeader& frame, std::size_t bytes) {
+  const std::size_t index = frame.words[2] >> 32;
+  if (view_.stamps) {
+    DeliveryStamp& stamp = view_.stamps[index * layout_.ranks + own_.rank];
+    stamp.first.store(frame.words[3], std::memory_order_relaxed);
+    stamp.seq.store(frame.words[0], std::memory_order_release);
+  }
+  arrived_[index] = {frame.words[4], bytes};
+  BoxFlag& flag = view_.flags[index];
+  flag.operation.store(frame.words[1], std::memory_order_relaxed);
+  flag.checksum.store(static_cast<std::uint32_t>(frame.words[2]), std::memory_order_relaxed);
+  flag.seq.store(frame.words[0], std::memory_order_release);
+  ++boxes_received_;
 }
 
 void RemotePeer::read_last_words() {

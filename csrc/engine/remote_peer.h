@@ -4,13 +4,20 @@
 //
 // Every peer has a socket, which ends at once when its process does. With UCX, payloads and what belongs to them go
 // through a channel of UCX, and the socket carries what a rank says while it waits, fails or closes.
+//
+// A peer that is far away has several sockets. Payloads then go in parts over all but the first of them (see
+// payload_parts.h), and what is short goes over the first one, where it does not queue behind them. A socket that ends
+// is replaced by the others; the peer is lost with its last one.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "engine/payload_parts.h"
 #include "engine/shm_layout.h"
 #include "net/frame_stream.h"
 #include "net/ucx.h"
@@ -19,14 +26,14 @@ namespace dtcomm {
 
 class RemotePeer {
  public:
-  // Takes ownership of the connected socket. `layout` is that of the peer's region, `own` this rank's header.
-  RemotePeer(int fd, const RegionLayout& layout, const RegionHeader& own);
+  // Takes ownership of the connected sockets, at least one. `layout` is that of the peer's region, `own` this rank's
+  // header. Throws std::invalid_argument if there are several and a link is emulated.
+  RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own);
   ~RemotePeer();
   RemotePeer(const RemotePeer&) = delete;
 
   const PeerView& view() const { return view_; }
-  FrameStream& stream() { return stream_; }
-  const FrameStream& stream() const { return stream_; }
+  const Streams& streams() const { return streams_; }
   // Sends payloads through UCX from now on. `worker` must be destroyed before this object.
   void connect(UcxWorker& worker, const std::string& address);
   const UcxChannel* ucx() const { return ucx_; }
@@ -50,8 +57,11 @@ class RemotePeer {
   // Sends what was queued, as far as that is possible now; true if something is left.
   bool flush();
 
-  // Reads all frames that have arrived at the socket. Those of UCX arrive while its worker makes progress.
-  void receive() { stream_.receive(from_socket_); }
+  // Reads all frames that have arrived at a socket. Those of UCX arrive while its worker makes progress. True if the
+  // socket has ended; what was sent over it then goes over the others, where that is necessary.
+  bool receive(std::size_t stream);
+  // Whether some of these bytes are still being sent, by UCX or once more after a socket has ended.
+  bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const;
   // Learns of the peer's failure or end if everything has arrived that it sent before. To be called when frames of UCX
   // have arrived.
   void read_last_words();
@@ -60,21 +70,29 @@ class RemotePeer {
   // The frames of one channel. A frame of text may arrive in parts, and those of two channels at the same time.
   class Inbound final : public FrameSink {
    public:
-    explicit Inbound(RemotePeer& peer) : peer_(peer) {}
+    Inbound(RemotePeer& peer, std::size_t stream) : peer_(peer), stream_(stream) {}
 
    private:
-    std::uint8_t* payload_buffer(const FrameHeader& frame) override { return peer_.payload_buffer(frame, text_); }
-    void on_frame(const FrameHeader& frame) override { peer_.on_frame(frame, text_); }
+    std::uint8_t* payload_buffer(const FrameHeader& frame) override;
+    void on_frame(const FrameHeader& frame) override;
+    std::uint8_t* part_buffer(const FrameHeader& frame);
 
     RemotePeer& peer_;
+    std::size_t stream_;
+    bool drops_ = false;  // the part that is being received, as it is there already
+    std::vector<std::uint8_t> dropped_;
     char text_[sizeof(FailureRecord::text)];  // of the frame that is being received
   };
 
   std::uint8_t* payload_buffer(const FrameHeader& frame, char* text);
   void on_frame(const FrameHeader& frame, const char* text);
-  FrameChannel& channel() { return ucx_ ? static_cast<FrameChannel&>(*ucx_) : stream_; }
+  void on_payload(const FrameHeader& frame, std::size_t bytes);
+  void on_stream_end(std::size_t number);
+  // For all frames but payloads.
+  FrameChannel& channel() { return ucx_ ? static_cast<FrameChannel&>(*ucx_) : control(); }
+  FrameStream& control() { return *streams_[control_]; }
 
-  bool is_valid_box(const FrameHeader& frame) const;
+  bool is_valid_box(const FrameHeader& frame, std::size_t bytes) const;
   // The pieces of its operations that the peer can have begun: it begins one when all ranks are done with the piece
   // that used the slot before.
   std::uint64_t max_pieces_begun() const { return own_.pieces_done.load(std::memory_order_relaxed) + kSlots; }
@@ -84,14 +102,20 @@ class RemotePeer {
   void* memory_;
   PeerView view_;
   std::vector<ArrivedBytes> arrived_;  // by flag
-  FrameStream stream_;
+  Streams streams_;
+  std::size_t control_ = 0;                // the stream of short frames
+  std::vector<bool> handled_end_;          // by stream
+  std::optional<PartSender> part_sender_;  // if there are several streams
+  std::optional<PartReceiver> part_receiver_;
   UcxChannel* ucx_ = nullptr;
-  Inbound from_socket_{*this}, from_ucx_{*this};
+  std::vector<std::unique_ptr<Inbound>> from_sockets_;
+  Inbound from_ucx_;
   bool greeted_ = false;
   std::atomic<bool> says_goodbye_{false};  // also read by threads that list the peers
   std::uint64_t boxes_sent_ = 0, boxes_received_ = 0;
   std::uint64_t pieces_done_sent_ = 0;
   std::uint64_t headers_sent_ = 0;
+  bool failure_sent_ = false, closed_sent_ = false;
   // The peer has said that it fails or closes after this many boxes; kNever: it has not.
   static constexpr std::uint64_t kNever = ~std::uint64_t{0};
   std::uint64_t fails_after_ = kNever, closes_after_ = kNever;

@@ -10,7 +10,7 @@
 namespace dtcomm {
 namespace {
 
-constexpr std::size_t kFewPeers = 4;  // reading all of their sockets costs less than asking which are ready
+constexpr std::size_t kFewSockets = 4;  // reading them all costs less than asking which are ready
 constexpr std::size_t kMaxReady = 64;
 constexpr int kSocketInterval = 64;  // polls of UCX between two of the sockets, which say little then
 constexpr std::uint64_t kWaitIntervalNs = 100 * 1000 * 1000;
@@ -28,10 +28,13 @@ void RemotePeerSet::for_each_locked(Action action) {
   }
 }
 
-void RemotePeerSet::add(int peer, int fd, const RegionLayout& layout, const RegionHeader& own) {
-  auto added = std::make_unique<RemotePeer>(fd, layout, own);
-  epoll_.add(fd, peer);
+void RemotePeerSet::add(int peer, const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own) {
+  auto added = std::make_unique<RemotePeer>(fds, layout, own);
   peers_.resize(own.ranks);
+  for (std::size_t stream = 0; stream < fds.size(); ++stream) {
+    epoll_.add(fds[stream], socket_number(static_cast<std::size_t>(peer), stream));
+  }
+  has_parallel_sockets_ |= fds.size() > 1;
   peers_[static_cast<std::size_t>(peer)] = std::move(added);
 }
 
@@ -93,18 +96,23 @@ void RemotePeerSet::receive() {
 
 void RemotePeerSet::receive_from_sockets() {
   polls_ = 0;
-  const auto receive_from = [this](std::size_t index) {
-    RemotePeer* const peer = index < peers_.size() ? peers_[index].get() : nullptr;
-    if (!peer || peer->stream().ended()) return;
-    peer->receive();
-    if (peer->stream().ended()) epoll_.remove(peer->stream().fd());
-  };
-  if (peers_.size() <= kFewPeers) {
-    for (std::size_t index = 0; index < peers_.size(); ++index) receive_from(index);
+  if (peers_.size() <= kFewSockets && !has_parallel_sockets_) {
+    for (std::size_t index = 0; index < peers_.size(); ++index) receive_from_socket(index, 0);
   } else {
     int ready[kMaxReady];
     const std::size_t count = epoll_.ready(ready, kMaxReady);
-    for (std::size_t i = 0; i < count; ++i) receive_from(static_cast<std::size_t>(ready[i]));
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto number = static_cast<std::size_t>(ready[i]);
+      receive_from_socket(number % (peers_.size() + 1), number / (peers_.size() + 1));
+    }
+  }
+}
+
+void RemotePeerSet::receive_from_socket(std::size_t index, std::size_t stream) {
+  RemotePeer* const peer = index < peers_.size() ? peers_[index].get() : nullptr;
+  if (!peer || peer->streams()[stream]->ended() || !peer->receive(stream)) return;
+  for (const auto& each : peer->streams()) {
+    if (each->ended()) epoll_.remove(each->fd());
   }
 }
 
@@ -120,8 +128,10 @@ bool RemotePeerSet::flush() {
       ucx_->progress();
       left = peer->flush();
     }
-    const FrameStream& stream = peer->stream();
-    if (!stream.ended()) epoll_.watch_writable(stream.fd(), static_cast<int>(index), stream.has_queued());
+    for (std::size_t number = 0; number < peer->streams().size(); ++number) {
+      const FrameStream& stream = *peer->streams()[number];
+      if (!stream.ended()) epoll_.watch_writable(stream.fd(), socket_number(index, number), stream.has_queued());
+    }
     queued |= left;
   }
   return queued;
@@ -135,11 +145,10 @@ bool RemotePeerSet::arm() {
 }
 
 int RemotePeerSet::awaited_by_sends(const std::uint8_t* begin, const std::uint8_t* end) {
-  if (!ucx_) return -1;
+  if (!ucx_ && !has_parallel_sockets_) return -1;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t index = 0; index < peers_.size(); ++index) {
-    const UcxChannel* const channel = peers_[index] ? peers_[index]->ucx() : nullptr;
-    if (channel && !channel->ended() && channel->is_sending(begin, end)) return static_cast<int>(index);
+    if (peers_[index] && peers_[index]->is_sending(begin, end)) return static_cast<int>(index);
   }
   return -1;
 }
@@ -206,7 +215,10 @@ bool RemotePeerSet::goodbye_pending() {
     ucx_->progress();
     unsent |= !ucx_->is_flushed();
   }
-  for (const auto& peer : peers_) unsent |= peer && peer->stream().unacknowledged() > 0;
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    for (const auto& stream : peer->streams()) unsent |= stream->unacknowledged() > 0;
+  }
   if (!unsent || now_ns() > goodbye_deadline_ns_) return false;
   receive();  // notices peers that have ended, which are not waited for
   return true;
@@ -214,7 +226,8 @@ bool RemotePeerSet::goodbye_pending() {
 
 void RemotePeerSet::end_goodbye() {
   for (const auto& peer : peers_) {
-    if (peer) peer->stream().shutdown_send();
+    if (!peer) continue;
+    for (const auto& stream : peer->streams()) stream->shutdown_send();
   }
 }
 

@@ -17,8 +17,8 @@ namespace dtcomm {
 // returns at once if there are no peers.
 class RemotePeerSet {
  public:
-  // Adds a peer before the first use; takes ownership of the connected socket.
-  void add(int peer, int fd, const RegionLayout& layout, const RegionHeader& own);
+  // Adds a peer before the first use; takes ownership of the connected sockets.
+  void add(int peer, const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own);
   // Makes this rank's endpoint of UCX; returns its address.
   std::string make_ucx_address();
   // Sends payloads to the peers that were added through UCX. `addresses` are by rank.
@@ -58,6 +58,11 @@ class RemotePeerSet {
 
  private:
   void receive_from_sockets();
+  void receive_from_socket(std::size_t peer, std::size_t stream);
+  // The number of a socket in the set of sockets; that of UCX follows the ranks' first ones.
+  int socket_number(std::size_t peer, std::size_t stream) const {
+    return static_cast<int>(stream * (peers_.size() + 1) + peer);
+  }
   template <class Action>
   void for_each_locked(Action action);
 
@@ -65,6 +70,7 @@ class RemotePeerSet {
   std::vector<std::unique_ptr<RemotePeer>> peers_;  // by rank; empty if there are none
   std::unique_ptr<UcxWorker> unconnected_ucx_, ucx_;
   EpollSet epoll_;
+  bool has_parallel_sockets_ = false;
   int polls_ = 0;  // of UCX since the sockets were read
   std::uint64_t wait_sent_ns_ = 0;
   std::uint64_t goodbye_deadline_ns_ = 0;

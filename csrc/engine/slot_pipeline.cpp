@@ -15,6 +15,7 @@ namespace {
 // outgrow the second-level cache: 8 took 15 % longer at 1 and 64 MB.
 constexpr std::size_t kWindow = 3;
 constexpr std::size_t kLatencyWindow = 4;  // over TCP or an emulated link, which has to be kept busy
+constexpr std::size_t kWideAreaWindow = kSlots;
 static_assert(2 * kLatencyWindow <= kSlots, "the next operation begins when this one has all its pieces in flight");
 
 Phase phase_of(Op op) { return op == Op::encode ? Phase::encode : op == Op::reduce ? Phase::reduce : Phase::decode; }
@@ -26,7 +27,7 @@ SlotPipeline::SlotPipeline(OperationState& state)
 
 Progress SlotPipeline::advance(int budget, bool ahead) {
   const std::size_t pieces = plan_.pieces();
-  const std::size_t window = transport_.has_latency ? kLatencyWindow : kWindow;
+  const std::size_t window = transport_.wide_area ? kWideAreaWindow : transport_.has_latency ? kLatencyWindow : kWindow;
   bool moved = false;
   for (;;) {
     bool any = false;
@@ -62,9 +63,10 @@ bool SlotPipeline::is_done_by_all(std::uint64_t need) {
   if (transport_.pieces_done_by_all >= need) return true;
   std::uint64_t least = ~0ull;
   for (int peer = 0; peer < transport_.ranks; ++peer) {
-    if (peer == transport_.rank) continue;
+    // Pieces in all slots may belong to the operation before, which this rank has not finished either.
+    if (peer == transport_.rank && !transport_.wide_area) continue;
     const std::uint64_t done = transport_.peer(peer).pieces_done->load(std::memory_order_acquire);
-    if (done < need && started_ == oldest_) state_.waiting_for = peer;
+    if (done < need && started_ == oldest_ && peer != transport_.rank) state_.waiting_for = peer;
     least = std::min(least, done);
   }
   transport_.pieces_done_by_all = least;

@@ -22,6 +22,7 @@ class Transport {
   std::vector<PeerView> peers;       // by rank, own included
   std::vector<EmulatedLink*> links;  // by rank, null for peers that have none; empty if no link is emulated
   bool has_latency = false;          // payloads take time to arrive, so more pieces are kept in flight
+  bool wide_area = false;            // so much time that as many are as there are slots
   Tuner* tuner = nullptr;            // null: operations are carried out as planned, and nothing is tried
   // What an operation leaves to the next one: the sequence number of its first piece, and a number of pieces that every
   // peer is known to have finished.

@@ -29,13 +29,18 @@ FrameStream::FrameStream(int fd) : fd_(fd) { close_in_children(fd); }
 FrameStream::~FrameStream() { close_unless_in_child(fd_); }
 
 void FrameStream::enqueue(const FrameHeader& frame, const std::uint8_t* data) {
-  if (!ended() && send_error_.empty()) queue_.push_back({frame, {}, data});
+  if (can_send()) queue_.push_back({frame, {}, data});
 }
 
 void FrameStream::enqueue(FrameHeader frame, std::string text) {
-  if (ended() || !send_error_.empty()) return;
+  if (!can_send()) return;
   frame.bytes = static_cast<std::uint32_t>(text.size());
   queue_.push_back({frame, std::move(text), nullptr});
+}
+
+std::size_t FrameStream::queued_payloads() const {
+  return static_cast<std::size_t>(
+      std::count_if(queue_.begin(), queue_.end(), [](const QueuedFrame& frame) { return frame.data != nullptr; }));
 }
 
 void FrameStream::flush() {

@@ -24,11 +24,17 @@ class FrameStream final : public FrameChannel {
   // Passes queued frames to the kernel, as many as it accepts.
   void flush() override;
   bool has_queued() const override { return !queue_.empty(); }
+  // How many of the queued frames have data that stays with the caller.
+  std::size_t queued_payloads() const;
+  // Whether frames that are queued now may be sent.
+  bool can_send() const { return !ended() && send_error_.empty(); }
   // Reads what has arrived; true if anything had.
   bool receive(FrameSink& sink);
   // Ends the sending direction. The kernel still sends what it has accepted; `unacknowledged` counts those bytes.
   void shutdown_send();
   std::size_t unacknowledged() const;
+  // Ends the connection.
+  void end(std::string reason);
 
  private:
   struct QueuedFrame {
@@ -37,7 +43,6 @@ class FrameStream final : public FrameChannel {
     const std::uint8_t* data = nullptr;
     std::size_t size() const { return sizeof header + header.bytes; }
   };
-  void end(std::string reason);
   void end_sending(std::string reason);
   // What one read found: whether any bytes, and whether no more are available now.
   struct ReadResult {

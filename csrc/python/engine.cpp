@@ -134,7 +134,7 @@ void bind_bound_call(py::module_& module) {
 
 std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes,
                                                 double timeout_s, double yield_us, const LinkTuple& inside,
-                                                const LinkTuple& between) {
+                                                const LinkTuple& between, bool wide_area) {
   CommunicatorOptions options;
   options.peers.rank = rank;
   options.peers.ranks = ranks;
@@ -142,6 +142,7 @@ std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32
   options.peers.slot_bytes = slot_bytes;
   options.peers.inside = link_rate(inside);
   options.peers.between = link_rate(between);
+  options.peers.wide_area = wide_area;
   options.timeout_ns = timeout_ns("timeout_s", timeout_s);
   options.wait.yield_ns = ns_of_us(yield_us);
   return {new Communicator(options), [](Communicator* communicator) {
@@ -153,10 +154,14 @@ std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32
 // name)
 using AddressTuple = std::tuple<int, int, std::uint64_t, std::uint64_t, int, std::uint64_t, int, bool, std::string>;
 
-void attach(Communicator& communicator, const std::vector<AddressTuple>& tuples) {
+// `further_sockets`, by rank, are of peers with several connections.
+void attach(Communicator& communicator, const std::vector<AddressTuple>& tuples,
+            const std::map<std::size_t, std::vector<int>>& further_sockets) {
   std::vector<PeerAddress> addresses;
   for (const auto& [pid, page_fd, page_token, page, region_fd, region_token, socket, other_host, name] : tuples) {
-    addresses.push_back({pid, page_fd, page_token, page, region_fd, region_token, socket, other_host, name});
+    const auto further = further_sockets.find(addresses.size());
+    addresses.push_back({pid, page_fd, page_token, page, region_fd, region_token, socket,
+                         further == further_sockets.end() ? std::vector<int>() : further->second, other_host, name});
   }
   communicator.attach(addresses);
 }
@@ -184,14 +189,15 @@ void bind_communicator(py::module_& module) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
       .def(py::init(&make_communicator), py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"),
            py::arg("slot_bytes"), py::arg("timeout_s"), py::arg("yield_us"), py::arg("inside") = LinkTuple(),
-           py::arg("between") = LinkTuple())
+           py::arg("between") = LinkTuple(), py::arg("wide_area") = false)
       .def("address",
            [](const Communicator& self) {
              const PeerAddress address = self.address();
              return py::make_tuple(address.pid, address.page_fd, address.page_token, address.page_address,
                                    address.region_fd, address.region_token);
            })
-      .def("attach", &attach, py::arg("addresses"))
+      .def("attach", &attach, py::arg("addresses"),
+           py::arg("further_sockets") = std::map<std::size_t, std::vector<int>>())
       .def(
           "make_ucx_address", [](Communicator& self) { return py::bytes(self.make_ucx_address()); },
           "The address of this rank's endpoint of UCX. RuntimeError with the reason if UCX cannot be used.")

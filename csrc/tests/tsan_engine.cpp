@@ -108,7 +108,8 @@ void connect_pair(int (&ends)[2]) {
   close(listener);
 }
 
-enum class Reach { memory, sockets, both };  // both: every second rank is reached over a socket
+// both: every second rank is reached over a socket; several: payloads go over two sockets of three.
+enum class Reach { memory, sockets, both, several };
 
 Group group_of(int ranks, Reach reach = Reach::memory, std::size_t slot_bytes = kSlotBytes) {
   Group group;
@@ -133,6 +134,11 @@ Group group_of(int ranks, Reach reach = Reach::memory, std::size_t slot_bytes = 
       connect_pair(ends);
       seen[low][high].socket = ends[0];
       seen[high][low].socket = ends[1];
+      for (int further = 0; reach == Reach::several && further < 2; ++further) {
+        connect_pair(ends);
+        seen[low][high].further_sockets.push_back(ends[0]);
+        seen[high][low].further_sockets.push_back(ends[1]);
+      }
     }
   }
   for (std::size_t rank = 0; rank < group.size(); ++rank) group[rank]->attach(seen[rank]);
@@ -399,7 +405,7 @@ int main() {
     communicators(ranks, Reach::memory, kOperations);
     run_by_the_caller(ranks, Reach::memory, 2000);
     waited_by_two(ranks);
-    for (const Reach reach : {Reach::sockets, Reach::both}) {
+    for (const Reach reach : {Reach::sockets, Reach::both, Reach::several}) {
       communicators(ranks, reach, kOperations / 4);
       run_by_the_caller(ranks, reach, 100);
     }

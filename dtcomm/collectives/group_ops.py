@@ -99,7 +99,9 @@ def info(group: Group = None) -> dict[str, Any]:
         A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank),
         ``reason`` (why that one), ``ranks``, ``hosts``, and what the runtime reports, such as ``transport``,
         ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
-        have chosen for each kind and size of operation, and ``trials``, ``"on"`` or why there are none. If there were
+        have chosen for each kind and size of operation, and ``trials``, ``"on"`` or why there are none; and where ranks
+        reach each other over TCP ``connections``, how many carry the payloads between two ranks, and
+        ``round_trip_ms``, the longest round trip between hosts when the ranks connected. If there were
         calls on CUDA tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors
         only, the dictionary itself is that of the first device.
 

@@ -53,6 +53,7 @@ class LinkResult:
         gbit: The bandwidth in Gbit/s from the first to the second rank and back; empty if the pair failed.
         latency_us: Half of the time of a message of 4 bytes and its answer, in microseconds.
         error: Why the pair could not be measured.
+        connections: TCP connections that carry the payloads from one to the other; 0 if they share memory or use UCX.
     """
 
     ranks: tuple[int, int]
@@ -60,6 +61,7 @@ class LinkResult:
     gbit: tuple[float, ...] = ()
     latency_us: float = 0.0
     error: str = ""
+    connections: int = 0
 
     @property
     def least_gbit(self) -> float:
@@ -175,7 +177,15 @@ def _measured(pair: tuple[int, int], hosts: Sequence[str]) -> LinkResult:
     except (DtcommError, OSError, RuntimeError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return LinkResult(ranks=pair, level=level, error=text)
-    return LinkResult(ranks=pair, level=level, gbit=gbit, latency_us=latency_s * 1e6)
+    connections = _connections(pair[1] if leads else pair[0])
+    return LinkResult(ranks=pair, level=level, gbit=gbit, latency_us=latency_s * 1e6, connections=connections)
+
+
+def _connections(peer: int) -> int:
+    from dtcomm.runtime.communicator_cache import get_communicator_of_pair
+
+    runtime = get_communicator_of_pair(None, peer, "peer", True).runtime
+    return int(runtime.info().get("connections", 0))
 
 
 def _exchange(peer: int, leads: bool) -> tuple[float, tuple[float, float]]:
@@ -271,6 +281,14 @@ def _software(descriptions: Sequence[dict[str, Any]]) -> Check:
     )
 
 
+def _several_connections(results: Sequence[LinkResult]) -> str:
+    counts = [result.connections for result in results]
+    if max(counts) <= 1:
+        return ""
+    numbers = f"{counts[0]}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return f" over {numbers} TCP connections each"
+
+
 def links_check(results: Sequence[LinkResult], hosts: Sequence[str], limits: emulated_link.Links) -> Check:
     """The check ``links``: all measurements, and a diagnosis."""
     diagnosis = diagnose(results, hosts, limits)
@@ -283,7 +301,7 @@ def links_check(results: Sequence[LinkResult], hosts: Sequence[str], limits: emu
             where = "inside hosts" if level == "inside" else "between hosts"
             parts.append(
                 f"{len(measured)} links {where}: {min(gbit):.3g} to {max(gbit):.3g} Gbit/s, "
-                f"{min(latency):.3g} to {max(latency):.3g} µs"
+                f"{min(latency):.3g} to {max(latency):.3g} µs" + _several_connections(measured)
             )
     found = [*diagnosis.failures, *diagnosis.slow]
     return Check(

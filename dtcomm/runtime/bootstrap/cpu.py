@@ -24,7 +24,7 @@ from dtcomm.device.streams import HostStreams, Streams
 from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap import gloo, peer_processes, ucx
+from dtcomm.runtime.bootstrap import gloo, peer_processes, ucx, wide_area
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
@@ -180,10 +180,50 @@ class CpuBootstrap:
                 self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES if sockets else None, threads
             )
             on_failure.callback(native.close)
-            addresses = exchange.all_gather({"address": native.address(), "ucx": _ucx_offer(native)})
+            path = self._round_trips(infos) if sockets else {}
+            addresses = exchange.all_gather({"address": native.address(), "ucx": _ucx_offer(native), **path})
             for info, address in zip(infos, addresses, strict=True):
                 info.update(address)
+        if sockets and not self._uses_ucx(infos) and not emulated_link.links():
+            longest_ms = max(max(info["round_trips"]) for info in infos)
+            if wide_area.is_far(longest_ms):
+                # All ranks come here. Pieces have another size again.
+                native.close()
+                slot_bytes = wide_area.slot_bytes(longest_ms)
+                native = NativeRuntime(self.rank, self.size, timeout_s, slot_bytes, threads, wide_area=True)
+                on_failure.callback(native.close)
+                addresses = exchange.all_gather({"address": native.address()})
+                for info, address in zip(infos, addresses, strict=True):
+                    info.update(address)
+            native.round_trip_ms = longest_ms
         return native, infos
+
+    def _round_trips(self, infos: Infos) -> dict[str, Any]:
+        """The round trips to each host in milliseconds, and the bytes that a connection holds."""
+        first = [ranks[0] for ranks in self.groups]
+        probed = {
+            host: infos[rank]["listener"]
+            for host, rank in enumerate(first)
+            if self.rank not in self.groups[host] and "closed" not in infos[rank]["listener"]
+        }
+        measured = dict(zip(probed, wide_area.round_trip_ms(list(probed.values())), strict=True))
+        return {
+            "round_trips": [measured.get(host, 0.0) for host in range(len(self.groups))],
+            "buffer_bytes": wide_area.buffer_bytes(),
+        }
+
+    def _connections(self, infos: Infos, peer: int) -> int:
+        """How many connections carry the payloads to a peer; the same answer on both."""
+        if emulated_link.links() or self._uses_ucx(infos):
+            return 1
+        host = {rank: index for index, ranks in enumerate(self.groups) for rank in ranks}
+        own, other = infos[self.rank], infos[peer]
+        round_trip_ms = max(own["round_trips"][host[peer]], other["round_trips"][host[self.rank]])
+        return wide_area.connections(round_trip_ms, min(own["buffer_bytes"], other["buffer_bytes"]))
+
+    def _uses_ucx(self, infos: Infos) -> bool:
+        """Whether all ranks offer UCX, so that payloads go through it; the same answer on all ranks."""
+        return env.get("DTCOMM_TRANSPORT") == "ucx" or all("address" in info["ucx"] for info in infos)
 
     def _threads(self, infos: Infos, ranks: Sequence[int]) -> int:
         """With how many threads the ranks of a host may work; the same answer on all ranks."""
@@ -228,6 +268,7 @@ class CpuBootstrap:
         addresses = [info["address"] for info in infos]
         try:
             native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
+            native.connections = max(map(wide_area.payload_connections, sockets.values()), default=0)
         except (OSError, RuntimeError) as error:
             peer_processes.require_alive(self.ranks, _GRACE_S)
             return f"cannot map the memory of a peer: {error}"
@@ -268,8 +309,8 @@ class CpuBootstrap:
         listener: Listener | None,
         peers: Mapping[int, Mapping[str, Any]],
         exchange: StoreExchange,
-    ) -> dict[int, int] | str:
-        """A connected socket for each of ``peers``, or why there can be none."""
+    ) -> dict[int, list[int]] | str:
+        """Connected sockets for each of ``peers``, or why there can be none."""
         if not peers:
             return {}
         for rank, info in [(self.rank, infos[self.rank]["listener"]), *peers.items()]:
@@ -277,7 +318,8 @@ class CpuBootstrap:
                 return f"{self.names[rank]} cannot be connected to: {info['closed']}"
         assert listener is not None
         check = self._failure_check(exchange)
-        return listener.connect(self.rank, peers, self.names, self._deadline.left_s(), check)
+        counts = {peer: wide_area.sockets(self._connections(infos, peer)) for peer in peers}
+        return listener.connect(self.rank, peers, self.names, self._deadline.left_s(), check, counts)
 
     def _failure_check(self, exchange: StoreExchange) -> Callable[[], None]:
         """A function that raises what ends a wait for connections: a failure of this attempt or of another rank."""

@@ -31,13 +31,19 @@ from dtcomm.runtime.bootstrap.authentication import (
 
 _log = logging.getLogger("dtcomm")
 
-_IDENTITY = struct.Struct(f"<8sQI{NONCE_BYTES}s")  # magic, the listener's token, the caller's rank, a nonce
+# magic, the listener's token, the caller's rank, which of its connections this is, a nonce
+_IDENTITY = struct.Struct(f"<8sQII{NONCE_BYTES}s")
 _HELLO_BYTES = _IDENTITY.size + PROOF_BYTES
-_MAGIC = b"dtcomm 2"
+_MAGIC = b"dtcomm 3"
 _MAX_CONNECT_SECONDS = 30.0  # also if the group's timeout is longer
 _HELLO_SECONDS = 1.0  # for a caller to say who it is
 _CHECK_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
+_TCP_NOTSENT_LOWAT = 25  # linux/tcp.h
+# Of several connections, one that is slow is to hold few bytes that another one could send.
+_NOT_SENT_BYTES = 256 * 1024
+
+_Key = tuple[int, int]  # a peer, and which of the connections to it
 
 
 class Listener:
@@ -69,8 +75,9 @@ class Listener:
         names: Sequence[str],
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
-    ) -> dict[int, int]:
-        """Connect to all peers; returns a file descriptor for each.
+        connections: Mapping[int, int] | None = None,
+    ) -> dict[int, list[int]]:
+        """Connect to all peers; returns the file descriptors for each.
 
         Of two ranks the higher one connects to the lower one. A rank makes all its own connections before it accepts
         any, and reads the proofs of those that it called last, so ranks do not wait in a circle.
@@ -81,29 +88,41 @@ class Listener:
             names: How errors name each rank.
             timeout_s: Seconds until all connections must have been made, at most 30.
             check: Called while it waits; raises what ends the wait.
+            connections: How many connections to make, by rank; equal on both ends. One to ranks that are not named.
 
         Raises:
             OSError: If a peer cannot be reached; it names the peer.
         """
-        connected: dict[int, socket.socket] = {}
-        identities: dict[int, bytes] = {}
+        counts = {peer: (connections or {}).get(peer, 1) for peer in listeners}
+        connected: dict[_Key, socket.socket] = {}
+        identities: dict[_Key, bytes] = {}
         deadline = time.monotonic() + min(timeout_s, _MAX_CONNECT_SECONDS)
         try:
             for peer in (peer for peer in listeners if peer < rank):
-                identities[peer] = _IDENTITY.pack(_MAGIC, listeners[peer]["token"], rank, nonce())
-                connected[peer] = _connect(listeners[peer], identities[peer], names[peer], deadline)
-            expected = {peer for peer in listeners if peer > rank}
+                listener = listeners[peer]
+                for number in range(counts[peer]):  # all at once, as each takes a round trip
+                    connected[peer, number] = _start_connecting(listener, names[peer])
+                for number in range(counts[peer]):
+                    identity = _IDENTITY.pack(_MAGIC, listener["token"], rank, number, nonce())
+                    identities[peer, number] = identity
+                    _finish_connecting(connected[peer, number], listener, identity, names[peer], deadline)
+            expected = {(peer, number) for peer in listeners if peer > rank for number in range(counts[peer])}
             self._accept(connected, expected, names, deadline, check)
-            for peer, identity in identities.items():
-                _require_proof(connected[peer], identity, names[peer], deadline, check)
-            for connection in connected.values():
+            for key, identity in identities.items():
+                _require_proof(connected[key], identity, names[key[0]], deadline, check)
+            for (peer, _), connection in connected.items():
                 connection.setblocking(False)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if counts[peer] > 1:
+                    connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)
         except BaseException:
             for connection in connected.values():
                 connection.close()
             raise
-        return {peer: connection.detach() for peer, connection in connected.items()}
+        return {
+            peer: [connected[peer, number].detach() for number in range(count)]
+            for peer, count in counts.items()
+        }
 
     def close(self) -> None:
         """Stop listening."""
@@ -111,8 +130,8 @@ class Listener:
 
     def _accept(
         self,
-        connected: dict[int, socket.socket],
-        expected: set[int],
+        connected: dict[_Key, socket.socket],
+        expected: set[_Key],
         names: Sequence[str],
         deadline: float,
         check: Callable[[], None],
@@ -127,7 +146,7 @@ class Listener:
                     check()
                     now = time.monotonic()
                     if now >= deadline:
-                        listing = ", ".join(names[peer] for peer in sorted(missing))
+                        listing = ", ".join(names[peer] for peer in sorted({peer for peer, _ in missing}))
                         raise TimeoutError(f"of {listing} not all have connected to {self.info()['address']}")
                     for caller in [caller for caller in callers.values() if now >= caller.until]:
                         self._turn_away(caller.connection, callers, selector)
@@ -140,12 +159,12 @@ class Listener:
                         caller = callers[connection]
                         if not caller.read():
                             continue
-                        peer = self._peer(bytes(caller.hello), caller.address)
-                        if peer is None or peer not in expected - connected.keys():
+                        key_of_caller = self._caller(bytes(caller.hello), caller.address)
+                        if key_of_caller is None or key_of_caller not in missing - connected.keys():
                             self._turn_away(connection, callers, selector)
                         elif _answer(connection, bytes(caller.hello)):
                             selector.unregister(connection)
-                            connected[peer] = callers.pop(connection).connection
+                            connected[key_of_caller] = callers.pop(connection).connection
                         else:
                             self._turn_away(connection, callers, selector)
         finally:
@@ -171,18 +190,18 @@ class Listener:
         del callers[connection]
         connection.close()
 
-    def _peer(self, hello: bytes, address: str) -> int | None:
-        """The rank that a caller says it is; None if it is not of this group or does not know the secret."""
+    def _caller(self, hello: bytes, address: str) -> _Key | None:
+        """Which connection of which rank it is; None if it is not of this group or does not know the secret."""
         if len(hello) < _HELLO_BYTES:
             return None
         identity, proof = hello[: _IDENTITY.size], hello[_IDENTITY.size :]
-        magic, token, peer, _ = _IDENTITY.unpack(identity)
+        magic, token, peer, number, _ = _IDENTITY.unpack(identity)
         if (magic, token) != (_MAGIC, self.token):
             return None
         if not is_proof(proof, secret(), b"caller", identity):
             _log.warning("dtcomm: refused a connection from %s as rank %d: %s", address, peer, WRONG_SECRET)
             return None
-        return int(peer)
+        return int(peer), int(number)
 
 
 class _Caller:
@@ -258,19 +277,38 @@ def _require_proof(
         raise ConnectionError(f"{name} cannot be trusted: {WRONG_SECRET}")
 
 
-def _connect(listener: Mapping[str, Any], identity: bytes, name: str, deadline: float) -> socket.socket:
+def _start_connecting(listener: Mapping[str, Any], name: str) -> socket.socket:
     address = (listener["address"], listener["port"])
-    connection = None
+    connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    result = connection.connect_ex(address)
+    if result not in (0, errno.EINPROGRESS):
+        connection.close()
+        raise _unreachable(listener, name, OSError(result, os.strerror(result)))
+    return connection
+
+
+def _finish_connecting(
+    connection: socket.socket, listener: Mapping[str, Any], identity: bytes, name: str, deadline: float
+) -> None:
+    """Wait until a connection is there, and say who calls."""
     try:
-        connection = socket.create_connection(address, timeout=max(0.001, deadline - time.monotonic()))
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_WRITE)
+            if not selector.select(max(0.001, deadline - time.monotonic())):
+                raise TimeoutError("timed out")
+        if result := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(result, os.strerror(result))
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         connection.sendall(identity + prove(secret(), b"caller", identity))
     except OSError as error:
-        if connection is not None:
-            connection.close()
-        raise OSError(
-            error.errno, f"{name} cannot be reached at {address[0]}:{address[1]}: {error}"
-        ) from error
-    return connection
+        raise _unreachable(listener, name, error) from error
+
+
+def _unreachable(listener: Mapping[str, Any], name: str, error: OSError) -> OSError:
+    return OSError(
+        error.errno, f"{name} cannot be reached at {listener['address']}:{listener['port']}: {error}"
+    )
 
 
 def _local_address() -> str:

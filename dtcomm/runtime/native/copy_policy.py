@@ -236,6 +236,17 @@ def socket_piece_bytes(spec: OpSpec, ranks: int) -> int:
     return min(max(total // 64, SLOT_BYTES), SOCKET_SLOT_BYTES)
 
 
+def wide_area_piece_bytes(spec: OpSpec, ranks: int, slot_bytes: int) -> int:
+    """Bytes of input in one piece over long links, unless DTCOMM_PIECE_KIB is set.
+
+    Over a long link what counts is that the pieces in all slots are under way at once.
+    """
+    total = spec.nbytes
+    if spec.collective not in CUT_AT_GRANULES:
+        total *= ranks
+    return min(max(total // SLOTS, SLOT_BYTES), slot_bytes)
+
+
 def link_slot_bytes(link: Link) -> int:
     """Bytes of a slot over an emulated link: the pieces under way at once fill the link for a round trip."""
     slot = SLOT_BYTES

@@ -49,6 +49,8 @@ class NativeRuntime:
     Attributes:
         transport: How ranks reach each other: "memory", "sockets", "ucx", "memory and sockets", or "memory and ucx".
         ucx: What UCX is used, if it is: its version, and the devices that it may use.
+        connections: TCP connections that carry the payloads to another rank, the most to any; 0 if there are none.
+        round_trip_ms: The longest round trip between ranks that was measured when they connected; 0 inside a host.
         no_ucx: Why UCX is not used between ranks that share no memory; empty if it is, or if there are none.
         single_copy: Why receivers do not copy out of the senders' memory; empty if they do. The bootstrap sets it to
             what all ranks agree on.
@@ -62,17 +64,28 @@ class NativeRuntime:
         timeout_s: Seconds that an operation waits for other ranks.
         slot_bytes: Bytes of a slot of shared memory; None: as many as ``threads`` need.
         threads: Threads that an operation may use; equal on all ranks.
+        wide_area: Whether ranks are far apart, so that the pieces in all slots are to be under way; equal on all.
     """
 
     name = "native"
 
     def __init__(
-        self, rank: int, ranks: int, timeout_s: float, slot_bytes: int | None = None, threads: int = 1
+        self,
+        rank: int,
+        ranks: int,
+        timeout_s: float,
+        slot_bytes: int | None = None,
+        threads: int = 1,
+        *,
+        wide_area: bool = False,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.threads = threads
         self.transport = "memory"
+        self.connections = 0
+        self.round_trip_ms = 0.0
+        self._wide_area = wide_area
         self.ucx: Mapping[str, Any] = {}
         self.no_ucx = ""
         self.single_copy = self.no_trials = "not asked for yet"
@@ -95,6 +108,7 @@ class NativeRuntime:
             yield_us=YIELD_US,
             inside=_link_rates(emulated.inside),
             between=_link_rates(emulated.between),
+            wide_area=wide_area,
         )
 
     def address(self) -> list[int]:
@@ -106,7 +120,7 @@ class NativeRuntime:
         addresses: Sequence[Sequence[int]],
         names: Sequence[str],
         cores: int,
-        sockets: Mapping[int, int] | None = None,
+        sockets: Mapping[int, Sequence[int]] | None = None,
         inside: Sequence[int] | None = None,
     ) -> None:
         """Connect to all ranks.
@@ -126,9 +140,10 @@ class NativeRuntime:
         inside = range(self.ranks) if inside is None else inside
         self.native.attach(
             [
-                (*address, sockets.get(rank, -1), rank not in inside, name)
+                (*address, sockets[rank][0] if rank in sockets else -1, rank not in inside, name)
                 for rank, (address, name) in enumerate(zip(addresses, names, strict=True))
-            ]
+            ],
+            {rank: list(of_rank[1:]) for rank, of_rank in sockets.items() if len(of_rank) > 1},
         )
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
@@ -186,7 +201,11 @@ class NativeRuntime:
             spec, self.ranks, not self.single_copy, not self.no_trials, self.threads
         )
         if not shares_memory and env.get("DTCOMM_PIECE_KIB") == "0":
-            variants = replace(variants, piece_bytes=copy_policy.socket_piece_bytes(spec, self.ranks))
+            if self._wide_area:
+                piece_bytes = copy_policy.wide_area_piece_bytes(spec, self.ranks, self._slot_bytes)
+            else:
+                piece_bytes = copy_policy.socket_piece_bytes(spec, self.ranks)
+            variants = replace(variants, piece_bytes=piece_bytes)
         elif self._link is not None:
             scale = self._slot_bytes // copy_policy.slot_bytes(self.threads)
             variants = replace(variants, piece_bytes=variants.piece_bytes * scale)
@@ -259,6 +278,7 @@ class NativeRuntime:
         return {
             "runtime": self.name,
             "transport": self.transport,
+            **self._socket_info(),
             **self._ucx_info(),
             "kernels": _C.engine_kernels(),
             "threads": self.threads,
@@ -270,6 +290,11 @@ class NativeRuntime:
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
+
+    def _socket_info(self) -> dict[str, Any]:
+        if not self.connections or self.ucx:
+            return {}
+        return {"connections": self.connections, "round_trip_ms": self.round_trip_ms}
 
     def _ucx_info(self) -> dict[str, Any]:
         if self.ucx:

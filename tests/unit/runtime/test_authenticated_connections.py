@@ -34,10 +34,10 @@ def listeners(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tc
 
 def connect(
     listeners: list[tcp.Listener], secrets: list[bytes], seconds: float = 10.0
-) -> list[dict[int, int] | OSError]:
+) -> list[dict[int, list[int]] | OSError]:
     infos = [listener.info() for listener in listeners]
 
-    def run(rank: int) -> dict[int, int] | OSError:
+    def run(rank: int) -> dict[int, list[int]] | OSError:
         _own.secret = secrets[rank]
         try:
             peers = {1 - rank: infos[1 - rank]}
@@ -51,7 +51,7 @@ def connect(
 
 @contextmanager
 def sockets(results: list[Any]) -> Iterator[list[socket.socket]]:
-    made = [socket.socket(fileno=results[rank][1 - rank]) for rank in range(2)]
+    made = [socket.socket(fileno=results[rank][1 - rank][0]) for rank in range(2)]
     yield made
     for connection in made:
         connection.close()
@@ -88,7 +88,7 @@ def test_a_listener_that_does_not_know_the_secret_is_not_believed(
 def test_a_refused_caller_does_not_keep_the_right_one_out(listeners: list[tcp.Listener]) -> None:
     info = listeners[0].info()
     with socket.create_connection((info["address"], info["port"])) as stranger:
-        identity = tcp._IDENTITY.pack(tcp._MAGIC, info["token"], 1, bytes(16))
+        identity = tcp._IDENTITY.pack(tcp._MAGIC, info["token"], 1, 0, bytes(16))
         stranger.sendall(identity + prove(b"guessed", b"caller", identity))
         with sockets(connect(listeners, [b"one", b"one"])):
             stranger.settimeout(5)

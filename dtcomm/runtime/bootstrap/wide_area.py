@@ -1,0 +1,137 @@
+"""How far away other hosts are, and how many connections and bytes under way the links to them take.
+
+One TCP connection carries at most a socket buffer of bytes in a round trip: with Linux's usual 4 MiB and 75 ms that is
+0.4 Gbit/s, whatever the link's rate. To far ranks the engine therefore has several connections. How many follows from
+the measured round trip, the kernel's limit and the rate that they are to reach, as the link's own is not known.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtcomm import env
+from dtcomm.runtime.native.copy_policy import SLOTS, SOCKET_SLOT_BYTES
+
+FAR_MS = 2.0  # round trips below are those of a site's own network, where one connection is enough
+REACHED_GBIT = 5.0  # what the connections to a rank can carry together
+MIN_FAR_CONNECTIONS = 4  # a lost packet slows only one of them down
+MAX_CONNECTIONS = 16
+MAX_SLOT_BYTES = 16 * 2**20
+_PROBE_SECONDS = 2.0
+_USUAL_BUFFER_BYTES = 4 * 2**20
+_RTT_OFFSET = 68  # of tcpi_rtt in struct tcp_info: microseconds, 32 bits
+
+
+def round_trip_ms(listeners: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Measure the round trip to each listener, by the kernel's figures for a connection that is closed at once.
+
+    Args:
+        listeners: Where to connect: "address" and "port".
+
+    Returns:
+        Milliseconds, 0 for listeners that do not answer within two seconds; connecting to those fails later, with
+        the reason.
+    """
+    found = _round_trips_ms(listeners)
+    # Long ones once more: a busy processor may have delayed an answer.
+    far = [index for index, milliseconds in enumerate(found) if is_far(milliseconds)]
+    for index, again in zip(far, _round_trips_ms([listeners[index] for index in far]), strict=True):
+        found[index] = min(found[index], again or found[index])
+    return found
+
+
+def _round_trips_ms(listeners: Sequence[Mapping[str, Any]]) -> list[float]:
+    found = [0.0] * len(listeners)
+    deadline = time.monotonic() + _PROBE_SECONDS
+    with selectors.DefaultSelector() as selector:
+        for index, listener in enumerate(listeners):
+            family = socket.AF_INET6 if ":" in listener["address"] else socket.AF_INET
+            probe = socket.socket(family, socket.SOCK_STREAM)
+            probe.setblocking(False)
+            if probe.connect_ex((listener["address"], listener["port"])) in (0, errno.EINPROGRESS):
+                selector.register(probe, selectors.EVENT_WRITE, index)
+            else:
+                probe.close()
+        try:
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    probe = key.fileobj  # type: ignore[assignment]
+                    if not probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        found[key.data] = _kernel_round_trip_ms(probe)
+                    selector.unregister(probe)
+                    probe.close()
+        finally:
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+    return found
+
+
+def _kernel_round_trip_ms(connection: socket.socket) -> float:
+    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT_OFFSET + 4)
+    if len(information) < _RTT_OFFSET + 4:
+        return 0.0
+    return float(struct.unpack_from("=I", information, _RTT_OFFSET)[0]) / 1e3
+
+
+def buffer_bytes() -> int:
+    """Return how many bytes the kernel keeps under way on one TCP connection at most."""
+    limits = []
+    for name in ("tcp_wmem", "tcp_rmem"):
+        try:
+            limits.append(int(Path(f"/proc/sys/net/ipv4/{name}").read_text(encoding="ascii").split()[2]))
+        except (OSError, ValueError, IndexError):
+            limits.append(_USUAL_BUFFER_BYTES)
+    return min(limits)
+
+
+def is_far(round_trip_ms: float) -> bool:
+    """Whether a round trip is long enough for several connections and more bytes under way."""
+    return round_trip_ms >= FAR_MS
+
+
+def connections(round_trip_ms: float, buffer_bytes: int) -> int:
+    """Return how many connections carry the payloads between two ranks.
+
+    Args:
+        round_trip_ms: The round trip between them in milliseconds.
+        buffer_bytes: The smaller one of what ``buffer_bytes`` returned on the two.
+    """
+    if forced := int(env.get("DTCOMM_CONNECTIONS")):
+        return forced
+    if not is_far(round_trip_ms):
+        return 1
+    needed = math.ceil(_bytes_in(round_trip_ms) / max(1, buffer_bytes))
+    return min(max(needed, MIN_FAR_CONNECTIONS), MAX_CONNECTIONS)
+
+
+def sockets(connections: int) -> int:
+    """Return how many sockets that takes: of several connections, a further one carries what is short."""
+    return connections + 1 if connections > 1 else 1
+
+
+def payload_connections(sockets: Sequence[int]) -> int:
+    """Return how many of the sockets to a rank carry payloads."""
+    return max(1, len(sockets) - 1)
+
+
+def slot_bytes(round_trip_ms: float) -> int:
+    """Return the bytes of a slot with which all slots together fill the link until the first one is free again.
+
+    That takes one and a half round trips: a payload, what the receiver makes of it, and its word that it is done.
+    """
+    slot = SOCKET_SLOT_BYTES
+    while slot < MAX_SLOT_BYTES and slot * SLOTS < 1.5 * _bytes_in(round_trip_ms):
+        slot *= 2
+    return slot
+
+
+def _bytes_in(round_trip_ms: float) -> float:
+    return REACHED_GBIT * 1e9 / 8 * round_trip_ms / 1e3
