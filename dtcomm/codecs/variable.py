@@ -38,7 +38,6 @@ class VariableInteger(Codec):
 
     family: ClassVar[int] = 11
     reference: ClassVar[str] = "variable"
-    has_cuda_kernel: ClassVar[bool] = False
     width: int = option(default=5, choices=WIDTHS)
     block: int = option(default=32, valid=BLOCKS)
 
