@@ -51,6 +51,7 @@ OTHERS = (
     "mxfp8",
     "mxfp4",
     "nvfp4",
+    "intv",
     "sign",
 )
 REPEATS = 20

@@ -31,10 +31,17 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 ALGORITHMS = ("two_shot", "tree", "ring")
 STEPS, MIDDLE = (8, 80, 159), 80
-EXTRA = ("int7:block=128", "int6:block=128", "int5:block=128", "int4:block=128")
+EXTRA = (
+    "int7:block=128",
+    "int6:block=128",
+    "int5:block=128",
+    "int4:block=128",
+    "intv:width=6",
+    "intv:block=128",
+)
 #: Those of the plot, and of the tables by layer and by step.
-SHOWN = ("fp8_e4m3", "int8", "int6:block=128", "int4", "nvfp4", "int2")
-BY_LAYER = ("int8", "int6:block=128", "int4")
+SHOWN = ("fp8_e4m3", "int8", "int6:block=128", "intv", "int4", "nvfp4", "int2")
+BY_LAYER = ("int8", "int6:block=128", "intv", "int4")
 #: vNMSE of DynamiQ (arXiv:2602.08923) at 5 bits an element, by model and task, as public lists of its results give it.
 DYNAMIQ = {"LLaMA 1B, MMLU": 9.6e-4, "Gemma 1B, chat": 1.2e-3, "LLaMA 1B, chat": 1.5e-3, "BERT large": 2.2e-3}
 

@@ -17,9 +17,17 @@ def suggest(given: object, valid: Iterable[str], in_context: Callable[[str], str
     names, wanted = list(valid), str(given)
     # A beginning counts more than likeness: "fp8" means "fp8_e4m3", not "mxfp8".
     near = [name for name in names if wanted and name.startswith(wanted.lower())]
-    near = near or difflib.get_close_matches(wanted, names, n=1)
-    near = near or difflib.get_close_matches(wanted.lower(), names, n=1)
+    near = near or _most_like(wanted, names) or _most_like(wanted.lower(), names)
     return f" (did you mean {in_context(near[0])!r}?)" if near else ""
+
+
+def _most_like(wanted: str, names: list[str]) -> list[str]:
+    """Return the first of the names that are most like ``wanted``, in a list that is empty if none is like it."""
+    ratios = {
+        name: difflib.SequenceMatcher(a=name, b=wanted).ratio()
+        for name in difflib.get_close_matches(wanted, names, n=max(1, len(names)))
+    }
+    return sorted(ratios, key=lambda name: (-ratios[name], names.index(name)))[:1]
 
 
 def require_int(name: str, value: object, least: int | None = None) -> None:

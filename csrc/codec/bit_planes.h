@@ -109,10 +109,4 @@ DTCOMM_HD std::uint32_t load_code(const std::uint8_t* planes, unsigned bits, std
   return code;
 }
 
-// Two's complement of `bits` bits, as an integer.
-DTCOMM_HD std::int32_t signed_code(std::uint32_t code, unsigned bits) {
-  const std::uint32_t sign = 1u << (bits - 1);
-  return static_cast<std::int32_t>(code ^ sign) - static_cast<std::int32_t>(sign);
-}
-
 }  // namespace dtcomm

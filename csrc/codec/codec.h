@@ -21,7 +21,8 @@ enum class Family : std::uint8_t {
   topk = 7,
   randk = 8,
   exact = 9,
-  nvfp4 = 10
+  nvfp4 = 10,
+  variable = 11
 };
 enum class Scale : std::uint8_t { bf16 = 0, fp32 = 1 };
 
@@ -40,7 +41,7 @@ enum class Element : std::uint8_t {
 
 struct Codec {
   Family family = Family::none;
-  std::uint8_t bits = 0;        // integer: 2..8; exact: 16, 32
+  std::uint8_t bits = 0;        // integer: 2..8; exact: 16, 32; variable: mean, 2..7
   Scale scale = Scale::bf16;    // type of each block's scale
   std::uint8_t symmetric = 1;   // integer: codes are signed and there is no zero point
   std::uint8_t stochastic = 0;  // rounding: 0 nearest (ties to even), 1 stochastic

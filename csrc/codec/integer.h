@@ -82,4 +82,10 @@ DTCOMM_HD std::int32_t stochastic_code(float t, float lowest, float highest, flo
   return floor + (random < t - static_cast<float>(floor) ? 1 : 0);
 }
 
+// Two's complement of `bits` bits, as an integer.
+DTCOMM_HD std::int32_t signed_code(std::uint32_t code, unsigned bits) {
+  const std::uint32_t sign = 1u << (bits - 1);
+  return static_cast<std::int32_t>(code ^ sign) - static_cast<std::int32_t>(sign);
+}
+
 }  // namespace dtcomm

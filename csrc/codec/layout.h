@@ -18,6 +18,8 @@ constexpr std::size_t kSparseGranule = 4096;
 constexpr std::size_t kAlign = 16;
 constexpr std::size_t kSmallestBlock = 16, kLargestBlock = 4096;
 constexpr std::size_t kNvfp4Block = 16, kNvfp4Granule = 4096;
+constexpr unsigned kVariableGranuleShift = 12;
+constexpr std::size_t kVariableGranule = std::size_t{1} << kVariableGranuleShift;
 constexpr std::size_t kRandkHead = 8;      // the key that the positions come from
 constexpr std::size_t kPositionBits = 12;  // of a position within a sparse granule
 
@@ -106,6 +108,13 @@ DTCOMM_HD Layout nvfp4_layout(const Codec& codec) {
   return layout;
 }
 
+// The codes have `bits` bits in the mean. What the granule has once lies at their end, and in the padding.
+DTCOMM_HD Layout variable_layout(const Codec& codec) {
+  Layout layout = block_layout(codec, 1, 1, codec.bits);
+  layout.granule = kVariableGranule;
+  return layout;
+}
+
 DTCOMM_HD Layout sparse_layout(const Codec& codec) {
   Layout layout =
       codec.element == Element::integer ? integer_layout(codec) : cast_layout(codec.element == Element::fp32 ? 32 : 16);
@@ -129,6 +138,8 @@ DTCOMM_HD Layout layout_of(const Codec& codec, DType dtype) {
       return block_layout(codec, 1, 1, codec.element == Element::e2m1 ? 4 : 8);
     case Family::nvfp4:
       return nvfp4_layout(codec);
+    case Family::variable:
+      return variable_layout(codec);
     case Family::sign:
       return block_layout(codec, scale_bytes(codec.scale), 1, 1);
     case Family::exact:

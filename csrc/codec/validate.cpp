@@ -40,6 +40,11 @@ Status check_nvfp4(const Codec& codec) {
   return Status();
 }
 
+Status check_variable(const Codec& codec) {
+  if (codec.bits < 2 || codec.bits > 7) return Status::error("codec: codes of intv have 2 to 7 bits in the mean");
+  return check_block(codec);
+}
+
 Status check_sparse(const Codec& codec) {
   if (codec.kept < 1 || codec.kept > kSparseGranule) return Status::error("codec: 1 to 4096 of 4096 elements are kept");
   switch (codec.element) {
@@ -108,6 +113,8 @@ Status check_codec(const Codec& codec) {
       return check_mx(codec);
     case Family::nvfp4:
       return check_nvfp4(codec);
+    case Family::variable:
+      return check_variable(codec);
     case Family::sign:
       return check_block(codec);
     case Family::exact:

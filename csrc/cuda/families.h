@@ -7,6 +7,7 @@
 #include "cuda/families/mx.cuh"
 #include "cuda/families/nvfp4.cuh"
 #include "cuda/families/sign.cuh"
+#include "cuda/families/variable.cuh"
 #include "cuda/params.cuh"
 #include "cuda/sparse.cuh"
 

@@ -167,6 +167,8 @@ auto with_family(const Codec& codec, DType dtype, const Use& use) {
       return with_mx(codec, use);
     case Family::nvfp4:
       return use(Nvfp4{});
+    case Family::variable:
+      return use(Variable{log2_of(codec.block)});
     case Family::sign:
       return use(blocks_of<Sign>(codec, IntegerRules()));
     default: {

@@ -31,19 +31,6 @@ DTCOMM_DEVICE std::uint32_t slot_of(std::uint32_t i) { return i % kVec8 * kMaxBl
 
 constexpr std::uint32_t kSlots = kVec8 * kMaxBlockThreads + 1;  // the last slot holds the first value of a payload
 
-// The sum of `value` over the threads before this one; `total` becomes the sum over all threads.
-template <class Lanes>
-DTCOMM_DEVICE std::uint32_t sum_before(const Lanes& lanes, std::uint32_t value, std::uint32_t& total) {
-  std::uint32_t before = 0;
-  total = value;
-  for (unsigned reach = 1; reach < kMaxBlockThreads; reach *= 2) {
-    const std::uint32_t other = lanes.shuffle_xor(total, reach);
-    before += lanes.thread() & reach ? other : 0;
-    total += other;
-  }
-  return before;
-}
-
 DTCOMM_DEVICE void decode_values(const Sparse& family, const Part& part, const std::uint8_t* values, std::uint32_t i,
                                  float (&v)[kVec8]) {
   if (family.integers()) {

@@ -110,4 +110,17 @@ DTCOMM_DEVICE T group_reduce(const Lanes& lanes, unsigned group, T value, const 
   return value;
 }
 
+// The sum of `value` over the threads before this one, of kMaxBlockThreads; `total` becomes the sum over all threads.
+template <class Lanes>
+DTCOMM_DEVICE std::uint32_t sum_before(const Lanes& lanes, std::uint32_t value, std::uint32_t& total) {
+  std::uint32_t before = 0;
+  total = value;
+  for (unsigned reach = 1; reach < kMaxBlockThreads; reach *= 2) {
+    const std::uint32_t other = lanes.shuffle_xor(total, reach);
+    before += lanes.thread() & reach ? other : 0;
+    total += other;
+  }
+  return before;
+}
+
 }  // namespace dtcomm::cuda

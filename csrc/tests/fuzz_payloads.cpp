@@ -31,7 +31,7 @@ using namespace dtcomm::tests;
 constexpr std::size_t kBufferBytes = kMostElements * 8 + 4096;
 constexpr std::size_t kMostPayloads = 3;
 const char* const kNames[kFamilies] = {"none", "fp16", "bf16",  "integer", "float8", "mx",
-                                       "sign", "topk", "randk", "exact",   "nvfp4"};
+                                       "sign", "topk", "randk", "exact",   "nvfp4",  "intv"};
 
 struct Buffers {
   GuardedBuffer payloads[kMostPayloads]{GuardedBuffer(kBufferBytes), GuardedBuffer(kBufferBytes),

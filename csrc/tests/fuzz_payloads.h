@@ -12,7 +12,7 @@ namespace dtcomm::tests {
 
 constexpr std::size_t kMostElements = 9000;  // more than two granules of any codec
 
-constexpr int kFamilies = 11;
+constexpr int kFamilies = 12;
 
 class Random {
  public:

@@ -14,6 +14,7 @@ from dtcomm.codecs.python_codec import PythonCodec
 from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
 from dtcomm.codecs.spec import codec, custom, names, parse_levels
+from dtcomm.codecs.variable import VariableInteger
 
 __all__ = [
     "Bf16",
@@ -32,6 +33,7 @@ __all__ = [
     "Sign",
     "TopK",
     "Uncompressed",
+    "VariableInteger",
     "codec",
     "custom",
     "names",

@@ -23,6 +23,7 @@ from dtcomm.codecs.python_codec import (
 )
 from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
+from dtcomm.codecs.variable import VariableInteger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ CODECS: dict[str, Entry] = {
     "mxfp4": Entry(make=Mxfp4),
     "nvfp4": Entry(make=Nvfp4),
     **{f"int{bits}": Entry(make=Integer, fixed={"bits": bits}) for bits in (8, 7, 6, 5, 4, 3, 2)},
+    "intv": Entry(make=VariableInteger),
     "sign": Entry(make=Sign),
     "topk": Entry(make=TopK),
     "randk": Entry(make=RandK),

@@ -175,7 +175,7 @@ def _finer_codec(scheme: Codec) -> Codec:
         return codec(f"{name}:ratio={4 * ratio}" if ratio <= 0.0625 else "int8")
     if name in ("none", "fp16", "bf16"):
         return codec("none")
-    return codec({"sign": "int4", "mxfp4": "int8", "nvfp4": "int8"}.get(name, "bf16"))
+    return codec({"sign": "int4", "mxfp4": "int8", "nvfp4": "int8", "intv": "int8"}.get(name, "bf16"))
 
 
 def residual_limit(scheme: Scheme) -> float:

@@ -83,6 +83,7 @@ extern const FamilyKernels kIntegerFamily;
 extern const FamilyKernels kFloat8Family;
 extern const FamilyKernels kMxFamily;
 extern const FamilyKernels kNvfp4Family;
+extern const FamilyKernels kVariableFamily;
 extern const FamilyKernels kSignFamily;
 extern const FamilyKernels kTopkFamily;
 extern const FamilyKernels kRandkFamily;
@@ -99,6 +100,8 @@ inline const FamilyKernels* family_kernels(Family family) {
       return &kMxFamily;
     case Family::nvfp4:
       return &kNvfp4Family;
+    case Family::variable:
+      return &kVariableFamily;
     case Family::sign:
       return &kSignFamily;
     case Family::topk:

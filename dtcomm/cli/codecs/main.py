@@ -51,6 +51,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "fp8_e3m4": ("round=stochastic",),
     "mxfp8": ("element=e5m2",),
     "mxfp4": ("rotate=hadamard",),
+    "intv": ("width=4",),
     "sign": ("rotate=hadamard",),
     "topk": ("ratio=0.1", "ratio=0.1,values=int8"),
     "randk": ("ratio=0.1", "positions=shared"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtcomm.codecs import Codec, Float8, Integer
+from dtcomm.codecs import Codec, Float8, Integer, VariableInteger
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.codecs.minifloat import Mx
@@ -38,6 +38,8 @@ def relative_error_bound(codec: Codec) -> float:
         return 2**-6 + 1 / codec.levels
     if isinstance(codec, Mx):  # the largest number is not the largest that the scale's power of two allows
         return 2**-2 if codec.element == "e2m1" else 2**-3
+    if isinstance(codec, VariableInteger):  # the scale is rounded up to four significant bits
+        return 2**-3
     return 2**-6
 
 

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 
 NAN = 0x7FC00000
-CASTS, INTEGER, FLOAT8, MX, SIGN, TOPK, RANDK, EXACT, NVFP4 = (0, 1, 2), 3, 4, 5, 6, 7, 8, 9, 10
+CASTS, INTEGER, FLOAT8, MX, SIGN, TOPK, RANDK, EXACT, NVFP4, INTV = (0, 1, 2), 3, 4, 5, 6, 7, 8, 9, 10, 11
 E4M3, E5M2, E2M1, BF16, FP16, FP32, NESTED, E3M4 = 1, 2, 3, 4, 5, 6, 7, 8
 MASK = 0xFFFFFFFF
 
@@ -35,7 +35,7 @@ class Codec:
 def decode(sixteen: bytes, payload: bytes, numel: int) -> list[int]:
     """The fp32 elements of a payload, as their bits."""
     codec = Codec(*struct.unpack("<8B2I", sixteen))
-    granule = 4096 if codec.family in (TOPK, RANDK, NVFP4) else max(1024, codec.block)
+    granule = 4096 if codec.family in (TOPK, RANDK, NVFP4, INTV) else max(1024, codec.block)
     out: list[int] = []
     at = 0
     while len(out) < numel:
@@ -109,7 +109,7 @@ def _used(codec: Codec, n: int) -> int:
 
 
 def _field_bytes(codec: Codec) -> int:
-    if codec.family in (MX, EXACT, NVFP4):
+    if codec.family in (MX, EXACT, NVFP4, INTV):
         return 1
     return 4 if codec.scale else 2
 
@@ -127,8 +127,9 @@ def _spike_bytes(codec: Codec) -> int:
 def _code_bits(codec: Codec) -> int:
     if codec.family == MX:
         return 4 if codec.element == E2M1 else 8
-    bits = {0: 32, 1: 16, 2: 16, INTEGER: codec.bits, FLOAT8: 8, SIGN: 1, EXACT: codec.bits, NVFP4: 4}
-    return bits[codec.family]
+    if codec.family in (INTEGER, EXACT, INTV):
+        return codec.bits
+    return {0: 32, 1: 16, 2: 16, FLOAT8: 8, SIGN: 1, NVFP4: 4}[codec.family]
 
 
 # --- one granule --------------------------------------------------------------------------------------------------
@@ -145,6 +146,8 @@ def _granule(codec: Codec, raw: bytes, n: int) -> list[int]:
         return [_bits(x) for x in _sparse(codec, raw, n)]
     if codec.family == EXACT:
         return [_bits(x) for x in _integers(codec, raw, n)]
+    if codec.family == INTV:
+        return [_bits(x) for x in _variable(codec, raw, n)]
     return [_bits(x) for x in _dense(codec, raw, n)]
 
 
@@ -157,6 +160,30 @@ def _integers(codec: Codec, raw: bytes, n: int) -> list[float]:
         code = int.from_bytes(raw[at : at + codec.bits // 8], "little", signed=True)
         out.append(math.nan if exponent == 255 else code * 2.0 ** (exponent - 126 - (codec.bits - 1)))
     return out
+
+
+def _variable(codec: Codec, raw: bytes, n: int) -> list[float]:
+    blocks, per_granule = -(-n // codec.block), 4096 // codec.block
+    budget = (len(raw) - blocks - 4) * 8 // codec.block
+    (word,) = _words(raw[-4:], 4)
+    level, base = word % 65536, word >> 16
+    out: list[float] = []
+    total = 0
+    for b in range(blocks):
+        field = raw[b] % 128
+        width = min((field * per_granule + b + 64 * per_granule - level) // (8 * per_granule), 8)
+        width = 0 if field in (0, 127) else max(width, 0)
+        at = blocks + total * codec.block // 8
+        total += width
+        if field == 127 or (field != 0 and field + base >= 0x7F8):
+            out += [math.nan] * codec.block
+        elif width == 0 or total > budget:
+            out += [0.0] * codec.block
+        else:
+            step = _float((field + base) << 20) * 2.0 ** (1 - width) * (-1 if raw[b] >= 128 else 1)
+            codes = _planes(raw[at:], width, codec.block)
+            out += [(q - (1 << width) if q >> (width - 1) else q) * step + 0.0 for q in codes]
+    return out[:n]
 
 
 def _dense(codec: Codec, raw: bytes, n: int) -> list[float]:
@@ -205,9 +232,13 @@ def _nvfp4_scale(scale: float, own: float) -> float:
 def _codes(codec: Codec, raw: bytes, count: int) -> list[int]:
     if codec.family != INTEGER:
         return _bit_string(raw, _code_bits(codec), count)
+    return _planes(raw, codec.bits, count)
+
+
+def _planes(raw: bytes, bits: int, count: int) -> list[int]:
     codes, at, low = [0] * count, 0, 0
     for unit in (8, 4, 2, 1):
-        if codec.bits & unit:
+        if bits & unit:
             size = count * unit // 8
             for i, part in enumerate(_bit_string(raw[at : at + size], unit, count)):
                 codes[i] |= part << low
