@@ -16,7 +16,6 @@ from dtcomm.compress.bucket_layout import BucketLayout, LevelShares
 from dtcomm.compress.powersgd import Factors, LowRankTask, PowerSGD, low_rank_stages
 from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.compress.stage_scheduler import Stages
-from dtcomm.schedule.ir import Schedule
 
 NONE = codec("none")
 
@@ -26,9 +25,9 @@ AllReduce = Callable[..., Work | None]
 
 def _has_levels(algorithm: Algorithm) -> bool:
     """Return whether an algorithm has a level for each of two codecs."""
-    if isinstance(algorithm, Schedule):
-        return any(transfer.level for transfer in algorithm.transfers)
-    return algorithm in ("direct", "auto") or algorithm.startswith("hierarchical")
+    if isinstance(algorithm, str):
+        return algorithm in ("direct", "auto") or algorithm.startswith("hierarchical")
+    return any(transfer.level for transfer in algorithm.transfers)
 
 
 class BucketAverager:

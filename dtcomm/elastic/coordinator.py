@@ -332,9 +332,12 @@ class Coordinator:
         """Begin with the view of a member of an earlier coordinator; the other members have the timeout to come."""
         self._run_name, self._number, self._is_taken_over = str(view["run"]), int(view["number"]), True
         known = {member.identity: member for member in self._members}
-        inside = []
+        inside: list[_Member] = []
         for identity, name in zip(map(str, view["ids"]), map(str, view["names"]), strict=True):
-            inside.append(known.pop(identity, None) or _Member(identity, name, facts, round=-1))
+            if identity in known:
+                inside.append(known.pop(identity))
+            else:
+                inside.append(_Member(identity, name, facts, round=-1))
             inside[-1].in_view = True
         for member in known.values():
             member.is_late |= member.in_view
