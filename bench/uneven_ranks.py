@@ -5,7 +5,9 @@ python -m bench.uneven_ranks [--steps 90] [--seeds 3] [--sample-ms 20] [--slow 2
 Two ranks train the demo's GPT. A sample takes a rank ``--sample-ms`` of emulated computation beside the real one, as
 where the host waits for an accelerator, and rank 1 ``--slow`` times that. Both runs start from the same weights, draw
 the same samples and take turns. Throughput is the batch over the median time of a step, over the second half of the
-steps, in which the sizes have settled. A row shows one seed, the last one the medians.
+steps, in which the sizes have settled. A row shows one seed: samples/s of both runs and their ratio, the sizes of the
+parts, the held-out losses, and the stragglers that were named. The last row shows the median ratio, its range and a
+verdict.
 """
 
 from __future__ import annotations
@@ -97,6 +99,7 @@ def train(
                 step(run, corpus, sample_s * (slow if rank == 1 else 1.0))
     balanced = runs["by speed"].sampler
     return {
+        "seed": seed,
         "samples_per_s": {
             name: round(BATCH / statistics.median(run.seconds[steps // 2 :]), 2) for name, run in runs.items()
         },
@@ -136,7 +139,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     gains = [entry["samples_per_s"]["by speed"] / entry["samples_per_s"]["equal parts"] for entry in results]
     rows = [
         [
-            f"seed {seed}",
+            f"seed {entry['seed']}",
             f"{entry['samples_per_s']['equal parts']:.1f}",
             f"{entry['samples_per_s']['by speed']:.1f}",
             f"{gain:.2f}",
@@ -145,12 +148,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             f"{entry['loss']['by speed']:.4f}",
             "; ".join(entry["stragglers"]),
         ]
-        for seed, (entry, gain) in enumerate(zip(results, gains, strict=True))
+        for entry, gain in zip(results, gains, strict=True)
     ]
     verdict = "PASS" if statistics.median(gains) >= GOAL else "MISS"
-    rows.append(
-        ["median", "", "", f"{statistics.median(gains):.2f}", "", "", "", f"{verdict}: goal {GOAL:g}"]
-    )
+    spread = f"{statistics.median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f})"
+    rows.append(["median", "", "", spread, "", "", "", f"{verdict}: goal {GOAL:g}"])
     output.table(
         f"samples/s of two ranks, rank 1 at 1/{options.slow:g} of the speed, batch {BATCH}, {options.steps} steps",
         ["", "equal parts", "by speed", "gain", "sizes", "loss, equal", "loss, by speed", "found"],
@@ -160,6 +162,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "machine": machine.describe(),
         "options": {name: value for name, value in vars(options).items() if name != "json"},
         "gain": round(statistics.median(gains), 3),
+        "gains": [round(gain, 3) for gain in gains],
+        "verdict": verdict,
         "runs": results,
     }
     output.write("uneven_ranks", result, options.json)

@@ -237,11 +237,11 @@ def _sent_share(
     return sum(transfer.src == rank for transfer in schedule.transfers) / schedule.chunks
 
 
-def level_shares(algorithm: str, tensor: torch.Tensor, group: Group = None) -> tuple[float, float]:
+def level_shares(algorithm: str | Schedule, tensor: torch.Tensor, group: Group = None) -> tuple[float, float]:
     """Return how many times the size of a tensor this rank sends in an all_reduce, by the level of the encoding.
 
     Args:
-        algorithm: The algorithm: ``hierarchical``, with or without the names of its levels.
+        algorithm: ``hierarchical``, with or without the names of its levels, or a schedule with two levels.
         tensor: A tensor on the device of the call.
         group: The process group; None is the default group. If the group has made no call on this device yet, all its
             ranks must call this function.
@@ -251,7 +251,11 @@ def level_shares(algorithm: str, tensor: torch.Tensor, group: Group = None) -> t
     """
     communicator = get_communicator_for(group, tensor, "tensor")
     communicator.connect()
-    schedule = algorithms.build(algorithm, "all_reduce", communicator.size, hosts=communicator.groups)
+    schedule = (
+        algorithm
+        if isinstance(algorithm, Schedule)
+        else algorithms.build(algorithm, "all_reduce", communicator.size, hosts=communicator.groups)
+    )
     shares = [0.0, 0.0]
     for version in trace(schedule).versions:
         sends = sum(transfer.src == communicator.rank for transfer in version.sends)

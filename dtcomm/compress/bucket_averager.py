@@ -23,6 +23,13 @@ NONE = codec("none")
 AllReduce = Callable[..., Work | None]
 
 
+def _has_levels(algorithm: Algorithm) -> bool:
+    """Return whether an algorithm has a level for each of two codecs."""
+    if isinstance(algorithm, str):
+        return algorithm in ("direct", "auto") or algorithm.startswith("hierarchical")
+    return any(transfer.level for transfer in algorithm.transfers)
+
+
 class BucketAverager:
     """Averages buckets over a group.
 
@@ -57,11 +64,11 @@ class BucketAverager:
         for scheme in schemes:
             if isinstance(scheme, LevelCodecs):
                 self._level_shares = None  # known with the first bucket
-                if algorithm not in ("direct", "auto") and not str(algorithm).startswith("hierarchical"):
-                    name = repr(algorithm) if isinstance(algorithm, str) else "a Schedule"
+                if not _has_levels(algorithm):
+                    name = repr(algorithm) if isinstance(algorithm, str) else "this Schedule"
                     raise ValueError(
                         f"algorithm: {scheme} names a codec for each level, and {name} has no levels; valid: "
-                        "direct, auto, hierarchical, hierarchical:INSIDE/BETWEEN"
+                        "direct, auto, hierarchical, hierarchical:INSIDE/BETWEEN, a Schedule with transfers of level 1"
                     )
 
     def level_shares(self, buffer: torch.Tensor) -> LevelShares:
@@ -70,8 +77,7 @@ class BucketAverager:
         It is made on all ranks, before the collective of the first bucket.
         """
         if self._level_shares is None:
-            algorithm = str(self._algorithm)
-            algorithm = algorithm if algorithm.startswith("hierarchical") else "hierarchical"
+            algorithm = "hierarchical" if self._algorithm in ("direct", "auto") else self._algorithm
             self._level_shares = level_shares(algorithm, buffer, self._group)
             if self._level_shares[1] and self._algorithm == "direct":
                 self._algorithm = "hierarchical"

@@ -8,9 +8,11 @@ one of those that have the state sends it to them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -36,6 +38,10 @@ MAX_ATTEMPTS = 10  # of an average or of a view, one after the other
 _NOT_ELASTIC = ("group", "moments", "optimizer")
 
 
+class _StateReplaced(Exception):
+    """The others went on without this rank, and it has their state now: there is nothing left of its own average."""
+
+
 class ElasticLocalSGD(LocalSGD):
     """`LocalSGD` over the members of a coordinator; ranks may be killed, leave and join while the others train on.
 
@@ -54,7 +60,7 @@ class ElasticLocalSGD(LocalSGD):
         feedback: True or False; others cannot follow a change of ranks. Default True.
         state: What `state_dict` returned in an earlier run; the members with the most steps give theirs to the others.
             Default None.
-        timeout_s: Seconds after which a rank that does not take part counts as gone. Default 60.
+        timeout_s: Seconds after which a rank that does not take part, or the coordinator, counts as gone. Default 60.
         name: What others call this rank in logs. Default: host and process.
         **options: The other options of `LocalSGD`, but ``group``, ``optimizer`` and ``moments``.
 
@@ -104,6 +110,7 @@ class ElasticLocalSGD(LocalSGD):
             raise ValueError(f"timeout_s={timeout_s}: expected seconds above 0")
         self._timeout = timedelta(seconds=timeout_s)
         self._change, self._failures, self._is_single = False, 0, True
+        self._was_replaced = False
         self._repeat: list[tuple[list[int], int]] = []
         # Alone at first: arguments are checked before the others hear of this rank.
         alone = dist.HashStore()  # type: ignore[attr-defined]
@@ -122,7 +129,7 @@ class ElasticLocalSGD(LocalSGD):
             facts = self._facts(options)
         finally:
             self._disconnect()
-        self._member = Member(coordinator, facts, self._steps_of_state(), name)
+        self._member = Member(coordinator, facts, self._steps_of_state(), name, timeout_s)
         try:
             self._regroup(self._member.join())
         except BaseException:
@@ -137,16 +144,20 @@ class ElasticLocalSGD(LocalSGD):
 
         Raises:
             FloatingPointError: A rank sent NaN or Inf, as for `LocalSGD.sync`.
-            PeerLost: The coordinator is gone. The state of this rank stays; see ``state``.
+            PeerLost: The coordinator is gone for longer than ``timeout_s``. This rank's state stays; see ``state``.
             DtcommError: An average failed again and again, although no rank is gone.
         """
-        applied = super().step()
+        try:
+            applied = super().step()
+        except _StateReplaced:
+            applied = True
         self._change_members()
         return applied
 
     def sync(self) -> None:
         """Average all fragments now, as `LocalSGD.sync`, then change the group if ranks came or went."""
-        super().sync()
+        with contextlib.suppress(_StateReplaced):
+            super().sync()
         self._change_members()
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,8 +165,9 @@ class ElasticLocalSGD(LocalSGD):
 
         With averages in flight all ranks call it after the same step.
         """
-        while self._in_flight:
-            self._apply(self._in_flight.popleft(), self.mixing)
+        with contextlib.suppress(_StateReplaced):
+            while self._in_flight:
+                self._apply(self._in_flight.popleft(), self.mixing)
         self._change_members()
         return super().state_dict()
 
@@ -189,7 +201,8 @@ class ElasticLocalSGD(LocalSGD):
             except CollectiveMismatch:
                 raise
             except (DtcommError, RuntimeError) as raised:
-                error = raised
+                error = _without_frames(raised)
+                average.buckets = []  # their handles keep the group alive
                 self._disconnect()  # those that wait for this rank see it
             verdict = self._member.vote(error is None, self.steps)
             if verdict.commit:
@@ -200,9 +213,12 @@ class ElasticLocalSGD(LocalSGD):
                 )
                 return
             self._count_failure(f"average {average.number + 1}", error)
-            average.means = {}
+            average.means, average.buckets = {}, []
             self._in_flight.appendleft(average)
+            self._was_replaced = False
             self._regroup(self._member.reform(admit=False, steps=self.steps))
+            if self._was_replaced:
+                raise _StateReplaced
             average.__dict__.update(self._in_flight.popleft().__dict__)  # the caller holds this object
 
     def _change_members(self) -> None:
@@ -226,7 +242,7 @@ class ElasticLocalSGD(LocalSGD):
             except CollectiveMismatch:
                 raise
             except (DtcommError, RuntimeError) as raised:
-                error = raised
+                error = _without_frames(raised)
             verdict = self._member.vote(error is None, self._steps_of_state())
             if verdict.commit:
                 break
@@ -241,6 +257,7 @@ class ElasticLocalSGD(LocalSGD):
 
     def _connect(self, view: View) -> None:
         """Make the default process group of a view."""
+        _require_store(self._member.host, view.store_port, self._timeout.total_seconds())
         store = dist.TCPStore(  # type: ignore[attr-defined]
             self._member.host, view.store_port, is_master=False, timeout=self._timeout
         )
@@ -324,6 +341,7 @@ class ElasticLocalSGD(LocalSGD):
     def _load_shared(self, state: dict[str, Any]) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         own = {"rank": rank, "world_size": size, "residuals": {}, "velocities": {}, "references": {}}
+        self._was_replaced = self._has_state
         if self._has_state:  # it was here before and fell behind: its residuals are still its own
             own |= self._error_state.state_dict()
         self.load_state_dict({**state, **own, "version": VERSION})
@@ -377,6 +395,22 @@ class ElasticLocalSGD(LocalSGD):
             "outer": outer,
             **{name: str(value) for name, value in sorted(options.items()) if name != "outer"},
         }
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an error whose traceback does not keep the process group alive in which it was raised."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__, link = None, link.__cause__ or link.__context__
+    return error
+
+
+def _require_store(host: str, port: int, timeout_s: float) -> None:
+    """Raise at once if a view's store does not exist any more, where TCPStore would try until its timeout."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        raise DtcommError(f"the store of the view, port {port}, cannot be reached: {error}") from error
 
 
 def _send(state: dict[str, Any], rank: int) -> None:

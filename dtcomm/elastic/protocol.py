@@ -11,6 +11,12 @@ Requests of a member, each of which is answered when all members of its view hav
 - ``reform``: make a new view; the answer is a `View`. The first one is the answer to a member's facts.
 
 ``ping`` and ``leave`` are not answered.
+
+A member whose connection has ended makes another one, with the same proofs, and the same identity among its facts. It
+also says where it is, by the number of its view and of the answers that it has had in that view, and what its last
+answer was. The coordinator then repeats an answer that was lost, and the member a request that has no answer; each
+request says where it is made, so that one that arrives twice counts once. A coordinator that has been started again
+takes the view over from what its members say.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from typing import Any
 
 from dtcomm.runtime.bootstrap.authentication import PROOF_BYTES, is_proof, prove
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE = 1 << 20
 HEAD = struct.Struct(f"<I{PROOF_BYTES}s")
 COORDINATOR, MEMBER = b"coordinator", b"member"  # who sends
@@ -36,7 +42,7 @@ class View:
         number: Counts the views of a coordinator from 1.
         rank: The rank of the member that receives this.
         names: The name of each rank.
-        steps: The steps that the state of each rank has seen; -1: it has none yet.
+        steps: The steps that the state of each rank has seen; -1: it has none yet, or the others went on without it.
         store_port: The port of this view's store, at the coordinator's address.
     """
 

@@ -1,7 +1,8 @@
 """The planner: predicts what a collective costs, and chooses algorithms.
 
 `select` is what ``algorithm="auto"`` calls, and `compression_pays` what latency paths ask. Both read a `Table` of
-constants and measurements (`cost_model`), which ``dtcomm tune`` writes. ``dtcomm plan`` predicts collectives and
+constants and measurements (`cost_model`), which ``dtcomm tune`` writes. `plan_links` groups ranks by the rates of their
+links and says on which of these a codec pays. ``dtcomm plan`` predicts collectives and
 training steps on hardware that need not exist: `hardware` describes it, `estimate` and `sweep` predict collectives by
 `traffic_profile` or NCCL's own model (`nccl_model`), `training_model` predicts training steps and memory, and the
 package `job` searches the layouts of whole jobs.
@@ -18,10 +19,13 @@ from dtcomm.planner.select_algorithm import (
     explain,
     select,
 )
+from dtcomm.planner.uneven_links import LinkPlan, LinkRates, plan_links
 
 __all__ = [
     "CHOOSERS",
     "Decision",
+    "LinkPlan",
+    "LinkRates",
     "Measured",
     "PayoffVerdict",
     "Table",
@@ -30,6 +34,7 @@ __all__ = [
     "compression_pays",
     "explain",
     "parse",
+    "plan_links",
     "predict",
     "select",
 ]

@@ -177,7 +177,9 @@ def train(rank: int, n: int) -> None:
         dtcomm.ddp.compress(model, "int8", algorithm=star(2))
     with pytest.raises(ValueError, match="algorithm: 'stars' is not one of auto, direct"):
         dtcomm.ddp.compress(model, "int8", algorithm="stars")
-    with pytest.raises(ValueError, match="names a codec for each level, and a Schedule has no levels; valid"):
+    with pytest.raises(
+        ValueError, match="names a codec for each level, and this Schedule has no levels; valid"
+    ):
         dtcomm.ddp.compress(model, "int8/int4", algorithm=star(n))
     local = dtcomm.local_sgd.LocalSGD(torch.nn.Linear(4, 4), every=1, algorithm=star(n))
     local.step()

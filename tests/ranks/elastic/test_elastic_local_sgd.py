@@ -19,6 +19,7 @@ from dtcomm.elastic import Coordinator, ElasticLocalSGD
 from dtcomm.errors import DtcommError, JoinRefused, PeerLost
 from dtcomm.launch.ranks import RunningRanks, send_to_parent, spawn_ranks
 from dtcomm.local_sgd import LocalSGD
+from tests.support.relay import Relay
 
 WIDTH, EVERY, STEPS = 32, 4, 40
 SECRET = {"DTCOMM_SECRET": "a secret of these tests", "GLOO_SOCKET_IFNAME": "lo"}
@@ -177,40 +178,46 @@ def test_survivors_residuals_are_conserved_when_a_rank_dies_in_an_average(monkey
         assert kept.abs().max() > 0
 
 
-def fall_silent(process: int, world_size: int, address: str) -> Any:
-    """Make averages; process 2 stops in the second one, as a host whose network has failed."""
+def fall_silent(process: int, world_size: int, address: str, folder: str) -> tuple[int, int, torch.Tensor]:
+    """Make averages until all three take part again; process 2 stops in the second one, as a host without network."""
     torch.set_num_threads(1)
     model = make_model(seed=process)
     local = ElasticLocalSGD(model, address, EVERY, "int4", name=f"process {process}", timeout_s=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sizes = {len(local.view.names)}
     if process == 2:
         die_in_average(local, 1, signal.SIGSTOP)
-    try:
-        for step in range(3 * EVERY):
-            train_step(model, optimizer, 1000 * process + step)
-            local.step()
-    except PeerLost as error:
-        return str(error)
-    finally:
-        local.close()
-    return local.view.names, local.syncs
+    while not (Path(folder) / f"over at {local.steps}").exists():
+        train_step(model, optimizer, 1000 * process + local.steps)
+        if local.view.rank == 0 and len(local.view.names) == 3 and sizes == {2, 3}:
+            sizes.add(0)  # the others are less than one average ahead, and all end at an average
+            (Path(folder) / f"over at {(local.steps // EVERY + 3) * EVERY}").touch()
+        local.step()
+        sizes.add(len(local.view.names))
+        time.sleep(0.01)
+    local.sync()
+    local.close()
+    return local.view.number, len(local.view.names), all_weights(model)
 
 
 @pytest.mark.slow
-def test_a_rank_that_falls_silent_is_left_out_and_told_when_it_wakes(monkeypatch: Any) -> None:
+def test_a_rank_that_falls_silent_is_left_out_and_comes_back_when_it_wakes(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
     with (
         Coordinator("127.0.0.1", ranks=3, timeout_s=6) as coordinator,
-        spawn_ranks(fall_silent, 3, coordinator.address, backend=None, env=SECRET) as ranks,
+        spawn_ranks(fall_silent, 3, coordinator.address, str(tmp_path), backend=None, env=SECRET) as ranks,
     ):
         wait_for(lambda: len(coordinator.members()) == 3)
         wait_for(lambda: len(coordinator.members()) == 2)
         ranks.kill(2, signal.SIGCONT)
-        results = [outcome.result for outcome in ranks.join(60)]
-    for names, syncs in results[:2]:
-        assert len(names) == 2 and not any("process 2" in name for name in names)
-        assert syncs == 3
-    assert "has removed this rank" in results[2]
+        outcomes = ranks.join(60)
+    results = [outcome.result for outcome in outcomes]
+    assert all(results), [str(outcome) for outcome in outcomes]
+    for number, count, weights in results:
+        assert number == results[0][0] > 2 and count == 3
+        assert torch.equal(weights, results[0][2])
 
 
 def repeat(
@@ -368,7 +375,7 @@ def test_another_model_codec_secret_or_version_is_refused(
 def outlive_coordinator(process: int, world_size: int, address: str) -> tuple[str, bool]:
     torch.set_num_threads(1)
     model = make_model(seed=0)
-    local = ElasticLocalSGD(model, address, 1, timeout_s=20)
+    local = ElasticLocalSGD(model, address, 1, timeout_s=1)
     send_to_parent("joined")
     try:
         while True:
@@ -394,6 +401,56 @@ def test_members_say_that_the_coordinator_is_gone(monkeypatch: Any) -> None:
 def _receive_from_all(ranks: RunningRanks, count: int) -> None:
     for rank in range(count):
         assert ranks.receive(rank) == "joined"
+
+
+def go_on(process: int, world_size: int, address: str, folder: str) -> dict[str, Any]:
+    """Train; wait at step 6 for the parent, who restarts the coordinator; then process 2 dies in an average."""
+    torch.set_num_threads(1)
+    model = make_model(seed=process)
+    local = ElasticLocalSGD(model, address, EVERY, "int4", timeout_s=20, name=f"process {process}")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if process == 2:
+        die_in_average(local, 3)
+    views = []
+    while local.steps < 6 * EVERY:
+        train_step(model, optimizer, 1000 * process + local.steps)
+        if local.steps == 6:
+            send_to_parent("waiting")
+            wait_for(lambda: (Path(folder) / "go on").exists())
+        local.step()
+        views.append((local.view.number, len(local.view.names)))
+    weights = all_weights(model)
+    local.close()
+    return {"views": views, "syncs": local.syncs, "weights": weights}
+
+
+def test_a_cut_connection_and_a_new_coordinator_do_not_disturb_training(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """All ask for a verdict while there is no coordinator, and form a new group with the one that is started again."""
+    monkeypatch.setenv("DTCOMM_SECRET", SECRET["DTCOMM_SECRET"])
+    earlier = Coordinator("127.0.0.1", ranks=3)
+    with (
+        earlier,
+        Relay(earlier.port) as relay,
+        spawn_ranks(go_on, 3, relay.address, str(tmp_path), backend=None, env=SECRET) as ranks,
+    ):
+        for rank in range(3):
+            assert ranks.receive(rank) == "waiting"
+        relay.cut()
+        earlier.close()
+        (tmp_path / "go on").touch()
+        time.sleep(0.5)
+        with Coordinator("127.0.0.1", earlier.port, ranks=3) as coordinator:
+            relay.restore()
+            outcomes = ranks.join(60)
+            assert coordinator._number == 2
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    results = [outcomes[process].result for process in (0, 1)]
+    assert all(results), [str(outcome) for outcome in outcomes]
+    for result in results:
+        assert result["views"] == [(1, 3)] * (4 * EVERY - 1) + [(2, 2)] * (2 * EVERY + 1)
+        assert result["syncs"] == 6 and torch.equal(result["weights"], results[0]["weights"])
 
 
 def continue_from_state(process: int, world_size: int, address: str, saved: Any) -> tuple[int, torch.Tensor]:

@@ -16,8 +16,8 @@ from dtcomm import env
 from dtcomm.elastic import member as member_module
 from dtcomm.elastic.coordinator import Coordinator
 from dtcomm.elastic.member import Member
-from dtcomm.elastic.protocol import MEMBER, Seal, Verdict, parse_address, split_head
-from dtcomm.errors import DtcommError, JoinRefused, PeerLost
+from dtcomm.elastic.protocol import MEMBER, PROTOCOL, Seal, Verdict, parse_address, split_head
+from dtcomm.errors import DtcommError, JoinRefused
 from dtcomm.runtime.bootstrap.authentication import prove
 
 FACTS = {"model": "a", "spec": "int4"}
@@ -70,6 +70,7 @@ def test_members_that_are_gone_or_wait_change_the_view(threads: ThreadPoolExecut
         members = join(coordinator, threads, 3)
         newcomer = Member(_reachable(coordinator), FACTS, name="new")
         first_view = threads.submit(newcomer.join)
+        wait_for(lambda: len(coordinator._members) == 4)
         members.pop().close()
         assert vote(threads, members, [True, True]) == [Verdict(commit=True, change=True)] * 2
         # After a failed average those that wait go on waiting.
@@ -145,7 +146,9 @@ def test_a_coordinator_with_another_secret_is_not_believed(
         connection, _ = listener.accept()
         with connection:
             connection.sendall(
-                Seal(b"", b"coordinator").close({"dtcomm": "coordinator", "protocol": 1, "nonce": "00"})
+                Seal(b"", b"coordinator").close(
+                    {"dtcomm": "coordinator", "protocol": PROTOCOL, "nonce": "00"}
+                )
             )
             length, _ = split_head(connection.recv(36, socket.MSG_WAITALL))
             connection.recv(length, socket.MSG_WAITALL)
@@ -195,6 +198,7 @@ def test_strangers_do_not_disturb_the_members(threads: ThreadPoolExecutor) -> No
             stranger.close()
         wait_for(lambda: coordinator._strangers == 0)
         members += [Member(_reachable(coordinator), FACTS)]
+        wait_for(lambda: len(coordinator._members) == 2)
         assert vote(threads, members[:1], [True])[0].change
         for member in members:
             member.close()
@@ -227,12 +231,12 @@ def test_a_silent_member_is_removed(
     monkeypatch.setattr(member_module, "_PING_SECONDS", 0.1)
     with Coordinator(ranks=2, timeout_s=0.8) as coordinator:
         members = join(coordinator, threads, 2)
-        members[1]._closed.set()  # its pings end, as if its host had stopped
-        assert members[0].vote(False, 0) == Verdict(commit=False, change=True)
+        with members[1]._changed:  # its pings end, as if its host had stopped
+            assert members[0].vote(False, 0) == Verdict(commit=False, change=True)
         assert "not heard of" in caplog.text
-        with pytest.raises(PeerLost, match="coordinator"):
-            members[1].vote(True, 0)
-        members[0].close()
+        assert members[1].vote(True, 0) == Verdict(commit=False, change=True), "the others went on without it"
+        for member in members:
+            member.close()
 
 
 def test_members_that_call_different_things_are_told(threads: ThreadPoolExecutor) -> None:

@@ -1,0 +1,120 @@
+"""Ranks are grouped by the rates of their links, and a codec is chosen for the links on which it pays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtcomm.planner import LinkRates, plan_links
+from dtcomm.schedule import Schedule
+
+
+def sites(*sizes: int, fast: float, slow: float) -> LinkRates:
+    """Return the rates of ranks in sites, with fast links inside and slow ones between them."""
+    site = [index for index, size in enumerate(sizes) for _ in range(size)]
+    return LinkRates(gbit=[[fast if a == b else slow for b in site] for a in site])
+
+
+@pytest.mark.parametrize(
+    ("links", "groups", "codec"),
+    [
+        (sites(2, 2, fast=100, slow=1), ((0, 1), (2, 3)), "none/int8"),
+        (sites(2, 2, fast=10, slow=1), ((0, 1), (2, 3)), "none/int8"),
+        (sites(1, 3, fast=10, slow=0.5), ((0,), (1, 2, 3)), "none/int8"),
+        (sites(2, 2, 2, fast=1000, slow=100), ((0, 1), (2, 3), (4, 5)), "none/int8"),
+        (sites(2, 2, fast=10, slow=6), ((0, 1, 2, 3),), "int8"),
+        (sites(4, fast=1, slow=1), ((0, 1, 2, 3),), "int8"),
+        (sites(4, fast=800, slow=800), ((0, 1, 2, 3),), "none"),
+        (sites(2, 2, fast=8000, slow=4000), ((0, 1), (2, 3)), "none"),
+    ],
+)
+def test_the_codec_is_used_on_the_links_where_it_pays(
+    links: LinkRates, groups: tuple[tuple[int, ...], ...], codec: str
+) -> None:
+    plan = plan_links(links, "int8")
+    assert plan.groups == groups and plan.codec == codec
+    seconds = {(spec, name): time for spec, name, time in plan.seconds}
+    assert seconds[codec, "hierarchical" if "/" in codec else "two_shot"] <= seconds["none", "two_shot"]
+    if "/" in codec:
+        assert isinstance(plan.algorithm, Schedule)
+        host_of = {rank: group for group in groups for rank in group}
+        assert all(
+            transfer.level == (host_of[transfer.src] != host_of[transfer.dst])
+            for transfer in plan.algorithm.transfers
+        )
+        assert "groups of ranks" in str(plan)
+    elif len(groups) == 1:
+        assert plan.algorithm == "direct"
+
+
+def test_one_slow_rank_is_a_group_of_its_own() -> None:
+    gbit = [[10.0] * 4 for _ in range(4)]
+    for other in range(4):
+        gbit[other][2] = 0.5  # into rank 2 alone
+    plan = plan_links(LinkRates(gbit=gbit))
+    assert plan.groups == ((0, 1, 3), (2,)) and plan.codec == "none/int8"
+
+
+def test_a_small_message_is_not_encoded() -> None:
+    links = sites(2, 2, fast=100, slow=1)
+    slow = LinkRates(gbit=links.gbit, latency_us=[[1000.0] * 4] * 4)
+    assert plan_links(links, numel=64).codec == plan_links(slow, numel=4096).codec == "none"
+    assert plan_links(slow, "int4").codec == "none/int4"
+
+
+def link(a: int, b: int, gbit: tuple[float, float], error: str = "") -> dict[str, Any]:
+    return {"ranks": [a, b], "level": "", "gbit": list(gbit), "latency_us": 10.0 * (a + b), "error": error}
+
+
+def test_the_rates_are_those_of_the_doctor(tmp_path: Path) -> None:
+    links = [link(0, 1, (50, 40)), link(2, 3, (60, 60)), link(0, 2, (2, 1)), link(1, 3, (3, 4))]
+    report = {
+        "ok": True,
+        "checks": [
+            {"name": "ranks", "details": {"hosts": ["a", "a", "b", "b"]}},
+            {"name": "links", "details": {"links": links}},
+        ],
+    }
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps(report))
+    rates = LinkRates.from_doctor(path)
+    assert rates == LinkRates.from_doctor(report)
+    assert rates.gbit[0][1] == 50 and rates.gbit[1][0] == 40
+    assert rates.gbit[0][3] == 2 and rates.gbit[3][0] == 1, (
+        "the pair was not measured: the worst of its hosts"
+    )
+    assert rates.latency_us is not None and rates.latency_us[0][3] == 40
+    assert plan_links(rates).groups == ((0, 1), (2, 3))
+    links[2] = link(0, 2, (0, 0), "PeerLost: gone")
+    with pytest.raises(ValueError, match="report: the link between ranks 0 and 2 failed: PeerLost"):
+        LinkRates.from_doctor(report)
+    with pytest.raises(ValueError, match="report: contains no links"):
+        LinkRates.from_doctor({"checks": []})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"gbit": [[1, 2]]}, "gbit: expected one row and one column for each rank"),
+        ({"gbit": []}, "gbit: expected one row"),
+        ({"gbit": [[0, 1], [0, 0]]}, "gbit: from rank 1 to rank 0: 0; expected numbers above 0"),
+        ({"gbit": [[0, 1], [1, 0]], "latency_us": [[0]]}, "latency_us: expected one row"),
+        (
+            {"gbit": [[0, 1], [1, 0]], "latency_us": [[0, -1], [0, 0]]},
+            "latency_us: from rank 0 to rank 1: -1; expected numbers of at least 0",
+        ),
+    ],
+)
+def test_wrong_rates_are_named(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LinkRates(**arguments)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="codec: exact"):
+        plan_links(sites(2, fast=1, slow=1), "exact:bits=32")
+    with pytest.raises(ValueError, match="one rank has no links"):
+        plan_links(LinkRates(gbit=[[1]]))
