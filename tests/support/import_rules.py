@@ -57,7 +57,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "ddp": _may(
         "frameworks local_sgd planner profiling compress collectives codecs kernels device work", "torch"
     ),
-    "fsdp": _may("_autograd frameworks profiling compress collectives codecs kernels device work", "torch"),
+    # tp: it says which parameters of a layer are shards.
+    "fsdp": _may("_autograd frameworks tp profiling compress collectives codecs kernels device work", "torch"),
     "tp": _may(
         "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
     ),
