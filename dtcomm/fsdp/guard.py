@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
+from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.gradient_sketch import Fidelity, GradientSketch
 from dtcomm.compress.guard import Event, Guard
-from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
+from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.fsdp.spec import CompressionSpec
 
