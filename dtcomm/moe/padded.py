@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm._autograd import autograd_apply
+from dtcomm._compilation import exclude_from_compilation
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
 from dtcomm.errors import CollectiveMismatch
@@ -131,6 +132,7 @@ def dispatch_padded(
 ) -> tuple[EncodedRows, PaddedRoute]: ...
 
 
+@exclude_from_compilation
 def dispatch_padded(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -236,6 +238,7 @@ def dispatch_padded(
     return autograd_apply(_Dispatched, x, decoded, route), route
 
 
+@exclude_from_compilation
 def combine_padded(
     outputs: torch.Tensor, route: PaddedRoute, weights: torch.Tensor | None = None
 ) -> torch.Tensor:

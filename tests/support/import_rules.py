@@ -19,7 +19,7 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
     return frozenset(parts.split()), frozenset(libraries.split())
 
 
-_INTEGRATION = _may("_autograd profiling compress collectives codecs kernels device work", "torch")
+_INTEGRATION = _may("_autograd _compilation profiling compress collectives codecs kernels device work", "torch")
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
 PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -28,6 +28,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "arguments": _may(),
     # One typed helper for autograd functions: a leaf.
     "_autograd": _may("", "torch"),
+    # What torch.compile leaves as it is: a leaf.
+    "_compilation": _may("", "torch"),
     "schedule": _may(),
     "algorithms": _may("schedule"),
     "codecs": _may("", "torch"),
@@ -70,7 +72,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "mesh": _may("tp collectives", "torch"),
     "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
     "elastic": (ANY, frozenset({"torch"})),
-    "backend": _may("compress collectives runtime codecs kernels device work torch_threads", "torch"),
+    "backend": _may("_compilation compress collectives runtime codecs kernels device work torch_threads", "torch"),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),
