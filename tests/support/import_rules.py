@@ -19,7 +19,9 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
     return frozenset(parts.split()), frozenset(libraries.split())
 
 
-_INTEGRATION = _may("_autograd _compilation profiling compress collectives codecs kernels device work", "torch")
+_INTEGRATION = _may(
+    "_autograd _compilation profiling compress collectives codecs kernels device work", "torch"
+)
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
 PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -60,7 +62,9 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         "frameworks local_sgd planner profiling compress collectives codecs kernels device work", "torch"
     ),
     # tp: it says which parameters of a layer are shards.
-    "fsdp": _may("_autograd frameworks tp profiling compress collectives codecs kernels device work", "torch"),
+    "fsdp": _may(
+        "_autograd frameworks tp profiling compress collectives codecs kernels device work", "torch"
+    ),
     "tp": _may(
         "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
     ),
@@ -72,7 +76,9 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "mesh": _may("tp collectives", "torch"),
     "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
     "elastic": (ANY, frozenset({"torch"})),
-    "backend": _may("_compilation compress collectives runtime codecs kernels device work torch_threads", "torch"),
+    "backend": _may(
+        "_compilation compress collectives runtime codecs kernels device work torch_threads", "torch"
+    ),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),
