@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dtcomm
 from dtcomm.cli.demo.train import GPT, VOCABULARY, Block, ModelShape, load_corpus, training_batch
-from dtcomm.tp.sharded_module import ShardedModule
 
 #: Name → schedule, and stages of each rank.
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -139,7 +138,7 @@ class Trainer:
         options = self.options
         if options.ep > 1 and not options.experts:
             raise ValueError("--ep: needs --experts, the number of experts of a layer")
-        for a, b in (("pp", "cp"), ("pp", "ep"), ("pp", "fsdp"), ("ep", "fsdp"), ("ep", "cp")):
+        for a, b in (("pp", "cp"), ("pp", "ep"), ("ep", "fsdp"), ("ep", "cp")):
             if sizes[a] > 1 and sizes[b] > 1:
                 raise ValueError(
                     f"--{a} {sizes[a]} --{b} {sizes[b]}: this script does not combine these two axes"
@@ -194,7 +193,7 @@ class Trainer:
                 fully_shard(block, mesh=shards)
             fully_shard(stage, mesh=shards)
             if options.codec != OFF:
-                self.states["fsdp"] = dtcomm.fsdp.compress(
+                self.states[f"fsdp {number}"] = dtcomm.fsdp.compress(
                     stage,
                     gradients=self.codec,
                     parameters=self.codec,
@@ -253,7 +252,6 @@ class Trainer:
             else:
                 loss = self._run_schedule(symbols, targets)
         self._average_experts()
-        self._average_replicated()
         sharded = {"*": self.mesh["pp"], "*.experts.*": self.mesh["ep"]}
         norm = dtcomm.mesh.clip_grad_norm_(self.stages, options.clip, sharded=sharded)
         self.optimizer.step()
@@ -326,23 +324,6 @@ class Trainer:
         if experts and self.options.dp > 1:
             gradients = [parameter.grad for parameter in experts]
             dtcomm.all_reduce_coalesced(gradients, "avg", codec=self.codec, group=self.mesh["dp"].get_group())
-
-    def _average_replicated(self) -> None:
-        """Keep parameters equal that all ranks of ``tp`` have, such as those of norms, if FSDP compresses gradients.
-
-        A block of an FSDP unit may contain elements of several parameters. Where one of them is a layer's shard, ranks
-        of ``tp`` round its neighbour's elements differently.
-        """
-        if self.options.tp == 1 or self.options.fsdp == 1 or self.codec == "none":
-            return
-        (model,) = self.stages
-        gradients = []
-        for name, parameter in model.named_parameters():
-            path, _, own = name.rpartition(".")
-            owner = model.get_submodule(path)
-            if not (isinstance(owner, ShardedModule) and owner.is_shard(own)):
-                gradients.append(parameter.grad.to_local())
-        dtcomm.all_reduce_coalesced(gradients, "avg", group=self.mesh["tp"].get_group())
 
     def sent_bytes(self) -> dict[str, tuple[int, int]]:
         """Return axis → bytes that this rank has sent, and bytes that these messages stand for; the lengths of

@@ -11,20 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtcomm._compilation import exclude_from_compilation
 from dtcomm.backend.fallback_backends import FallbackBackends
 from dtcomm.backend.tensor_views import StagingBuffer, as_sendable, copy_to_tensors, flatten, shares_memory
 from dtcomm.work import COMPLETED, CompositeWork, TorchWork, Work
-
-
-def _exclude_from_compilation(function: FunctionType) -> None:
-    """Keep torch.compile from tracing a function and what it calls.
-
-    Inside a compiled model torch calls the group's methods from C++, each of which would be traced as a frame of its
-    own. ``torch.compiler.disable`` does the same but imports the compiler, which takes seconds.
-    """
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 class ProcessGroupBase(dist.ProcessGroup):
@@ -40,7 +30,8 @@ class ProcessGroupBase(dist.ProcessGroup):
     def __init_subclass__(cls) -> None:
         for value in vars(cls).values():
             if isinstance(value, FunctionType):
-                _exclude_from_compilation(value)
+                # Inside a compiled model torch calls the methods from C++, each of which would be a frame of its own.
+                exclude_from_compilation(value)
 
     @functools.cached_property
     def _staging(self) -> StagingBuffer:

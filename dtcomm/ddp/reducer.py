@@ -15,9 +15,10 @@ from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm, all_reduce
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.error_sample import ErrorSample, GradientMeasurement, l2_norm
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback
-from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, Monitor, l2_norm
+from dtcomm.compress.guard_monitor import Monitor
 from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.compress.traffic import total_seconds
 from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser

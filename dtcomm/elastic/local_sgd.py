@@ -30,7 +30,8 @@ from dtcomm.elastic.member import Member
 from dtcomm.elastic.protocol import PROTOCOL, View
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.local_sgd.fragments import Fragment
-from dtcomm.local_sgd.local_sgd import LocalSGD, PendingAverage
+from dtcomm.local_sgd.local_sgd import LocalSGD
+from dtcomm.local_sgd.pending import PendingAverage
 
 _log = logging.getLogger("dtcomm")
 

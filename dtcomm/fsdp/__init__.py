@@ -61,6 +61,13 @@ from dtcomm.fsdp.spec import (
     residual_size,
     with_feedback,
 )
+from dtcomm.fsdp.split_collectives import (
+    Parts,
+    SplitAllGather,
+    SplitReduceScatter,
+    SplitReplicaAllReduce,
+    split_module,
+)
 from dtcomm.fsdp.state import State
 from dtcomm.fsdp.units import excluded_units, find_units, parameter_groups
 
@@ -306,7 +313,7 @@ def _observe_forward(model: torch.nn.Module, state: State) -> None:
 
     def begin_step(*_: Any) -> None:
         if torch.is_grad_enabled():
-            state.begin_step()
+            state.begin_forward()
 
     def end_inference(*_: Any) -> None:
         if not torch.is_grad_enabled():  # otherwise backward gathers and reduces more
@@ -370,6 +377,7 @@ def _attach_to_module(
             state.num_shards, state.shard_index = mesh.shard_mesh_size, mesh.shard_mesh_rank
             state.group = mesh.shard_process_group
         if _has_replicas(mesh):
+            state.replica_index = mesh.replicate_mesh_rank
             state.logs = state.logs and mesh.replicate_mesh_rank == 0
             state.add_note(
                 f"{name or ROOT}: torch averages the gradients of {mesh.replicate_mesh_size} replicas, "
@@ -377,17 +385,45 @@ def _attach_to_module(
                 "compress(replicas=) the other"
             )
         state.on_detach(_restorer(group))
-    module.set_custom_all_gather(CompressedAllGather(state, name))
-    module.set_custom_reduce_scatter(CompressedReduceScatter(state, name, module, overlap))
     if replicas is not None:
+        state.replica_index = replicas.rank()
         state.logs = state.logs and replicas.rank() == 0
-        module.set_all_reduce_hook(ReplicaAllReduce(state, name, replicas))
-    state.register_layout(name, layout_of(name, module))
+    parts = None
+    for group in groups:
+        found, parts = split_module(name, module, group)
+        known = {other.group_name for other in state.model_parallel_groups}
+        state.model_parallel_groups += [other for other in found if other.group_name not in known]
+    _set_collectives(state, name, module, replicas, overlap, parts)
     # Loaded parameters differ from the references by more than an update; the next gather must send whole values.
     handle = module.register_load_state_dict_post_hook(  # type: ignore[attr-defined]
         lambda *_: state.invalidate_references()
     )
     state.on_detach(handle.remove)
+
+
+def _set_collectives(
+    state: State,
+    name: str,
+    module: FSDPModule,
+    replicas: dist.ProcessGroup | None,
+    overlap: BackwardOverlap,
+    parts: Parts | None,
+) -> None:
+    """Set the collectives of one module: on its flat tensors, or on each of its parts."""
+    if parts is None:
+        module.set_custom_all_gather(CompressedAllGather(state, name))
+        module.set_custom_reduce_scatter(CompressedReduceScatter(state, name, module, overlap))
+        if replicas is not None:
+            module.set_all_reduce_hook(ReplicaAllReduce(state, name, replicas))
+        state.register_layout(name, layout_of(name, module))
+        return
+    module.set_custom_all_gather(SplitAllGather(state, name, parts))
+    module.set_custom_reduce_scatter(SplitReduceScatter(state, name, module, overlap, parts))
+    if replicas is not None:
+        module.set_all_reduce_hook(SplitReplicaAllReduce(state, name, replicas, parts))
+    for part in parts.parts:
+        state.exclude_with(name, part.name)
+        state.register_layout(part.name, part.layout)
 
 
 def _restorer(group: Any) -> Callable[[], None]:

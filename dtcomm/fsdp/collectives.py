@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
-from dtcomm.compress.guard_monitor import ErrorSample
+from dtcomm.compress.error_sample import ErrorSample
 from dtcomm.compress.traffic import Traffic
 from dtcomm.device.streams import record_streams
 from dtcomm.fsdp.guard import parameters_name
@@ -60,6 +60,7 @@ class GradientReduction:
         kind: str = "gradients",
         guarded: bool = True,
     ) -> None:
+        state.note_reduction()
         self._state = state
         self._key = module if kind == "gradients" else f"{module}, {kind}"
         spec = state.spec(module, state.gradients)
@@ -344,14 +345,7 @@ class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._called_ns = time.monotonic_ns()
-        reduction = GradientReduction(self.state, self.module, input_tensor)
-        options = {"algorithm": self.state.algorithm, "group": group, **reduction.options}
-        work = reduce_scatter(output_tensor, input_tensor, op_name(op), **options)
-        divisor = group.size() if op_name(op) == "sum" else 1
-        finish = partial(reduction.finish, output_tensor, divisor=divisor)
-        plain_bytes = input_tensor.numel() * input_tensor.element_size() * (group.size() - 1) // group.size()
-        pending = self.pending("gradients", work, reduction.traffic, plain_bytes, finish)
+        pending = self.start(output_tensor, input_tensor, group, op)
         module = self._module_ref()
         may_overlap = module is not None and result_is_only_sliced(module, input_tensor, op_name(op))
         if may_overlap and not async_op:
@@ -362,6 +356,19 @@ class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
             return pending
         pending.wait()
         return None
+
+    def start(
+        self, output: torch.Tensor, gradient: torch.Tensor, group: dist.ProcessGroup, op: Any
+    ) -> dist.Work:
+        """Start the reduce-scatter; ``output`` is complete after the handle's ``wait``."""
+        self._called_ns = time.monotonic_ns()
+        reduction = GradientReduction(self.state, self.module, gradient)
+        options = {"algorithm": self.state.algorithm, "group": group, **reduction.options}
+        work = reduce_scatter(output, gradient, op_name(op), **options)
+        divisor = group.size() if op_name(op) == "sum" else 1
+        finish = partial(reduction.finish, output, divisor=divisor)
+        plain_bytes = gradient.numel() * gradient.element_size() * (group.size() - 1) // group.size()
+        return self.pending("gradients", work, reduction.traffic, plain_bytes, finish)
 
 
 def result_is_only_sliced(module: FSDPModule, gradient: torch.Tensor, op: str) -> bool:
@@ -395,9 +402,16 @@ class ReplicaAllReduce(_CountedCollective):
         self._called_ns = time.monotonic_ns()
         reduction = GradientReduction(self.state, self.module, shard, "replicas", guarded=False)
         work = all_reduce(shard, "avg", group=self.group, **reduction.options)
-        plain_bytes = 2 * shard.nbytes * (self.group.size() - 1) // self.group.size()
         finish = partial(reduction.finish, shard)
-        self.pending("replicas", work, reduction.traffic, plain_bytes, finish).wait()
+        self.pending("replicas", work, reduction.traffic, self.plain_bytes(shard), finish).wait()
+
+    def reduce_uncompressed(self, shard: torch.Tensor) -> Work | None:
+        """Start the all-reduce of a shard as it is."""
+        return all_reduce(shard, "avg", group=self.group, async_op=True)
+
+    def plain_bytes(self, shard: torch.Tensor) -> int:
+        """Return the bytes that a rank would send uncompressed."""
+        return 2 * shard.nbytes * (self.group.size() - 1) // self.group.size()
 
 
 class PendingCollective(TorchWork):

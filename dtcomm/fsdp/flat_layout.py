@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -128,14 +128,19 @@ def _require_size(tensor: torch.Tensor, parameter: ParameterShape, kind: str) ->
     return tensor.flatten()
 
 
-def layout_of(name: str, module: FSDPModule) -> ShardedLayout | None:
-    """Return the layout of a module's gradients, or None if it is unknown (cut along another dimension than 0)."""
+def layout_of(
+    name: str, module: FSDPModule, fsdp_parameters: Sequence[Any] | None = None
+) -> ShardedLayout | None:
+    """Return the layout of a module's gradients, or None if it is unknown (cut along another dimension than 0).
+
+    ``fsdp_parameters`` are the parameters of the module that it has; None (default): all.
+    """
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return None
     parameters = []
     names = parameter_names(name, module)  # type: ignore[arg-type]
-    for fsdp_parameter in group.fsdp_params:
+    for fsdp_parameter in group.fsdp_params if fsdp_parameters is None else fsdp_parameters:
         if fsdp_parameter.fsdp_placement.dim != 0:
             return None
         if fsdp_parameter.sharded_param.requires_grad:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
+from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.gradient_sketch import Fidelity, GradientSketch
 from dtcomm.compress.guard import Event, Guard
-from dtcomm.compress.guard_monitor import ErrorSample, l2_norm, make_monitor
+from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.fsdp.spec import CompressionSpec
 
@@ -124,10 +125,17 @@ class ShardGuard:
         """Record this step's loss on this rank."""
         self._monitor.observe_loss(loss)
 
-    def begin_step(self, group: dist.ProcessGroup | None) -> list[str]:
+    def begin_step(
+        self, group: dist.ProcessGroup | None, model_parallel_groups: Sequence[dist.ProcessGroup] = ()
+    ) -> list[str]:
         """Begin a step, on all ranks of ``group``: evaluate the measurements of the one before.
 
         On devices the averaged measurements are read one step later, so that the host does not wait for the device.
+
+        Args:
+            group: The ranks among which parameters are sharded.
+            model_parallel_groups: Groups whose ranks have the same modules, and must decide alike: otherwise the
+                parameters that all of them have would be encoded differently. Default: none.
 
         Returns:
             The modules whose residuals must be reset.
@@ -143,7 +151,8 @@ class ShardGuard:
         monitor.begin_step(self.steps)
         if self._evaluation_due or monitor.window_is_complete:
             if (stats := monitor.stats_tensor(self._device)) is not None:
-                all_reduce(stats, "avg", group=group)
+                for averaged_over in (group, *model_parallel_groups):
+                    all_reduce(stats, "avg", group=averaged_over)
                 if stats.is_cpu:
                     monitor.evaluate(self.steps, stats)
                 else:

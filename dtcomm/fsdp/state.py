@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
-from dtcomm.collectives import empty
 from dtcomm.collectives.group_ops import expected_call
 from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
@@ -21,16 +20,13 @@ from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompres
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.traffic import Traffic, group_traffic, message_rows, total_seconds
 from dtcomm.device.streams import Streams, record_streams, streams_of
+from dtcomm.fsdp.buffer_pool import BufferPool
 from dtcomm.fsdp.flat_layout import FlatLayout
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
 from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
 from dtcomm.fsdp.spec import UNCOMPRESSED, CompressionSpec
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Metric, Timeline
-
-MIN_SHARED_BYTES = (
-    64 * 1024
-)  # smaller buffers cost more, in whole pages and a file descriptor, than they save
 
 _log = logging.getLogger("dtcomm")
 
@@ -56,7 +52,10 @@ class State(Reporting):
         parameters: Spec of the parameters' all-gather.
         num_shards: Number of ranks that parameters are cut over. In a two-dimensional mesh that is not the world size.
         shard_index: This rank's position among them.
+        replica_index: The position of these ranks among the replicas of the model.
         group: Their process group; None is the default group.
+        model_parallel_groups: The groups over which parameters are cut before they are sharded, those of tensor
+            parallelism. Their ranks follow the guard's decisions together.
         integration: Whose state it is, in the report: ``"FSDP"`` or ``"ShardedOptimizer"``.
         steps_ahead: Steps that begin before there is anything to communicate: 1 where the end of a step begins the
             next one.
@@ -81,6 +80,8 @@ class State(Reporting):
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
         self.shard_index, self.num_shards = rank_and_size()
+        self.replica_index = 0
+        self.model_parallel_groups: list[dist.ProcessGroup] = []
         self.group: dist.ProcessGroup | None = None
         self.buffers = BufferPool()
         self.references: dict[str, torch.Tensor] = {}
@@ -102,6 +103,7 @@ class State(Reporting):
         self.logs = True
         self.warming_up = False
         self._has_begun = self._has_fallback = self._logged = self._log_is_queued = False
+        self._has_reduced = False  # gradients, in this step
 
     # --- for users --------------------------------------------------------------------------------------------
 
@@ -362,6 +364,11 @@ class State(Reporting):
         """Send a module uncompressed, because its name matches ``pattern``."""
         self._excluded[module] = pattern
 
+    def exclude_with(self, module: str, part: str) -> None:
+        """Send a part of a module uncompressed if the module is excluded."""
+        if module in self._excluded:
+            self._excluded[part] = self._excluded[module]
+
     def add_fallback(self, module: str, reason: str) -> None:
         """Report that torch communicates what was to be compressed of a module, and log it after the first pass."""
         for kind, spec in (("parameters", self.parameters), ("gradients", self.gradients)):
@@ -415,12 +422,25 @@ class State(Reporting):
                 f"{memory} on every rank; feedback=True is the same without this line"
             )
 
+    def begin_forward(self) -> None:
+        """Begin a step in its first forward pass: the first one after gradients were reduced.
+
+        With accumulated gradients or micro-batches of a pipeline a step has several. Were each counted, those in which
+        errors are measured might never be those in which gradients travel.
+        """
+        if self._has_reduced or not self._has_begun:
+            self.begin_step()
+
+    def note_reduction(self) -> None:
+        """Note that gradients are reduced in this step."""
+        self._has_reduced = True
+
     def begin_step(self) -> None:
-        """Begin a training step: apply the guard's decisions. The model's forward pass calls it."""
+        """Begin a training step: apply the guard's decisions."""
         if self._has_begun:  # the pass before this one is complete
             self.log_uncompressed()
-        self._has_begun = True
-        for module in self.guard.begin_step(self.group):
+        self._has_begun, self._has_reduced = True, False
+        for module in self.guard.begin_step(self.group, self.model_parallel_groups):
             if self._residuals is not None:
                 self._residuals.reset(module)
 
@@ -451,7 +471,9 @@ class State(Reporting):
     def put_residual(self, module: str, residual: torch.Tensor | None) -> None:
         """Store the residual from `take_residual` after the collective has updated it."""
         if self._residuals is not None and residual is not None:
-            key = counter_rng.mix_key(self.seed, dist.get_rank(), 0)
+            # Not the rank of the job: ranks of tensor parallelism store equal residuals with equal bits.
+            rank = self.replica_index * self.num_shards + self.shard_index
+            key = counter_rng.mix_key(self.seed, rank, 0)
             self._residuals.put(self._residual_key(module, residual), residual, key)
 
     def _residual_key(self, module: str, gradient: torch.Tensor) -> str:
@@ -487,52 +509,6 @@ class State(Reporting):
     def pop_saved_reference_shard(self, module: str) -> torch.Tensor | None:
         """Return this rank's shard of the reference in the checkpoint, once."""
         return self._saved_reference_shards.pop(module, None)
-
-
-class BufferPool:
-    """The buffers that FSDP allocates in every step: shared tensors, reused once nothing else refers to their storage.
-
-    A collective whose tensors lie in memory that the ranks of a host share needs no staging copy. And for tens of
-    megabytes, the page faults of a fresh allocation cost more than moving the data.
-
-    Attributes:
-        unshared_reason: Why ordinary memory is used, after an allocation of shared memory failed; otherwise empty.
-    """
-
-    def __init__(self) -> None:
-        # Buffers, each with the number of references to its storage when it is free.
-        self._buffers: list[tuple[torch.Tensor, int]] = []
-        self.unshared_reason = ""
-
-    def take(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialized tensor; small ones, and those on devices, are in ordinary memory."""
-        shape = torch.Size(size)
-        nbytes = shape.numel() * dtype.itemsize
-        if device.type != "cpu" or nbytes < MIN_SHARED_BYTES or self.unshared_reason:
-            return torch.empty(shape, dtype=dtype, device=device)
-        for buffer, unused_count in self._buffers:
-            if buffer.numel() == nbytes and _use_count(buffer) <= unused_count:
-                return buffer.view(dtype).view(shape)
-        try:
-            buffer = empty(nbytes, dtype=torch.uint8)
-        except OSError as error:
-            self.unshared_reason = f"buffers are not in shared memory: {error}"
-            return torch.empty(shape, dtype=dtype, device=device)
-        self._buffers.append((buffer, _use_count(buffer)))
-        return buffer.view(dtype).view(shape)
-
-    def nbytes(self) -> int:
-        """Return the size of all buffers, used or not."""
-        return sum(buffer.numel() for buffer, _ in self._buffers)
-
-    def trim(self) -> None:
-        """Free the buffers that are not in use."""
-        self._buffers = [(buffer, count) for buffer, count in self._buffers if _use_count(buffer) > count]
-
-
-def _use_count(tensor: torch.Tensor) -> int:
-    """Return the number of tensors, in Python and in autograd, that refer to the storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _make_residual_store(prefix: str, form: str) -> ResidualStore | None:

@@ -7,7 +7,7 @@ consist of whole units, so that no layer is ever part global and part local. `Lo
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -165,3 +165,21 @@ def _match(sizes: Mapping[str, int], fragments: Sequence[str | Sequence[str]]) -
         if not part:
             raise ValueError(f"fragments: {wanted} matches no parameter that an earlier fragment has not")
     return parts
+
+
+def group_by_size(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield the tensors of each bucket: as many as have ``bucket_bytes`` in fp32, without empty ones.
+
+    FSDP2 leaves some ranks without a shard of small parameters.
+    """
+    members: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in tensors:
+        if tensor.numel():
+            members.append((name, tensor))
+        if sum(4 * member.numel() for _, member in members) >= bucket_bytes:
+            yield members
+            members = []
+    if members:
+        yield members

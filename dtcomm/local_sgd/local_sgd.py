@@ -11,85 +11,39 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtcomm.arguments import require_int
-from dtcomm.collectives import Algorithm, Work, broadcast
+from dtcomm.collectives import Algorithm, broadcast
 from dtcomm.compress.bucket_averager import NONE, BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.dgc import DGC
+from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.guard_monitor import ErrorSample, GradientMeasurement, Monitor, l2_norm, make_monitor
+from dtcomm.compress.guard_monitor import Monitor, make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
 from dtcomm.compress.powersgd import Factors
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import Scheme
-from dtcomm.compress.stage_scheduler import Stages
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.kernels import counter_rng
-from dtcomm.local_sgd.fragments import Fragment, Fragments, make_fragments
+from dtcomm.local_sgd.fragments import Fragment, Fragments, group_by_size, make_fragments
 from dtcomm.local_sgd.islands import Island, local_shard, unwrap
 from dtcomm.local_sgd.moments import MomentAverager
+from dtcomm.local_sgd.pending import PendingAverage, PendingBucket
 
 _log = logging.getLogger("dtcomm")
 
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 DEFAULT_GUARD = Guard()
 WHAT = "differences of weights"  # what the ranks average, in reports
-
-
-@dataclass
-class _PendingBucket:
-    """A bucket while it is averaged.
-
-    Attributes:
-        names: The parameters and buffers in it.
-        layout: Its segments.
-        stages: The stages of its average that have not begun.
-        buffer: The differences, which become their mean.
-        pending: Its lossy segments.
-        samples: Samples of them, in averages in which errors are measured.
-        measurement: What the guard measured of this rank's differences.
-        work: The stage in flight; None once the average is complete.
-    """
-
-    names: list[str]
-    layout: BucketLayout
-    stages: Stages
-    buffer: torch.Tensor
-    pending: list[PendingGradient]
-    samples: list[ErrorSample]
-    measurement: GradientMeasurement | None
-    work: Work | None = None
-
-
-@dataclass
-class PendingAverage:
-    """An average of some fragments that was started and not applied yet.
-
-    Attributes:
-        fragments: The fragments.
-        number: The number of averages before it.
-        due: The step after which it is applied.
-        buckets: Its messages; none if it was loaded from a checkpoint.
-        stats: The guard's statistics that travel with it, or None.
-        means: The mean of each tensor, flat and in fp32, by name; empty until all messages have arrived.
-    """
-
-    fragments: list[Fragment]
-    number: int
-    due: int
-    buckets: list[_PendingBucket] = field(default_factory=list)
-    stats: torch.Tensor | None = None
-    means: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class LocalSGD(Reporting):
@@ -535,7 +489,7 @@ class LocalSGD(Reporting):
 
     def _prepare(
         self, names: list[str], layout: BucketLayout, averages: int, stats: torch.Tensor | None
-    ) -> _PendingBucket:
+    ) -> PendingBucket:
         """Return a bucket with error feedback applied; none of its stages has begun.
 
         ``averages`` is the number of earlier averages of its fragment.
@@ -563,9 +517,9 @@ class LocalSGD(Reporting):
             residuals.append(prepared.residual)
         layout.messages += 1
         stages = self._averager.stages(layout, tensors, residuals, stats, averages)
-        return _PendingBucket(names, layout, stages, buffer, pending, samples, measurement)
+        return PendingBucket(names, layout, stages, buffer, pending, samples, measurement)
 
-    def _measure(self, bucket: _PendingBucket) -> None:
+    def _measure(self, bucket: PendingBucket) -> None:
         """Record what was lost of a bucket, and its mean, for the guard and the report."""
         residuals = {pending.segment.name: pending for pending in bucket.pending}
         for sample in bucket.samples:
@@ -635,15 +589,7 @@ class LocalSGD(Reporting):
             choice = self.policy.choose(name, tensor)
             return choice.replaced_by(self._monitor.scheme_for(name, choice.codec, self.syncs), tensor)
 
-        groups: list[list[tuple[str, torch.Tensor]]] = [[]]
-        for name in wanted:
-            if sum(4 * tensor.numel() for _, tensor in groups[-1]) >= self._bucket_bytes:
-                groups.append([])
-            if (
-                shard := self._shard(name)
-            ).numel():  # FSDP2 leaves some ranks without a shard of small parameters
-                groups[-1].append((name, shard))
-        for members in filter(None, groups):
+        for members in group_by_size(((name, self._shard(name)) for name in wanted), self._bucket_bytes):
             sizes = [tensor.numel() for _, tensor in members]
             buffer = torch.empty(sum(sizes))
             parts = torch.split(buffer, sizes)

@@ -130,11 +130,8 @@ def _dtensor_groups(parameter: Any) -> list[dist.ProcessGroup]:
 
 def _layer_groups(owner: nn.Module, name: str) -> list[dist.ProcessGroup]:
     """Return the group over which a tensor-parallel layer of dtcomm cuts one of its parameters."""
-    if not isinstance(owner, ShardedModule) or not owner.is_shard(name):
-        return []
-    group = owner.comm.group or dist.group.WORLD
-    assert group is not None  # the layer could not have been made
-    return [group]
+    group = owner.shard_group(name) if isinstance(owner, ShardedModule) else None
+    return [] if group is None else [group]
 
 
 def _local(gradient: Any) -> torch.Tensor | None:

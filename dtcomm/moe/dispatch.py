@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm._autograd import autograd_apply
+from dtcomm._compilation import exclude_from_compilation
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.moe import agreement
@@ -130,6 +131,7 @@ def dispatch(
 ) -> tuple[EncodedRows, Route]: ...
 
 
+@exclude_from_compilation
 def dispatch(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -276,6 +278,7 @@ def dispatch(
     return autograd_apply(_Dispatched, x, decoded, route), route
 
 
+@exclude_from_compilation
 def combine(outputs: torch.Tensor, route: Route, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the experts' outputs to their tokens' ranks and sum those of each token. Differentiable.
 

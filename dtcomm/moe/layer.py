@@ -85,7 +85,8 @@ class MoE(nn.Module):
         codec: Codec of the tokens, as of `dispatch`. Default: ``"fp8_e4m3"``.
         combine_codec: Codec of the experts' outputs. Default: ``"bf16"``; ``"none"`` if ``codec`` is.
         backward_codec: Codec of gradients. Default: ``"bf16"``; ``"none"`` if both other codecs are.
-        hierarchical: Whether tokens travel first between hosts, as of `dispatch`. Default: if that sends less.
+        hierarchical: Whether tokens travel first between hosts, as of `dispatch` or `dispatch_padded`. Default: if that
+            sends less, which padded rows never do.
         group: Process group. Default: all ranks.
         allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
 
@@ -140,8 +141,6 @@ class MoE(nn.Module):
         elif padded or drop_lowest:
             argument = "padded" if padded else "drop_lowest"
             raise ValueError(f"{argument}: needs a capacity_factor, which says how many rows an expert takes")
-        if padded and hierarchical:
-            raise ValueError("hierarchical: is not available with padded=True, whose rows travel directly")
         make_codecs(codec, combine_codec, backward_codec, allow_inaccurate)
         self.features, self.num_experts, self.top_k = features, num_experts, top_k
         self.capacity_factor, self.padded, self.drop_lowest = capacity_factor, padded, drop_lowest
@@ -200,6 +199,7 @@ class MoE(nn.Module):
                 self.num_experts,
                 capacity,
                 priorities=priorities,
+                hierarchical=bool(self.hierarchical),
                 group=self.group,
                 **self.codecs,
             )

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from dtcomm._compilation import exclude_from_compilation
 from dtcomm.arguments import require_int
 from dtcomm.collectives import all_reduce
 
@@ -54,9 +55,14 @@ def load_balancing_loss(
     num_experts = probabilities.shape[1]
     counts = count_choices(experts.reshape(-1), num_experts)
     if all_ranks:
-        all_reduce(counts, group=group)
+        _add_up(counts, group)
     shares = counts / counts.sum()
     return num_experts * (shares * probabilities.float().mean(0)).sum()
+
+
+@exclude_from_compilation
+def _add_up(counts: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    all_reduce(counts, group=group)
 
 
 def router_z_loss(logits: torch.Tensor) -> torch.Tensor:

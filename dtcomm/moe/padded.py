@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm._autograd import autograd_apply
+from dtcomm._compilation import exclude_from_compilation
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
 from dtcomm.errors import CollectiveMismatch
@@ -16,6 +18,8 @@ from dtcomm.moe import agreement
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows, gradient_edge
 from dtcomm.moe.hops import sum_slots, with_zero_row
 from dtcomm.moe.losses import count_choices
+from dtcomm.moe.placement import Hosts
+from dtcomm.moe.relays import Relays
 from dtcomm.moe.settings import RowCodecs, make_codecs
 from dtcomm.moe.state import record
 
@@ -34,6 +38,7 @@ class PaddedRoute:
         rank: This rank in the group.
         codecs: The codecs of tokens, outputs and gradients.
         group: Process group; None is the default group.
+        relays: The hops between and inside hosts; None if rows travel directly.
     """
 
     capacity: int
@@ -44,6 +49,7 @@ class PaddedRoute:
     rank: int
     codecs: RowCodecs
     group: dist.ProcessGroup | None
+    relays: Relays | None = None
 
     @property
     def mask(self) -> torch.Tensor:
@@ -61,12 +67,23 @@ class PaddedRoute:
         self, payload: torch.Tensor, what: str, codec: Codec, features: int, dtype: torch.dtype
     ) -> torch.Tensor:
         """Send as many rows to each rank as it sends back: uint8 [num_experts * capacity, bytes]."""
-        output = torch.empty_like(payload)
-        work = all_to_all(output, payload, group=self.group, async_op=True)
-        work.wait()
-        numel = len(payload) // self.world_size * (self.world_size - 1) * features
-        record(self.group, "all ranks, padded", what, str(codec), dtype, numel, work)
-        return output
+        blocks = payload.view(self.world_size, -1, payload.shape[1])
+
+        def exchange(
+            message: torch.Tensor, sent: Sequence[int], received: Sequence[int], level: str
+        ) -> torch.Tensor:
+            output = message.new_empty((sum(received), *message.shape[1:]))
+            work = all_to_all(output, message, list(received), list(sent), group=self.group, async_op=True)
+            work.wait()
+            to_others = sum(count for peer, count in enumerate(sent) if peer != self.rank)
+            numel = to_others * blocks.shape[1] * features
+            record(self.group, level, what, str(codec), dtype, numel, work)
+            return output
+
+        if self.relays is not None:
+            return self.relays.exchange(blocks, exchange).view_as(payload)
+        one_each = [1] * self.world_size
+        return exchange(blocks, one_each, one_each, "all ranks, padded").view_as(payload)
 
     def by_expert(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows ordered by rank, expert and slot as [local experts, ranks * capacity, ...]."""
@@ -90,6 +107,7 @@ def dispatch_padded(
     codec: str | Codec = "fp8_e4m3",
     combine_codec: str | Codec | None = None,
     backward_codec: str | Codec | None = None,
+    hierarchical: bool = False,
     encoded: Literal[False] = False,
     group: dist.ProcessGroup | None = None,
     allow_inaccurate: bool = False,
@@ -107,12 +125,14 @@ def dispatch_padded(
     codec: str | Codec = "fp8_e4m3",
     combine_codec: str | Codec | None = None,
     backward_codec: str | Codec | None = None,
+    hierarchical: bool = False,
     encoded: Literal[True],
     group: dist.ProcessGroup | None = None,
     allow_inaccurate: bool = False,
 ) -> tuple[EncodedRows, PaddedRoute]: ...
 
 
+@exclude_from_compilation
 def dispatch_padded(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -123,6 +143,7 @@ def dispatch_padded(
     codec: str | Codec = "fp8_e4m3",
     combine_codec: str | Codec | None = None,
     backward_codec: str | Codec | None = None,
+    hierarchical: bool = False,
     encoded: bool = False,
     group: dist.ProcessGroup | None = None,
     allow_inaccurate: bool = False,
@@ -147,6 +168,9 @@ def dispatch_padded(
         combine_codec: Codec of the experts' outputs, in `combine_padded`. Default: ``"bf16"``; ``"none"`` if ``codec``
             is.
         backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
+        hierarchical: Whether rows travel first between hosts, to one rank of each, and then inside them, as
+            `dtcomm.moe.relays` says: the same rows and the same bytes between hosts, in fewer messages. Default: False,
+            they travel directly.
         encoded: Whether the rows are returned as they arrived. Default: False, they are decoded.
         group: Process group. Default: all ranks.
         allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
@@ -171,6 +195,8 @@ def dispatch_padded(
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     agreement.require_choices(x, experts, num_experts, world_size)
     agreement.require_capacity(capacity)
+    if not isinstance(hierarchical, bool):
+        raise TypeError(f"hierarchical: expected a bool, got {type(hierarchical).__name__}")
     choices = (experts if experts.ndim == 2 else experts[:, None]).to(torch.int64)
     choices_shape = (len(x), choices.shape[1])
     agreement.require_weights("priorities", priorities, choices_shape)
@@ -180,7 +206,7 @@ def dispatch_padded(
     positions = agreement.positions_of_choices(flat, counts, priorities)
     total = num_experts * capacity
     slots = torch.where(positions < capacity, flat * capacity + positions, total)
-    header = agreement.make_header(x, choices, capacity, False, codecs)
+    header = agreement.make_header(x, choices, capacity, hierarchical, codecs)
     received_counts = _exchange_counts(header, counts.clamp(max=capacity), rank, num_experts, group)
     route = PaddedRoute(
         capacity=capacity,
@@ -191,6 +217,7 @@ def dispatch_padded(
         rank=rank,
         codecs=codecs,
         group=group,
+        relays=Relays.of(Hosts.of(x, group), rank) if hierarchical else None,
     )
     # Rows that are not in use hold the payload of zeros; one more row takes what is dropped.
     payload = encode_rows(with_zero_row(x.detach()), codecs.dispatch, rank)
@@ -211,6 +238,7 @@ def dispatch_padded(
     return autograd_apply(_Dispatched, x, decoded, route), route
 
 
+@exclude_from_compilation
 def combine_padded(
     outputs: torch.Tensor, route: PaddedRoute, weights: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtcomm.collectives import all_gather
@@ -55,6 +56,10 @@ class ShardedModule(nn.Module):
     def is_shard(self, name: str) -> bool:
         """Return whether the parameter ``name`` is cut over the ranks; others are the same on all of them."""
         return name in self._shard_dims
+
+    def shard_group(self, name: str) -> dist.ProcessGroup | None:
+        """Return the group over which the parameter ``name`` is cut; None if all ranks have it."""
+        return (self.comm.group or dist.group.WORLD) if self.is_shard(name) else None
 
     def init_parameters(self, initialize: Callable[[str, torch.Tensor], None]) -> None:
         """Initialize every parameter as the dense module would, and keep this rank's shard.

@@ -19,7 +19,9 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
     return frozenset(parts.split()), frozenset(libraries.split())
 
 
-_INTEGRATION = _may("_autograd profiling compress collectives codecs kernels device work", "torch")
+_INTEGRATION = _may(
+    "_autograd _compilation profiling compress collectives codecs kernels device work", "torch"
+)
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
 PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -28,6 +30,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "arguments": _may(),
     # One typed helper for autograd functions: a leaf.
     "_autograd": _may("", "torch"),
+    # What torch.compile leaves as it is: a leaf.
+    "_compilation": _may("", "torch"),
     "schedule": _may(),
     "algorithms": _may("schedule"),
     "codecs": _may("", "torch"),
@@ -57,7 +61,10 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "ddp": _may(
         "frameworks local_sgd planner profiling compress collectives codecs kernels device work", "torch"
     ),
-    "fsdp": _may("_autograd frameworks profiling compress collectives codecs kernels device work", "torch"),
+    # tp: it says which parameters of a layer are shards.
+    "fsdp": _may(
+        "_autograd frameworks tp profiling compress collectives codecs kernels device work", "torch"
+    ),
     "tp": _may(
         "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
     ),
@@ -69,7 +76,9 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "mesh": _may("tp collectives", "torch"),
     "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
     "elastic": (ANY, frozenset({"torch"})),
-    "backend": _may("compress collectives runtime codecs kernels device work torch_threads", "torch"),
+    "backend": _may(
+        "_compilation compress collectives runtime codecs kernels device work torch_threads", "torch"
+    ),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),

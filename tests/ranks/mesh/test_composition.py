@@ -21,6 +21,7 @@ FOUR = {
     "dp x tp": "--dp 2 --tp 2",
     "fsdp x tp": "--fsdp 2 --tp 2",
     "dp x pp": "--dp 2 --pp 2 --schedule gpipe --micro 2",
+    "fsdp x pp": "--fsdp 2 --pp 2 --micro 2",
 }
 MORE = {
     "pp x tp, zero-bubble": "--pp 2 --tp 2 --schedule zero-bubble --layers 4 --micro 4",
@@ -31,6 +32,7 @@ EIGHT = {
     "dp x tp x pp": "--dp 2 --tp 2 --pp 2 --schedule interleaved",
     "dp x fsdp x tp": "--dp 2 --fsdp 2 --tp 2",
     "ep x dp x tp": "--ep 2 --dp 2 --tp 2 --experts 4",
+    "fsdp x tp x pp": "--fsdp 2 --tp 2 --pp 2 --schedule interleaved",
 }
 
 
@@ -106,7 +108,12 @@ def options_of_training(rank: int, ranks: int, folder: str) -> None:
     half = train(f"{axes} --codec int8 --bf16")
     assert half["losses"] == pytest.approx(plain["losses"], rel=0.02) and half["losses"] != plain["losses"]
     # A run that is cut into two continues bit for bit.
-    for other in (axes, f"{TINY} --fsdp 2 --tp 2", f"{TINY} --dp 2 --pp 2 --micro 2 --schedule gpipe"):
+    for other in (
+        axes,
+        f"{TINY} --fsdp 2 --tp 2",
+        f"{TINY} --dp 2 --pp 2 --micro 2 --schedule gpipe",
+        f"{TINY} --fsdp 2 --pp 2 --micro 2",
+    ):
         whole = train(f"{other} --codec int8")
         first = train(f"{other} --codec int8 --steps 2 --save {folder}")
         second = train(f"{other} --codec int8 --resume {folder}")

@@ -69,7 +69,13 @@ def step(rank: int, ranks: int, variants: list[dict[str, Any]]) -> list[dict[str
 
 VARIANTS: list[dict[str, Any]] = [
     {"codec": "none", "balance_all_ranks": True, "hierarchical": True},
-    {"codec": "none", "balance_all_ranks": True, "capacity_factor": EXPERTS, "padded": True},
+    {
+        "codec": "none",
+        "balance_all_ranks": True,
+        "capacity_factor": EXPERTS,
+        "padded": True,
+        "hierarchical": True,
+    },
     {"balance_all_ranks": True},
 ]
 
@@ -150,7 +156,6 @@ def check_layer(rank: int, ranks: int) -> None:
         ({"padded": True}, "padded: needs a capacity_factor"),
         ({"drop_lowest": True}, "drop_lowest: needs a capacity_factor"),
         ({"codec": "sign"}, "codec: sign loses 60%"),
-        ({"padded": True, "capacity_factor": 1.0, "hierarchical": True}, "hierarchical: is not available"),
     ):
         with pytest.raises(ValueError, match=message):
             moe.MoE(**{"features": 16, "num_experts": 4, "expert": expert, **options})
@@ -163,3 +168,32 @@ def check_layer(rank: int, ranks: int) -> None:
 
 def test_layer() -> None:
     run_ranks(check_layer, 2)
+
+
+def compare_compiled(rank: int, ranks: int) -> None:
+    variants: list[dict[str, Any]] = [
+        {"balance_all_ranks": True},
+        {"padded": True, "capacity_factor": 2.0, "hierarchical": True},
+    ]
+    for options in variants:
+        torch.manual_seed(0)
+        model = Model(**options)
+        inputs = batch()[0].chunk(ranks)[rank]
+        results = []
+        torch._dynamo.reset()
+        for layer in (model, torch.compile(model, backend="aot_eager")):
+            for _ in range(2):
+                model.zero_grad()
+                y = layer(inputs)
+                (y.square().mean() + moe.auxiliary_loss(model)).backward()
+            statistics = model.mixture.statistics
+            assert statistics is not None
+            tensors = {"y": y.detach(), "counts": statistics.counts, "z": statistics.router_z_loss}
+            results.append(tensors | {name: p.grad for name, p in model.named_parameters()})
+        for name, expected in results[0].items():
+            torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_models_have_the_same_results() -> None:
+    run_ranks(compare_compiled, 2, fresh=True, timeout=120)

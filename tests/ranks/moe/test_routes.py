@@ -154,6 +154,34 @@ def test_hierarchical_has_the_bits_of_flat_and_sends_each_token_once_to_a_host(h
     run_ranks(compare_hierarchy, len(hosts), hosts)
 
 
+def compare_padded_hierarchy(rank: int, ranks: int, hosts: list[int]) -> None:
+    os.environ["DTCOMM_HOST_ID"] = f"host {hosts[rank]}"
+    for options in (
+        {"codec": "none"},
+        {},
+        {"codec": "int4", "combine_codec": "int8", "backward_codec": "int8"},
+    ):
+        case = Case(rank, 3)
+        results, reports = [], []
+        for hierarchical in (False, True):
+            state = moe.State()
+            results.append(padded_mixture(case, rank, ranks, hierarchical=hierarchical, **options))
+            reports.append({(entry.name, entry.what): entry for entry in state.report().by_message})
+        assert all(map(torch.equal, *results))
+        # As many bytes go to other hosts, in one message to each of them.
+        outside = sum(host != hosts[rank] for host in hosts)
+        for what in ("tokens", "outputs", "gradients of tokens", "gradients of outputs"):
+            direct = reports[0]["all ranks, padded", what]
+            relayed = reports[1]["between hosts, padded", what]
+            assert direct.calls == relayed.calls == reports[1]["inside hosts, padded", what].calls == 1
+            assert relayed.wire_bytes * (ranks - 1) == direct.wire_bytes * outside
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1], [0, 1]])
+def test_padded_rows_are_the_same_hierarchically(hosts: list[int]) -> None:
+    run_ranks(compare_padded_hierarchy, len(hosts), hosts)
+
+
 def check_capacity(rank: int, ranks: int) -> None:
     """Tokens 0 to 5 choose experts 0 and 1; of an expert's 6 rows of a rank 2 or 4 are kept."""
     x = torch.arange(1.0, 7.0)[:, None].repeat(1, 8) + 100 * rank

@@ -1,67 +1,19 @@
-"""Handles of asynchronous operations, and the threads that complete their futures.
-
-:class:`Work` is what callers of ``async_op=True`` get. An executor returns the kind that matches how its operations
-complete: :class:`NativeWork`, :class:`StreamWork` or :class:`QueuedWork`. :class:`CompositeWork` combines handles,
-:class:`DeferredWork` stands for an operation that has not started yet, and :class:`TorchWork` gives any of them the
-interface of ``torch.distributed.Work``. Every package may import this module, and it imports no executor: integrations
-combine handles without importing the runtime.
-"""
+"""`Work`, the handle of an asynchronous operation, its kinds, and the threads that complete their futures."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dtcomm import _C, future_completion, torch_threads
 from dtcomm.device.streams import Streams
-from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.errors import DtcommError
+from dtcomm.work.statistics import PHASES, Span, Statistics
 
-PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
-_MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3  # pauses between two polls of an operation with a time limit
 TensorsFuture = torch.futures.Future[list[torch.Tensor]]
-
-
-class Span(NamedTuple):
-    """One phase of an operation over all of its pieces.
-
-    ``begin_ns`` and ``end_ns`` are on the clock of ``time.monotonic_ns``, from the first piece's begin to the last
-    piece's end; ``busy_ns`` is the time in between that the phase ran.
-    """
-
-    phase: str
-    begin_ns: int
-    end_ns: int
-    busy_ns: int
-
-
-class Statistics(NamedTuple):
-    """What a completed operation cost; the fields are the properties of `Work`."""
-
-    wire_bytes: int = 0
-    seconds: float | None = 0.0
-    started_ns: int = 0
-    finished_ns: int = 0
-
-    @classmethod
-    def total(cls, parts: Iterable[Statistics]) -> Statistics:
-        """Add up bytes and seconds; the time is from the first start to the last end."""
-        # One loop, since the DDP hook calls this for each stage of each bucket.
-        wire_bytes, started_ns, finished_ns = 0, 0, 0
-        seconds: float | None = 0.0
-        for part_bytes, part_seconds, part_started_ns, part_finished_ns in parts:
-            wire_bytes += part_bytes
-            seconds = None if seconds is None or part_seconds is None else seconds + part_seconds
-            if part_started_ns and (not started_ns or part_started_ns < started_ns):
-                started_ns = part_started_ns
-            if part_finished_ns > finished_ns:
-                finished_ns = part_finished_ns
-        return cls(wire_bytes, seconds, started_ns, finished_ns)
 
 
 class Work:
@@ -491,94 +443,6 @@ class DeferredWork(Work):
 
     def spans(self) -> list[Span]:
         return self._started().spans()
-
-
-class TorchWork(dist.Work):
-    """A handle with the interface of ``torch.distributed.Work`` around one of dtcomm.
-
-    Args:
-        work: The handle; waiting for it leaves the outputs complete.
-        outputs: The output tensors.
-        limit_s: Time limit in seconds, counted from now. None: the group's timeout, which the runtime enforces.
-    """
-
-    _deadline: float | None = None
-    _future: torch.futures.Future[Any] | None = None
-
-    def __init__(self, work: Work, outputs: Sequence[torch.Tensor], limit_s: float | None = None) -> None:
-        super().__init__()
-        self.outputs = outputs
-        self._work = work
-        if limit_s is not None:
-            self._deadline = time.monotonic() + limit_s
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for completion.
-
-        Args:
-            timeout: Time limit of this call; None or zero: the operation's own limit.
-
-        Raises:
-            CollectiveTimeout: The time limit has passed. The operation may still complete later.
-        """
-        deadline = self._deadline
-        if timeout:
-            deadline = time.monotonic() + timeout.total_seconds()
-        if deadline is not None:
-            self._poll_until(deadline)
-        self._work.wait()
-        return True
-
-    def _poll_until(self, deadline: float) -> None:
-        """Poll with growing pauses until completion; CollectiveTimeout at the deadline (of ``time.monotonic``)."""
-        future_completion.about_to_block()
-        begin, pause = time.monotonic(), _MIN_POLL_S
-        while not self._work.is_completed():
-            now = time.monotonic()
-            if now >= deadline:
-                limit_s = max(deadline - begin, 0.0)
-                raise CollectiveTimeout(f"{self._description()} did not end within {limit_s:g} s")
-            time.sleep(min(pause, deadline - now))
-            pause = min(pause * 2, _MAX_POLL_S)
-
-    def _description(self) -> str:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.outputs[:4])
-        return f"an operation on tensors of shape {shapes or '()'}"
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        if not self._work.is_completed():
-            return None
-        try:
-            self._work.wait()
-        except BaseException as error:
-            return error
-        return None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
-
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return list(self.outputs)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        if self._future is None:
-            outputs = list(self.outputs)
-
-            def outputs_of(completed: torch.futures.Future[Any]) -> list[torch.Tensor]:
-                completed.value()  # raises the operation's error
-                return outputs
-
-            self._future = self._work.get_future().then(outputs_of)
-        return self._future
 
 
 def _set_exception(future: TensorsFuture, error: BaseException) -> None:
