@@ -192,6 +192,7 @@ class Codec(abc.ABC):
     reproducible: ClassVar[bool] = (
         False  # sums have the same bits in any order of additions, and can be audited
     )
+    blocks_compete: ClassVar[bool] = False  # a block's codes depend on the other blocks of its granule
     has_cuda_kernel: ClassVar[bool] = True  # `dtcomm._cuda` encodes and decodes it
     variable_length: ClassVar[bool] = (
         False  # the length of a payload depends on the data; `wire_bytes` is its bound

@@ -38,6 +38,7 @@ class VariableInteger(Codec):
 
     family: ClassVar[int] = 11
     reference: ClassVar[str] = "variable"
+    blocks_compete: ClassVar[bool] = True
     width: int = option(default=5, choices=WIDTHS)
     block: int = option(default=32, valid=BLOCKS)
 

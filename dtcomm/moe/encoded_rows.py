@@ -91,7 +91,7 @@ def encode_rows(x: torch.Tensor, codec: Codec, rank: int = 0) -> torch.Tensor:
         return x.view(torch.uint8)
     key = counter_rng.mix_key(next(_calls), rank, 0)
     layout = None if codec.in_python else codec.layout(x.dtype)
-    if layout is None or not _can_be_cut(layout, features):
+    if layout is None or not _can_be_cut(codec, layout, features):
         return torch.stack([ops.encode(codec, row, key, number * features) for number, row in enumerate(x)])
     whole = features - features % layout.granule
     if whole == features:
@@ -138,7 +138,7 @@ def decode_rows(
     if _is_plain(codec, features, dtype):
         return payload.contiguous().view(dtype).view(*leading, features)
     layout = None if codec.in_python else codec.layout(dtype)
-    if layout is None or not _can_be_cut(layout, features):
+    if layout is None or not _can_be_cut(codec, layout, features):
         decoded = torch.stack([ops.decode(codec, row.clone(), features, dtype) for row in payload])
         return decoded.view(*leading, features)
     whole = features - features % layout.granule
@@ -160,11 +160,11 @@ def _is_plain(codec: Codec, features: int, dtype: torch.dtype) -> bool:
     return codec.name == "none" and codec.wire_bytes(features, dtype) == features * dtype.itemsize
 
 
-def _can_be_cut(layout: Layout, features: int) -> bool:
+def _can_be_cut(codec: Codec, layout: Layout, features: int) -> bool:
     """Return whether granules that cross rows can be cut into the granules of rows; else each row is a call."""
     if features % layout.granule == 0:
         return True
-    if layout.kept or layout.trailer:  # positions, or a scale of the whole granule
+    if layout.kept or layout.trailer or codec.blocks_compete:  # positions, a scale or a budget of the whole granule
         return False
     # Zeros behind the last element of a row change a zero point, outliers and a mean, but no largest magnitude.
     return features % layout.block == 0 or (
