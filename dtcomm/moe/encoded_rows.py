@@ -164,8 +164,8 @@ def _can_be_cut(codec: Codec, layout: Layout, features: int) -> bool:
     """Return whether granules that cross rows can be cut into the granules of rows; else each row is a call."""
     if features % layout.granule == 0:
         return True
-    if layout.kept or layout.trailer or codec.blocks_compete:  # positions, a scale or a budget of the whole granule
-        return False
+    if layout.kept or layout.trailer or codec.blocks_compete:
+        return False  # positions, a scale or a budget of the whole granule
     # Zeros behind the last element of a row change a zero point, outliers and a mean, but no largest magnitude.
     return features % layout.block == 0 or (
         layout.fields < 2 and not layout.spike_bytes and layout.code_bits > 1
