@@ -28,6 +28,7 @@ from dtcomm.runtime import flight_recorder, phase_timer
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.stream_runtime import StreamRuntime
+from dtcomm.runtime.torchdist import watch
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.fault_attribution import MAX_TAG
 from dtcomm.runtime.torchdist.rounds import (
@@ -41,7 +42,6 @@ from dtcomm.runtime.torchdist.rounds import (
     host_message_bytes,
 )
 from dtcomm.runtime.torchdist.transport import P2PMessage, Transport
-from dtcomm.runtime.torchdist.watch import watch
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
 from dtcomm.work import QueuedWork, Statistics, StreamWork, Work
@@ -167,6 +167,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
                 if (op := self._running) is not None:
                     self._give_up(op, CommunicatorClosed(_RELEASED))
                 return
+        watch.forget(self)
         self._transport.close()
 
     def info(self) -> dict[str, Any]:
@@ -270,7 +271,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def _serve_one(self, op: QueuedOp) -> None:
         timer = PhaseTimer() if phase_timer.enabled() else None
         self._running = op
-        watch(self)
+        watch.watch(self)
         try:
             self._streams.wait(op.inputs_ready)
             event = self._perform(op.plan, op.buffers, op.seed, op.hooks, op.entry, timer)

@@ -14,9 +14,11 @@ from typing import Protocol
 from dtcomm import torch_threads
 
 LOOK_S = 0.25
+MAX_LOOK_S = 5.0  # much longer than a look at a store that does not answer
 
 _log = logging.getLogger("dtcomm")
 _lock = threading.Lock()
+_looking = threading.RLock()  # held while the thread refers to runtimes
 _watched: set[Watched] = set()
 
 
@@ -41,12 +43,25 @@ def watch(runtime: Watched) -> None:
         threading.Thread(target=_look, name="dtcomm-watch", daemon=True).start()
 
 
+def forget(runtime: Watched) -> None:
+    """Look at a runtime no more; returns when the thread does not refer to it.
+
+    Otherwise the thread could be the last to refer to the runtime's group and store. The destructor of a FileStore
+    whose file has been removed meanwhile waits for the file until the store's timeout and holds the interpreter's lock.
+    """
+    with _lock:
+        _watched.discard(runtime)
+    if _looking.acquire(timeout=MAX_LOOK_S):
+        _looking.release()
+
+
 def _look() -> None:
     while True:
         time.sleep(LOOK_S)
-        with torch_threads.running():  # looks use the store, whose functions are native
-            if not _look_at_all():
-                return
+        with torch_threads.running(), _looking:  # looks use the store, whose functions are native
+            busy = _look_at_all()
+        if not busy:
+            return
 
 
 def _look_at_all() -> bool:
@@ -65,8 +80,8 @@ def _look_at_all() -> bool:
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _looking
+    _lock, _looking = threading.Lock(), threading.RLock()
     _watched.clear()
 
 

@@ -18,7 +18,7 @@ from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CommunicatorClosed, DtcommError, PeerLost
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage, Transport
-from dtcomm.runtime.torchdist.watch import watch
+from dtcomm.runtime.torchdist.watch import forget, watch
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.algorithms.every_algorithm import build
 
@@ -195,6 +195,37 @@ def test_a_look_that_fails_does_not_end_the_looks(caplog: pytest.LogCaptureFixtu
     while later.busy() and time.monotonic() - begin < 20:
         time.sleep(0.01)
     assert not later.busy()
+
+
+class LookedAtForLong:
+    """A runtime that is busy, and at which a look takes until the test ends it."""
+
+    def __init__(self) -> None:
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def busy(self) -> bool:
+        return True
+
+    def look(self) -> None:
+        self.begun.set()
+        self.end.wait(30.0)
+
+
+def test_the_thread_that_looks_is_never_the_last_to_refer_to_a_runtime() -> None:
+    runtime = LookedAtForLong()
+    end = runtime.end
+    kept = weakref.ref(runtime)
+    watch(runtime)
+    assert runtime.begun.wait(30)
+    forgetting = threading.Thread(target=forget, args=(runtime,))
+    forgetting.start()
+    forgetting.join(0.2)
+    assert forgetting.is_alive()
+    end.set()
+    forgetting.join(30)
+    assert not forgetting.is_alive()
+    del runtime, forgetting
+    assert kept() is None
 
 
 class GlooGroup:
