@@ -59,6 +59,7 @@ IN_SUBGROUPS = (  # of ranks 1 and 2
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "tests"), [(2, ON_ALL_RANKS), (3, IN_SUBGROUPS)])
 def test_torchs_own_tests(tmp_path: Path, world_size: int, tests: tuple[str, ...]) -> None:
     make_folders(tmp_path, tests)

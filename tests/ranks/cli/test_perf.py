@@ -279,6 +279,7 @@ def test_json_is_the_only_output_on_stdout(capfd: pytest.CaptureFixture[str]) ->
     assert output.err == ""
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m"]

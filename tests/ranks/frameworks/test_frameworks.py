@@ -73,6 +73,7 @@ def attach_to_accelerator(rank: int, n: int) -> None:
         ddp.attach(model.module)
 
 
+@pytest.mark.slow
 def test_an_accelerator_keeps_its_own_options_of_ddp() -> None:
     require("accelerate")
     run_ranks(attach_to_accelerator, 2)
