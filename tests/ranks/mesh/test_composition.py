@@ -61,9 +61,8 @@ def check(results: list[dict[str, Any]], reference: dict[str, Any], name: str, e
         assert 0 < sent < 0.5 * plain, (name, axis)
 
 
-@pytest.mark.parametrize(
-    "combinations", [FOUR, pytest.param(MORE, marks=pytest.mark.slow)], ids=["common", "more"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("combinations", [FOUR, MORE], ids=["common", "more"])
 def test_four_ranks_train_as_one_does(combinations: dict[str, str]) -> None:
     variants = {
         key for axes in combinations.values() for key in ("--experts 4", "--layers 4", "") if key in axes

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # Forks the ranks of each run from a process that has imported torch, and prints their exit codes.
 PROGRAM = """
 import os, pathlib, signal, sys, threading, time
