@@ -24,8 +24,8 @@ struct LinkRate {
   }
 };
 
-// One end of a cable, shared by all communicators of the process that exist at a time: the traffic of closed ones,
-// which nobody waits for any more, does not delay that of later ones.
+// One end of a cable, shared by all communicators of the process. A new one is made when all of them have been closed,
+// so that messages which closed communicators never delivered do not delay those of later ones.
 class EmulatedNic {
  public:
   // This process's card for a level of the hierarchy: 0 inside the host, 1 between hosts.

@@ -111,7 +111,7 @@ class _Member:
     last: dict[str, Any] = field(default_factory=dict)
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Answer its request; if it has no connection it is told when it is back."""
+        """Answer the member's request: now, or when it has connected again if its connection has ended."""
         self.request, self.last = "", message
         if "number" in message:
             self.view, self.round = message["number"], 0

@@ -254,7 +254,8 @@ class _Connection:
             self.socket.sendall(self._closer.close(dict(message)))
         except OSError:
             with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)  # whoever receives notices it too
+                # This also ends a receive that waits in another thread.
+                self.socket.shutdown(socket.SHUT_RDWR)
             raise
 
     def receive(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Relay:
         self._is_cut = False
 
     def close(self) -> None:
-        """End."""
+        """Stop relaying and reset all connections."""
         self._is_over = True
         self._thread.join()
 

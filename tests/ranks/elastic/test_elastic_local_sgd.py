@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +19,7 @@ from dtcomm.errors import DtcommError, JoinRefused, PeerLost
 from dtcomm.launch.ranks import RunningRanks, send_to_parent, spawn_ranks
 from dtcomm.local_sgd import LocalSGD
 from tests.support.relay import Relay
+from tests.support.waiting import wait_for
 
 WIDTH, EVERY, STEPS = 32, 4, 40
 SECRET = {"DTCOMM_SECRET": "a secret of these tests", "GLOO_SOCKET_IFNAME": "lo"}
@@ -45,13 +45,6 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) ->
 
 def all_weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten().float() for tensor in model.state_dict().values()])
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def die_in_average(local: ElasticLocalSGD, number: int, how: signal.Signals = signal.SIGKILL) -> None:

@@ -13,10 +13,10 @@ import torch
 
 import dtcomm.collectives as C
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
+from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from dtcomm.runtime.bootstrap import wide_area
 from dtcomm.runtime.bootstrap.tcp import Listener
-from tests.support.stopwatch import Stopwatch
+from tests.ranks.runtime.test_sockets import broadcast_and_leave, reduce_unequal_sizes, reduce_until_failure
 from tests.unit.runtime.every_collective import calls
 
 SEVERAL = {"DTCOMM_TRANSPORT": "sockets", "DTCOMM_CONNECTIONS": "3"}
@@ -137,23 +137,13 @@ def test_a_rank_is_lost_with_its_last_connection() -> None:
         assert error.startswith("PeerLost: rank ") and "connection ended" in error
 
 
-def reduce_until_failure(rank: int, world_size: int) -> None:
-    x = torch.ones(1_000_000)
-    C.all_reduce(x)
-    send_to_parent("ready")
-    try:
-        while True:
-            watch = Stopwatch()
-            C.all_reduce(x, codec="int8", algorithm="ring")
-    except DtcommError as error:
-        send_to_parent((type(error).__name__, str(error), watch.elapsed()))
-
-
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named(sig: signal.Signals) -> None:
     killed = sig == signal.SIGKILL
     kind, limit = (PeerLost, 2.0) if killed else (CollectiveTimeout, 5.0)
-    with spawn_ranks(reduce_until_failure, 3, env=SEVERAL, group_timeout=30.0 if killed else 2.0) as ranks:
+    with spawn_ranks(
+        reduce_until_failure, 3, False, env=SEVERAL, group_timeout=30.0 if killed else 2.0
+    ) as ranks:
         for rank in range(3):
             assert ranks.receive(rank) == "ready"
         time.sleep(0.2)
@@ -164,26 +154,8 @@ def test_a_lost_rank_is_named(sig: signal.Signals) -> None:
             assert elapsed.within(cpu_s=limit, wall_s=5 * limit), elapsed
 
 
-def broadcast_and_leave(rank: int, world_size: int) -> float:
-    """Rank 0 returns from a broadcast and leaves the communicator before rank 1 arrives."""
-    x = torch.full((3_000_000,), 7.0) if rank == 0 else torch.zeros(3_000_000)
-    C.all_reduce(torch.ones(1))
-    if rank == 1:
-        time.sleep(0.3)
-    C.broadcast(x, 0)
-    C.release()
-    return float(x.sub(7).abs().max())
-
-
 def test_messages_arrive_after_their_sender_has_left() -> None:
     assert run_ranks(broadcast_and_leave, 2, env=SEVERAL) == [0.0, 0.0]
-
-
-def reduce_unequal_sizes(rank: int, world_size: int) -> str:
-    C.all_reduce(torch.ones(10))
-    with pytest.raises(CollectiveMismatch) as raised:
-        C.all_reduce(torch.ones(1000 + rank % 2))
-    return str(raised.value)
 
 
 def test_mismatch_names_the_ranks_and_their_calls() -> None:

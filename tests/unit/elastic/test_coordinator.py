@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,26 +18,10 @@ from dtcomm.elastic.member import Member
 from dtcomm.elastic.protocol import MEMBER, PROTOCOL, Seal, Verdict, parse_address, split_head
 from dtcomm.errors import DtcommError, JoinRefused
 from dtcomm.runtime.bootstrap.authentication import prove
+from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("secret")
 FACTS = {"model": "a", "spec": "int4"}
-
-
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTCOMM_SECRET", "a secret")
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def join(coordinator: Coordinator, threads: ThreadPoolExecutor, count: int) -> list[Member]:

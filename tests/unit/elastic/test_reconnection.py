@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,27 +13,11 @@ from dtcomm.elastic.member import Member
 from dtcomm.elastic.protocol import Verdict
 from dtcomm.errors import JoinRefused, PeerLost
 from tests.support.relay import Relay
+from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("secret")
 FACTS = {"model": "a", "spec": "int4"}
 YES = Verdict(commit=True, change=False)
-
-
-@pytest.fixture(autouse=True)
-def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTCOMM_SECRET", "a secret")
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 class Group:

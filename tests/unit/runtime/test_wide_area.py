@@ -51,12 +51,12 @@ def test_sockets_of_payloads_are_all_but_the_first_of_several() -> None:
     assert [wide_area.payload_connections([0] * wide_area.sockets(n)) for n in (1, 2, 8)] == [1, 2, 8]
 
 
-def test_round_trips_are_measured_and_those_to_nobody_are_zero() -> None:
+def test_round_trips_are_measured_and_those_to_closed_ports_are_zero() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as gone:
-        nobody = gone.getsockname()[1]
+        closed_port = gone.getsockname()[1]
         gone.close()
         answering = {"address": "127.0.0.1", "port": server.getsockname()[1]}
-        times = wide_area.round_trip_ms([answering, {"address": "127.0.0.1", "port": nobody}, answering])
+        times = wide_area.round_trip_ms([answering, {"address": "127.0.0.1", "port": closed_port}, answering])
     assert 0 < times[0] < 1000 and times[1] == 0 and 0 < times[2] < 1000
     assert wide_area.round_trip_ms([]) == []
     assert wide_area.buffer_bytes() > 64 * 1024
