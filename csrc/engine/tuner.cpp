@@ -7,7 +7,6 @@ namespace dtcomm {
 namespace {
 
 constexpr std::uint64_t kFirstStage = 2;  // the first operations of a class touch memory for the first time
-constexpr std::uint64_t kRounds = 7;      // of a stage, in which each candidate is tried once
 constexpr std::size_t kLeastTimes = 3;    // of a candidate, without which nothing is decided
 
 // How many operations behind the last trial rank 0 decides, when all ranks have ended the trials, and all adopt the
@@ -102,7 +101,7 @@ std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64
   if (size_class.count >= size_class.begin) {
     const std::uint64_t since = size_class.count - size_class.begin;
     const Delays delays = delays_of(space);
-    const std::uint64_t trials = size_class.candidates.size() * kRounds;
+    const std::uint64_t trials = size_class.candidates.size() * space.rounds;
     if (since < trials) {
       ++size_class.count;
       if (size_class.candidates.size() > 1) ++size_class.all_trials;
@@ -229,7 +228,7 @@ void Tuner::decide(SizeClass& size_class) {
   // The stage that is due begins, or a check if there is time for one before.
   const auto pause =
       std::max(kLeastCheck, static_cast<std::uint64_t>(static_cast<double>(kChecksUs) / std::max(used, 1.0f)));
-  const std::uint64_t after_check = next + pause + kRounds + (next - size_class.begin - trials);
+  const std::uint64_t after_check = next + pause + size_class.space.rounds + (next - size_class.begin - trials);
   const bool check = after_check < schedule.next_stage;
   publish(size_class, variant, variant, check ? next + pause : std::max(next, schedule.next_stage), check);
 }
@@ -246,7 +245,7 @@ std::uint64_t Tuner::plan_gap(SizeClass& size_class, const std::vector<double>& 
   if (times.empty()) return least;
   // What the same stage costs if it is repeated, in operations.
   const double used = *std::min_element(times.begin(), times.end());
-  for (const double time : times) schedule.cost += static_cast<double>(kRounds) * (time / used - 1);
+  for (const double time : times) schedule.cost += static_cast<double>(size_class.space.rounds) * (time / used - 1);
   const double first = std::max(kFirstGapUs / used, static_cast<double>(kFirstGap * schedule.trials));
   const double most = std::max(static_cast<double>(least), schedule.cost / kMaxCost);
   return static_cast<std::uint64_t>(std::min({std::ldexp(first, cycles - 1), most, 1e9}));

@@ -52,6 +52,22 @@ def test_ranks_choose_alike_and_results_are_exact(n: int) -> None:
             assert {**choice, "microseconds": 0} == {**reports[0][name], "microseconds": 0}
 
 
+def settle_on_long_operations(rank: int, n: int) -> int:
+    """Return how many operations of 16 MiB pass until every property has been tried."""
+    x = torch.zeros(4 * 2**20)
+    for operations in range(1, 100):
+        collectives.all_reduce(x)
+        if all(choice["settled"] for choice in choices().values()):
+            return operations
+    return 100
+
+
+def test_choices_for_long_operations_are_made_soon() -> None:
+    # Two stages of at most 4 candidates in 3 rounds, each with a comparison once more, and the pauses behind them.
+    first, second = run_ranks(settle_on_long_operations, 2)
+    assert first == second <= 60
+
+
 def count_trials(rank: int, n: int) -> tuple[int, int]:
     """Return how many of the operations after the first stages were trials, and the number of these operations."""
     x = torch.zeros(4096)
