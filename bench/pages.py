@@ -21,7 +21,7 @@ from bench import (
     two_shot_error,
 )
 from bench.common import pages, readme
-from bench.common.output import RESULTS
+from bench.common.output import RESULTS, all_processors
 
 README = pages.DOCS.parent / "README.md"
 # Page and marks, what makes the text between them, and the programs whose results it takes.
@@ -55,9 +55,13 @@ def kept(program: str) -> dict[str, Any]:
 
 
 def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
-    """Return the text between two marks: the table, and for each program of how many runs it shows the median."""
-    results = [kept(program) for program in programs]
-    return "\n\n".join([text(*results), *map(pages.provenance, results)])
+    """Return the text between two marks: the table, and for each program of how many runs it shows the median.
+
+    A table of one program is there for every processor on which the program has run.
+    """
+    latest = [kept(program) for program in programs]
+    tables = [[result] for result in all_processors(programs[0])] if len(programs) == 1 else [latest]
+    return "\n\n".join(part for results in tables for part in (text(*results), *map(pages.provenance, results)))
 
 
 def main() -> None:

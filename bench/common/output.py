@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from bench.common import conditions, runs
 
 RESULTS = conditions.ROOT / "bench" / "results"
+# The latest results of programs that have since run on another processor: <name>.<processor>.json.
+OTHER_PROCESSORS = "other_processors"
 # The runs of which bench/results holds the medians: larger, and of no use without the machine that made them.
 RUNS = conditions.ROOT / "build" / "bench" / "runs"
 UNFIT = "BENCH_UNFIT"
@@ -29,7 +32,8 @@ def write(
 
     ``bench/results/<name>.json`` gets the median of this run and of the earlier ones on the same commit and processor
     (see `bench.common.runs.merge`), and in ``measurements`` the date, commit, load and processor of each run. The first
-    run on another commit or processor replaces the file. A file elsewhere holds this run alone.
+    run on another commit replaces the file; the first on another processor moves it to ``other_processors``. A file
+    elsewhere holds this run alone.
 
     Args:
         name: The program's name.
@@ -67,10 +71,41 @@ def write(
     merged = runs.merge([entry["result"] for entry in entries])
     merged.pop("time_range", None)
     measurements = [entry["measurement"] for entry in entries]
+    if kept and timed:
+        _put_aside(out, measurement["processor"])
     write_whole(out, format_json({**merged, **latest, "measurements": measurements}))
     if kept:
         aside.unlink()
     return out
+
+
+def all_processors(name: str) -> list[dict[str, Any]]:
+    """Return the kept results of a program: the latest, then those of other processors."""
+    paths = [RESULTS / f"{name}.json", *sorted((RESULTS / OTHER_PROCESSORS).glob(f"{name}.*.json"))]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _put_aside(out: Path, processor: str) -> None:
+    """Move the kept result ``out`` if another processor made it; remove an older one of ``processor``."""
+    folder = out.parent / OTHER_PROCESSORS
+    if out.exists():
+        made_by = _processor_of(json.loads(out.read_text(encoding="utf-8")))
+        if made_by and made_by != processor:
+            folder.mkdir(exist_ok=True)
+            out.replace(folder / f"{out.stem}.{_file_part(made_by)}.json")
+    (folder / f"{out.stem}.{_file_part(processor)}.json").unlink(missing_ok=True)
+
+
+def _processor_of(result: dict[str, Any]) -> str | None:
+    """Return the processor that made a result; None if it does not say so."""
+    measurements = result.get("measurements")
+    name = measurements[-1]["processor"] if measurements else result.get("machine", {}).get("cpu")
+    return str(name) if name else None
+
+
+def _file_part(processor: str) -> str:
+    """Return ``amd-epyc`` for ``AMD EPYC``."""
+    return re.sub("[^a-z0-9]+", "-", re.sub(r"\(\w+\)|processor", "", processor.lower())).strip("-")
 
 
 def resumable(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ bool Interpreter::choose_variant() {
       return false;
     }
     state_.trial = choice->trial;
-    if (auto plan = state_.plan().with_variant(choice->variant, choice->trial.has_value())) {
+    if (auto plan = state_.plan().with_variant(choice->variant, choice->tries)) {
       state_.call.plan = std::move(plan);
     }
   }

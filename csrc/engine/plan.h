@@ -69,8 +69,9 @@ struct VariantSpace {
   std::vector<std::size_t> piece_bytes;
   unsigned tried = 0;  // the bits of which both values are tried
   unsigned initial = 0;
-  bool large = false;        // an operation has more pieces than there are slots, so no rank is ahead by more than one
-  std::uint64_t rounds = 7;  // of a stage, in which each candidate is tried once
+  bool large = false;         // an operation has more pieces than there are slots, so no rank is ahead by more than one
+  std::uint64_t rounds = 7;   // of a stage, in which each candidate is tried once
+  std::uint64_t repeats = 4;  // operations in a row that a candidate is tried in, of which the last one is timed
 
   // Equal for plans that are tuned together: those of a size class for which the same variants are tried.
   std::uint64_t key() const { return key_; }

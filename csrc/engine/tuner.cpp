@@ -20,14 +20,14 @@ constexpr Delays delays_of(const VariantSpace& space) {
 
 constexpr double kBetter = 0.97;    // of the time in use: what takes less replaces it
 constexpr double kMaxCost = 0.005;  // of the time of a class's operations that trials may cost
-// From the first round of the properties to the second: at least so long, and so many operations, times the trials.
+// From the first round of the properties to the second: at least so long, and so many times the operations of a stage.
 constexpr double kFirstGapUs = 20e3;
 constexpr std::uint64_t kFirstGap = 8;
-constexpr std::uint64_t kLeastGap = 20;  // operations between stages, times the trials of a stage
+constexpr std::uint64_t kLeastGap = 20;  // operations between stages, times those of a stage
 
 constexpr std::uint64_t kChecksUs = 2000;  // of operations, at least, between two checks
 constexpr std::uint64_t kLeastCheck = 8;   // operations between two checks
-// A check may lead to trials so many operations, times the trials, after those of the last one; more if it was in vain.
+// A check may lead to trials so many times the operations of a stage after the last one; more if it was in vain.
 constexpr std::uint64_t kLeastPatience = 2, kMostPatience = 64;
 constexpr int kStagesForOrdinary = 8;  // in which no ordinary tensor was seen before shared ones decide
 constexpr float kWeightOfStage = 0.5f, kWeightOfCheck = 0.25f;  // in the average time of a variant
@@ -81,6 +81,12 @@ Tuner::SizeClass* Tuner::find(const VariantSpace& space) {
   return &added;
 }
 
+// A check has one candidate, which is in use anyway.
+std::uint64_t Tuner::operations_of_stage(const SizeClass& size_class) {
+  const std::uint64_t candidates = size_class.candidates.size();
+  return candidates * size_class.space.rounds * (candidates > 1 ? size_class.space.repeats : 1);
+}
+
 // Begins the stage of the next property of which there is something to try.
 void Tuner::begin_stage(SizeClass& size_class, std::uint64_t begin) {
   const std::size_t first = size_class.properties;
@@ -96,23 +102,32 @@ void Tuner::begin_stage(SizeClass& size_class, std::uint64_t begin) {
 
 std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64_t operation) {
   SizeClass* const found = find(space);
-  if (!found) return Choice{space.initial, std::nullopt};
+  if (!found) return Choice{space.initial, false, std::nullopt};
   SizeClass& size_class = *found;
   if (size_class.count >= size_class.begin) {
     const std::uint64_t since = size_class.count - size_class.begin;
     const Delays delays = delays_of(space);
-    const std::uint64_t trials = size_class.candidates.size() * space.rounds;
-    if (since < trials) {
+    const std::uint64_t operations = operations_of_stage(size_class);
+    if (since < operations) {
       ++size_class.count;
-      if (size_class.candidates.size() > 1) ++size_class.all_trials;
-      size_class.trials.push_back({next_trial_, operation});
-      return Choice{size_class.candidates[since % size_class.candidates.size()], next_trial_++};
+      const std::uint64_t candidates = size_class.candidates.size();
+      if (candidates == 1) {
+        size_class.trials.push_back({next_trial_, operation});
+        return Choice{size_class.variant, true, next_trial_++};
+      }
+      ++size_class.all_trials;
+      Choice choice{size_class.candidates[since / space.repeats % candidates], true, std::nullopt};
+      if (since % space.repeats == space.repeats - 1) {
+        size_class.trials.push_back({next_trial_, operation});
+        choice.trial = next_trial_++;
+      }
+      return choice;
     }
-    if (since == trials + delays.decide && transport_.rank == 0) decide(size_class);
-    if (since == trials + delays.adopt && !adopt(size_class)) return std::nullopt;
+    if (since == operations + delays.decide && transport_.rank == 0) decide(size_class);
+    if (since == operations + delays.adopt && !adopt(size_class)) return std::nullopt;
   }
   ++size_class.count;
-  return Choice{size_class.variant, std::nullopt};
+  return Choice{size_class.variant, false, std::nullopt};
 }
 
 void Tuner::record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns,
@@ -178,9 +193,9 @@ std::vector<double> Tuner::times_of(const SizeClass& size_class, bool shared_ten
 void Tuner::decide(SizeClass& size_class) {
   Schedule& schedule = size_class.schedule;
   const bool checks = size_class.candidates.size() == 1;
-  const std::uint64_t trials = size_class.trials.size();
+  const std::uint64_t operations = operations_of_stage(size_class);
   const std::vector<double> times = times_of(size_class);
-  const std::uint64_t next = size_class.begin + trials + delays_of(size_class.space).adopt + 1;
+  const std::uint64_t next = size_class.begin + operations + delays_of(size_class.space).adopt + 1;
   for (std::size_t i = 0; i < times.size(); ++i) {
     float& average = schedule.average_us[size_class.candidates[i]];
     const float weight = average == 0 ? 1.0f : checks ? kWeightOfCheck : kWeightOfStage;
@@ -219,16 +234,16 @@ void Tuner::decide(SizeClass& size_class) {
     schedule.checked = false;
     const bool better = variant != size_class.variant;
     schedule.patience = better ? kLeastPatience : std::min(2 * schedule.patience, kMostPatience);
-    schedule.keep_until = next + schedule.patience * kLeastGap * trials;
+    schedule.keep_until = next + schedule.patience * kLeastGap * operations;
   } else if (!checks) {
     schedule.next_stage = next + plan_gap(size_class, times);
-    schedule.trials = 0;
+    schedule.operations = 0;
     schedule.cost = 0;
   }
   // The stage that is due begins, or a check if there is time for one before.
   const auto pause =
       std::max(kLeastCheck, static_cast<std::uint64_t>(static_cast<double>(kChecksUs) / std::max(used, 1.0f)));
-  const std::uint64_t after_check = next + pause + size_class.space.rounds + (next - size_class.begin - trials);
+  const std::uint64_t after_check = next + pause + size_class.space.rounds + (next - size_class.begin - operations);
   const bool check = after_check < schedule.next_stage;
   publish(size_class, variant, variant, check ? next + pause : std::max(next, schedule.next_stage), check);
 }
@@ -236,8 +251,8 @@ void Tuner::decide(SizeClass& size_class) {
 // Adds a stage to those that follow each other without a gap; returns the gap behind it, in operations.
 std::uint64_t Tuner::plan_gap(SizeClass& size_class, const std::vector<double>& times) {
   Schedule& schedule = size_class.schedule;
-  schedule.trials += size_class.trials.size();
-  const std::uint64_t least = kLeastGap * schedule.trials;
+  schedule.operations += operations_of_stage(size_class);
+  const std::uint64_t least = kLeastGap * schedule.operations;
   // The first decisions may be made while a program starts and the machine is busy with that, so they are looked at
   // again soon, then ever less often until the cost decides.
   const auto cycles = static_cast<int>(std::min<std::size_t>(size_class.properties / std::size(kProperties), 30));
@@ -245,8 +260,9 @@ std::uint64_t Tuner::plan_gap(SizeClass& size_class, const std::vector<double>& 
   if (times.empty()) return least;
   // What the same stage costs if it is repeated, in operations.
   const double used = *std::min_element(times.begin(), times.end());
-  for (const double time : times) schedule.cost += static_cast<double>(size_class.space.rounds) * (time / used - 1);
-  const double first = std::max(kFirstGapUs / used, static_cast<double>(kFirstGap * schedule.trials));
+  const auto each = static_cast<double>(operations_of_stage(size_class)) / static_cast<double>(times.size());
+  for (const double time : times) schedule.cost += each * (time / used - 1);
+  const double first = std::max(kFirstGapUs / used, static_cast<double>(kFirstGap * schedule.operations));
   const double most = std::max(static_cast<double>(least), schedule.cost / kMaxCost);
   return static_cast<std::uint64_t>(std::min({std::ldexp(first, cycles - 1), most, 1e9}));
 }

@@ -4,11 +4,13 @@
 //
 // Operations of the same kind and about the same size form a size class. All ranks run the same operations in the same
 // order, so they count those of a class alike. Trials take place in stages. A stage tries the values of one property,
-// in turn and several times, in the operations [begin, begin + trials) of its class, and every rank writes down when it
-// started and ended them. Some operations later, rank 0 reads these times, decides, and publishes the decision in
-// its region: the variant, and when the next stage begins. What is better than the variant in use is compared with it
-// once more before it replaces it. From an operation of the class on that all ranks know, they
-// use it; a rank that gets there first waits for the decision.
+// in turn and several times, from the operation `begin` of its class on. Each time some operations in a row use the
+// value, until the caches hold what they hold while it is in use, and every rank writes down when it started and ended
+// the last of them.
+// Some operations later, rank 0 reads these times, decides, and publishes the decision in its region: the variant, and
+// when the next stage begins. What is better than the variant in use is compared with it once more before it replaces
+// it. From an operation of the class on that all ranks know, they use it; a rank that gets there first waits for the
+// decision.
 //
 // The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
 // not count. The gaps between stages double with every round of the properties, until so many operations pass that what
@@ -45,9 +47,10 @@ class Tuner {
   Tuner(const Tuner&) = delete;
 
   // What the operation that starts now uses: a variant of its plan. `trial` is the number of a trial, whose times are
-  // to be recorded.
+  // to be recorded; `tries`: the variant is one that a stage tries.
   struct Choice {
     unsigned variant = 0;
+    bool tries = false;
     std::optional<std::uint64_t> trial;
   };
   // Nothing if rank 0 has not published its decision yet; the call is then to be repeated.
@@ -67,8 +70,8 @@ class Tuner {
   struct Schedule {
     std::array<float, 256> average_us{};  // by variant; 0: not known
     std::uint64_t next_stage = 0;         // in which other variants are tried: the operation of this class
-    std::uint64_t trials = 0;             // of the stages since the last gap
-    double cost = 0;                      // of these trials, in operations
+    std::uint64_t operations = 0;         // of the stages since the last gap
+    double cost = 0;                      // of these stages, in operations
     bool checked = false;                 // a check has named a challenger
     std::uint64_t keep_until = 0;         // no check names a challenger before this operation of this class
     std::uint64_t patience = 2;           // grows while challengers that checks name do not win
@@ -86,12 +89,13 @@ class Tuner {
     std::uint64_t begin = 0;           // of the stage, in operations of this class
     std::vector<unsigned> candidates;  // of the stage; the first one is the variant in use
     std::vector<Trial> trials;         // of the stage
-    std::uint64_t all_trials = 0;      // of all stages
+    std::uint64_t all_trials = 0;      // operations of all stages
     double microseconds = 0;
     Schedule schedule;  // of rank 0
   };
 
   SizeClass* find(const VariantSpace& space);  // null if there are too many
+  static std::uint64_t operations_of_stage(const SizeClass& size_class);
   void decide(SizeClass& size_class);
   static std::uint64_t plan_gap(SizeClass& size_class, const std::vector<double>& times);
   void publish(const SizeClass& size_class, unsigned variant, unsigned challenger, std::uint64_t begin, bool check);

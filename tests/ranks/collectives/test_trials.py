@@ -53,8 +53,8 @@ def test_ranks_choose_alike_and_results_are_exact(n: int) -> None:
 
 
 def settle_on_long_operations(rank: int, n: int) -> int:
-    """Return how many operations of 16 MiB pass until every property has been tried."""
-    x = torch.zeros(4 * 2**20)
+    """Return how many operations of 128 MiB pass until every property has been tried."""
+    x = torch.zeros(32 * 2**20)
     for operations in range(1, 100):
         collectives.all_reduce(x)
         if all(choice["settled"] for choice in choices().values()):

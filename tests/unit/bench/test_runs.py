@@ -73,6 +73,27 @@ def test_a_run_of_another_commit_replaces_all_earlier_ones(tree: Tree) -> None:
     assert "`program`: one run of commit bbbb" in pages.provenance(kept)
 
 
+def test_results_of_other_processors_stay(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    for commit, processor, microseconds in [
+        ("aaaa", "AMD EPYC", 9.0),
+        ("bbbb", "Intel(R) Xeon(R) Processor", 8.0),
+        ("bbbb", "Intel(R) Xeon(R) Processor", 7.0),
+    ]:
+        tree.commit = commit
+        monkeypatch.setattr(conditions, "processor", lambda name=processor: name)
+        output.write("program", result(microseconds))
+    assert [path.name for path in (tree.results / "other_processors").iterdir()] == ["program.amd-epyc.json"]
+    latest, other = map(pages.provenance, output.all_processors("program"))
+    assert latest.startswith("`program`: median of 2 runs of commit bbbb") and "Intel" in latest
+    assert other.startswith("`program`: one run of commit aaaa") and "AMD EPYC" in other
+
+    tree.commit = "cccc"
+    monkeypatch.setattr(conditions, "processor", lambda: "AMD EPYC")
+    output.write("program", result(6.0))
+    assert [path.name for path in (tree.results / "other_processors").iterdir()] == ["program.intel-xeon.json"]
+    assert len(output.all_processors("program")) == 2
+
+
 def test_quick_runs_are_not_mixed_with_others(tree: Tree) -> None:
     output.write("program", result(9.0, quick=True))
     output.write("program", result(8.0, quick=False))
