@@ -61,7 +61,9 @@ def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
     """
     latest = [kept(program) for program in programs]
     tables = [[result] for result in all_processors(programs[0])] if len(programs) == 1 else [latest]
-    return "\n\n".join(part for results in tables for part in (text(*results), *map(pages.provenance, results)))
+    return "\n\n".join(
+        part for results in tables for part in (text(*results), *map(pages.provenance, results))
+    )
 
 
 def main() -> None:

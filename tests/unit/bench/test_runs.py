@@ -90,7 +90,9 @@ def test_results_of_other_processors_stay(tree: Tree, monkeypatch: pytest.Monkey
     tree.commit = "cccc"
     monkeypatch.setattr(conditions, "processor", lambda: "AMD EPYC")
     output.write("program", result(6.0))
-    assert [path.name for path in (tree.results / "other_processors").iterdir()] == ["program.intel-xeon.json"]
+    assert [path.name for path in (tree.results / "other_processors").iterdir()] == [
+        "program.intel-xeon.json"
+    ]
     assert len(output.all_processors("program")) == 2
 
 
