@@ -7,16 +7,36 @@ from typing import Any
 from bench.common.output import microseconds, size_name
 from bench.common.pages import markdown, spread
 
-PEERS = {"gloo": "Gloo", "mpi": "Open MPI (best of 3 settings)"}
+PEERS = {
+    "gloo": "Gloo",
+    "mpi": "Open MPI (best of 3 settings)",
+    "deepspeed": "DeepSpeed",
+    "oneccl": "oneCCL",
+}
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def readme(result: dict[str, Any]) -> str:
-    """Return the table of all_reduce: dtcomm's time and the peers', a row for each size and number of ranks."""
-    rows = [(row, medians(row)) for row in result["rows"]]
-    peers = [peer for peer in PEERS if any(peer in seconds for _, seconds in rows)]
-    heads = ["all_reduce, fp32", "dtcomm", "`dtcomm.empty`", *(PEERS[peer] for peer in peers)]
+    """Return the tables of all_reduce, one for each dtype: the times of dtcomm and its peers by size and ranks."""
+    tables = []
+    for dtype, name in DTYPES.items():
+        rows = [row for row in result["rows"] if row.get("dtype", "float32") == dtype]
+        if rows:
+            tables.append(_times(rows, name))
+    trips = [trip for row in result["rows"] for trip in row["round_trip_ns"] if trip is not None]
+    machine = result["machine"]
+    description = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    if trips:
+        description += f", cache line to the other core and back in {min(trips):.0f} to {max(trips):.0f} ns"
+    return "\n\n".join([*tables, description])
+
+
+def _times(rows: list[dict[str, Any]], dtype: str) -> str:
+    timed = [(row, medians(row)) for row in rows]
+    peers = [peer for peer in PEERS if any(peer in seconds for _, seconds in timed)]
+    heads = [f"all_reduce, {dtype}", "dtcomm", "`dtcomm.empty`", *(PEERS[peer] for peer in peers)]
     lines = []
-    for row, seconds in rows:
+    for row, seconds in timed:
         if "dtcomm" not in seconds:
             continue
         cells = [f"{size_name(row['bytes'])}, {row['ranks']} ranks"]
@@ -30,12 +50,7 @@ def readme(result: dict[str, Any]) -> str:
                 else ""
             )
         lines.append(cells)
-    trips = [trip for row, _ in rows for trip in row["round_trip_ns"] if trip is not None]
-    machine = result["machine"]
-    description = f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
-    if trips:
-        description += f", cache line to the other core and back in {min(trips):.0f} to {max(trips):.0f} ns"
-    return f"{markdown(heads, lines, aligned=True)}\n\n{description}"
+    return markdown(heads, lines, aligned=True)
 
 
 def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_speed: dict[str, Any]) -> str:
