@@ -58,10 +58,10 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "compress": _may("profiling collectives planner kernels codecs device work torch_threads", "torch"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
+    # tp: it says which parameters are shards.
     "ddp": _may(
-        "frameworks local_sgd planner profiling compress collectives codecs kernels device work", "torch"
+        "frameworks local_sgd tp planner profiling compress collectives codecs kernels device work", "torch"
     ),
-    # tp: it says which parameters of a layer are shards.
     "fsdp": _may(
         "_autograd frameworks tp profiling compress collectives codecs kernels device work", "torch"
     ),
