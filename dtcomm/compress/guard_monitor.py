@@ -155,13 +155,18 @@ class Monitor(Protocol):
 
 
 def make_monitor(
-    guard: Guard | None, group: dist.ProcessGroup | None = None, momentum: float | None = None
+    guard: Guard | None,
+    group: dist.ProcessGroup | None = None,
+    momentum: float | None = None,
+    agreeing_groups: Sequence[dist.ProcessGroup] = (),
 ) -> Monitor:
     """Return the monitor of a guard for the ranks of a group; without a guard one that does nothing.
 
-    ``momentum`` is as for `GuardMonitor`.
+    ``momentum`` and ``agreeing_groups`` are as for `GuardMonitor`.
     """
-    return NullMonitor() if guard is None else GuardMonitor(guard, group, momentum=momentum)
+    if guard is None:
+        return NullMonitor()
+    return GuardMonitor(guard, group, momentum=momentum, agreeing_groups=agreeing_groups)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from dtcomm import ddp
 from dtcomm.compress.guard import CompressionHarmful
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.local_sgd import LocalSGD
 
 WIDTH = 48
 REPLICATED = ("norm.weight", "norm.bias", "down.bias")
@@ -133,3 +134,27 @@ def agree(rank: int, ranks: int) -> tuple[list[float], bool]:
 @pytest.mark.slow
 def test_auto_measures_over_the_mesh() -> None:
     assert run_ranks(agree, 4, fresh=True) == [([3.0, 0.0], True)] * 4
+
+
+def average_a_bad_shard(rank: int, ranks: int) -> None:
+    mesh = dtcomm.mesh.make_mesh(dp=2, tp=2)
+    torch.manual_seed(0)
+    model = Block()
+    dtcomm.tp.compress(model, mesh["tp"], "none", {"up": "column", "down": "row"}, latency=False)
+    local = LocalSGD(model, every=1, spec="int8", group=mesh["dp"].get_group())
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+        if rank == 3:
+            model.up.weight[0, 0] = torch.inf
+    with pytest.raises(FloatingPointError, match="a rank sent NaN or Inf"):
+        local.step()
+    # No rank of the mesh has moved, those that have another shard neither.
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.slow
+def test_local_sgd_drops_an_average_on_all_ranks() -> None:
+    run_ranks(average_a_bad_shard, 4, fresh=True)
