@@ -9,8 +9,8 @@ numbers of GPUs make up the grid, what a step computes, and what encoding costs 
 are those of the planner's model of NCCL and overlap with backward; the methods encode after backward and overlap with
 nothing, as theirs did.
 
-The same grid is counted again with encoders at the speed of memory, as fused kernels have, and at other bandwidths.
-It takes a few seconds.
+The same grid is counted again with encoders at the speed of memory, as fused kernels have, and at other bandwidths; and
+at 10 Gbit/s with each assumption changed alone, to see on which of them the count depends. It takes a few seconds.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ LAUNCH = 10e-6  # seconds of an operation of PyTorch
 SELECT_PASSES, MULTIPROCESSORS = 18, 80
 SCATTER = 1e11  # bytes a second of scattered writes
 CLEAR = 1.1  # a speed-up that is outside of the error of the prediction
+#: What is changed → factors of the encoders' times, of the batches, and of the time of computing.
+CHANGES: dict[str, dict[str, float]] = {
+    "as assumed": {},
+    "encoders 2 times as slow": {"coding": 2.0},
+    "encoders 4 times as slow": {"coding": 4.0},
+    "batches 2 times as large": {"batch": 2.0},
+    "batches 4 times as large": {"batch": 4.0},
+    "computing 2 times as slow": {"compute": 2.0},
+    "batches 2 times as large, encoders 2 times as slow": {"batch": 2.0, "coding": 2.0},
+    "batches 4 times as large, encoders 2 times as slow": {"batch": 4.0, "coding": 2.0},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,29 +147,32 @@ def _bucket_seconds(network: Network, ranks: int, bucket: Bucket) -> float:
     return network.collective("all_reduce", ranks, 1, bucket.nbytes)
 
 
-def setups(rate: str, encoder: str) -> Iterator[Setup]:
-    """Yield the grid with its predictions."""
+def setups(
+    rate: str, encoder: str, *, coding: float = 1.0, batch: float = 1.0, compute: float = 1.0
+) -> Iterator[Setup]:
+    """Yield the grid with its predictions; the last three are factors of what is assumed."""
     for gpus in GPUS:
         base = find_system("v100").resized(gpus // PER_HOST, PER_HOST)
         system = replace(base, between=find_port(rate), nics=1)
         network = Network(system, torch.float32)
         for model in MODELS:
-            for batch in model.batches:
-                compute = batch * model.gflops * 1e9 / (system.device.peak_flops("fp32") * REACH)
-                buckets, rest = even_buckets(model.parameters, 4, compute)
+            for samples in model.batches:
+                flops = batch * samples * model.gflops * 1e9
+                computing = compute * flops / (system.device.peak_flops("fp32") * REACH)
+                buckets, rest = even_buckets(model.parameters, 4, computing)
                 plain = replay(buckets, rest, functools.partial(_bucket_seconds, network, gpus)).seconds
                 for method, value in METHODS:
-                    coding = coding_seconds(model, method, value, gpus, system, encoder)
+                    encoding = coding * coding_seconds(model, method, value, gpus, system, encoder)
                     messages = message_seconds(model, method, value, network, gpus)
                     yield Setup(
                         model=model.name,
-                        batch=batch,
+                        batch=round(batch * samples),
                         method=f"{method}:{value:g}",
                         gpus=gpus,
                         rate=rate,
                         encoder=encoder,
                         plain=plain,
-                        compressed=compute + coding + messages,
+                        compressed=computing + encoding + messages,
                     )
 
 
@@ -192,8 +206,21 @@ def page(result: dict[str, Any]) -> str:
         for row in result["counts"]
     ]
     columns = ("between hosts", "encoders", "set-ups", "faster", f"by {CLEAR - 1:.0%} or more", "best")
+    changed = [
+        [row["change"], str(row["faster"]), str(row["clearly_faster"]), row["best"]]
+        for row in result["sensitivity"]
+    ]
+    changed_columns = (f"{RATES[0]}, PyTorch's operations", "faster", f"by {CLEAR - 1:.0%} or more", "best")
     return "\n".join(
-        [pages.markdown(columns, rows), "", "Assumed:", "", *(f"- {text}." for text in result["assumed"])]
+        [
+            pages.markdown(columns, rows),
+            "",
+            pages.markdown(changed_columns, changed),
+            "",
+            "Assumed:",
+            "",
+            *(f"- {text}." for text in result["assumed"]),
+        ]
     )
 
 
@@ -209,7 +236,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for encoder in ENCODERS
         for rate in RATES
     ]
-    result = {"published": {"setups": "more than 200", "faster": 6}, "assumed": list(ASSUMED), "counts": rows}
+    sensitivity = [
+        {"change": change, **counts(list(setups(RATES[0], "pytorch", **factors)))}
+        for change, factors in CHANGES.items()
+    ]
+    result = {
+        "published": {"setups": "more than 200", "faster": 6},
+        "assumed": list(ASSUMED),
+        "counts": rows,
+        "sensitivity": sensitivity,
+    }
     output.table(
         "set-ups in which gradient compression is predicted to be faster than DDP (Agarwal et al.: 6 of over 200)",
         ("between hosts", "encoders", "set-ups", "faster", f"by {CLEAR - 1:.0%}", "best"),
@@ -224,6 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for row in rows:
         print(row["rate"], row["encoder"], row["by_method"])
+    for row in sensitivity:
+        print(f"{RATES[0]}, {row['change']}: {row['faster']} of {row['setups']} faster, {row['by_method']}")
     print("assumed:", *ASSUMED, sep="\n- ")
     output.write("compression_setups", result, arguments.json, timed=False)
     return 0

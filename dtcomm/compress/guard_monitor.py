@@ -6,7 +6,10 @@ harm. On every ``sample_every``-th step an `ErrorSample` measures what an encodi
 elements; the reports read it too.
 
 All ranks must act alike. What a rank measures in one step therefore travels, as a few floats, with the last bucket of
-the next step, and every rank evaluates the mean over ranks when the step after that begins.
+the next step, and every rank evaluates the mean over ranks when the step after that begins. Ranks of tensor parallelism
+have other gradients, and copies of the same norms and biases, which would drift apart if their codecs differed: the
+mean is taken over them too (`Monitor.agreeing_groups`). Stages of a pipeline share neither parameters nor collectives
+that depend on a decision, so each decides for itself; if one stops, the others lose it as they lose any rank.
 
 The DDP hook, `LocalSGD` and FSDP make a monitor with `make_monitor`.
 """
@@ -24,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import codec
+from dtcomm.collectives import all_reduce
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.error_sample import ErrorSample, GradientMeasurement, is_nonfinite
 from dtcomm.compress.gradient_sketch import SKETCH_SIZE, Fidelity, GradientSketch, compare_sketches
@@ -68,9 +72,11 @@ class Monitor(Protocol):
 
     Attributes:
         group: The process group whose ranks average the statistics; None is the default group.
+        agreeing_groups: Other groups, such as those of tensor parallelism, whose ranks decide alike.
     """
 
     group: dist.ProcessGroup | None
+    agreeing_groups: Sequence[dist.ProcessGroup]
 
     @property
     def events(self) -> Sequence[Event]:
@@ -126,6 +132,9 @@ class Monitor(Protocol):
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
         """Return what to average over ranks: fp32 [n] on ``device`` (None: the CPU), or None if there is no guard."""
 
+    def average_over_agreeing_groups(self, mean: torch.Tensor) -> None:
+        """Average, in place, what the ranks of `group` have averaged; on all ranks of all groups."""
+
     def evaluate(self, step: int, mean: torch.Tensor) -> None:
         """Compare the mean over ranks of the oldest `stats_tensor` that was not evaluated yet with the limits."""
 
@@ -146,13 +155,18 @@ class Monitor(Protocol):
 
 
 def make_monitor(
-    guard: Guard | None, group: dist.ProcessGroup | None = None, momentum: float | None = None
+    guard: Guard | None,
+    group: dist.ProcessGroup | None = None,
+    momentum: float | None = None,
+    agreeing_groups: Sequence[dist.ProcessGroup] = (),
 ) -> Monitor:
     """Return the monitor of a guard for the ranks of a group; without a guard one that does nothing.
 
-    ``momentum`` is as for `GuardMonitor`.
+    ``momentum`` and ``agreeing_groups`` are as for `GuardMonitor`.
     """
-    return NullMonitor() if guard is None else GuardMonitor(guard, group, momentum=momentum)
+    if guard is None:
+        return NullMonitor()
+    return GuardMonitor(guard, group, momentum=momentum, agreeing_groups=agreeing_groups)
 
 
 @dataclass
@@ -195,12 +209,14 @@ class GuardMonitor:
         ranks: (rank, number of ranks), where there is no process group.
         momentum: The momentum that the compressor applies to all gradients before it averages them (DGC); None if it
             applies none. What is averaged is compared with gradients that have the same momentum.
+        agreeing_groups: See `Monitor`.
     """
 
     guard: Guard
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, int] | None = None
     momentum: float | None = None
+    agreeing_groups: Sequence[dist.ProcessGroup] = ()
     events: list[Event] = field(default_factory=list)
     revision: int = 0
     fidelity: Fidelity | None = None
@@ -331,6 +347,11 @@ class GuardMonitor:
         self._in_flight.append((names, window is not None))
         return torch.nan_to_num(stats, nan=0.0, posinf=3e38, neginf=-3e38)
 
+    def average_over_agreeing_groups(self, mean: torch.Tensor) -> None:
+        """See `Monitor.average_over_agreeing_groups`."""
+        for group in self.agreeing_groups:
+            all_reduce(mean, "avg", group=group)
+
     def evaluate(self, step: int, mean: torch.Tensor) -> None:
         """See `Monitor.evaluate`. Raises CompressionHarmful if an action is "stop"."""
         names, with_sketches = self._in_flight.popleft() if self._in_flight else (self._sampled_before, False)
@@ -451,9 +472,12 @@ class GuardMonitor:
         self._act(step, "harm", "", value, exceeded, explanation, "compression")
 
     def _ranks(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks."""
+        """Return this rank and the number of ranks that decide alike; with several groups this rank's global number."""
         if self.ranks is None:
-            self.ranks = rank_and_size(self.group)
+            rank, size = rank_and_size(self.group)
+            if self.agreeing_groups:
+                rank, size = dist.get_rank(), size * math.prod(map(dist.get_world_size, self.agreeing_groups))
+            self.ranks = rank, size
         return self.ranks
 
     def _blame(self, own_nonfinite: float, own_rank: float) -> tuple[str, str, int | None]:
@@ -526,6 +550,7 @@ class NullMonitor:
     fidelity: Fidelity | None = None
     window_is_complete = False
     group: dist.ProcessGroup | None = None
+    agreeing_groups: Sequence[dist.ProcessGroup] = ()
 
     def begin_step(self, step: int) -> None: ...
 
@@ -551,6 +576,8 @@ class NullMonitor:
 
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
         return None
+
+    def average_over_agreeing_groups(self, mean: torch.Tensor) -> None: ...
 
     def evaluate(self, step: int, mean: torch.Tensor) -> None: ...
 

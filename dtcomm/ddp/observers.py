@@ -35,11 +35,12 @@ _log = logging.getLogger("dtcomm")
 
 @dataclass
 class _PendingStats:
-    """Statistics that are averaged with a bucket; ``on_host`` is their copy once the bucket was counted."""
+    """Statistics that are averaged with a bucket; ``on_host`` is their copy once the average is complete."""
 
     work: Work
     mean: torch.Tensor
     on_host: AsyncHostCopy | None = None
+    agreed: bool = False  # averaged over the agreeing groups too
 
 
 class GuardObserver(ReducerObserver):
@@ -55,6 +56,8 @@ class GuardObserver(ReducerObserver):
 
         On a device those of the step before: they have been copied to the host by now, which then does not wait.
         """
+        if self._monitor.agreeing_groups:
+            self._agree()
         delay = 0 if streams.device.type == "cpu" else 1
         while len(self._unread) > delay:
             stats = self._unread.popleft()
@@ -65,6 +68,14 @@ class GuardObserver(ReducerObserver):
             self._error_state.reset(name)
         for name in self._monitor.pop_changes():
             self._factors.forget(name)
+
+    def _agree(self) -> None:
+        """Average the statistics over the agreeing groups, at the same point of the program on all of their ranks."""
+        for stats in self._unread:
+            if not stats.agreed:
+                stats.work.wait()
+                self._monitor.average_over_agreeing_groups(stats.mean)
+                stats.on_host, stats.agreed = AsyncHostCopy(stats.mean), True
 
     def bucket_prepared(self, bucket: InFlightBucket) -> None:
         """Announce the samples of a bucket."""
@@ -83,6 +94,8 @@ class GuardObserver(ReducerObserver):
                 if pending.residual is not None:
                     self._monitor.record_error(sample, pending.residual)
         self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
+        if self._monitor.agreeing_groups:
+            return  # they average the statistics first
         for stats in self._unread:
             if stats.mean is bucket.stats:
                 stats.on_host = AsyncHostCopy(stats.mean)

@@ -55,6 +55,7 @@ from dtcomm.ddp.observers import (
 from dtcomm.ddp.reducer import Reducer
 from dtcomm.ddp.registration import RegistrationObserver
 from dtcomm.profiling import Metric, Timeline
+from dtcomm.tp.sharded_module import shard_groups
 
 DEFAULT_GUARD = Guard()
 
@@ -84,7 +85,8 @@ class State(Reporting):
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
         parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
             ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and
-            run with the same model and bucket size.
+            run with the same model and bucket size. They also say over which ranks tensor parallelism cuts the model:
+            the guard and "auto" decide alike on these.
         exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
             Default: none.
         sample_every: Measure the relative error in every step that this divides; 0: never. Default 50.
@@ -143,9 +145,10 @@ class State(Reporting):
         named = None if parameters is None else list(parameters)
         excluded = exclusions(exclude, None if named is None else [name for name, _ in named])
         tuner = None
+        self._consensus = ProcessGroupConsensus(group)
         if spec == AUTO:
             config = AutoConfig(budget=budget, candidates=candidates, every=check_every)
-            tuner = Tuner(config, ProcessGroupConsensus(group), excluded)
+            tuner = Tuner(config, self._consensus, excluded)
         elif budget is not None or candidates is not None or check_every != AutoConfig.every:
             raise ValueError(f"spec: budget, candidates and check_every go with {AUTO!r}, got {str(spec)!r}")
         self._chooser: Chooser = tuner or FixedPolicy(excluded | as_policy(spec))
@@ -169,6 +172,7 @@ class State(Reporting):
             sample_every=sample_every,
             warmup=warmup,
         )
+        self._decide_alike([parameter for _, parameter in named or ()])
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("ddp")
         if timeline:
@@ -186,6 +190,14 @@ class State(Reporting):
             self._reducer.attach(UncompressedObserver(self._reducer, warmup))
         self._reducer.attach(TimelineObserver(self.timeline))
         self._reducer.attach(self._recorder)
+
+    def _decide_alike(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let the guard and "auto" decide alike on ranks of tensor parallelism.
+
+        They have copies of norms and biases. With another codec on each of them the copies would drift apart.
+        """
+        groups = {group.group_name: group for own in shard_groups(parameters) for group in own}
+        self._monitor.agreeing_groups = self._consensus.agreeing_groups = tuple(groups.values())
 
     @property
     def steps(self) -> int:

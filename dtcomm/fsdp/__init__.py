@@ -70,6 +70,7 @@ from dtcomm.fsdp.split_collectives import (
 )
 from dtcomm.fsdp.state import State
 from dtcomm.fsdp.units import excluded_units, find_units, parameter_groups
+from dtcomm.tp.sharded_module import ShardedModule, placement_groups
 
 __all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "attach", "compress"]
 
@@ -168,6 +169,7 @@ def compress(
         state.exclude(name, pattern)
     state.algorithm = algorithm
     if isinstance(model, FullyShardedDataParallel):
+        _require_unmixed_units(state, model)
         _attach_to_fsdp1(state, model, replicas)
     else:
         _attach_to_fsdp2(state, model, replicas)
@@ -378,6 +380,7 @@ def _attach_to_module(
             state.group = mesh.shard_process_group
         if _has_replicas(mesh):
             state.replica_index = mesh.replicate_mesh_rank
+            state.decide_alike_over([mesh.replicate_process_group])
             state.logs = state.logs and mesh.replicate_mesh_rank == 0
             state.add_note(
                 f"{name or ROOT}: torch averages the gradients of {mesh.replicate_mesh_size} replicas, "
@@ -387,12 +390,12 @@ def _attach_to_module(
         state.on_detach(_restorer(group))
     if replicas is not None:
         state.replica_index = replicas.rank()
+        state.decide_alike_over([replicas])
         state.logs = state.logs and replicas.rank() == 0
     parts = None
     for group in groups:
-        found, parts = split_module(name, module, group)
-        known = {other.group_name for other in state.model_parallel_groups}
-        state.model_parallel_groups += [other for other in found if other.group_name not in known]
+        tensor_parallel_groups, parts = split_module(name, module, group)
+        state.decide_alike_over(tensor_parallel_groups)
     _set_collectives(state, name, module, replicas, overlap, parts)
     # Loaded parameters differ from the references by more than an update; the next gather must send whole values.
     handle = module.register_load_state_dict_post_hook(  # type: ignore[attr-defined]
@@ -479,6 +482,40 @@ def _attach_to_fsdp1(
     state.add_note(
         "FSDP1: torch gathers the parameters, uncompressed, because FSDP1 has no hook for that; fully_shard has one"
     )
+
+
+def _require_unmixed_units(state: State, model: FullyShardedDataParallel) -> None:
+    """Let the guard decide alike on tensor-parallel ranks, and refuse units that these ranks would round differently.
+
+    FSDP1 keeps the parameters of a unit as one flat parameter, and its hook gets one gradient, which cannot be encoded
+    in parts.
+
+    Raises:
+        ValueError: A unit that is compressed has shards of tensor-parallel layers beside parameters that all ranks of
+            tensor parallelism have.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
+            continue
+        flat, name = module._handle.flat_param, clean_tensor_name(path)
+        cut: dict[str, list[dist.ProcessGroup]] = {}
+        for own_name, info, extension in zip(
+            flat._fqns, flat._param_infos, flat._param_extensions, strict=True
+        ):
+            layer = info.module  # its parameters are views of the flat one by now, but it knows their names
+            group = layer.shard_group(info.param_name) if isinstance(layer, ShardedModule) else None
+            cut[own_name] = [*placement_groups(extension), *([] if group is None else [group])]
+        state.decide_alike_over(group for groups in cut.values() for group in groups)
+        spec = state.spec(name, state.gradients)
+        if spec.lossless(flat.dtype) or not any(cut.values()) or all(cut.values()):
+            continue
+        whole = [own_name for own_name, groups in cut.items() if not groups]
+        raise ValueError(
+            f"model: in the FSDP1 unit {name or ROOT!r} tensor parallelism cuts some parameters, but all of its ranks "
+            f"have {', '.join(whole[:3])}{', ...' if len(whole) > 3 else ''}; encoded as one flat gradient, these "
+            "copies would drift apart. Use fully_shard (FSDP2), which encodes them apart, or exclude the unit "
+            f"(exclude={name or ROOT!r}), or wrap what tensor parallelism cuts in units of their own"
+        )
 
 
 def _remove_fsdp1_hook(reference: weakref.ref[FullyShardedDataParallel]) -> None:

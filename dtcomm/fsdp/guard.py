@@ -126,7 +126,7 @@ class ShardGuard:
         self._monitor.observe_loss(loss)
 
     def begin_step(
-        self, group: dist.ProcessGroup | None, model_parallel_groups: Sequence[dist.ProcessGroup] = ()
+        self, group: dist.ProcessGroup | None, agreeing_groups: Sequence[dist.ProcessGroup] = ()
     ) -> list[str]:
         """Begin a step, on all ranks of ``group``: evaluate the measurements of the one before.
 
@@ -134,8 +134,8 @@ class ShardGuard:
 
         Args:
             group: The ranks among which parameters are sharded.
-            model_parallel_groups: Groups whose ranks have the same modules, and must decide alike: otherwise the
-                parameters that all of them have would be encoded differently. Default: none.
+            agreeing_groups: Other groups whose ranks have the same modules, and decide alike: otherwise the parameters
+                that all of them have would be encoded differently. Default: none.
 
         Returns:
             The modules whose residuals must be reset.
@@ -144,15 +144,15 @@ class ShardGuard:
             CompressionHarmful: The guard's action is to stop.
         """
         monitor = self._monitor
-        monitor.group = group
+        monitor.group, monitor.agreeing_groups = group, agreeing_groups
         if self._pending_stats is not None:
             pending, self._pending_stats = self._pending_stats, None
             monitor.evaluate(self.steps, pending.get())
         monitor.begin_step(self.steps)
         if self._evaluation_due or monitor.window_is_complete:
             if (stats := monitor.stats_tensor(self._device)) is not None:
-                for averaged_over in (group, *model_parallel_groups):
-                    all_reduce(stats, "avg", group=averaged_over)
+                all_reduce(stats, "avg", group=group)
+                monitor.average_over_agreeing_groups(stats)
                 if stats.is_cpu:
                     monitor.evaluate(self.steps, stats)
                 else:

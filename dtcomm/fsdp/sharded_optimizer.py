@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dtcomm.arguments import require_int, suggest
 from dtcomm.codecs import Codec
@@ -31,8 +32,8 @@ from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
 from dtcomm.fsdp.collectives import GradientReduction
-from dtcomm.fsdp.flat_layout import concatenated_layout
 from dtcomm.fsdp.guard import parameters_name
+from dtcomm.fsdp.optimizer_bucket import OptimizerBucket
 from dtcomm.fsdp.spec import (
     FEEDBACKS,
     PARAMETER_PREFIXES,
@@ -42,98 +43,11 @@ from dtcomm.fsdp.spec import (
     with_feedback,
 )
 from dtcomm.fsdp.state import State, codec_spec_for
+from dtcomm.tp.sharded_module import shard_groups
 
 MIB = 2**20
 _DEFAULT_GUARD = Guard()
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
-
-
-class OptimizerBucket:
-    """Parameters that are reduced and gathered together: one flat tensor, cut into one shard per rank.
-
-    The constructor makes the parameters views of the flat tensor.
-
-    Attributes:
-        flat: The parameters that the model computes with, decoded and padded.
-        layout: Where each parameter lies in it.
-        master_shard: This rank's shard in fp32, which the optimizer updates.
-        gradient: The flat gradient accumulated so far, or None.
-        missing: Number of parameters whose gradient has not arrived in this backward pass.
-    """
-
-    def __init__(
-        self, name: str, parameters: Sequence[tuple[str, torch.nn.Parameter]], ranks: int, rank: int
-    ) -> None:
-        self.name = name
-        self.parameters = [parameter for _, parameter in parameters]
-        self.layout = concatenated_layout([(name, parameter.shape) for name, parameter in parameters])
-        self.ranks, self.rank = ranks, rank
-        first = self.parameters[0]
-        self.dtype = first.dtype
-        with torch.no_grad():
-            self.flat = first.new_zeros(self.layout.numel(ranks))
-            for view, parameter in zip(self._views(self.flat), self.parameters, strict=True):
-                view.copy_(parameter)
-                parameter.data = view
-        self.master_shard = torch.nn.Parameter(self.shard_of(self.flat).float().clone())
-        self._versions = self._current_versions()
-        self.gradient: torch.Tensor | None = None
-        self.missing = len(self.parameters)
-
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [parameter.numel() for parameter in self.parameters]
-        slices = flat[: sum(sizes)].split_with_sizes(sizes)
-        return [part.view(p.shape) for part, p in zip(slices, self.parameters, strict=True)]
-
-    def shard_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a flat tensor."""
-        return flat.view(self.ranks, -1)[self.rank]
-
-    def _current_versions(self) -> list[int]:
-        # Writing to the flat tensor does not change the versions of the parameters, writing to a parameter does.
-        return [parameter._version for parameter in self.parameters]
-
-    def update_master_if_overwritten(self) -> None:
-        """Copy the parameters into the master shard if something else, such as a checkpoint, wrote them."""
-        versions = self._current_versions()
-        if versions != self._versions:
-            self._versions = versions
-            with torch.no_grad():
-                self.master_shard.copy_(self.shard_of(self.flat))
-
-    def parameter_means(self, shard: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """Return for each element of this rank's shard the mean of its parameter's elements over all ranks' shards.
-
-        Where that is 0, the mean of the whole bucket takes its place.
-        """
-        whole = shard.new_zeros(self.ranks, shard.numel(), dtype=torch.float64)
-        whole[self.rank] = shard
-        views = self._views(whole.view(-1))
-        sums = torch.stack([view.sum() for view in views])
-        all_reduce(sums, group=group)
-        sizes = sums.new_tensor([view.numel() for view in views])
-        means = torch.where(sums > 0, sums / sizes, sums.sum() / sizes.sum())
-        for view, mean in zip(views, means, strict=True):
-            view.fill_(mean)
-        return whole[self.rank].to(shard.dtype)
-
-    def accumulate(self, index: int, keep: bool) -> None:
-        """Add a parameter's gradient to the flat one; ``keep`` makes the parameter's ``grad`` a view of the sum."""
-        parameter = self.parameters[index]
-        gradient = parameter.grad
-        assert gradient is not None  # autograd has just accumulated it
-        if self.gradient is None:
-            self.gradient = torch.zeros_like(self.flat)
-        view = self._views(self.gradient)[index]
-        if gradient.data_ptr() != view.data_ptr():
-            view.add_(gradient)
-        parameter.grad = view if keep else None
-
-    def add_reduced_shard(self, shard: torch.Tensor) -> None:
-        """Add the reduced shard of a gradient to the gradient that the optimizer will see."""
-        gradient = shard.float()
-        master = self.master_shard
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
 
 class _ShardedFrozenVariance(FrozenVariance):
@@ -154,6 +68,20 @@ class _ShardedFrozenVariance(FrozenVariance):
         return self._buckets[id(parameter)].parameter_means(variance, self._group) * self.floor
 
 
+class _BucketKey(NamedTuple):
+    """What the parameters of a bucket have in common.
+
+    Attributes:
+        dtype: Their dtype.
+        excluded_by: The pattern that leaves them uncompressed, or empty.
+        tensor_parallel_groups: Names of the groups over which they are cut.
+    """
+
+    dtype: torch.dtype
+    excluded_by: str
+    tensor_parallel_groups: tuple[str, ...]
+
+
 class _PendingReduction(NamedTuple):
     work: Work
     reduction: GradientReduction
@@ -166,6 +94,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
 
     Gradients are averaged over the ranks. ``param_groups`` and ``state`` are those of the shards; `clip_grad_norm_`
     clips by the norm over all shards.
+
+    Beside tensor parallelism (`dtcomm.tp.compress` before this) ``group`` is that of the replicas, ``mesh["dp"]``.
+    Parameters that all tensor-parallel ranks have are in buckets of their own, so that these copies stay equal.
 
     Args:
         params: Named parameters, as ``model.named_parameters()`` gives them, or groups of them: dicts with
@@ -193,8 +124,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         **options: Options of the optimizer, such as ``lr``.
 
     Raises:
-        TypeError: The parameters have no names, an argument has a wrong type, or an option is neither an argument of
-            this class nor of the optimizer.
+        TypeError: The parameters have no names or are DTensors, an argument has a wrong type, or an option is neither
+            an argument of this class nor of the optimizer.
         ValueError: Another argument is wrong, or a codec is too inaccurate; the message names it.
 
     Example::
@@ -285,24 +216,35 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
     ) -> list[OptimizerBucket]:
         """Make buckets from the last parameter to the first: gradients arrive in that order.
 
-        The parameters of a bucket have one dtype, and are excluded from compression by the same pattern or by none.
+        The parameters of a bucket have one dtype, are excluded from compression by the same pattern or by none, and are
+        cut over the same groups of tensor parallelism or over none. A block of a codec may hold elements of several
+        parameters. Beside elements of a shard those of a norm would be rounded otherwise on each rank.
         """
         buckets: list[OptimizerBucket] = []
-        unfinished: dict[tuple[torch.dtype, str], list[tuple[str, torch.nn.Parameter]]] = {}
+        unfinished: dict[_BucketKey, list[tuple[str, torch.nn.Parameter]]] = {}
+        compression = self._compression
+        all_groups = shard_groups(parameter for _, parameter in parameters)
+        groups = {str(group.group_name): group for own in all_groups for group in own}
+        compression.decide_alike_over(groups.values())
 
-        def finish(key: tuple[torch.dtype, str]) -> None:
+        def finish(key: _BucketKey) -> None:
             name = f"group {number}, bucket {len(buckets)}"
-            compression = self._compression
+            cut_over = [groups[group] for group in key.tensor_parallel_groups]
+            members = unfinished.pop(key)
             buckets.append(
-                OptimizerBucket(name, unfinished.pop(key), compression.num_shards, compression.shard_index)
+                OptimizerBucket(name, members, compression.num_shards, compression.shard_index, cut_over)
             )
-            if pattern := key[1]:
-                compression.exclude(name, pattern)
+            if key.excluded_by:
+                compression.exclude(name, key.excluded_by)
 
-        for name, parameter in reversed(parameters):
+        for (name, parameter), own in reversed(list(zip(parameters, all_groups, strict=True))):
             if not parameter.requires_grad:
                 continue
-            key = (parameter.dtype, self._excluding_pattern(name))
+            key = _BucketKey(
+                parameter.dtype,
+                self._excluding_pattern(name),
+                tuple(str(group.group_name) for group in own),
+            )
             members = unfinished.setdefault(key, [])
             members.append((name, parameter))
             if sum(member.nbytes for _, member in members) >= bucket_bytes:
@@ -388,18 +330,25 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that their L2 norm over all parameters and ranks is at most ``max_norm``.
 
+        Parameters that tensor parallelism cuts count with all of their parts, others once.
+
         Returns:
             The norm before, a scalar tensor.
         """
-        shards = [
-            bucket.master_shard.grad for bucket in self._buckets if bucket.master_shard.grad is not None
-        ]
-        total = torch.stack([shard.double().square().sum() for shard in shards]).sum().reshape(1)
-        all_reduce(total, group=self.group)
-        norm = total.sqrt().float()[0]
+        squares: dict[tuple[dist.ProcessGroup, ...], torch.Tensor] = {}
+        for bucket in self._buckets:
+            # A bucket without a gradient counts too: all ranks must take part in the same sums.
+            shard, groups = bucket.master_shard.grad, bucket.tensor_parallel_groups
+            square = (bucket.master_shard.new_zeros(()) if shard is None else shard).double().square().sum()
+            squares[groups] = squares[groups] + square if groups in squares else square
+        for groups, square in squares.items():
+            for group in (self.group, *groups):
+                all_reduce(square, group=group)
+        norm = torch.stack(list(squares.values())).sum().sqrt().float()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for shard in shards:
-            shard.mul_(factor)
+        for bucket in self._buckets:
+            if bucket.master_shard.grad is not None:
+                bucket.master_shard.grad.mul_(factor)
         return norm
 
     def step(self, closure: Any = None) -> Any:
@@ -563,5 +512,11 @@ def _named_groups(params: NamedParameters | Sequence[dict[str, Any]]) -> list[di
             raise TypeError(
                 "params: expected named parameters (model.named_parameters()); states are saved by name"
             )
+        for name, parameter in named:
+            if isinstance(parameter, DTensor):
+                raise TypeError(
+                    f"params: {name} is a DTensor; valid: plain parameters, such as those of dtcomm.tp.compress. "
+                    "For torch's tensor-parallel styles use FSDP2 (fully_shard and dtcomm.fsdp.compress)"
+                )
         group["params"] = named
     return groups

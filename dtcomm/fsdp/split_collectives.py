@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 
 from dtcomm.collectives import all_gather, reduce_scatter
 from dtcomm.device.streams import record_streams
@@ -33,7 +32,7 @@ from dtcomm.fsdp.flat_layout import ShardedLayout, layout_of
 from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.spec import UNCOMPRESSED
 from dtcomm.fsdp.state import State
-from dtcomm.tp.sharded_module import ShardedModule
+from dtcomm.tp.sharded_module import shard_groups
 
 UNKNOWN_PLACES = "some parameters have no gradient, so it is unknown which elements tensor parallelism shards"
 
@@ -81,12 +80,13 @@ def split_module(name: str, module: FSDPModule, group: Any) -> tuple[list[dist.P
         module: The module.
         group: Its only parameter group.
     """
-    owners = _owners(module)
     shards = getattr(group.mesh_info, "shard_process_group", None)
     groups: dict[str, dist.ProcessGroup] = {}
     members: dict[tuple[str, ...], list[Any]] = {}
-    for parameter in group.fsdp_params:
-        own = _model_parallel_groups(parameter.sharded_param, owners, shards)
+    all_groups = shard_groups(parameter.sharded_param for parameter in group.fsdp_params)
+    for parameter, cut_over in zip(group.fsdp_params, all_groups, strict=True):
+        # Without the group over which FSDP cuts it.
+        own = [other for other in cut_over if shards is None or other.group_name != shards.group_name]
         groups |= {found.group_name: found for found in own}
         members.setdefault(tuple(found.group_name for found in own), []).append(parameter)
     if len(members) < 2:
@@ -109,33 +109,6 @@ def split_module(name: str, module: FSDPModule, group: Any) -> tuple[list[dist.P
             )
         )
     return list(groups.values()), Parts(tuple(parts), _numel(every), _numel(trained))
-
-
-def _owners(module: Any) -> dict[int, tuple[torch.nn.Module, str]]:
-    """Return id of a parameter → the module that has it, and its name there."""
-    return {
-        id(parameter): (owner, name)
-        for owner in module.modules()
-        for name, parameter in owner.named_parameters(recurse=False)
-    }
-
-
-def _model_parallel_groups(
-    parameter: Any, owners: dict[int, tuple[torch.nn.Module, str]], shards: dist.ProcessGroup | None
-) -> list[dist.ProcessGroup]:
-    """Return the groups over which a parameter was cut before FSDP sharded it."""
-    found = []
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        found = [
-            mesh.get_group(dim)
-            for dim, placement in enumerate(parameter.placements)
-            if placement != Replicate()
-        ]
-    owner, name = owners.get(id(parameter), (None, ""))
-    if isinstance(owner, ShardedModule) and (group := owner.shard_group(name)) is not None:
-        found.append(group)
-    return [group for group in found if shards is None or group.group_name != shards.group_name]
 
 
 def _numel(parameters: Sequence[Any]) -> int:

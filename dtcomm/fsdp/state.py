@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +54,8 @@ class State(Reporting):
         shard_index: This rank's position among them.
         replica_index: The position of these ranks among the replicas of the model.
         group: Their process group; None is the default group.
-        model_parallel_groups: The groups over which parameters are cut before they are sharded, those of tensor
-            parallelism. Their ranks follow the guard's decisions together.
+        agreeing_groups: The groups over which parameters are cut before they are sharded, those of tensor parallelism,
+            and those of replicas. Their ranks follow the guard's decisions together.
         integration: Whose state it is, in the report: ``"FSDP"`` or ``"ShardedOptimizer"``.
         steps_ahead: Steps that begin before there is anything to communicate: 1 where the end of a step begins the
             next one.
@@ -81,7 +81,7 @@ class State(Reporting):
         self.calls = 0
         self.shard_index, self.num_shards = rank_and_size()
         self.replica_index = 0
-        self.model_parallel_groups: list[dist.ProcessGroup] = []
+        self.agreeing_groups: list[dist.ProcessGroup] = []
         self.group: dist.ProcessGroup | None = None
         self.buffers = BufferPool()
         self.references: dict[str, torch.Tensor] = {}
@@ -431,6 +431,14 @@ class State(Reporting):
         if self._has_reduced or not self._has_begun:
             self.begin_step()
 
+    def decide_alike_over(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Add groups to `agreeing_groups`."""
+        known = {group.group_name for group in self.agreeing_groups}
+        for group in groups:
+            if group.group_name not in known and group.size() > 1:
+                known.add(group.group_name)
+                self.agreeing_groups.append(group)
+
     def note_reduction(self) -> None:
         """Note that gradients are reduced in this step."""
         self._has_reduced = True
@@ -440,7 +448,7 @@ class State(Reporting):
         if self._has_begun:  # the pass before this one is complete
             self.log_uncompressed()
         self._has_begun, self._has_reduced = True, False
-        for module in self.guard.begin_step(self.group, self.model_parallel_groups):
+        for module in self.guard.begin_step(self.group, self.agreeing_groups):
             if self._residuals is not None:
                 self._residuals.reset(module)
 

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.tp.sharded_module import shard_groups
+
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, sharing its memory, or the tensor itself; without autograd."""
@@ -56,6 +58,10 @@ class Island:
 
     Args:
         model: The module that is averaged.
+
+    Attributes:
+        tensor_parallel_groups: The groups over which layers of `dtcomm.tp` are cut. Their ranks have copies of the
+            other parameters, and the guard decides alike on them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -65,7 +71,10 @@ class Island:
             if isinstance(parameter, DTensor):
                 for group in parameter.device_mesh.get_all_groups():
                     groups[group.group_name] = group
-        self._groups = list(groups.values())
+        layers = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+        tensor_parallel = {group.group_name: group for own in shard_groups(layers) for group in own}
+        self.tensor_parallel_groups = tuple(tensor_parallel.values())
+        self._groups = list((groups | tensor_parallel).values())
 
     def reshard(self) -> None:
         """Free the full parameters that FSDP2 kept after a forward pass, because the shards are about to change."""

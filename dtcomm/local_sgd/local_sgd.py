@@ -279,7 +279,8 @@ class LocalSGD(Reporting):
         return BucketAverager(self._algorithm, self.group, seed, self._schemes, factors)
 
     def _make_monitor(self) -> Monitor:
-        return make_monitor(self._guard if self._compresses else None, self.group)
+        guard = self._guard if self._compresses else None
+        return make_monitor(guard, self.group, agreeing_groups=self._island.tensor_parallel_groups)
 
     def _in_flight_bytes(self) -> dict[str, int]:
         """Return the bytes of averages in flight, for reports; empty if there are none."""
@@ -469,6 +470,7 @@ class LocalSGD(Reporting):
         for bucket in average.buckets:
             self._measure(bucket)
         if average.stats is not None:
+            self._monitor.average_over_agreeing_groups(average.stats)
             self._monitor.evaluate(average.number + 1, average.stats)
         for name in self._monitor.pop_resets():
             self._error_state.reset(name)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from dtcomm.collectives import all_reduce
-from dtcomm.tp.sharded_module import ShardedModule
+from dtcomm.tp.sharded_module import shard_groups
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh
 
@@ -61,7 +61,8 @@ def clip_grad_norm_(
         The norm before clipping, fp32, a scalar; equal on all ranks.
 
     Raises:
-        ValueError: ``max_norm`` or ``norm_type`` is not positive, or an axis has more than one dimension.
+        ValueError: ``max_norm`` or ``norm_type`` is not positive, an axis has more than one dimension, or torch has
+            taken parameters out of a module.
 
     Example::
 
@@ -104,12 +105,10 @@ def _gradients(
     module: nn.Module, patterns: Sequence[str], structural: dict[str, dist.ProcessGroup]
 ) -> Iterator[_Gradient]:
     """Yield the gradients of a module, and add the groups over which they are sharded to ``structural``."""
-    owners = dict(module.named_modules())
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        path, _, own_name = name.rpartition(".")
-        groups = [*_dtensor_groups(parameter), *_layer_groups(owners[path], own_name)]
+    _require_all_parameters(module)
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    all_groups = shard_groups(parameter for _, parameter in trained)
+    for (name, parameter), groups in zip(trained, all_groups, strict=True):
         structural.update({group.group_name: group for group in groups})
         yield _Gradient(
             _local(parameter.grad),
@@ -118,20 +117,16 @@ def _gradients(
         )
 
 
-def _dtensor_groups(parameter: Any) -> list[dist.ProcessGroup]:
-    """Return the groups over which a DTensor is sharded."""
-    if not isinstance(parameter, DTensor):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(dim) for dim, placement in enumerate(parameter.placements) if placement != Replicate()
-    ]
-
-
-def _layer_groups(owner: nn.Module, name: str) -> list[dist.ProcessGroup]:
-    """Return the group over which a tensor-parallel layer of dtcomm cuts one of its parameters."""
-    group = owner.shard_group(name) if isinstance(owner, ShardedModule) else None
-    return [] if group is None else [group]
+def _require_all_parameters(module: nn.Module) -> None:
+    """Refuse modules in which a forward pass has replaced parameters by DTensors that are no parameters."""
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, DTensor) and value.requires_grad:
+                raise ValueError(
+                    f"modules: {f'{path}.' if path else ''}{name} is a DTensor and no longer a parameter. torch's "
+                    "_pre_dp_module_transform has done that, for DistributedDataParallel, and its gradient cannot be "
+                    "found; use dtcomm.tp.compress for the layers, or fully_shard instead of DistributedDataParallel"
+                )
 
 
 def _local(gradient: Any) -> torch.Tensor | None:

@@ -32,6 +32,7 @@ from dtcomm.pipeline.exchange import (
 from dtcomm.pipeline.state import State
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
+RECEIVES_AHEAD = 1  # micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +168,7 @@ class _StageMessages:
         self.references: dict[int, SampleReferences] = {}
         self._stage, self._settings, self._state = stage, settings, state
         self._receipts: dict[tuple[str, int], list[Receipt]] = {}
+        self._posted: set[tuple[str, int]] = set()  # receives of this step
         self._messages = 0
         self._computed = self._sent = 0
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -209,6 +211,7 @@ class _StageMessages:
         """Begin a step."""
         self._computed = self._sent = 0
         self._receipts.clear()
+        self._posted.clear()
         self._state.begin_step()
         self._methods["clear_runtime_states"]()
 
@@ -222,14 +225,7 @@ class _StageMessages:
 
     def get_fwd_recv_ops(self, micro_batch: int) -> list[Any]:
         """Begin to receive the activations of a micro-batch."""
-        infos = [info for info in self._stage.args_recv_info[micro_batch] if _buffer_of(info) is not None]
-        receipts = [
-            self._state.exchange.receive(link, self._activation_steps(info, link, number, micro_batch))
-            for number, (info, (_, link)) in enumerate(
-                zip(infos, self._messages_of("get_fwd_recv_ops", micro_batch), strict=True)
-            )
-        ]
-        self._receipts[(ACTIVATIONS, micro_batch)] = receipts
+        self._post(ACTIVATIONS, micro_batch)
         return []
 
     def get_bwd_send_ops(self, micro_batch: int) -> list[Any]:
@@ -249,17 +245,7 @@ class _StageMessages:
 
     def get_bwd_recv_ops(self, micro_batch: int) -> list[Any]:
         """Begin to receive the gradients of the activations that a micro-batch has sent."""
-        if self._settings.dynamic_shapes and self._stage.has_backward and not self._stage.is_last:
-            outputs = self._stage.fwd_cache[micro_batch][0]
-            for info, output in zip(self._stage.grad_recv_info[micro_batch], outputs, strict=True):
-                if info.buffer is not None and info.buffer.shape != output.shape:
-                    info.buffer = torch.empty_like(output.detach())
-        self._receipts[(GRADIENTS, micro_batch)] = [
-            self._state.exchange.receive(
-                link, receive_tensor(buffer, link, self._codec_for(buffer.dtype, GRADIENTS))
-            )
-            for buffer, link in self._messages_of("get_bwd_recv_ops", micro_batch)
-        ]
+        self._post(GRADIENTS, micro_batch)
         return []
 
     def forward_one_chunk(self, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
@@ -293,6 +279,54 @@ class _StageMessages:
         self._count_computed()
 
     # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _post(self, what: str, micro_batch: int) -> None:
+        """Post the receives of a micro-batch, and of the next one where it is known to be what the peer sends next.
+
+        Without that a message would be decoded, and mostly read from the socket, only when the computation before it
+        has ended.
+        """
+        last = micro_batch + self._receives_ahead
+        for number in range(micro_batch, min(last + 1, len(self._stage.args_recv_info))):
+            if (what, number) not in self._posted:
+                self._posted.add((what, number))
+                post = self._post_activations if what == ACTIVATIONS else self._post_gradients
+                self._receipts[(what, number)] = post(number)
+
+    @property
+    def _receives_ahead(self) -> int:
+        """Micro-batches whose messages may be received before the schedule asks for them.
+
+        Where every rank has one stage, a stage receives activations from one rank and gradients from another, each in
+        the order of the micro-batches. With several stages only the schedule knows what comes first. Shapes and
+        references of samples may have to be known first.
+        """
+        ranks = list(self._stage.stage_index_to_group_rank.values())
+        if len(set(ranks)) < len(ranks) or self._settings.dynamic_shapes or self._settings.differences:
+            return 0
+        return RECEIVES_AHEAD
+
+    def _post_activations(self, micro_batch: int) -> list[Receipt]:
+        infos = [info for info in self._stage.args_recv_info[micro_batch] if _buffer_of(info) is not None]
+        return [
+            self._state.exchange.receive(link, self._activation_steps(info, link, number, micro_batch))
+            for number, (info, (_, link)) in enumerate(
+                zip(infos, self._messages_of("get_fwd_recv_ops", micro_batch), strict=True)
+            )
+        ]
+
+    def _post_gradients(self, micro_batch: int) -> list[Receipt]:
+        if self._settings.dynamic_shapes and self._stage.has_backward and not self._stage.is_last:
+            outputs = self._stage.fwd_cache[micro_batch][0]
+            for info, output in zip(self._stage.grad_recv_info[micro_batch], outputs, strict=True):
+                if info.buffer is not None and info.buffer.shape != output.shape:
+                    info.buffer = torch.empty_like(output.detach())
+        return [
+            self._state.exchange.receive(
+                link, receive_tensor(buffer, link, self._codec_for(buffer.dtype, GRADIENTS))
+            )
+            for buffer, link in self._messages_of("get_bwd_recv_ops", micro_batch)
+        ]
 
     def _messages_of(self, method: str, micro_batch: int) -> list[tuple[torch.Tensor, Link]]:
         """Return the tensors of torch's operations, contiguous if they are to be sent, and where they go."""

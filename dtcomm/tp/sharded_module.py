@@ -5,15 +5,20 @@ Such a module is initialized, loaded and saved as the dense module would be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from dtcomm.collectives import all_gather
 from dtcomm.tp.comm_config import CommConfig
+
+#: The layers of this process. Optimizers are given parameters, not modules, and must know which of them are shards.
+_layers: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
 
 
 class ShardedModule(nn.Module):
@@ -27,6 +32,12 @@ class ShardedModule(nn.Module):
         packed: The tensors that the dense parameters consist of, joined along the sharded dimension; each is cut by
             itself. A number of equal ones (GPT-2's joined queries, keys and values are 3), or their sizes.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        # Not in `__init__`, which copies do not call.
+        layer = super().__new__(cls)
+        _layers.add(layer)
+        return layer
 
     def __init__(self, comm: CommConfig) -> None:
         super().__init__()
@@ -132,6 +143,35 @@ class ShardedModule(nn.Module):
         for name, full in state.items():
             shard = self.shard_of(name, full).detach().clone(memory_format=torch.contiguous_format)
             self.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
+
+
+def shard_groups(parameters: Iterable[torch.Tensor]) -> list[list[dist.ProcessGroup]]:
+    """Return for each parameter the groups over whose ranks it is cut; none if all ranks have it.
+
+    It knows the layers of dtcomm, the DTensors of torch's styles and of FSDP2, and the local tensors into which torch
+    changes DTensors for DistributedDataParallel.
+    """
+    by_id = {
+        id(parameter): group
+        for layer in _layers
+        for name, parameter in layer.named_parameters(recurse=False)
+        if (group := layer.shard_group(name)) is not None
+    }
+    result = []
+    for parameter in parameters:
+        # torch.distributed.tensor.parallel.ddp keeps the placements of a DTensor in this attribute.
+        spec = parameter if isinstance(parameter, DTensor) else getattr(parameter, "_st_info", None)
+        own = by_id.get(id(parameter))
+        result.append([*placement_groups(spec), *([] if own is None else [own])])
+    return result
+
+
+def placement_groups(spec: Any) -> list[dist.ProcessGroup]:
+    """Return the groups over which a DTensor, or a tensor with the placements of a DTensorSpec, is cut."""
+    if spec is None:
+        return []
+    mesh = spec.device_mesh
+    return [mesh.get_group(dim) for dim, placement in enumerate(spec.placements) if placement != Replicate()]
 
 
 @torch.no_grad()

@@ -58,10 +58,10 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "compress": _may("profiling collectives planner kernels codecs device work torch_threads", "torch"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
+    # tp: it says which parameters are shards.
     "ddp": _may(
-        "frameworks local_sgd planner profiling compress collectives codecs kernels device work", "torch"
+        "frameworks local_sgd tp planner profiling compress collectives codecs kernels device work", "torch"
     ),
-    # tp: it says which parameters of a layer are shards.
     "fsdp": _may(
         "_autograd frameworks tp profiling compress collectives codecs kernels device work", "torch"
     ),
@@ -74,7 +74,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "pipeline": _INTEGRATION,
     # Several integrations on one device mesh.
     "mesh": _may("tp collectives", "torch"),
-    "local_sgd": _may("frameworks compress collectives kernels device work", "torch"),
+    "local_sgd": _may("frameworks tp compress collectives kernels device work", "torch"),
     "elastic": (ANY, frozenset({"torch"})),
     "backend": _may(
         "_compilation compress collectives runtime codecs kernels device work torch_threads", "torch"

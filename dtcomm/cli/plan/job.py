@@ -31,6 +31,7 @@ ASSUMPTIONS = (
     "matrix products and attention reach the shares of the peak that were fitted to published runs",
     "stages are as equal as whole layers allow, the output matrix is divided among them, experts are balanced",
     "context parallelism is ring attention; sums of tensor parallelism and tokens to experts overlap with nothing",
+    "a token goes to a rank or another host once; the codec of ep is that of tokens, outputs and gradients are in bf16",
     "optimizer: Adam in fp32 with an fp32 copy of 16-bit parameters; gradients are kept in fp32",
     "6 % of a device's memory is left for the allocator and for libraries",
     "what a codec does to the training is not part of the estimate: see docs/guides/codecs.md",

@@ -61,17 +61,26 @@ class Consensus(Protocol):
 
 
 class ProcessGroupConsensus:
-    """`Consensus` over a process group."""
+    """`Consensus` over a process group.
+
+    Args:
+        group: The process group; None is the default group.
+
+    Attributes:
+        agreeing_groups: Other groups, such as those of tensor parallelism, whose ranks choose alike. Default: none.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
+        self.agreeing_groups: Sequence[dist.ProcessGroup] = ()
         self.device: torch.device | None = None
         self.ranks = rank_and_size(group)[1]
 
     def max(self, values: Sequence[float]) -> list[float]:
         """See `Consensus.max`."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        all_reduce(tensor, "max", group=self._group)
+        for group in (self._group, *self.agreeing_groups):
+            all_reduce(tensor, "max", group=group)
         largest: list[float] = tensor.tolist()
         return largest
 
@@ -95,6 +104,12 @@ class ProcessGroupConsensus:
 
     def in_memory(self) -> bool:
         """See `Consensus.in_memory`."""
+        in_memory = self._own_link_is_memory()
+        if self.agreeing_groups:
+            in_memory = not self.max([float(not in_memory)])[0]
+        return in_memory
+
+    def _own_link_is_memory(self) -> bool:
         if self.device is not None:  # the links between devices are not the host's memory
             return False
         transport = info(self._group)

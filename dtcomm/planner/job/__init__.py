@@ -6,6 +6,7 @@ wide-area link. ``dtcomm plan --model llama-70b`` prints what they find.
 """
 
 from dtcomm.planner.job.across_sites import SiteMethod, WideArea, across_sites
+from dtcomm.planner.job.experts import ExpertRoutes, ExpertTraffic
 from dtcomm.planner.job.findings import Finding, findings
 from dtcomm.planner.job.layout import AXES, RECOMPUTE, SCHEDULES, Job, Layout
 from dtcomm.planner.job.memory import JobMemory, job_memory
@@ -19,6 +20,8 @@ __all__ = [
     "PRESETS",
     "RECOMPUTE",
     "SCHEDULES",
+    "ExpertRoutes",
+    "ExpertTraffic",
     "Finding",
     "Job",
     "JobMemory",

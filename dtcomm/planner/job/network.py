@@ -97,6 +97,14 @@ class Network:
             self._seconds[key] = min(found)
         return self._seconds[key]
 
+    def encoding(self, spec: str, encoded: float, decoded: float) -> float:
+        """Return the seconds to encode and to decode so many elements, each with one kernel."""
+        codec, device = self.codec(spec), self.system.device
+        if codec.name == "none":
+            return 0.0
+        encode, decode = device.work(codec)
+        return encoded * encode + decoded * decode + 2e-6 * device.kernel_us
+
     def transfer(self, stride: int, nbytes: float, spec: str = "none") -> float:
         """Return the seconds of a message to the rank ``stride`` ranks further, sent by all ranks at once."""
         if nbytes <= 0:
@@ -106,7 +114,7 @@ class Network:
         if codec.name != "none":
             numel = max(1, int(nbytes) // self.dtype.itemsize)
             nbytes = codec.wire_bytes(numel, self.dtype)
-            encode = numel * sum(self.system.device.work(codec)) + 2e-6 * self.system.device.kernel_us
+            encode = self.encoding(spec, numel, numel)
         pair = self.group(2, stride)
         port = pair.between if pair.hosts > 1 else pair.inside
         wire = nbytes / (port.bandwidth * LINK_REACH["nccl"])

@@ -24,6 +24,7 @@ from dtcomm.planner.job.compute import (
     micro_batch_seconds,
     optimizer_seconds,
 )
+from dtcomm.planner.job.experts import ExpertRoutes, ExpertTraffic
 from dtcomm.planner.job.layout import AXES, Job, Layout
 from dtcomm.planner.job.memory import USABLE, JobMemory, job_memory, local_parameters
 from dtcomm.planner.job.network import Network
@@ -139,10 +140,20 @@ class _Costs:
         layout, model = self.layout, self.job.model
         if layout.ep == 1:
             return 0.0
-        nbytes = self.activation * model.top_k / (layout.tp if self.job.sequence_parallel else 1)
-        one = self.network.collective("all_to_all", layout.ep, layout.tp, nbytes, layout.codec("ep"))
+        group = self.network.group(layout.ep, layout.tp)
+        routes = ExpertRoutes(
+            tokens=self.tokens / (layout.tp if self.job.sequence_parallel else 1),
+            experts=model.experts,
+            top_k=model.top_k,
+            hosts=group.hosts,
+            per_host=group.per_host,
+        )
+        traffic = ExpertTraffic(
+            routes=routes, features=model.hidden, codec=layout.codec("ep"), dtype=self.job.dtype
+        )
+        forward, backward = traffic.seconds(self.network, layout.tp)
         layers = self.layers * model.moe_layers / model.layers
-        return one * layers * (6 if layout.recompute == "full" else 4)
+        return layers * ((2 if layout.recompute == "full" else 1) * forward + backward)
 
     def context(self) -> tuple[float, float]:
         """Return the seconds of ring attention's transfers in one micro-batch, all and exposed."""

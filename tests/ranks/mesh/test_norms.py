@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm import tp
+from dtcomm import ddp, tp
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.mesh import clip_grad_norm_, flatten_axes, make_mesh
 
@@ -43,9 +45,18 @@ def inputs() -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
+#: Kind of model → the axes of its mesh.
+MESHES = {
+    "layers": {"fsdp": 2, "tp": 2},
+    "styles": {"fsdp": 2, "tp": 2},
+    "stages": {"pp": 2, "tp": 2},
+    "replicated layers": {"dp": 2, "tp": 2},
+    "replicated stages": {"pp": 2, "dp": 2, "tp": 2},
+}
+
+
 def compare(rank: int, ranks: int, kind: str, order: float, max_norm: float) -> None:
-    sizes: dict[str, int] = {"tp": 2, "fsdp": 2} if kind != "stages" else {"pp": 2, "tp": 2}
-    mesh = make_mesh(**sizes)
+    mesh = make_mesh(**MESHES[kind])
     expected_norm, expected = reference(order, max_norm)
     model = nn.Sequential(Model(), Model())
     if kind == "styles":
@@ -54,18 +65,22 @@ def compare(rank: int, ranks: int, kind: str, order: float, max_norm: float) -> 
             parallelize_module(part, mesh["tp"], plan)
     else:
         tp.compress(model, mesh["tp"], "none", {"*.up": "column", "*.down": "row"}, latency=False)
-    if kind != "stages":
+    wrapped: nn.Module = model
+    if kind.startswith("replicated"):
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        ddp.compress(wrapped, "none")
+    elif kind != "stages":
         fully_shard(model, mesh=mesh["fsdp"])
-    model(inputs()).square().sum().backward()
-    parts: Any = model
+    wrapped(inputs()).square().sum().backward()
+    parts: Any = wrapped
     sharded = None
     prefix = ""
-    if kind == "stages":  # each rank has one of the two models
+    if kind.endswith("stages"):  # each rank has one of the two models
         own = mesh["pp"].get_local_rank()
         parts, sharded, prefix = [model[own]], {"*": mesh["pp"]}, f"{own}."
     norm = clip_grad_norm_(parts, max_norm, sharded=sharded, norm_type=order)
     assert float(norm) == pytest.approx(expected_norm, rel=1e-5)
-    module = parts[0] if kind == "stages" else model
+    module = parts[0] if kind.endswith("stages") else model
     for name, parameter in module.named_parameters():
         if parameter.grad is None:
             continue
@@ -78,9 +93,15 @@ def compare(rank: int, ranks: int, kind: str, order: float, max_norm: float) -> 
         torch.testing.assert_close(gradient, whole, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["layers", "styles", "stages"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind.startswith("replicated") else [])
+        for kind in MESHES
+    ],
+)
 def test_clipping_is_that_of_one_process(kind: str) -> None:
-    run_ranks(compare, 4, kind, 2.0, 0.5, fresh=True)
+    run_ranks(compare, math.prod(MESHES[kind].values()), kind, 2.0, 0.5, fresh=True)
 
 
 def other_norms_and_experts(rank: int, ranks: int) -> None:
@@ -107,6 +128,12 @@ def other_norms_and_experts(rank: int, ranks: int) -> None:
     with pytest.raises(TypeError, match=r"sharded\['\*'\]: expected a ProcessGroup or a DeviceMesh, got str"):
         clip_grad_norm_(model, 1.0, sharded={"*": "pp"})  # type: ignore[dict-item]
     assert flatten_axes(mesh, "dp", "ep").size() == 2
+    styled = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(styled, mesh["ep"], {"0": ColwiseParallel()})
+    _pre_dp_module_transform(styled)
+    styled(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"modules: 0.weight is a DTensor and no longer a parameter"):
+        clip_grad_norm_(styled, 1.0)
     with pytest.raises(
         ValueError, match=r"names: \('ep', 'dp'\); valid: some of pp, dp, fsdp, ep, cp, tp, in this"
     ):

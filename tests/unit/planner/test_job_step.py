@@ -1,12 +1,23 @@
 """The step and the memory of a layout: bubbles, what is exposed, what memory consists of, and findings."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from dtcomm.planner.hardware import System, find_port, find_system
-from dtcomm.planner.job import Job, Layout, ModelShape, Network, find_model, findings, job_memory, job_step
+from dtcomm.planner.job import (
+    ExpertRoutes,
+    Job,
+    Layout,
+    ModelShape,
+    Network,
+    find_model,
+    findings,
+    job_memory,
+    job_step,
+)
 
 
 def job_on(hosts: int = 2, model: str = "llama3-8b", batch: int = 64, **changes: object) -> Job:
@@ -59,12 +70,13 @@ def test_a_codec_shortens_the_axis_that_is_exposed(axis: str) -> None:
         "dp": Layout(dp=32),
         "params": Layout(dp=32, stage="fsdp"),
         "tp": Layout(tp=32 if model.experts else 16, dp=2),
-        "ep": Layout(dp=32, ep=8, stage="fsdp"),
+        "ep": Layout(dp=8, tp=4, ep=8, stage="fsdp"),
         "pp": Layout(dp=8, pp=4),
     }[axis]
     network = Network(job.system, job.dtype)
     plain, coded = (job_step(job, entry, network) for entry in (layout, layout.with_codec(axis, "int8")))
-    assert coded.exposed[axis] < 0.75 * plain.exposed[axis]
+    # Of four messages of experts only the first is coded.
+    assert coded.exposed[axis] < (0.9 if axis == "ep" else 0.75) * plain.exposed[axis]
     assert coded.layout.codec(axis) == "int8" and coded.seconds < plain.seconds
 
 
@@ -200,3 +212,22 @@ def test_a_group_has_its_share_of_the_host_and_of_the_switches() -> None:
         "all_reduce", 16, 8, 2**28
     )
     assert network.collective("all_reduce", 1, 1, 2**20) == 0 == network.transfer(8, 0)
+
+
+def test_experts_send_a_token_to_a_rank_or_host_once() -> None:
+    flat, by_hosts = (
+        ExpertRoutes(tokens=1000, experts=256, top_k=8, hosts=4, per_host=8, hierarchical=hierarchical)
+        for hierarchical in (False, True)
+    )
+    # 8 of 256 experts: a rank has 8 of them, a host 64.
+    assert flat.share(1) == pytest.approx(1 - math.comb(248, 8) / math.comb(256, 8))
+    assert flat.rows_between_hosts == pytest.approx(24_000 * flat.share(1))
+    assert by_hosts.rows_between_hosts == pytest.approx(3000 * by_hosts.share(8))
+    assert flat.rows_between_hosts < 24_000 and by_hosts.rows_between_hosts < flat.rows_between_hosts / 1.7
+    assert by_hosts.rows_inside_host == pytest.approx(4 * flat.rows_inside_host)
+    assert ExpertRoutes(tokens=1, experts=8, top_k=2, hosts=2, per_host=4).by_hosts
+    assert not ExpertRoutes(tokens=1, experts=8, top_k=2, hosts=1, per_host=8).by_hosts
+    # With one expert a token, on as many ranks as experts, nothing is saved.
+    assert ExpertRoutes(tokens=8, experts=8, top_k=1, hosts=1, per_host=8).rows_inside_host == pytest.approx(
+        7
+    )
