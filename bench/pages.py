@@ -15,6 +15,7 @@ from bench import (
     partial_sums,
     published_runs,
     quality,
+    reliability,
     slow_link,
     tp_speed,
     two_hosts,
@@ -35,6 +36,12 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/ddp.md", "auto_runs", auto_runs.page, ("auto_runs",)),
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
+    (
+        pages.DOCS / "results/reliability.md",
+        "reliability",
+        reliability.page,
+        tuple(f"reliability/{name}" for name in reliability.NAMES),
+    ),
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
     (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
@@ -55,9 +62,13 @@ def kept(program: str) -> dict[str, Any]:
 
 
 def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
-    """Return the text between two marks: the table, and for each program of how many runs it shows the median."""
+    """Return the text between two marks: the table, and for each program of how many runs it shows the median.
+
+    Results with entries, those of `bench.reliability`, say in the table itself where they come from.
+    """
     results = [kept(program) for program in programs]
-    return "\n\n".join([text(*results), *map(pages.provenance, results)])
+    measured = [result for result in results if "entries" not in result]
+    return "\n\n".join([text(*results), *map(pages.provenance, measured)])
 
 
 def main() -> None:
