@@ -42,7 +42,7 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
         reliability.page,
         tuple(f"reliability/{name}" for name in reliability.NAMES),
     ),
-    (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
+    (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality", "kernels")),
     (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
     (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),

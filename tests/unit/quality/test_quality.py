@@ -95,9 +95,12 @@ def test_simulated_blocks_agree_with_the_integral() -> None:
 
 @pytest.mark.parametrize("spec", quality.EXPECTED)
 def test_measured_errors_equal_the_expected_ones(spec: str) -> None:
-    """Within 3 %: a scale in bf16 costs int8 about 1 %, the sample moves the rest by less (randk's by more)."""
+    """Within 3 %: a scale in bf16 costs int8 1 %, with a zero point 4 %; the sample moves the rest less, but randk."""
     expected = quality.EXPECTED[spec][0]()
-    assert relative_l2(spec) == pytest.approx(expected, rel=0.1 if spec.startswith("randk") else 0.03)
+    assert relative_l2(spec) == pytest.approx(
+        expected,
+        rel={"randk": 0.1, "int8:symmetric=false": 0.05}.get(spec.removesuffix(":positions=shared"), 0.03),
+    )
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -217,17 +220,23 @@ def test_randomized_codecs_are_unbiased(tested: Codec) -> None:
 
 
 def result() -> dict[str, Any]:
-    return quality.measure([codec("none"), codec("int8")], speed=False, numel=4096)
+    return quality.measure([codec("none"), codec("int8"), codec("lossless")], numel=4096)
 
 
 def test_format_of_the_tables() -> None:
-    lines = quality.page(result()).splitlines()
+    rows = [
+        {"name": "memcpy", "bytes": 1024, "gb_per_s": 30.04},
+        {"name": "memcpy", "bytes": 4096, "gb_per_s": 12.0},
+        {"name": "int8 encode", "bytes": 1024, "gb_per_s": 20.0},
+    ]
+    lines = quality.page(result(), {"rows": rows}).splitlines()
     assert lines[0].startswith("| codec | bits per element | error, Gaussian |") and lines[1].startswith(
         "|---|---:"
     )
-    assert lines[2] == "| `none` | 32 | 0 | 0 | 0 | 0 | – | – |"
-    assert lines[3].startswith("| `int8` | 8.5 | 0.005") and len({line.count("|") for line in lines[:4]}) == 1
-    assert lines[4] == "" and lines[7].startswith("| `int8` | 0.005") and "255 levels" in lines[7]
+    assert lines[2] == "| `none` | 32 | 0 | 0 | 0 | 0 | 30; 12 | 30; 12 |"
+    assert lines[3].startswith("| `int8` | 8.5 | 0.005") and len({line.count("|") for line in lines[:5]}) == 1
+    assert lines[3].endswith("| 20 | not measured |") and lines[4].endswith("| not measured | not measured |")
+    assert lines[5] == "" and lines[9].startswith("| `int8` | 0.005") and "255 levels" in lines[9]
 
 
 def test_tables_replace_the_text_between_the_markers(tmp_path: Path) -> None:
