@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,6 +117,39 @@ def row_parallel_terms(model: nn.Module, batch: torch.Tensor, ranks: int) -> Ten
     return terms
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What ranks sum, by rank and name, and the exact sums in fp64."""
+
+    tensors: Tensors
+    exact: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> Terms:
+        """Return tensors with their sums."""
+        names = list(tensors[0])
+        return cls(tensors, {name: sum_of([own[name].double() for own in tensors]) for name in names})
+
+
+def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum, in the order of the ranks."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def terms_of(recorded: Recorded, rank_counts: Sequence[int]) -> dict[tuple[str, int, int], Terms]:
+    """Return the terms by kind, step and number of ranks: once for all codecs."""
+    few = min(8, max(rank_counts))
+    return {
+        (kind, step, ranks): Terms.of(of_ranks(recorded, kind, step, ranks))
+        for kind in KINDS
+        for step in STEPS
+        for ranks in (rank_counts if step == MIDDLE else (few,))
+    }
+
+
 def of_ranks(recorded: Recorded, kind: str, step: int, ranks: int) -> Tensors:
     """Return what so many ranks sum: the first ranks' gradients, or activations of larger shares of the layers."""
     tensors = recorded[kind][step]
@@ -146,13 +180,16 @@ def all_reduce(layout: Codec, algorithm: str, tensors: Tensors) -> dict[str, tor
     return dict(zip(names, results[0], strict=True))
 
 
-def squares(layout: Codec, algorithm: str, tensors: Tensors) -> dict[str, tuple[float, float]]:
+def squares(layout: Codec, algorithm: str, terms: Terms) -> dict[str, tuple[float, float]]:
     """Return by matrix the sum of squared errors and the sum of squares."""
-    result = all_reduce(layout, algorithm, tensors)
-    exact = {name: sum(own[name].double() for own in tensors) for name in result}
+    return errors_of(all_reduce(layout, algorithm, terms.tensors), terms)
+
+
+def errors_of(result: dict[str, torch.Tensor], terms: Terms) -> dict[str, tuple[float, float]]:
+    """Return what `squares` does, of sums that some algorithm made."""
     return {
-        name: (float((result[name].double() - exact[name]).square().sum()), float(exact[name].square().sum()))
-        for name in result
+        name: (float((result[name].double() - exact).square().sum()), float(exact.square().sum()))
+        for name, exact in terms.exact.items()
     }
 
 
@@ -162,21 +199,20 @@ def vnmse(of_matrices: dict[str, tuple[float, float]]) -> float:
     return float(f"{errors / sums:.4g}")
 
 
-def ring_by_hop(layouts: Sequence[Codec], tensors: Tensors) -> dict[str, tuple[float, float]]:
-    """Return the squares, as `squares`, of a ring in which each hop has a codec; the last encodes the complete sum.
+def ring_by_hop(layouts: Sequence[Codec], terms: Terms) -> dict[str, tuple[float, float]]:
+    """Return what `squares` does, of a ring in which each hop has a codec; the last encodes the complete sum.
 
     Args:
         layouts: One for each encoding of a chunk: as many as there are ranks.
-        tensors: By rank and name.
+        terms: What the ranks sum.
     """
     result = {}
-    for name, partial in tensors[0].items():
-        exact = sum(own[name].double() for own in tensors)
-        for layout, own in zip(layouts, [*tensors[1:], None], strict=True):
+    for name, partial in terms.tensors[0].items():
+        for layout, own in zip(layouts, [*terms.tensors[1:], None], strict=True):
             partial = ops.decode(layout, ops.encode(layout, partial), partial.numel())
             partial = partial if own is None else partial + own[name]
-        result[name] = (float((partial.double() - exact).square().sum()), float(exact.square().sum()))
-    return result
+        result[name] = partial
+    return errors_of(result, terms)
 
 
 def codecs() -> list[str]:
@@ -191,16 +227,22 @@ def codecs() -> list[str]:
 
 def measure(specs: Sequence[str], rank_counts: Sequence[int]) -> dict[str, Any]:
     """Return the rows of the tables."""
-    recorded = record(ranks=max(rank_counts))
+    terms = terms_of(record(ranks=max(rank_counts)), rank_counts)
     rows: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     for kind in KINDS:
         for spec in specs:
-            rows += measure_codec(spec, recorded, kind, rank_counts)
-            layers += measure_layers(spec, recorded, kind, min(8, max(rank_counts)))
+            rows += measure_codec(spec, terms, kind, rank_counts)
+            layers += measure_layers(spec, terms, kind, min(8, max(rank_counts)))
             print(f"{kind}, {spec}: {rows[-1]['vnmse']:.2e}, {rows[-1]['ranks']} ranks, ring", flush=True)
-    hops = [row for ranks in (8, 64) if ranks in rank_counts for row in measure_hops(recorded, ranks)]
-    numel = {kind: sum(x.numel() for x in recorded[kind][MIDDLE][0].values()) for kind in KINDS}
+    hops = [
+        row
+        for ranks in (8, 64)
+        if ranks in rank_counts
+        for row in measure_hops(terms["gradients", MIDDLE, ranks], ranks)
+    ]
+    few = min(rank_counts)
+    numel = {kind: sum(x.numel() for x in terms[kind, MIDDLE, few].exact.values()) for kind in KINDS}
     return {
         "numel": numel,
         "steps": list(STEPS),
@@ -212,17 +254,17 @@ def measure(specs: Sequence[str], rank_counts: Sequence[int]) -> dict[str, Any]:
 
 
 def measure_codec(
-    spec: str, recorded: Recorded, kind: str, rank_counts: Sequence[int]
+    spec: str, terms: dict[tuple[str, int, int], Terms], kind: str, rank_counts: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return a codec's errors by algorithm and number of ranks, in the middle of the training."""
     layout, rows = codec(spec), []
-    numels = [x.numel() for x in recorded[kind][MIDDLE][0].values()]
+    numels = [x.numel() for x in terms[kind, MIDDLE, rank_counts[0]].exact.values()]
     bits = round(8 * sum(map(layout.wire_bytes, numels)) / sum(numels), 3)
     for algorithm in ALGORITHMS:
         for ranks in rank_counts:
             if ranks == 1 and algorithm != ALGORITHMS[0]:
                 continue
-            error = vnmse(squares(layout, algorithm, of_ranks(recorded, kind, MIDDLE, ranks)))
+            error = vnmse(squares(layout, algorithm, terms[kind, MIDDLE, ranks]))
             what = "one encoding" if ranks == 1 else algorithm
             row = {
                 "recorded": kind,
@@ -236,11 +278,13 @@ def measure_codec(
     return rows
 
 
-def measure_layers(spec: str, recorded: Recorded, kind: str, ranks: int) -> list[dict[str, Any]]:
+def measure_layers(
+    spec: str, terms: dict[tuple[str, int, int], Terms], kind: str, ranks: int
+) -> list[dict[str, Any]]:
     """Return a codec's errors in two shots by matrix and step; matrix "all" is all of them together."""
     rows = []
     for step in STEPS:
-        of_matrices = squares(codec(spec), "two_shot", of_ranks(recorded, kind, step, ranks))
+        of_matrices = squares(codec(spec), "two_shot", terms[kind, step, ranks])
         for name, pair in {**of_matrices, "all": None}.items():
             error = vnmse(of_matrices) if pair is None else vnmse({name: pair})
             row = {
@@ -255,7 +299,7 @@ def measure_layers(spec: str, recorded: Recorded, kind: str, ranks: int) -> list
     return rows
 
 
-def measure_hops(recorded: Recorded, ranks: int) -> list[dict[str, Any]]:
+def measure_hops(terms: Terms, ranks: int) -> list[dict[str, Any]]:
     """Return the errors of rings of `intv` whose widths differ by hop and whose bytes do not."""
     rows = []
     for early, late, last in HOP_WIDTHS:
@@ -263,11 +307,10 @@ def measure_hops(recorded: Recorded, ranks: int) -> list[dict[str, Any]]:
         half, middle = divmod(ranks - 1, 2)
         widths = [early] * half + [(early + late) // 2] * middle + [late] * half + [last]
         layouts = [codec(f"intv:width={width}") for width in widths]
-        tensors = of_ranks(recorded, "gradients", MIDDLE, ranks)
-        numels = [x.numel() for x in tensors[0].values()]
+        numels = [x.numel() for x in terms.exact.values()]
         sent = [8 * sum(map(layout.wire_bytes, numels)) / sum(numels) for layout in layouts]
         bits = (sum(sent[:-1]) + (ranks - 1) * sent[-1]) / (2 * (ranks - 1))
-        error = vnmse(ring_by_hop(layouts, tensors))
+        error = vnmse(ring_by_hop(layouts, terms))
         widths_named = f"{early} bits, then {late}; the sum {last}"
         rows.append({"name": widths_named, "bits": round(bits, 3), "ranks": ranks, "vnmse": error})
     return rows
