@@ -11,7 +11,9 @@ from bench import (
     auto_runs,
     collectives,
     compression_setups,
+    frozen_variance,
     fsdp_speed,
+    invariant_sums,
     partial_sums,
     published_runs,
     quality,
@@ -45,6 +47,18 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality", "kernels")),
     (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (
+        pages.DOCS / "results/convergence.md",
+        "frozen_variance",
+        frozen_variance.page,
+        ("frozen_variance",),
+    ),
+    (
+        pages.DOCS / "guides/reproducible-sums.md",
+        "invariant_sums",
+        invariant_sums.page,
+        ("invariant_sums",),
+    ),
     (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
     (
         pages.DOCS / "guides/planning.md",
@@ -64,8 +78,12 @@ def kept(program: str) -> dict[str, Any]:
 def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
     """Return the text between two marks: the table, and for each program of how many runs it shows the median.
 
-    Results with entries, those of `bench.reliability`, say in the table itself where they come from.
+    Results with entries, those of `bench.reliability`, say in the table itself where they come from. Of a program without
+    a kept result the text is how to measure it.
     """
+    if missing := [program for program in programs if not (RESULTS / f"{program}.json").exists()]:
+        commands = ", ".join(f"`python -m bench.{program}`" for program in missing)
+        return f"Not measured on this tree: {commands}."
     results = [kept(program) for program in programs]
     measured = [result for result in results if "entries" not in result]
     return "\n\n".join([text(*results), *map(pages.provenance, measured)])

@@ -10,6 +10,7 @@ of docs/results/codecs.md; its speeds are those of bench.kernels, which measures
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,10 @@ EXPECTED: dict[str, tuple[Callable[[], float], str]] = {
     "none": (lambda: 0.0, "by definition"),
     "fp16": (lambda: theory.cast_error(theory.FP16), "integral over the values of binary16"),
     "bf16": (lambda: theory.cast_error(theory.BF16), "integral over the values of bfloat16"),
+    "bf16:round=stochastic": (
+        lambda: math.sqrt(theory.random_distortion(theory.BF16, float(theory.BF16[-1]))),
+        _RANDOM,
+    ),
     **{
         f"int{bits}": (
             lambda bits=bits: _scaled(theory.INT[bits], 32),

@@ -66,9 +66,7 @@ def test_activations_of_fewer_ranks_are_sums_of_shares_and_add_up_to_the_layers_
 def test_a_ring_whose_hops_have_one_codec_has_the_error_of_the_engines_ring() -> None:
     layout, eight = codec("int6"), terms(8)
     by_hop = partial_sums.vnmse(partial_sums.ring_by_hop([layout] * 8, eight))
-    assert by_hop == pytest.approx(
-        partial_sums.vnmse(partial_sums.squares(layout, "ring", eight)), rel=0.15
-    )
+    assert by_hop == pytest.approx(partial_sums.vnmse(partial_sums.squares(layout, "ring", eight)), rel=0.15)
 
 
 def test_widths_by_hop_put_the_same_bytes_on_the_wire() -> None:
