@@ -78,8 +78,8 @@ def kept(program: str) -> dict[str, Any]:
 def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
     """Return the text between two marks: the table, and for each program of how many runs it shows the median.
 
-    Results with entries, those of `bench.reliability`, say in the table itself where they come from. Of a program without
-    a kept result the text is how to measure it.
+    Results with entries, those of `bench.reliability`, say in the table itself where they come from. Of a program
+    without a kept result the text is how to measure it.
     """
     if missing := [program for program in programs if not (RESULTS / f"{program}.json").exists()]:
         commands = ", ".join(f"`python -m bench.{program}`" for program in missing)
