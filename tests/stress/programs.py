@@ -160,7 +160,7 @@ PROGRAMS: dict[str, Program] = {
                     seconds=seconds,
                 )
                 for seed in range(600_000 // OPERATIONS // len(RANKS))
-                for ranks, seconds in zip(RANKS, (60, 65, 80, 100, 140), strict=True)
+                for ranks, seconds in zip(RANKS, (75, 80, 100, 110, 150), strict=True)
             ),
             short=_texts("--ranks", 2, 3, "--operations", 1000, "--seed", 99),
             counts=_count_operations,
@@ -182,8 +182,8 @@ PROGRAMS: dict[str, Program] = {
             "operation and close: the others name it in time, and nothing is left behind",
             goal={"cases": CASES * REPETITIONS},
             parts=tuple(
-                Part(arguments=_texts("--repetition", 2 * i, 2 * i + 1), seconds=500)
-                for i in range(REPETITIONS // 2)
+                Part(arguments=_texts("--repetition", repetition), seconds=250)
+                for repetition in range(REPETITIONS)
             ),
             short=_texts("--repeat", 1, "--phase", "all_reduce", "call", "--world-size", 2),
             counts=_count_campaign,
@@ -196,7 +196,7 @@ PROGRAMS: dict[str, Program] = {
             parts=tuple(
                 Part(
                     arguments=_texts("--world-size", ranks, "--peer-on", "all", "--share", share, SHARES),
-                    seconds=300,
+                    seconds=380,
                 )
                 for ranks in WORLD_SIZES
                 for share in range(1, SHARES + 1)
