@@ -162,7 +162,9 @@ def page(*documents: dict[str, Any]) -> str:
     ]
     lines = [pages.markdown(columns, rows), "", _summary(results), "", "What each did:", ""]
     for kept in results:
-        counts = ", ".join(f"{_number(value)} {name}" for name, value in kept.counts.items())
+        counts = ", ".join(
+            f"{_number(value)} {name}" for name, value in kept.counts.items() if ": " not in name
+        )
         marked = " (short run)" if kept.short else ""
         lines.append(f"- `{kept.program}`: {kept.what}.{marked} {counts or 'It has not run on this tree'}.")
         lines += [f"    - failed: {text[:300]}" for entry in kept.entries for text in entry.failures]
