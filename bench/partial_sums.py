@@ -248,7 +248,7 @@ def measure(specs: Sequence[str], rank_counts: Sequence[int]) -> dict[str, Any]:
         "steps": list(STEPS),
         "step": MIDDLE,
         "rows": rows,
-        "layers": layers,
+        "layers": worst_matrices(layers),
         "hops": hops,
     }
 
@@ -297,6 +297,17 @@ def measure_layers(
             }
             rows.append(row)
     return rows
+
+
+def worst_matrices(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows that the page shows: all matrices of `BY_MATRIX`; of other codecs their total and the worst one."""
+    kept = [row for row in layers if row["layer"] == "all" or row["codec"] in BY_MATRIX]
+    others: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in layers:
+        key = (row["recorded"], row["codec"])
+        if row not in kept and row["vnmse"] > others.get(key, {"vnmse": -1.0})["vnmse"]:
+            others[key] = row
+    return kept + list(others.values())
 
 
 def measure_hops(terms: Terms, ranks: int) -> list[dict[str, Any]]:
