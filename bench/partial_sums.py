@@ -300,7 +300,7 @@ def measure_layers(
 
 
 def worst_matrices(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows that the page shows: all matrices of `BY_MATRIX`; of other codecs their total and the worst one."""
+    """Return the rows of the page: all matrices of `BY_MATRIX`; of other codecs their total and the worst one."""
     kept = [row for row in layers if row["layer"] == "all" or row["codec"] in BY_MATRIX]
     others: dict[tuple[str, str], dict[str, Any]] = {}
     for row in layers:
