@@ -192,7 +192,8 @@ def test_randomized_codecs_are_unbiased(tested: Codec) -> None:
     """Projections of the error on fixed directions have mean zero over keys, within five standard errors.
 
     The directions are the mean, x itself (which reveals shrinking) and four random ones. x is of bf16, which
-    spikes hold exactly, except for bf16 itself. topk's choice is not random: the test compares only the elements that it keeps.
+    spikes hold exactly, except for bf16 itself. topk's choice is not random: the test compares only the elements that
+    it keeps.
     """
     n, keys = 2 * tested.granularity - 37 if tested.granularity < 4096 else 4096, 200
     generator = torch.Generator().manual_seed(3)
