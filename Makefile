@@ -22,7 +22,7 @@ EMULATOR := build/emulator.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan tsan device races aarch64 gpu-check gpu-bench gpu-visit clean distclean
+.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan fuzzer tsan device races aarch64 gpu-check gpu-bench gpu-visit clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -142,6 +142,11 @@ asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against
 
 # ThreadSanitizer's shadow memory conflicts with the address randomization of some Linux kernels.
 NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+# The program of csrc/tests alone, for `python -m tests.stress.fuzz`.
+fuzzer: $(DEPS)  ## build/fuzz/fuzz_payloads_test, with ASan and UBSan, without Python
+	cmake -S . -B build/fuzz -G Ninja -DDTCOMM_SANITIZE=address,undefined -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON
+	cmake --build build/fuzz --target fuzz_payloads_test
 
 tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, without Python
 	cmake -S . -B build/tsan -G Ninja -DDTCOMM_SANITIZE=thread -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON

@@ -11,10 +11,13 @@ from bench import (
     auto_runs,
     collectives,
     compression_setups,
+    frozen_variance,
     fsdp_speed,
+    invariant_sums,
     partial_sums,
     published_runs,
     quality,
+    reliability,
     slow_link,
     tp_speed,
     two_hosts,
@@ -35,9 +38,27 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/ddp.md", "auto_runs", auto_runs.page, ("auto_runs",)),
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
-    (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
+    (
+        pages.DOCS / "results/reliability.md",
+        "reliability",
+        reliability.page,
+        tuple(f"reliability/{name}" for name in reliability.NAMES),
+    ),
+    (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality", "kernels")),
     (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (
+        pages.DOCS / "results/convergence.md",
+        "frozen_variance",
+        frozen_variance.page,
+        ("frozen_variance",),
+    ),
+    (
+        pages.DOCS / "guides/reproducible-sums.md",
+        "invariant_sums",
+        invariant_sums.page,
+        ("invariant_sums",),
+    ),
     (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
     (
         pages.DOCS / "guides/planning.md",
@@ -57,13 +78,23 @@ def kept(program: str) -> dict[str, Any]:
 def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
     """Return the text between two marks: the table, and for each program of how many runs it shows the median.
 
-    A table of one program is there for every processor on which the program has run.
+    A table of one program is there for every processor on which the program has run. Results with entries, those of
+    `bench.reliability`, say in the table itself where they come from. Of a program without a kept result the text is
+    how to measure it.
     """
-    latest = [kept(program) for program in programs]
-    tables = [[result] for result in all_processors(programs[0])] if len(programs) == 1 else [latest]
-    return "\n\n".join(
-        part for results in tables for part in (text(*results), *map(pages.provenance, results))
+    if missing := [program for program in programs if not (RESULTS / f"{program}.json").exists()]:
+        commands = ", ".join(f"`python -m bench.{program}`" for program in missing)
+        return f"Not measured on this tree: {commands}."
+    tables = (
+        [[result] for result in all_processors(programs[0])]
+        if len(programs) == 1
+        else [[*map(kept, programs)]]
     )
+    parts = []
+    for results in tables:
+        measured = [result for result in results if "entries" not in result]
+        parts += [text(*results), *map(pages.provenance, measured)]
+    return "\n\n".join(parts)
 
 
 def main() -> None:

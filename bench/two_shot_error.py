@@ -50,6 +50,8 @@ SPECS = (
     "fp8_e4m3:block=256",
     "fp8_e3m4",
     "mxfp8",
+    "mxfp4",
+    "nvfp4",
     "int8",
     "int8:block=128",
     "int8:rotate=hadamard",
@@ -61,6 +63,7 @@ SPECS = (
     "int4",
     "int4:rotate=hadamard",
     "int4:spikes=1",
+    "intv",
 )
 
 Draw = Callable[[torch.Generator, int], torch.Tensor]

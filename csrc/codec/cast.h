@@ -14,6 +14,13 @@ DTCOMM_HD std::uint16_t bf16_from_float(float value) {
   return static_cast<std::uint16_t>(magnitude(value) > kInfinity32 ? kNaNBf16 : rounded);
 }
 
+// The same, rounded away from zero with the probability of the distance from the neighbour nearer to zero; `random` is
+// uniform in [0, 1), of which 16 bits count. Only numbers beyond the largest of bf16 can become Inf.
+DTCOMM_HD std::uint16_t stochastic_bf16(float value, float random) {
+  const std::uint32_t rounded = (bits_of(value) + static_cast<std::uint32_t>(random * 65536.0f)) >> 16;
+  return static_cast<std::uint16_t>(magnitude(value) > kInfinity32 ? kNaNBf16 : rounded);
+}
+
 DTCOMM_HD float float_from_bf16(std::uint16_t half) { return float_of(static_cast<std::uint32_t>(half) << 16); }
 
 // All cases are computed and selected: a compiler turns this into vectors without branches.

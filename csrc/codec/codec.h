@@ -44,7 +44,7 @@ struct Codec {
   std::uint8_t bits = 0;        // integer: 2..8; exact: 16, 32; variable: mean, 2..7
   Scale scale = Scale::bf16;    // type of each block's scale
   std::uint8_t symmetric = 1;   // integer: codes are signed and there is no zero point
-  std::uint8_t stochastic = 0;  // rounding: 0 nearest (ties to even), 1 stochastic
+  std::uint8_t stochastic = 0;  // rounding: 0 nearest (ties to even), 1 stochastic; of no cast but bf16
   std::uint8_t rotate = 0;      // 1: blocks are rotated by a Hadamard matrix with random signs
   std::uint8_t spikes = 0;      // 1: each block's smallest and largest element are stored apart
   Element element = Element::none;

@@ -100,6 +100,7 @@ Status check_codec(const Codec& codec) {
   switch (codec.family) {
     case Family::none:
     case Family::fp16:
+      return codec.stochastic ? Status::error("codec: none and fp16 have no stochastic rounding") : Status();
     case Family::bf16:
       return Status();
     case Family::integer:

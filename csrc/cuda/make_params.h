@@ -174,7 +174,7 @@ auto with_family(const Codec& codec, DType dtype, const Use& use) {
     default: {
       const DType wire = wire_of(codec, dtype);
       if (wire == DType::f32) return use(Cast<DType::f32>());
-      return wire == DType::f16 ? use(Cast<DType::f16>()) : use(Cast<DType::bf16>());
+      return wire == DType::f16 ? use(Cast<DType::f16>()) : use(Cast<DType::bf16>{codec.stochastic != 0});
     }
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/cast.h"
+#include "codec/counter_rng.h"
 #include "core/types.h"
 #include "cuda/warp.cuh"
 
@@ -170,6 +171,18 @@ DTCOMM_DEVICE void store_vec8(const Lanes& lanes, DType dtype, const float (&x)[
     for (int j = 0; j < kVec8; ++j) {
       if (j < present) store_element(dtype, x[j], tensor, at + j);
     }
+  }
+}
+
+// The random numbers of a vec8.
+DTCOMM_DEVICE void uniform_vec8(std::uint64_t key, std::uint64_t index, float (&random)[kVec8]) {
+  const auto low = static_cast<std::uint32_t>(index);
+  Stream stream = make_stream(key, index);
+  DTCOMM_UNROLL
+  for (int j = 0; j < kVec8; ++j) {
+    const std::uint32_t at = low + static_cast<std::uint32_t>(j);
+    if (j > 0 && at == 0) stream = make_stream(key, index + static_cast<std::uint64_t>(j));  // the next 2^32
+    random[j] = uniform(stream, at);
   }
 }
 

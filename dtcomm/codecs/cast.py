@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from dtcomm.codecs.base import ELEMENT_TYPES, Codec, Layout
+from dtcomm.codecs.base import ELEMENT_TYPES, ROUNDINGS, Codec, Layout, option, pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +87,27 @@ class Fp16(_Cast):
 class Bf16(_Cast):
     """``bf16``: bfloat16, 16 bits per element.
 
-    It has 8 significant bits and the range of fp32. Rounding is to nearest, ties to even. Reference:
-    dtcomm.kernels.reference.floats.
+    It has 8 significant bits and the range of fp32. Reference: dtcomm.kernels.reference.floats.
+
+    Attributes:
+        round: ``nearest`` (default), ties to even, or ``stochastic``: away from zero with the probability of the
+            distance from the neighbour nearer to zero, so that errors have mean zero and add up like noise.
     """
 
     family: ClassVar[int] = 2
     element_type: ClassVar[torch.dtype] = torch.bfloat16
+
+    round: str = option(default="nearest", choices=ROUNDINGS)
+
+    def __post_init__(self) -> None:
+        self._check_block()
+
+    def native(self) -> bytes:
+        return pack(self.family, stochastic=self.round == "stochastic")
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        return ("sum", "min", "max") if self.round == "nearest" else ("sum",)
 
     @property
     def name(self) -> str:

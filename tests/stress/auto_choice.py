@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from bench.common import machine, output
+from tests.stress import DETAILS
 from tests.support.autotune_simulation import Noise, Run, simulate
 
 LOST_LIMIT = 0.01
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--runs", type=int, default=1000, help="of each kind")
     parser.add_argument("--steps", type=int, default=600, help="of each run")
-    parser.add_argument("--json", help="where to write instead of bench/results/auto_choice.json")
+    parser.add_argument("--json", help="where to write instead of build/stress/auto_choice.json")
     options = parser.parse_args(arguments)
     rows = []
     for world in WORLDS:
@@ -104,7 +105,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     output.table(f"choices of auto in {options.runs} simulated runs of each kind", columns, lines)
     verdict = "MISS" if any(row["verdict"] == "MISS" for row in rows) else "PASS"
     result = {"machine": machine.describe(), "steps": options.steps, "rows": rows, "verdict": verdict}
-    print(output.write("auto_choice", result, options.json, timed=False), verdict)
+    print(
+        output.write("auto_choice", result, options.json or DETAILS / "auto_choice.json", timed=False),
+        verdict,
+    )
     return result
 
 

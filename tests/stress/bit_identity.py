@@ -8,7 +8,7 @@ the seed. Inputs are small integers, so that without a codec the result must als
 operations of a rank count come in pieces of 1000, each in one of the ways of WAYS: mostly ranks of one host; also two
 and three hosts (as DTCOMM_HOST_ID says: sockets or messages of Gloo, hierarchies, a codec for each level),
 torch.distributed's own calls on the backend "dtcomm", emulated links. Every piece is written to
-bench/results/bit_identity.json when it is over, and the next run goes on behind it, until each rank count has had
+build/stress/bit_identity.json when it is over, and the next run goes on behind it, until each rank count has had
 --operations, or for --minutes in all. Exit status 1 where anything differs.
 """
 
@@ -30,6 +30,7 @@ import dtcomm
 from bench.common import machine, output
 from dtcomm import algorithms
 from dtcomm.launch.ranks import run_ranks
+from tests.stress import DETAILS
 from tests.stress.random_ops import CODECS, host_of, sequence
 from tests.stress.random_run import Runner
 
@@ -196,9 +197,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--new", action="store_true", help="start again instead of continuing after the file's pieces"
     )
-    parser.add_argument("--json", help="where to write instead of bench/results/bit_identity.json")
+    parser.add_argument("--json", help="where to write instead of build/stress/bit_identity.json")
     options = parser.parse_args(arguments)
-    path = Path(options.json or output.RESULTS / "bit_identity.json")
+    path = Path(options.json or DETAILS / "bit_identity.json")
     rows: dict[int, dict[str, Any]] = {}
     if path.exists() and not options.new:
         before = json.loads(path.read_text())

@@ -7,7 +7,7 @@ A case passes if every survivor ends with the right error, which names the right
 call raises at once, and if nothing is left behind: no thread, descriptor, child, shared mapping, process, file or key
 of the store. What happens when is drawn from the seed, so a failed case can be repeated by the command that is printed.
 Ctrl-C ends the campaign; the table and the file then hold what was done.
-The results go to bench/results/campaign.json. The exit status is 1 if a case failed.
+The results go to build/stress/campaign.json. The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bench.common import machine, output
 from dtcomm.launch import fork_server, process_pool
 from dtcomm.launch.ranks import RankOutcome, RankTimeout, RunningRanks, run_ranks, spawn_ranks
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
+from tests.stress import DETAILS
 from tests.stress.campaign_cases import (
     ACTIONS,
     CHILDREN,
@@ -326,7 +327,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=4, help="cases at once")
     parser.add_argument("--rounds", type=int, default=0, help="then create and destroy so many communicators")
     parser.add_argument("--list", action="store_true", help="print phases, actions and the number of cases")
-    parser.add_argument("--json", help="where to write instead of bench/results/campaign.json")
+    parser.add_argument("--json", help="where to write instead of build/stress/campaign.json")
     return parser.parse_args(arguments)
 
 
@@ -394,7 +395,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "verdict": "MISS" if failed or left else "PASS",
     }
-    path = output.write("campaign", result, options.json, timed=False)
+    path = output.write("campaign", result, options.json or DETAILS / "campaign.json", timed=False)
     print(
         f"{len(results)} cases, {failed} failed, {result['minutes']} minutes, left behind: {left or 'nothing'}"
     )

@@ -6,12 +6,12 @@ Times are ``time.monotonic()``, which all processes of a machine share.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +49,8 @@ GLOO_CONNECT_SECONDS = 11.0
 # What torch and dtcomm keep for the lifetime of the process, some of it from the first asynchronous operation on.
 # Mapped stay the page that a process shares with its peers, and those of up to three peers.
 KEPT = {"descriptors": 3, "threads": 8, "children": 0, "mappings": 4}
+# UCX opens pipes and event descriptors when it first needs each of them, once in a process, and keeps them.
+KEPT_WITH_UCX = KEPT | {"descriptors": KEPT["descriptors"] + 6}
 
 
 @dataclass(kw_only=True)
@@ -455,7 +457,10 @@ def _fork(case: Case) -> int:
     child = os.fork()
     if child == 0:
         if case.action == "child exits":
-            sys.exit(0)
+            # The handlers of the interpreter's exit, dtcomm's among them, and no destructors: those of torch's Gloo
+            # groups wait in a forked child for threads that it does not have, also without dtcomm.
+            atexit._run_exitfuncs()
+            os._exit(0)
         if case.action == "child releases":
             dtcomm.release()
             os._exit(0)
@@ -497,7 +502,7 @@ def _left_behind(case: Case) -> dict[str, list[str]]:
         return {}
     while True:
         gc.collect()  # errors and their frames refer to each other
-        left = excess(_settled, process_resources(), KEPT)
+        left = excess(_settled, process_resources(), KEPT_WITH_UCX if _has_used_ucx else KEPT)
         if not left or time.monotonic() >= deadline:
             return left
         time.sleep(0.05)

@@ -28,6 +28,7 @@ from typing import Any
 
 from bench.common import machine, output
 from dtcomm.elastic import Coordinator
+from tests.stress import DETAILS
 from tests.stress.elastic_rank import OPTIONS
 from tests.stress.soak import MOST_GROWTH, left_behind
 from tests.stress.soak_rank import resource_usage
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--method", choices=sorted(OPTIONS), default="diloco")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="where to write instead of bench/results/elastic.json")
+    parser.add_argument("--json", help="where to write instead of build/stress/elastic.json")
     options = parser.parse_args(arguments)
     os.environ.setdefault("DTCOMM_SECRET", "the secret of this campaign")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -225,7 +226,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "verdict": "MISS" if bad else "PASS",
     }
     print(json.dumps({key: value for key, value in result.items() if key != "machine"}, indent=1))
-    print(output.write("elastic", result, options.json), result["verdict"])
+    print(
+        output.write("elastic", result, options.json or DETAILS / "elastic.json", timed=False),
+        result["verdict"],
+    )
     return result
 
 

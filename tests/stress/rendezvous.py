@@ -5,7 +5,7 @@ python -m tests.stress.rendezvous [--seeds 100000] [--first 0] [--json FILE]
 Each seed is a scenario: 2 to 4 ranks, one to three groups in any order, ranks that raise, die, restart, come late, are
 not scheduled, call again after an error or although others do not, and stores that fail. All ranks of a group must meet
 in the same attempt or all raise, errors must name the rank at fault, calls must end at their deadline, ranks that call
-again must meet, and no keys may be left in the store. It writes bench/results/rendezvous.json. A seed that fails prints
+again must meet, and no keys may be left in the store. It writes build/stress/rendezvous.json. A seed that fails prints
 every operation of the store. The exit status is 1 then.
 """
 
@@ -18,6 +18,7 @@ from collections import Counter
 from typing import Any
 
 from bench.common import machine, output
+from tests.stress import DETAILS
 from tests.support.rendezvous_scenarios import Run, report
 
 _MOST_REPORTS = 3  # of seeds that fail
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--seeds", type=int, default=100_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
-    parser.add_argument("--json", help="where to write instead of bench/results/rendezvous.json")
+    parser.add_argument("--json", help="where to write instead of build/stress/rendezvous.json")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     found = run_seeds(options.first, options.seeds)
@@ -66,7 +67,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "wrong": [{"seed": seed, "what": sentences} for seed, sentences in found["wrong"].items()],
         "verdict": "MISS" if found["wrong"] else "PASS",
     }
-    print(output.write("rendezvous", result, options.json, timed=False), result["verdict"])
+    print(
+        output.write("rendezvous", result, options.json or DETAILS / "rendezvous.json", timed=False),
+        result["verdict"],
+    )
     return result
 
 

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import machine, output
+from tests.stress import DETAILS
 from tests.stress.soak_rank import POOL, ROUND, Life
 
 CYCLE = POOL // ROUND  # rounds after which the operations repeat
@@ -106,7 +107,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--life", type=float, nargs=2, default=[20.0, 180.0], help="least and most seconds of one"
     )
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between rounds")
-    parser.add_argument("--json", help="where to write instead of bench/results/soak.json")
+    parser.add_argument("--json", help="where to write instead of build/stress/soak.json")
     options = parser.parse_args(arguments)
     started = time.time()
     with TemporaryDirectory(prefix="dtcomm-soak-") as name:
@@ -165,7 +166,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     }
     columns = ("incarnation", "rank", "victim", "backend", "operations", "growth", "ended", "error")
     runs = [{name: run[name] for name in columns} for run in runs]
-    print(output.write("soak", {**result, "runs": runs}, options.json, timed=False), result["verdict"])
+    print(
+        output.write("soak", {**result, "runs": runs}, options.json or DETAILS / "soak.json", timed=False),
+        result["verdict"],
+    )
     return result
 
 

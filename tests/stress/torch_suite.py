@@ -1,10 +1,11 @@
-"""torch's own tests of torch.distributed on backend "dtcomm"; those that fail are run on Gloo too.
+"""torch's own tests of torch.distributed on backend "dtcomm", and those that fail, or all, on Gloo.
 
-python -m tests.stress.torch_suite [--world-size 2 3 4] [-k PATTERN ...] [--without TEST ...] [--json FILE]
+python -m tests.stress.torch_suite [--world-size 2 3 4] [-k PATTERN ...] [--without TEST ...]
+[--share I N] [--peer-on failures|all] [--json FILE]
 
 The tests are those of the installed torch: collectives, point-to-point messages, groups, objects, DDP and its hooks. A
 test that passes on the peer and fails on the backend is a fault, unless `EXPECTED` says why it cannot pass. It writes
-bench/results/torch_suite.json. The exit status is 1 if there is a fault, or if a test of `EXPECTED` passes.
+build/stress/torch_suite.json. The exit status is 1 if there is a fault, or if a test of `EXPECTED` passes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from bench.common import machine, output
 from dtcomm.launch import fork_server
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
+from tests.stress import DETAILS
 from tests.stress.torch_suite_rank import environment, list_tests, make_folders, run_tests
 
 LIMIT_SECONDS = 300.0  # of one test; groups time out after 60
@@ -84,10 +86,10 @@ def judge(rows: list[dict[str, Any]], expected: dict[str, str], peer: str) -> li
     ]
 
 
-def compare(test: str, world_size: int, backend: str, peer: str) -> dict[str, Any]:
-    """Run a test on the backend and, if it fails there, on its peer."""
+def compare(test: str, world_size: int, backend: str, peer: str, *, always: bool = False) -> dict[str, Any]:
+    """Run a test on the backend and, if it fails there or ``always`` unless it is skipped, on its peer."""
     row = {"test": test, "ranks": world_size, **attempt(test, world_size, backend)}
-    if peer and row["verdict"] == "failed":
+    if peer and (row["verdict"] == "failed" or (always and row["verdict"] == "passed")):
         row[peer] = attempt(test, world_size, peer)
     return row
 
@@ -112,7 +114,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--without", nargs="+", default=[], help="names of tests to leave out")
     parser.add_argument("--backend", default="dtcomm", help="what is tested")
     parser.add_argument("--peer", default="gloo", help="what failed tests are run on too; '': nothing")
-    parser.add_argument("--json", help="where to write instead of bench/results/torch_suite.json")
+    parser.add_argument(
+        "--share", type=int, nargs=2, default=[1, 1], metavar=("I", "N"), help="only the I-th of N shares"
+    )
+    parser.add_argument(
+        "--peer-on", choices=("failures", "all"), default="failures", help="which tests the peer runs too"
+    )
+    parser.add_argument("--json", help="where to write instead of build/stress/torch_suite.json")
     options = parser.parse_args(arguments)
     fork_server.MODULES.append("tests.stress.torch_suite_module")
     rows: list[dict[str, Any]] = []
@@ -121,9 +129,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         (tests,) = run_ranks(list_tests, 1, backend=None, fresh=True)
         chosen = [test for test in tests if any(pattern in test for pattern in options.patterns)]
         chosen = [test for test in chosen if test not in options.without]
+        share, shares = options.share
+        chosen = chosen[share - 1 :: shares]
         for number, test in enumerate(chosen):
             progress(number, len(chosen), f"{world_size} ranks: {test}")
-            rows.append(row := compare(test, world_size, options.backend, options.peer))
+            row = compare(test, world_size, options.backend, options.peer, always=options.peer_on == "all")
+            rows.append(row)
             verdicts = [f"{options.backend} {row['verdict']}"]
             verdicts += [f"{options.peer} {row[options.peer]['verdict']}"] if options.peer in row else []
             reason = f" ({row['reason'].splitlines()[0]})" if row["reason"] else ""
@@ -149,7 +160,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "verdict": "MISS" if faults else "PASS",
     }
-    print(output.write("torch_suite", result, options.json, timed=False), result["verdict"])
+    print(
+        output.write("torch_suite", result, options.json or DETAILS / "torch_suite.json", timed=False),
+        result["verdict"],
+    )
     return result
 
 

@@ -6,6 +6,7 @@
 #include "cpu/source/cast.h"
 #include "cpu/source/codec_family.h"
 #include "cpu/source/hadamard.h"
+#include "cpu/source/stochastic_bf16.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -14,7 +15,11 @@ template <bool Stream>
 inline void encode_granule(const CodecParams& params, const float* x, std::size_t n, const EncodeArgs& args,
                            std::uint8_t* to) {
   if (params.family) return params.family->encode(params, x, n, args, to);
-  narrow<Stream>(params.wire, x, n, to);
+  if (params.codec.stochastic && params.codec.family == Family::bf16) {
+    stochastic_bf16_from_floats(x, n, args.key, args.index, to);
+  } else {
+    narrow<Stream>(params.wire, x, n, to);
+  }
   const std::size_t used = params.layout.used(n);
   __builtin_memset(to + used, 0, params.layout.bytes(n) - used);
 }

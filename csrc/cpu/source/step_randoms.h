@@ -40,11 +40,12 @@ class StepRandoms {
     common_ = (all & ~kOwn) * kFactor + stream_.between;
   }
 
-  // uniform() of the elements of one vector of the step.
+  // floor(2^16 uniform()) of the elements of one vector of the step: the last step of the hash leaves its upper half.
+  __attribute__((always_inline)) Randoms sixteen_bits(std::size_t p) const { return hash(p) >> 16; }
+
+  // uniform() of the same elements.
   __attribute__((always_inline)) Floats part(std::size_t p) const {
-    Randoms h = products_[p] + common_;
-    h ^= h >> 15;
-    h *= 0x846ca68bU;
+    Randoms h = hash(p);
 #if defined(__AVX512F__)
     // The upper 24 bits as a number: there is an instruction for unsigned ones.
     const auto word = reinterpret_cast<__m512i>(h), lower = reinterpret_cast<__m512i>(h >> 16);
@@ -59,6 +60,13 @@ class StepRandoms {
 
  private:
   static constexpr std::uint32_t kFactor = 0x7feb352d, kParts = kStep / kLanes;
+
+  __attribute__((always_inline)) Randoms hash(std::size_t p) const {
+    Randoms h = products_[p] + common_;
+    h ^= h >> 15;
+    h *= 0x846ca68bU;
+    return h;
+  }
 
   static __attribute__((always_inline)) Randoms lanes_from(std::uint32_t first) {
     Randoms lanes;

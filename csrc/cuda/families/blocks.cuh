@@ -32,18 +32,6 @@ DTCOMM_DEVICE std::uint32_t group_max_magnitude(const Lanes& lanes, unsigned gro
   return group_reduce(lanes, group, top, [](std::uint32_t a, std::uint32_t b) { return a > b ? a : b; });
 }
 
-// The random numbers of a vec8.
-DTCOMM_DEVICE void uniform_vec8(std::uint64_t key, std::uint64_t index, float (&random)[kVec8]) {
-  const auto low = static_cast<std::uint32_t>(index);
-  Stream stream = make_stream(key, index);
-  DTCOMM_UNROLL
-  for (int j = 0; j < kVec8; ++j) {
-    const std::uint32_t at = low + static_cast<std::uint32_t>(j);
-    if (j > 0 && at == 0) stream = make_stream(key, index + static_cast<std::uint64_t>(j));  // the next 2^32
-    random[j] = uniform(stream, at);
-  }
-}
-
 // The blocks of a family. Group, the lanes of a block, is 0 where the compiler does not know it.
 template <unsigned Group>
 struct Blocks {

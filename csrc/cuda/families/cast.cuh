@@ -13,6 +13,8 @@ struct Cast {
   static constexpr int kQuads = Wire == DType::f32 ? 2 : 1;
   static constexpr unsigned kPerQuad = kVec8 / kQuads;
 
+  bool stochastic = false;  // only to bf16
+
   struct Raw {
     Quad quad[kQuads];
   };
@@ -41,12 +43,21 @@ struct Cast {
   }
 
   template <bool Feedback, class Lanes>
-  DTCOMM_DEVICE void encode(const Lanes&, const KernelParams&, const GranuleShape& shape, const Vec8Position& pos, int,
-                            float (&x)[kVec8], std::uint8_t* granule, float (&decoded)[kVec8]) const {
+  DTCOMM_DEVICE void encode(const Lanes&, const KernelParams& params, const GranuleShape& shape,
+                            const Vec8Position& pos, int, float (&x)[kVec8], std::uint8_t* granule,
+                            float (&decoded)[kVec8]) const {
     Raw raw;
     if constexpr (Wire == DType::f32) {
       DTCOMM_UNROLL
       for (int j = 0; j < kVec8; ++j) raw.quad[j / 4].word[j % 4] = bits_of(canonical(x[j]));
+    } else if (Wire == DType::bf16 && stochastic) {
+      float random[kVec8];
+      uniform_vec8(params.key, params.offset + pos.first, random);
+      DTCOMM_UNROLL
+      for (int j = 0; j < kVec8; j += 2) {
+        const std::uint32_t high = stochastic_bf16(x[j + 1], random[j + 1]);
+        raw.quad[0].word[j / 2] = stochastic_bf16(x[j], random[j]) | high << 16;
+      }
     } else {
       raw.quad[0] = halves_from_floats(Wire, x);
     }

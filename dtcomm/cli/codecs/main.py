@@ -29,6 +29,7 @@ from dtcomm.measure import device as device_info
 
 #: Options shown in addition to the defaults, by codec name.
 VARIANTS: dict[str, tuple[str, ...]] = {
+    "bf16": ("round=stochastic",),
     "int8": ("block=256", "symmetric=false", "round=stochastic"),
     "int4": (
         "block=128",

@@ -33,6 +33,7 @@ from dtcomm.kernels.reference.floats import (
     canonical,
     get,
     narrow,
+    narrow_at_random,
     put,
     widen,
 )
@@ -168,6 +169,8 @@ def _encode_granules(
 ) -> Bytes:
     """The payload of `x`, without the padding after a cast's last granule."""
     wire_dtype = codec.wire_dtype(dtype)
+    if wire_dtype is not None and getattr(codec, "round", "nearest") == "stochastic":
+        return narrow_at_random(x, counter_rng.uniform(key, offset, len(x)))
     if wire_dtype is not None:
         return narrow(wire_dtype, x)
     module, layout = _MODULES[codec.reference], codec.layout()

@@ -28,6 +28,16 @@ def narrow(dtype: torch.dtype, x: Floats) -> Bytes:
     return halves.astype(np.uint16).view(np.uint8)
 
 
+def narrow_at_random(x: Floats, random: Floats) -> Bytes:
+    """fp32 cast to bf16 as bytes, away from zero with the probability of the distance from the nearer neighbour to it.
+
+    `random`: uniform in [0, 1), of which 16 bits count. Every NaN becomes the canonical one.
+    """
+    step = (random * np.float32(65536)).astype(np.uint32)
+    halves = np.where(np.isnan(x), np.uint32(0x7FC0), x.view(np.uint32) + step >> 16)
+    return halves.astype(np.uint16).view(np.uint8)
+
+
 def widen(dtype: torch.dtype, raw: Bytes) -> Floats:
     """Bytes of a floating type cast to fp32."""
     if dtype == torch.float32:

@@ -20,6 +20,7 @@ from dtcomm.kernels.triton.floats import (
     float_of,
     magnitude,
     narrow,
+    narrow_at_random,
     uniform,
     widen,
 )
@@ -179,9 +180,25 @@ def _decode_cast(payload, i, here, WIRE: tl.constexpr):
 
 
 @triton.jit
-def _encode_cast(total, payload_out, start, i, left, here, WIRE: tl.constexpr, CUT: tl.constexpr):
-    """Encode `total` into `payload_out`; the decoded floats."""
-    wire = narrow(total, WIRE)
+def _encode_cast(
+    total,
+    payload_out,
+    start,
+    i,
+    left,
+    here,
+    key_low,
+    key_high,
+    index,
+    WIRE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Encode `total` into `payload_out`; the decoded floats. `index` is that of the tile's first element."""
+    if STOCHASTIC:
+        wire = narrow_at_random(total, uniform(key_low, key_high, index, i))
+    else:
+        wire = narrow(total, WIRE)
     target = payload_out.to(tl.pointer_type(WIRE)) + start + i
     if CUT:
         padded = (left + 7) // 8 * 8  # halves of 16 bytes
@@ -276,6 +293,7 @@ def _tile(
     offset,
     RULES: tl.constexpr,
     WIRE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     OP: tl.constexpr,
     POSITION: tl.constexpr,
     DIVIDES: tl.constexpr,
@@ -355,7 +373,10 @@ def _tile(
             tl.store(error + start + i, tl.zeros_like(total).to(tl.float32), mask=here)
     else:
         if RULES is None:
-            decoded = _encode_cast(total, payload_out, start, i, left, here, WIRE, CUT)
+            decoded = _encode_cast(
+                total, payload_out, start, i, left, here, key_low, key_high, offset + start.to(tl.uint64),
+                WIRE, STOCHASTIC, CUT,
+            )  # fmt: skip
         else:
             decoded = _encode_blocks(
                 total, payload_out + at, head, scale_at, zero_at, codes_at, block, blocks, rows, here,
@@ -401,16 +422,16 @@ def combine_blocks(
     if left >= TILE:
         _tile(
             payloads, before, local, residual, error, payload_out, out, tile, left, divisor, key_low, key_high, offset,
-            RULES, None, "sum", POSITION, DIVIDES, TILE, False,
+            RULES, None, False, "sum", POSITION, DIVIDES, TILE, False,
         )  # fmt: skip
     else:
         _tile(
             payloads, before, local, residual, error, payload_out, out, tile, left, divisor, key_low, key_high, offset,
-            RULES, None, "sum", POSITION, DIVIDES, TILE, True,
+            RULES, None, False, "sum", POSITION, DIVIDES, TILE, True,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel", "key_low", "key_high", "offset"])
 def combine_casts(
     payloads,
     before,
@@ -421,7 +442,11 @@ def combine_casts(
     out,
     numel: tl.int64,
     divisor: tl.float32,
+    key_low: tl.uint32,
+    key_high: tl.uint32,
+    offset: tl.uint64,
     WIRE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     OP: tl.constexpr,
     POSITION: tl.constexpr,
     DIVIDES: tl.constexpr,
@@ -430,13 +455,14 @@ def combine_casts(
     """:func:`combine_blocks` for casts, with the reductions sum, min and max."""
     tile = tl.program_id(0).to(tl.int64)
     left = numel - tile * TILE
+    key_low, key_high, offset = key_low.to(tl.uint32), key_high.to(tl.uint32), offset.to(tl.uint64)
     if left >= TILE:
         _tile(
-            payloads, before, local, residual, error, payload_out, out, tile, left, divisor, None, None, None,
-            None, WIRE, OP, POSITION, DIVIDES, TILE, False,
+            payloads, before, local, residual, error, payload_out, out, tile, left, divisor, key_low, key_high, offset,
+            None, WIRE, STOCHASTIC, OP, POSITION, DIVIDES, TILE, False,
         )  # fmt: skip
     else:
         _tile(
-            payloads, before, local, residual, error, payload_out, out, tile, left, divisor, None, None, None,
-            None, WIRE, OP, POSITION, DIVIDES, TILE, True,
+            payloads, before, local, residual, error, payload_out, out, tile, left, divisor, key_low, key_high, offset,
+            None, WIRE, STOCHASTIC, OP, POSITION, DIVIDES, TILE, True,
         )  # fmt: skip

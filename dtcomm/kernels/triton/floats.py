@@ -65,6 +65,15 @@ def narrow(x, type: tl.constexpr):
 
 
 @triton.jit
+def narrow_at_random(x, random):
+    """fp32 cast to bf16 with stochastic rounding; `random` is what :func:`uniform` returns."""
+    step = (random * 65536.0).to(tl.int32).to(tl.uint32)
+    half = (x.to(tl.uint32, bitcast=True) + step) >> 16
+    half = tl.where(magnitude(x) > INFINITY, 0x7FC0, half)
+    return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _mix(h):
     h ^= h >> 16
     h *= 0x7FEB352D

@@ -100,15 +100,14 @@ def _launch(
     # Every product is rounded: `enable_fp_fusion` would let the assembler fuse a * b + c.
     options: dict[str, Any] = {"num_warps": tile // 512, "enable_fp_fusion": False}
     grid = (-(-call.numel // tile),)
+    random = (call.key & WORD, call.key >> 32, call.offset)
     if rules is None:
+        wire, stochastic = WIRES[call.codec.family], getattr(call.codec, "round", "nearest") == "stochastic"
         combine_casts[grid](
-            *tensors, WIRES[call.codec.family], call.op, position, divisor != 1, tile, **options
+            *tensors, *random, wire, stochastic, call.op, position, divisor != 1, tile, **options
         )
     else:
-        key, offset = call.key, call.offset
-        combine_blocks[grid](
-            *tensors, key & WORD, key >> 32, offset, rules, position, divisor != 1, tile, **options
-        )
+        combine_blocks[grid](*tensors, *random, rules, position, divisor != 1, tile, **options)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from bench import partial_sums
 from dtcomm.codecs import codec
 
 
-def gradients(ranks: int) -> partial_sums.Gradients:
+def gradients(ranks: int) -> partial_sums.Tensors:
     generator = torch.Generator().manual_seed(0)
     return [
         {name: torch.randn(numel, generator=generator) for name, numel in (("a", 3000), ("b", 1100))}
@@ -17,9 +17,13 @@ def gradients(ranks: int) -> partial_sums.Gradients:
     ]
 
 
+def terms(ranks: int) -> partial_sums.Terms:
+    return partial_sums.Terms.of(gradients(ranks))
+
+
 @pytest.mark.parametrize("algorithm", partial_sums.ALGORITHMS)
 def test_uncompressed_sums_have_the_error_of_fp32(algorithm: str) -> None:
-    squares = partial_sums.squares(codec("none"), algorithm, gradients(8))
+    squares = partial_sums.squares(codec("none"), algorithm, terms(8))
     assert set(squares) == {"a", "b"}
     assert partial_sums.vnmse(squares) < 1e-12
 
@@ -28,7 +32,7 @@ def test_rings_add_an_error_for_every_rank_and_two_shots_do_not() -> None:
     layout = codec("int4")
 
     def error(algorithm: str, ranks: int) -> float:
-        return partial_sums.vnmse(partial_sums.squares(layout, algorithm, gradients(ranks)))
+        return partial_sums.vnmse(partial_sums.squares(layout, algorithm, terms(ranks)))
 
     once = error("two_shot", 1)
     assert error("two_shot", 16) < 3 * once
@@ -42,3 +46,31 @@ def test_every_codec_but_those_without_a_loss_is_measured() -> None:
         spec.partition(":")[0] if spec.startswith("topk") else spec for spec in specs
     }
     assert not {"none", "exact", "lossless"} & set(specs)
+
+
+def test_activations_of_fewer_ranks_are_sums_of_shares_and_add_up_to_the_layers_output() -> None:
+    torch.manual_seed(0)
+    block = torch.nn.Sequential()
+    block.add_module("down", torch.nn.Linear(64, 32, bias=False))
+    inputs = torch.randn(3, 5, 64)
+    recorded = {"activations": {0: partial_sums.row_parallel_terms(block, inputs, 16)}}
+    for ranks in (1, 4, 16):
+        terms = partial_sums.of_ranks(recorded, "activations", 0, ranks)
+        assert len(terms) == ranks
+        total = sum(own["down"] for own in terms)
+        torch.testing.assert_close(total, block(inputs).flatten())
+    (shares,) = (own["down"] for own in partial_sums.of_ranks(recorded, "activations", 0, 16)[:1])
+    torch.testing.assert_close(shares, (inputs[..., :4] @ block.down.weight[:, :4].T).flatten())
+
+
+def test_a_ring_whose_hops_have_one_codec_has_the_error_of_the_engines_ring() -> None:
+    layout, eight = codec("int6"), terms(8)
+    by_hop = partial_sums.vnmse(partial_sums.ring_by_hop([layout] * 8, eight))
+    assert by_hop == pytest.approx(partial_sums.vnmse(partial_sums.squares(layout, "ring", eight)), rel=0.15)
+
+
+def test_widths_by_hop_put_the_same_bytes_on_the_wire() -> None:
+    rows = partial_sums.measure_hops(terms(9), 9)
+    for last, mean in (("5", 5.25), ("6", 6.25)):
+        bits = [row["bits"] for row in rows if row["name"].endswith(last)]
+        assert bits == pytest.approx([mean] * len(bits), rel=0.02) and len(bits) > 1

@@ -18,6 +18,7 @@ from dtcomm.kernels.ops import encode
 FOLDER = Path(__file__).parent / "golden"
 # File name -> spec: every registered codec with its defaults, and options.
 SPECS = {name: name for name in names()} | {
+    "bf16-stochastic": "bf16:round=stochastic",
     "int8-stochastic": "int8:round=stochastic",
     "int8-asymmetric": "int8:symmetric=false",
     "int8-fp32-scales": "int8:block=64,scale=fp32",

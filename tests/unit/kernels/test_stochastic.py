@@ -7,12 +7,14 @@ import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Integer
+from dtcomm.codecs import codec as parse
 from dtcomm.kernels import available, counter_rng, reference, use
 from dtcomm.kernels.ops import decode, encode
 from dtcomm.kernels.reference import integer
 from tests.unit.codecs.cases import codecs_with_option_sets
 from tests.unit.kernels.inputs import floats
 
+BF16 = "bf16:round=stochastic"
 STOCHASTIC = [
     codec for codec in codecs_with_option_sets() if isinstance(codec, Integer) and codec.round == "stochastic"
 ]
@@ -55,6 +57,50 @@ def test_stochastic_rounding_is_unbiased(codec: Integer) -> None:
     # A landing that is expected less than once in all keys is not normally distributed: allow for a few.
     assert (error.abs() <= 5 * variance.sqrt() + 4 * step / keys).all()
     assert error.sum().abs() < 5 * variance.sum().sqrt()
+
+
+def test_bf16_rounded_at_random_is_unbiased_and_one_of_the_two_neighbours() -> None:
+    n, keys = 4096, 400
+    x = floats("normal", n, seed=2) + 0.3
+    bits = x.view(torch.int32)
+    low = (bits & -0x10000).view(torch.float32).double()  # the neighbour nearer to zero
+    high = ((bits & -0x10000) + 0x10000).view(torch.float32).double()
+    up = torch.zeros(n, dtype=torch.float64)
+    for key in range(keys):
+        y = decode(BF16, encode(BF16, x, key=_C.mix_key(1, 0, key)), n).double()
+        assert torch.equal(torch.where(y == low, low, high), y)
+        up += (y != low).double() / keys
+    share = (bits & 0xFFFF).double() / 65536
+    deviation = (share * (1 - share) / keys).sqrt()
+    assert ((up - share).abs() <= 5 * deviation + 4 / keys).all()
+    assert (up - share).sum().abs() < 5 * deviation.square().sum().sqrt()
+
+
+@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize("start", [0, 12345, 2**32 - 2048 - 17, 2**40 - 1000])
+def test_bf16_in_parts_and_special_numbers_are_the_same_in_every_kernel(name: str, start: int) -> None:
+    """Also if the index passes 2^32, and from places that are no multiples of a vector."""
+    x = floats("normal", 5000)
+    x[::7] = float("nan")
+    x[1:8] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38, 0.0, -0.0, 1e-40])
+    with use("reference"):
+        expected = encode(BF16, x, key=9, offset=start)
+    with use(name):
+        assert torch.equal(encode(BF16, x, key=9, offset=start), expected)
+        part = encode(BF16, x[1024:3072], key=9, offset=start + 1024)
+        assert torch.equal(part, expected[2048:6144])
+
+
+def test_bf16_rounded_at_random_keeps_what_bf16_has() -> None:
+    x = floats("normal", 3000).bfloat16()
+    assert torch.equal(decode(BF16, encode(BF16, x, key=5), 3000, dtype=torch.bfloat16), x)
+
+
+def test_bf16_rounded_at_random_sums_alone() -> None:
+    assert parse("bf16:round=stochastic").operations == ("sum",)
+    assert parse("bf16").operations == ("sum", "min", "max")
+    with pytest.raises(ValueError, match="bf16: option 'round' is up; valid: nearest"):
+        parse("bf16:round=up")
 
 
 @pytest.mark.parametrize("name", available())

@@ -95,9 +95,12 @@ def test_simulated_blocks_agree_with_the_integral() -> None:
 
 @pytest.mark.parametrize("spec", quality.EXPECTED)
 def test_measured_errors_equal_the_expected_ones(spec: str) -> None:
-    """Within 3 %: a scale in bf16 costs int8 about 1 %, the sample moves the rest by less (randk's by more)."""
+    """Within 3 %: a scale in bf16 costs int8 1 %, with a zero point 4 %; the sample moves the rest less, but randk."""
     expected = quality.EXPECTED[spec][0]()
-    assert relative_l2(spec) == pytest.approx(expected, rel=0.1 if spec.startswith("randk") else 0.03)
+    assert relative_l2(spec) == pytest.approx(
+        expected,
+        rel={"randk": 0.1, "int8:symmetric=false": 0.05}.get(spec.removesuffix(":positions=shared"), 0.03),
+    )
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -189,11 +192,14 @@ def test_randomized_codecs_are_unbiased(tested: Codec) -> None:
     """Projections of the error on fixed directions have mean zero over keys, within five standard errors.
 
     The directions are the mean, x itself (which reveals shrinking) and four random ones. x is of bf16, which
-    spikes hold exactly. topk's choice is not random: the test compares only the elements that it keeps.
+    spikes hold exactly, except for bf16 itself. topk's choice is not random: the test compares only the elements that
+    it keeps.
     """
     n, keys = 2 * tested.granularity - 37 if tested.granularity < 4096 else 4096, 200
     generator = torch.Generator().manual_seed(3)
-    x = (torch.randn(n, generator=generator) + 0.3).bfloat16().float()
+    x = torch.randn(n, generator=generator) + 0.3
+    if tested.name != "bf16":
+        x = x.bfloat16().float()
     target = x.double()
     if tested.name == "topk":
         exact = replace(tested, values="fp32", round="nearest")  # type: ignore[call-arg]
@@ -217,17 +223,23 @@ def test_randomized_codecs_are_unbiased(tested: Codec) -> None:
 
 
 def result() -> dict[str, Any]:
-    return quality.measure([codec("none"), codec("int8")], speed=False, numel=4096)
+    return quality.measure([codec("none"), codec("int8"), codec("lossless")], numel=4096)
 
 
 def test_format_of_the_tables() -> None:
-    lines = quality.page(result()).splitlines()
+    rows = [
+        {"name": "memcpy", "bytes": 1024, "gb_per_s": 30.04},
+        {"name": "memcpy", "bytes": 4096, "gb_per_s": 12.0},
+        {"name": "int8 encode", "bytes": 1024, "gb_per_s": 20.0},
+    ]
+    lines = quality.page(result(), {"rows": rows}).splitlines()
     assert lines[0].startswith("| codec | bits per element | error, Gaussian |") and lines[1].startswith(
         "|---|---:"
     )
-    assert lines[2] == "| `none` | 32 | 0 | 0 | 0 | 0 | – | – |"
-    assert lines[3].startswith("| `int8` | 8.5 | 0.005") and len({line.count("|") for line in lines[:4]}) == 1
-    assert lines[4] == "" and lines[7].startswith("| `int8` | 0.005") and "255 levels" in lines[7]
+    assert lines[2] == "| `none` | 32 | 0 | 0 | 0 | 0 | 30; 12 | 30; 12 |"
+    assert lines[3].startswith("| `int8` | 8.5 | 0.005") and len({line.count("|") for line in lines[:5]}) == 1
+    assert lines[3].endswith("| 20 | not measured |") and lines[4].endswith("| not measured | not measured |")
+    assert lines[5] == "" and lines[9].startswith("| `int8` | 0.005") and "255 levels" in lines[9]
 
 
 def test_tables_replace_the_text_between_the_markers(tmp_path: Path) -> None:
