@@ -267,7 +267,8 @@ def chosen_rate(unit: Unit, trials: Mapping[str, Mapping[str, Any]]) -> float:
     Raises:
         KeyError: A trial is missing.
     """
-    return min(
-        (entry for trial in unit.trials() if (entry := trials[trial.key])),
+    best = min(
+        (trials[trial.key] for trial in unit.trials()),
         key=lambda entry: math.inf if entry["loss"] is None else entry["loss"],
-    )["rate"]
+    )
+    return float(best["rate"])
