@@ -157,7 +157,7 @@ def _local(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, se
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             loss = task.loss(replica, task.batch(seed, step, rank))
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             update(task, optimizer, list(replica.parameters()), step)
             total += float(loss.detach()) / RANKS
         losses.append(total)
@@ -199,7 +199,7 @@ def as_ddp(rank: int, world_size: int, task_name: str, method_name: str, seed: i
         if state is not None:
             state.observe(loss.detach())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         update(task, optimizer, list(module.parameters()), step)
         losses.append(float(loss.detach()))
         if local is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 HOOKS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,14 +42,14 @@ class SimulatedHook:
         return means
 
 
-def ddp_hook(name: str) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+def ddp_hook(name: str) -> Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]:
     """Return torch's hook for ``DistributedDataParallel.register_comm_hook``, on any backend.
 
     DDP accepts ``bf16_compress_hook`` only with NCCL and XCCL, by its name, although Gloo sums bf16 as well. This is
     what the hook itself calls.
     """
 
-    def compress_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def compress_hook(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return default_hooks._compress_hook(HOOKS[name], group, bucket)
 
     return compress_hook

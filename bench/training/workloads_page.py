@@ -76,7 +76,7 @@ def steps_to(curve: Sequence[Sequence[Any]], target: float) -> float | None:
         if loss <= target:
             if before is None or before[1] == loss:
                 return float(step)
-            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+            return before[0] + float((step - before[0]) * (before[1] - target) / (before[1] - loss))
         before = step, loss
     return None
 
