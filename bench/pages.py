@@ -1,4 +1,4 @@
-"""Write the tables of the README and of docs/ from the results in bench/results: python -m bench.pages."""
+"""Write tables and pictures of the README and of docs/ from the results in bench/results: python -m bench.pages."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from bench import (
 )
 from bench.common import pages, readme
 from bench.common.output import RESULTS
+from bench.training import workloads_page
 
 README = pages.DOCS.parent / "README.md"
 # Page and marks, what makes the text between them, and the programs whose results it takes.
@@ -38,6 +39,7 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality",)),
     (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
+    (pages.DOCS / "results/workloads.md", "workloads", workloads_page.kept_page, ()),
     (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
     (
         pages.DOCS / "guides/planning.md",
@@ -46,6 +48,8 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
         ("compression_setups",),
     ),
 ]
+#: What draws pictures from results of programs that do not draw them themselves.
+PICTURES: list[Callable[[], list[Path]]] = [workloads_page.kept_picture]
 
 
 def kept(program: str) -> dict[str, Any]:
@@ -61,9 +65,11 @@ def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    """Write all tables."""
+    """Write all tables and pictures."""
     for page, marks, text, programs in PAGES:
         print(pages.fill(page, marks, between_marks(text, programs)))
+    for draw in PICTURES:
+        print(*draw())
 
 
 if __name__ == "__main__":

@@ -216,21 +216,35 @@ def losers(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     return missed, [name for name in later if name not in ("none (fp32)", *SIXTEEN_BITS)]
 
 
-def page(result: dict[str, Any]) -> str:
-    """Return the text between the marks of docs/results/workloads.md; it reads workload_links.json if that is there."""
+def read(program: str) -> dict[str, Any]:
+    """Return the kept result of a program; an empty one if nothing is kept yet."""
+    path = RESULTS / f"{program}.json"
+    result: dict[str, Any] = {"units": {}, "rows": []}
+    if path.exists():
+        result = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def kept_page() -> str:
+    """Return the text between the marks of docs/results/workloads.md."""
+    return page(read("workloads"), read("workload_links"))
+
+
+def page(result: dict[str, Any], links: dict[str, Any]) -> str:
+    """Return the text that follows from the results of bench.workloads and bench.workload_links."""
     kept = Kept(result["units"])
     plan = planned()
     number = sum(unit.key in kept.units for unit in plan)
-    links: dict[str, Any] = {"rows": []}
-    if (path := RESULTS / "workload_links.json").exists():
-        links = json.loads(path.read_text(encoding="utf-8"))
     parts = [
         f"**{number} of {len(plan):,} units are kept**; `python -m bench.workloads --list` names the missing ones."
     ]
+    if kept.units:
+        parts.append(f"![held-out loss by the share of bytes sent]({PICTURE.name})")
+    if not links["rows"]:
+        parts.append("The steps on links are not measured yet, so there is no time to the loss.")
     for workload in WORKLOADS.values():
         parts += _of_workload(kept, workload, links)
-    if links["rows"]:
-        parts.append(pages.provenance(links))
+    parts += [pages.provenance(of_program) for of_program in (result, links) if "measurements" in of_program]
     return "\n\n".join(parts)
 
 
@@ -264,7 +278,13 @@ def _of_workload(kept: Kept, workload: Workload, links: Mapping[str, Any]) -> li
 _OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 
 
-def picture(result: dict[str, Any], path: Path = PICTURE) -> Path:
+def kept_picture() -> list[Path]:
+    """Draw the picture of the kept units; nothing if there are none."""
+    result = read("workloads")
+    return [picture(result, PICTURE)] if result["units"] else []
+
+
+def picture(result: dict[str, Any], path: Path) -> Path:
     """Plot the held-out loss by the share of bytes sent, with 2 workers; a panel for each workload with units."""
     from dtcomm.cli._plot import COLOURS, styled_pyplot
 
