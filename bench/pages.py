@@ -1,4 +1,4 @@
-"""Write the tables of the README and of docs/ from the results in bench/results: python -m bench.pages."""
+"""Write tables and pictures of the README and of docs/ from the results in bench/results: python -m bench.pages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from bench import (
 )
 from bench.common import pages, readme
 from bench.common.output import RESULTS, all_processors
+from bench.training import workloads_page
 
 README = pages.DOCS.parent / "README.md"
 # Page and marks, what makes the text between them, and the programs whose results it takes.
@@ -59,6 +60,7 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
         invariant_sums.page,
         ("invariant_sums",),
     ),
+    (pages.DOCS / "results/workloads.md", "workloads", workloads_page.kept_page, ()),
     (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
     (
         pages.DOCS / "guides/planning.md",
@@ -67,6 +69,8 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
         ("compression_setups",),
     ),
 ]
+#: What draws pictures from results of programs that do not draw them themselves.
+PICTURES: list[Callable[[], list[Path]]] = [workloads_page.kept_picture]
 
 
 def kept(program: str) -> dict[str, Any]:
@@ -98,9 +102,11 @@ def between_marks(text: Callable[..., str], programs: tuple[str, ...]) -> str:
 
 
 def main() -> None:
-    """Write all tables."""
+    """Write all tables and pictures."""
     for page, marks, text, programs in PAGES:
         print(pages.fill(page, marks, between_marks(text, programs)))
+    for draw in PICTURES:
+        print(*draw())
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 
 class Budget:
-    """A limit of ``seconds`` from the time of construction on."""
+    """A limit of ``seconds`` from the time of construction on; ``option`` sets it."""
 
-    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = seconds
+    def __init__(
+        self, seconds: float, now: Callable[[], float] = time.monotonic, option: str = "--seconds N"
+    ) -> None:
+        self.seconds, self.option = seconds, option
         self.cuts: list[str] = []
         self._now = now
         self._end = now() + seconds
@@ -27,7 +29,7 @@ class Budget:
         self.cuts.append(name)
         need = f", and this may take {seconds:.0f} s" if seconds else ""
         print(
-            f"CUT: {name}: {self.left():.0f} of {self.seconds:.0f} seconds are left{need}; more with --seconds N",
+            f"CUT: {name}: {self.left():.0f} of {self.seconds:.0f} seconds are left{need}; more with {self.option}",
             file=sys.stderr,
         )
         return False

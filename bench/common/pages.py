@@ -44,6 +44,8 @@ def provenance(result: dict[str, Any]) -> str:
         machine = result["machine"]
         made = f"commit {machine['commit']}, {result['time'][:10]}, {machine['cpu']}"
         return f"`{program}`: {made}; kept before runs were counted."
+    if "units" in measurements[0]:
+        return f"`{program}`: {'; '.join(map(_of_units, measurements))}."
     latest = measurements[-1]
     unfit = sorted({reason for entry in measurements for reason in entry.get("unfit", ())})
     number = f"median of {len(measurements)} runs" if len(measurements) > 1 else "one run"
@@ -52,3 +54,12 @@ def provenance(result: dict[str, Any]) -> str:
         f"`{program}`: {number} of commit {latest['commit']}{ranges}, {latest['date']}, {latest['processor']}"
         + (f"; unfit: {'; '.join(unfit)}." if unfit else ".")
     )
+
+
+def _of_units(measurement: dict[str, Any]) -> str:
+    """Return how many units of work a commit made, for a result whose units are kept one by one."""
+    number = f"{measurement['units']} unit{'s' if measurement['units'] != 1 else ''}"
+    low, high = measurement["load"]
+    unfit = f", unfit: {'; '.join(measurement['unfit'])}" if "unfit" in measurement else ""
+    made = f"{measurement['date']}, {measurement['processor']}, load {low:g} to {high:g}"
+    return f"{number} of commit {measurement['commit']}, {made}{unfit}"

@@ -8,7 +8,7 @@ two-shot, also encodes the sums.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,35 +88,59 @@ def in_a_loop(
     if method.every:
         losses = _local(task, method, first, run, seed)
     else:
-        losses = _synchronous(task, method, first, run, seed, variance_warmup)
+        losses = synchronous(
+            task, first, run.average, seed, momentum=not method.sgd, variance_warmup=variance_warmup
+        )
     sent = (
         run.all_reduce.payload_bytes / (uncompressed_bytes(names) * task.steps) + variance_warmup / task.steps
     )
     return _result(task, first, losses, sent, time.process_time() - begin)
 
 
-def _synchronous(
-    task: Task, method: Method, model: nn.Module, run: SimulatedRanks, seed: int, variance_warmup: int
+def synchronous(
+    task: Task,
+    model: nn.Module,
+    average: Callable[[Sequence[Sequence[torch.Tensor]]], list[torch.Tensor]],
+    seed: int,
+    *,
+    ranks: int = RANKS,
+    momentum: bool = True,
+    variance_warmup: int = 0,
+    after_step: Callable[[int], None] | None = None,
 ) -> list[float]:
+    """Train with averaged gradients; return the mean loss of the ranks in each step.
+
+    Args:
+        task: The task.
+        model: The model that all ranks start from and end with.
+        average: Returns the mean gradients; it gets those of each rank.
+        seed: The seed of the batches.
+        ranks: Number of simulated ranks.
+        momentum: Whether SGD has momentum.
+        variance_warmup: As for `in_a_loop`.
+        after_step: Called after each step with its number, from 1 on.
+    """
     parameters = list(model.parameters())
-    optimizer = task.optimizer(parameters, momentum=not method.sgd)
+    optimizer = task.optimizer(parameters, momentum=momentum)
     if variance_warmup:
         optimizer = ddp.FrozenVariance(optimizer, variance_warmup)
     losses = []
     for step in range(task.steps):
         gradients, total = [], 0.0
-        for rank in range(RANKS):
+        for rank in range(ranks):
             loss = task.loss(model, task.batch(seed, step, rank))
             gradients.append(torch.autograd.grad(loss, parameters))
-            total += float(loss.detach()) / RANKS
+            total += float(loss.detach()) / ranks
         if step < variance_warmup:
             means = [torch.stack(of_ranks).mean(0) for of_ranks in zip(*gradients, strict=True)]
         else:
-            means = run.average(gradients)
+            means = average(gradients)
         for parameter, mean in zip(parameters, means, strict=True):
             parameter.grad = mean
-        _update(task, optimizer, parameters, step)
+        update(task, optimizer, parameters, step)
         losses.append(total)
+        if after_step is not None:
+            after_step(step + 1)
     return losses
 
 
@@ -133,8 +157,8 @@ def _local(task: Task, method: Method, model: nn.Module, run: SimulatedRanks, se
         for rank, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             loss = task.loss(replica, task.batch(seed, step, rank))
             optimizer.zero_grad()
-            loss.backward()
-            _update(task, optimizer, list(replica.parameters()), step)
+            torch.autograd.backward(loss)
+            update(task, optimizer, list(replica.parameters()), step)
             total += float(loss.detach()) / RANKS
         losses.append(total)
         if (step + 1) % method.every == 0 or step + 1 == task.steps:
@@ -175,8 +199,8 @@ def as_ddp(rank: int, world_size: int, task_name: str, method_name: str, seed: i
         if state is not None:
             state.observe(loss.detach())
         optimizer.zero_grad()
-        loss.backward()
-        _update(task, optimizer, list(module.parameters()), step)
+        torch.autograd.backward(loss)
+        update(task, optimizer, list(module.parameters()), step)
         losses.append(float(loss.detach()))
         if local is not None:
             local.step()
@@ -190,7 +214,10 @@ def as_ddp(rank: int, world_size: int, task_name: str, method_name: str, seed: i
     return {**result, "guard": report.events}
 
 
-def _update(task: Task, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], step: int) -> None:
+def update(
+    task: Task, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], step: int
+) -> None:
+    """Make the step of an optimizer at the task's learning rate; with AdamW, clip the gradients first."""
     for group in optimizer.param_groups:
         group["lr"] = task.rate_at(step)
     if task.adam:

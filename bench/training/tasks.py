@@ -7,7 +7,7 @@ of its parameters are compressed under the default policy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +53,9 @@ class Task:
     evaluate: Callable[[nn.Module], float]
     adam: bool = False
 
-    def optimizer(self, parameters: list[torch.Tensor], *, momentum: bool = True) -> torch.optim.Optimizer:
+    def optimizer(
+        self, parameters: Sequence[torch.Tensor], *, momentum: bool = True
+    ) -> torch.optim.Optimizer:
         """Return SGD or AdamW; ``momentum=False``: SGD without momentum, for methods that have their own."""
         if self.adam:
             return torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.05)

@@ -112,7 +112,10 @@ def require_tensor(tensor: Any, argument: str) -> None:
     """Check that the argument is a dense tensor of a dtype that can be sent."""
     require_type(tensor, argument)
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{argument}: expected a dense tensor, got layout {tensor.layout}")
+        raise ValueError(
+            f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense(), or sum it "
+            "uncompressed with torch.distributed.all_reduce, which takes sparse tensors"
+        )
     if tensor.dtype not in ELEMENT_TYPES:
         valid = ", ".join(map(_dtype_name, ELEMENT_TYPES))
         raise TypeError(f"{argument}: dtype {tensor.dtype} is not one of {valid}")

@@ -137,7 +137,11 @@ class BucketLayouts:
             self.retired.append(layout)
         if buffer.layout != torch.strided:
             raise TypeError(
-                f"bucket {bucket.index()}: {buffer.layout} gradients cannot be compressed, only dense ones"
+                f"bucket {bucket.index()}: {', '.join(self.names(bucket))}: {buffer.layout} gradients cannot be "
+                "compressed, only dense ones. Create the embedding with sparse=False: topk and the other codecs then "
+                "take its gradient, which is mostly zero. Or let DDP ignore the parameter (before wrapping: "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model) and sum its gradient with "
+                "torch.distributed.all_reduce after backward"
             )
         layout = build_layout(
             buffer,

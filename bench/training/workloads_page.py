@@ -1,0 +1,341 @@
+"""The generated part of docs/results/workloads.md and its picture: tables of the units of bench.workloads.
+
+The time to a fixed held-out loss is a number of steps, from the units with 2 workers, times the seconds of a step on a
+link, from bench.workload_links. The loss is the one that the uncompressed run of the same seed has at 90 % of its
+steps. Learning rates fall to a hundredth at the end of a run, so runs are not cut short: a method that has not reached
+the loss by its last step counts as one that does not reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common import pages
+from bench.common.output import RESULTS
+from bench.training.units import SEEDS, VARIANTS, WORKERS, WORKLOADS, Unit, planned
+from bench.training.workload import OPTIMIZERS, Workload
+from bench.workload_links import AUTO, RANKS, timed_as
+from dtcomm.planner.sweep import MIN_SPEEDUP
+
+Entry = Mapping[str, Any]
+PICTURE = pages.DOCS / "results" / "workloads.png"
+SHARE = 0.9  # of the uncompressed run's steps, at which it has the loss to be reached
+BASELINE, SIXTEEN_BITS = "none", ("torch's fp16 hook", "torch's bf16 hook")
+LABELS = {"none": "none (fp32)"}
+
+
+class Kept:
+    """The kept units, by workload, method, optimizer, workers and seed."""
+
+    def __init__(self, units: Mapping[str, Entry]) -> None:
+        self.units = units
+
+    def seeds(self, workload: str, variant: str, optimizer: str, workers: int) -> dict[int, Entry]:
+        """Return the units of all seeds that are kept."""
+        entries = {}
+        for seed in range(SEEDS):
+            unit = Unit(workload=workload, variant=variant, optimizer=optimizer, workers=workers, seed=seed)
+            if unit.key in self.units:
+                entries[seed] = self.units[unit.key]
+        return entries
+
+    def variants(self, workload: str, optimizer: str) -> list[str]:
+        """Return the methods of which a unit is kept, in their order."""
+        return [
+            name
+            for name in VARIANTS
+            if any(self.seeds(workload, name, optimizer, workers) for workers in WORKERS)
+        ]
+
+
+def summary(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
+    """Return the median of the seeds with the least and greatest; fewer seeds than planned and divergence are said."""
+    if not values:
+        return ""
+    finite = sorted(value for value in values if value is not None)
+    diverged = f"{len(values) - len(finite)} of {len(values)} diverged" if len(finite) < len(values) else ""
+    if not finite:
+        return diverged
+    text = shown(statistics.median(finite))
+    if len(finite) > 1:
+        text += f" [{shown(finite[0])}–{shown(finite[-1])}]"
+    notes = [diverged, f"{len(values)} seed{'s' if len(values) > 1 else ''}" if len(values) < SEEDS else ""]
+    return text + (f" ({', '.join(note for note in notes if note)})" if any(notes) else "")
+
+
+def steps_to(curve: Sequence[Sequence[Any]], target: float) -> float | None:
+    """Return the step at which a curve first has the target, by a line between two points; None if it never has."""
+    before: tuple[float, float] | None = None
+    for step, loss, *_ in curve:
+        if loss is None:
+            return None
+        if loss <= target:
+            if before is None or before[1] == loss:
+                return float(step)
+            return before[0] + float((step - before[0]) * (before[1] - target) / (before[1] - loss))
+        before = step, loss
+    return None
+
+
+def target_of(entry: Entry) -> float | None:
+    """Return the loss of an uncompressed run at `SHARE` of its steps; None if it diverged."""
+    curve = entry["curve"]
+    point = min(curve, key=lambda point: abs(point[0] - SHARE * entry["steps"]))
+    return None if point[1] is None else float(point[1])
+
+
+def steps_by_seed(kept: Kept, workload: Workload, variant: str) -> dict[int, float | None]:
+    """Return by seed the steps to the loss, with 2 workers and the usual optimizer; None: not reached."""
+    baselines = kept.seeds(workload.name, BASELINE, workload.optimizer, RANKS)
+    steps = {}
+    for seed, entry in kept.seeds(workload.name, variant, workload.optimizer, RANKS).items():
+        if seed in baselines and (target := target_of(baselines[seed])) is not None:
+            steps[seed] = steps_to(entry["curve"], target)
+    return steps
+
+
+def quality_table(kept: Kept, workload: Workload, optimizer: str) -> str:
+    """Return the table of held-out losses by method and number of workers."""
+    columns = ["method", "rate", "sent", *(f"loss, {workers} workers" for workers in WORKERS)]
+    columns.append(f"{workload.quality}, {WORKERS[0]} workers")
+    lines = []
+    for name in kept.variants(workload.name, optimizer):
+        by_workers = [
+            list(kept.seeds(workload.name, name, optimizer, workers).values()) for workers in WORKERS
+        ]
+        first = next(entries[0] for entries in by_workers if entries)
+        cells = [summary([entry["loss"] for entry in entries], "{:.4f}".format) for entries in by_workers]
+        qualities = [entry["quality"] if entry["loss"] is not None else None for entry in by_workers[0]]
+        lines.append(
+            [
+                LABELS.get(name, name),
+                f"{first['rate']:g}",
+                f"{100 * first['sent']:.3g} %",
+                *cells,
+                summary(qualities, "{:.2f}".format),
+            ]
+        )
+    return pages.markdown(columns, lines, aligned=True)
+
+
+def reached(steps: Mapping[int, float | None]) -> str:
+    """Return the median number of steps with its range, and of how many seeds."""
+    if not steps:
+        return ""
+    values = [value for value in steps.values() if value is not None]
+    if not values:
+        return "not reached"
+    text = f"{statistics.median(values):.0f}"
+    if len(values) > 1:
+        text += f" [{min(values):.0f}–{max(values):.0f}]"
+    return text + (
+        f" ({len(values)} of {len(steps)} seeds)" if len(steps) < SEEDS or len(values) < len(steps) else ""
+    )
+
+
+def seconds_to(steps: Mapping[int, float | None], milliseconds: float) -> list[float]:
+    """Return the seconds to the loss of each seed; empty unless all seeds reach it."""
+    values = [value for value in steps.values() if value is not None]
+    return [value * milliseconds / 1e3 for value in values] if len(values) == len(steps) else []
+
+
+def auto_steps(kept: Kept, workload: Workload, chosen: str) -> dict[int, float | None]:
+    """Return the steps of what "auto" has chosen: of the method of that name."""
+    name = BASELINE if chosen in ("none", "plain DDP", "nothing yet") else chosen
+    return steps_by_seed(kept, workload, name) if name in VARIANTS else {}
+
+
+def verdict(faster: float) -> str:
+    """Return whether a speed-up pays; as in ``dtcomm plan``, less than 1.1 times does not count."""
+    return "pays" if faster > MIN_SPEEDUP else "does not pay"
+
+
+def link_lines(kept: Kept, workload: Workload, rows: Iterable[Entry]) -> list[list[str]]:
+    """Return the lines of the table of a workload and a link, fastest first, those that do not reach the loss last."""
+    of_name = {row["name"]: row for row in rows}
+    if BASELINE not in of_name:
+        return []
+    times: list[tuple[str, Entry, dict[int, float | None], list[float]]] = []
+    for name in kept.variants(workload.name, workload.optimizer):
+        row = of_name.get(timed_as(VARIANTS[name]))
+        if row is not None and (steps := steps_by_seed(kept, workload, name)):
+            times.append((name, row, steps, seconds_to(steps, row["ms"])))
+    if (row := of_name.get(AUTO)) is not None and (steps := auto_steps(kept, workload, row["chosen"])):
+        times.append((f"auto: {row['chosen']}", row, steps, seconds_to(steps, row["ms"])))
+    medians = {name: statistics.median(seconds) for name, _, _, seconds in times if seconds}
+    sixteen = [medians[name] for name in SIXTEEN_BITS if name in medians]
+    lines = []
+    for name, row, steps, seconds in sorted(times, key=lambda time: medians.get(time[0], float("inf"))):
+        planned = f"{row['predicted']:.2f}×, {verdict(row['predicted'])}" if "predicted" in row else "–"
+        cells = ["not reached", "", "", "does not pay"]
+        if seconds:
+            median = medians[name]
+            spread = f" [{min(seconds):.0f}–{max(seconds):.0f}]" if len(seconds) > 1 else ""
+            faster = medians[BASELINE] / median if BASELINE in medians else 0.0
+            cells = [
+                f"{median:.0f} s{spread}",
+                f"{faster:.2f}×" if faster else "",
+                f"{min(sixteen) / median:.2f}×" if sixteen else "",
+                verdict(faster) if faster else "",
+            ]
+        if name == BASELINE:
+            planned, cells[3] = "–", "–"
+        lines.append(
+            [
+                LABELS.get(name, name),
+                reached(steps),
+                f"{row['ms']:.1f} ({row['faster']:.2f}×{pages.spread(dict(row), 'faster', '{:.2f}'.format)})",
+                *cells[:3],
+                planned,
+                cells[3],
+            ]
+        )
+    return lines
+
+
+LINK_COLUMNS = (
+    "method",
+    "steps to the loss",
+    "ms a step (beside fp32)",
+    "time to the loss",
+    "beside fp32",
+    "beside torch's better 16-bit hook",
+    "planner, by step",
+    "measured, to the loss",
+)
+
+
+def losers(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
+    """Return the methods that do not reach the loss, and those that reach it later than torch's better 16-bit hook."""
+    missed = [line[0] for line in lines if line[3] == "not reached"]
+    later = [line[0] for line in lines if line[5] and float(line[5].rstrip("×")) < 0.995]
+    return missed, [name for name in later if name not in ("none (fp32)", *SIXTEEN_BITS)]
+
+
+def read(program: str) -> dict[str, Any]:
+    """Return the kept result of a program; an empty one if nothing is kept yet."""
+    path = RESULTS / f"{program}.json"
+    result: dict[str, Any] = {"units": {}, "rows": []}
+    if path.exists():
+        result = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def kept_page() -> str:
+    """Return the text between the marks of docs/results/workloads.md."""
+    return page(read("workloads"), read("workload_links"))
+
+
+def page(result: dict[str, Any], links: dict[str, Any]) -> str:
+    """Return the text that follows from the results of bench.workloads and bench.workload_links."""
+    kept = Kept(result["units"])
+    plan = planned()
+    number = sum(unit.key in kept.units for unit in plan)
+    parts = [
+        f"**{number} of {len(plan):,} units are kept**; `python -m bench.workloads --list` names the missing ones."
+    ]
+    if kept.units:
+        parts.append(f"![held-out loss by the share of bytes sent]({PICTURE.name})")
+    if not links["rows"]:
+        parts.append("The steps on links are not measured yet, so there is no time to the loss.")
+    for workload in WORKLOADS.values():
+        parts += _of_workload(kept, workload, links)
+    parts += [pages.provenance(of_program) for of_program in (result, links) if "measurements" in of_program]
+    return "\n\n".join(parts)
+
+
+def _of_workload(kept: Kept, workload: Workload, links: Mapping[str, Any]) -> list[str]:
+    entries = [entry for key, entry in kept.units.items() if key.startswith(f"{workload.name} | ")]
+    if not entries:
+        return [f"## {workload.title}", "No unit is kept yet."]
+    parts = [f"## {workload.title}"]
+    parts.append(
+        f"{entries[0]['steps']:,} steps of {workload.samples} samples. "
+        f"Data: {'; '.join(sorted({entry['data'] for entry in entries}))}. Losses are held out, in {workload.unit}."
+    )
+    for optimizer in sorted(OPTIMIZERS, key=lambda name: name != workload.optimizer):
+        if kept.variants(workload.name, optimizer):
+            parts += [f"### {_OPTIMIZERS[optimizer]}", quality_table(kept, workload, optimizer)]
+    rows = [row for row in links["rows"] if row["workload"] == workload.name]
+    for gbit in sorted({row["gbit"] for row in rows}):
+        lines = link_lines(kept, workload, [row for row in rows if row["gbit"] == gbit])
+        if not lines:
+            continue
+        parts += [f"### Time to the loss at {gbit:g} Gbit/s, {_OPTIMIZERS[workload.optimizer]}, 2 workers"]
+        parts.append(pages.markdown(LINK_COLUMNS, lines, aligned=True))
+        missed, later = losers(lines)
+        parts.append(
+            f"Not reached by: {', '.join(missed) or 'none'}. Later than torch's better 16-bit hook: "
+            f"{', '.join(later) or 'none'}."
+        )
+    return parts
+
+
+_OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "AdamW"}
+
+
+def kept_picture() -> list[Path]:
+    """Draw the picture of the kept units; nothing if there are none."""
+    result = read("workloads")
+    return [picture(result, PICTURE)] if result["units"] else []
+
+
+def picture(result: dict[str, Any], path: Path) -> Path:
+    """Plot the held-out loss by the share of bytes sent, with 2 workers; a panel for each workload with units."""
+    from dtcomm.cli._plot import COLOURS, styled_pyplot
+
+    kept = Kept(result["units"])
+    shown = [workload for workload in WORKLOADS.values() if kept.variants(workload.name, workload.optimizer)]
+    with styled_pyplot() as pyplot:
+        figure, panels = pyplot.subplots(
+            1,
+            max(1, len(shown)),
+            figsize=(4.6 * max(1, len(shown)), 4.4),
+            layout="constrained",
+            squeeze=False,
+        )
+        for axes, workload in zip(panels[0], shown):
+            baseline = _finite(kept, workload, BASELINE)
+            if baseline:
+                axes.axhspan(min(baseline), max(baseline), color=COLOURS[0], alpha=0.4, linewidth=1)
+            for name in kept.variants(workload.name, workload.optimizer):
+                entries = kept.seeds(workload.name, name, workload.optimizer, RANKS)
+                losses = _finite(kept, workload, name)
+                if not losses:
+                    continue
+                variant = VARIANTS[name]
+                colour = COLOURS[2] if variant.frozen else COLOURS[1] if variant.feedback else COLOURS[3]
+                colour = COLOURS[0] if name == BASELINE or variant.hook else colour
+                sent = 100 * next(iter(entries.values()))["sent"]
+                axes.plot([sent, sent], [min(losses), max(losses)], color=colour, linewidth=1.3)
+                axes.scatter([sent], [statistics.median(losses)], s=26, color=colour, zorder=3)
+                axes.annotate(
+                    name.removesuffix(", no feedback"),
+                    (sent, statistics.median(losses)),
+                    xytext=(4, 3),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
+            axes.set_xscale("log")
+            axes.set_title(workload.title)
+            axes.set_xlabel("sent, % of uncompressed")
+            axes.set_ylabel(f"held-out loss, {workload.unit}")
+            axes.grid(axis="y")
+        figure.suptitle(
+            "2 workers. Blue: with feedback. Orange: without. Green: frozen variance. Grey: fp32 and torch's hooks.",
+            fontsize=9.5,
+            x=0.01,
+            ha="left",
+        )
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+    return path
+
+
+def _finite(kept: Kept, workload: Workload, variant: str) -> list[float]:
+    entries = kept.seeds(workload.name, variant, workload.optimizer, RANKS).values()
+    return [entry["loss"] for entry in entries if entry["loss"] is not None]
