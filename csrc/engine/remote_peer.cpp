@@ -48,7 +48,13 @@ bool is_rank_or_none(std::uint64_t word, std::uint32_t ranks) { return word + 1 
 }  // namespace
 
 RemotePeer::RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own)
-    : layout_(layout), own_(own), memory_(nullptr), arrived_(layout.flags()), from_ucx_(*this, fds.size()) {
+    : layout_(layout),
+      own_(own),
+      memory_(nullptr),
+      arrived_(layout.flags()),
+      generation_(fds.size()),
+      left_(fds.size()),
+      from_ucx_(*this, fds.size()) {
   for (const int fd : fds) {
     from_sockets_.push_back(std::make_unique<Inbound>(*this, streams_.size()));
     streams_.push_back(std::make_unique<FrameStream>(fd));
@@ -76,12 +82,19 @@ void RemotePeer::connect(UcxWorker& worker, const std::string& address) {
 bool RemotePeer::has_ended() const {
   if (view_.header->closed.load(std::memory_order_acquire)) return false;
   if (ucx_ && ucx_->ended()) return true;
-  const bool ended = std::all_of(streams_.begin(), streams_.end(), [](const auto& stream) { return stream->ended(); });
+  if (left_.load(std::memory_order_acquire) > 0) return false;
+  if (may_be_restored_.load(std::memory_order_acquire) && !given_up_.load(std::memory_order_acquire)) return false;
   // A peer that has said goodbye may end its socket while UCX still delivers what it sent.
-  return ended && !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
+  return !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
+}
+
+bool RemotePeer::is_cut_off() const {
+  return left_.load(std::memory_order_acquire) == 0 && may_be_restored_.load(std::memory_order_acquire) &&
+         !given_up_.load(std::memory_order_acquire) && !view_.header->closed.load(std::memory_order_acquire);
 }
 
 const std::string& RemotePeer::end_reason() const {
+  if (given_up_.load(std::memory_order_acquire)) return give_up_reason_;
   const FrameStream& first = *streams_[0];
   return first.ended() || !ucx_ ? first.end_reason() : ucx_->end_reason();
 }
@@ -163,12 +176,17 @@ bool RemotePeer::receive(std::size_t stream) {
     part_sender_->set_done(view_.header->pieces_done.load(std::memory_order_relaxed));
     read_last_words();
   }
+  return handle_ended_streams();
+}
+
+bool RemotePeer::handle_ended_streams() {
   bool ended = false;
   // A part that has begun to arrive again ends the stream over which it was sent before.
   for (std::size_t number = 0; number < streams_.size(); ++number) {
     if (!streams_[number]->ended() || handled_end_[number]) continue;
     handled_end_[number] = ended = true;
     on_stream_end(number);
+    left_.fetch_sub(1, std::memory_order_release);
   }
   return ended;
 }
@@ -178,7 +196,12 @@ void RemotePeer::on_stream_end(std::size_t number) {
   if (!part_sender_) return;
   part_sender_->resend(number);
   if (number != control_) return;
-  while (control_ + 1 < streams_.size() && handled_end_[control_]) ++control_;
+  for (control_ = 0; control_ + 1 < streams_.size() && handled_end_[control_];) ++control_;
+  repeat_short_frames();
+}
+
+// Sends over the present stream of short frames what the one before it may have lost.
+void RemotePeer::repeat_short_frames() {
   FrameHeader frame{kDone};
   frame.words[0] = pieces_done_sent_;
   control().enqueue(frame, nullptr);
@@ -187,6 +210,52 @@ void RemotePeer::on_stream_end(std::size_t number) {
   send_headers(own_, last);
   if (failure_sent_) send_failure(own_.failure);
   if (closed_sent_) send_closed();
+}
+
+void RemotePeer::allow_restoring() { may_be_restored_.store(streams_.size() > 1, std::memory_order_release); }
+
+std::vector<RemotePeer::LostStream> RemotePeer::lost_streams() const {
+  std::vector<LostStream> lost;
+  const bool closes = says_goodbye_.load(std::memory_order_acquire) || closed_sent_;
+  if (closes || !may_be_restored_.load(std::memory_order_acquire) || given_up_.load(std::memory_order_acquire)) {
+    return lost;
+  }
+  for (std::size_t number = 0; number < streams_.size(); ++number) {
+    if (handled_end_[number]) lost.push_back({number, generation_[number], streams_[number]->end_reason()});
+  }
+  return lost;
+}
+
+bool RemotePeer::restore(std::size_t number, std::uint32_t generation, int fd) {
+  if (number >= streams_.size() || generation <= generation_[number]) return false;
+  if (!may_be_restored_.load(std::memory_order_acquire) || given_up_.load(std::memory_order_acquire)) return false;
+  if (!streams_[number]->ended()) streams_[number]->end("made anew by the peer");
+  handle_ended_streams();
+  streams_[number] = std::make_unique<FrameStream>(fd);
+  part_receiver_->forget(number);
+  handled_end_[number] = false;
+  generation_[number] = generation;
+  ++restored_;
+  const bool was_cut_off = left_.fetch_add(1, std::memory_order_release) == 0;
+  if (number < control_ || was_cut_off) {
+    control_ = number;
+    if (was_cut_off) repeat_short_frames();
+  }
+  flush();
+  return true;
+}
+
+void RemotePeer::end_stream(std::size_t number, std::uint32_t generation) {
+  if (number >= streams_.size() || generation_[number] != generation || streams_[number]->ended()) return;
+  if (!may_be_restored_.load(std::memory_order_acquire)) return;
+  streams_[number]->end("the peer has lost it");
+  handle_ended_streams();
+}
+
+void RemotePeer::give_up(std::string reason) {
+  if (given_up_.load(std::memory_order_acquire)) return;
+  give_up_reason_ = std::move(reason);
+  given_up_.store(true, std::memory_order_release);
 }
 
 bool RemotePeer::is_sending(const std::uint8_t* begin, const std::uint8_t* end) const {

@@ -101,9 +101,10 @@ def info(group: Group = None) -> dict[str, Any]:
         ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
         have chosen for each kind and size of operation, and ``trials``, ``"on"`` or why there are none; and where ranks
         reach each other over TCP ``connections``, how many carry the payloads between two ranks, and
-        ``round_trip_ms``, the longest round trip between hosts when the ranks connected. If there were
-        calls on CUDA tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors
-        only, the dictionary itself is that of the first device.
+        ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with several connections
+        ``missing_connections``, how many have ended and are being made anew, and ``restored_connections``, how often
+        that has succeeded. If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device; if
+        there were calls on CUDA tensors only, the dictionary itself is that of the first device.
 
     Raises:
         RuntimeError: If there is no such process group.

@@ -26,6 +26,7 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap import gloo, peer_processes, ucx, wide_area
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
+from dtcomm.runtime.bootstrap.restoration import ConnectionKeeper
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
@@ -80,6 +81,7 @@ class CpuBootstrap:
         self._name = name
         self._prefix = ""
         self._exchange: StoreExchange | None = None  # of the present attempt
+        self._several: dict[int, int] = {}  # connections to the peers that have more than one
         self._group = group
         self._timeout = group_timeout(group)
         self._deadline = Deadline(self._timeout) if deadline is None else deadline
@@ -111,7 +113,13 @@ class CpuBootstrap:
             failure = self._attach(native, infos, listener, exchange)
             if self._agree(exchange, native, infos, failure):
                 on_failure.pop_all()
-                if listener is not None:
+                if listener is not None and self._several:
+                    peers = {peer: infos[peer]["listener"] for peer in self._several}
+                    timeout_s = self._timeout.total_seconds()
+                    native.keeper = ConnectionKeeper(
+                        native.native, self.rank, listener, peers, self._several, self.names, timeout_s
+                    )
+                elif listener is not None:
                     listener.close()
                 return native
         return self._group_runtime()
@@ -268,6 +276,7 @@ class CpuBootstrap:
         addresses = [info["address"] for info in infos]
         try:
             native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
+            self._several = {peer: len(fds) for peer, fds in sockets.items() if len(fds) > 1}
             native.connections = max(map(wide_area.payload_connections, sockets.values()), default=0)
         except (OSError, RuntimeError) as error:
             peer_processes.require_alive(self.ranks, _GRACE_S)
