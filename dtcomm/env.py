@@ -112,6 +112,13 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
         check=_connections,
     ),
+    "DTCOMM_LINKS": Variable(
+        default="",
+        meaning="File with the rates of the links between all ranks of the job, the output of `dtcomm doctor --json`"
+        " under torchrun or the matrix gbit of docs/guides/several-hosts.md, which rank 0 of a group reads."
+        " algorithm=auto and hierarchical algorithms then group ranks by these links instead of by hosts. Empty: by"
+        " hosts",
+    ),
     "DTCOMM_SECRET": Variable(
         default="",
         meaning="A secret that all ranks share, such as the output of `openssl rand -hex 32`. Connections of the native"
@@ -300,3 +307,18 @@ def tune_text() -> str:
         if not chosen and isinstance(error, FileNotFoundError):
             return ""
         raise ValueError(f"DTCOMM_TUNE={chosen}: {path}: {error.strerror}") from None
+
+
+def links_text() -> str:
+    """The contents of the file that DTCOMM_LINKS names; empty if there is none.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    chosen = get("DTCOMM_LINKS")
+    if not chosen:
+        return ""
+    try:
+        return Path(chosen).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"DTCOMM_LINKS={chosen}: {error.strerror}") from None

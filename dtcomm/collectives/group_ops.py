@@ -11,6 +11,7 @@ import torch
 from dtcomm import algorithms, planner
 from dtcomm.codecs import Codec, codec, parse_levels
 from dtcomm.collectives._arguments import Group
+from dtcomm.collectives._dispatch import levels
 from dtcomm.collectives.reduce_ops import all_reduce
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.communicator_cache import (
@@ -205,14 +206,14 @@ def expected_call(
         communicator = next(iter(device_communicators(group).values()), None)
     if communicator is None or communicator.connection is not None:
         return None
-    ranks, hosts = communicator.size, communicator.hosts
+    groups, table = levels(communicator)
+    ranks, hosts = communicator.size, len(groups)
     if ranks == 1 or numel == 0:
         return ExpectedCall(0.0, 0.0, "nothing is sent")
     inside, between = parse_levels(spec)
     chosen = between if between is not None and hosts > 1 else inside
     if chosen.variable_length:
         return None
-    table = planner.parse(communicator.tuning_table)
     seconds, measured = planner.collective_seconds(collective, numel, dtype, chosen, ranks, hosts, table)
     if algorithm == TWO_SHOT_SYMMETRIC:
         algorithm = "two_shot"
@@ -220,7 +221,7 @@ def expected_call(
         algorithm = planner.select(
             collective, numel, dtype, chosen, ranks, hosts=hosts, table=table, algorithm=algorithm
         )
-    share = _sent_share(algorithm, collective, ranks, communicator.groups, communicator.rank)
+    share = _sent_share(algorithm, collective, ranks, groups, communicator.rank)
     source = f"{'measured by dtcomm tune' if measured else 'predicted'}, {table.source}"
     return ExpectedCall(seconds, share * chosen.wire_bytes(numel, dtype), source)
 
@@ -255,7 +256,7 @@ def level_shares(algorithm: str | Schedule, tensor: torch.Tensor, group: Group =
     schedule = (
         algorithm
         if isinstance(algorithm, Schedule)
-        else algorithms.build(algorithm, "all_reduce", communicator.size, hosts=communicator.groups)
+        else algorithms.build(algorithm, "all_reduce", communicator.size, hosts=levels(communicator)[0])
     )
     shares = [0.0, 0.0]
     for version in trace(schedule).versions:

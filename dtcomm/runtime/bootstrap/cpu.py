@@ -51,6 +51,7 @@ class CpuBootstrap:
         names: How errors name each rank.
         groups: The ranks of each host.
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought.
+        links: The text of the file of DTCOMM_LINKS that rank 0 brought.
         epoch: Counts the attempts of the ranks to make this communicator; equal on all ranks.
 
     Args:
@@ -75,6 +76,7 @@ class CpuBootstrap:
         self.names = [f"rank {rank}" for rank in ranks]
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
+        self.links = ""
         self.reason = ""
         self.epoch = 0
         self.runtime: Runtime | None = None
@@ -137,6 +139,7 @@ class CpuBootstrap:
             "process": peer_processes.own(),
             "protocol": PROTOCOL,
             "variables": env.shared(),
+            "links": env.links_text() if self.rank == 0 else "",
         }
 
     def _read_base_info(self, infos: Infos) -> None:
@@ -144,6 +147,7 @@ class CpuBootstrap:
         require_equal(infos, "variables", "DTCOMM_ variables")
         self.names = [info["name"] for info in infos]
         peer_processes.remember(self.ranks, self.names, [info["process"] for info in infos])
+        self.links = infos[0]["links"]
         hosts: dict[str, list[int]] = {}
         for rank, info in enumerate(infos):
             hosts.setdefault(info["host"], []).append(rank)
