@@ -32,6 +32,8 @@ static_assert(2 * kDoneInterval <= kSlots, "slots become free only when the peer
 constexpr std::uint64_t kHeadersSent = 8;  // a peer is at most this many operations behind
 // How long the failure of a peer waits for payloads that it sent before. They may never arrive.
 constexpr std::uint64_t kFailureWaitNs = 1000 * 1000 * 1000;
+constexpr std::uint64_t kRateIntervalNs = 50 * 1000 * 1000;
+constexpr std::size_t kLeastRates = 8;  // the first ones are of connections that have just begun to send
 static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
 
 void* reserve(std::size_t bytes) {
@@ -164,10 +166,30 @@ bool RemotePeer::flush() {
   if (part_sender_) {
     part_sender_->flush();
     queued = part_sender_->has_waiting();
+    if (queued) sample_rate();
   }
   for (const auto& stream : streams_) queued |= !stream->ended() && stream->has_queued();
   if (ucx_) ucx_->flush();
   return queued || (ucx_ && !ucx_->ended() && ucx_->has_queued());
+}
+
+// Parts wait, so all streams have something to send, and their rates add up to what the link carries.
+void RemotePeer::sample_rate() {
+  const std::uint64_t now = now_ns();
+  if (now - rate_sampled_ns_ < kRateIntervalNs) return;
+  rate_sampled_ns_ = now;
+  std::uint64_t rate = 0;
+  for (std::size_t number = 1; number < streams_.size(); ++number) rate += streams_[number]->delivery_rate();
+  if (rate > 0) rates_[rates_seen_++ % kRates] = static_cast<double>(rate);
+}
+
+double RemotePeer::measured_rate() const {
+  const std::size_t count = std::min(rates_seen_, kRates);
+  if (count < kLeastRates) return 0;
+  std::array<double, kRates> sorted = rates_;
+  const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(count / 2);
+  std::nth_element(sorted.begin(), middle, sorted.begin() + static_cast<std::ptrdiff_t>(count));
+  return *middle;
 }
 
 bool RemotePeer::receive(std::size_t stream) {

@@ -11,6 +11,7 @@
 // anew (allow_restoring()): then it is cut off until one is there, or give_up() says that there will be none.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -65,6 +66,9 @@ class RemotePeer {
   // No connection can be made any more: the peer is lost with the streams that are left.
   void give_up(std::string reason);
   std::uint64_t restored() const { return restored_; }
+  // Bytes per second that all payload streams together have carried while more was waiting, by the kernel's
+  // measurements: the median of the last ones. 0 if there is one stream, or too few were made.
+  double measured_rate() const;
   // Whether something waits for a stream.
   bool has_unsent() const { return part_sender_ && part_sender_->has_unsent(); }
 
@@ -113,6 +117,7 @@ class RemotePeer {
   void on_frame(const FrameHeader& frame, const char* text);
   void on_payload(const FrameHeader& frame, std::size_t bytes);
   bool handle_ended_streams();
+  void sample_rate();
   void on_stream_end(std::size_t number);
   void repeat_short_frames();
   // For all frames but payloads.
@@ -136,8 +141,12 @@ class RemotePeer {
   std::atomic<std::size_t> left_;          // streams that have not ended; also read by threads that list the peers
   std::atomic<bool> may_be_restored_{false}, given_up_{false};  // likewise
   std::string give_up_reason_;                                  // set before given_up_
-  std::uint64_t restored_ = 0;                                  // streams
-  std::optional<PartSender> part_sender_;                       // if there are several streams
+  static constexpr std::size_t kRates = 32;
+  std::array<double, kRates> rates_{};  // the last ones, in a ring
+  std::size_t rates_seen_ = 0;
+  std::uint64_t rate_sampled_ns_ = 0;
+  std::uint64_t restored_ = 0;             // streams
+  std::optional<PartSender> part_sender_;  // if there are several streams
   std::optional<PartReceiver> part_receiver_;
   UcxChannel* ucx_ = nullptr;
   std::vector<std::unique_ptr<Inbound>> from_sockets_;

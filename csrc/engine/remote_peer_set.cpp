@@ -158,6 +158,13 @@ std::pair<std::size_t, std::uint64_t> RemotePeerSet::restoring_counts() {
   return counts;
 }
 
+std::vector<double> RemotePeerSet::measured_rates() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<double> rates;
+  for (const auto& peer : peers_) rates.push_back(peer ? peer->measured_rate() : 0.0);
+  return rates;
+}
+
 // Sockets that have ended are not waited for any more, and whoever makes them anew learns of it.
 void RemotePeerSet::notify_ended(const RemotePeer& peer) {
   for (const auto& stream : peer.streams()) {

@@ -52,6 +52,8 @@ class RemotePeerSet {
   void give_up(int peer, const std::string& reason);
   // How many connections have ended and are missing, and how often one was made anew.
   std::pair<std::size_t, std::uint64_t> restoring_counts();
+  // RemotePeer::measured_rate() by rank; 0 for this rank and for peers that share memory.
+  std::vector<double> measured_rates();
 
   // Reads the frames that have arrived, and passes queued ones to the kernel.
   void receive();

@@ -246,6 +246,10 @@ void bind_communicator(py::module_& module) {
           [](Communicator& self) { return without_gil([&] { return self.connections().restoring_counts(); }); },
           "How many connections are missing, and how often one was made anew.")
       .def(
+          "measured_rates",
+          [](Communicator& self) { return without_gil([&] { return self.connections().measured_rates(); }); },
+          "Bytes per second to each rank, as measured while several connections to it were busy; 0: not measured.")
+      .def(
           "single_copy_error", [](const Communicator& self) { return self.can_single_copy().message(); },
           "Why this rank cannot copy out of its peers' private memory; empty if it can.")
       .def(

@@ -201,7 +201,7 @@ class CpuBootstrap:
             if wide_area.is_far(longest_ms):
                 # All ranks come here. Pieces have another size again.
                 native.close()
-                slot_bytes = wide_area.slot_bytes(longest_ms)
+                slot_bytes = wide_area.slot_bytes(longest_ms, self._fastest_gbit(infos))
                 native = NativeRuntime(self.rank, self.size, timeout_s, slot_bytes, threads, wide_area=True)
                 on_failure.callback(native.close)
                 addresses = exchange.all_gather({"address": native.address()})
@@ -221,8 +221,19 @@ class CpuBootstrap:
         measured = dict(zip(probed, wide_area.round_trip_ms(list(probed.values())), strict=True))
         return {
             "round_trips": [measured.get(host, 0.0) for host in range(len(self.groups))],
+            "gbit": [wide_area.measured_gbit(infos[rank]["host"]) for rank in first],
             "buffer_bytes": wide_area.buffer_bytes(),
         }
+
+    def _fastest_gbit(self, infos: Infos) -> float:
+        """The rate that the slots are to fill, of the fastest link between hosts; the same answer on all ranks."""
+        hosts = range(len(self.groups))
+        known = [
+            max(max(infos[rank]["gbit"][there] for rank in self.groups[here]),
+                max(infos[rank]["gbit"][here] for rank in self.groups[there]))
+            for here in hosts for there in hosts if here < there
+        ]  # fmt: skip
+        return max((wide_area.rate_gbit(gbit) for gbit in known), default=wide_area.REACHED_GBIT)
 
     def _connections(self, infos: Infos, peer: int) -> int:
         """How many connections carry the payloads to a peer; the same answer on both."""
@@ -230,8 +241,10 @@ class CpuBootstrap:
             return 1
         host = {rank: index for index, ranks in enumerate(self.groups) for rank in ranks}
         own, other = infos[self.rank], infos[peer]
-        round_trip_ms = max(own["round_trips"][host[peer]], other["round_trips"][host[self.rank]])
-        return wide_area.connections(round_trip_ms, min(own["buffer_bytes"], other["buffer_bytes"]))
+        there, here = host[peer], host[self.rank]
+        round_trip_ms = max(own["round_trips"][there], other["round_trips"][here])
+        gbit = wide_area.rate_gbit(own["gbit"][there], other["gbit"][here])
+        return wide_area.connections(round_trip_ms, min(own["buffer_bytes"], other["buffer_bytes"]), gbit)
 
     def _uses_ucx(self, infos: Infos) -> bool:
         """Whether all ranks offer UCX, so that payloads go through it; the same answer on all ranks."""
@@ -281,6 +294,8 @@ class CpuBootstrap:
         try:
             native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
             self._several = {peer: len(fds) for peer, fds in sockets.items() if len(fds) > 1}
+            native.remote_hosts = {peer: infos[peer]["host"] for peer in sockets}
+            native.remember_rate = wide_area.remember
             native.connections = max(map(wide_area.payload_connections, sockets.values()), default=0)
         except (OSError, RuntimeError) as error:
             peer_processes.require_alive(self.ranks, _GRACE_S)

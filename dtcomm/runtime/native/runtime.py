@@ -60,6 +60,8 @@ class NativeRuntime:
         ucx: What UCX is used, if it is: its version, and the devices that it may use.
         connections: TCP connections that carry the payloads to another rank, the most to any; 0 if there are none.
         round_trip_ms: The longest round trip between ranks that was measured when they connected; 0 inside a host.
+        remote_hosts: The host of each rank that is reached over TCP.
+        remember_rate: Called with such a host and the bytes per second that the connections to it have carried.
         keeper: What makes connections anew, of ranks with several; it is closed with this object.
         no_ucx: Why UCX is not used between ranks that share no memory; empty if it is, or if there are none.
         single_copy: Why receivers do not copy out of the senders' memory; empty if they do. The bootstrap sets it to
@@ -99,6 +101,8 @@ class NativeRuntime:
         self.ucx: Mapping[str, Any] = {}
         self.no_ucx = ""
         self.single_copy = self.no_trials = "not asked for yet"
+        self.remote_hosts: Mapping[int, str] = {}
+        self.remember_rate: Callable[[str, float], None] | None = None
         self.keeper: ConnectionKeeper | None = None
         self._recorded_failure = False
         self._failure: DtcommError | None = None  # of a codec written in Python; the engine knows its own
@@ -280,10 +284,26 @@ class NativeRuntime:
 
     def close(self) -> None:
         """Release all shared memory. Peers that wait for this rank raise PeerLost."""
+        self.note_rates()
         self.native.close()
         self.stop_keeper()
         if self.codec_thread is not None:
             self.codec_thread.stop()
+
+    def note_rates(self) -> dict[str, float]:
+        """Remember the rates of links that were measured, for later communicators; returns them in Gbit/s by host."""
+        if not self.remote_hosts:
+            return {}
+        rates = self.native.measured_rates()
+        found = {
+            host: rates[rank]
+            for rank, host in self.remote_hosts.items()
+            if rank < len(rates) and rates[rank] > 0
+        }
+        if self.remember_rate is not None:
+            for host, rate in found.items():
+                self.remember_rate(host, rate)
+        return {host: round(rate * 8e-9, 3) for host, rate in found.items()}
 
     def stop_keeper(self) -> None:
         """To be called when the engine has closed, which may need connections to send what it sends last."""
@@ -319,6 +339,7 @@ class NativeRuntime:
             "round_trip_ms": self.round_trip_ms,
             "missing_connections": missing,
             "restored_connections": restored,
+            "measured_gbit": self.note_rates(),
         }
 
     def _ucx_info(self) -> dict[str, Any]:
@@ -330,6 +351,8 @@ class NativeRuntime:
 def close_all(runtimes: Iterable[object]) -> None:
     """Close the native ones of several runtimes in the time that one takes."""
     native = [runtime for runtime in runtimes if isinstance(runtime, NativeRuntime)]
+    for runtime in native:
+        runtime.note_rates()
     _C.NativeCommunicator.close_all([runtime.native for runtime in native])
     for runtime in native:
         runtime.stop_keeper()

@@ -69,6 +69,24 @@ def test_the_number_follows_the_longer_one_of_what_the_ends_measured() -> None:
     assert run_ranks(number_of_connections, 2, {"DTCOMM_LINK": "10gbit,50us"}, 50.0) == [1, 1]
 
 
+def number_after_a_measurement(rank: int, world_size: int) -> list[int]:
+    """The connections of two communicators; between the two rank 1 measures 20 Gbit/s."""
+    os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
+    numbers = []
+    with mock.patch.object(wide_area, "round_trip_ms", lambda peers: [40.0] * len(peers)):
+        for measured in (0.0, 20.0 * rank):
+            with mock.patch.object(wide_area, "measured_gbit", lambda host, gbit=measured: gbit):
+                C.all_reduce(torch.ones(10))
+                numbers.append(int(C.info()["connections"]))
+            C.release()
+    return numbers
+
+
+def test_later_communicators_take_the_rate_that_one_end_has_measured() -> None:
+    first, second = run_ranks(number_after_a_measurement, 2)
+    assert first == second and first[0] < first[1] == wide_area.MAX_CONNECTIONS
+
+
 def differ_in_the_variable(rank: int, world_size: int) -> str:
     os.environ["DTCOMM_CONNECTIONS"] = str(rank + 1)
     with pytest.raises(CollectiveMismatch) as raised:
