@@ -11,6 +11,7 @@ from bench import (
     auto_runs,
     collectives,
     compression_setups,
+    elastic_page,
     fsdp_speed,
     partial_sums,
     published_runs,
@@ -46,6 +47,10 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
         ("compression_setups",),
     ),
 ]
+
+# A campaign of half an hour, whose table is there once it has run.
+if (RESULTS / "elastic.json").exists():
+    PAGES.append((pages.DOCS / "guides/across-sites.md", "elastic", elastic_page.page, ("elastic",)))
 
 
 def kept(program: str) -> dict[str, Any]:
