@@ -33,7 +33,7 @@ constexpr std::uint64_t kHeadersSent = 8;  // a peer is at most this many operat
 // How long the failure of a peer waits for payloads that it sent before. They may never arrive.
 constexpr std::uint64_t kFailureWaitNs = 1000 * 1000 * 1000;
 constexpr std::uint64_t kRateIntervalNs = 50 * 1000 * 1000;
-constexpr std::size_t kLeastRates = 8;  // the first ones are of connections that have just begun to send
+constexpr std::size_t kLeastRates = 8;
 static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
 
 void* reserve(std::size_t bytes) {
@@ -166,21 +166,32 @@ bool RemotePeer::flush() {
   if (part_sender_) {
     part_sender_->flush();
     queued = part_sender_->has_waiting();
-    if (queued) sample_rate();
+    sample_rate(queued);
   }
   for (const auto& stream : streams_) queued |= !stream->ended() && stream->has_queued();
   if (ucx_) ucx_->flush();
   return queued || (ucx_ && !ucx_->ended() && ucx_->has_queued());
 }
 
-// Parts wait, so all streams have something to send, and their rates add up to what the link carries.
-void RemotePeer::sample_rate() {
+// While parts wait, all streams have something to send, and what is acknowledged is what the link carries. The first
+// interval of such a time is left out: the link was not full when it began.
+void RemotePeer::sample_rate(bool parts_wait) {
+  if (!parts_wait) {
+    rate_since_ns_ = 0;
+    return;
+  }
   const std::uint64_t now = now_ns();
-  if (now - rate_sampled_ns_ < kRateIntervalNs) return;
-  rate_sampled_ns_ = now;
-  std::uint64_t rate = 0;
-  for (std::size_t number = 1; number < streams_.size(); ++number) rate += streams_[number]->delivery_rate();
-  if (rate > 0) rates_[rates_seen_++ % kRates] = static_cast<double>(rate);
+  if (rate_since_ns_ != 0 && now - rate_since_ns_ < kRateIntervalNs) return;
+  std::uint64_t acknowledged = 0;
+  for (std::size_t number = 1; number < streams_.size(); ++number) acknowledged += streams_[number]->acknowledged();
+  if (rate_since_ns_ == 0) {
+    rate_intervals_ = 0;
+  } else if (++rate_intervals_ > 1 && acknowledged > acknowledged_) {  // else a stream was made anew
+    const double seconds = static_cast<double>(now - rate_since_ns_) * 1e-9;
+    rates_[rates_seen_++ % kRates] = static_cast<double>(acknowledged - acknowledged_) / seconds;
+  }
+  rate_since_ns_ = now;
+  acknowledged_ = acknowledged;
 }
 
 double RemotePeer::measured_rate() const {

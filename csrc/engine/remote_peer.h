@@ -66,8 +66,8 @@ class RemotePeer {
   // No connection can be made any more: the peer is lost with the streams that are left.
   void give_up(std::string reason);
   std::uint64_t restored() const { return restored_; }
-  // Bytes per second that all payload streams together have carried while more was waiting, by the kernel's
-  // measurements: the median of the last ones. 0 if there is one stream, or too few were made.
+  // Bytes per second that the peer has acknowledged on all payload streams together while more was waiting: the median
+  // of the last intervals. 0 if there is one stream, or too few intervals have passed.
   double measured_rate() const;
   // Whether something waits for a stream.
   bool has_unsent() const { return part_sender_ && part_sender_->has_unsent(); }
@@ -117,7 +117,7 @@ class RemotePeer {
   void on_frame(const FrameHeader& frame, const char* text);
   void on_payload(const FrameHeader& frame, std::size_t bytes);
   bool handle_ended_streams();
-  void sample_rate();
+  void sample_rate(bool parts_wait);
   void on_stream_end(std::size_t number);
   void repeat_short_frames();
   // For all frames but payloads.
@@ -144,7 +144,9 @@ class RemotePeer {
   static constexpr std::size_t kRates = 32;
   std::array<double, kRates> rates_{};  // the last ones, in a ring
   std::size_t rates_seen_ = 0;
-  std::uint64_t rate_sampled_ns_ = 0;
+  std::uint64_t rate_since_ns_ = 0;        // the beginning of the present interval; 0: no parts wait
+  std::uint64_t acknowledged_ = 0;         // bytes until then
+  std::size_t rate_intervals_ = 0;         // since parts wait
   std::uint64_t restored_ = 0;             // streams
   std::optional<PartSender> part_sender_;  // if there are several streams
   std::optional<PartReceiver> part_receiver_;

@@ -25,10 +25,6 @@ constexpr std::uint64_t kFailedGoodbyeNs = 200 * 1000 * 1000;
 
 }  // namespace
 
-RemotePeerSet::~RemotePeerSet() {
-  if (ended_fd_ >= 0) close_unless_in_child(ended_fd_);
-}
-
 template <class Action>
 void RemotePeerSet::for_each_locked(Action action) {
   if (peers_.empty()) return;
@@ -91,6 +87,7 @@ std::vector<std::string> RemotePeerSet::ucx_lanes() {
 
 void RemotePeerSet::allow_restoring(int event_fd) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (peers_.empty()) return;
   const int duplicate = fcntl(event_fd, F_DUPFD_CLOEXEC, 0);
   if (duplicate < 0) throw std::system_error(errno, std::generic_category(), "fcntl");
   close_in_children(duplicate);
@@ -333,6 +330,8 @@ void RemotePeerSet::close() {
   ucx_.reset();  // first, as it writes into what the peers own and reads this rank's slots
   peers_.clear();
   epoll_.close();
+  if (ended_fd_ >= 0) close_unless_in_child(ended_fd_);
+  ended_fd_ = -1;
 }
 
 }  // namespace dtcomm

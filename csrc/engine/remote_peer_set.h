@@ -18,9 +18,6 @@ namespace dtcomm {
 // returns at once if there are no peers.
 class RemotePeerSet {
  public:
-  RemotePeerSet() = default;
-  ~RemotePeerSet();
-  RemotePeerSet(const RemotePeerSet&) = delete;
   // Adds a peer before the first use; takes ownership of the connected sockets.
   void add(int peer, const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own);
   // Makes this rank's endpoint of UCX; returns its address.

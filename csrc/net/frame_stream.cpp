@@ -104,11 +104,11 @@ std::size_t FrameStream::unacknowledged() const {
   return ended() || ioctl(fd_, SIOCOUTQ, &bytes) != 0 ? 0 : static_cast<std::size_t>(bytes);
 }
 
-std::uint64_t FrameStream::delivery_rate() const {
+std::uint64_t FrameStream::acknowledged() const {
   tcp_info info{};
   socklen_t size = sizeof info;
   if (ended() || getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
-  return size >= offsetof(tcp_info, tcpi_delivery_rate) + sizeof info.tcpi_delivery_rate ? info.tcpi_delivery_rate : 0;
+  return size >= offsetof(tcp_info, tcpi_bytes_acked) + sizeof info.tcpi_bytes_acked ? info.tcpi_bytes_acked : 0;
 }
 
 // Reads the rest of the payload directly to its place, and what follows it into the read-ahead buffer.

@@ -33,8 +33,8 @@ class FrameStream final : public FrameChannel {
   // Ends the sending direction. The kernel still sends what it has accepted; `unacknowledged` counts those bytes.
   void shutdown_send();
   std::size_t unacknowledged() const;
-  // Bytes per second that the peer's kernel has acknowledged lately, by this kernel's measurement; 0 if it has none.
-  std::uint64_t delivery_rate() const;
+  // Bytes that the peer's kernel has acknowledged since the connection was made; 0 if this kernel does not count them.
+  std::uint64_t acknowledged() const;
   // Ends the connection.
   void end(std::string reason);
 

@@ -243,11 +243,17 @@ void bind_communicator(py::module_& module) {
           py::arg("peer"), py::arg("reason"), "No connection to the peer can be made anew.")
       .def(
           "restoring_counts",
-          [](Communicator& self) { return without_gil([&] { return self.connections().restoring_counts(); }); },
+          [](Communicator& self) {
+            if (self.in_forked_child()) return std::pair<std::size_t, std::uint64_t>();
+            return without_gil([&] { return self.connections().restoring_counts(); });
+          },
           "How many connections are missing, and how often one was made anew.")
       .def(
           "measured_rates",
-          [](Communicator& self) { return without_gil([&] { return self.connections().measured_rates(); }); },
+          [](Communicator& self) {
+            if (self.in_forked_child()) return std::vector<double>();
+            return without_gil([&] { return self.connections().measured_rates(); });
+          },
           "Bytes per second to each rank, as measured while several connections to it were busy; 0: not measured.")
       .def(
           "single_copy_error", [](const Communicator& self) { return self.can_single_copy().message(); },

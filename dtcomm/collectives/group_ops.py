@@ -104,8 +104,9 @@ def info(group: Group = None) -> dict[str, Any]:
         reach each other over TCP ``connections``, how many carry the payloads between two ranks, and
         ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with several connections
         ``missing_connections``, how many have ended and are being made anew, and ``restored_connections``, how often
-        that has succeeded. If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device; if
-        there were calls on CUDA tensors only, the dictionary itself is that of the first device.
+        that has succeeded, and ``measured_gbit``, what they carried while they were busy, by host. If there were calls
+        on CUDA tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors only,
+        the dictionary itself is that of the first device.
 
     Raises:
         RuntimeError: If there is no such process group.

@@ -114,7 +114,6 @@ class CpuBootstrap:
             native, infos = self._exchange_info(exchange, listener, why_closed, on_failure)
             failure = self._attach(native, infos, listener, exchange)
             if self._agree(exchange, native, infos, failure):
-                on_failure.pop_all()
                 if listener is not None and self._several:
                     peers = {peer: infos[peer]["listener"] for peer in self._several}
                     timeout_s = self._timeout.total_seconds()
@@ -123,6 +122,7 @@ class CpuBootstrap:
                     )
                 elif listener is not None:
                     listener.close()
+                on_failure.pop_all()
                 return native
         return self._group_runtime()
 

@@ -288,9 +288,11 @@ class ConnectionKeeper:
         caller.connection.close()
 
     def close_in_child(self) -> None:
-        """Close the copy of the listener that a forked child has, so that the peers see this process end."""
+        """Close the copies that a forked child has: the peers are to see this process end, and its thread goes on."""
         with contextlib.suppress(OSError):
             self._listener.close()
+        self._ended.close_in_child()
+        self._stop.close_in_child()
 
 
 class _Loss:
@@ -409,6 +411,11 @@ class _Event:
         with self._lock:
             self._is_closed = True
             os.close(self._fd)
+
+    def close_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread that the child does not have may hold the other one
+        if not self._is_closed:
+            self.close()
 
 
 def _close_in_child() -> None:

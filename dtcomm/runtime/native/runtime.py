@@ -243,6 +243,7 @@ class NativeRuntime:
             self._failure = error
         self.record_failure(error)
         self.native.close()
+        self.stop_keeper()
 
     def call_failed(self, error: BaseException) -> None:
         """Prepare for the error of a call to be raised."""

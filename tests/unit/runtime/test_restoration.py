@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -274,3 +275,26 @@ def test_a_peer_that_closes_is_not_called(caplog: pytest.LogCaptureFixture) -> N
             made.natives[0].run(plan(0, 1000), tensor.data_ptr(), tensor.data_ptr(), 0, 1)
         time.sleep(0.2)
         assert caplog.text == ""
+
+
+def test_a_forked_child_does_not_stop_the_thread_of_its_parent() -> None:
+    with pair([None] * SOCKETS) as made:
+        child = os.fork()
+        if child == 0:
+            for keeper in made.keepers:
+                if keeper is not None:
+                    keeper.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        made.natives[0].end_connection(1, 2, 0)
+        for native in made.natives:
+            wait_for(lambda native=native: native.restoring_counts() == (0, 1))
+
+
+def test_nothing_is_left_when_keepers_are_closed() -> None:
+    counts = []
+    for _ in range(3):  # the first one makes what the process keeps
+        with pair([None, 100_000, None, None]) as made:
+            reduce(made)
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert counts[1] == counts[2] == counts[0]
