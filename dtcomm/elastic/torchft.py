@@ -66,7 +66,8 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
         Returns:
             A handle with ``wait`` and ``get_future``, as torch's.
         """
-        op = op_name(getattr(opts, "reduceOp", opts))
+        reduction = getattr(opts, "reduceOp", opts)
+        op = op_name(getattr(reduction, "op", reduction))
         group = self.parent
         works = [
             all_reduce(

@@ -18,16 +18,18 @@ PARAMETERS = 64 * 64 + 64 + 64 + 1
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[str]:
+def lighthouse(request: pytest.FixtureRequest) -> Iterator[str]:
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000)
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=request.param, join_timeout_ms=2000)
     yield server.address()
     server.shutdown()
 
 
 def run(lighthouse: str, folder: Path, method: str, codec: str, leaves: int = -1) -> list[dict]:
     """The results of two replicas, of which one may leave after two averages."""
+    folder = folder / codec
+    folder.mkdir()
     files = [folder / f"{rank}.json" for rank in range(2)]
     replicas = []
     for rank, file in enumerate(files):
@@ -44,6 +46,7 @@ def run(lighthouse: str, folder: Path, method: str, codec: str, leaves: int = -1
     return [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.parametrize("lighthouse", [2], indirect=True)
 @pytest.mark.parametrize("method", ["localsgd", "diloco"])
 def test_replicas_have_the_same_weights_and_send_compressed_bytes(
     lighthouse: str, tmp_path: Path, method: str
@@ -57,7 +60,8 @@ def test_replicas_have_the_same_weights_and_send_compressed_bytes(
     assert 0 < max(abs(a - b) for a, b in pairs) < 0.05
 
 
+@pytest.mark.parametrize("lighthouse", [1], indirect=True)
 def test_a_replica_that_leaves_is_left_out(lighthouse: str, tmp_path: Path) -> None:
     stays, leaves = run(lighthouse, tmp_path, "allreduce", "int8", leaves=1)
-    assert stays["sums"][:2] == leaves["sums"] == [5.5, 5.5]
-    assert stays["sums"][-1] == 1.0 and stays["sizes"][-1] == 1
+    assert stays["sums"][:2] == leaves["sums"] == pytest.approx([5.5, 5.5], rel=0.01)  # in int8
+    assert stays["sums"][-1] == pytest.approx(1.0, rel=0.01) and stays["sizes"][-1] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def main() -> None:
         hostname="localhost",
         init_sync=False,
     )
+    options.out.with_suffix(".ready").touch()
+    while not all((options.out.parent / f"{rank}.ready").exists() for rank in range(2)):
+        time.sleep(0.01)
     result: dict[str, object] = {}
     torch.manual_seed(1 + options.rank)
     if options.method == "allreduce":
