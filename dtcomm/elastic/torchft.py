@@ -48,6 +48,8 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
                 train()
     """
 
+    _pg: Any  # the quorum's process group; None: there is none
+
     def __init__(self, codec: str | Codec = "int8", timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
         self.codec = parse_codec(codec)
