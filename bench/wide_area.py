@@ -10,13 +10,15 @@ the tensor each, side by side. Contestants take turns; figures are medians of th
 goodput of a row is the payload that a rank sends over the time, as a share of the link's rate.
 
 A sum of N bytes over a link cannot take less time than its bytes and half of a round trip: at 1 Gbit/s and 75 ms,
-64 MB reach at most 93 % of the rate.
+64 MB reach at most 93 % of the rate. "cores" are those that the two ranks and the process that emulates the link keep
+busy, each with its part of the kernel: where they add up to the machine's, it and not the link is the limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import multiprocessing
 import os
 import socket
 import statistics
@@ -45,10 +47,14 @@ AUTO = "auto"
 class SiteRank(HostRank):
     """A rank in its own namespace, which also measures the round trip."""
 
-    def __init__(self, rank: int, ranks: int, connections: str, gloo_groups: int, **options: Any) -> None:
+    def __init__(
+        self, rank: int, ranks: int, connections: str, gloo_groups: int, relay: int, **options: Any
+    ) -> None:
         if connections != AUTO:
             os.environ["DTCOMM_CONNECTIONS"] = connections
         super().__init__(rank, ranks, transport="sockets", **options)
+        self._relay = relay
+        self._cores: dict[str, float] = {}
         self._groups = [dist.new_group(list(range(ranks)), backend=GLOO) for _ in range(gloo_groups)]
 
     def _call(self, codec: str, tensor: torch.Tensor) -> None:
@@ -62,6 +68,26 @@ class SiteRank(HostRank):
         ]
         for work in works:
             work.wait()
+
+    def measure(self, codec: str, numel: int, warm: int, iters: int) -> float:
+        """As that of `HostRank`; ``cores`` then says what the calls took."""
+        tensor = self._held(numel)
+        tensor.normal_(generator=torch.Generator().manual_seed(self.rank))
+        for _ in range(max(1, warm)):
+            self._call(codec, tensor)
+        relay, own, start = _cpu_seconds(self._relay), time.process_time(), time.perf_counter()
+        for _ in range(iters):
+            self._call(codec, tensor)
+        elapsed = time.perf_counter() - start
+        self._cores = {
+            "rank": (time.process_time() - own) / elapsed,
+            "relay": (_cpu_seconds(self._relay) - relay) / elapsed,
+        }
+        return elapsed / iters
+
+    def cores(self) -> dict[str, float]:
+        """Return how many cores this rank and the relay kept busy in the last measurement."""
+        return self._cores
 
     def round_trip_ms(self, port: int) -> float:
         """Return the shortest of ten round trips of a byte over TCP, between the two ranks."""
@@ -80,6 +106,12 @@ class SiteRank(HostRank):
                 connection.recv(1)
                 times.append(time.perf_counter() - start)
         return min(times) * 1e3
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
@@ -101,6 +133,9 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> list[dict[str, Any
             limits = f"net.ipv4.{name}=4096 {usual} {options.buffers}"
             netns.run_command("ip", "netns", "exec", namespace, "sysctl", "-qw", limits)
     folder = stack.enter_context(TemporaryDirectory())
+    relay = next(
+        int(child.pid or 0) for child in multiprocessing.active_children() if child.name == delayed_link.RELAY
+    )
 
     @functools.cache
     def pool_of(connections: str, gloo_groups: int) -> Pool:
@@ -113,6 +148,7 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> list[dict[str, Any
                 namespaces=namespaces,
                 connections=connections,
                 gloo_groups=gloo_groups,
+                relay=relay,
             )
         )
 
@@ -131,9 +167,12 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> list[dict[str, Any
     for size in options.sizes:
         numel = size // 4
         rounds: dict[str, list[float]] = {name: [] for name in contestants}
+        cores: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
         for _ in range(options.rounds):
             for name, (pool, codec) in contestants.items():
                 rounds[name].append(max(pool.call("measure", codec=codec, numel=numel, warm=1, iters=1)))
+                used = pool.call("cores")
+                cores[name].append((sum(each["rank"] for each in used), used[0]["relay"]))
         for name, (pool, codec) in contestants.items():
             times = rounds[name]
             # A rank of two sends half of the sum and half of its input.
@@ -148,6 +187,8 @@ def measure(options: argparse.Namespace, stack: ExitStack) -> list[dict[str, Any
                     "all_seconds": [round(value, 4) for value in times],
                     "sent_bytes": sent,
                     "share_of_rate": round(sent * 8 / seconds / (options.gbit * 1e9), 3),
+                    "cores_of_ranks": round(statistics.median(ranks for ranks, _ in cores[name]), 2),
+                    "cores_of_relay": round(statistics.median(relay for _, relay in cores[name]), 2),
                     "load": machine.load(),
                 }
             )
@@ -186,12 +227,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             str(row["connections"] or ""),
             f"{row['seconds']:.3f}",
             f"{100 * row['share_of_rate']:.0f} %",
+            f"{row['cores_of_ranks']:.2f}",
+            f"{row['cores_of_relay']:.2f}",
         ]
         for row in rows
     ]
     link = f"{options.gbit:g} Gbit/s, {options.round_trip:g} ms round trip, loss {options.loss:g}"
     output.table(
-        f"all_reduce, fp32, 2 sites, {link}", ["size", "what", "connections", "seconds", "of the rate"], cells
+        f"all_reduce, fp32, 2 sites, {link}, {len(os.sched_getaffinity(0))} cores",
+        ["size", "what", "connections", "seconds", "of the rate", "cores of ranks", "of the relay"],
+        cells,
     )
     missed = [
         row

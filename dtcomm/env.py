@@ -99,7 +99,8 @@ VARIABLES: dict[str, Variable] = {
     "DTCOMM_PORTS": Variable(
         default="",
         meaning="Ports on which ranks listen for the connections of the native engine, such as 20000-20100: one for"
-        " each rank of a host while a communicator is made. Ranks that need connections then use them or raise."
+        " each rank of a host while a communicator is made, and as long as it lives where ranks have several"
+        " connections, which are made anew when they end. Ranks that need connections then use them or raise."
         " Empty: ports that the kernel chooses",
         shared=True,
         check=_ports,
@@ -111,6 +112,13 @@ VARIABLES: dict[str, Variable] = {
         " more, by the round trip and the kernel's largest socket buffers",
         shared=True,
         check=_connections,
+    ),
+    "DTCOMM_LINKS": Variable(
+        default="",
+        meaning="File with the rates of the links between all ranks of the job, the output of `dtcomm doctor --json`"
+        " under torchrun or the matrix gbit of docs/guides/several-hosts.md, which rank 0 of a group reads."
+        " algorithm=auto and hierarchical algorithms then group ranks by these links instead of by hosts. Empty: by"
+        " hosts",
     ),
     "DTCOMM_SECRET": Variable(
         default="",
@@ -300,3 +308,18 @@ def tune_text() -> str:
         if not chosen and isinstance(error, FileNotFoundError):
             return ""
         raise ValueError(f"DTCOMM_TUNE={chosen}: {path}: {error.strerror}") from None
+
+
+def links_text() -> str:
+    """The contents of the file that DTCOMM_LINKS names; empty if there is none.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    chosen = get("DTCOMM_LINKS")
+    if not chosen:
+        return ""
+    try:
+        return Path(chosen).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"DTCOMM_LINKS={chosen}: {error.strerror}") from None

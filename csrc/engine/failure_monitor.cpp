@@ -151,9 +151,15 @@ void FailureMonitor::throw_timeout(const Interpreter& interpreter, std::uint64_t
     for (const OpHeader& header : peers_.peer(failed).header->ops) {
       last = std::max(last, header.number.load(std::memory_order_relaxed));
     }
-    message += ": waiting for " + peers_.name(failed) + ", which is alive and " +
-               (last < interpreter.number() ? "has not called it (its last operation is " + std::to_string(last) + ")"
-                                            : std::string("does not move on"));
+    const RemotePeer* const remote = peers_.remote_peer(failed);
+    message += ": waiting for " + peers_.name(failed);
+    if (remote && remote->is_cut_off()) {
+      message += ", to which all connections have ended and none could be made anew";
+    } else {
+      message += ", which is alive and " +
+                 (last < interpreter.number() ? "has not called it (its last operation is " + std::to_string(last) + ")"
+                                              : std::string("does not move on"));
+    }
   }
   throw Error(ErrorKind::timeout, message, failed);
 }

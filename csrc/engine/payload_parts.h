@@ -1,6 +1,7 @@
 // Payloads that travel over several connections to one peer: each is cut into parts, and a part goes over whichever
 // connection takes it first. Both ends derive the parts from the payload's size. If a connection ends, the parts that
-// it may have lost are sent again over the others, and the receiver drops those that it has already.
+// it may have lost are sent again over the others, and the receiver drops those that it has already. The protocol is
+// described in several_connections.md.
 #pragma once
 
 #include <algorithm>
@@ -55,6 +56,8 @@ class PartSender {
   void set_done(std::uint64_t pieces);
   // A stream has ended: sends what it may have lost over the others.
   void resend(std::size_t stream);
+  // Whether some parts wait for a stream, as those that there were have ended.
+  bool has_unsent() const { return !waiting_.empty(); }
   // Whether some of these bytes still have to be passed to the kernel.
   bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const;
 
@@ -88,6 +91,8 @@ class PartReceiver {
   Action begin(std::size_t stream, const PartWords& part, std::uint64_t seq_there);
   // A part that was to be stored has arrived whole. True if it completes the payload.
   bool complete(std::size_t stream);
+  // Another stream takes the place of this one, which has ended.
+  void forget(std::size_t stream) { in_progress_[stream].active = false; }
 
  private:
   struct InProgress {

@@ -92,6 +92,7 @@ class PeerSet final : public Transport {
   std::vector<std::string> ucx_lanes() { return remote_.ucx_lanes(); }
   // To be called before a sleep on epoll_fd(); false if something is there already.
   bool arm() { return remote_.arm(); }
+  RemotePeerSet& remote() { return remote_; }
 
   // Receives what has arrived over sockets, UCX and links; call it before an interpreter advances.
   void receive();

@@ -32,6 +32,8 @@ static_assert(2 * kDoneInterval <= kSlots, "slots become free only when the peer
 constexpr std::uint64_t kHeadersSent = 8;  // a peer is at most this many operations behind
 // How long the failure of a peer waits for payloads that it sent before. They may never arrive.
 constexpr std::uint64_t kFailureWaitNs = 1000 * 1000 * 1000;
+constexpr std::uint64_t kRateIntervalNs = 50 * 1000 * 1000;
+constexpr std::size_t kLeastRates = 8;
 static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
 
 void* reserve(std::size_t bytes) {
@@ -48,7 +50,13 @@ bool is_rank_or_none(std::uint64_t word, std::uint32_t ranks) { return word + 1 
 }  // namespace
 
 RemotePeer::RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own)
-    : layout_(layout), own_(own), memory_(nullptr), arrived_(layout.flags()), from_ucx_(*this, fds.size()) {
+    : layout_(layout),
+      own_(own),
+      memory_(nullptr),
+      arrived_(layout.flags()),
+      generation_(fds.size()),
+      left_(fds.size()),
+      from_ucx_(*this, fds.size()) {
   for (const int fd : fds) {
     from_sockets_.push_back(std::make_unique<Inbound>(*this, streams_.size()));
     streams_.push_back(std::make_unique<FrameStream>(fd));
@@ -76,12 +84,19 @@ void RemotePeer::connect(UcxWorker& worker, const std::string& address) {
 bool RemotePeer::has_ended() const {
   if (view_.header->closed.load(std::memory_order_acquire)) return false;
   if (ucx_ && ucx_->ended()) return true;
-  const bool ended = std::all_of(streams_.begin(), streams_.end(), [](const auto& stream) { return stream->ended(); });
+  if (left_.load(std::memory_order_acquire) > 0) return false;
+  if (may_be_restored_.load(std::memory_order_acquire) && !given_up_.load(std::memory_order_acquire)) return false;
   // A peer that has said goodbye may end its socket while UCX still delivers what it sent.
-  return ended && !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
+  return !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
+}
+
+bool RemotePeer::is_cut_off() const {
+  return left_.load(std::memory_order_acquire) == 0 && may_be_restored_.load(std::memory_order_acquire) &&
+         !given_up_.load(std::memory_order_acquire) && !view_.header->closed.load(std::memory_order_acquire);
 }
 
 const std::string& RemotePeer::end_reason() const {
+  if (given_up_.load(std::memory_order_acquire)) return give_up_reason_;
   const FrameStream& first = *streams_[0];
   return first.ended() || !ucx_ ? first.end_reason() : ucx_->end_reason();
 }
@@ -151,10 +166,41 @@ bool RemotePeer::flush() {
   if (part_sender_) {
     part_sender_->flush();
     queued = part_sender_->has_waiting();
+    sample_rate(queued);
   }
   for (const auto& stream : streams_) queued |= !stream->ended() && stream->has_queued();
   if (ucx_) ucx_->flush();
   return queued || (ucx_ && !ucx_->ended() && ucx_->has_queued());
+}
+
+// While parts wait, all streams have something to send, and what is acknowledged is what the link carries. The first
+// interval of such a time is left out: the link was not full when it began.
+void RemotePeer::sample_rate(bool parts_wait) {
+  if (!parts_wait) {
+    rate_since_ns_ = 0;
+    return;
+  }
+  const std::uint64_t now = now_ns();
+  if (rate_since_ns_ != 0 && now - rate_since_ns_ < kRateIntervalNs) return;
+  std::uint64_t acknowledged = 0;
+  for (std::size_t number = 1; number < streams_.size(); ++number) acknowledged += streams_[number]->acknowledged();
+  if (rate_since_ns_ == 0) {
+    rate_intervals_ = 0;
+  } else if (++rate_intervals_ > 1 && acknowledged > acknowledged_) {  // else a stream was made anew
+    const double seconds = static_cast<double>(now - rate_since_ns_) * 1e-9;
+    rates_[rates_seen_++ % kRates] = static_cast<double>(acknowledged - acknowledged_) / seconds;
+  }
+  rate_since_ns_ = now;
+  acknowledged_ = acknowledged;
+}
+
+double RemotePeer::measured_rate() const {
+  const std::size_t count = std::min(rates_seen_, kRates);
+  if (count < kLeastRates) return 0;
+  std::array<double, kRates> sorted = rates_;
+  const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(count / 2);
+  std::nth_element(sorted.begin(), middle, sorted.begin() + static_cast<std::ptrdiff_t>(count));
+  return *middle;
 }
 
 bool RemotePeer::receive(std::size_t stream) {
@@ -163,12 +209,17 @@ bool RemotePeer::receive(std::size_t stream) {
     part_sender_->set_done(view_.header->pieces_done.load(std::memory_order_relaxed));
     read_last_words();
   }
+  return handle_ended_streams();
+}
+
+bool RemotePeer::handle_ended_streams() {
   bool ended = false;
   // A part that has begun to arrive again ends the stream over which it was sent before.
   for (std::size_t number = 0; number < streams_.size(); ++number) {
     if (!streams_[number]->ended() || handled_end_[number]) continue;
     handled_end_[number] = ended = true;
     on_stream_end(number);
+    left_.fetch_sub(1, std::memory_order_release);
   }
   return ended;
 }
@@ -178,7 +229,12 @@ void RemotePeer::on_stream_end(std::size_t number) {
   if (!part_sender_) return;
   part_sender_->resend(number);
   if (number != control_) return;
-  while (control_ + 1 < streams_.size() && handled_end_[control_]) ++control_;
+  for (control_ = 0; control_ + 1 < streams_.size() && handled_end_[control_];) ++control_;
+  repeat_short_frames();
+}
+
+// Sends over the present stream of short frames what the one before it may have lost.
+void RemotePeer::repeat_short_frames() {
   FrameHeader frame{kDone};
   frame.words[0] = pieces_done_sent_;
   control().enqueue(frame, nullptr);
@@ -187,6 +243,52 @@ void RemotePeer::on_stream_end(std::size_t number) {
   send_headers(own_, last);
   if (failure_sent_) send_failure(own_.failure);
   if (closed_sent_) send_closed();
+}
+
+void RemotePeer::allow_restoring() { may_be_restored_.store(streams_.size() > 1, std::memory_order_release); }
+
+std::vector<RemotePeer::LostStream> RemotePeer::lost_streams() const {
+  std::vector<LostStream> lost;
+  const bool closes = says_goodbye_.load(std::memory_order_acquire) || closed_sent_;
+  if (closes || !may_be_restored_.load(std::memory_order_acquire) || given_up_.load(std::memory_order_acquire)) {
+    return lost;
+  }
+  for (std::size_t number = 0; number < streams_.size(); ++number) {
+    if (handled_end_[number]) lost.push_back({number, generation_[number], streams_[number]->end_reason()});
+  }
+  return lost;
+}
+
+bool RemotePeer::restore(std::size_t number, std::uint32_t generation, int fd) {
+  if (number >= streams_.size() || generation <= generation_[number]) return false;
+  if (!may_be_restored_.load(std::memory_order_acquire) || given_up_.load(std::memory_order_acquire)) return false;
+  if (!streams_[number]->ended()) streams_[number]->end("made anew by the peer");
+  handle_ended_streams();
+  streams_[number] = std::make_unique<FrameStream>(fd);
+  part_receiver_->forget(number);
+  handled_end_[number] = false;
+  generation_[number] = generation;
+  ++restored_;
+  const bool was_cut_off = left_.fetch_add(1, std::memory_order_release) == 0;
+  if (number < control_ || was_cut_off) {
+    control_ = number;
+    if (was_cut_off) repeat_short_frames();
+  }
+  flush();
+  return true;
+}
+
+void RemotePeer::end_stream(std::size_t number, std::uint32_t generation) {
+  if (number >= streams_.size() || generation_[number] != generation || streams_[number]->ended()) return;
+  if (!may_be_restored_.load(std::memory_order_acquire)) return;
+  streams_[number]->end("the peer has lost it");
+  handle_ended_streams();
+}
+
+void RemotePeer::give_up(std::string reason) {
+  if (given_up_.load(std::memory_order_acquire)) return;
+  give_up_reason_ = std::move(reason);
+  given_up_.store(true, std::memory_order_release);
 }
 
 bool RemotePeer::is_sending(const std::uint8_t* begin, const std::uint8_t* end) const {

@@ -6,10 +6,12 @@
 // through a channel of UCX, and the socket carries what a rank says while it waits, fails or closes.
 //
 // A peer that is far away has several sockets. Payloads then go in parts over all but the first of them (see
-// payload_parts.h), and what is short goes over the first one, where it does not queue behind them. A socket that ends
-// is replaced by the others; the peer is lost with its last one.
+// several_connections.md), and what is short goes over the first one, where it does not queue behind them. The others
+// serve for a socket that ends, until it is made anew. The peer is lost with its last one, unless someone makes them
+// anew (allow_restoring()): then it is cut off until one is there, or give_up() says that there will be none.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -34,6 +36,12 @@ class RemotePeer {
 
   const PeerView& view() const { return view_; }
   const Streams& streams() const { return streams_; }
+  // A stream that has ended, and has been made anew `generation` times.
+  struct LostStream {
+    std::size_t number;
+    std::uint32_t generation;
+    std::string reason;
+  };
   // Sends payloads through UCX from now on. `worker` must be destroyed before this object.
   void connect(UcxWorker& worker, const std::string& address);
   const UcxChannel* ucx() const { return ucx_; }
@@ -42,6 +50,27 @@ class RemotePeer {
   // Whether the connection has ended although the peer has not closed it, and how.
   bool has_ended() const;
   const std::string& end_reason() const;
+  // Whether no stream is left although the peer has not closed, and one may still be made.
+  bool is_cut_off() const;
+
+  // Streams that end will be made anew, by restore(). Does nothing if there is only one, over which frames are not
+  // repeated.
+  void allow_restoring();
+  // Those to be made anew; none if the peer closes or is given up.
+  std::vector<LostStream> lost_streams() const;
+  // Puts a connected socket in the place of a stream and takes ownership of it. False, and the caller keeps it, if
+  // the stream's generation is not below `generation` or the peer has been given up.
+  bool restore(std::size_t number, std::uint32_t generation, int fd);
+  // The peer has lost this stream, which may still look alive at this end.
+  void end_stream(std::size_t number, std::uint32_t generation);
+  // No connection can be made any more: the peer is lost with the streams that are left.
+  void give_up(std::string reason);
+  std::uint64_t restored() const { return restored_; }
+  // Bytes per second that the peer has acknowledged on all payload streams together while more was waiting: the median
+  // of the last intervals. 0 if there is one stream, or too few intervals have passed.
+  double measured_rate() const;
+  // Whether something waits for a stream.
+  bool has_unsent() const { return part_sender_ && part_sender_->has_unsent(); }
 
   // Sends a flag of this rank and the payload of its box, which lies `slot_offset` bytes into its slot. `first_ns` is
   // when an emulated link delivers the first byte.
@@ -87,7 +116,10 @@ class RemotePeer {
   std::uint8_t* payload_buffer(const FrameHeader& frame, char* text);
   void on_frame(const FrameHeader& frame, const char* text);
   void on_payload(const FrameHeader& frame, std::size_t bytes);
+  bool handle_ended_streams();
+  void sample_rate(bool parts_wait);
   void on_stream_end(std::size_t number);
+  void repeat_short_frames();
   // For all frames but payloads.
   FrameChannel& channel() { return ucx_ ? static_cast<FrameChannel&>(*ucx_) : control(); }
   FrameStream& control() { return *streams_[control_]; }
@@ -105,6 +137,17 @@ class RemotePeer {
   Streams streams_;
   std::size_t control_ = 0;                // the stream of short frames
   std::vector<bool> handled_end_;          // by stream
+  std::vector<std::uint32_t> generation_;  // by stream: how often it was made anew
+  std::atomic<std::size_t> left_;          // streams that have not ended; also read by threads that list the peers
+  std::atomic<bool> may_be_restored_{false}, given_up_{false};  // likewise
+  std::string give_up_reason_;                                  // set before given_up_
+  static constexpr std::size_t kRates = 32;
+  std::array<double, kRates> rates_{};  // the last ones, in a ring
+  std::size_t rates_seen_ = 0;
+  std::uint64_t rate_since_ns_ = 0;        // the beginning of the present interval; 0: no parts wait
+  std::uint64_t acknowledged_ = 0;         // bytes until then
+  std::size_t rate_intervals_ = 0;         // since parts wait
+  std::uint64_t restored_ = 0;             // streams
   std::optional<PartSender> part_sender_;  // if there are several streams
   std::optional<PartReceiver> part_receiver_;
   UcxChannel* ucx_ = nullptr;

@@ -1,11 +1,17 @@
 #include "engine/remote_peer_set.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include "engine/memfd.h"
 #include "engine/process_page.h"
+#include "net/forked_children.h"
 
 namespace dtcomm {
 namespace {
@@ -79,9 +85,99 @@ std::vector<std::string> RemotePeerSet::ucx_lanes() {
   return lanes;
 }
 
+void RemotePeerSet::allow_restoring(int event_fd) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (peers_.empty()) return;
+  const int duplicate = fcntl(event_fd, F_DUPFD_CLOEXEC, 0);
+  if (duplicate < 0) throw std::system_error(errno, std::generic_category(), "fcntl");
+  close_in_children(duplicate);
+  if (ended_fd_ >= 0) close_unless_in_child(ended_fd_);
+  ended_fd_ = duplicate;
+  for (const auto& peer : peers_) {
+    if (peer) peer->allow_restoring();
+  }
+}
+
+RemotePeer* RemotePeerSet::find_locked(int peer) {
+  const auto index = static_cast<std::size_t>(peer);
+  return peer < 0 || index >= peers_.size() ? nullptr : peers_[index].get();
+}
+
+std::vector<RemotePeerSet::LostConnection> RemotePeerSet::lost_connections() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!peers_.empty()) receive_locked();  // the peer's goodbye may be there
+  std::vector<LostConnection> lost;
+  for (std::size_t index = 0; index < peers_.size(); ++index) {
+    if (!peers_[index]) continue;
+    for (RemotePeer::LostStream& stream : peers_[index]->lost_streams()) {
+      lost.push_back({static_cast<int>(index), std::move(stream)});
+    }
+  }
+  return lost;
+}
+
+bool RemotePeerSet::restore(int peer, std::size_t number, std::uint32_t generation, int fd) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  RemotePeer* const remote = find_locked(peer);
+  if (!remote || number >= remote->streams().size()) return false;
+  const int before = remote->streams()[number]->fd();
+  epoll_.remove(before);
+  const int socket = socket_number(static_cast<std::size_t>(peer), number);
+  const bool restored = remote->restore(number, generation, fd);
+  if (!restored && remote->streams()[number]->ended()) return false;
+  const FrameStream& stream = *remote->streams()[number];
+  epoll_.add(stream.fd(), socket);
+  epoll_.watch_writable(stream.fd(), socket, stream.has_queued());
+  return restored;
+}
+
+void RemotePeerSet::end_connection(int peer, std::size_t number, std::uint32_t generation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  RemotePeer* const remote = find_locked(peer);
+  if (!remote) return;
+  remote->end_stream(number, generation);
+  notify_ended(*remote);
+}
+
+void RemotePeerSet::give_up(int peer, const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (RemotePeer* const remote = find_locked(peer)) remote->give_up(reason);
+}
+
+std::pair<std::size_t, std::uint64_t> RemotePeerSet::restoring_counts() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::pair<std::size_t, std::uint64_t> counts{};
+  for (const auto& peer : peers_) {
+    if (!peer) continue;
+    counts.first += peer->lost_streams().size();
+    counts.second += peer->restored();
+  }
+  return counts;
+}
+
+std::vector<double> RemotePeerSet::measured_rates() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<double> rates;
+  for (const auto& peer : peers_) rates.push_back(peer ? peer->measured_rate() : 0.0);
+  return rates;
+}
+
+// Sockets that have ended are not waited for any more, and whoever makes them anew learns of it.
+void RemotePeerSet::notify_ended(const RemotePeer& peer) {
+  for (const auto& stream : peer.streams()) {
+    if (stream->ended()) epoll_.remove(stream->fd());
+  }
+  const std::uint64_t one = 1;
+  if (ended_fd_ >= 0 && ::write(ended_fd_, &one, sizeof one) < 0) return;  // it is full: it is readable already
+}
+
 void RemotePeerSet::receive() {
   if (peers_.empty()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
+  receive_locked();
+}
+
+void RemotePeerSet::receive_locked() {
   if (ucx_) {
     ucx_->progress();
     for (const auto& peer : peers_) {
@@ -111,9 +207,7 @@ void RemotePeerSet::receive_from_sockets() {
 void RemotePeerSet::receive_from_socket(std::size_t index, std::size_t stream) {
   RemotePeer* const peer = index < peers_.size() ? peers_[index].get() : nullptr;
   if (!peer || peer->streams()[stream]->ended() || !peer->receive(stream)) return;
-  for (const auto& each : peer->streams()) {
-    if (each->ended()) epoll_.remove(each->fd());
-  }
+  notify_ended(*peer);
 }
 
 bool RemotePeerSet::flush() {
@@ -215,27 +309,29 @@ bool RemotePeerSet::goodbye_pending() {
     ucx_->progress();
     unsent |= !ucx_->is_flushed();
   }
-  for (const auto& peer : peers_) {
-    if (!peer) continue;
-    for (const auto& stream : peer->streams()) unsent |= stream->unacknowledged() > 0;
-  }
+  for_each_locked([&](const RemotePeer& peer) {
+    for (const auto& stream : peer.streams()) unsent |= stream->unacknowledged() > 0;
+    unsent |= peer.is_cut_off() && peer.has_unsent();
+  });
   if (!unsent || now_ns() > goodbye_deadline_ns_) return false;
   receive();  // notices peers that have ended, which are not waited for
   return true;
 }
 
 void RemotePeerSet::end_goodbye() {
-  for (const auto& peer : peers_) {
-    if (!peer) continue;
-    for (const auto& stream : peer->streams()) stream->shutdown_send();
-  }
+  for_each_locked([](const RemotePeer& peer) {
+    for (const auto& stream : peer.streams()) stream->shutdown_send();
+  });
 }
 
 void RemotePeerSet::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
   unconnected_ucx_.reset();
   ucx_.reset();  // first, as it writes into what the peers own and reads this rank's slots
   peers_.clear();
   epoll_.close();
+  if (ended_fd_ >= 0) close_unless_in_child(ended_fd_);
+  ended_fd_ = -1;
 }
 
 }  // namespace dtcomm

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/remote_peer.h"
@@ -33,6 +34,24 @@ class RemotePeerSet {
   // The descriptor that is readable while frames wait to be read; -1 if there are no peers.
   int epoll_fd() const { return epoll_.fd(); }
 
+  // Making connections anew, by another thread. All of this may be called at any time, also after close().
+  // From now on `event_fd`, an eventfd that this object duplicates, is written to when connections have ended.
+  // Throws std::system_error if there is no descriptor for it.
+  void allow_restoring(int event_fd);
+  struct LostConnection {
+    int peer;
+    RemotePeer::LostStream stream;
+  };
+  std::vector<LostConnection> lost_connections();
+  // As the methods of RemotePeer.
+  bool restore(int peer, std::size_t number, std::uint32_t generation, int fd);
+  void end_connection(int peer, std::size_t number, std::uint32_t generation);
+  void give_up(int peer, const std::string& reason);
+  // How many connections have ended and are missing, and how often one was made anew.
+  std::pair<std::size_t, std::uint64_t> restoring_counts();
+  // RemotePeer::measured_rate() by rank; 0 for this rank and for peers that share memory.
+  std::vector<double> measured_rates();
+
   // Reads the frames that have arrived, and passes queued ones to the kernel.
   void receive();
   // Sends queued frames; true if some are left. epoll_fd() then reports when it can go on.
@@ -57,7 +76,10 @@ class RemotePeerSet {
   void close();
 
  private:
+  void receive_locked();
   void receive_from_sockets();
+  RemotePeer* find_locked(int peer);
+  void notify_ended(const RemotePeer& peer);
   void receive_from_socket(std::size_t peer, std::size_t stream);
   // The number of a socket in the set of sockets; that of UCX follows the ranks' first ones.
   int socket_number(std::size_t peer, std::size_t stream) const {
@@ -71,7 +93,8 @@ class RemotePeerSet {
   std::unique_ptr<UcxWorker> unconnected_ucx_, ucx_;
   EpollSet epoll_;
   bool has_parallel_sockets_ = false;
-  int polls_ = 0;  // of UCX since the sockets were read
+  int ended_fd_ = -1;  // an eventfd
+  int polls_ = 0;      // of UCX since the sockets were read
   std::uint64_t wait_sent_ns_ = 0;
   std::uint64_t goodbye_deadline_ns_ = 0;
 };

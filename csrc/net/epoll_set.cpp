@@ -30,6 +30,7 @@ void EpollSet::add(int fd, int number) {
     throw std::system_error(errno, std::generic_category(), "epoll_ctl");
   }
   watches_writable_.resize(std::max(watches_writable_.size(), static_cast<std::size_t>(number) + 1));
+  watches_writable_[static_cast<std::size_t>(number)] = false;
 }
 
 void EpollSet::watch_writable(int fd, int number, bool wanted) {

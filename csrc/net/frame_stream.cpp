@@ -1,6 +1,8 @@
 #include "net/frame_stream.h"
 
 #include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -8,6 +10,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <utility>
 
@@ -99,6 +102,13 @@ void FrameStream::shutdown_send() { ::shutdown(fd_, SHUT_WR); }
 std::size_t FrameStream::unacknowledged() const {
   int bytes = 0;
   return ended() || ioctl(fd_, SIOCOUTQ, &bytes) != 0 ? 0 : static_cast<std::size_t>(bytes);
+}
+
+std::uint64_t FrameStream::acknowledged() const {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  if (ended() || getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
+  return size >= offsetof(tcp_info, tcpi_bytes_acked) + sizeof info.tcpi_bytes_acked ? info.tcpi_bytes_acked : 0;
 }
 
 // Reads the rest of the payload directly to its place, and what follows it into the read-ahead buffer.

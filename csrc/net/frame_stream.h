@@ -33,6 +33,8 @@ class FrameStream final : public FrameChannel {
   // Ends the sending direction. The kernel still sends what it has accepted; `unacknowledged` counts those bytes.
   void shutdown_send();
   std::size_t unacknowledged() const;
+  // Bytes that the peer's kernel has acknowledged since the connection was made; 0 if this kernel does not count them.
+  std::uint64_t acknowledged() const;
   // Ends the connection.
   void end(std::string reason);
 

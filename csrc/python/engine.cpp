@@ -185,6 +185,16 @@ py::list peer_snapshots(const Communicator& communicator) {
   return list;
 }
 
+py::list lost_connections(Communicator& communicator) {
+  const auto lost = without_gil([&] { return communicator.connections().lost_connections(); });
+  py::list list;
+  for (const RemotePeerSet::LostConnection& connection : lost) {
+    const RemotePeer::LostStream& stream = connection.stream;
+    list.append(py::make_tuple(connection.peer, stream.number, stream.generation, stream.reason));
+  }
+  return list;
+}
+
 void bind_communicator(py::module_& module) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "NativeCommunicator")
       .def(py::init(&make_communicator), py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"),
@@ -207,6 +217,44 @@ void bind_communicator(py::module_& module) {
           "ucx_is_connected", [](Communicator& self) { return without_gil([&] { return self.ucx_is_connected(); }); },
           "Whether all peers have connected to this rank through UCX; to be called until they have.")
       .def("ucx_lanes", &Communicator::ucx_lanes)
+      .def(
+          "allow_restoring", [](Communicator& self, int event_fd) { self.connections().allow_restoring(event_fd); },
+          py::arg("event_fd"),
+          "Connections that end will be made anew by `restore_connection`; the eventfd is written to when some have.")
+      .def("lost_connections", &lost_connections, "(peer, number, generation, why it ended), of connections.")
+      .def(
+          "restore_connection",
+          [](Communicator& self, int peer, std::size_t number, std::uint32_t generation, int fd) {
+            return without_gil([&] { return self.connections().restore(peer, number, generation, fd); });
+          },
+          py::arg("peer"), py::arg("number"), py::arg("generation"), py::arg("fd"),
+          "Puts a connected socket in the place of a connection. The engine owns it if this returns true.")
+      .def(
+          "end_connection",
+          [](Communicator& self, int peer, std::size_t number, std::uint32_t generation) {
+            without_gil([&] { self.connections().end_connection(peer, number, generation); });
+          },
+          py::arg("peer"), py::arg("number"), py::arg("generation"), "The peer has lost this connection.")
+      .def(
+          "give_up",
+          [](Communicator& self, int peer, const std::string& reason) {
+            without_gil([&] { self.connections().give_up(peer, reason); });
+          },
+          py::arg("peer"), py::arg("reason"), "No connection to the peer can be made anew.")
+      .def(
+          "restoring_counts",
+          [](Communicator& self) {
+            if (self.in_forked_child()) return std::pair<std::size_t, std::uint64_t>();
+            return without_gil([&] { return self.connections().restoring_counts(); });
+          },
+          "How many connections are missing, and how often one was made anew.")
+      .def(
+          "measured_rates",
+          [](Communicator& self) {
+            if (self.in_forked_child()) return std::vector<double>();
+            return without_gil([&] { return self.connections().measured_rates(); });
+          },
+          "Bytes per second to each rank, as measured while several connections to it were busy; 0: not measured.")
       .def(
           "single_copy_error", [](const Communicator& self) { return self.can_single_copy().message(); },
           "Why this rank cannot copy out of its peers' private memory; empty if it can.")

@@ -316,9 +316,8 @@ def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: 
     """
     if custom is None or request.algorithm != custom.name:
         algorithm = _choose_algorithm(communicator, request)
-        schedule = _build_schedule(
-            algorithm, request.collective, communicator.size, request.root, communicator.groups
-        )
+        groups, _ = levels(communicator)
+        schedule = _build_schedule(algorithm, request.collective, communicator.size, request.root, groups)
         if not algorithms.is_registered(algorithm):
             alternative = _alternative(communicator, request, algorithm)
             return communicator.runtime.prepare(
@@ -341,9 +340,8 @@ def _alternative(communicator: Communicator, request: OpSpec, algorithm: str) ->
         return None
     if not all(part.codec.lossless(part.dtype) for part in request.parts):
         return None
-    return other, _build_schedule(
-        other, request.collective, communicator.size, request.root, communicator.groups
-    )
+    groups, _ = levels(communicator)
+    return other, _build_schedule(other, request.collective, communicator.size, request.root, groups)
 
 
 def _needs_agreement(part: TensorSpec) -> bool:
@@ -388,13 +386,23 @@ def _build_schedule(
     return algorithms.build(name, collective, ranks, root=root, hosts=groups)
 
 
+def levels(communicator: Communicator) -> tuple[tuple[tuple[int, ...], ...], planner.Table]:
+    """Return the groups of ranks that hierarchies are made of, and the table that ``auto`` decides by.
+
+    The groups are the hosts, or those that fast links join where DTCOMM_LINKS names the rates.
+    """
+    table = planner.parse(communicator.tuning_table)
+    return planner.levels_of(communicator.links, table, tuple(communicator.ranks), communicator.groups)
+
+
 def _choose_algorithm(communicator: Communicator, request: OpSpec) -> str:
     """Return the algorithm of a message, chosen for its whole size and for the codecs of all its parts."""
     collective, parts, algorithm = request.collective, request.parts, request.algorithm
     if algorithm == TWO_SHOT_SYMMETRIC and collective == "all_reduce":
         _require_fused_kernels(communicator)
         return algorithm
-    if any(part.between for part in parts) and communicator.hosts > 1:
+    groups, table = levels(communicator)
+    if any(part.between for part in parts) and len(groups) > 1:
         requested = algorithm
         algorithm = "hierarchical" if requested == "auto" else requested
         if algorithm.partition(":")[0] != "hierarchical":
@@ -404,7 +412,6 @@ def _choose_algorithm(communicator: Communicator, request: OpSpec) -> str:
             )
     scale = 1 if collective in CUT_AT_GRANULES else communicator.size
     numel = sum(part.numel for part in parts) * scale
-    table = planner.parse(communicator.tuning_table)
     names = [
         planner.select(
             collective,
@@ -412,7 +419,7 @@ def _choose_algorithm(communicator: Communicator, request: OpSpec) -> str:
             dtype,
             codec,
             communicator.size,
-            hosts=communicator.hosts,
+            hosts=len(groups),
             table=table,
             algorithm=algorithm,
         )

@@ -11,6 +11,7 @@ import torch
 from dtcomm import algorithms, planner
 from dtcomm.codecs import Codec, codec, parse_levels
 from dtcomm.collectives._arguments import Group
+from dtcomm.collectives._dispatch import levels
 from dtcomm.collectives.reduce_ops import all_reduce
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.communicator_cache import (
@@ -101,9 +102,11 @@ def info(group: Group = None) -> dict[str, Any]:
         ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
         have chosen for each kind and size of operation, and ``trials``, ``"on"`` or why there are none; and where ranks
         reach each other over TCP ``connections``, how many carry the payloads between two ranks, and
-        ``round_trip_ms``, the longest round trip between hosts when the ranks connected. If there were
-        calls on CUDA tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors
-        only, the dictionary itself is that of the first device.
+        ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with several connections
+        ``missing_connections``, how many have ended and are being made anew, and ``restored_connections``, how often
+        that has succeeded, and ``measured_gbit``, what they carried while they were busy, by host. If there were calls
+        on CUDA tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors only,
+        the dictionary itself is that of the first device.
 
     Raises:
         RuntimeError: If there is no such process group.
@@ -204,14 +207,14 @@ def expected_call(
         communicator = next(iter(device_communicators(group).values()), None)
     if communicator is None or communicator.connection is not None:
         return None
-    ranks, hosts = communicator.size, communicator.hosts
+    groups, table = levels(communicator)
+    ranks, hosts = communicator.size, len(groups)
     if ranks == 1 or numel == 0:
         return ExpectedCall(0.0, 0.0, "nothing is sent")
     inside, between = parse_levels(spec)
     chosen = between if between is not None and hosts > 1 else inside
     if chosen.variable_length:
         return None
-    table = planner.parse(communicator.tuning_table)
     seconds, measured = planner.collective_seconds(collective, numel, dtype, chosen, ranks, hosts, table)
     if algorithm == TWO_SHOT_SYMMETRIC:
         algorithm = "two_shot"
@@ -219,7 +222,7 @@ def expected_call(
         algorithm = planner.select(
             collective, numel, dtype, chosen, ranks, hosts=hosts, table=table, algorithm=algorithm
         )
-    share = _sent_share(algorithm, collective, ranks, communicator.groups, communicator.rank)
+    share = _sent_share(algorithm, collective, ranks, groups, communicator.rank)
     source = f"{'measured by dtcomm tune' if measured else 'predicted'}, {table.source}"
     return ExpectedCall(seconds, share * chosen.wire_bytes(numel, dtype), source)
 
@@ -254,7 +257,7 @@ def level_shares(algorithm: str | Schedule, tensor: torch.Tensor, group: Group =
     schedule = (
         algorithm
         if isinstance(algorithm, Schedule)
-        else algorithms.build(algorithm, "all_reduce", communicator.size, hosts=communicator.groups)
+        else algorithms.build(algorithm, "all_reduce", communicator.size, hosts=levels(communicator)[0])
     )
     shares = [0.0, 0.0]
     for version in trace(schedule).versions:

@@ -19,7 +19,7 @@ from dtcomm.planner.select_algorithm import (
     explain,
     select,
 )
-from dtcomm.planner.uneven_links import LinkPlan, LinkRates, plan_links
+from dtcomm.planner.uneven_links import LinkPlan, LinkRates, levels_of, plan_links
 
 __all__ = [
     "CHOOSERS",
@@ -33,6 +33,7 @@ __all__ = [
     "collective_seconds",
     "compression_pays",
     "explain",
+    "levels_of",
     "parse",
     "plan_links",
     "predict",

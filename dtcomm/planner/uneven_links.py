@@ -7,7 +7,9 @@ need not communicate.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +85,7 @@ class LinkRates:
         Raises:
             ValueError: It contains no links, or one of them could not be measured.
         """
-        content = report if isinstance(report, Mapping) else read_json(Path(report))
+        content: Mapping[str, Any] = report if isinstance(report, Mapping) else read_json(Path(report))
         details = {check["name"]: check.get("details", {}) for check in content.get("checks", ())}
         links = details.get("links", {}).get("links", ())
         if not links:
@@ -105,6 +107,86 @@ class LinkRates:
             if gbit[a][b] == math.inf:
                 gbit[a][b], latency[a][b] = between[hosts[a], hosts[b]]
         return cls(gbit=gbit, latency_us=latency)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> LinkRates:
+        """Return the rates that a parsed file holds: a report of the doctor, or the arguments of this class.
+
+        Raises:
+            ValueError: It is neither.
+
+        Example:
+            >>> from dtcomm.planner import LinkRates
+            >>> LinkRates.of({"gbit": [[0, 10], [1, 0]]}).ranks
+            2
+        """
+        if "checks" in content:
+            return cls.from_doctor(content)
+        unknown = sorted(set(content) - {"gbit", "latency_us"})
+        if "gbit" not in content or unknown:
+            raise ValueError(
+                f"links: expected a report of dtcomm doctor --json, or gbit and latency_us; got {sorted(content)}"
+            )
+        return cls(gbit=content["gbit"], latency_us=content.get("latency_us"))
+
+    @classmethod
+    def between_sites(
+        cls,
+        links: Mapping[tuple[int, int], tuple[float, float]],
+        per_site: int = 1,
+        inside: tuple[float, float] = (100.0, 20.0),
+    ) -> LinkRates:
+        """Return the rates of ranks in sites, numbered from 0, of which each has as many ranks.
+
+        Args:
+            links: (Gbit/s, one-way latency in microseconds) of the link between two sites; one for each pair.
+            per_site: Ranks of a site.
+            inside: The same of the links between the ranks of a site.
+
+        Raises:
+            ValueError: A pair of sites has no link, or is given twice.
+
+        Example:
+            >>> from dtcomm.planner import LinkRates
+            >>> LinkRates.between_sites({(0, 1): (1.0, 37500.0)}, per_site=2).groups()
+            ((0, 1), (2, 3))
+        """
+        known: dict[tuple[int, int], tuple[float, float]] = {}
+        for (a, b), link in links.items():
+            if a == b or a < 0 or b < 0:
+                raise ValueError(f"links: {a}-{b}: expected two different sites, numbered from 0")
+            if (min(a, b), max(a, b)) in known:
+                raise ValueError(f"links: {a}-{b}: given twice")
+            known[min(a, b), max(a, b)] = link
+        sites = 1 + max((b for _, b in known), default=0)
+        for pair in _pairs(sites):
+            if pair not in known:
+                raise ValueError(f"links: there is none for sites {pair[0]}-{pair[1]} of {sites}")
+        rows = [
+            [inside if a // per_site == b // per_site else known[min(a // per_site, b // per_site),
+             max(a // per_site, b // per_site)] for b in range(sites * per_site)]
+            for a in range(sites * per_site)
+        ]  # fmt: skip
+        return cls(
+            gbit=[[gbit for gbit, _ in row] for row in rows],
+            latency_us=[[latency for _, latency in row] for row in rows],
+        )
+
+    def of_ranks(self, ranks: Sequence[int]) -> LinkRates:
+        """Return the links between some of the ranks.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        if any(rank >= self.ranks for rank in ranks):
+            raise ValueError(f"links: of {self.ranks} ranks; there is no rank {max(ranks)}")
+
+        def some(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+            return [[matrix[a][b] for b in ranks] for a in ranks]
+
+        return LinkRates(
+            gbit=some(self.gbit), latency_us=None if self.latency_us is None else some(self.latency_us)
+        )
 
     @property
     def ranks(self) -> int:
@@ -234,6 +316,52 @@ def plan_links(
             f"{min(time for other, _, time in candidates if other == 'none') * 1e3:.3g} ms (predicted)"
         ),
         seconds=tuple(sorted(candidates, key=lambda candidate: candidate[2])),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def levels_of(
+    text: str, table: Table, ranks: tuple[int, ...], hosts: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[tuple[int, ...], ...], Table]:
+    """Return the groups of ranks that schedules are built for, and the table that ``auto`` decides by.
+
+    Args:
+        text: A file with the links of all ranks, as `LinkRates.of` reads it; empty: hosts are the groups.
+        table: The table of `dtcomm tune`.
+        ranks: The global ranks of the group.
+        hosts: The ranks of each host, by their positions in the group.
+
+    Returns:
+        The groups that fast links join, if there are several, and the table with the rates of these links. Measured
+        times of other groups are left out.
+
+    Raises:
+        ValueError: The text cannot be read, or has no link of one of the ranks.
+
+    Example:
+        >>> from dtcomm.planner import Table, levels_of
+        >>> levels_of("", Table(), (0, 1), ((0,), (1,)))[0]
+        ((0,), (1,))
+    """
+    if not text or len(ranks) < 2:
+        return hosts, table
+    try:
+        links = LinkRates.of(json.loads(text)).of_ranks(ranks)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the file of DTCOMM_LINKS: {error}") from None
+    found = links.groups()
+    groups = found if len(found) > 1 else hosts
+    topology = Topology.of([_group_of(rank, groups) for rank in range(links.ranks)])
+    inside, between = _level_costs(links, topology)
+    if links.latency_us is None:
+        inside = replace(inside, latency=table.inside.latency)
+        between = replace(between, latency=table.between.latency)
+    return groups, replace(
+        table,
+        inside=inside if len(groups) < links.ranks else table.inside,
+        between=replace(between, overhead=table.between.overhead) if len(groups) > 1 else table.between,
+        measured=table.measured if groups == hosts else (),
+        source=f"links of DTCOMM_LINKS, else {table.source}",
     )
 
 

@@ -42,6 +42,7 @@ class Communicator:
             known once the ranks are connected.
         groups: The ranks of each host.
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought; empty if there is none.
+        links: The text of the file of DTCOMM_LINKS that rank 0 brought; empty if there is none.
         device: The device of the tensors; None is the CPU.
         plans: Prepared plans by the arguments of a call. ``dtcomm.collectives`` fills it.
         counter: Counts the calls.
@@ -79,6 +80,7 @@ class Communicator:
         self.connection: Connection | None = None
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
+        self.links = ""
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._init_error = ""
         self._timeout: timedelta | None = None
@@ -128,7 +130,8 @@ class Communicator:
             finally:  # a flight record of a failed bootstrap contains what is known by then
                 self.id += f"/{bootstrap.epoch}"
                 self.names, self.groups = bootstrap.names, bootstrap.groups
-                self.tuning_table, self.runtime_reason = bootstrap.tuning_table, bootstrap.reason
+                self.tuning_table, self.links = bootstrap.tuning_table, bootstrap.links
+                self.runtime_reason = bootstrap.reason
             assert bootstrap.runtime is not None
             self.runtime = bootstrap.runtime
         except DtcommError as error:

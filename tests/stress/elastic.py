@@ -2,6 +2,8 @@
 
 python -m tests.stress.elastic [--minutes 30] [--ranks 3] [--pause 1 4] [--method diloco|streaming] [--json FILE]
 
+`python -m tests.stress elastic` runs it for 30 minutes and keeps what it counted.
+
 The first rank is never killed: it says whether training goes on, and whether memory, descriptors or threads grow. Of
 the others one is killed (SIGKILL), or leaves (SIGTERM), a pause after all take part, also while it joins, and another
 one starts.
@@ -106,17 +108,23 @@ def wait_for_members(coordinator: Coordinator, count: int) -> float | None:
     return time.monotonic() - start
 
 
-def growth(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Return how much each resource grew from the second quarter of the averages to the last one, by their minima.
+def resources(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the least use of each resource at the start, in the second quarter of the averages, and in the last one.
 
     What is not given back raises the least use too. The most use is that of a moment in which the group changes, when
     parts of two groups exist.
     """
     quarter = max(1, int(len(lines) * SETTLED))
-    early, late = lines[quarter : 2 * quarter], lines[-quarter:]
+    parts = {"start": lines[quarter : 2 * quarter], "end": lines[-quarter:]}
     return {
-        name: min(line[name] for line in late) - min(line[name] for line in early) for name in MOST_GROWTH
+        when: {name: min(line[name] for line in part) for name in MOST_GROWTH} for when, part in parts.items()
     }
+
+
+def growth(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Return how much each resource grew."""
+    used = resources(lines)
+    return {name: used["end"][name] - used["start"][name] for name in MOST_GROWTH}
 
 
 def complaints(logs: dict[str, list[dict[str, Any]]], codes: list[int]) -> list[str]:
@@ -220,6 +228,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "longest_average_s": round(pauses[-1], 2) if pauses else None,
         "p95_average_s": round(pauses[int(0.95 * len(pauses))], 3) if pauses else None,
         "losses": [round(line["loss"], 4) for line in first[:: max(1, len(first) // 16)]],
+        "resources": resources(first) if len(first) >= 8 else None,
         "growth": growth(first) if len(first) >= 8 else None,
         "coordinator_growth": coordinator_growth,
         "complaints": bad,

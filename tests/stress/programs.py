@@ -89,7 +89,11 @@ def _count_soak(result: Result) -> tuple[Counts, list[str]]:
 
 def _count_elastic(result: Result) -> tuple[Counts, list[str]]:
     counts = {"minutes": result["minutes"], "processes": result["processes"], "averages": result["averages"]}
-    return counts | result["events"], result["complaints"]
+    counts |= result["events"]
+    # Of the rank that stays, once it has settled.
+    for field, used in (result["resources"] or {}).get("end", {}).items():
+        counts[f"{field} more at the end"] = used - result["resources"]["start"][field]
+    return counts, result["complaints"]
 
 
 def _count_campaign(result: Result) -> tuple[Counts, list[str]]:

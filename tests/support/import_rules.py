@@ -75,7 +75,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     # Several integrations on one device mesh.
     "mesh": _may("tp collectives", "torch"),
     "local_sgd": _may("frameworks tp compress collectives kernels device work", "torch"),
-    "elastic": (ANY, frozenset({"torch"})),
+    "elastic": (ANY, frozenset({"torch", "torchft"})),
     "backend": _may(
         "_compilation compress collectives runtime codecs kernels device work torch_threads", "torch"
     ),

@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import env
 from dtcomm.cli.doctor.checks import FAIL, NOTE, OK, Check
 from dtcomm.runtime import emulated_link
+from dtcomm.runtime.bootstrap import wide_area
 from dtcomm.runtime.bootstrap.store_exchange import host_id
 from dtcomm.runtime.process_groups import group_store, require_group
 
@@ -285,8 +286,17 @@ def _several_connections(results: Sequence[LinkResult]) -> str:
     counts = [result.connections for result in results]
     if max(counts) <= 1:
         return ""
-    numbers = f"{counts[0]}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    return f" over {numbers} TCP connections each"
+    needed = [
+        wide_area.connections(
+            2e-3 * result.latency_us, wide_area.buffer_bytes(), wide_area.rate_gbit(result.least_gbit)
+        )
+        for result in results
+    ]
+    return f" over {_range(counts)} TCP connections each ({_range(needed)} for the measured rate)"
+
+
+def _range(counts: Sequence[int]) -> str:
+    return f"{counts[0]}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def links_check(results: Sequence[LinkResult], hosts: Sequence[str], limits: emulated_link.Links) -> Check:

@@ -1,7 +1,7 @@
 """Command ``dtcomm plan``: predict collective times on hardware you do not own, and whether a codec would pay.
 
 `options` and `job_options` have the flags, `dtcomm.planner` the models, `training` the training steps, `job` whole
-jobs, and `report` the output.
+jobs, `links` unlike links, and `report` the output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dtcomm import env
-from dtcomm.cli.plan import job, report
+from dtcomm.cli.plan import job, links, report
 from dtcomm.cli.plan.options import PlanOptions, parse
 from dtcomm.cli.plan.training import Training, of_model, of_record
 from dtcomm.cli.tune import measure as tune_measure
@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         return job.plan_job(options)
     try:
         table = _table(options)
+        if options.links is not None:
+            return links.run(options.links, table, options.json)
         placement = tune_measure.cpu_placement() if options.system.name == "local" and table.measured else ""
         training = None
         if options.model is not None:

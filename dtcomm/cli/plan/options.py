@@ -16,7 +16,8 @@ from dtcomm import algorithms, codecs
 from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.cli.plan import job_options
-from dtcomm.planner import hardware, training_model
+from dtcomm.cli.plan.links import USAGE, LinksOptions, rates_of
+from dtcomm.planner import LinkRates, hardware, training_model
 from dtcomm.planner.hardware import System, not_one_of
 from dtcomm.planner.job import PRESETS, ModelShape, find_model, is_preset, model_of_size
 
@@ -30,6 +31,7 @@ examples
   dtcomm plan --inside memory --between 1gbit --hosts 2 --per-host 1 --record steps.json --codec int8
   dtcomm plan --model llama-70b --system h100 --hosts 8 --seq 8192 --batch 512       # a whole job: the best layout
   dtcomm plan --model llama-8b --system h100 --sites 2 --wan 1gbit --rtt 75 --every 100    # across sites
+  dtcomm plan --links 0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms --per-host 2 --codec int4      # unlike links
 
 With --model, all_reduce is a step of DDP, which all-reduces gradients in buckets, and reduce_scatter one of FSDP, which
 gathers parameters twice and reduce-scatters gradients, layer by layer. In params and tokens K, M, B and T are powers of
@@ -138,6 +140,7 @@ class PlanOptions:
     table: Path | None
     plot: Path | None
     json: str | None
+    links: LinksOptions | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -205,6 +208,9 @@ def parse(argv: list[str] | None) -> PlanOptions:
         type=Path,
         help="table of `dtcomm tune` (default: the user's table, for local)",
     )
+    add("--links", metavar="LINKS",
+        help=f"unlike links instead: {USAGE}; --per-host ranks in each site, joined by --inside; or a FILE, such as "
+        "a report of `dtcomm doctor --json`. Shows the hierarchy and the codec of each link")  # fmt: skip
     workload = parser.add_argument_group("what to estimate")
     add = workload.add_argument
     add("-b", "--minbytes", metavar="SIZE", type=size_argument(1), help="smallest size (default 1M)")
@@ -274,7 +280,10 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     largest = 2**30 if arguments.maxbytes is None else arguments.maxbytes
     if largest < smallest:
         fail(f"-e {largest}: less than -b {smallest}")
+    links = None
     try:
+        if arguments.links is not None:
+            links = _links(arguments)
         system = _system(arguments)
         factor = 8 if arguments.stepfactor is None else arguments.stepfactor
         sizes = series(smallest, largest, arguments.stepbytes or 0, 1 if arguments.stepbytes else factor)
@@ -298,6 +307,9 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         table=arguments.table,
         plot=arguments.plot,
         json=arguments.json,
+        links=None
+        if links is None
+        else LinksOptions(rates=links, codecs=specs, sizes=sizes, dtype=DTYPES[dtype]),
     )
 
 
@@ -344,6 +356,31 @@ def _refuse_combinations(fail: Callable[[object], NoReturn], arguments: argparse
             "--parameters: only FSDP gathers parameters; valid with reduce_scatter --model. "
             "The codec of gradients is --codec"
         )
+
+
+#: Flags that would be ignored beside --links.
+BESIDE_LINKS = (
+    "system", "between", "topology", "device", "hosts", "ranks", "nics", "algorithm", "model", "memory", "record",
+    "parameters", "plot", "fabric", "leaf_hosts", "oversubscription",
+)  # fmt: skip
+
+
+def _links(arguments: argparse.Namespace) -> LinkRates:
+    for name in BESIDE_LINKS:
+        if getattr(arguments, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: not valid with --links, which describes the system"
+            )
+    if arguments.collective not in (None, "all_reduce"):
+        raise ValueError(f"{arguments.collective}: --links plans an all_reduce")
+    if Path(arguments.links).is_file() and (arguments.per_host or arguments.inside):
+        raise ValueError("--per-host and --inside: not valid with a file of links between ranks")
+    port = hardware.find_port(arguments.inside or "memory")
+    inside = port.gbytes * 8, port.latency_us + port.message_us
+    try:
+        return rates_of(arguments.links, arguments.per_host or 1, inside)
+    except ValueError as error:
+        raise ValueError(f"--links: {error}") from None
 
 
 def _system(arguments: argparse.Namespace) -> System:

@@ -26,6 +26,7 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap import gloo, peer_processes, ucx, wide_area
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
+from dtcomm.runtime.bootstrap.restoration import ConnectionKeeper
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
@@ -50,6 +51,7 @@ class CpuBootstrap:
         names: How errors name each rank.
         groups: The ranks of each host.
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought.
+        links: The text of the file of DTCOMM_LINKS that rank 0 brought.
         epoch: Counts the attempts of the ranks to make this communicator; equal on all ranks.
 
     Args:
@@ -74,12 +76,14 @@ class CpuBootstrap:
         self.names = [f"rank {rank}" for rank in ranks]
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
+        self.links = ""
         self.reason = ""
         self.epoch = 0
         self.runtime: Runtime | None = None
         self._name = name
         self._prefix = ""
         self._exchange: StoreExchange | None = None  # of the present attempt
+        self._several: dict[int, int] = {}  # connections to the peers that have more than one
         self._group = group
         self._timeout = group_timeout(group)
         self._deadline = Deadline(self._timeout) if deadline is None else deadline
@@ -110,9 +114,15 @@ class CpuBootstrap:
             native, infos = self._exchange_info(exchange, listener, why_closed, on_failure)
             failure = self._attach(native, infos, listener, exchange)
             if self._agree(exchange, native, infos, failure):
-                on_failure.pop_all()
-                if listener is not None:
+                if listener is not None and self._several:
+                    peers = {peer: infos[peer]["listener"] for peer in self._several}
+                    timeout_s = self._timeout.total_seconds()
+                    native.keeper = ConnectionKeeper(
+                        native.native, self.rank, listener, peers, self._several, self.names, timeout_s
+                    )
+                elif listener is not None:
                     listener.close()
+                on_failure.pop_all()
                 return native
         return self._group_runtime()
 
@@ -129,6 +139,7 @@ class CpuBootstrap:
             "process": peer_processes.own(),
             "protocol": PROTOCOL,
             "variables": env.shared(),
+            "links": env.links_text() if self.rank == 0 else "",
         }
 
     def _read_base_info(self, infos: Infos) -> None:
@@ -136,6 +147,7 @@ class CpuBootstrap:
         require_equal(infos, "variables", "DTCOMM_ variables")
         self.names = [info["name"] for info in infos]
         peer_processes.remember(self.ranks, self.names, [info["process"] for info in infos])
+        self.links = infos[0]["links"]
         hosts: dict[str, list[int]] = {}
         for rank, info in enumerate(infos):
             hosts.setdefault(info["host"], []).append(rank)
@@ -189,7 +201,7 @@ class CpuBootstrap:
             if wide_area.is_far(longest_ms):
                 # All ranks come here. Pieces have another size again.
                 native.close()
-                slot_bytes = wide_area.slot_bytes(longest_ms)
+                slot_bytes = wide_area.slot_bytes(longest_ms, self._fastest_gbit(infos))
                 native = NativeRuntime(self.rank, self.size, timeout_s, slot_bytes, threads, wide_area=True)
                 on_failure.callback(native.close)
                 addresses = exchange.all_gather({"address": native.address()})
@@ -209,8 +221,19 @@ class CpuBootstrap:
         measured = dict(zip(probed, wide_area.round_trip_ms(list(probed.values())), strict=True))
         return {
             "round_trips": [measured.get(host, 0.0) for host in range(len(self.groups))],
+            "gbit": [wide_area.measured_gbit(infos[rank]["host"]) for rank in first],
             "buffer_bytes": wide_area.buffer_bytes(),
         }
+
+    def _fastest_gbit(self, infos: Infos) -> float:
+        """The rate that the slots are to fill, of the fastest link between hosts; the same answer on all ranks."""
+        hosts = range(len(self.groups))
+        known = [
+            max(max(infos[rank]["gbit"][there] for rank in self.groups[here]),
+                max(infos[rank]["gbit"][here] for rank in self.groups[there]))
+            for here in hosts for there in hosts if here < there
+        ]  # fmt: skip
+        return max((wide_area.rate_gbit(gbit) for gbit in known), default=wide_area.REACHED_GBIT)
 
     def _connections(self, infos: Infos, peer: int) -> int:
         """How many connections carry the payloads to a peer; the same answer on both."""
@@ -218,8 +241,10 @@ class CpuBootstrap:
             return 1
         host = {rank: index for index, ranks in enumerate(self.groups) for rank in ranks}
         own, other = infos[self.rank], infos[peer]
-        round_trip_ms = max(own["round_trips"][host[peer]], other["round_trips"][host[self.rank]])
-        return wide_area.connections(round_trip_ms, min(own["buffer_bytes"], other["buffer_bytes"]))
+        there, here = host[peer], host[self.rank]
+        round_trip_ms = max(own["round_trips"][there], other["round_trips"][here])
+        gbit = wide_area.rate_gbit(own["gbit"][there], other["gbit"][here])
+        return wide_area.connections(round_trip_ms, min(own["buffer_bytes"], other["buffer_bytes"]), gbit)
 
     def _uses_ucx(self, infos: Infos) -> bool:
         """Whether all ranks offer UCX, so that payloads go through it; the same answer on all ranks."""
@@ -268,6 +293,9 @@ class CpuBootstrap:
         addresses = [info["address"] for info in infos]
         try:
             native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
+            self._several = {peer: len(fds) for peer, fds in sockets.items() if len(fds) > 1}
+            native.remote_hosts = {peer: infos[peer]["host"] for peer in sockets}
+            native.remember_rate = wide_area.remember
             native.connections = max(map(wide_area.payload_connections, sockets.values()), default=0)
         except (OSError, RuntimeError) as error:
             peer_processes.require_alive(self.ranks, _GRACE_S)

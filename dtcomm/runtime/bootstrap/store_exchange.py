@@ -20,7 +20,7 @@ from dtcomm import env
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, CommunicatorClosed, DtcommError
 from dtcomm.runtime.bootstrap import peer_processes
 
-PROTOCOL = 7  # version of what ranks exchange and of the layout of shared memory
+PROTOCOL = 8  # version of what ranks exchange and of the layout of shared memory
 _NO_VALUE = "-"
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
 _MAX_POLL_S_PER_RANK = 1e-3  # a longer pause with many ranks, all of which ask one store

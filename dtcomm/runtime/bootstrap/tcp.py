@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtcomm import env
 from dtcomm.runtime.bootstrap.authentication import (
@@ -31,10 +31,11 @@ from dtcomm.runtime.bootstrap.authentication import (
 
 _log = logging.getLogger("dtcomm")
 
-# magic, the listener's token, the caller's rank, which of its connections this is, a nonce
-_IDENTITY = struct.Struct(f"<8sQII{NONCE_BYTES}s")
+# magic, the listener's token, the caller's rank, which of its connections this is, how often it was made anew,
+# whether it only knocks, a nonce
+_IDENTITY = struct.Struct(f"<8sQIIII{NONCE_BYTES}s")
 _HELLO_BYTES = _IDENTITY.size + PROOF_BYTES
-_MAGIC = b"dtcomm 3"
+_MAGIC = b"dtcomm 4"
 _MAX_CONNECT_SECONDS = 30.0  # also if the group's timeout is longer
 _HELLO_SECONDS = 1.0  # for a caller to say who it is
 _CHECK_SECONDS = 0.05
@@ -44,6 +45,22 @@ _TCP_NOTSENT_LOWAT = 25  # linux/tcp.h
 _NOT_SENT_BYTES = 256 * 1024
 
 _Key = tuple[int, int]  # a peer, and which of the connections to it
+
+
+class Hello(NamedTuple):
+    """What a caller says. ``generation`` and ``knocks`` are 0 and false while a communicator is made.
+
+    A knock says that the caller has lost this generation of the connection (see `restoration`).
+    """
+
+    rank: int
+    number: int
+    generation: int
+    knocks: bool
+
+    def pack(self, token: int) -> bytes:
+        """The bytes to send to the listener that has this token, without the proof."""
+        return _IDENTITY.pack(_MAGIC, token, self.rank, self.number, self.generation, self.knocks, nonce())
 
 
 class Listener:
@@ -62,6 +79,7 @@ class Listener:
         address = _local_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = _listen(address, family)
+        self._socket.setblocking(False)
 
     def info(self) -> dict[str, Any]:
         """The address, port and token that peers connect with, and whether a secret is asked for."""
@@ -101,9 +119,9 @@ class Listener:
             for peer in (peer for peer in listeners if peer < rank):
                 listener = listeners[peer]
                 for number in range(counts[peer]):  # all at once, as each takes a round trip
-                    connected[peer, number] = _start_connecting(listener, names[peer])
+                    connected[peer, number] = start_connecting(listener, names[peer])
                 for number in range(counts[peer]):
-                    identity = _IDENTITY.pack(_MAGIC, listener["token"], rank, number, nonce())
+                    identity = Hello(rank, number, 0, False).pack(listener["token"])
                     identities[peer, number] = identity
                     _finish_connecting(connected[peer, number], listener, identity, names[peer], deadline)
             expected = {(peer, number) for peer in listeners if peer > rank for number in range(counts[peer])}
@@ -111,10 +129,7 @@ class Listener:
             for key, identity in identities.items():
                 _require_proof(connected[key], identity, names[key[0]], deadline, check)
             for (peer, _), connection in connected.items():
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if counts[peer] > 1:
-                    connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)
+                configure(connection, counts[peer] > 1)
         except BaseException:
             for connection in connected.values():
                 connection.close()
@@ -128,6 +143,19 @@ class Listener:
         """Stop listening."""
         self._socket.close()
 
+    def fileno(self) -> int:
+        """The descriptor that is readable while a caller waits."""
+        return self._socket.fileno()
+
+    def accept(self) -> Caller | None:
+        """The next caller, who has not said yet who it is; None if there is none."""
+        try:
+            connection, address = self._socket.accept()
+        except (BlockingIOError, ConnectionError):  # the caller has gone away
+            return None
+        connection.setblocking(False)
+        return Caller(connection, str(address[0]))
+
     def _accept(
         self,
         connected: dict[_Key, socket.socket],
@@ -137,10 +165,9 @@ class Listener:
         check: Callable[[], None],
     ) -> None:
         """Add the connections of all expected peers. Callers are served side by side: one may say nothing."""
-        callers: dict[socket.socket, _Caller] = {}
+        callers: dict[socket.socket, Caller] = {}
         try:
             with selectors.DefaultSelector() as selector:
-                self._socket.setblocking(False)
                 selector.register(self._socket, selectors.EVENT_READ)
                 while missing := expected - connected.keys():
                     check()
@@ -154,15 +181,18 @@ class Listener:
                         connection = key.fileobj
                         assert isinstance(connection, socket.socket)
                         if connection is self._socket:
-                            self._greet(callers, selector)
+                            if new := self.accept():
+                                callers[new.connection] = new
+                                selector.register(new.connection, selectors.EVENT_READ)
                             continue
                         caller = callers[connection]
                         if not caller.read():
                             continue
-                        key_of_caller = self._caller(bytes(caller.hello), caller.address)
+                        hello = self.hello_of(caller)
+                        key_of_caller = None if hello is None else (hello.rank, hello.number)
                         if key_of_caller is None or key_of_caller not in missing - connected.keys():
                             self._turn_away(connection, callers, selector)
-                        elif _answer(connection, bytes(caller.hello)):
+                        elif answer(caller):
                             selector.unregister(connection)
                             connected[key_of_caller] = callers.pop(connection).connection
                         else:
@@ -171,40 +201,33 @@ class Listener:
             for connection in callers:
                 connection.close()
 
-    def _greet(self, callers: dict[socket.socket, _Caller], selector: selectors.BaseSelector) -> None:
-        try:
-            connection, address = self._socket.accept()
-        except (BlockingIOError, ConnectionError):  # the caller has gone away
-            return
-        connection.setblocking(False)
-        callers[connection] = _Caller(connection, str(address[0]))
-        selector.register(connection, selectors.EVENT_READ)
-
     def _turn_away(
         self,
         connection: socket.socket,
-        callers: dict[socket.socket, _Caller],
+        callers: dict[socket.socket, Caller],
         selector: selectors.BaseSelector,
     ) -> None:
         selector.unregister(connection)
         del callers[connection]
         connection.close()
 
-    def _caller(self, hello: bytes, address: str) -> _Key | None:
-        """Which connection of which rank it is; None if it is not of this group or does not know the secret."""
-        if len(hello) < _HELLO_BYTES:
+    def hello_of(self, caller: Caller) -> Hello | None:
+        """What the caller says; None if it is not of this group or does not know the secret."""
+        if len(caller.hello) < _HELLO_BYTES:
             return None
-        identity, proof = hello[: _IDENTITY.size], hello[_IDENTITY.size :]
-        magic, token, peer, number, _ = _IDENTITY.unpack(identity)
+        identity, proof = caller.identity(), bytes(caller.hello[_IDENTITY.size :])
+        magic, token, peer, number, generation, knocks, _ = _IDENTITY.unpack(identity)
         if (magic, token) != (_MAGIC, self.token):
             return None
         if not is_proof(proof, secret(), b"caller", identity):
-            _log.warning("dtcomm: refused a connection from %s as rank %d: %s", address, peer, WRONG_SECRET)
+            _log.warning(
+                "dtcomm: refused a connection from %s as rank %d: %s", caller.address, peer, WRONG_SECRET
+            )
             return None
-        return int(peer), int(number)
+        return Hello(int(peer), int(number), int(generation), bool(knocks))
 
 
-class _Caller:
+class Caller:
     """A connection that has not said yet who it is, for which it has a second."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
@@ -224,6 +247,18 @@ class _Caller:
         self.hello += received
         return not received or len(self.hello) == _HELLO_BYTES
 
+    def identity(self) -> bytes:
+        """What it says, without the proof."""
+        return bytes(self.hello[: _IDENTITY.size])
+
+
+def configure(connection: socket.socket, is_one_of_several: bool) -> None:
+    """Set the options of a connection that the engine is given."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if is_one_of_several:
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)
+
 
 def _listen(address: str, family: socket.AddressFamily) -> socket.socket:
     """A listening socket at the first port of DTCOMM_PORTS that is free."""
@@ -241,12 +276,11 @@ def _listen(address: str, family: socket.AddressFamily) -> socket.socket:
     )
 
 
-def _answer(connection: socket.socket, hello: bytes) -> bool:
+def answer(caller: Caller) -> bool:
     """Prove to a caller that this rank knows the secret; False if the caller has gone away."""
     try:
-        connection.sendall(
-            prove(secret(), b"listener", hello[: _IDENTITY.size])
-        )  # a new socket takes it at once
+        # A new socket takes it at once.
+        caller.connection.sendall(prove(secret(), b"listener", caller.identity()))
     except OSError:
         return False
     return True
@@ -277,7 +311,12 @@ def _require_proof(
         raise ConnectionError(f"{name} cannot be trusted: {WRONG_SECRET}")
 
 
-def _start_connecting(listener: Mapping[str, Any], name: str) -> socket.socket:
+def start_connecting(listener: Mapping[str, Any], name: str) -> socket.socket:
+    """Begin to connect; the socket is writable when the connection is there or has failed.
+
+    Raises:
+        OSError: If it fails at once.
+    """
     address = (listener["address"], listener["port"])
     connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -286,6 +325,11 @@ def _start_connecting(listener: Mapping[str, Any], name: str) -> socket.socket:
         connection.close()
         raise _unreachable(listener, name, OSError(result, os.strerror(result)))
     return connection
+
+
+def with_proof(identity: bytes) -> bytes:
+    """What a caller sends: who it is, and the proof that it knows the secret."""
+    return identity + prove(secret(), b"caller", identity)
 
 
 def _finish_connecting(
@@ -300,7 +344,7 @@ def _finish_connecting(
         if result := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(result, os.strerror(result))
         connection.settimeout(max(0.001, deadline - time.monotonic()))
-        connection.sendall(identity + prove(secret(), b"caller", identity))
+        connection.sendall(with_proof(identity))
     except OSError as error:
         raise _unreachable(listener, name, error) from error
 

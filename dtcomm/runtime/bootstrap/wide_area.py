@@ -2,7 +2,10 @@
 
 One TCP connection carries at most a socket buffer of bytes in a round trip: with Linux's usual 4 MiB and 75 ms that is
 0.4 Gbit/s, whatever the link's rate. To far ranks the engine therefore has several connections. How many follows from
-the measured round trip, the kernel's limit and the rate that they are to reach, as the link's own is not known.
+the measured round trip, the kernel's limit and the rate of the link. Nothing is sent to measure it: the first
+communicator takes a rate that most links do not exceed, and while its connections are busy the engine notes what they
+carry together (`remember`). Communicators that are made later to the same host, as after ranks have joined or left,
+take that rate. The ranks exchange what they remember with what they exchange anyway, so both ends count alike.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ from dtcomm import env
 from dtcomm.runtime.native.copy_policy import SLOTS, SOCKET_SLOT_BYTES
 
 FAR_MS = 2.0  # round trips below are those of a site's own network, where one connection is enough
-REACHED_GBIT = 5.0  # what the connections to a rank can carry together
+REACHED_GBIT = 5.0  # the rate of a link that was not measured
+HEADROOM = 1.25  # over a measured rate, which the connections themselves may have limited
 MIN_FAR_CONNECTIONS = 4  # a lost packet slows only one of them down
 MAX_CONNECTIONS = 16
 MAX_SLOT_BYTES = 16 * 2**20
 _PROBE_SECONDS = 2.0
 _USUAL_BUFFER_BYTES = 4 * 2**20
+_measured_gbit: dict[str, float] = {}  # by host
 _RTT_OFFSET = 68  # of tcpi_rtt in struct tcp_info: microseconds, 32 bits
 
 
@@ -97,18 +102,35 @@ def is_far(round_trip_ms: float) -> bool:
     return round_trip_ms >= FAR_MS
 
 
-def connections(round_trip_ms: float, buffer_bytes: int) -> int:
+def remember(host: str, bytes_per_second: float) -> None:
+    """Note what the connections to a host carried while they were busy."""
+    if bytes_per_second > 0:
+        _measured_gbit[host] = bytes_per_second * 8e-9
+
+
+def measured_gbit(host: str) -> float:
+    """Return the rate of the link to a host as this process has measured it, in Gbit/s; 0 if it has not."""
+    return _measured_gbit.get(host, 0.0)
+
+
+def rate_gbit(*measured: float) -> float:
+    """Return the rate that connections have to reach, from what the ends of a link have measured, 0 for nothing."""
+    return max(measured) * HEADROOM or REACHED_GBIT
+
+
+def connections(round_trip_ms: float, buffer_bytes: int, gbit: float = REACHED_GBIT) -> int:
     """Return how many connections carry the payloads between two ranks.
 
     Args:
         round_trip_ms: The round trip between them in milliseconds.
         buffer_bytes: The smaller one of what ``buffer_bytes`` returned on the two.
+        gbit: The rate that they are to reach in Gbit/s.
     """
     if forced := int(env.get("DTCOMM_CONNECTIONS")):
         return forced
     if not is_far(round_trip_ms):
         return 1
-    needed = math.ceil(_bytes_in(round_trip_ms) / max(1, buffer_bytes))
+    needed = math.ceil(_bytes_in(round_trip_ms, gbit) / max(1, buffer_bytes))
     return min(max(needed, MIN_FAR_CONNECTIONS), MAX_CONNECTIONS)
 
 
@@ -122,16 +144,16 @@ def payload_connections(sockets: Sequence[int]) -> int:
     return max(1, len(sockets) - 1)
 
 
-def slot_bytes(round_trip_ms: float) -> int:
+def slot_bytes(round_trip_ms: float, gbit: float = REACHED_GBIT) -> int:
     """Return the bytes of a slot with which all slots together fill the link until the first one is free again.
 
     That takes one and a half round trips: a payload, what the receiver makes of it, and its word that it is done.
     """
     slot = SOCKET_SLOT_BYTES
-    while slot < MAX_SLOT_BYTES and slot * SLOTS < 1.5 * _bytes_in(round_trip_ms):
+    while slot < MAX_SLOT_BYTES and slot * SLOTS < 1.5 * _bytes_in(round_trip_ms, gbit):
         slot *= 2
     return slot
 
 
-def _bytes_in(round_trip_ms: float) -> float:
-    return REACHED_GBIT * 1e9 / 8 * round_trip_ms / 1e3
+def _bytes_in(round_trip_ms: float, gbit: float) -> float:
+    return gbit * 1e9 / 8 * round_trip_ms / 1e3

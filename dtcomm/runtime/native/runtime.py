@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -43,6 +43,15 @@ CHOICE = (
 MIN_PAYLOADS = 128  # payloads of 4 KiB fill a slot: a user's own schedule may need as many
 
 
+class ConnectionKeeper(Protocol):
+    """Makes connections anew that have ended."""
+
+    timeout_s: float  # how long it tries
+
+    def close(self) -> None:
+        """Stop."""
+
+
 class NativeRuntime:
     """Executes operations with the native engine.
 
@@ -51,6 +60,9 @@ class NativeRuntime:
         ucx: What UCX is used, if it is: its version, and the devices that it may use.
         connections: TCP connections that carry the payloads to another rank, the most to any; 0 if there are none.
         round_trip_ms: The longest round trip between ranks that was measured when they connected; 0 inside a host.
+        remote_hosts: The host of each rank that is reached over TCP.
+        remember_rate: Called with such a host and the bytes per second that the connections to it have carried.
+        keeper: What makes connections anew, of ranks with several; it is closed with this object.
         no_ucx: Why UCX is not used between ranks that share no memory; empty if it is, or if there are none.
         single_copy: Why receivers do not copy out of the senders' memory; empty if they do. The bootstrap sets it to
             what all ranks agree on.
@@ -89,6 +101,9 @@ class NativeRuntime:
         self.ucx: Mapping[str, Any] = {}
         self.no_ucx = ""
         self.single_copy = self.no_trials = "not asked for yet"
+        self.remote_hosts: Mapping[int, str] = {}
+        self.remember_rate: Callable[[str, float], None] | None = None
+        self.keeper: ConnectionKeeper | None = None
         self._recorded_failure = False
         self._failure: DtcommError | None = None  # of a codec written in Python; the engine knows its own
         self.codec_thread: OrderedThread | None = None
@@ -228,6 +243,7 @@ class NativeRuntime:
             self._failure = error
         self.record_failure(error)
         self.native.close()
+        self.stop_keeper()
 
     def call_failed(self, error: BaseException) -> None:
         """Prepare for the error of a call to be raised."""
@@ -264,12 +280,36 @@ class NativeRuntime:
     def set_timeout(self, seconds: float) -> None:
         """Set how long later calls wait for the other ranks."""
         self.native.set_timeout(seconds)
+        if self.keeper is not None:
+            self.keeper.timeout_s = seconds
 
     def close(self) -> None:
         """Release all shared memory. Peers that wait for this rank raise PeerLost."""
+        self.note_rates()
         self.native.close()
+        self.stop_keeper()
         if self.codec_thread is not None:
             self.codec_thread.stop()
+
+    def note_rates(self) -> dict[str, float]:
+        """Remember the rates of links that were measured, for later communicators; returns them in Gbit/s by host."""
+        if not self.remote_hosts:
+            return {}
+        rates = self.native.measured_rates()
+        found = {
+            host: rates[rank]
+            for rank, host in self.remote_hosts.items()
+            if rank < len(rates) and rates[rank] > 0
+        }
+        if self.remember_rate is not None:
+            for host, rate in found.items():
+                self.remember_rate(host, rate)
+        return {host: round(rate * 8e-9, 3) for host, rate in found.items()}
+
+    def stop_keeper(self) -> None:
+        """To be called when the engine has closed, which may need connections to send what it sends last."""
+        if self.keeper is not None:
+            self.keeper.close()
 
     def info(self) -> dict[str, Any]:
         """The transport, the kernels, how copies are made, and the counters."""
@@ -294,7 +334,14 @@ class NativeRuntime:
     def _socket_info(self) -> dict[str, Any]:
         if not self.connections or self.ucx:
             return {}
-        return {"connections": self.connections, "round_trip_ms": self.round_trip_ms}
+        missing, restored = self.native.restoring_counts()
+        return {
+            "connections": self.connections,
+            "round_trip_ms": self.round_trip_ms,
+            "missing_connections": missing,
+            "restored_connections": restored,
+            "measured_gbit": self.note_rates(),
+        }
 
     def _ucx_info(self) -> dict[str, Any]:
         if self.ucx:
@@ -304,9 +351,12 @@ class NativeRuntime:
 
 def close_all(runtimes: Iterable[object]) -> None:
     """Close the native ones of several runtimes in the time that one takes."""
-    _C.NativeCommunicator.close_all(
-        [runtime.native for runtime in runtimes if isinstance(runtime, NativeRuntime)]
-    )
+    native = [runtime for runtime in runtimes if isinstance(runtime, NativeRuntime)]
+    for runtime in native:
+        runtime.note_rates()
+    _C.NativeCommunicator.close_all([runtime.native for runtime in native])
+    for runtime in native:
+        runtime.stop_keeper()
 
 
 class NativeOperation:

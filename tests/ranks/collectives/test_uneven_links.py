@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +20,7 @@ SITE = (0, 1, 0, 1)  # of each rank: not that of a host
 NUMEL = 4096
 
 
-def reduce_and_train(rank: int, ranks: int) -> None:
+def reduce_and_train(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     rates = LinkRates(gbit=[[FAST if a == b else SLOW for b in SITE] for a in SITE])
     plan = plan_links(rates, "int8")
@@ -50,6 +54,19 @@ def reduce_and_train(rank: int, ranks: int) -> None:
     assert local.step()
     assert 0.48 < local.report().wire_bytes / local.report().plain_bytes < 0.56
 
+    # The same hierarchy by a file: "auto" groups ranks by it.
+    if rank == 0:
+        Path(folder, "links.json").write_text(json.dumps({"gbit": rates.gbit}))
+    dist.barrier()
+    os.environ["DTCOMM_LINKS"] = str(Path(folder, "links.json"))
+    group = dist.new_group(list(range(ranks)))
+    by_file = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+    dtcomm.all_reduce(by_file, codec="none/int8", group=group)
+    assert by_file.equal(tensor)
+    tensor = small - large if rank < 2 else large.clone()
+    dtcomm.all_reduce(tensor, codec="none/int8", group=group)
+    assert tensor.allclose(expected, atol=1.0)
 
-def test_the_codec_acts_between_the_groups_alone() -> None:
-    run_ranks(reduce_and_train, 4)
+
+def test_the_codec_acts_between_the_groups_alone(tmp_path: Path) -> None:
+    run_ranks(reduce_and_train, 4, str(tmp_path))

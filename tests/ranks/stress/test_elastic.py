@@ -15,3 +15,4 @@ def test_ranks_are_killed_and_others_join(tmp_path: Path) -> None:
     report = elastic.main([*arguments, "--json", str(tmp_path / "elastic.json")])
     assert report["verdict"] == "PASS", report["complaints"]
     assert report["processes"] > 3 and report["views"] > 2
+    assert set(report["resources"]) == {"start", "end"} and report["resources"]["end"]["descriptors"] > 0

@@ -110,11 +110,14 @@ def test_links_that_miss_what_is_expected_are_failures() -> None:
     ("counts", "text"),
     [
         ((0, 1), "µs"),
-        ((12, 12), "µs over 12 TCP connections each"),
-        ((1, 4), "µs over 1 to 4 TCP connections each"),
+        ((12, 12), "µs over 12 TCP connections each (4 for the measured rate)"),
+        ((1, 4), "µs over 1 to 4 TCP connections each (4 for the measured rate)"),
     ],
 )
-def test_several_connections_between_hosts_are_reported(counts: tuple[int, int], text: str) -> None:
+def test_several_connections_between_hosts_are_reported(
+    counts: tuple[int, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network.wide_area, "buffer_bytes", lambda: 4 * 2**20)
     results = [
         LinkResult(ranks=pair, level="between", gbit=(1.0, 1.0), latency_us=40_000.0, connections=count)
         for pair, count in zip([(0, 1), (0, 2)], counts, strict=True)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dtcomm.planner import LinkRates, plan_links
+from dtcomm.codecs import codec
+from dtcomm.planner import LinkRates, Table, explain, levels_of, plan_links
 from dtcomm.schedule import Schedule
 
 
@@ -118,3 +120,50 @@ def test_wrong_arguments_are_named() -> None:
         plan_links(sites(2, fast=1, slow=1), "exact:bits=32")
     with pytest.raises(ValueError, match="one rank has no links"):
         plan_links(LinkRates(gbit=[[1]]))
+
+
+HOSTS = ((0,), (1,), (2,), (3,))
+
+
+def test_auto_takes_the_groups_and_rates_of_a_file() -> None:
+    links = sites(2, 2, fast=10, slow=0.5)
+    text = json.dumps({"gbit": links.gbit, "latency_us": [[100.0] * 4] * 4})
+    table = Table()
+    groups, measured = levels_of(text, table, (0, 1, 2, 3), HOSTS)
+    assert groups == ((0, 1), (2, 3))
+    assert measured.inside.bandwidth == 10 * 1.25e8 and measured.inside.latency == pytest.approx(1e-4)
+    assert measured.between.bandwidth == 0.25 * 1.25e8  # two ranks share the link
+    assert measured.between.overhead == table.between.overhead and "DTCOMM_LINKS" in measured.source
+    chosen = explain(
+        "all_reduce", 1 << 22, torch.float32, codec("none"), 4, hosts=len(groups), table=measured
+    )
+    assert chosen.algorithm == "hierarchical"
+    assert levels_of("", table, (0, 1, 2, 3), HOSTS) == (HOSTS, table)
+
+
+def test_a_group_of_some_ranks_takes_their_links() -> None:
+    text = json.dumps({"gbit": sites(2, 2, fast=10, slow=0.5).gbit})
+    assert levels_of(text, Table(), (1, 2, 3), ((0,), (1,), (2,)))[0] == ((0,), (1, 2))
+    groups, table = levels_of(text, Table(), (2, 3), ((0,), (1,)))
+    assert groups == ((0,), (1,)) and table.between.bandwidth == 10 * 1.25e8
+    assert table.between.latency == Table().between.latency  # the file has none
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "DTCOMM_LINKS"),
+        ('{"rates": []}', "expected a report of dtcomm doctor"),
+        ('{"gbit": [[0, 1], [1, 0]]}', "of 2 ranks; there is no rank 2"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        levels_of(text, Table(), (0, 1, 2), ((0,), (1,), (2,)))
+
+
+def test_a_pair_of_sites_has_one_link() -> None:
+    rates = LinkRates.between_sites({(0, 1): (1.0, 10.0), (2, 0): (2.0, 20.0), (1, 2): (3.0, 30.0)}, 2)
+    assert rates.ranks == 6 and rates.slowest(1, 4) == 2.0 and rates.slowest(2, 5) == 3.0
+    with pytest.raises(ValueError, match="given twice"):
+        LinkRates.between_sites({(0, 1): (1.0, 10.0), (1, 0): (2.0, 20.0)})

@@ -80,7 +80,7 @@ def test_another_secret_is_refused_and_logged(
 def test_a_listener_that_does_not_know_the_secret_is_not_believed(
     listeners: list[tcp.Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "_answer", lambda connection, hello: connection.sendall(bytes(32)) is None)
+    monkeypatch.setattr(tcp, "answer", lambda caller: caller.connection.sendall(bytes(32)) is None)
     _, calling = connect(listeners, [b"one", b"one"])
     assert isinstance(calling, ConnectionError) and "cannot be trusted" in str(calling)
 
@@ -88,7 +88,7 @@ def test_a_listener_that_does_not_know_the_secret_is_not_believed(
 def test_a_refused_caller_does_not_keep_the_right_one_out(listeners: list[tcp.Listener]) -> None:
     info = listeners[0].info()
     with socket.create_connection((info["address"], info["port"])) as stranger:
-        identity = tcp._IDENTITY.pack(tcp._MAGIC, info["token"], 1, 0, bytes(16))
+        identity = tcp.Hello(1, 0, 0, False).pack(info["token"])
         stranger.sendall(identity + prove(b"guessed", b"caller", identity))
         with sockets(connect(listeners, [b"one", b"one"])):
             stranger.settimeout(5)

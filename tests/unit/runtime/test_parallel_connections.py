@@ -284,3 +284,37 @@ def test_a_part_that_comes_twice_is_stored_once() -> None:
         answer(1, words[2] >> 32, 4.0, 0)
         work.wait()
         assert tensor[:4096].eq(6).all() and tensor[4096:].eq(4).all()
+
+
+SO_MAX_PACING_RATE = 47
+
+
+def test_the_rate_of_busy_connections_is_measured() -> None:
+    paced = 4_000_000  # bytes per second of each connection
+    natives = [make(rank, wide_area=True) for rank in range(2)]
+    ends: list[list[int]] = [[], []]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for _ in range(SOCKETS):
+            caller = socket.create_connection(server.getsockname())
+            for rank, end in enumerate((caller, server.accept()[0])):
+                end.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, paced)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 128 * 1024)
+                ends[rank].append(end.detach())
+    for rank, native in enumerate(natives):
+        attach(native, rank, ends[rank])
+    assert [native.measured_rates() for native in natives] == [[0.0, 0.0]] * 2
+    tensors = [torch.ones(NUMEL) for _ in natives]
+
+    def run(rank: int) -> None:
+        pointer = tensors[rank].data_ptr()
+        for _ in range(3):
+            natives[rank].run(plan(rank, NUMEL), pointer, pointer, 0, 1)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    rates = natives[0].measured_rates()
+    _C.NativeCommunicator.close_all(natives)
+    assert rates[0] == 0 and 0.4 < rates[1] / (paced * (SOCKETS - 1)) < 2.5, rates

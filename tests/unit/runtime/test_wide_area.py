@@ -92,3 +92,16 @@ def test_both_ends_order_their_connections_alike() -> None:
         for (_, peer, number), end in ends.items():
             end.settimeout(5)
             assert end.recv(10).decode() == f"{peer} {number}"
+
+
+def test_a_measured_rate_takes_the_place_of_the_assumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_area, "_measured_gbit", {})
+    assert wide_area.rate_gbit(0.0, 0.0) == wide_area.REACHED_GBIT
+    assert wide_area.rate_gbit(0.8, 0.0) == wide_area.rate_gbit(0.0, 0.8) == 1.0
+    assert wide_area.connections(75, 4 * MIB, 1.0) == wide_area.MIN_FAR_CONNECTIONS
+    assert wide_area.connections(75, 4 * MIB, 10.0) == wide_area.MAX_CONNECTIONS
+    assert [wide_area.slot_bytes(75, gbit) // MIB for gbit in (1.0, 2.0, 5.0, 10.0)] == [2, 4, 16, 16]
+    wide_area.remember("a host", 1e8)
+    wide_area.remember("a host", 0.0)  # not measured
+    assert wide_area.measured_gbit("a host") == pytest.approx(0.8)
+    assert wide_area.measured_gbit("another host") == 0
