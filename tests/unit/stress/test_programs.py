@@ -193,6 +193,7 @@ def test_nothing_is_kept_of_a_changed_tree(monkeypatch: pytest.MonkeyPatch) -> N
         command.main(["limits"])
 
 
+@pytest.mark.slow
 def test_a_part_runs_in_a_process_and_is_kept_elsewhere(tmp_path: Path) -> None:
     assert command.main(["rendezvous", "--short", "--out", str(tmp_path)]) == 0
     document = json.loads((tmp_path / "rendezvous.json").read_text(encoding="utf-8"))
