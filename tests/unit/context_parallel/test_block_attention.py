@@ -33,9 +33,8 @@ def test_the_fused_kernels_equal_the_reference(causal: bool, tokens: int) -> Non
     actual = block_attention.backward(gradient, q, k, v, out, lse, everything, SCALE)
     expected = block_attention.reference_backward(gradient, q, k, v, out, lse, causal, SCALE)
     for a, b in zip(actual, expected, strict=True):
-        assert (a - b).norm() <= 2e-6 * (
-            b.norm() + 1e-3
-        )  # a single token has no gradient but that of its value
+        # A difference of products of the gradient, which is zero but for rounding where there is a single token.
+        assert (a - b).norm() <= 2e-6 * max(b.norm(), gradient.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

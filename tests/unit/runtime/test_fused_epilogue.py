@@ -158,7 +158,8 @@ def communicator_of(rank: int, ranks: int, runtime: PeerRuntime) -> Communicator
     communicator = object.__new__(Communicator)
     communicator.device, communicator.runtime, communicator.checksum = None, runtime, False
     communicator.rank, communicator.size, communicator.ranks = rank, ranks, list(range(ranks))
-    communicator.groups, communicator.tuning_table = (tuple(communicator.ranks),), ""
+    communicator.groups = (tuple(communicator.ranks),)
+    communicator.tuning_table = communicator.links = ""
     communicator.counter, communicator.plans, communicator.connection = _C.CallCounter(), PlanCache(), None
     return communicator
 
