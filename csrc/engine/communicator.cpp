@@ -303,11 +303,17 @@ void Communicator::drive_until_finished(const Work& work) {
       });
 }
 
+void Communicator::send_rest() {
+  if (peers_.flush()) ProgressThread::instance().wake();
+}
+
 Communicator::DriveResult Communicator::drive_front(int budget) {
   switch (queue_.try_drive()) {
     case OperationQueue::Claim::driven:
       return DriveResult::idle;
     case OperationQueue::Claim::empty:
+      if (!peers_.flush()) return DriveResult::idle;
+      peers_.remote().receive();  // notices connections that have ended, whose parts go over the others
       return peers_.flush() ? DriveResult::blocked : DriveResult::idle;
     case OperationQueue::Claim::claimed:
       break;

@@ -46,8 +46,10 @@ class Communicator {
   void connect_ucx(const std::vector<std::string>& addresses) { peers_.connect_ucx(addresses); }
   // Whether all peers have connected to this rank, too; to be called until they have.
   bool ucx_is_connected() { return peers_.ucx_is_connected(); }
-  // The connections to peers on other hosts, for the thread that makes those anew that have ended.
+  // The connections to peers on other hosts, for the thread that makes those anew that have ended. It calls
+  // send_rest() after each change: what is to be sent again may belong to operations that no thread runs any more.
   RemotePeerSet& connections() { return peers_.remote(); }
+  void send_rest();
   // Whether this rank may copy out of its peers' private memory.
   Status can_single_copy() const { return peers_.can_single_copy(); }
   // Whether threads that wait also do the progress thread's work, because there are fewer cores than threads.

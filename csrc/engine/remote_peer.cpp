@@ -85,14 +85,19 @@ bool RemotePeer::has_ended() const {
   if (view_.header->closed.load(std::memory_order_acquire)) return false;
   if (ucx_ && ucx_->ended()) return true;
   if (left_.load(std::memory_order_acquire) > 0) return false;
-  if (may_be_restored_.load(std::memory_order_acquire) && !given_up_.load(std::memory_order_acquire)) return false;
-  // A peer that has said goodbye may end its socket while UCX still delivers what it sent.
-  return !(ucx_ && says_goodbye_.load(std::memory_order_acquire));
+  const bool says_goodbye = says_goodbye_.load(std::memory_order_acquire);
+  // A peer that has said goodbye makes no connection anew: what has not arrived by now does not.
+  if (!says_goodbye && may_be_restored_.load(std::memory_order_acquire) && !given_up_.load(std::memory_order_acquire)) {
+    return false;
+  }
+  // It may end its socket while UCX still delivers what it sent.
+  return !(ucx_ && says_goodbye);
 }
 
 bool RemotePeer::is_cut_off() const {
   return left_.load(std::memory_order_acquire) == 0 && may_be_restored_.load(std::memory_order_acquire) &&
-         !given_up_.load(std::memory_order_acquire) && !view_.header->closed.load(std::memory_order_acquire);
+         !given_up_.load(std::memory_order_acquire) && !says_goodbye_.load(std::memory_order_acquire) &&
+         !view_.header->closed.load(std::memory_order_acquire);
 }
 
 const std::string& RemotePeer::end_reason() const {
@@ -249,7 +254,9 @@ void RemotePeer::allow_restoring() { may_be_restored_.store(streams_.size() > 1,
 
 std::vector<RemotePeer::LostStream> RemotePeer::lost_streams() const {
   std::vector<LostStream> lost;
-  const bool closes = says_goodbye_.load(std::memory_order_acquire) || closed_sent_;
+  // A rank that closes still needs a stream for what it has not sent.
+  const bool has_sent_all = left_.load(std::memory_order_acquire) > 0 || !has_unsent();
+  const bool closes = says_goodbye_.load(std::memory_order_acquire) || (closed_sent_ && has_sent_all);
   if (closes || !may_be_restored_.load(std::memory_order_acquire) || given_up_.load(std::memory_order_acquire)) {
     return lost;
   }
@@ -272,7 +279,7 @@ bool RemotePeer::restore(std::size_t number, std::uint32_t generation, int fd) {
   const bool was_cut_off = left_.fetch_add(1, std::memory_order_release) == 0;
   if (number < control_ || was_cut_off) {
     control_ = number;
-    if (was_cut_off) repeat_short_frames();
+    repeat_short_frames();  // what the stream before has not delivered yet is lost if that one ends
   }
   flush();
   return true;
@@ -380,6 +387,8 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
       break;
     case kHeader: {
       OpHeader& header = region.ops[frame.words[0] % kOpRing];
+      // A repeated header may overtake older ones.
+      if (header.number.load(std::memory_order_relaxed) > frame.words[0]) break;
       header.number.store(0, std::memory_order_release);
       header.fingerprint.store(frame.words[1], std::memory_order_relaxed);
       std::memcpy(header.text, text, frame.bytes);

@@ -126,8 +126,13 @@ bool RemotePeerSet::restore(int peer, std::size_t number, std::uint32_t generati
   const bool restored = remote->restore(number, generation, fd);
   if (!restored && remote->streams()[number]->ended()) return false;
   const FrameStream& stream = *remote->streams()[number];
-  epoll_.add(stream.fd(), socket);
-  epoll_.watch_writable(stream.fd(), socket, stream.has_queued());
+  try {
+    epoll_.add(stream.fd(), socket);
+    epoll_.watch_writable(stream.fd(), socket, stream.has_queued());
+  } catch (const std::exception&) {  // no memory for another descriptor: the stream owns the socket, and ends
+    remote->end_stream(number, generation);
+    notify_ended(*remote);
+  }
   return restored;
 }
 
@@ -178,8 +183,8 @@ void RemotePeerSet::receive() {
 }
 
 void RemotePeerSet::receive_locked() {
-  if (ucx_) {
-    ucx_->progress();
+  if (ucx_) ucx_->progress();
+  if (ucx_ || has_parallel_sockets_) {
     for (const auto& peer : peers_) {
       if (peer) peer->read_last_words();
     }

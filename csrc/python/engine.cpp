@@ -186,7 +186,11 @@ py::list peer_snapshots(const Communicator& communicator) {
 }
 
 py::list lost_connections(Communicator& communicator) {
-  const auto lost = without_gil([&] { return communicator.connections().lost_connections(); });
+  const auto lost = without_gil([&] {
+    const auto found = communicator.connections().lost_connections();
+    communicator.send_rest();
+    return found;
+  });
   py::list list;
   for (const RemotePeerSet::LostConnection& connection : lost) {
     const RemotePeer::LostStream& stream = connection.stream;
@@ -225,14 +229,21 @@ void bind_communicator(py::module_& module) {
       .def(
           "restore_connection",
           [](Communicator& self, int peer, std::size_t number, std::uint32_t generation, int fd) {
-            return without_gil([&] { return self.connections().restore(peer, number, generation, fd); });
+            return without_gil([&] {
+              const bool restored = self.connections().restore(peer, number, generation, fd);
+              self.send_rest();
+              return restored;
+            });
           },
           py::arg("peer"), py::arg("number"), py::arg("generation"), py::arg("fd"),
           "Puts a connected socket in the place of a connection. The engine owns it if this returns true.")
       .def(
           "end_connection",
           [](Communicator& self, int peer, std::size_t number, std::uint32_t generation) {
-            without_gil([&] { self.connections().end_connection(peer, number, generation); });
+            without_gil([&] {
+              self.connections().end_connection(peer, number, generation);
+              self.send_rest();
+            });
           },
           py::arg("peer"), py::arg("number"), py::arg("generation"), "The peer has lost this connection.")
       .def(

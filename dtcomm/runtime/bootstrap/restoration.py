@@ -32,10 +32,11 @@ from dtcomm.runtime.bootstrap.tcp import (
 _log = logging.getLogger("dtcomm")
 
 GRACE_S = 0.05  # for the goodbye of a peer that closes its connections to arrive
-KNOCK_S, KNOCK_CUT_OFF_S = 1.0, 0.5  # without a call of the peer; the latter if no connection is left
+ASK_S, ASK_CUT_OFF_S = 1.0, 0.5  # without a call of the peer; the latter if no connection is left
 ATTEMPT_S = 5.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 MAX_TURNED_AWAY = 3  # in a row, until another process is believed to listen there
+MAX_CALLERS = 64  # at once, that have not said who they are
 
 _keepers: weakref.WeakSet[ConnectionKeeper] = weakref.WeakSet()
 _Key = tuple[int, int]  # a peer, and which of the connections to it
@@ -77,6 +78,8 @@ class ConnectionKeeper:
             self._selector.register(fd, selectors.EVENT_READ, kind)
         self._losses: dict[_Key, _Loss] = {}
         self._look_at: float | None = None  # when to ask the engine what has ended
+        self._accepts_at: float | None = None  # when to accept callers again
+        self._given_up: set[int] = set()
         native.allow_restoring(self._ended.fileno())
         self._thread = threading.Thread(target=self._run, name="dtcomm-connections", daemon=True)
         self._thread.start()
@@ -95,14 +98,16 @@ class ConnectionKeeper:
         try:
             while self._run_once():
                 pass
-        except Exception:  # the other connections go on
+        except Exception:  # the connections that are left go on, and a peer is lost with its last one
             _log.exception("dtcomm: connections that end are not made anew any more")
+            if (native := self._native()) is not None:
+                for peer in self._peers:
+                    native.give_up(peer, "it could not be made anew: the thread that does so has failed")
         finally:
             for loss in self._losses.values():
                 loss.drop(self._selector)
-            for key in list(self._selector.get_map().values()):
-                if isinstance(key.data, Caller):
-                    key.data.connection.close()
+            for caller in self._callers():
+                caller.connection.close()
             self._selector.close()
             self._listener.close()
             self._ended.close()
@@ -118,8 +123,8 @@ class ConnectionKeeper:
         if "ended" in kinds:
             self._ended.clear()
             self._look_at = self._look_at or time.monotonic() + GRACE_S
-        if "listener" in kinds and (caller := self._listener.accept()):
-            self._selector.register(caller.connection, selectors.EVENT_READ, caller)
+        if "listener" in kinds:
+            self._accept()
         for key, _ in ready:
             if isinstance(key.data, Caller) and key.data.read():
                 self._serve(native, key.data)
@@ -127,9 +132,12 @@ class ConnectionKeeper:
                 key.data.attempt.advance(self._selector, key.data)
                 self._conclude(native, key.data)
         now = time.monotonic()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, Caller) and now >= key.data.until:
-                self._turn_away(key.data)
+        for caller in self._callers():
+            if now >= caller.until:
+                self._turn_away(caller)
+        if self._accepts_at is not None and now >= self._accepts_at:
+            self._accepts_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ, "listener")
         if self._look_at is not None and now >= self._look_at:
             self._look_at = None
             self._find_losses(native)
@@ -145,8 +153,28 @@ class ConnectionKeeper:
         """How long nothing is to be done; None: until something happens."""
         times = [] if self._look_at is None else [self._look_at]
         times += [loss.attempt.until if loss.attempt else loss.next_try for loss in self._losses.values()]
-        times += [key.data.until for key in self._selector.get_map().values() if isinstance(key.data, Caller)]
+        times += [caller.until for caller in self._callers()]
+        times += [] if self._accepts_at is None else [self._accepts_at]
         return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _callers(self) -> list[Caller]:
+        return [key.data for key in self._selector.get_map().values() if isinstance(key.data, Caller)]
+
+    def _accept(self) -> None:
+        """Take the next caller; pause if no descriptor is left, or if too many have not said who they are."""
+        caller = None
+        try:
+            if len(self._callers()) < MAX_CALLERS:
+                caller = self._listener.accept()
+                if caller is None:  # it has gone away
+                    return
+        except OSError as error:
+            _log.warning("dtcomm: cannot accept a connection: %s", error)
+        if caller is not None:
+            self._selector.register(caller.connection, selectors.EVENT_READ, caller)
+            return
+        self._selector.unregister(self._listener)
+        self._accepts_at = time.monotonic() + MIN_PAUSE_S
 
     def _find_losses(self, native: _C.NativeCommunicator) -> None:
         """Ask the engine which connections are missing."""
@@ -178,7 +206,7 @@ class ConnectionKeeper:
     def _first_try(self, peer: int, left: int, now: float) -> float:
         if peer < self._rank:
             return now
-        return now + (KNOCK_S if left else KNOCK_CUT_OFF_S)
+        return now + (ASK_S if left else ASK_CUT_OFF_S)
 
     def _try(self, native: _C.NativeCommunicator, loss: _Loss) -> None:
         if not any(lost[:2] == (loss.peer, loss.number) for lost in native.lost_connections()):
@@ -194,13 +222,13 @@ class ConnectionKeeper:
                 loss.problem,
             )
             if self._is_cut_off(native, loss.peer):
-                native.give_up(loss.peer, f"it could not be made anew: {loss.problem}")
+                self._give_up(native, loss.peer, f"it could not be made anew: {loss.problem}")
             return
-        knocks = loss.peer > self._rank
-        if not knocks:
+        asks = loss.peer > self._rank
+        if not asks:
             loss.tried_generation = max(loss.tried_generation, loss.lost_generation) + 1
-        generation = loss.lost_generation if knocks else loss.tried_generation
-        hello = Hello(self._rank, loss.number, generation, knocks)
+        generation = loss.lost_generation if asks else loss.tried_generation
+        hello = Hello(self._rank, loss.number, generation, asks)
         loss.attempt = _Attempt(self._peers[loss.peer], hello, self._names[loss.peer])
         loss.attempt.start(self._selector, loss)
         self._conclude(native, loss)
@@ -214,7 +242,7 @@ class ConnectionKeeper:
         attempt.forget(self._selector)
         if not attempt.outcome:
             loss.turned_away = 0
-            if attempt.hello.knocks:
+            if attempt.hello.asks:
                 attempt.connection.close()  # the peer is going to call
                 loss.problem = "the peer does not call"
             elif self._restore(native, attempt.connection, attempt.hello, loss.peer):
@@ -227,12 +255,16 @@ class ConnectionKeeper:
             loss.turned_away = loss.turned_away + 1 if attempt.was_turned_away else 0
             is_gone = attempt.was_refused or loss.turned_away >= MAX_TURNED_AWAY
             if is_gone and self._is_cut_off(native, loss.peer):
-                native.give_up(loss.peer, f"{self._reason_of(native, loss)}, and {loss.problem}")
+                self._give_up(native, loss.peer, f"{self._reason_of(native, loss)}, and {loss.problem}")
                 for key in [key for key in self._losses if key[0] == loss.peer]:
                     self._losses.pop(key).drop(self._selector)
                 return
         loss.next_try = time.monotonic() + loss.pause_s
         loss.pause_s = min(2 * loss.pause_s, MAX_PAUSE_S)
+
+    def _give_up(self, native: _C.NativeCommunicator, peer: int, reason: str) -> None:
+        self._given_up.add(peer)
+        native.give_up(peer, reason)
 
     def _reason_of(self, native: _C.NativeCommunicator, loss: _Loss) -> str:
         reasons = {
@@ -250,7 +282,7 @@ class ConnectionKeeper:
         configure(connection, True)
         try:
             restored = native.restore_connection(peer, hello.number, hello.generation, connection.fileno())
-        except OSError:  # no descriptors are left
+        except OSError:  # the socket has been closed
             return False
         if not restored:
             return False
@@ -269,13 +301,14 @@ class ConnectionKeeper:
         if (
             hello is None
             or hello.rank not in self._peers
+            or hello.rank in self._given_up
             or hello.number >= self._counts[hello.rank]
-            or hello.knocks == (hello.rank > self._rank)
+            or hello.asks == (hello.rank > self._rank)
             or not answer(caller)
         ):
             self._turn_away(caller)
             return
-        if hello.knocks:
+        if hello.asks:
             self._turn_away(caller)
             native.end_connection(hello.rank, hello.number, hello.generation)
             return
@@ -291,6 +324,15 @@ class ConnectionKeeper:
         """Close the copies that a forked child has: the peers are to see this process end, and its thread goes on."""
         with contextlib.suppress(OSError):
             self._listener.close()
+        for loss in self._losses.values():
+            if loss.attempt is not None:
+                loss.attempt.close()
+        with contextlib.suppress(
+            OSError, RuntimeError, AttributeError
+        ):  # the thread may have been at work on it
+            for caller in self._callers():
+                caller.connection.close()
+            self._selector.close()
         self._ended.close_in_child()
         self._stop.close_in_child()
 
@@ -319,7 +361,7 @@ class _Loss:
 
 
 class _Attempt:
-    """A call or a knock. ``outcome`` is empty if it succeeded, else why not; None until that is known."""
+    """A call, or a request for one. ``outcome`` is empty if it succeeded, else why not; None until that is known."""
 
     connection: socket.socket
 

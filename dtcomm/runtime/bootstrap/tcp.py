@@ -32,7 +32,7 @@ from dtcomm.runtime.bootstrap.authentication import (
 _log = logging.getLogger("dtcomm")
 
 # magic, the listener's token, the caller's rank, which of its connections this is, how often it was made anew,
-# whether it only knocks, a nonce
+# whether it only asks to be called, a nonce
 _IDENTITY = struct.Struct(f"<8sQIIII{NONCE_BYTES}s")
 _HELLO_BYTES = _IDENTITY.size + PROOF_BYTES
 _MAGIC = b"dtcomm 4"
@@ -41,6 +41,8 @@ _HELLO_SECONDS = 1.0  # for a caller to say who it is
 _CHECK_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
 _TCP_NOTSENT_LOWAT = 25  # linux/tcp.h
+# Seconds without data until a connection is tried, between two tries, and how many there are.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 # Of several connections, one that is slow is to hold few bytes that another one could send.
 _NOT_SENT_BYTES = 256 * 1024
 
@@ -48,19 +50,19 @@ _Key = tuple[int, int]  # a peer, and which of the connections to it
 
 
 class Hello(NamedTuple):
-    """What a caller says. ``generation`` and ``knocks`` are 0 and false while a communicator is made.
+    """What a caller says. ``generation`` and ``asks`` are 0 and false while a communicator is made.
 
-    A knock says that the caller has lost this generation of the connection (see `restoration`).
+    ``asks``: the other end is to call, as this generation of the connection is lost (see `restoration`).
     """
 
     rank: int
     number: int
     generation: int
-    knocks: bool
+    asks: bool
 
     def pack(self, token: int) -> bytes:
         """The bytes to send to the listener that has this token, without the proof."""
-        return _IDENTITY.pack(_MAGIC, token, self.rank, self.number, self.generation, self.knocks, nonce())
+        return _IDENTITY.pack(_MAGIC, token, self.rank, self.number, self.generation, self.asks, nonce())
 
 
 class Listener:
@@ -216,7 +218,7 @@ class Listener:
         if len(caller.hello) < _HELLO_BYTES:
             return None
         identity, proof = caller.identity(), bytes(caller.hello[_IDENTITY.size :])
-        magic, token, peer, number, generation, knocks, _ = _IDENTITY.unpack(identity)
+        magic, token, peer, number, generation, asks, _ = _IDENTITY.unpack(identity)
         if (magic, token) != (_MAGIC, self.token):
             return None
         if not is_proof(proof, secret(), b"caller", identity):
@@ -224,7 +226,7 @@ class Listener:
                 "dtcomm: refused a connection from %s as rank %d: %s", caller.address, peer, WRONG_SECRET
             )
             return None
-        return Hello(int(peer), int(number), int(generation), bool(knocks))
+        return Hello(int(peer), int(number), int(generation), bool(asks))
 
 
 class Caller:
@@ -258,6 +260,10 @@ def configure(connection: socket.socket, is_one_of_several: bool) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if is_one_of_several:
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _NOT_SENT_BYTES)
+        # A router may forget a connection without a word: the end that only receives is to notice, too.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _listen(address: str, family: socket.AddressFamily) -> socket.socket:

@@ -15,6 +15,7 @@ def losses(rank: int, world_size: int) -> dict[str, float]:
     return {part.__name__: part(mesh, 4) for part in PARTS}
 
 
+@pytest.mark.slow
 def test_example_losses_equal_those_on_gloo() -> None:
     # Fresh processes: torch caches DTensor placements and meshes per process, and a reused process may have had another
     # rank.

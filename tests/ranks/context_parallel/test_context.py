@@ -139,6 +139,7 @@ def compare_compiled(rank: int, ranks: int) -> None:
     assert torch.equal(attend(q), cp.attention(q, q, q, is_causal=True, kv_codec="int8"))
 
 
+@pytest.mark.slow
 def test_compiled_code_without_graph_breaks() -> None:
     run_ranks(compare_compiled, 2, timeout=240)
 

@@ -158,6 +158,7 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_no_compressor_waits_for_the_device() -> None:
     """Bits equal the CPU's unless norms or matrix products are the device's; so do events and errors."""
     all_cases = list(cases())

@@ -97,6 +97,7 @@ def _results(model: nn.Module) -> list[torch.Tensor]:
     return [logits.detach(), gradient]
 
 
+@pytest.mark.slow
 def test_an_emulated_model_equals_that_of_real_ranks() -> None:
     model = _model()
     emulate(model, 2, PLAN, "int4", backward_codec="int8")

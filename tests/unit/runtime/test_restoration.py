@@ -1,4 +1,4 @@
-"""Connections of several that end and are made anew: results, generations, knocks, and peers that are gone."""
+"""Connections of several that end and are made anew: results, generations, requests to call, peers that are gone."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def test_new_connections_carry_payloads(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_connection_that_only_one_rank_has_lost_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank with the lower number does not call: it knocks, and the other one ends what still looks alive."""
-    monkeypatch.setattr(restoration, "KNOCK_S", 0.05)
+    """The rank with the lower number does not call: it asks for a call, and the other ends what still looks alive."""
+    monkeypatch.setattr(restoration, "ASK_S", 0.05)
     with pair(
         [None, None, 0, None], relay_of=lambda limit: HalfOpen() if limit == 0 else Relay(limit)
     ) as made:
@@ -298,3 +298,22 @@ def test_nothing_is_left_when_keepers_are_closed() -> None:
             reduce(made)
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     assert counts[1] == counts[2] == counts[0]
+
+
+def test_a_rank_that_is_out_of_descriptors_accepts_a_call_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, failures = tcp.Listener.accept, [OSError(24, "Too many open files")] * 2
+
+    def accept_later(listener: tcp.Listener) -> tcp.Caller | None:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(tcp.Listener, "accept", accept_later)
+    with pair([None, 300_000]) as made:
+        tensors, errors = reduce(made)
+        assert errors == [] and all(torch.equal(tensor, expected(CALLS)) for tensor in tensors)
+        for native in made.natives:
+            wait_for(lambda native=native: native.restoring_counts() == (0, 1))
+    assert failures == [] and "cannot accept a connection: [Errno 24]" in caplog.text
