@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchft", reason="torchft is not installed: pip install --no-deps torchft")
+pytest.importorskip("torchft", reason="torchft is not installed: pip install --no-deps torchft opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp-proto-http")
 pytestmark = pytest.mark.slow
 
 PARAMETERS = 64 * 64 + 64 + 64 + 1
