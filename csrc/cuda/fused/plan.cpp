@@ -150,6 +150,7 @@ std::uint64_t memory_bytes(const PeerBufferLayout& layout) {
 
 bool fusible(const Codec& codec, DType dtype) {
   if (codec.family == Family::exact || is_sparse(codec) || is_native_sum_type(dtype)) return false;
+  if (codec.stochastic) return false;  // there are no random numbers in fused kernels
   return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kSpecialized; });
 }
 

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchft", reason="torchft is not installed: pip install --no-deps torchft opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp-proto-http")
+pytest.importorskip(
+    "torchft",
+    reason="torchft is not installed: pip install --no-deps torchft, and opentelemetry-api, opentelemetry-sdk and "
+    "opentelemetry-exporter-otlp-proto-http",
+)
 pytestmark = pytest.mark.slow
 
 PARAMETERS = 64 * 64 + 64 + 64 + 1
