@@ -93,6 +93,7 @@ def train_replicas(rank: int, ranks: int, style: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["torch", "dtcomm"])
+@pytest.mark.slow
 def test_replicated_parameters_stay_equal(style: str) -> None:
     run_ranks(train_replicas, 4, style, fresh=True)
 

@@ -54,6 +54,7 @@ def compare_gradients(family: str, model: Any, dense: Any, state: tp.State) -> N
 
 
 @pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.slow
 def test_plans_give_the_dense_models_logits_gradients_and_states(half: int) -> None:
     run_ranks(compare_families, 2, NEW_FAMILIES[half::2], timeout=120)
 
