@@ -1,4 +1,4 @@
-"""A progress bar for programs that run for hours; a printed line for each job where nobody watches."""
+"""A progress bar for programs that run for hours; where stderr is no terminal, a printed line for each job."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The data are synthetic, because no package ships a click log. A sample has one id in each of eight fields, drawn from
 Zipf's law. The structure that is planted, a factorization machine with a bias for each id and pairwise products of
-hidden factors, is the same for all seeds; clicks are drawn with its probability. Nobody can do better than the entropy
-of these probabilities, which the description of the data has.
+hidden factors, is the same for all seeds; clicks are drawn with its probability. The entropy of
+these probabilities, which the description of the data states, is the lowest loss that a model can be expected to have.
 
 Of the gradient of a batch, only the rows of ids that occur in it are not zero.
 """

@@ -167,7 +167,7 @@ std::vector<double> RemotePeerSet::measured_rates() {
   return rates;
 }
 
-// Sockets that have ended are not waited for any more, and whoever makes them anew learns of it.
+// Stops waiting for the sockets of a peer that have ended, and wakes the thread that makes connections anew.
 void RemotePeerSet::notify_ended(const RemotePeer& peer) {
   for (const auto& stream : peer.streams()) {
     if (stream->ended()) epoll_.remove(stream->fd());

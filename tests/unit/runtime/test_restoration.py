@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ def wait_for(condition: Any, seconds: float = 10.0) -> None:
 
 
 class HalfOpen:
-    """A connection that passes nothing on, and whose end rank 0 alone is told."""
+    """A connection that delivers nothing. Rank 0 sees it end; rank 1 does not."""
 
     def __init__(self) -> None:
         self.outer, self.inner = zip(*(socket.socketpair() for _ in range(2)), strict=True)
@@ -204,7 +204,7 @@ def test_a_peer_whose_place_another_process_has_taken_is_lost() -> None:
 
 def test_a_peer_that_does_not_answer_is_named_at_the_timeout() -> None:
     with pair([3000, 300_000, 600_000, 900_000], timeout_s=1.0, kept=(1,)) as made:
-        made.natives[0].allow_restoring(0)  # it waits as well, but nobody accepts
+        made.natives[0].allow_restoring(0)  # it waits for a new connection, too; none is accepted
         _, failures = reduce(made)
         assert len(failures) == 2 and all(isinstance(failure, CollectiveTimeout) for failure in failures)
         assert any("rank 0, to which all connections have ended" in str(failure) for failure in failures)
@@ -255,11 +255,9 @@ def test_strangers_have_no_effect(said: bytes, monkeypatch: pytest.MonkeyPatch) 
 def read_to_the_end(connection: socket.socket) -> int:
     """The number of bytes that come before the other end closes or resets the connection."""
     size = 0
-    try:
+    with suppress(ConnectionResetError):
         while data := connection.recv(4096):
             size += len(data)
-    except ConnectionResetError:
-        pass
     return size
 
 
