@@ -1,14 +1,15 @@
 """Train three workloads with every method: held-out loss and quality against steps and bytes.
 
 python -m bench.workloads [--budget MINUTES] [--list] [--workloads text …] [--methods int8 …] [--optimizers adamw …]
-    [--workers 2 …] [--seeds 3] [--json FILE] [--steps N]
+    [--workers 2 …] [--seeds 3] [--all] [--json FILE] [--steps N]
 
 The workloads are a GPT on Python source, a click model with large embeddings, and a ResNet on Fashion-MNIST (Debian:
 apt-get install dataset-fashion-mnist). A unit of work is a workload with a method, an optimizer, a number of workers
-and a seed (bench/training/units.py); all of them take days. Each is kept in bench/results/workloads.json as soon as it
-is done, with its commit, processor and load, and is replaced only if the code that it computes with has changed. So
-call it again and again: ``--budget`` runs as many missing units as fit, those first that make the table useful early,
-and ``--list`` says which are missing. Several calls may run at once, on different ``--workloads``.
+and a seed (bench/training/units.py); the planned ones (bench/training/plan.py) take many hours. Each is kept in
+bench/results/workloads.json as soon as it is done, with its commit, processor and load, and is replaced only if the
+code that it computes with has changed. So call it again and again: ``--budget`` runs as many missing units as fit,
+those first that make the table useful early, ``--list`` says which are missing, and ``--all`` means every combination
+instead of the plan. Several calls may run at once, on different ``--workloads``.
 
 What follows from the kept units is on docs/results/workloads.md (python -m bench.pages). ``python -m
 bench.workload_links`` measures the steps on links of 1 and 10 Gbit/s, from which that page has the time to a loss.
@@ -33,9 +34,11 @@ import torch
 from bench.common import conditions, output
 from bench.common.budget import Budget
 from bench.common.progress import Progress
+from bench.training import plan as plans
 from bench.training import units
+from bench.training.plan import SEEDS
 from bench.training.tasks import Unavailable
-from bench.training.units import SEEDS, VARIANTS, WORKERS, WORKLOADS, Unit
+from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit
 from bench.training.workload import OPTIMIZERS
 
 Entry = dict[str, Any]
@@ -217,6 +220,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--workers", nargs="+", type=int, choices=WORKERS, default=list(WORKERS))
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--all", action="store_true", help="every combination, not only the planned ones")
     parser.add_argument("--json", type=Path, help="where to write instead of bench/results/workloads.json")
     parser.add_argument(
         "--steps", type=int, help="of every workload, for a trial of this program; needs --json"
@@ -226,9 +230,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         parser.error("--steps: needs --json, because bench/results keeps units with all steps")
     if options.steps is not None and options.steps < units.EVALUATIONS:
         parser.error(f"--steps: expected at least {units.EVALUATIONS}, got {options.steps}")
-    plan = units.planned(
+    plan = plans.everything(
         options.workloads, options.methods, options.optimizers, options.workers, options.seeds
     )
+    if not options.all:
+        plan = plans.planned(plan)
     if options.list:
         store = Store(options.json or KEPT, units.code())
         print_missing(plan, store, options.steps)

@@ -22,12 +22,11 @@ from bench.training.runs import METHODS, Method, synchronous
 from bench.training.text import TEXT
 from bench.training.torch_hooks import HOOKS, SimulatedHook
 from bench.training.vision import VISION
-from bench.training.workload import FACTORS, OPTIMIZERS, Workload
+from bench.training.workload import FACTORS, Workload
 from dtcomm.measure.simulated_ranks import SimulatedRanks, uncompressed_bytes
 
 WORKLOADS = {workload.name: workload for workload in (TEXT, RECOMMENDATION, VISION)}
 WORKERS = (2, 4, 8, 16)
-SEEDS = 3
 EVALUATIONS = 20  # of a unit, at even distances
 TUNING_SEED, TUNING_WORKERS, TUNING_SHARE = 1000, 4, 4
 VARIANCE_WARMUP_SHARE = 5
@@ -61,7 +60,7 @@ class Variant:
         feedback: Whether it has error feedback.
         hook: A hook of `HOOKS` instead of the method.
         frozen: Whether Adam's second moment is frozen after a fifth of the steps, which are uncompressed.
-        priority: 0: among the first that are measured.
+        priority: 0: among the first that are measured, and with every number of workers; see `bench.training.plan`.
     """
 
     name: str
@@ -130,35 +129,6 @@ class Unit:
             )
             for factor in FACTORS
         ]
-
-
-def planned(
-    workloads: Sequence[str] = tuple(WORKLOADS),
-    variants: Sequence[str] = tuple(VARIANTS),
-    optimizers: Sequence[str] = OPTIMIZERS,
-    workers: Sequence[int] = WORKERS,
-    seeds: int = SEEDS,
-) -> list[Unit]:
-    """Return the units, those first that make the table useful early.
-
-    A unit comes the later, the less usual its method, its optimizer and its number of workers are, and the more seeds
-    came before it: first one seed of the baselines and of the methods that a user would try first, with 2 workers.
-    """
-    units = [
-        Unit(workload=workload, variant=variant, optimizer=optimizer, workers=count, seed=seed)
-        for workload in workloads
-        for variant in variants
-        for optimizer in optimizers
-        for count in workers
-        for seed in range(seeds)
-        if VARIANTS[variant].applies_to(optimizer)
-    ]
-
-    def distance(unit: Unit) -> int:
-        usual = unit.optimizer == WORKLOADS[unit.workload].optimizer
-        return VARIANTS[unit.variant].priority + unit.seed + 2 * (not usual) + 2 * WORKERS.index(unit.workers)
-
-    return sorted(units, key=distance)  # stable: workloads in their order, then methods
 
 
 def code() -> str:

@@ -16,7 +16,8 @@ from typing import Any
 
 from bench.common import pages
 from bench.common.output import RESULTS
-from bench.training.units import SEEDS, VARIANTS, WORKERS, WORKLOADS, Unit, planned
+from bench.training.plan import SEEDS, planned
+from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit
 from bench.training.workload import OPTIMIZERS, Workload
 from bench.workload_links import AUTO, RANKS, timed_as
 from dtcomm.planner.sweep import MIN_SPEEDUP

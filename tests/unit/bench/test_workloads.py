@@ -15,6 +15,7 @@ from torch import nn
 
 from bench import workloads
 from bench.common.budget import Budget
+from bench.training import plan as plans
 from bench.training import recommendation, text, units, vision, workloads_page
 from bench.training.recommendation import RECOMMENDATION
 from bench.training.tasks import Unavailable
@@ -221,14 +222,35 @@ def test_area_under_the_curve() -> None:
 
 
 def test_the_plan_begins_with_the_usual_and_has_each_unit_once() -> None:
-    plan = units.planned()
-    assert len({entry.key for entry in plan}) == len(plan) > 2000
+    everything, plan = plans.everything(), plans.planned()
+    assert len({entry.key for entry in everything}) == len(everything) > 2000
+    assert plan == [entry for entry in everything if entry in set(plan)] and 400 < len(plan) < 450
     first = plan[:21]
     assert [entry.workload for entry in first] == ["text"] * 7 + ["recommendation"] * 7 + ["vision"] * 7
     assert {(entry.workers, entry.seed) for entry in first} == {(2, 0)}
     assert {"none", "torch's bf16 hook", "int8"} <= {entry.variant for entry in first}
     assert {entry.optimizer for entry in plan if entry.variant == "DGC 1 %"} == {"sgd"}
     assert {entry.optimizer for entry in plan if "frozen" in entry.variant} == {"adamw"}
+
+
+def test_the_plan_has_every_method_and_of_the_less_usual_one_seed() -> None:
+    plan = plans.planned()
+    for name, workload in units.WORKLOADS.items():
+        seeds: dict[tuple[str, str, int], set[int]] = {}
+        for entry in plan:
+            if entry.workload == name:
+                seeds.setdefault((entry.variant, entry.optimizer, entry.workers), set()).add(entry.seed)
+        for variant in VARIANTS.values():
+            for optimizer in filter(variant.applies_to, ("sgd", "adamw")):
+                usual = optimizer == workload.optimizer
+                assert seeds[variant.name, optimizer, 2] == ({0, 1, 2} if usual else {0})
+        more = {key for key in seeds if key[2] != 2}
+        first = {variant.name for variant in VARIANTS.values() if variant.priority == 0}
+        assert more == {(variant, workload.optimizer, workers) for variant in first for workers in (4, 8, 16)}
+        assert all(seeds[key] == {0} for key in more)
+    assert plans.planned(plans.everything(workloads=["text"], seeds=1)) == [
+        entry for entry in plan if entry.workload == "text" and entry.seed == 0
+    ]
 
 
 def test_every_method_is_tuned_on_the_same_budget() -> None:

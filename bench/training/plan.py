@@ -1,0 +1,66 @@
+"""Which units bench.workloads measures, and in which order.
+
+All combinations of methods, optimizers, numbers of workers and seeds are 2,160 units, which take two cores more than a
+hundred hours. The plan leaves out what tells least: with the less usual optimizer of a workload, there is one seed and
+2 workers; with 4, 8 and 16 workers, there are the methods that a user would try first and one seed, because the number
+of workers changes the loss of a method by less than the method does. `everything` has the rest, for a machine with more
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit
+from bench.training.workload import OPTIMIZERS
+
+SEEDS = 3
+
+
+def everything(
+    workloads: Sequence[str] = tuple(WORKLOADS),
+    variants: Sequence[str] = tuple(VARIANTS),
+    optimizers: Sequence[str] = OPTIMIZERS,
+    workers: Sequence[int] = WORKERS,
+    seeds: int = SEEDS,
+) -> list[Unit]:
+    """Return the units of all combinations, those first that make the page useful early.
+
+    A unit comes the later, the less usual its method, its optimizer and its number of workers are, and the more seeds
+    came before it: first one seed of the baselines and of the methods that a user would try first, with 2 workers.
+    """
+    units = [
+        Unit(workload=workload, variant=variant, optimizer=optimizer, workers=count, seed=seed)
+        for workload in workloads
+        for variant in variants
+        for optimizer in optimizers
+        for count in workers
+        for seed in range(seeds)
+        if VARIANTS[variant].applies_to(optimizer)
+    ]
+
+    def distance(unit: Unit) -> int:
+        return (
+            VARIANTS[unit.variant].priority
+            + unit.seed
+            + 2 * (not _usual(unit))
+            + 2 * WORKERS.index(unit.workers)
+        )
+
+    return sorted(units, key=distance)  # stable: workloads in their order, then methods
+
+
+def planned(units: Iterable[Unit] | None = None) -> list[Unit]:
+    """Return those of the units that the plan has; by default of `everything`."""
+    return [unit for unit in (everything() if units is None else units) if is_planned(unit)]
+
+
+def is_planned(unit: Unit) -> bool:
+    """Return whether the plan has a unit."""
+    if unit.workers != WORKERS[0]:
+        return unit.seed == 0 and _usual(unit) and VARIANTS[unit.variant].priority == 0
+    return unit.seed == 0 or _usual(unit)
+
+
+def _usual(unit: Unit) -> bool:
+    return unit.optimizer == WORKLOADS[unit.workload].optimizer
