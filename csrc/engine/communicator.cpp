@@ -248,7 +248,9 @@ bool Communicator::advance_second(const QueuedOperation& front, int budget) {
 
 void Communicator::finish_front(std::exception_ptr failure) { queue_.finish_front(failure, timeout_ns()); }
 
-void Communicator::check_blocked(const Interpreter& interpreter, std::uint64_t deadline) {
+// A thread is about to sleep.
+void Communicator::check_blocked(Interpreter& interpreter, std::uint64_t deadline) {
+  interpreter.lose_patience();
   queue_.record_wait(interpreter.number(), interpreter.waiting_for());
   failures_.check_blocked(interpreter, deadline, timeout_ns());
 }

@@ -103,7 +103,7 @@ class Communicator {
   DriveResult advance_front(int budget);
   bool advance_second(const QueuedOperation& front, int budget);
   void check_blocked_front();
-  void check_blocked(const Interpreter& interpreter, std::uint64_t deadline);
+  void check_blocked(Interpreter& interpreter, std::uint64_t deadline);
   std::unique_ptr<Interpreter> start_operation(QueuedOperation& operation);
   void drive_inline(Interpreter& interpreter, std::uint64_t deadline);
   void drive_until_finished(const Work& work);

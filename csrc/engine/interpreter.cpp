@@ -36,7 +36,8 @@ bool Interpreter::choose_variant() {
 }
 
 bool Interpreter::choose_mode() {
-  const std::optional<bool> zero_copy = ZeroCopy::is_possible(state_);
+  std::optional<bool> zero_copy = ZeroCopy::is_possible(state_);
+  if (zero_copy && *zero_copy) zero_copy = ZeroCopy::is_agreed(state_);
   if (!zero_copy) return false;
   if (*zero_copy) {
     mode_ = &zero_copy_.emplace(state_);

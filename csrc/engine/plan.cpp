@@ -85,6 +85,7 @@ Status Plan::validate(const PlanOptions& options) const {
       return Status::error("single_copy: every receiver must get its data from the rank that owns it");
     }
   }
+  if (options.offers && program_->ranks != 2) return Status::error("offers: of one rank to another");
   if (options.threads < 1) return Status::error("threads: at least 1");
   const VariantSpace& space = options.space;
   if (!space.size_class.empty() && (space.piece_bytes.empty() || space.piece_bytes.size() > VariantSpace::kPieceSizes ||

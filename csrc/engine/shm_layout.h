@@ -16,10 +16,11 @@
 
 #include "core/error.h"
 #include "engine/emulated_link.h"
+#include "engine/offer.h"
 
 namespace dtcomm {
 
-constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0007ull;
+constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0008ull;
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPage = 4096;
 constexpr int kSlots = 8;          // pieces that can be in flight
@@ -81,6 +82,7 @@ struct RegionHeader {
   alignas(kCacheLine) std::atomic<std::int32_t> waiting_for{-1};
   std::atomic<std::uint64_t> waiting_since{0};
   std::atomic<std::uint32_t> closed{0};  // this rank has destroyed its communicator
+  alignas(kCacheLine) OfferWords offer;
   FailureRecord failure;
   OpHeader ops[kOpRing];
   alignas(kCacheLine) TrialTimes trials[kTrials];

@@ -24,6 +24,7 @@ MAX_SLOT_BYTES = 8 * 2**20
 # Sockets need more bytes under way: a peer whose core is busy otherwise answers milliseconds later.
 SOCKET_SLOT_BYTES = 2 * 2**20
 MIN_ZERO_COPY_BYTES = 128 * 1024  # of a tensor that is only copied: the sender has to wait for the receivers
+MIN_OFFERED_BYTES = 32 * 1024  # smaller messages are sent before a receiver could have answered an offer
 MIN_TRIED_BYTES = 4096  # smaller operations take as long as it takes to signal
 MIN_PIECE_BYTES = 16 * 1024
 MAX_ONE_SHOT_BYTES = 2**20  # above, sending everything to every rank does not pay
@@ -49,6 +50,8 @@ class Variants:
         stream_output: Whether results are, where they were not read just before.
         threads: Threads that this rank may use.
         parallel: Whether it uses them.
+        offers: Whether the operation is a message that fits into the slots, so that its sender does not wait for a
+            receiver that comes late: a single copy is then an offer (``csrc/engine/offer.h``).
         size_class: Operations with this name are tried together; empty: nothing is tried.
         piece_sizes: Sizes to try, ``piece_bytes`` among them.
         tries_single_copy: Whether to try both values; the same for the three below.
@@ -61,6 +64,7 @@ class Variants:
     stream_output: bool = False
     threads: int = 1
     parallel: bool = False
+    offers: bool = False
     size_class: str = ""
     piece_sizes: tuple[int, ...] = ()
     tries_single_copy: bool = False
@@ -103,6 +107,7 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads:
         touched >= STREAMED_OUTPUT_BYTES,
         threads,
         may_parallel and (touched >= PARALLEL_BYTES or not chooses_threads),
+        offers=spec.algorithm == "send" and spec.nbytes <= SLOTS * piece,
     )
     if not trials or spec.nbytes < MIN_TRIED_BYTES:
         return fixed
@@ -121,10 +126,9 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads:
             )
         ),
         piece_sizes=_piece_sizes(spec, ranks, piece, slot_bytes(threads)),
-        # A message that fits into the slots is sent without waiting for the receiver, which must not change.
         tries_single_copy=single_copy
         and copies == "auto"
-        and (spec.algorithm != "send" or spec.nbytes > SLOTS * slot_bytes(threads)),
+        and not (fixed.offers and spec.nbytes < MIN_OFFERED_BYTES),
         tries_stream_payload=staging == "auto",
         tries_stream_output=touched >= MIN_STREAMED_OUTPUT_BYTES,
         tries_parallel=may_parallel and chooses_threads,

@@ -505,6 +505,7 @@ def native_plan(
             variants.stream_payload,
             variants.stream_output,
             variants.parallel,
+            variants.offers,
         ),
         space=(
             variants.size_class,
