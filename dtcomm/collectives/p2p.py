@@ -1,4 +1,4 @@
-"""Point-to-point messages: send and recv. Only the two ranks take part."""
+"""Point-to-point messages: send, recv, and both at once. Only the two ranks take part."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from dtcomm.work import Work
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+SENT_AT_ONCE_BYTES = 16 * 1024  # at most
 # A message is a broadcast over two ranks in which only the receiver has an output. Indexed by the root.
 _SCHEDULES = [
     NamedSchedule.of(
@@ -147,6 +148,63 @@ def recv(
             dtcomm.recv(activation, src=rank - 1, codec="fp8_e4m3")
     """
     return _message(tensor, src, "src", False, codec, group, async_op, None, None, checksum)
+
+
+def sendrecv(
+    tensor: Tensor,
+    dst: int,
+    output: Tensor,
+    src: int,
+    *,
+    codec: str | Codec = "none",
+    group: Group = None,
+    seed: int | None = None,
+    residual: Tensor | None = None,
+    checksum: bool | None = None,
+) -> None:
+    """Send a tensor to one rank and receive one from another at the same time, as MPI_Sendrecv does.
+
+    Two ranks that both send first and then receive would wait for each other with large tensors; this call does not.
+    The other ranks may call `sendrecv`, or `send` and `recv`.
+
+    Args:
+        tensor: A dense tensor, which is sent.
+        dst: The global rank of its receiver.
+        output: A dense tensor, which is overwritten with the message from ``src``. Its size and dtype may differ from
+            those of ``tensor``, with which it has no memory in common.
+        src: The global rank of that message's sender.
+        codec: The codec of both messages.
+        group: The process group; None is the default group.
+        seed: The key of stochastic rounding of ``tensor``; None is the number of the message.
+        residual: Error feedback of ``tensor``, as of `send`.
+        checksum: Whether payloads travel with a checksum, as of `send`.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started if it is
+            ``tensor`` or ``output``.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Pass keys and values around a ring of ranks::
+
+            dtcomm.sendrecv(block, (rank + 1) % world_size, received, (rank - 1) % world_size, codec="int8")
+    """
+    require_tensor(tensor, "tensor")
+    require_tensor(output, "output")
+    in_memory(output, "output")
+    sending = None
+    # A small message is in the slots sooner than a thread could take it over. The native engine alone knows the call.
+    known = (
+        ("send", group, tensor, tensor, dst, codec, checksum) if seed is None and residual is None else None
+    )
+    if known is None or tensor.nbytes > SENT_AT_ONCE_BYTES or not warm_calls.start(known, False):
+        sending = _message(tensor, dst, "dst", True, codec, group, True, seed, residual, checksum)
+    _message(output, src, "src", False, codec, group, False, None, None, checksum)
+    if sending is not None:
+        sending.wait()
 
 
 def _message(

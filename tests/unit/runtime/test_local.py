@@ -213,7 +213,9 @@ def test_offers_are_taken_or_withdrawn_and_messages_arrive_in_every_order() -> N
         require_finished(run_simulated(simulation, calls), simulation)
         for index, (root, numel) in enumerate(zip(roots, numels, strict=True)):
             output = calls[1 - root][index].buffers[0].output
-            assert output is not None and torch.equal(output, torch.arange(numel, dtype=torch.float32) + 1), world
+            assert output is not None and torch.equal(output, torch.arange(numel, dtype=torch.float32) + 1), (
+                world
+            )
 
 
 @pytest.mark.parametrize(("offers", "finished"), [(True, 2), (False, 0)])
