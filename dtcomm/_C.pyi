@@ -249,6 +249,7 @@ class NativeWork:
 
 class NativeCommunicator:
     waiters_help_progress: bool
+    ranks_share_cores: bool
     def __init__(
         self,
         *,

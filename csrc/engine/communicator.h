@@ -54,6 +54,9 @@ class Communicator {
   Status can_single_copy() const { return peers_.can_single_copy(); }
   // Whether threads that wait also do the progress thread's work, because there are fewer cores than threads.
   bool waiters_help_progress = false;
+  // Whether ranks of this host take turns on its cores. To be set before the first operation.
+  bool ranks_share_cores() const { return tuner_.ranks_share_cores; }
+  void set_ranks_share_cores(bool share) { tuner_.ranks_share_cores = share; }
   // To be called before the first operation. The yield time is left alone where payloads take time to arrive.
   void set_wait_policy(const WaitPolicy& policy);
   // The time limit of the operations that start from now on.

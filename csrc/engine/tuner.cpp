@@ -145,16 +145,19 @@ void Tuner::record(std::uint64_t trial, std::uint64_t operation, std::uint64_t b
 std::optional<double> Tuner::microseconds_of(const Trial& trial, bool shared_tensor) const {
   const TrialTimes& own = transport_.own().header->trials[trial.number % kTrials];
   if (own.shared_tensor.load(std::memory_order_acquire) != shared_tensor) return std::nullopt;
-  std::uint64_t last_begin = 0, last_end = 0;
+  std::uint64_t last_begin = 0, last_end = 0, longest = 0;
   for (const PeerView& peer : transport_.peers) {
     const TrialTimes& times = peer.header->trials[trial.number % kTrials];
     if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
-    last_begin = std::max(last_begin, times.begin_ns.load(std::memory_order_acquire));
-    last_end = std::max(last_end, times.end_ns.load(std::memory_order_acquire));
+    const std::uint64_t begin = times.begin_ns.load(std::memory_order_acquire);
+    const std::uint64_t end = times.end_ns.load(std::memory_order_acquire);
+    last_begin = std::max(last_begin, begin);
+    last_end = std::max(last_end, end);
+    longest = std::max(longest, end - std::min(begin, end));
     if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
   }
   if (last_end <= last_begin) return std::nullopt;
-  return static_cast<double>(last_end - last_begin) * 1e-3;
+  return static_cast<double>(ranks_share_cores ? longest : last_end - last_begin) * 1e-3;
 }
 
 // Operations on ordinary and on shared tensors take different times. Decisions are about the ordinary ones, for which

@@ -13,10 +13,11 @@
 // decision.
 //
 // The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
-// not count. The gaps between stages double with every round of the properties, until so many operations pass that what
-// the next stage's trials will cost is at most kMaxCost of their time. Between two stages there are checks, stages in
-// which only the variant in use is timed: if it has become slower than another one was, because the machine has changed
-// (virtual cores move), these two are compared at once.
+// not count. Where ranks take turns on the cores, most of an operation may be over before the last rank starts: there
+// it is the longest time from a rank's own start to its end. The gaps between stages double with every round of the
+// properties, until so many operations pass that what the next stage's trials will cost is at most kMaxCost of their
+// time. Between two stages there are checks, stages in which only the variant in use is timed: if it has become slower
+// than another one was, because the machine has changed (virtual cores move), these two are compared at once.
 #pragma once
 
 #include <array>
@@ -45,6 +46,8 @@ class Tuner {
  public:
   explicit Tuner(Transport& transport) : transport_(transport) {}
   Tuner(const Tuner&) = delete;
+
+  bool ranks_share_cores = false;  // equal on all ranks
 
   // What the operation that starts now uses: a variant of its plan. `trial` is the number of a trial, whose times are
   // to be recorded; `tries`: the variant is one that a stage tries.
