@@ -221,7 +221,7 @@ def test_offers_are_taken_or_withdrawn_and_messages_arrive_in_every_order() -> N
 @pytest.mark.parametrize(("offers", "finished"), [(True, 2), (False, 0)])
 def test_a_sender_that_offers_does_not_need_the_receiver(offers: bool, finished: int) -> None:
     simulation = Simulation(ranks=2, seed=3, crash_rank=1, crash_after=0)
-    calls = [[message(0, 8192, rank, offers) for _ in range(2)] for rank in range(2)]
+    calls = [[message(0, 4096, rank, offers) for _ in range(2)] for rank in range(2)]
     sender, receiver = run_simulated(simulation, calls)
     assert (sender.finished, receiver.status) == (finished, "died")
 
