@@ -128,7 +128,7 @@ class Plan {
   // The same of some variant of this plan.
   bool may_zero_copy() const { return options_.zero_copy || options_.alternative_zero_copy || may_single_copy(); }
   bool may_single_copy() const { return single_copy() || (options_.space.tried & VariantSpace::kSingleCopy) != 0; }
-  bool offers() const { return options_.offers; }
+  bool offers() const { return options_.offers; }  // false if it does not fit into the slots
   bool checksum() const { return options_.checksum; }
   // The threads of this rank that work on the operation.
   int threads() const { return options_.variant.parallel ? options_.threads : 1; }

@@ -20,6 +20,7 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 SLOT_BYTES = 512 * 1024  # of a rank with one thread
 MAX_SLOT_SCALE = 4  # slots of ranks with several threads are so many times as large at most
 SLOTS = 8  # of the engine: so many pieces of a message are sent before its receiver has come
+PAGE = 4096
 MAX_SLOT_BYTES = 8 * 2**20
 # Sockets need more bytes under way: a peer whose core is busy otherwise answers milliseconds later.
 SOCKET_SLOT_BYTES = 2 * 2**20
@@ -217,8 +218,10 @@ def piece_bytes(spec: OpSpec, ranks: int, threads: int = 1) -> int:
         return chosen * 1024
     total = spec.nbytes
     if spec.algorithm == "send":
-        # In one direction the copy in and the copy out overlap but for the first and the last piece.
-        return min(max(total // 8, 64 * 1024), 256 * 1024)
+        # In one direction the copy in and the copy out overlap but for the first and the last piece. Whole pages, so
+        # that the engine does not round a piece down to the granule of a codec and needs a slot more.
+        eighth = -(-total // (SLOTS * PAGE)) * PAGE
+        return min(max(eighth, 64 * 1024), 256 * 1024)
     if spec.collective not in CUT_AT_GRANULES:
         total *= ranks
     if total <= 4 * 2**20:
