@@ -139,11 +139,12 @@ std::uint64_t Communicator::run(Call call) {
   return wire_bytes;
 }
 
-std::shared_ptr<Work> Communicator::submit(Call call) {
+std::shared_ptr<Work> Communicator::submit(Call call, bool begin) {
   auto work = std::make_shared<Work>();
   const std::uint64_t issued = now_ns();
   const std::uint64_t poll_until = call.plan->input_bytes() <= kPolledBytes ? issued + kPollNs : 0;
-  switch (queue_.push(std::move(call), work, waiters_help_progress ? kInlineBytesSharedCore : kInlineBytes, issued)) {
+  const std::size_t inline_bytes = begin ? SIZE_MAX : waiters_help_progress ? kInlineBytesSharedCore : kInlineBytes;
+  switch (queue_.push(std::move(call), work, inline_bytes, issued)) {
     case OperationQueue::Pushed::to_driver:
       break;
     case OperationQueue::Pushed::drive_now:

@@ -54,9 +54,8 @@ class Communicator {
   Status can_single_copy() const { return peers_.can_single_copy(); }
   // Whether threads that wait also do the progress thread's work, because there are fewer cores than threads.
   bool waiters_help_progress = false;
-  // Whether ranks of this host take turns on its cores. To be set before the first operation.
-  bool ranks_share_cores() const { return tuner_.ranks_share_cores; }
-  void set_ranks_share_cores(bool share) { tuner_.ranks_share_cores = share; }
+  // How many cores a rank of this host has. To be set before the first operation.
+  void set_cores_per_rank(double cores) { tuner_.cores_per_rank = cores; }
   // To be called before the first operation. The yield time is left alone where payloads take time to arrive.
   void set_wait_policy(const WaitPolicy& policy);
   // The time limit of the operations that start from now on.
@@ -64,8 +63,8 @@ class Communicator {
 
   // Runs an operation to its end, behind what is queued. Returns the bytes sent.
   std::uint64_t run(Call call);
-  // Queues an operation.
-  std::shared_ptr<Work> submit(Call call);
+  // Queues an operation. `begin`: the caller is about to wait, so it begins the operation whatever its size.
+  std::shared_ptr<Work> submit(Call call, bool begin = false);
   // Waits for a queued operation, and meanwhile runs what is queued up to it unless another thread does. Rethrows the
   // operation's failure.
   void wait(const std::shared_ptr<Work>& work);

@@ -65,6 +65,7 @@ struct TrialTimes {
   std::atomic<std::uint64_t> operation{0};
   std::atomic<std::uint64_t> begin_ns{0};
   std::atomic<std::uint64_t> end_ns{0};
+  std::atomic<std::uint64_t> busy_ns{0};
   std::atomic<bool> shared_tensor{false};  // the input lies in memory that peers can map
 };
 
@@ -82,12 +83,12 @@ struct RegionHeader {
   alignas(kCacheLine) std::atomic<std::int32_t> waiting_for{-1};
   std::atomic<std::uint64_t> waiting_since{0};
   std::atomic<std::uint32_t> closed{0};  // this rank has destroyed its communicator
-  alignas(kCacheLine) OfferWords offer;
   FailureRecord failure;
   OpHeader ops[kOpRing];
   alignas(kCacheLine) TrialTimes trials[kTrials];
   // What rank 0 has decided; see tuner.cpp.
   alignas(kCacheLine) std::atomic<std::uint64_t> decisions[kSizeClasses][kDecisions] = {};
+  alignas(kCacheLine) OfferWords offer;
 };
 
 // Where things lie in a region. The data of different ranks, and consecutive slots, start at different offsets, so that

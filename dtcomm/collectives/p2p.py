@@ -29,7 +29,6 @@ from dtcomm.work import Work
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SENT_AT_ONCE_BYTES = 16 * 1024  # at most
 # A message is a broadcast over two ranks in which only the receiver has an output. Indexed by the root.
 _SCHEDULES = [
     NamedSchedule.of(
@@ -195,14 +194,13 @@ def sendrecv(
     require_tensor(tensor, "tensor")
     require_tensor(output, "output")
     in_memory(output, "output")
-    sending = None
-    # A small message is in the slots sooner than a thread could take it over. The native engine alone knows the call.
-    known = (
-        ("send", group, tensor, tensor, dst, codec, checksum) if seed is None and residual is None else None
-    )
-    if known is None or tensor.nbytes > SENT_AT_ONCE_BYTES or not warm_calls.start(known, False):
-        sending = _message(tensor, dst, "dst", True, codec, group, True, seed, residual, checksum)
+    if seed is None and residual is None:
+        sent = ("send", group, tensor, tensor, dst, codec, checksum)
+        if warm_calls.exchange(sent, ("recv", group, output, output, src, codec, checksum)):
+            return
+    sending = _message(tensor, dst, "dst", True, codec, group, True, seed, residual, checksum)
     _message(output, src, "src", False, codec, group, False, None, None, checksum)
+    assert sending is not None or _variable_length.has_variable_length(codec)
     if sending is not None:
         sending.wait()
 

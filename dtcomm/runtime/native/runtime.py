@@ -169,7 +169,7 @@ class NativeRuntime:
             int(env.get("DTCOMM_SPINS")) or spins,
             float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shares_cores else YIELD_US),
         )
-        self.native.ranks_share_cores = shares_cores
+        self.native.set_cores_per_rank(cores_per_rank)
         if self.threads > 1 and cores_per_rank < self.threads:
             _C.share_cores()
         # With two cores a rank, the progress thread runs beside the waiting one.
