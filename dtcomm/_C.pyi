@@ -209,7 +209,7 @@ class NativePlan:
         splits: list[int],
         checksum: bool,
         call_info: str,
-        variant: tuple[int, bool, bool, bool, bool],
+        variant: tuple[int, bool, bool, bool, bool, bool],
         space: tuple[str, list[int], bool, bool, bool, bool],
         threads: int,
         alternative: NativeProgram | None = None,
