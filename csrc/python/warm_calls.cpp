@@ -4,6 +4,7 @@
 //
 // The functions are plain CPython functions, since pybind11's dispatch takes as long as the rest of the call.
 #include <array>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -159,25 +160,39 @@ std::shared_ptr<Work> start(const WarmCall& entry, const Arguments& arguments, b
   });
 }
 
-// Runs a message that is sent and one that is received at the same time.
+// Runs a message that is sent and one that is received at the same time. Sets `sending_failed` before it throws the
+// failure of the former. Neither is under way when it returns or throws, since the tensors are the caller's.
 void exchange(const WarmCall& sent, const Arguments& sent_arguments, const WarmCall& received,
-              const Arguments& received_arguments) {
+              const Arguments& received_arguments, bool& sending_failed) {
   const std::shared_ptr<Communicator> sender = sent.communicator, receiver = received.communicator;
   Call send = call_of(sent, sent_arguments), receive = call_of(received, received_arguments);
   without_gil([&] {
     locate_input(send);
-    if (send.plan->offers() && send.plan->input_bytes() <= kSentAtOnceBytes) {
-      sender->run(std::move(send));
-      receiver->run(std::move(receive));
-      return;
-    }
+    const bool at_once = send.plan->offers() && send.plan->input_bytes() <= kSentAtOnceBytes;
     // This thread waits at once and then does the progress thread's work, which need not be woken for it.
     std::optional<ProgressThread::HelpingWaiter> helper;
-    if (receiver->waiters_help_progress && !ProgressThread::instance().has_latency()) helper.emplace(receiver.get());
+    if (!at_once && receiver->waiters_help_progress && !ProgressThread::instance().has_latency()) {
+      helper.emplace(receiver.get());
+    }
+    sending_failed = true;
     const std::shared_ptr<Work> sending = sender->submit(std::move(send), true);
-    const std::shared_ptr<Work> receiving = receiver->submit(std::move(receive), true);
-    receiver->wait(receiving);
-    sender->wait(sending);
+    std::exception_ptr failure;
+    try {
+      if (at_once) {
+        receiver->run(std::move(receive));
+      } else {
+        receiver->wait(receiver->submit(std::move(receive), true));
+      }
+    } catch (...) {
+      failure = std::current_exception();
+      sending_failed = false;
+    }
+    try {
+      sender->wait(sending);
+    } catch (...) {
+      if (!failure) throw;
+    }
+    if (failure) std::rethrow_exception(failure);
   });
 }
 
@@ -233,12 +248,13 @@ PyObject* exchange_warm(PyObject* /*module*/, PyObject* const* objects, Py_ssize
   const WarmCall* const sent = calls.find(objects[0], sent_arguments);
   const WarmCall* const received = sent ? calls.find(objects[1], received_arguments) : nullptr;
   if (!received) Py_RETURN_FALSE;
-  const py::object failed = received->failed;
+  const py::object failed_sent = sent->failed, failed_received = received->failed;
+  bool sending_failed = false;
   try {
-    exchange(*sent, sent_arguments, *received, received_arguments);
+    exchange(*sent, sent_arguments, *received, received_arguments, sending_failed);
     Py_RETURN_TRUE;
   } catch (...) {
-    report(failed);
+    report(sending_failed ? failed_sent : failed_received);
     return nullptr;
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from dtcomm.collectives._arguments import (
     require_tensor,
 )
 from dtcomm.collectives._dispatch import NamedSchedule, make_plan, start
+from dtcomm.errors import DtcommError
 from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
@@ -179,8 +181,7 @@ def sendrecv(
         checksum: Whether payloads travel with a checksum, as of `send`.
 
     Raises:
-        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started if it is
-            ``tensor`` or ``output``.
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
         CollectiveMismatch: If the ranks call different operations.
         CollectiveTimeout: If a rank does not take part within the group's timeout.
         PeerLost: If a rank died.
@@ -194,15 +195,24 @@ def sendrecv(
     require_tensor(tensor, "tensor")
     require_tensor(output, "output")
     in_memory(output, "output")
+    if _variable_length.has_variable_length(codec):
+        raise ValueError(f"codec: the length of a {codec} message depends on its values; use send and recv")
     if seed is None and residual is None:
         sent = ("send", group, tensor, tensor, dst, codec, checksum)
         if warm_calls.exchange(sent, ("recv", group, output, output, src, codec, checksum)):
             return
+    # The message that is received is checked before the other one is sent, which could not be taken back.
+    require_dtype("sum", output.dtype, codecs.codec(codec))
+    get_communicator_of_pair(group, src, "src", False, device=None if output.is_cpu else output.device)
     sending = _message(tensor, dst, "dst", True, codec, group, True, seed, residual, checksum)
-    _message(output, src, "src", False, codec, group, False, None, None, checksum)
-    assert sending is not None or _variable_length.has_variable_length(codec)
-    if sending is not None:
-        sending.wait()
+    assert sending is not None
+    try:
+        _message(output, src, "src", False, codec, group, False, None, None, checksum)
+    except BaseException:
+        with contextlib.suppress(DtcommError):
+            sending.wait()  # it uses the caller's tensor
+        raise
+    sending.wait()
 
 
 def _message(

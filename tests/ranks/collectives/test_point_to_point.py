@@ -114,6 +114,13 @@ def check_refusals(rank: int, n: int) -> str:
         (TypeError, "output: expected a torch.Tensor", lambda: collectives.sendrecv(x, peer, None, peer)),  # type: ignore[arg-type]
         (TypeError, "tensor: expected a torch.Tensor", lambda: collectives.sendrecv(None, peer, x, peer)),  # type: ignore[arg-type]
         (ValueError, "dst: rank 7 is not in the group", lambda: collectives.sendrecv(x, 7, x, peer)),
+        (ValueError, "src: rank 7 is not in the group", lambda: collectives.sendrecv(x, peer, x, 7)),
+        (
+            TypeError,
+            "codec int8 takes",
+            lambda: collectives.sendrecv(x, peer, x.double(), peer, codec="int8"),
+        ),
+        (ValueError, "use send and recv", lambda: collectives.sendrecv(x, peer, x, peer, codec="lossless")),
     ):
         with pytest.raises(kind, match=pattern):
             call()
