@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         run,
         scatter,
         send,
+        sendrecv,
     )
     from dtcomm.kernels.ops import decode, encode
 
@@ -76,6 +77,7 @@ __all__ = [
     "run",
     "scatter",
     "send",
+    "sendrecv",
 ]
 
 # Another build of the native modules, such as one with sanitizers, may replace the one in this folder.

@@ -139,11 +139,12 @@ std::uint64_t Communicator::run(Call call) {
   return wire_bytes;
 }
 
-std::shared_ptr<Work> Communicator::submit(Call call) {
+std::shared_ptr<Work> Communicator::submit(Call call, bool begin) {
   auto work = std::make_shared<Work>();
   const std::uint64_t issued = now_ns();
   const std::uint64_t poll_until = call.plan->input_bytes() <= kPolledBytes ? issued + kPollNs : 0;
-  switch (queue_.push(std::move(call), work, waiters_help_progress ? kInlineBytesSharedCore : kInlineBytes, issued)) {
+  const std::size_t inline_bytes = begin ? SIZE_MAX : waiters_help_progress ? kInlineBytesSharedCore : kInlineBytes;
+  switch (queue_.push(std::move(call), work, inline_bytes, issued)) {
     case OperationQueue::Pushed::to_driver:
       break;
     case OperationQueue::Pushed::drive_now:
@@ -248,7 +249,9 @@ bool Communicator::advance_second(const QueuedOperation& front, int budget) {
 
 void Communicator::finish_front(std::exception_ptr failure) { queue_.finish_front(failure, timeout_ns()); }
 
-void Communicator::check_blocked(const Interpreter& interpreter, std::uint64_t deadline) {
+// A thread is about to sleep.
+void Communicator::check_blocked(Interpreter& interpreter, std::uint64_t deadline) {
+  interpreter.lose_patience();
   queue_.record_wait(interpreter.number(), interpreter.waiting_for());
   failures_.check_blocked(interpreter, deadline, timeout_ns());
 }

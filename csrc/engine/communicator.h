@@ -54,6 +54,8 @@ class Communicator {
   Status can_single_copy() const { return peers_.can_single_copy(); }
   // Whether threads that wait also do the progress thread's work, because there are fewer cores than threads.
   bool waiters_help_progress = false;
+  // How many cores a rank of this host has. To be set before the first operation.
+  void set_cores_per_rank(double cores) { tuner_.cores_per_rank = cores; }
   // To be called before the first operation. The yield time is left alone where payloads take time to arrive.
   void set_wait_policy(const WaitPolicy& policy);
   // The time limit of the operations that start from now on.
@@ -61,8 +63,8 @@ class Communicator {
 
   // Runs an operation to its end, behind what is queued. Returns the bytes sent.
   std::uint64_t run(Call call);
-  // Queues an operation.
-  std::shared_ptr<Work> submit(Call call);
+  // Queues an operation. `begin`: the caller is about to wait, so it begins the operation whatever its size.
+  std::shared_ptr<Work> submit(Call call, bool begin = false);
   // Waits for a queued operation, and meanwhile runs what is queued up to it unless another thread does. Rethrows the
   // operation's failure.
   void wait(const std::shared_ptr<Work>& work);
@@ -103,7 +105,7 @@ class Communicator {
   DriveResult advance_front(int budget);
   bool advance_second(const QueuedOperation& front, int budget);
   void check_blocked_front();
-  void check_blocked(const Interpreter& interpreter, std::uint64_t deadline);
+  void check_blocked(Interpreter& interpreter, std::uint64_t deadline);
   std::unique_ptr<Interpreter> start_operation(QueuedOperation& operation);
   void drive_inline(Interpreter& interpreter, std::uint64_t deadline);
   void drive_until_finished(const Work& work);

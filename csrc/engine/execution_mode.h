@@ -37,9 +37,12 @@ struct OperationState {
   std::uint64_t first_seq = 0;         // sequence number of the first piece, once the variant is chosen
   std::optional<std::uint64_t> trial;  // of the tuner: its number, if this operation is one
   std::uint64_t trial_begin_ns = 0;
+  std::uint64_t busy_ns = 0;  // of a trial, in which this rank did not wait
 
-  int waiting_for = -1;   // while blocked: the rank that the oldest piece waits for
-  bool mismatch = false;  // a flag or header of another operation was read, of rank `waiting_for`
+  bool patient = true;              // while a receiver may still take this rank's offer
+  std::uint64_t offered_until = 0;  // the time when that ends
+  int waiting_for = -1;             // while blocked: the rank that the oldest piece waits for
+  bool mismatch = false;            // a flag or header of another operation was read, of rank `waiting_for`
   std::optional<CorruptPayload> corrupt;
   std::uint64_t wire_bytes = 0;
   const bool timed = PhaseTimes::enabled().load(std::memory_order_relaxed);

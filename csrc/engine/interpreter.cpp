@@ -36,7 +36,8 @@ bool Interpreter::choose_variant() {
 }
 
 bool Interpreter::choose_mode() {
-  const std::optional<bool> zero_copy = ZeroCopy::is_possible(state_);
+  std::optional<bool> zero_copy = ZeroCopy::is_possible(state_);
+  if (zero_copy && *zero_copy) zero_copy = ZeroCopy::is_agreed(state_);
   if (!zero_copy) return false;
   if (*zero_copy) {
     mode_ = &zero_copy_.emplace(state_);
@@ -54,12 +55,17 @@ Progress Interpreter::advance(int budget, bool ahead) {
     begun_ = true;
   }
   if (!mode_ && !choose_mode()) return Progress::blocked;
+  const std::uint64_t since = state_.trial ? now_ns() : 0;
   const Progress progress = mode_->advance(budget, ahead);
-  if (progress == Progress::done) {
-    if (state_.trial) {
-      const bool shared_tensor = state_.call.tensor_slot >= 0;
-      state_.transport.tuner->record(*state_.trial, state_.number, state_.trial_begin_ns, now_ns(), shared_tensor);
+  if (state_.trial && progress != Progress::blocked) {
+    const std::uint64_t now = now_ns();
+    state_.busy_ns += now - since;
+    if (progress == Progress::done) {
+      state_.transport.tuner->record({*state_.trial, state_.number, state_.trial_begin_ns, now, state_.busy_ns},
+                                     state_.call.tensor_slot >= 0);
     }
+  }
+  if (progress == Progress::done) {
     for (const LocalTask& task : state_.call.after) task(*state_.call.kernels);
   }
   return progress;

@@ -27,6 +27,9 @@ class Interpreter {
   // advance() may be called with `ahead`.
   bool may_run_ahead() const { return mode_ && mode_->may_run_ahead(); }
 
+  // The thread that runs it would wait long: an offer of a sender is withdrawn.
+  void lose_patience() { state_.patient = false; }
+
   const Call& call() const { return state_.call; }
   std::uint64_t fingerprint() const { return state_.fingerprint; }
   std::uint64_t number() const { return state_.number; }

@@ -68,7 +68,10 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   std::size_t elements = std::max(finest, options_.variant.piece_bytes / largest / chunks_of_rank / finest * finest);
   for (;;) {
     cut_pieces(elements);
-    if (box_stride_ * static_cast<std::size_t>(program_->max_boxes()) <= options.slot_bytes) return;
+    if (box_stride_ * static_cast<std::size_t>(program_->max_boxes()) <= options.slot_bytes) {
+      options_.offers = options.offers && pieces_ <= kSlots;
+      return;
+    }
     if (elements <= finest) {
       throw std::invalid_argument("algorithm: its program needs " + std::to_string(program_->max_boxes()) +
                                   " boxes of " + std::to_string(box_stride_) + " bytes, more than a slot of " +
@@ -85,6 +88,7 @@ Status Plan::validate(const PlanOptions& options) const {
       return Status::error("single_copy: every receiver must get its data from the rank that owns it");
     }
   }
+  if (options.offers && program_->ranks != 2) return Status::error("offers: of one rank to another");
   if (options.threads < 1) return Status::error("threads: at least 1");
   const VariantSpace& space = options.space;
   if (!space.size_class.empty() && (space.piece_bytes.empty() || space.piece_bytes.size() > VariantSpace::kPieceSizes ||

@@ -95,6 +95,9 @@ struct PlanOptions {
   // A program with the same results that may take less time, or null, and whether it may run by zero copy.
   std::shared_ptr<const Program> alternative;
   bool alternative_zero_copy = false;
+  // A message of one rank to another, which fits into the slots: its sender does not wait for a receiver that comes
+  // late. Single copies are then offers, see offer.h.
+  bool offers = false;
   bool checksum = false;             // payloads carry a CRC32C
   std::size_t max_boxes = SIZE_MAX;  // for which the communicator has flags
   // An exchange of unequal shards: the elements of each chunk of the only segment. Empty if all have `numel`.
@@ -125,6 +128,7 @@ class Plan {
   // The same of some variant of this plan.
   bool may_zero_copy() const { return options_.zero_copy || options_.alternative_zero_copy || may_single_copy(); }
   bool may_single_copy() const { return single_copy() || (options_.space.tried & VariantSpace::kSingleCopy) != 0; }
+  bool offers() const { return options_.offers; }  // false if it does not fit into the slots
   bool checksum() const { return options_.checksum; }
   // The threads of this rank that work on the operation.
   int threads() const { return options_.variant.parallel ? options_.threads : 1; }

@@ -16,10 +16,11 @@
 
 #include "core/error.h"
 #include "engine/emulated_link.h"
+#include "engine/offer.h"
 
 namespace dtcomm {
 
-constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0007ull;
+constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0008ull;
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPage = 4096;
 constexpr int kSlots = 8;          // pieces that can be in flight
@@ -64,6 +65,7 @@ struct TrialTimes {
   std::atomic<std::uint64_t> operation{0};
   std::atomic<std::uint64_t> begin_ns{0};
   std::atomic<std::uint64_t> end_ns{0};
+  std::atomic<std::uint64_t> busy_ns{0};
   std::atomic<bool> shared_tensor{false};  // the input lies in memory that peers can map
 };
 
@@ -86,6 +88,7 @@ struct RegionHeader {
   alignas(kCacheLine) TrialTimes trials[kTrials];
   // What rank 0 has decided; see tuner.cpp.
   alignas(kCacheLine) std::atomic<std::uint64_t> decisions[kSizeClasses][kDecisions] = {};
+  alignas(kCacheLine) OfferWords offer;
 };
 
 // Where things lie in a region. The data of different ranks, and consecutive slots, start at different offsets, so that

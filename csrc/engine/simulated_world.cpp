@@ -93,6 +93,8 @@ class SimulatedWorld::Rank final : public Transport {
     return true;
   }
 
+  std::uint64_t now() const override { return world_.steps_; }
+
   bool running() const {
     return alive && outcome.kind == OutcomeKind::done && (interpreter || next_call < calls.size());
   }
@@ -226,7 +228,10 @@ std::vector<SimulationOutcome> SimulatedWorld::run(std::vector<std::vector<Call>
       }
       deliver(true);
       everything_delivered = true;
-      for (Rank* rank : candidates) rank->blocked = false;
+      for (Rank* rank : candidates) {
+        rank->blocked = false;
+        rank->interpreter->lose_patience();
+      }
       continue;
     }
     Rank& rank = *candidates[random() % candidates.size()];

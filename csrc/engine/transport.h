@@ -40,6 +40,8 @@ class Transport {
   virtual int peer_being_sent(std::uint64_t /*seq*/) { return -1; }
   // Wakes peers that may sleep, after something else has changed for which they may wait.
   virtual void wake_peers() {}
+  // Nanoseconds; simulated ranks have a clock of their own.
+  virtual std::uint64_t now() const { return now_ns(); }
   // The address, in this process, of a shared tensor of a peer.
   virtual std::uint8_t* map_tensor(int peer, const SharedTensorLocation& location, std::size_t bytes) = 0;
   // Copies from a peer's private memory. Throws Error if that is impossible.

@@ -130,14 +130,14 @@ std::optional<Tuner::Choice> Tuner::start(const VariantSpace& space, std::uint64
   return Choice{size_class.variant, false, std::nullopt};
 }
 
-void Tuner::record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns,
-                   bool shared_tensor) {
-  TrialTimes& times = transport_.own().header->trials[trial % kTrials];
-  times.operation.store(0, std::memory_order_release);
-  times.begin_ns.store(begin_ns, std::memory_order_release);
-  times.end_ns.store(end_ns, std::memory_order_release);
-  times.shared_tensor.store(shared_tensor, std::memory_order_release);
-  times.operation.store(operation, std::memory_order_release);
+void Tuner::record(const OperationTimes& times, bool shared_tensor) {
+  TrialTimes& own = transport_.own().header->trials[times.trial % kTrials];
+  own.operation.store(0, std::memory_order_release);
+  own.begin_ns.store(times.begin_ns, std::memory_order_release);
+  own.end_ns.store(times.end_ns, std::memory_order_release);
+  own.busy_ns.store(times.busy_ns, std::memory_order_release);
+  own.shared_tensor.store(shared_tensor, std::memory_order_release);
+  own.operation.store(times.operation, std::memory_order_release);
 }
 
 // Nothing if rank 0's tensor was of the other kind, or a rank's times are missing: another trial has taken their place,
@@ -145,16 +145,18 @@ void Tuner::record(std::uint64_t trial, std::uint64_t operation, std::uint64_t b
 std::optional<double> Tuner::microseconds_of(const Trial& trial, bool shared_tensor) const {
   const TrialTimes& own = transport_.own().header->trials[trial.number % kTrials];
   if (own.shared_tensor.load(std::memory_order_acquire) != shared_tensor) return std::nullopt;
-  std::uint64_t last_begin = 0, last_end = 0;
+  std::uint64_t last_begin = 0, last_end = 0, busy = 0;
   for (const PeerView& peer : transport_.peers) {
     const TrialTimes& times = peer.header->trials[trial.number % kTrials];
     if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
     last_begin = std::max(last_begin, times.begin_ns.load(std::memory_order_acquire));
     last_end = std::max(last_end, times.end_ns.load(std::memory_order_acquire));
+    busy += times.busy_ns.load(std::memory_order_acquire);
     if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
   }
   if (last_end <= last_begin) return std::nullopt;
-  return static_cast<double>(last_end - last_begin) * 1e-3;
+  const double cores = std::min(cores_per_rank, 1.0) * transport_.ranks;
+  return (static_cast<double>(last_end - last_begin) + static_cast<double>(busy) / cores) / 2 * 1e-3;
 }
 
 // Operations on ordinary and on shared tensors take different times. Decisions are about the ordinary ones, for which

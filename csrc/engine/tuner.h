@@ -12,11 +12,15 @@
 // it. From an operation of the class on that all ranks know, they use it; a rank that gets there first waits for the
 // decision.
 //
-// The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
-// not count. The gaps between stages double with every round of the properties, until so many operations pass that what
-// the next stage's trials will cost is at most kMaxCost of their time. Between two stages there are checks, stages in
-// which only the variant in use is timed: if it has become slower than another one was, because the machine has changed
-// (virtual cores move), these two are compared at once.
+// The time of an operation is the mean of two: that from the last rank's start to the last rank's end, so that a rank
+// that comes late does not count, and how long a rank works on the operation, on average. Without the second, what a
+// sender does before its receiver starts would cost nothing, and neither would two copies instead of one where messages
+// in both directions, or ranks that take turns on a core, keep all cores busy.
+//
+// The gaps between stages double with every round of the properties, until so many operations pass that what the next
+// stage's trials will cost is at most kMaxCost of their time. Between two stages there are checks, stages in which only
+// the variant in use is timed: if it has become slower than another one was, because the machine has changed (virtual
+// cores move), these two are compared at once.
 #pragma once
 
 #include <array>
@@ -46,6 +50,8 @@ class Tuner {
   explicit Tuner(Transport& transport) : transport_(transport) {}
   Tuner(const Tuner&) = delete;
 
+  double cores_per_rank = 1;  // less than 1 where ranks take turns
+
   // What the operation that starts now uses: a variant of its plan. `trial` is the number of a trial, whose times are
   // to be recorded; `tries`: the variant is one that a stage tries.
   struct Choice {
@@ -55,9 +61,13 @@ class Tuner {
   };
   // Nothing if rank 0 has not published its decision yet; the call is then to be repeated.
   std::optional<Choice> start(const VariantSpace& space, std::uint64_t operation);
+  struct OperationTimes {
+    std::uint64_t trial, operation;
+    std::uint64_t begin_ns, end_ns;
+    std::uint64_t busy_ns;  // in which this rank worked on it and did not wait
+  };
   // Writes down the times of a trial, and whether this rank's input lies in memory that peers can map.
-  void record(std::uint64_t trial, std::uint64_t operation, std::uint64_t begin_ns, std::uint64_t end_ns,
-              bool shared_tensor);
+  void record(const OperationTimes& times, bool shared_tensor);
 
   std::vector<SizeClassReport> reports() const;
 

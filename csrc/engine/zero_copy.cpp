@@ -5,6 +5,11 @@
 #include "engine/parallel_kernels.h"
 
 namespace dtcomm {
+namespace {
+
+constexpr std::uint64_t kCopiedBytesPerNs = 10;
+
+}  // namespace
 
 bool ZeroCopy::is_excluded(const OperationState& state) {
   if (!state.plan().zero_copy()) return true;
@@ -31,6 +36,30 @@ std::optional<bool> ZeroCopy::is_possible(OperationState& state) {
                             (state.plan().single_copy() && header.address.load(std::memory_order_relaxed) != 0));
   }
   return possible;
+}
+
+std::optional<bool> ZeroCopy::is_agreed(OperationState& state) {
+  Transport& transport = state.transport;
+  const int peer = 1 - transport.rank;
+  const bool sends = state.program().publishes(transport.rank);
+  const OpHeader& offer = transport.peer(sends ? transport.rank : peer).header->ops[state.number % kOpRing];
+  if (!state.plan().offers() || offer.tensor_slot.load(std::memory_order_relaxed) >= 0) return true;
+  OfferWords& own = transport.own().header->offer;
+  const OfferWords& other = transport.peer(peer).header->offer;
+  if (!sends) {
+    const bool copies = take_offer(own, other, state.number);
+    transport.wake_peers();
+    return copies;
+  }
+  std::optional<bool> copies = answer_to_offer(other, state.number);
+  if (copies) return copies;
+  // As long as this rank's own copy takes, so that waiting in vain at most doubles the sender's time.
+  const std::uint64_t now = transport.now();
+  if (state.offered_until == 0) state.offered_until = now + state.plan().input_bytes() / kCopiedBytesPerNs;
+  if (now >= state.offered_until) state.patient = false;
+  if (!state.patient) copies = withdraw_offer(own, other, state.number);
+  if (!copies) state.waiting_for = peer;
+  return copies;
 }
 
 ZeroCopy::ZeroCopy(OperationState& state) : ExecutionMode(state) {

@@ -28,6 +28,10 @@ class ZeroCopy final : public ExecutionMode {
   // operation. All ranks read the same headers, so all decide alike.
   static std::optional<bool> is_possible(OperationState& state);
 
+  // Whether the only rank that publishes and the one that receives agree on it, if it is an offer (offer.h); nothing
+  // while that is open.
+  static std::optional<bool> is_agreed(OperationState& state);
+
   // Maps the peers' tensors; throws if that fails.
   explicit ZeroCopy(OperationState& state);
 

@@ -284,6 +284,7 @@ void bind_communicator(py::module_& module) {
           "What the tuner has chosen: (size class, piece_bytes, single_copy, stream_payload, stream_output, "
           "alternative, parallel, microseconds, trials, settled).")
       .def_readwrite("waiters_help_progress", &Communicator::waiters_help_progress)
+      .def("set_cores_per_rank", &Communicator::set_cores_per_rank, py::arg("cores"))
       .def(
           "set_wait_policy",
           [](Communicator& self, int spins, double yield_us) { self.set_wait_policy({spins, ns_of_us(yield_us)}); },

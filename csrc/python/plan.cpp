@@ -29,8 +29,8 @@ Geometry geometry_of(int number) {
   return static_cast<Geometry>(number);
 }
 
-// (piece_bytes, single_copy, stream_payload, stream_output, parallel)
-using VariantTuple = std::tuple<std::size_t, bool, bool, bool, bool>;
+// (piece_bytes, single_copy, stream_payload, stream_output, parallel, offers)
+using VariantTuple = std::tuple<std::size_t, bool, bool, bool, bool, bool>;
 // What is tried: (size class or "", sizes of pieces, single_copy, stream_payload, stream_output, parallel)
 using SpaceTuple = std::tuple<std::string, std::vector<std::size_t>, bool, bool, bool, bool>;
 
@@ -65,7 +65,7 @@ std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, 
   if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: 0 (sum), 1 (min) or 2 (max)");
   PlanOptions options;
   std::tie(options.variant.piece_bytes, options.variant.single_copy, options.variant.stream_payload,
-           options.variant.stream_output, options.variant.parallel) = variant;
+           options.variant.stream_output, options.variant.parallel, options.offers) = variant;
   options.threads = threads;
   options.space = space_of(options.variant, space);
   if (alternative) options.space.tried |= VariantSpace::kAlternative;

@@ -4,11 +4,14 @@
 //
 // The functions are plain CPython functions, since pybind11's dispatch takes as long as the rest of the call.
 #include <array>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "engine/communicator.h"
 #include "engine/hash.h"
+#include "engine/progress_thread.h"
 #include "python/bindings.h"
 #include "python/engine_calls.h"
 #include "python/warm_arguments.h"
@@ -21,6 +24,8 @@ namespace {
 
 constexpr std::size_t kEntries = 512;   // a power of two
 constexpr std::size_t kMaxOptions = 5;  // of a collective
+// A message that fits into the slots and is at most so long is in them sooner than its receiver can answer.
+constexpr std::size_t kSentAtOnceBytes = 16 * 1024;
 
 // The arguments of a call, all borrowed: (collective, group, input, output, options...).
 struct Arguments {
@@ -107,6 +112,13 @@ struct WarmCalls {
     return arguments.group != nullptr;
   }
 
+  // The entry of a call; null if there is none.
+  const WarmCall* find(PyObject* tuple, Arguments& arguments) const {
+    if (!parse(tuple, arguments)) return nullptr;
+    const WarmCall* const entry = entries[hash_of(arguments) % kEntries].get();
+    return entry && entry->matches(arguments) && entry->allows_memory(arguments) ? entry : nullptr;
+  }
+
   // The group, or the default group for None; null if torch does not list it. Borrowed: torch holds it.
   PyObject* registered_group(PyObject* group) const {
     PyObject* const world = PyDict_GetItemWithError(groups, world_name);
@@ -125,13 +137,17 @@ struct WarmCalls {
   }
 };
 
+Call call_of(const WarmCall& entry, const Arguments& arguments) {
+  TensorPointers tensors{entry.has_input ? arguments.input.data : nullptr,
+                         entry.has_output ? arguments.output.data : nullptr, nullptr};
+  return make_call(entry.plan, {tensors}, entry.calls->next());
+}
+
 // Runs the operation, or queues it; returns the handle of a queued one.
 std::shared_ptr<Work> start(const WarmCall& entry, const Arguments& arguments, bool asynchronous) {
   // Another thread may drop the entry while this one waits without the GIL.
   const std::shared_ptr<Communicator> communicator = entry.communicator;
-  TensorPointers tensors{entry.has_input ? arguments.input.data : nullptr,
-                         entry.has_output ? arguments.output.data : nullptr, nullptr};
-  Call call = make_call(entry.plan, {tensors}, entry.calls->next());
+  Call call = call_of(entry, arguments);
   return without_gil([&]() -> std::shared_ptr<Work> {
     locate_input(call);
     if (!asynchronous) {
@@ -141,6 +157,42 @@ std::shared_ptr<Work> start(const WarmCall& entry, const Arguments& arguments, b
     std::shared_ptr<Work> work = communicator->submit(std::move(call));
     work->communicator = communicator;
     return work;
+  });
+}
+
+// Runs a message that is sent and one that is received at the same time. Sets `sending_failed` before it throws the
+// failure of the former. Neither is under way when it returns or throws, since the tensors are the caller's.
+void exchange(const WarmCall& sent, const Arguments& sent_arguments, const WarmCall& received,
+              const Arguments& received_arguments, bool& sending_failed) {
+  const std::shared_ptr<Communicator> sender = sent.communicator, receiver = received.communicator;
+  Call send = call_of(sent, sent_arguments), receive = call_of(received, received_arguments);
+  without_gil([&] {
+    locate_input(send);
+    const bool at_once = send.plan->offers() && send.plan->input_bytes() <= kSentAtOnceBytes;
+    // This thread waits at once and then does the progress thread's work, which need not be woken for it.
+    std::optional<ProgressThread::HelpingWaiter> helper;
+    if (!at_once && receiver->waiters_help_progress && !ProgressThread::instance().has_latency()) {
+      helper.emplace(receiver.get());
+    }
+    sending_failed = true;
+    const std::shared_ptr<Work> sending = sender->submit(std::move(send), true);
+    std::exception_ptr failure;
+    try {
+      if (at_once) {
+        receiver->run(std::move(receive));
+      } else {
+        receiver->wait(receiver->submit(std::move(receive), true));
+      }
+    } catch (...) {
+      failure = std::current_exception();
+      sending_failed = false;
+    }
+    try {
+      sender->wait(sending);
+    } catch (...) {
+      if (!failure) throw;
+    }
+    if (failure) std::rethrow_exception(failure);
   });
 }
 
@@ -165,9 +217,8 @@ PyObject* start_warm(PyObject* /*module*/, PyObject* const* objects, Py_ssize_t 
   }
   WarmCalls& calls = WarmCalls::instance();
   Arguments arguments;
-  if (!calls.parse(objects[0], arguments)) Py_RETURN_FALSE;
-  const WarmCall* const entry = calls.entries[hash_of(arguments) % kEntries].get();
-  if (!entry || !entry->matches(arguments) || !entry->allows_memory(arguments)) Py_RETURN_FALSE;
+  const WarmCall* const entry = calls.find(objects[0], arguments);
+  if (!entry) Py_RETURN_FALSE;
   const py::object failed = entry->failed;
   try {
     std::shared_ptr<Work> work = start(*entry, arguments, asynchronous != 0);
@@ -185,6 +236,34 @@ PyMethodDef start_warm_definition = {
     "Runs an operation that was given to keep_warm with equal arguments and returns True, or starts it and returns "
     "its\n"
     "Work. False: it did nothing."};
+
+// exchange_warm(sent, received) -> bool
+PyObject* exchange_warm(PyObject* /*module*/, PyObject* const* objects, Py_ssize_t count) {
+  if (count != 2 || !PyTuple_CheckExact(objects[0]) || !PyTuple_CheckExact(objects[1])) {
+    PyErr_SetString(PyExc_TypeError, "exchange_warm: expected two tuples");
+    return nullptr;
+  }
+  const WarmCalls& calls = WarmCalls::instance();
+  Arguments sent_arguments, received_arguments;
+  const WarmCall* const sent = calls.find(objects[0], sent_arguments);
+  const WarmCall* const received = sent ? calls.find(objects[1], received_arguments) : nullptr;
+  if (!received) Py_RETURN_FALSE;
+  const py::object failed_sent = sent->failed, failed_received = received->failed;
+  bool sending_failed = false;
+  try {
+    exchange(*sent, sent_arguments, *received, received_arguments, sending_failed);
+    Py_RETURN_TRUE;
+  } catch (...) {
+    report(sending_failed ? failed_sent : failed_received);
+    return nullptr;
+  }
+}
+
+PyMethodDef exchange_warm_definition = {
+    "exchange_warm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&exchange_warm)), METH_FASTCALL,
+    "exchange_warm(sent, received) -> bool\n\n"
+    "Runs a message that is sent and one that is received, both of which were given to keep_warm, at the same time.\n"
+    "False: it did nothing."};
 
 void keep_warm(const py::tuple& objects, std::shared_ptr<Communicator> communicator, std::shared_ptr<Plan> plan,
                std::shared_ptr<CallCounter> calls, std::size_t rank, bool has_input, bool has_output,
@@ -239,8 +318,9 @@ void bind_warm_calls(py::module_& module) {
              py::arg("rank"), py::arg("has_input"), py::arg("has_output"), py::arg("failed"),
              "Lets start_warm run an operation that was run with these arguments.");
   module.def("forget_warm", &forget_warm, "Drops all that keep_warm has kept.");
-  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&start_warm_definition, nullptr));
-  module.attr("start_warm") = function;
+  for (PyMethodDef* const definition : {&start_warm_definition, &exchange_warm_definition}) {
+    module.attr(definition->ml_name) = py::reinterpret_steal<py::object>(PyCFunction_New(definition, nullptr));
+  }
 }
 
 }  // namespace dtcomm::python

@@ -105,6 +105,26 @@ inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std:
   return call;
 }
 
+// A message of rank 0 to rank 1, which offers its memory.
+inline Call message_call(int rank, std::vector<float>& tensor) {
+  const std::vector<std::int64_t> flat = rank == 0 ? std::vector<std::int64_t>{1, 0, 3, 0, 0, 0, 2, 0, 3, 0, 0, 1}
+                                                   : std::vector<std::int64_t>{3, 0, 3, 0, 0, 0, 5, 0, 3, 0, 0, 0};
+  const auto program = std::make_shared<Program>(Program::parse(rank, 2, 1, std::vector<int>{1, 0}, flat));
+  PlanOptions options;
+  options.variant.piece_bytes = 8 * 1024;
+  options.slot_bytes = kSlotBytes;
+  options.variant.single_copy = true;
+  options.offers = true;
+  Call call;
+  call.plan = std::make_shared<Plan>(program, Geometry::whole, ReduceOp::sum, false,
+                                     std::vector<Segment>{{tensor.size(), DType::f32, {}, {}}}, options, "message");
+  auto* const data = reinterpret_cast<std::uint8_t*>(tensor.data());
+  call.tensors.push_back({rank == 0 ? data : nullptr, rank == 0 ? nullptr : data, nullptr});
+  if (rank == 0) call.address = reinterpret_cast<std::uintptr_t>(data);
+  call.kernels = find_kernels("generic");
+  return call;
+}
+
 // The call on three threads, in pieces that are shared out.
 inline Call parallel_call(Call call) {
   const Plan& plan = *call.plan;

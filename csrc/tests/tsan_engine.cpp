@@ -89,6 +89,40 @@ void interpreters_over_shared_regions(int ranks) {
   for (void* region : regions) ::operator delete(region, std::align_val_t{kPage});
 }
 
+// Offers that receivers take while senders withdraw them.
+void offers_over_shared_regions() {
+  std::vector<PeerView> views;
+  std::vector<void*> regions;
+  for (int rank = 0; rank < 2; ++rank) {
+    const RegionLayout layout{static_cast<std::uint32_t>(rank), 2, 1, kSlotBytes};
+    regions.push_back(::operator new(layout.bytes(), std::align_val_t{kPage}));
+    views.push_back(construct_region(regions.back(), layout));
+  }
+  run_threads(2, [&](int rank) {
+    ThreadTransport transport;
+    transport.rank = rank;
+    transport.ranks = 2;
+    transport.peers = views;
+    for (int operation = 0; operation < 10 * kTunedOperations; ++operation) {
+      std::vector<float> tensor = input(0, operation);
+      if (rank == 1) std::fill(tensor.begin(), tensor.end(), -1.0f);
+      const auto number = static_cast<std::uint64_t>(operation) + 1;
+      Call call = message_call(rank, tensor);
+      const std::uint64_t fingerprint = announce(*transport.own().header, call, number);
+      Interpreter interpreter(transport, std::move(call), fingerprint, number);
+      int polls = 0;
+      while (interpreter.advance() != Progress::done) {
+        if (interpreter.mismatch()) fail("mismatch");
+        if (++polls > operation % 5) interpreter.lose_patience();
+        if (operation % 3 == 0) std::this_thread::yield();
+      }
+      if (rank == 1 && tensor != input(0, operation)) fail("message " + std::to_string(operation));
+      std::fill(tensor.begin(), tensor.end(), -2.0f);  // the receiver must not read it any more
+    }
+  });
+  for (void* region : regions) ::operator delete(region, std::align_val_t{kPage});
+}
+
 using Group = std::vector<std::unique_ptr<Communicator>>;
 
 // Two ends of a TCP connection.
@@ -399,6 +433,7 @@ int main() {
   listed_while_closed(Reach::memory);
   listed_while_closed(Reach::sockets);
   pool_of_several_threads();
+  offers_over_shared_regions();
   for (int ranks = 2; ranks <= 4; ++ranks) {
     interpreters_over_shared_regions(ranks);
     communicators_with_several_threads(ranks);

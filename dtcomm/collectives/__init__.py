@@ -17,7 +17,7 @@ from dtcomm.collectives.coalesced import all_gather_coalesced, all_reduce_coales
 from dtcomm.collectives.custom_schedule import run
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.group_ops import barrier, empty, flight_record, info
-from dtcomm.collectives.p2p import recv, send
+from dtcomm.collectives.p2p import recv, send, sendrecv
 from dtcomm.collectives.persistent import (
     PersistentOperation,
     all_gather_init,
@@ -58,4 +58,5 @@ __all__ = [
     "run",
     "scatter",
     "send",
+    "sendrecv",
 ]

@@ -1,7 +1,8 @@
-"""Point-to-point messages: send and recv. Only the two ranks take part."""
+"""Point-to-point messages: send, recv, and both at once. Only the two ranks take part."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from dtcomm.collectives._arguments import (
     require_tensor,
 )
 from dtcomm.collectives._dispatch import NamedSchedule, make_plan, start
+from dtcomm.errors import DtcommError
 from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
@@ -147,6 +149,70 @@ def recv(
             dtcomm.recv(activation, src=rank - 1, codec="fp8_e4m3")
     """
     return _message(tensor, src, "src", False, codec, group, async_op, None, None, checksum)
+
+
+def sendrecv(
+    tensor: Tensor,
+    dst: int,
+    output: Tensor,
+    src: int,
+    *,
+    codec: str | Codec = "none",
+    group: Group = None,
+    seed: int | None = None,
+    residual: Tensor | None = None,
+    checksum: bool | None = None,
+) -> None:
+    """Send a tensor to one rank and receive one from another at the same time, as MPI_Sendrecv does.
+
+    Two ranks that both send first and then receive would wait for each other with large tensors; this call does not.
+    The other ranks may call `sendrecv`, or `send` and `recv`.
+
+    Args:
+        tensor: A dense tensor, which is sent.
+        dst: The global rank of its receiver.
+        output: A dense tensor, which is overwritten with the message from ``src``. Its size and dtype may differ from
+            those of ``tensor``, with which it has no memory in common.
+        src: The global rank of that message's sender.
+        codec: The codec of both messages.
+        group: The process group; None is the default group.
+        seed: The key of stochastic rounding of ``tensor``; None is the number of the message.
+        residual: Error feedback of ``tensor``, as of `send`.
+        checksum: Whether payloads travel with a checksum, as of `send`.
+
+    Raises:
+        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
+        CollectiveMismatch: If the ranks call different operations.
+        CollectiveTimeout: If a rank does not take part within the group's timeout.
+        PeerLost: If a rank died.
+        PayloadCorrupt: If a checksum does not match.
+
+    Example:
+        Pass keys and values around a ring of ranks::
+
+            dtcomm.sendrecv(block, (rank + 1) % world_size, received, (rank - 1) % world_size, codec="int8")
+    """
+    require_tensor(tensor, "tensor")
+    require_tensor(output, "output")
+    in_memory(output, "output")
+    if _variable_length.has_variable_length(codec):
+        raise ValueError(f"codec: the length of a {codec} message depends on its values; use send and recv")
+    if seed is None and residual is None:
+        sent = ("send", group, tensor, tensor, dst, codec, checksum)
+        if warm_calls.exchange(sent, ("recv", group, output, output, src, codec, checksum)):
+            return
+    # The message that is received is checked before the other one is sent, which could not be taken back.
+    require_dtype("sum", output.dtype, codecs.codec(codec))
+    get_communicator_of_pair(group, src, "src", False, device=None if output.is_cpu else output.device)
+    sending = _message(tensor, dst, "dst", True, codec, group, True, seed, residual, checksum)
+    assert sending is not None
+    try:
+        _message(output, src, "src", False, codec, group, False, None, None, checksum)
+    except BaseException:
+        with contextlib.suppress(DtcommError):
+            sending.wait()  # it uses the caller's tensor
+        raise
+    sending.wait()
 
 
 def _message(

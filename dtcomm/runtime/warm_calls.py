@@ -35,6 +35,10 @@ start = _C.start_warm
 """``start((collective, group, input, output, *options), async_op)``: run an operation and return True, or start it and
 return its ``Work``; False if it is not known."""
 
+exchange = _C.exchange_warm
+"""``exchange(sent, received)``: run two messages at the same time and return True; False if one is not known. Both are
+what `start` takes."""
+
 forget = _C.forget_warm
 """Drop everything that `keep` has kept."""
 

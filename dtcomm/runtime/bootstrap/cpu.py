@@ -31,7 +31,7 @@ from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExc
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
-from dtcomm.runtime.native.threads import local_ranks, threads_per_rank, usable_cores
+from dtcomm.runtime.native.threads import cores_per_rank, local_ranks, threads_per_rank, usable_cores
 from dtcomm.runtime.process_groups import group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 
@@ -252,11 +252,9 @@ class CpuBootstrap:
 
     def _threads(self, infos: Infos, ranks: Sequence[int]) -> int:
         """With how many threads the ranks of a host may work; the same answer on all ranks."""
-        of_host = [infos[rank] for rank in ranks]
+        usable = max(infos[rank]["usable_cores"] for rank in ranks)
         return threads_per_rank(
-            [info["cores"] for info in of_host],
-            max(info["usable_cores"] for info in of_host),
-            max(len(ranks), *(info["local_ranks"] for info in of_host)),
+            [infos[rank]["cores"] for rank in ranks], usable, _ranks_of_host(infos, ranks)
         )
 
     def _uses_sockets(self) -> bool:
@@ -289,10 +287,12 @@ class CpuBootstrap:
             return f"cannot connect to a peer: {error}"
         if isinstance(sockets, str):
             return sockets
-        cores = len(set[int]().union(*(infos[rank]["cores"] for rank in host)))
+        cores = cores_per_rank(
+            [infos[rank]["cores"] for rank in host], _ranks_of_host(infos, host), os.cpu_count() or 1
+        )
         addresses = [info["address"] for info in infos]
         try:
-            native.attach(addresses, self.names, cores=cores, sockets=sockets, inside=host)
+            native.attach(addresses, self.names, cores, sockets, host)
             self._several = {peer: len(fds) for peer, fds in sockets.items() if len(fds) > 1}
             native.remote_hosts = {peer: infos[peer]["host"] for peer in sockets}
             native.remember_rate = wide_area.remember
@@ -505,6 +505,11 @@ def _listen() -> tuple[Listener | None, str]:
         return Listener(), ""
     except OSError as error:
         return None, str(error)
+
+
+def _ranks_of_host(infos: Infos, ranks: Sequence[int]) -> int:
+    """Return how many ranks the host of some ranks has, those of other communicators included."""
+    return max(len(ranks), *(infos[rank]["local_ranks"] for rank in ranks))
 
 
 def _variable_that_requires_engine() -> str:

@@ -20,10 +20,12 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 SLOT_BYTES = 512 * 1024  # of a rank with one thread
 MAX_SLOT_SCALE = 4  # slots of ranks with several threads are so many times as large at most
 SLOTS = 8  # of the engine: so many pieces of a message are sent before its receiver has come
+PAGE = 4096
 MAX_SLOT_BYTES = 8 * 2**20
 # Sockets need more bytes under way: a peer whose core is busy otherwise answers milliseconds later.
 SOCKET_SLOT_BYTES = 2 * 2**20
 MIN_ZERO_COPY_BYTES = 128 * 1024  # of a tensor that is only copied: the sender has to wait for the receivers
+MIN_OFFERED_BYTES = 32 * 1024  # smaller messages are sent before a receiver could have answered an offer
 MIN_TRIED_BYTES = 4096  # smaller operations take as long as it takes to signal
 MIN_PIECE_BYTES = 16 * 1024
 MAX_ONE_SHOT_BYTES = 2**20  # above, sending everything to every rank does not pay
@@ -49,6 +51,8 @@ class Variants:
         stream_output: Whether results are, where they were not read just before.
         threads: Threads that this rank may use.
         parallel: Whether it uses them.
+        offers: Whether the operation is a message that fits into the slots, so that its sender does not wait for a
+            receiver that comes late: a single copy is then an offer (``csrc/engine/offer.h``).
         size_class: Operations with this name are tried together; empty: nothing is tried.
         piece_sizes: Sizes to try, ``piece_bytes`` among them.
         tries_single_copy: Whether to try both values; the same for the three below.
@@ -61,6 +65,7 @@ class Variants:
     stream_output: bool = False
     threads: int = 1
     parallel: bool = False
+    offers: bool = False
     size_class: str = ""
     piece_sizes: tuple[int, ...] = ()
     tries_single_copy: bool = False
@@ -103,6 +108,7 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads:
         touched >= STREAMED_OUTPUT_BYTES,
         threads,
         may_parallel and (touched >= PARALLEL_BYTES or not chooses_threads),
+        offers=spec.algorithm == "send" and spec.nbytes <= SLOTS * piece,
     )
     if not trials or spec.nbytes < MIN_TRIED_BYTES:
         return fixed
@@ -121,10 +127,9 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads:
             )
         ),
         piece_sizes=_piece_sizes(spec, ranks, piece, slot_bytes(threads)),
-        # A message that fits into the slots is sent without waiting for the receiver, which must not change.
         tries_single_copy=single_copy
         and copies == "auto"
-        and (spec.algorithm != "send" or spec.nbytes > SLOTS * slot_bytes(threads)),
+        and not (fixed.offers and spec.nbytes < MIN_OFFERED_BYTES),
         tries_stream_payload=staging == "auto",
         tries_stream_output=touched >= MIN_STREAMED_OUTPUT_BYTES,
         tries_parallel=may_parallel and chooses_threads,
@@ -213,8 +218,10 @@ def piece_bytes(spec: OpSpec, ranks: int, threads: int = 1) -> int:
         return chosen * 1024
     total = spec.nbytes
     if spec.algorithm == "send":
-        # In one direction the copy in and the copy out overlap but for the first and the last piece.
-        return min(max(total // 8, 64 * 1024), 256 * 1024)
+        # In one direction the copy in and the copy out overlap but for the first and the last piece. Whole pages, so
+        # that the engine does not round a piece down to the granule of a codec and needs a slot more.
+        eighth = -(-total // (SLOTS * PAGE)) * PAGE
+        return min(max(eighth, 64 * 1024), 256 * 1024)
     if spec.collective not in CUT_AT_GRANULES:
         total *= ranks
     if total <= 4 * 2**20:

@@ -134,7 +134,7 @@ class NativeRuntime:
         self,
         addresses: Sequence[Sequence[int]],
         names: Sequence[str],
-        cores: int,
+        cores_per_rank: float,
         sockets: Mapping[int, Sequence[int]] | None = None,
         inside: Sequence[int] | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class NativeRuntime:
         Args:
             addresses: ``address`` of every rank.
             names: How errors name each rank.
-            cores: The number of cores that the ranks of this host may run on together; equal on all of them.
+            cores_per_rank: How many cores a rank of this host has, see `threads.cores_per_rank`.
             sockets: Connected sockets by rank, for ranks whose memory is not mapped; the engine owns them from now on.
             inside: The ranks of this host; None: all.
 
@@ -163,16 +163,17 @@ class NativeRuntime:
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
         # Ranks that share a core make progress only if they yield; polling a socket takes longer than polling memory.
-        shares_cores = cores < len(inside)
+        shares_cores = cores_per_rank < 1
         spins = 32 if sockets else 64 if shares_cores else 1000
         self.native.set_wait_policy(
             int(env.get("DTCOMM_SPINS")) or spins,
             float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shares_cores else YIELD_US),
         )
-        if self.threads > 1 and cores < self.threads * len(inside):
+        self.native.set_cores_per_rank(cores_per_rank)
+        if self.threads > 1 and cores_per_rank < self.threads:
             _C.share_cores()
         # With two cores a rank, the progress thread runs beside the waiting one.
-        self.native.waiters_help_progress = cores < 2 * len(inside)
+        self.native.waiters_help_progress = cores_per_rank < 2
 
     def connect_ucx(self, addresses: Sequence[bytes], ucx: Mapping[str, Any]) -> None:
         """Send payloads between ranks that share no memory through UCX; to be called after ``attach``.
@@ -505,6 +506,7 @@ def native_plan(
             variants.stream_payload,
             variants.stream_output,
             variants.parallel,
+            variants.offers,
         ),
         space=(
             variants.size_class,

@@ -1,4 +1,4 @@
-"""How many threads a rank of the native engine works with."""
+"""How many cores a rank of the native engine has, and with how many threads it works."""
 
 from __future__ import annotations
 
@@ -32,6 +32,27 @@ def local_ranks(ranks: int, world_size: int) -> int:
     if value.isdecimal():
         return int(value)
     return world_size if ranks < world_size else 1
+
+
+def cores_per_rank(affinities: Sequence[Collection[int]], ranks: int, machine: int) -> float:
+    """Return how many cores a rank of a host has for itself; less than 1 where ranks take turns.
+
+    The ranks of a communicator do not know where the others of the host may run. Where their own cores overlap, the
+    others are assumed to run on the same ones, and where they do not, to have cores of their own.
+
+    Args:
+        affinities: The cores that each rank of the communicator on this host may run on.
+        ranks: All ranks of the host, also those of other communicators.
+        machine: All cores of the host.
+
+    Example:
+        Two of four ranks on a machine with two cores::
+
+            assert cores_per_rank([{0, 1}, {0, 1}], ranks=4, machine=2) == 0.5
+    """
+    cores = len(set[int]().union(*affinities))
+    overlap = sum(map(len, affinities)) > cores
+    return min(cores / (max(ranks, len(affinities)) if overlap else len(affinities)), machine / ranks)
 
 
 def threads_per_rank(affinities: Sequence[Collection[int]], usable: int, ranks: int) -> int:

@@ -68,6 +68,41 @@ def test_messages_arrive_in_order_without_other_ranks(n: int, runtime: str) -> N
     run_ranks(exchange_messages, n, env={"DTCOMM_RUNTIME": runtime} if runtime != "auto" else {})
 
 
+def exchange_around_a_ring(rank: int, n: int) -> None:
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for repetition in range(3):  # from the second one on, small messages are sent at once
+        for numel in (0, 10, 4097, 300_000):
+            # Every rank sends another number of elements.
+            x = torch.full((numel + rank,), float(rank + repetition))
+            output = torch.full((numel + left,), torch.nan)
+            collectives.sendrecv(x, right, output, left)
+            x.fill_(-1.0)
+            assert output.eq(left + repetition).all()
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+    residual, received = torch.zeros(5000), torch.empty(5000)
+    collectives.sendrecv(values, right, received, left, codec="int4", residual=residual)
+    expected = torch.randn(5000, generator=torch.Generator().manual_seed(left))
+    errors = torch.empty(5000)
+    collectives.sendrecv(residual, right, errors, left)
+    assert torch.allclose(received + errors, expected, atol=1e-6) and residual.abs().max() > 0.01
+    # A rank that sends and one that receives are a sendrecv's counterparts too.
+    if n == 2:
+        if rank == 0:
+            collectives.sendrecv(values, 1, received, 1)
+        else:
+            work = collectives.send(values, 0, async_op=True)
+            collectives.recv(received, 0)
+            assert work is not None
+            work.wait()
+        assert torch.equal(received, expected)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("runtime", ["auto", "process_group"])
+def test_every_rank_sends_and_receives_at_once(n: int, runtime: str) -> None:
+    run_ranks(exchange_around_a_ring, n, env={"DTCOMM_RUNTIME": runtime} if runtime != "auto" else {})
+
+
 def check_refusals(rank: int, n: int) -> str:
     x, peer = torch.ones(8), 1 - rank
     for kind, pattern, call in (
@@ -76,6 +111,16 @@ def check_refusals(rank: int, n: int) -> str:
         (TypeError, "tensor: expected a torch.Tensor", lambda: collectives.send(None, peer)),  # type: ignore[arg-type]
         (TypeError, "codec int8 takes", lambda: collectives.send(x.double(), peer, codec="int8")),
         (ValueError, "residual: has 3", lambda: collectives.send(x, peer, residual=torch.ones(3))),
+        (TypeError, "output: expected a torch.Tensor", lambda: collectives.sendrecv(x, peer, None, peer)),  # type: ignore[arg-type]
+        (TypeError, "tensor: expected a torch.Tensor", lambda: collectives.sendrecv(None, peer, x, peer)),  # type: ignore[arg-type]
+        (ValueError, "dst: rank 7 is not in the group", lambda: collectives.sendrecv(x, 7, x, peer)),
+        (ValueError, "src: rank 7 is not in the group", lambda: collectives.sendrecv(x, peer, x, 7)),
+        (
+            TypeError,
+            "codec int8 takes",
+            lambda: collectives.sendrecv(x, peer, x.double(), peer, codec="int8"),
+        ),
+        (ValueError, "use send and recv", lambda: collectives.sendrecv(x, peer, x, peer, codec="lossless")),
     ):
         with pytest.raises(kind, match=pattern):
             call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from typing import Any
@@ -106,9 +107,10 @@ def test_forced_single_copy_over_an_emulated_link_is_refused() -> None:
     run_ranks(forced_over_a_link, 2, env={**ON, "DTCOMM_LINK": "10gbit,5us"})
 
 
-def slow_reader(rank: int, n: int) -> float:
+def slow_reader(rank: int, n: int, numel: int) -> float:
     """Return when, by the clock of all processes, the sender returned and the reader arrived."""
-    x = torch.full((300_000,), 3.0)
+    x = torch.full((numel,), 3.0)
+    collectives.sendrecv(x[:1], 1 - rank, x[1:2], 1 - rank)  # connects the two
     collectives.barrier()
     if rank == 0:
         collectives.send(x, 1)
@@ -122,9 +124,38 @@ def slow_reader(rank: int, n: int) -> float:
     return arrived
 
 
-def test_sender_returns_after_its_memory_was_read() -> None:
-    returned, arrived = run_ranks(slow_reader, 2, env=ON)
+def test_sender_of_a_large_message_returns_after_its_memory_was_read() -> None:
+    returned, arrived = run_ranks(slow_reader, 2, 3_000_000, env=ON)
     assert returned >= arrived
+
+
+@pytest.mark.parametrize("numel", [10_000, 300_000, 524_288])
+def test_sender_of_a_message_that_fits_into_the_slots_does_not_wait_for_a_late_receiver(numel: int) -> None:
+    returned, arrived = run_ranks(slow_reader, 2, numel, env=ON)
+    assert returned < arrived
+
+
+def cross(rank: int, n: int) -> int:
+    """Both ranks send before they receive, at varying moments: offers are taken and withdrawn."""
+    generator = random.Random(rank)
+    peer = 1 - rank
+    out = torch.empty(300_000)
+    collectives.sendrecv(torch.zeros(1), peer, torch.empty(1), peer)  # connects the two
+    for number in range(300):
+        x = torch.full((300_000,), float(2 * number + rank))
+        for _ in range(generator.randrange(400)):
+            time.perf_counter()
+        work = collectives.send(x, peer, async_op=True) if number % 2 else collectives.send(x, peer)
+        collectives.recv(out, peer)
+        assert out.eq(2 * number + peer).all(), number
+        if work is not None:
+            work.wait()
+        x.fill_(-1.0)
+    return collectives.info()["pulled_bytes"]
+
+
+def test_offers_that_are_taken_and_withdrawn_at_random() -> None:
+    run_ranks(cross, 2, env=ON)
 
 
 def gather_until_loss(rank: int, n: int) -> str:

@@ -211,7 +211,7 @@ def test_engine_cuts_the_same_number_of_pieces(spec: OpSpec, ranks: int, element
         splits=list(spec.splits),
         checksum=False,
         call_info="",
-        variant=(piece_bytes, False, False, False, False),
+        variant=(piece_bytes, False, False, False, False, False),
         space=("", [], False, False, False, False),
         threads=1,
     )

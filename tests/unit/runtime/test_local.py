@@ -10,6 +10,7 @@ from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
+from dtcomm.schedule import Schedule, Transfer
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 from tests.unit.runtime.simulated_cases import (
     CASES,
@@ -177,6 +178,52 @@ def test_seed_reproduces_a_simulation() -> None:
             cases = [make_case(rng, 3, "all_reduce", "ring", ["int8"], [9000]) for _ in range(2)]
             results.append(run_simulated(world, calls_per_rank(cases)))
         assert results[0] == results[1]
+
+
+def message(root: int, numel: int, rank: int, offers: bool) -> Operation:
+    """One rank's part of a message from ``root`` to the other one of two ranks, which single copy is planned for."""
+    schedule = Schedule(
+        collective="broadcast",
+        ranks=2,
+        chunks=1,
+        root=root,
+        transfers=(Transfer(0, root, 1 - root, 0, "copy"),),
+    )
+    shape = OpSpec("broadcast", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "send", root)
+    sends = rank == root
+    tensor = torch.arange(numel, dtype=torch.float32) + 1 if sends else torch.full((numel,), torch.nan)
+    return Operation(
+        shape=shape,
+        schedule=schedule,
+        buffers=[Buffers(tensor if sends else None, None if sends else tensor)],
+        single_copy=True,
+        variants=Variants(4096, single_copy=True, offers=offers),
+    )
+
+
+def test_offers_are_taken_or_withdrawn_and_messages_arrive_in_every_order() -> None:
+    for world, rng in worlds(200, salt=31):
+        simulation = Simulation(ranks=2, seed=world.seed, delay=world.delay)
+        numels = [rng.choice([1, 300, 5000, 8192]) for _ in range(6)]
+        roots = [rng.randrange(2) for _ in numels]
+        calls = [
+            [message(root, numel, rank, True) for root, numel in zip(roots, numels, strict=True)]
+            for rank in range(2)
+        ]
+        require_finished(run_simulated(simulation, calls), simulation)
+        for index, (root, numel) in enumerate(zip(roots, numels, strict=True)):
+            output = calls[1 - root][index].buffers[0].output
+            assert output is not None and torch.equal(output, torch.arange(numel, dtype=torch.float32) + 1), (
+                world
+            )
+
+
+@pytest.mark.parametrize(("offers", "finished"), [(True, 2), (False, 0)])
+def test_a_sender_that_offers_does_not_need_the_receiver(offers: bool, finished: int) -> None:
+    simulation = Simulation(ranks=2, seed=3, crash_rank=1, crash_after=0)
+    calls = [[message(0, 4096, rank, offers) for _ in range(2)] for rank in range(2)]
+    sender, receiver = run_simulated(simulation, calls)
+    assert (sender.finished, receiver.status) == (finished, "died")
 
 
 def test_ranks_adopt_variants_alike_in_every_order() -> None:

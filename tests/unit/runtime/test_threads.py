@@ -136,6 +136,24 @@ def test_threads_are_the_cores_of_each_rank(
 
 
 @pytest.mark.parametrize(
+    ("affinities", "ranks", "machine", "expected"),
+    [
+        ([range(2)] * 4, 4, 2, 0.5),
+        ([range(2)] * 2, 4, 2, 0.5),  # two ranks of the host belong to other communicators
+        ([range(8)] * 2, 4, 8, 2),
+        ([range(1), range(1, 2)], 4, 2, 0.5),  # pinned, but there are more ranks than cores
+        ([range(1), range(1, 2)], 4, 8, 1),  # pinned, and so are the others, as far as one can tell
+        ([range(1), range(1)], 2, 8, 0.5),
+        ([range(4), range(4, 8)], 2, 8, 4),
+    ],
+)
+def test_ranks_take_turns_where_they_have_less_than_a_core(
+    affinities: list[range], ranks: int, machine: int, expected: float
+) -> None:
+    assert threads.cores_per_rank(affinities, ranks, machine) == expected
+
+
+@pytest.mark.parametrize(
     ("value", "ranks", "expected"), [("8", 2, 8), ("", 2, 16), ("", 16, 1), ("none", 16, 1)]
 )
 def test_ranks_of_other_communicators_count(

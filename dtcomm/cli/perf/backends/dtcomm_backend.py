@@ -87,16 +87,21 @@ class Dtcomm(Backend):
 
     def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         do: Any = self._collectives
+        options = {"codec": call.codec, "group": self.group}
         run = bind_ring_exchange(
-            lambda peer: do.send(call.input, peer, codec=call.codec, group=self.group, async_op=True),
-            lambda peer: do.recv(call.output, peer, codec=call.codec, group=self.group, async_op=True),
+            lambda peer: do.send(call.input, peer, **options, async_op=True),
+            lambda peer: do.recv(call.output, peer, **options, async_op=True),
             call.output,
             call.input,
             asynchronous,
         )
         with _environment("DTCOMM_RUNTIME", self.runtime):
             wait(run())  # a pair of ranks connects at its first message
-        return run
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if asynchronous or ranks == 1:
+            return run
+        following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+        return lambda: do.sendrecv(call.input, following, call.output, previous, **options)
 
     def settled(self) -> bool:
         return all(choice["settled"] for choice in self._info_now().get("choices", []))
