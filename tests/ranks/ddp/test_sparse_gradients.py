@@ -45,8 +45,8 @@ def train(
     state = None if spec is None else ddp.compress(model, spec, **options)
     embedding = next(model.parameters())
     others = list(model.parameters())[1:]
-    table = torch.optim.SparseAdam([embedding]) if adam else torch.optim.SGD([embedding], 0.1)
-    dense = torch.optim.SGD(others, 0.1)
+    table = torch.optim.SparseAdam([embedding]) if adam else torch.optim.SGD([embedding], 0.01)
+    dense = torch.optim.SGD(others, 0.01)
     for step in range(STEPS):
         table.zero_grad()
         dense.zero_grad()
@@ -65,12 +65,12 @@ def train_uncompressed(rank: int, world_size: int) -> None:
     for adam in (False, True):
         by_ddp, _ = train(rank, None, adam=adam)
         by_hook, _ = train(rank, "none", adam=adam)
-        torch.testing.assert_close(by_hook, by_ddp)
+        assert torch.equal(by_hook, by_ddp)
         require_alike(by_hook, "none")
     dense, _ = train(rank, "none", sparse=False)
     with_unused, _ = train(rank, "none", find_unused=True)
     by_hook, _ = train(rank, "none")
-    torch.testing.assert_close(by_hook, dense)
+    assert torch.equal(by_hook, dense)
     assert torch.equal(with_unused, by_hook)
 
 
@@ -80,6 +80,7 @@ def test_training_equals_that_without_a_hook_and_that_with_dense_gradients() -> 
 
 def train_compressed(rank: int, world_size: int, folder: str) -> None:
     exact, _ = train(rank, "none")
+    distance = float((exact - parameters_of(embedding_model(sparse=True))).norm())
     # With int8 the guard's statistics travel with the last bucket, which is the sparse one; powersgd has stages.
     for spec, options in (
         ("int8", {}),
@@ -92,7 +93,7 @@ def train_compressed(rank: int, world_size: int, folder: str) -> None:
         assert state is not None
         require_alike(trained, spec)
         # The embedding's values lose nothing; they differ by what the other parameters have lost.
-        assert float((trained - exact).norm() / exact.norm()) < 0.02, spec
+        assert float((trained - exact).norm()) < 0.1 * distance, spec
         report = state.report()
         row = next(row for row in report.rows if "0.weight" in row.names)
         assert row.codec == "none" and 0 < row.wire_bytes == row.plain_bytes, (spec, row)
