@@ -113,8 +113,8 @@ def require_tensor(tensor: Any, argument: str) -> None:
     require_type(tensor, argument)
     if tensor.layout is not torch.strided:
         raise ValueError(
-            f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense(), or sum it "
-            "uncompressed with torch.distributed.all_reduce, which takes sparse tensors"
+            f"{argument}: expected a dense tensor, got layout {tensor.layout}; pass {argument}.to_dense(). Only "
+            "dtcomm.all_reduce takes sparse tensors, those of layout torch.sparse_coo"
         )
     if tensor.dtype not in ELEMENT_TYPES:
         valid = ", ".join(map(_dtype_name, ELEMENT_TYPES))

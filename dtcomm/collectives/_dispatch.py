@@ -73,6 +73,7 @@ def make_plan(
     splits: tuple[int, ...] = (),
     checksum: bool | None = None,
     audit: bool = False,
+    purpose: str = "",
 ) -> Plan:
     """Check the arguments that do not depend on memory, choose the algorithm, and store the plan under ``key``.
 
@@ -90,6 +91,7 @@ def make_plan(
         splits: The unequal shards of an all_to_all; see `OpSpec`.
         checksum: Whether payloads carry a checksum; None: the value of DTCOMM_CHECKSUM.
         audit: Whether the sum is checked.
+        purpose: Names the stage of a larger operation that this one is, for errors.
     """
     if checksum is None:
         checksum = communicator.checksum
@@ -105,7 +107,7 @@ def make_plan(
         tensors.append(TensorSpec(numel, dtype, inside, between))
     custom = _custom_schedule(algorithm, collective, communicator.size, root)
     name = custom.name if custom is not None else str(algorithm)
-    request = OpSpec(collective, op, tuple(tensors), name, root, splits, checksum)
+    request = OpSpec(collective, op, tuple(tensors), name, root, splits, checksum, purpose)
     # The list, and not a generator: every tensor is checked.
     needs_agreement = [_needs_agreement(part) for part in tensors] if collective in REDUCING else []
 

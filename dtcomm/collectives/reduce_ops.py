@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtcomm.codecs import Codec
+from dtcomm.collectives import _sparse_tensors
 from dtcomm.collectives._arguments import (
     Algorithm,
     AllReduceOptions,
@@ -62,24 +63,33 @@ def all_reduce(
 ) -> Work | None:
     """Reduce a tensor over the ranks of a group, in place: every rank ends with the same bits.
 
+    A sparse tensor becomes the coalesced sum or average of all ranks' tensors, whose entries are those that any rank
+    has. The entries are exchanged exactly, as int32 or int64; the values of all of them are then summed as a dense
+    tensor, [entries, *dense dimensions], with ``codec``. The call waits until all ranks have made it, even with
+    ``async_op``, because the ranks exchange their entries first.
+
     Args:
         tensor: A dense floating-point, integer or bool tensor of any shape, on the CPU or a CUDA device, with the
-            same size and dtype on all ranks. It is overwritten with the result.
+            same size and dtype on all ranks. It is overwritten with the result. Or a sparse COO tensor, coalesced or
+            not, of up to 16 dimensions, with the same shape, sparse dimensions and dtype on all ranks and any number of
+            entries on each.
         op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
-            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
+            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16, and dense tensors.
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
             inside hosts and B between them.
         algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_reduce")``; ``"direct"`` for the one
             or two shots that suit the codec; ``"two_shot_symmetric"`` for two shots in which a chunk's owner encodes
             its own contribution too (fused CUDA kernels only); ``"auto"`` for the fastest by prediction or measurement;
-            or a `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
+            or a `dtcomm.schedule.Schedule`, or its text, for the ranks of the group. For a sparse tensor ``"auto"``
+            means ``"direct"``, which adds in rank order in fp32 (fp64 for doubles), unless ``codec`` has two levels.
         group: The process group; None is the default group.
         async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
             work is done.
         seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
             call.
         residual: Error feedback: an fp32 tensor with as many elements as the tensor. It is added to this rank's
-            contribution and then overwritten with the error of encoding it. None means no feedback.
+            contribution and then overwritten with the error of encoding it. None means no feedback, the only value for
+            a sparse tensor.
         checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
             the variable DTCOMM_CHECKSUM. It is the same on all ranks.
         audit: If True, the ranks check that the sum is right by checksums of their integers. Only with codec ``exact``.
@@ -87,14 +97,15 @@ def all_reduce(
             call may be repeated.
         epilogue: A task that is applied to the sum, made by ``dtcomm.kernels.epilogue.epilogue_task`` for the same
             tensor: bias, residual stream, RMS norm. The native engine applies it to each piece of the sum as soon as
-            the piece is final, while it is in the cache.
+            the piece is final, while it is in the cache. Only for dense tensors.
 
     Returns:
         None when the result is complete, or a ``Work`` if ``async_op``.
 
     Raises:
         TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
-        CollectiveMismatch: If the ranks call different operations.
+        CollectiveMismatch: If the ranks call different operations, or pass sparse tensors of different shapes or dtypes
+            or both sparse and dense ones.
         CollectiveTimeout: If a rank does not take part within the group's timeout.
         PeerLost: If a rank died.
         PayloadCorrupt: If a checksum does not match or the audit fails.
@@ -104,6 +115,10 @@ def all_reduce(
 
             residual = torch.zeros_like(gradient)  # kept from step to step
             dtcomm.all_reduce(gradient, "avg", codec="int8", residual=residual)
+
+        Average the gradient of an ``nn.Embedding(..., sparse=True)``::
+
+            dtcomm.all_reduce(embedding.weight.grad, "avg")
     """
     warm = None
     if seed is None and residual is None and epilogue is None and not audit:
@@ -111,6 +126,10 @@ def all_reduce(
         if started := warm_calls.start(warm, async_op):
             return started if async_op else None
     require_type(tensor, "tensor")
+    if tensor.layout is torch.sparse_coo:
+        return _sparse_tensors.all_reduce(
+            tensor, op, codec, algorithm, group, async_op, seed, residual, checksum, audit, epilogue
+        )
     communicator = get_communicator_for(group, tensor, "tensor")
     key = ("all_reduce", tensor.numel(), tensor.dtype, op, codec, algorithm, checksum, audit)
     plan = communicator.plans.get(key)

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 
 from dtcomm.codecs import codec
 from dtcomm.compress.bucket_averager import BucketAverager
-from dtcomm.compress.bucket_layout import BucketLayout, build_layout
+from dtcomm.compress.bucket_layout import BucketLayout, Member, Segment, build_layout
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.guard import Event
 from dtcomm.compress.guard_monitor import Monitor
@@ -87,6 +87,14 @@ class FixedPolicy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class SparseLayout(BucketLayout):
+    """The layout of a bucket that is one sparse gradient: its values travel uncompressed, without error feedback.
+
+    A residual would have to be dense, as large as the table that sparse gradients avoid, and codecs without feedback
+    have errors that add up over the steps.
+    """
+
+
 class BucketLayouts:
     """Builds the layout of each bucket, and keeps it until the parameters of the bucket or their schemes change.
 
@@ -125,7 +133,11 @@ class BucketLayouts:
         return {name: parameter.numel() for name, parameter in self._parameters.values()}
 
     def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int, ranks: int) -> BucketLayout:
-        """Return the layout of a bucket in a step; TypeError if its gradients are not dense."""
+        """Return the layout of a bucket in a step.
+
+        Raises:
+            TypeError: The gradient is sparse, and DGC is among the schemes.
+        """
         parameter_ids = tuple(map(id, bucket.parameters()))
         dgc_stages = [dgc.warmup_stage(step) for dgc in self._dgc_schemes] if self._dgc_schemes else None
         revision = step < self._warmup, self._monitor.revision, self._chooser.revision, dgc_stages
@@ -135,19 +147,15 @@ class BucketLayouts:
             if same_buffer and layout.revision == revision:
                 return layout
             self.retired.append(layout)
-        if buffer.layout != torch.strided:
-            raise TypeError(
-                f"bucket {bucket.index()}: {', '.join(self.names(bucket))}: {buffer.layout} gradients cannot be "
-                "compressed, only dense ones. Create the embedding with sparse=False: topk and the other codecs then "
-                "take its gradient, which is mostly zero. Or let DDP ignore the parameter (before wrapping: "
-                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model) and sum its gradient with "
-                "torch.distributed.all_reduce after backward"
+        layout = (
+            self._sparse_layout(bucket, buffer, parameter_ids, ranks)
+            if buffer.is_sparse
+            else build_layout(
+                buffer,
+                zip(self.names(bucket), bucket.gradients(), strict=True),
+                parameter_ids,
+                lambda name, gradient: SINGLE_RANK if ranks == 1 else self._choose(name, gradient, step),
             )
-        layout = build_layout(
-            buffer,
-            zip(self.names(bucket), bucket.gradients(), strict=True),
-            parameter_ids,
-            lambda name, gradient: SINGLE_RANK if ranks == 1 else self._choose(name, gradient, step),
         )
         layout.revision, layout.level_shares = revision, self._averager.level_shares(buffer)
         self.current[bucket.index()] = layout
@@ -156,6 +164,24 @@ class BucketLayouts:
     def names(self, bucket: GradBucket) -> list[str]:
         """Return the names of a bucket's parameters, in order."""
         return [self._name(parameter) for parameter in bucket.parameters()]
+
+    def _sparse_layout(
+        self, bucket: GradBucket, buffer: torch.Tensor, parameter_ids: tuple[int, ...], ranks: int
+    ) -> SparseLayout:
+        """Return the layout of a sparse gradient, which DDP passes in a bucket of its own."""
+        (name,) = self.names(bucket)
+        if self._dgc_schemes:
+            raise TypeError(
+                f"bucket {bucket.index()}: {name}: a sparse gradient does not go with dgc, which keeps a dense "
+                "momentum of every parameter; use another scheme, or create the embedding with sparse=False"
+            )
+        # The parameter is dense and has the shape of its gradient, and so it has the gradient's choice.
+        choice = SINGLE_RANK if ranks == 1 else self._chooser.choose(name, bucket.parameters()[0])
+        if choice.codec != NONE:
+            choice = CodecChoice(codec=NONE, reason="sparse gradient", refused=True)
+        member = Member(name, buffer.numel(), choice.reason, choice.refused)
+        segment = Segment(0, buffer.numel(), NONE, buffer.dtype, [member])
+        return SparseLayout(parameter_ids, buffer.dtype, [segment])
 
     def _choose(self, name: str, gradient: torch.Tensor, step: int) -> CodecChoice:
         """Return what was chosen, unless training warms up or the guard replaces it."""

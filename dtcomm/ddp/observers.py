@@ -221,7 +221,9 @@ class TunerObserver(ReducerObserver):
     def bucket_ready(self, step: int, bucket: GradBucket) -> None:
         """Give the tuner a sample of the gradients, if it needs one."""
         if self._tuner.needs_sample(step):
-            self._tuner.sample_bucket(bucket.index(), self._layouts.names(bucket), bucket.gradients())
+            # DDP lists no gradient of a sparse bucket, which is never compressed: it has nothing to sample.
+            gradients = bucket.gradients() or [torch.empty(0, dtype=bucket.buffer().dtype)]
+            self._tuner.sample_bucket(bucket.index(), self._layouts.names(bucket), gradients)
 
     def bucket_prepared(self, bucket: InFlightBucket) -> None:
         """Record when the bucket is ready."""

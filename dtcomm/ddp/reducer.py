@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm, all_reduce
+from dtcomm.collectives._sparse_tensors import start_stages, sum_stages
 from dtcomm.compress.bucket_averager import BucketAverager
 from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.error_sample import ErrorSample, GradientMeasurement, l2_norm
@@ -21,7 +22,7 @@ from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard_monitor import Monitor
 from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.compress.traffic import total_seconds
-from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser
+from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser, SparseLayout
 from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
@@ -35,7 +36,7 @@ class InFlightBucket:
     Attributes:
         index: DDP's index of the bucket.
         layout: Its segments.
-        buffer: Its flat buffer, which becomes the mean.
+        buffer: Its flat buffer, or its sparse gradient, which becomes the mean.
         pending: The lossy segments.
         samples: A sample of each of ``pending`` in steps in which errors are measured, else empty.
         stats: The guard's statistics that are averaged along with the bucket, or None.
@@ -66,7 +67,9 @@ class InFlightBucket:
 
     @property
     def plain_bytes(self) -> int:
-        """The bytes of the uncompressed buffer."""
+        """The bytes of the uncompressed buffer; of a sparse one, of the entries and values that it has now."""
+        if self.buffer.is_sparse:
+            return self.buffer._indices().nbytes + self.buffer._values().nbytes
         return self.buffer.numel() * self.buffer.element_size()
 
 
@@ -120,7 +123,8 @@ class Reducer:
     3. Every lossy segment is prepared: error feedback decides which tensor is averaged and which residual is added to
        it (`_prepare`, `ErrorState.prepare`).
     4. The collective starts: one packed message for the bucket, or several in stages if PowerSGD is among its codecs,
-       or a plain all-reduce (`_start`). The guard's statistics travel with the last bucket.
+       or a plain all-reduce (`_start`). The guard's statistics travel with the last bucket. A sparse gradient, which
+       has a bucket of its own, is averaged uncompressed by the stages of a sparse all_reduce (`_start_sparse`).
     5. When it completes, on whatever thread that happens, the gradients are the mean and the residuals are stored; then
        the future that DDP waits for gets the buffer (`_finish_when_done`, `ErrorState.finish`).
     6. At the end of the backward pass the reducer waits for all buckets, counts what they sent and lost, raises the
@@ -303,6 +307,8 @@ class Reducer:
         self, layout: BucketLayout, buffer: torch.Tensor
     ) -> tuple[list[PendingGradient], list[ErrorSample], list[torch.Tensor], list[torch.Tensor | None]]:
         """Apply error feedback; returns the lossy segments, their samples, and what to average of every segment."""
+        if isinstance(layout, SparseLayout):
+            return [], [], [buffer], [None]
         sampled = self._sample_every > 0 and self.steps % self._sample_every == 0
         pending: list[PendingGradient] = []
         samples: list[ErrorSample] = []
@@ -337,16 +343,36 @@ class Reducer:
         last: bool,
     ) -> Work:
         """Start the collective of a bucket."""
+        if isinstance(bucket.layout, SparseLayout):
+            return self._start_sparse(bucket, streams, last=last)
         if self._chooser.bypass:
             return plain_all_reduce(bucket.buffer, self._group, streams)
         if not self._chooser.in_stages:
             return self.averager.all_reduce(bucket.layout, tensors, residuals, bucket.stats, self.steps)
+        stages = self.averager.stages(bucket.layout, tensors, residuals, bucket.stats, self.steps)
+        used = [*tensors, *residuals, bucket.stats]
+        return self._scheduler_on(streams).submit(stages, [bucket.buffer], used, last=last)
+
+    def _start_sparse(self, bucket: InFlightBucket, streams: Streams, *, last: bool) -> Work:
+        """Start averaging a sparse gradient; the guard's statistics travel with its values.
+
+        The call waits until the ranks have exchanged their entries. Where buckets are averaged in stages, these
+        collectives are in the order of the scheduler too, and its thread waits.
+        """
+        step = self.steps  # `sum_rows` may be called when it is larger
+
+        def sum_rows(rows: torch.Tensor) -> Work:
+            return self.averager.all_reduce(bucket.layout, [rows], [None], bucket.stats, step)
+
+        stages = sum_stages(bucket.buffer, sum_rows, self._group)
+        if self._chooser.bypass or not self._chooser.in_stages:
+            return start_stages(stages, bucket.buffer)
+        return self._scheduler_on(streams).submit(stages, [bucket.buffer], [bucket.stats], last=last)
+
+    def _scheduler_on(self, streams: Streams) -> StageScheduler:
         if self._scheduler is None:
             self._scheduler = StageScheduler(streams)
-        stages = self.averager.stages(bucket.layout, tensors, residuals, bucket.stats, self.steps)
-        return self._scheduler.submit(
-            stages, [bucket.buffer], [*tensors, *residuals, bucket.stats], last=last
-        )
+        return self._scheduler
 
     def _finish_when_done(
         self, bucket: InFlightBucket, streams: Streams

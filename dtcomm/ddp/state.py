@@ -42,7 +42,7 @@ from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
 from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
 from dtcomm.ddp.balance import BalancedSampler, BalanceObserver
-from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy
+from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy, SparseLayout
 from dtcomm.ddp.observers import (
     GuardObserver,
     LossScaleObserver,
@@ -276,7 +276,10 @@ class State(Reporting):
         for layout in all_layouts:
             layout.add_to(totals)
         rows = group_rows(totals.items())
-        current = [layout for _, layout in sorted(layouts.current.items())]
+        # How much a sparse gradient sends is not known before, and compression does not change it.
+        dense = [
+            layout for _, layout in sorted(layouts.current.items()) if not isinstance(layout, SparseLayout)
+        ]
         rank, world_size = rank_and_size(self.group)
         return Report(
             rank=rank,
@@ -301,7 +304,7 @@ class State(Reporting):
                 layout.row(f"bucket {index}", "gradients", events)
                 for index, layout in sorted(layouts.current.items())
             ),
-            payoff=None if self._unused else self._payoff(current),
+            payoff=None if self._unused else self._payoff(dense),
         )
 
     def _payoff(self, layouts: list[BucketLayout]) -> Payoff | None:

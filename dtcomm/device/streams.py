@@ -173,7 +173,9 @@ def record_streams(*tensors: torch.Tensor | None) -> None:
     """Tell the allocator that the current stream of each tensor's device uses it, wherever it was allocated."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_cpu:
-            streams_of(tensor.device).record_stream(tensor)
+            streams = streams_of(tensor.device)
+            for memory in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                streams.record_stream(memory)
 
 
 def record_buffers(streams: Streams, buffers: Iterable[Iterable[torch.Tensor | None]]) -> None:
