@@ -110,7 +110,7 @@ std::vector<PeerSnapshot> Communicator::peer_snapshots() const {
   return peers_.snapshots();
 }
 
-std::uint64_t Communicator::run(Call call) {
+std::uint64_t Communicator::run(Call call, const WaitPolicy* policy) {
   const std::uint64_t issued = now_ns();
   const std::uint64_t number = queue_.start_inline(call.plan, issued);
   if (number == 0) {
@@ -126,7 +126,9 @@ std::uint64_t Communicator::run(Call call) {
     const std::uint64_t fingerprint = peers_.announce_operation(call, number);
     announced = true;
     Interpreter interpreter(peers_, std::move(call), fingerprint, number);
-    if (interpreter.advance() != Progress::done) drive_inline(interpreter, issued + timeout_ns());
+    if (interpreter.advance() != Progress::done) {
+      drive_inline(interpreter, issued + timeout_ns(), policy ? *policy : wait_policy_);
+    }
     wire_bytes = interpreter.wire_bytes();
   } catch (...) {
     failure = publish_current_exception();
@@ -268,10 +270,10 @@ void Communicator::check_blocked_front() {
 }
 
 // Runs an operation that is not in the queue to its end.
-void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline) {
+void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline, const WaitPolicy& policy) {
   failures_.check_interpreter(interpreter);
   spin_yield_sleep(
-      peers_, failures_, wait_policy_,
+      peers_, failures_, policy,
       [&] {
         if (queue_.closed()) throw ClosedError("the communicator was destroyed before this operation ended");
         peers_.receive();

@@ -56,13 +56,15 @@ class Communicator {
   bool waiters_help_progress = false;
   // How many cores a rank of this host has. To be set before the first operation.
   void set_cores_per_rank(double cores) { tuner_.cores_per_rank = cores; }
+  double cores_per_rank() const { return tuner_.cores_per_rank; }
   // To be called before the first operation. The yield time is left alone where payloads take time to arrive.
   void set_wait_policy(const WaitPolicy& policy);
   // The time limit of the operations that start from now on.
   void set_timeout(std::uint64_t timeout_ns) { timeout_ns_.store(timeout_ns, std::memory_order_relaxed); }
 
-  // Runs an operation to its end, behind what is queued. Returns the bytes sent.
-  std::uint64_t run(Call call);
+  // Runs an operation to its end, behind what is queued; waits by `policy` instead of the communicator's own, if given.
+  // Returns the bytes sent.
+  std::uint64_t run(Call call, const WaitPolicy* policy = nullptr);
   // Queues an operation. `begin`: the caller is about to wait, so it begins the operation whatever its size.
   std::shared_ptr<Work> submit(Call call, bool begin = false);
   // Waits for a queued operation, and meanwhile runs what is queued up to it unless another thread does. Rethrows the
@@ -107,7 +109,7 @@ class Communicator {
   void check_blocked_front();
   void check_blocked(Interpreter& interpreter, std::uint64_t deadline);
   std::unique_ptr<Interpreter> start_operation(QueuedOperation& operation);
-  void drive_inline(Interpreter& interpreter, std::uint64_t deadline);
+  void drive_inline(Interpreter& interpreter, std::uint64_t deadline, const WaitPolicy& policy);
   void drive_until_finished(const Work& work);
   void hand_over();
   std::exception_ptr publish_current_exception();

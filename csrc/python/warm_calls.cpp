@@ -26,6 +26,8 @@ constexpr std::size_t kEntries = 512;   // a power of two
 constexpr std::size_t kMaxOptions = 5;  // of a collective
 // A message that fits into the slots and is at most so long is in them sooner than its receiver can answer.
 constexpr std::size_t kSentAtOnceBytes = 16 * 1024;
+// Every rank waits for another one: where they take turns on the cores, it has to leave its core at once.
+constexpr WaitPolicy kTakesTurns{64, 1000 * 1000};
 
 // The arguments of a call, all borrowed: (collective, group, input, output, options...).
 struct Arguments {
@@ -179,7 +181,7 @@ void exchange(const WarmCall& sent, const Arguments& sent_arguments, const WarmC
     std::exception_ptr failure;
     try {
       if (at_once) {
-        receiver->run(std::move(receive));
+        receiver->run(std::move(receive), receiver->cores_per_rank() < 1 ? &kTakesTurns : nullptr);
       } else {
         receiver->wait(receiver->submit(std::move(receive), true));
       }

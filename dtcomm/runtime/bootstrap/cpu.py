@@ -31,7 +31,7 @@ from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExc
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 from dtcomm.runtime.native.runtime import NativeRuntime
-from dtcomm.runtime.native.threads import cores_per_rank, local_ranks, threads_per_rank, usable_cores
+from dtcomm.runtime.native.threads import local_ranks, threads_per_rank, usable_cores
 from dtcomm.runtime.process_groups import group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 
@@ -287,12 +287,10 @@ class CpuBootstrap:
             return f"cannot connect to a peer: {error}"
         if isinstance(sockets, str):
             return sockets
-        cores = cores_per_rank(
-            [infos[rank]["cores"] for rank in host], _ranks_of_host(infos, host), os.cpu_count() or 1
-        )
+        affinities = [infos[rank]["cores"] for rank in host]
         addresses = [info["address"] for info in infos]
         try:
-            native.attach(addresses, self.names, cores, sockets, host)
+            native.attach(addresses, self.names, affinities, _ranks_of_host(infos, host), sockets, host)
             self._several = {peer: len(fds) for peer, fds in sockets.items() if len(fds) > 1}
             native.remote_hosts = {peer: infos[peer]["host"] for peer in sockets}
             native.remember_rate = wide_area.remember

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder, warm_calls
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
-from dtcomm.runtime.native import copy_policy
+from dtcomm.runtime.native import copy_policy, threads
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
@@ -134,7 +135,8 @@ class NativeRuntime:
         self,
         addresses: Sequence[Sequence[int]],
         names: Sequence[str],
-        cores_per_rank: float,
+        affinities: Sequence[Collection[int]],
+        ranks_of_host: int,
         sockets: Mapping[int, Sequence[int]] | None = None,
         inside: Sequence[int] | None = None,
     ) -> None:
@@ -143,7 +145,8 @@ class NativeRuntime:
         Args:
             addresses: ``address`` of every rank.
             names: How errors name each rank.
-            cores_per_rank: How many cores a rank of this host has, see `threads.cores_per_rank`.
+            affinities: The cores that each rank of the communicator on this host may run on.
+            ranks_of_host: All ranks of this host, also those of other communicators.
             sockets: Connected sockets by rank, for ranks whose memory is not mapped; the engine owns them from now on.
             inside: The ranks of this host; None: all.
 
@@ -163,12 +166,14 @@ class NativeRuntime:
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
         # Ranks that share a core make progress only if they yield; polling a socket takes longer than polling memory.
-        shares_cores = cores_per_rank < 1
+        machine = os.cpu_count() or 1
+        shares_cores = threads.cores_per_rank(affinities, len(affinities), machine) < 1
         spins = 32 if sockets else 64 if shares_cores else 1000
         self.native.set_wait_policy(
             int(env.get("DTCOMM_SPINS")) or spins,
             float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shares_cores else YIELD_US),
         )
+        cores_per_rank = threads.cores_per_rank(affinities, ranks_of_host, machine)
         self.native.set_cores_per_rank(cores_per_rank)
         if self.threads > 1 and cores_per_rank < self.threads:
             _C.share_cores()
