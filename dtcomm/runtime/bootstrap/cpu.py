@@ -507,7 +507,7 @@ def _listen() -> tuple[Listener | None, str]:
 
 def _ranks_of_host(infos: Infos, ranks: Sequence[int]) -> int:
     """Return how many ranks the host of some ranks has, those of other communicators included."""
-    return max(len(ranks), *(infos[rank]["local_ranks"] for rank in ranks))
+    return max(len(ranks), *(int(infos[rank]["local_ranks"]) for rank in ranks))
 
 
 def _variable_that_requires_engine() -> str:
