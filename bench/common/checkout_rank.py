@@ -30,7 +30,8 @@ class EqualBuckets(torch.nn.Module):
 
     def __init__(self, buckets: int, numel: int) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterList(torch.randn(numel) for _ in range(buckets))
+        # Matrices, because the default policy does not compress vectors.
+        self.weights = torch.nn.ParameterList(torch.randn(1, numel) for _ in range(buckets))
 
     def forward(self) -> torch.Tensor:
         """Return the sum of all weights."""

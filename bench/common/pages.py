@@ -48,12 +48,23 @@ def provenance(result: dict[str, Any]) -> str:
         return f"`{program}`: {'; '.join(map(_of_units, measurements))}."
     latest = measurements[-1]
     unfit = sorted({reason for entry in measurements for reason in entry.get("unfit", ())})
-    number = f"median of {len(measurements)} runs" if len(measurements) > 1 else "one run"
-    ranges = ", least and greatest in brackets" if len(measurements) > 1 else ""
+    counts = _runs_of_rows(result, len(measurements))
+    most = max(counts)
+    number = f"median of {most} runs" if most > 1 else "one run"
+    if min(counts) < most:
+        number = f"median of {min(counts)} to {most} runs"
+    ranges = ", least and greatest in brackets" if most > 1 else ""
     return (
         f"`{program}`: {number} of commit {latest['commit']}{ranges}, {latest['date']}, {latest['processor']}"
         + (f"; unfit: {'; '.join(unfit)}." if unfit else ".")
     )
+
+
+def _runs_of_rows(result: dict[str, Any], runs: int) -> set[int]:
+    """Return how many runs the rows have: not all ``runs`` if some measured other rows, such as another dtype."""
+    lists = (value for name, value in result.items() if name != "measurements" and isinstance(value, list))
+    rows = (row for entries in lists for row in entries if isinstance(row, dict))
+    return {row.get("measurements", runs) for row in rows} or {runs}
 
 
 def _of_units(measurement: dict[str, Any]) -> str:

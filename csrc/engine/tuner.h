@@ -12,7 +12,7 @@
 // it. From an operation of the class on that all ranks know, they use it; a rank that gets there first waits for the
 // decision.
 //
-// The time of an operation is the mean of two: that from the last rank's start to the last rank's end, so that a rank
+// The time of an operation is a weighted mean: that from the last rank's start to the last rank's end, so that a rank
 // that comes late does not count, and how long a rank works on the operation, on average. Without the second, what a
 // sender does before its receiver starts would cost nothing, and neither would two copies instead of one where messages
 // in both directions, or ranks that take turns on a core, keep all cores busy.

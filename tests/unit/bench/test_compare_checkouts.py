@@ -8,8 +8,10 @@ from typing import Any, cast
 import pytest
 
 from bench import compare_checkouts
+from bench.common.checkout_rank import EqualBuckets
 from bench.compare_checkouts import VERBS, Case, Checkout, Comparison, choose_cases, default_cases
 from dtcomm import codecs
+from dtcomm.compress.policy import default_policy
 
 
 @pytest.mark.parametrize(
@@ -124,3 +126,9 @@ def test_a_folder_without_a_built_checkout_is_refused(
     with pytest.raises(SystemExit):
         compare_checkouts.main([str(tmp_path)])
     assert "has no native module: run `make build` there first" in capsys.readouterr().err
+
+
+def test_the_default_policy_compresses_the_parameters_of_the_hook_cases() -> None:
+    rules = default_policy("int8")
+    for name, parameter in EqualBuckets(2, 4096).named_parameters():
+        assert str(rules.choose(name, parameter).codec) == "int8"

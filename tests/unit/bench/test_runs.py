@@ -62,6 +62,14 @@ def test_figures_are_medians_of_all_runs_of_a_commit(tree: Tree) -> None:
     assert "median of 3 runs of commit aaaa" in pages.provenance(kept)
 
 
+def test_runs_of_other_rows_do_not_count_twice(tree: Tree) -> None:
+    for size in (1024, 2048, 1024, 2048):
+        output.write("program", result(9.0, size))
+    assert "median of 2 runs of commit aaaa" in pages.provenance(tree.kept())
+    output.write("program", result(9.0, 4096))
+    assert "median of 1 to 2 runs of commit aaaa" in pages.provenance(tree.kept())
+
+
 def test_a_run_of_another_commit_replaces_all_earlier_ones(tree: Tree) -> None:
     for microseconds in (9.0, 8.0):
         output.write("program", result(microseconds))
