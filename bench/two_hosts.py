@@ -268,7 +268,8 @@ def page(result: dict[str, Any]) -> str:
     lines = []
     for row in result["rows"]:
         times = row["contestants"]
-        cells = [f"{row['gbit']:g} Gbit/s, {output.size_name(row['bytes'])}"]
+        rate = f"{row['gbit']:g} Gbit/s" if row["gbit"] else "no limit"
+        cells = [f"{rate}, {output.size_name(row['bytes'])}"]
         cells.append(output.microseconds(times[GLOO]["median_us"] / 1e6))
         for figure in row["figures"]:
             microseconds = output.microseconds(times[figure["codec"]]["median_us"] / 1e6)

@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # What no program of bench/ reads except to write pages: kept results, documents and tests do not make a tree
 # another one.
 NOT_MEASURED = tuple(
-    f":(exclude){path}" for path in ("bench/results", "docs", "*.md", "tests/unit", "tests/ranks", ".ci")
+    f":(exclude){path}"
+    for path in (
+        *("bench/results", "docs", "*.md", "tests/unit", "tests/ranks", ".ci"),
+        *("bench/pages.py", "bench/common/pages.py", "bench/common/readme.py", "bench/training/*_page.py"),
+    )
 )
 OTHERS_MOST = 0.25  # cores; an idle system's daemons use less than 0.05
 SHORTEST = 0.5  # seconds: the kernel counts in steps of 10 ms

@@ -187,12 +187,13 @@ def test_documents_and_results_do_not_change_the_code_commit(tmp_path: Path) -> 
         (tmp_path / name).write_text(text, encoding="utf-8")
 
     git("init", "-q")
-    for name in ("code.py", "bench/results/program.json", "docs/page.md", "README.md"):
+    pages_only = ("bench/results/program.json", "bench/training/some_page.py", "docs/page.md", "README.md")
+    for name in ("code.py", *pages_only):
         put(name, "1")
     git("add", ".")
     git("commit", "-qm", "all")
     commit = conditions.code_commit(tmp_path)
-    for name in ("bench/results/program.json", "docs/page.md", "README.md"):
+    for name in pages_only:
         put(name, "2")
     assert conditions.changed_files(tmp_path) == []
     git("commit", "-qam", "results")
