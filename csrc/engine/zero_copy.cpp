@@ -39,11 +39,12 @@ std::optional<bool> ZeroCopy::is_possible(OperationState& state) {
 }
 
 std::optional<bool> ZeroCopy::is_agreed(OperationState& state) {
+  if (!state.plan().offers()) return true;
   Transport& transport = state.transport;
-  const int peer = 1 - transport.rank;
+  const int peer = 1 - transport.rank;  // an offer is of one of two ranks to the other
   const bool sends = state.program().publishes(transport.rank);
   const OpHeader& offer = transport.peer(sends ? transport.rank : peer).header->ops[state.number % kOpRing];
-  if (!state.plan().offers() || offer.tensor_slot.load(std::memory_order_relaxed) >= 0) return true;
+  if (offer.tensor_slot.load(std::memory_order_relaxed) >= 0) return true;
   OfferWords& own = transport.own().header->offer;
   const OfferWords& other = transport.peer(peer).header->offer;
   if (!sends) {
