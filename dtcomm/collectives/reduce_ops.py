@@ -65,7 +65,7 @@ def all_reduce(
 
     A sparse tensor becomes the coalesced sum or average of all ranks' tensors, whose entries are those that any rank
     has. The entries are exchanged exactly, as int32 or int64; the values of all of them are then summed as a dense
-    tensor, [entries, *dense dimensions], with ``codec``. The call waits until all ranks have made it, even with
+    tensor, [entries, dense dimensions], with ``codec``. The call waits until all ranks have made it, even with
     ``async_op``, because the ranks exchange their entries first.
 
     Args:
