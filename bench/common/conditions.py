@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What no program of bench/ reads except to write pages: kept results, documents and tests do not make a tree
-# another one.
+# What no figure depends on: kept results, documents, tests, and the modules that write pages do not make a tree another
+# one.
 NOT_MEASURED = tuple(
     f":(exclude){path}"
     for path in (

@@ -253,7 +253,7 @@ void Communicator::finish_front(std::exception_ptr failure) { queue_.finish_fron
 
 // A thread is about to sleep.
 void Communicator::check_blocked(Interpreter& interpreter, std::uint64_t deadline) {
-  interpreter.lose_patience();
+  interpreter.end_offer();
   queue_.record_wait(interpreter.number(), interpreter.waiting_for());
   failures_.check_blocked(interpreter, deadline, timeout_ns());
 }

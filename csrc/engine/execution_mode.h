@@ -39,7 +39,7 @@ struct OperationState {
   std::uint64_t trial_begin_ns = 0;
   std::uint64_t busy_ns = 0;  // of a trial, in which this rank did not wait
 
-  bool patient = true;              // while a receiver may still take this rank's offer
+  bool offer_open = true;           // while a receiver may still take this rank's offer
   std::uint64_t offered_until = 0;  // the time when that ends
   int waiting_for = -1;             // while blocked: the rank that the oldest piece waits for
   bool mismatch = false;            // a flag or header of another operation was read, of rank `waiting_for`

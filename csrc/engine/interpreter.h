@@ -27,8 +27,8 @@ class Interpreter {
   // advance() may be called with `ahead`.
   bool may_run_ahead() const { return mode_ && mode_->may_run_ahead(); }
 
-  // The thread that runs it would wait long: an offer of a sender is withdrawn.
-  void lose_patience() { state_.patient = false; }
+  // The thread that runs it is about to sleep: an offer that no receiver has taken is to be withdrawn.
+  void end_offer() { state_.offer_open = false; }
 
   const Call& call() const { return state_.call; }
   std::uint64_t fingerprint() const { return state_.fingerprint; }

@@ -230,7 +230,7 @@ std::vector<SimulationOutcome> SimulatedWorld::run(std::vector<std::vector<Call>
       everything_delivered = true;
       for (Rank* rank : candidates) {
         rank->blocked = false;
-        rank->interpreter->lose_patience();
+        rank->interpreter->end_offer();
       }
       continue;
     }

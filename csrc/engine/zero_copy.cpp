@@ -57,8 +57,8 @@ std::optional<bool> ZeroCopy::is_agreed(OperationState& state) {
   // As long as this rank's own copy takes, so that waiting in vain at most doubles the sender's time.
   const std::uint64_t now = transport.now();
   if (state.offered_until == 0) state.offered_until = now + state.plan().input_bytes() / kCopiedBytesPerNs;
-  if (now >= state.offered_until) state.patient = false;
-  if (!state.patient) copies = withdraw_offer(own, other, state.number);
+  if (now >= state.offered_until) state.offer_open = false;
+  if (!state.offer_open) copies = withdraw_offer(own, other, state.number);
   if (!copies) state.waiting_for = peer;
   return copies;
 }

@@ -113,7 +113,7 @@ void offers_over_shared_regions() {
       int polls = 0;
       while (interpreter.advance() != Progress::done) {
         if (interpreter.mismatch()) fail("mismatch");
-        if (++polls > operation % 5) interpreter.lose_patience();
+        if (++polls > operation % 5) interpreter.end_offer();
         if (operation % 3 == 0) std::this_thread::yield();
       }
       if (rank == 1 && tensor != input(0, operation)) fail("message " + std::to_string(operation));

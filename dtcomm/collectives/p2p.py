@@ -177,8 +177,10 @@ def sendrecv(
         codec: The codec of both messages.
         group: The process group; None is the default group.
         seed: The key of stochastic rounding of ``tensor``; None is the number of the message.
-        residual: Error feedback of ``tensor``, as of `send`.
-        checksum: Whether payloads travel with a checksum, as of `send`.
+        residual: Error feedback of ``tensor``: an fp32 tensor with as many elements. It is added to ``tensor`` and then
+            overwritten with the error of encoding it. None means no feedback.
+        checksum: If True, both payloads travel with their CRC32C, which the receivers verify. None takes the value of
+            the variable DTCOMM_CHECKSUM.
 
     Raises:
         TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.

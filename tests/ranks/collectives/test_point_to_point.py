@@ -92,7 +92,6 @@ def exchange_around_a_ring(rank: int, n: int) -> None:
         else:
             work = collectives.send(values, 0, async_op=True)
             collectives.recv(received, 0)
-            assert work is not None
             work.wait()
         assert torch.equal(received, expected)
 
