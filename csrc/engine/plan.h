@@ -95,8 +95,8 @@ struct PlanOptions {
   // A program with the same results that may take less time, or null, and whether it may run by zero copy.
   std::shared_ptr<const Program> alternative;
   bool alternative_zero_copy = false;
-  // A message of one rank to another, which fits into the slots: its sender does not wait for a receiver that comes
-  // late. Single copies are then offers, see offer.h.
+  // A message of one rank to another. If it fits into the slots, its sender does not wait for a receiver that comes
+  // late: single copies are then offers, see offer.h.
   bool offers = false;
   bool checksum = false;             // payloads carry a CRC32C
   std::size_t max_boxes = SIZE_MAX;  // for which the communicator has flags

@@ -51,8 +51,8 @@ class Variants:
         stream_output: Whether results are, where they were not read just before.
         threads: Threads that this rank may use.
         parallel: Whether it uses them.
-        offers: Whether the operation is a message that fits into the slots, so that its sender does not wait for a
-            receiver that comes late: a single copy is then an offer (``csrc/engine/offer.h``).
+        offers: Whether the operation is a message of one rank to another. If it fits into the slots, its sender does
+            not wait for a receiver that comes late: a single copy is then an offer (``csrc/engine/offer.h``).
         size_class: Operations with this name are tried together; empty: nothing is tried.
         piece_sizes: Sizes to try, ``piece_bytes`` among them.
         tries_single_copy: Whether to try both values; the same for the three below.
@@ -108,7 +108,7 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads:
         touched >= STREAMED_OUTPUT_BYTES,
         threads,
         may_parallel and (touched >= PARALLEL_BYTES or not chooses_threads),
-        offers=spec.algorithm == "send" and spec.nbytes <= SLOTS * piece,
+        offers=spec.algorithm == "send",
     )
     if not trials or spec.nbytes < MIN_TRIED_BYTES:
         return fixed
