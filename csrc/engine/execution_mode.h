@@ -36,8 +36,8 @@ struct OperationState {
   const std::uint64_t number;          // of the call, from 1 on
   std::uint64_t first_seq = 0;         // sequence number of the first piece, once the variant is chosen
   std::optional<std::uint64_t> trial;  // of the tuner: its number, if this operation is one
-  std::uint64_t trial_begin_ns = 0;
-  std::uint64_t busy_ns = 0;  // of a trial, in which this rank did not wait
+  std::uint64_t begin_ns = 0;          // of a trial or a message
+  std::uint64_t busy_ns = 0;           // of a trial, in which this rank did not wait
 
   bool offer_open = true;           // while a receiver may still take this rank's offer
   std::uint64_t offered_until = 0;  // the time when that ends

@@ -1,5 +1,6 @@
 #include "engine/interpreter.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/tuner.h"
@@ -47,9 +48,16 @@ bool Interpreter::choose_mode() {
   return true;
 }
 
+void Interpreter::record_trial(std::uint64_t end_ns) {
+  const Transport& transport = state_.transport;
+  const Tuner::OperationTimes times{*state_.trial, state_.number,  state_.begin_ns,
+                                    end_ns,        state_.busy_ns, transport.last_begins_ns.back()};
+  transport.tuner->record(times, state_.call.tensor_slot >= 0);
+}
+
 Progress Interpreter::advance(int budget, bool ahead) {
   if (!has_variant_ && !choose_variant()) return Progress::blocked;
-  if (state_.trial && !ahead && state_.trial_begin_ns == 0) state_.trial_begin_ns = now_ns();
+  if (!ahead && state_.begin_ns == 0 && (state_.trial || state_.plan().space().message)) state_.begin_ns = now_ns();
   if (!begun_) {
     for (const LocalTask& task : state_.call.before) task(*state_.call.kernels);
     begun_ = true;
@@ -60,12 +68,14 @@ Progress Interpreter::advance(int budget, bool ahead) {
   if (state_.trial && progress != Progress::blocked) {
     const std::uint64_t now = now_ns();
     state_.busy_ns += now - since;
-    if (progress == Progress::done) {
-      state_.transport.tuner->record({*state_.trial, state_.number, state_.trial_begin_ns, now, state_.busy_ns},
-                                     state_.call.tensor_slot >= 0);
-    }
+    if (progress == Progress::done) record_trial(now);
   }
   if (progress == Progress::done) {
+    if (state_.plan().space().message) {
+      auto& begins = state_.transport.last_begins_ns;
+      std::copy_backward(begins.begin(), begins.end() - 1, begins.end());
+      begins.front() = state_.begin_ns;
+    }
     for (const LocalTask& task : state_.call.after) task(*state_.call.kernels);
   }
   return progress;

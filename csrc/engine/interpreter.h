@@ -46,6 +46,7 @@ class Interpreter {
  private:
   bool choose_variant();
   bool choose_mode();
+  void record_trial(std::uint64_t end_ns);
 
   OperationState state_;
   bool has_variant_ = false;

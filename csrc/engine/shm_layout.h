@@ -60,11 +60,15 @@ struct alignas(kCacheLine) FailureRecord {
   char text[372] = {};
 };
 
+// The time of a message is measured over so many before it: from the start of the first one to its own start.
+constexpr std::size_t kMessagesTimed = 2;
+
 // When this rank ran an operation that was a trial of a Tuner; `operation` is stored last.
 struct TrialTimes {
   std::atomic<std::uint64_t> operation{0};
   std::atomic<std::uint64_t> begin_ns{0};
   std::atomic<std::uint64_t> end_ns{0};
+  std::atomic<std::uint64_t> previous_begin_ns{0};  // of a message: when that kMessagesTimed before it began
   std::atomic<std::uint64_t> busy_ns{0};
   std::atomic<bool> shared_tensor{false};  // the input lies in memory that peers can map
 };

@@ -2,6 +2,7 @@
 // and the calls by which it publishes. PeerSet implements it for processes, SimulatedWorld for ranks in one thread.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -24,10 +25,11 @@ class Transport {
   bool has_latency = false;          // payloads take time to arrive, so more pieces are kept in flight
   bool wide_area = false;            // so much time that as many are as there are slots
   Tuner* tuner = nullptr;            // null: operations are carried out as planned, and nothing is tried
-  // What an operation leaves to the next one: the sequence number of its first piece, and a number of pieces that every
-  // peer is known to have finished.
+  // What an operation leaves to the next one: the sequence number of its first piece, a number of pieces that every
+  // peer is known to have finished, and when the last messages began, the latest first.
   std::uint64_t next_seq = 0;
   std::uint64_t pieces_done_by_all = 0;
+  std::array<std::uint64_t, kMessagesTimed> last_begins_ns{};
 
   virtual void publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t operation, std::uint32_t checksum) = 0;
   virtual void publish_pieces_done(std::uint64_t pieces) = 0;

@@ -30,9 +30,11 @@ constexpr std::uint64_t kLeastCheck = 8;   // operations between two checks
 // A check may lead to trials so many times the operations of a stage after the last one; more if it was in vain.
 constexpr std::uint64_t kLeastPatience = 2, kMostPatience = 64;
 constexpr int kStagesForOrdinary = 8;  // in which no ordinary tensor was seen before shared ones decide
-// Of the two parts of an operation's time. With a half, a broadcast of 16 and 64 MB between two ranks, which with one
-// copy keeps the root idle and takes a fifth longer, would be copied once.
-constexpr double kWeightOfSpan = 0.8;
+// Of how long an operation takes, beside the work, where ranks take turns on the cores.
+constexpr double kWeightOfTime = 0.5;
+// The time from the start of one message to the start of the next counts up to so many times the message's own:
+// messages in both directions take up to twice as long, and what is longer is not due to them.
+constexpr std::uint64_t kMostOfMessage = 3;
 constexpr float kWeightOfStage = 0.5f, kWeightOfCheck = 0.25f;  // in the average time of a variant
 
 // A decision in a word: the mark of the stage that it ends, the challenger and the variant in use, which are the same
@@ -42,11 +44,12 @@ constexpr std::uint64_t kCheckBit = std::uint64_t{1} << 39;
 constexpr std::uint64_t kBeginMask = kCheckBit - 1;
 constexpr std::uint64_t mark_of(std::uint64_t stage) { return stage % 0xff + 1; }
 
-// What takes longer than usual, because something else runs, is above the lower quartile.
-double lower_quartile(std::vector<double>& values) {
-  const auto quarter = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 4);
-  std::nth_element(values.begin(), quarter, values.end());
-  return *quarter;
+// What takes longer than usual, because something else runs, is above the lower quartile. Messages are started one
+// after the other, so a disturbance makes one appear to take longer and the next shorter; of them it is the median.
+double typical(std::vector<double>& values, bool messages) {
+  const auto place = values.begin() + static_cast<std::ptrdiff_t>(values.size() / (messages ? 2 : 4));
+  std::nth_element(values.begin(), place, values.end());
+  return *place;
 }
 
 // The properties of which a stage tries all values together: the bits of a variant, or the piece size.
@@ -96,6 +99,7 @@ void Tuner::begin_stage(SizeClass& size_class, std::uint64_t begin) {
   do {
     const unsigned property = kProperties[size_class.properties++ % std::size(kProperties)];
     size_class.candidates = candidates_of(size_class.space, size_class.variant, property);
+    std::sort(size_class.candidates.begin(), size_class.candidates.end());
   } while (size_class.candidates.size() < 2 && size_class.properties < first + std::size(kProperties));
   const bool nothing_to_try = size_class.candidates.size() < 2;
   size_class.begin = nothing_to_try ? UINT64_MAX : begin;
@@ -138,6 +142,7 @@ void Tuner::record(const OperationTimes& times, bool shared_tensor) {
   own.operation.store(0, std::memory_order_release);
   own.begin_ns.store(times.begin_ns, std::memory_order_release);
   own.end_ns.store(times.end_ns, std::memory_order_release);
+  own.previous_begin_ns.store(times.previous_begin_ns, std::memory_order_release);
   own.busy_ns.store(times.busy_ns, std::memory_order_release);
   own.shared_tensor.store(shared_tensor, std::memory_order_release);
   own.operation.store(times.operation, std::memory_order_release);
@@ -145,22 +150,32 @@ void Tuner::record(const OperationTimes& times, bool shared_tensor) {
 
 // Nothing if rank 0's tensor was of the other kind, or a rank's times are missing: another trial has taken their place,
 // or the rank has not ended the operation.
-std::optional<double> Tuner::microseconds_of(const Trial& trial, bool shared_tensor) const {
+std::optional<double> Tuner::microseconds_of(bool message, const Trial& trial, bool shared_tensor) const {
   const TrialTimes& own = transport_.own().header->trials[trial.number % kTrials];
   if (own.shared_tensor.load(std::memory_order_acquire) != shared_tensor) return std::nullopt;
-  std::uint64_t last_begin = 0, last_end = 0, busy = 0;
+  std::uint64_t last_begin = 0, last_end = 0, previous_begin = 0, busy = 0, most_busy = 0;
   for (const PeerView& peer : transport_.peers) {
     const TrialTimes& times = peer.header->trials[trial.number % kTrials];
     if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
     last_begin = std::max(last_begin, times.begin_ns.load(std::memory_order_acquire));
     last_end = std::max(last_end, times.end_ns.load(std::memory_order_acquire));
-    busy += times.busy_ns.load(std::memory_order_acquire);
+    previous_begin = std::max(previous_begin, times.previous_begin_ns.load(std::memory_order_acquire));
+    const std::uint64_t busy_of_rank = times.busy_ns.load(std::memory_order_acquire);
+    busy += busy_of_rank;
+    most_busy = std::max(most_busy, busy_of_rank);
     if (times.operation.load(std::memory_order_acquire) != trial.operation) return std::nullopt;
   }
   if (last_end <= last_begin) return std::nullopt;
-  const double cores = std::min(cores_per_rank, 1.0) * transport_.ranks;
-  const auto span = static_cast<double>(last_end - last_begin);
-  return (kWeightOfSpan * span + (1 - kWeightOfSpan) * static_cast<double>(busy) / cores) * 1e-3;
+  std::uint64_t time = last_end - last_begin;
+  if (message && previous_begin > 0 && last_begin > previous_begin) {
+    time = std::min(kMostOfMessage * std::max(time, most_busy), (last_begin - previous_begin) / kMessagesTimed);
+  }
+  double result = static_cast<double>(time);
+  if (cores_per_rank < 1) {
+    const double work = static_cast<double>(busy) / (cores_per_rank * transport_.ranks);
+    result = kWeightOfTime * result + (1 - kWeightOfTime) * work;
+  }
+  return result * 1e-3;
 }
 
 // Operations on ordinary and on shared tensors take different times. Decisions are about the ordinary ones, for which
@@ -185,10 +200,11 @@ std::vector<double> Tuner::times_of(const SizeClass& size_class, bool shared_ten
   for (std::size_t candidate = 0; candidate < candidates; ++candidate) {
     std::vector<double> values;
     for (std::size_t trial = candidate; trial < size_class.trials.size(); trial += candidates) {
-      if (const auto value = microseconds_of(size_class.trials[trial], shared_tensors)) values.push_back(*value);
+      const auto value = microseconds_of(size_class.space.message, size_class.trials[trial], shared_tensors);
+      if (value) values.push_back(*value);
     }
     if (values.size() < kLeastTimes) return {};
-    result.push_back(lower_quartile(values));
+    result.push_back(typical(values, size_class.space.message));
   }
   return result;
 }
@@ -297,6 +313,7 @@ bool Tuner::adopt(SizeClass& size_class) {
   if (size_class.confirms || (decision & kCheckBit)) {
     size_class.candidates = {size_class.variant};
     if (size_class.confirms) size_class.candidates.push_back(challenger);
+    std::sort(size_class.candidates.begin(), size_class.candidates.end());
     size_class.begin = decision & kBeginMask;
     size_class.trials.clear();
   } else {

@@ -12,10 +12,11 @@
 // it. From an operation of the class on that all ranks know, they use it; a rank that gets there first waits for the
 // decision.
 //
-// The time of an operation is a weighted mean: that from the last rank's start to the last rank's end, so that a rank
-// that comes late does not count, and how long a rank works on the operation, on average. Without the second, what a
-// sender does before its receiver starts would cost nothing, and neither would two copies instead of one where messages
-// in both directions, or ranks that take turns on a core, keep all cores busy.
+// The time of an operation is that from the last rank's start to the last rank's end, so that a rank that comes late
+// does not count. That of a message is the mean time from the start of one to the start of the next, unless that is
+// much longer: where messages in both directions take turns, two copies keep sender and receiver busy at once and one
+// does not, so the message's own time says nothing of what the other direction loses. Where ranks take turns on the
+// cores, it counts as well how long they work on the operation.
 //
 // The gaps between stages double with every round of the properties, until so many operations pass that what the next
 // stage's trials will cost is at most kMaxCost of their time. Between two stages there are checks, stages in which only
@@ -64,7 +65,8 @@ class Tuner {
   struct OperationTimes {
     std::uint64_t trial, operation;
     std::uint64_t begin_ns, end_ns;
-    std::uint64_t busy_ns;  // in which this rank worked on it and did not wait
+    std::uint64_t busy_ns;            // in which this rank worked on it and did not wait
+    std::uint64_t previous_begin_ns;  // see TrialTimes
   };
   // Writes down the times of a trial, and whether this rank's input lies in memory that peers can map.
   void record(const OperationTimes& times, bool shared_tensor);
@@ -96,10 +98,12 @@ class Tuner {
     std::size_t properties = 0;  // that have had their stage, in turn
     bool confirms = false;       // the stage compares the variant in use with its challenger once more
     bool settled = false;
-    std::uint64_t begin = 0;           // of the stage, in operations of this class
-    std::vector<unsigned> candidates;  // of the stage; the first one is the variant in use
-    std::vector<Trial> trials;         // of the stage
-    std::uint64_t all_trials = 0;      // operations of all stages
+    std::uint64_t begin = 0;  // of the stage, in operations of this class
+    // Of the stage, in the order of their numbers: messages in both directions, whose classes two tuners try, then use
+    // the same ones at the same time.
+    std::vector<unsigned> candidates;
+    std::vector<Trial> trials;     // of the stage
+    std::uint64_t all_trials = 0;  // operations of all stages
     double microseconds = 0;
     Schedule schedule;  // of rank 0
   };
@@ -113,7 +117,7 @@ class Tuner {
   static void begin_stage(SizeClass& size_class, std::uint64_t begin);
   std::vector<double> times_of(SizeClass& size_class) const;
   std::vector<double> times_of(const SizeClass& size_class, bool shared_tensors) const;
-  std::optional<double> microseconds_of(const Trial& trial, bool shared_tensor) const;
+  std::optional<double> microseconds_of(bool message, const Trial& trial, bool shared_tensor) const;
 
   Transport& transport_;
   std::unordered_map<std::uint64_t, SizeClass> classes_;  // by key

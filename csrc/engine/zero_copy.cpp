@@ -77,8 +77,10 @@ ZeroCopy::ZeroCopy(OperationState& state) : ExecutionMode(state) {
       tensors_.back().data = transport_.map_tensor(peer, location, plan_.input_bytes_of(peer));
     } else {
       tensors_.back() = {nullptr, header.address.load(std::memory_order_relaxed)};
+      reads_private_memory_ = true;
     }
   }
+  reads_.resize(tensors_.size());
 }
 
 // Every input is available once its rank has announced the operation, so nothing waits between the pieces, and a rank
@@ -123,7 +125,7 @@ bool ZeroCopy::is_accessed_by(int peer) const {
 // Threads share out the pieces, or each piece if there are few.
 void ZeroCopy::run_pieces(std::size_t begin, std::size_t end) {
   for (std::size_t piece = begin; piece < end; ++piece) state_.wire_bytes += sent_bytes(piece);
-  if (threads_ > 1 && end - begin >= kPartsPerThread * static_cast<std::size_t>(threads_)) {
+  if (threads_ > 1 && !reads_private_memory_ && end - begin >= kPartsPerThread * static_cast<std::size_t>(threads_)) {
     ThreadPool::instance().run(threads_, end - begin, [&](std::size_t part) {
       Payloads payloads;
       run_piece(begin + part, 1, payloads);
@@ -131,6 +133,8 @@ void ZeroCopy::run_pieces(std::size_t begin, std::size_t end) {
     return;
   }
   for (std::size_t piece = begin; piece < end; ++piece) run_piece(piece, threads_, payloads_);
+  if (!reads_private_memory_) return;
+  for (int peer = 0; peer < transport_.ranks; ++peer) run_read(peer);
 }
 
 std::size_t ZeroCopy::sent_bytes(std::size_t piece) const {
@@ -142,23 +146,38 @@ std::size_t ZeroCopy::sent_bytes(std::size_t piece) const {
   return bytes;
 }
 
-// Copies the owner's elements of a slice to `out`.
-void ZeroCopy::fetch(int owner, const Slice& slice, const Instruction& instruction, int threads,
-                     std::uint8_t* out) const {
+// Copies the owner's elements of a slice to `out`, or adds them to what is read from it.
+void ZeroCopy::fetch(int owner, const Slice& slice, const Instruction& instruction, int threads, std::uint8_t* out) {
   const DType dtype = plan_.segments()[slice.segment].dtype;
   const std::size_t offset = slice.in_offset * size_of(dtype);
   const PeerTensor& tensor = tensors_[static_cast<std::size_t>(owner)];
   if (tensor.remote_address != 0) {
-    const std::size_t bytes = slice.numel * size_of(dtype);
-    for_ranges(threads, bytes, bytes, kPage, [&](std::size_t begin, std::size_t end) {
-      transport_.read_memory(owner, tensor.remote_address + offset + begin, out + begin, end - begin);
-    });
+    add_read(owner, {tensor.remote_address + offset, out, slice.numel * size_of(dtype)});
   } else {
     write_output(threads, instruction, tensor.data + offset, slice.numel, dtype, out);
   }
 }
 
-void ZeroCopy::run_piece(std::size_t piece, int threads, Payloads& payloads) const {
+void ZeroCopy::add_read(int owner, const Read& read) {
+  Read& last = reads_[static_cast<std::size_t>(owner)];
+  if (last.bytes > 0 && last.address + last.bytes == read.address && last.out + last.bytes == read.out) {
+    last.bytes += read.bytes;
+    return;
+  }
+  run_read(owner);
+  last = read;
+}
+
+void ZeroCopy::run_read(int owner) {
+  Read& read = reads_[static_cast<std::size_t>(owner)];
+  if (read.bytes == 0) return;
+  for_ranges(threads_, read.bytes, read.bytes, kPage, [&](std::size_t begin, std::size_t end) {
+    transport_.read_memory(owner, read.address + begin, read.out + begin, end - begin);
+  });
+  read.bytes = 0;
+}
+
+void ZeroCopy::run_piece(std::size_t piece, int threads, Payloads& payloads) {
   // The rank that sums a chunk writes the result into every rank's tensor, so it need not be fetched.
   const bool writes_into_peers = program_.sends_sums;
   for (const Instruction& instruction : program_.instructions) {

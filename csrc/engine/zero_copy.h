@@ -47,19 +47,33 @@ class ZeroCopy final : public ExecutionMode {
     std::uint64_t remote_address = 0;
   };
 
+  // A part of a peer's private memory that is to be copied.
+  struct Read {
+    std::uint64_t address = 0;
+    std::uint8_t* out = nullptr;
+    std::size_t bytes = 0;
+  };
+
   using Payloads = std::vector<const std::uint8_t*>;
 
   void run_pieces(std::size_t begin, std::size_t end);
-  // Several threads may run different pieces; `threads` may work on this one, and `payloads` is memory for its sums.
-  void run_piece(std::size_t piece, int threads, Payloads& payloads) const;
+  // Several threads may run different pieces, unless tensors are read out of private memory; `threads` may work on this
+  // one, and `payloads` is memory for its sums.
+  void run_piece(std::size_t piece, int threads, Payloads& payloads);
   void reduce(std::size_t piece, const Instruction& instruction, int threads, Payloads& payloads) const;
-  void fetch(int owner, const Slice& slice, const Instruction& instruction, int threads, std::uint8_t* out) const;
+  void fetch(int owner, const Slice& slice, const Instruction& instruction, int threads, std::uint8_t* out);
+  void add_read(int owner, const Read& read);
+  void run_read(int owner);
   std::size_t sent_bytes(std::size_t piece) const;
   bool is_accessed_by(int peer) const;
   std::uint8_t* mapped(int rank) const { return tensors_[static_cast<std::size_t>(rank)].data; }
 
   std::size_t next_piece_ = 0;
   std::vector<PeerTensor> tensors_;  // by rank
+  // By rank: what is read with the next call of the kernel. Pieces whose memory adjoins are read together, because each
+  // call costs more than a microsecond.
+  std::vector<Read> reads_;
+  bool reads_private_memory_ = false;
 };
 
 }  // namespace dtcomm
