@@ -10,8 +10,8 @@ from typing import Any
 # The fields that say what a row is about. A program whose rows differ in another field adds it here.
 IDENTIFYING = (
     "name what operation collective verb codec scheme method family variant ours peer against way beside cores "
-    "recorded dtype architecture kernel link ranks seed bytes bucket_bytes gbit batch width tokens threads numel "
-    "layer step workload"
+    "recorded dtype architecture kernel link ranks seed bytes bucket_bytes gbit lost_share batch width tokens "
+    "threads numel layer step workload"
 ).split()
 # The machine's state during a run: no figure of a program, so a range of it says nothing.
 STATE = ("load", "attempts", "repetitions", "iters")
