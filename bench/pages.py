@@ -23,7 +23,7 @@ from bench import (
     two_hosts,
     two_shot_error,
 )
-from bench.common import pages, readme
+from bench.common import axes_page, pages, readme, sites_page
 from bench.common.output import RESULTS, all_processors
 from bench.training import workloads_page
 
@@ -60,6 +60,13 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
         invariant_sums.page,
         ("invariant_sums",),
     ),
+    (pages.DOCS / "results/axes.md", "pipeline", axes_page.pipeline, ("pipeline",)),
+    (pages.DOCS / "results/axes.md", "experts", axes_page.experts, ("experts",)),
+    (pages.DOCS / "results/axes.md", "context_parallel", axes_page.context_parallel, ("context_parallel",)),
+    (pages.DOCS / "results/axes.md", "tp_chunks", axes_page.tp_chunks, ("tp_chunks",)),
+    (pages.DOCS / "results/sites.md", "wide_area", sites_page.wide_area, ("wide_area",)),
+    (pages.DOCS / "results/sites.md", "outer_gradients", sites_page.outer_gradients, ("outer_gradients",)),
+    (pages.DOCS / "results/sites.md", "uneven_ranks", sites_page.uneven_ranks, ("uneven_ranks",)),
     (pages.DOCS / "results/workloads.md", "workloads", workloads_page.kept_page, ()),
     (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
     (

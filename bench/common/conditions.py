@@ -16,7 +16,7 @@ NOT_MEASURED = tuple(
     f":(exclude){path}"
     for path in (
         *("bench/results", "docs", "*.md", "tests/unit", "tests/ranks", ".ci"),
-        *("bench/pages.py", "bench/common/pages.py", "bench/common/readme.py", "bench/training/*_page.py"),
+        *("bench/pages.py", "bench/common/pages.py", "bench/common/readme.py", "bench/*/*_page.py"),
     )
 )
 OTHERS_MOST = 0.25  # cores; an idle system's daemons use less than 0.05

@@ -1,0 +1,59 @@
+"""Tables of docs/results/axes.md: the axes of parallelism between two hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.common import pages
+
+Row = dict[str, Any]
+
+
+def pipeline(result: dict[str, Any]) -> str:
+    """Return the table of `bench.pipeline`: a step of two stages."""
+    return _table(result, "none", lambda row: f"{_link(row)}, width {row['width']}, {_schedule(row)}")
+
+
+def experts(result: dict[str, Any]) -> str:
+    """Return the table of `bench.experts`: the exchange of tokens."""
+    return _table(
+        result, "torch", lambda row: f"{_link(row)}, {row['dtype']}, top {row['choices']}, {row['operation']}"
+    )
+
+
+def context_parallel(result: dict[str, Any]) -> str:
+    """Return the table of `bench.context_parallel`: attention over a sequence of which each rank has a half."""
+    return _table(result, "ring none", lambda row: f"{_link(row)}, {row['tokens']} tokens a rank")
+
+
+def tp_chunks(result: dict[str, Any]) -> str:
+    """Return the table of `bench.tp_chunks`: a layer whose product and sum overlap in chunks."""
+    return _table(result, "1", lambda row: f"{_link(row)}, {row['features']} features, `{row['codec']}`")
+
+
+def _table(result: dict[str, Any], base: str, case: Callable[[Row], str]) -> str:
+    """Milliseconds of every contestant, and in brackets how many times faster it is than ``base``."""
+    rows = result["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in row["contestants"]))
+    shares = any("communication" in row for row in rows)
+    lines = []
+    for row in rows:
+        cells = [case(row)]
+        if shares:
+            cells.append(f"{100 * row['communication']:.0f} %")
+        for name in names:
+            ratio = row["ratios"].get(name)
+            faster = "" if ratio is None or name == base else f" ({ratio:.2f}×)"
+            cells.append(f"{row['contestants'][name]['median_us'] / 1e3:.3g}{faster}")
+        lines.append(cells)
+    columns = ["ms", *(["communication"] if shares else []), *names]
+    return pages.markdown(columns, lines, aligned=True)
+
+
+def _link(row: Row) -> str:
+    return f"{row['gbit']:g} Gbit/s" if row["gbit"] else "shared memory"
+
+
+def _schedule(row: Row) -> str:
+    return {"gpipe": "GPipe", "1f1b": "1F1B"}[row["schedule"]]
