@@ -7,8 +7,9 @@ chunks: while the sum of one chunk is communicated, the next chunk is multiplied
 decodes the sum. The backward pass is that of the uncompressed function.
 
 ``chunks="auto"`` uses one chunk inside a host, whose cores both compute and move the bytes, and between hosts as many
-as leave each chunk a payload of `MIN_CHUNK_BYTES`, so that the fixed cost of a message stays small, but at most
-`MAX_CHUNKS`.
+as leave each chunk a payload of `MIN_CHUNK_BYTES`, but at most `MAX_CHUNKS`: small products are less efficient, and a
+core that computes also sends. Where the link is so fast that the sum takes less time than the product, one chunk is
+quicker (docs/results/axes.md).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
 from dtcomm.tp.comm_config import SMALL_MESSAGE_BYTES, CommConfig
 from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, FlashAllReduce, Norm
 
-MIN_CHUNK_BYTES, MAX_CHUNKS = 128 * 1024, 8
+MIN_CHUNK_BYTES, MAX_CHUNKS = 512 * 1024, 8
 
 
 def row_linear(

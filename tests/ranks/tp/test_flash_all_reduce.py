@@ -182,10 +182,11 @@ def test_the_latency_path_is_chosen_and_counted() -> None:
 
 def test_automatic_chunks_are_used_between_hosts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = CommConfig(codec=codec("int4"), backward_codec=codec("none"))
-    y = torch.empty(512, 4096)
+    y = torch.empty(2048, 4096)
     for hosts, expected in ((1, 1), (2, 8)):
         monkeypatch.setattr(row_linear, "info", lambda group, hosts=hosts: {"hosts": hosts})
         assert row_linear.automatic_chunks(comm, y, comm.codec) == expected
+    assert row_linear.automatic_chunks(comm, y[:512], comm.codec) == 2
     assert row_linear.automatic_chunks(comm, y[:4], comm.codec) == 1
 
 
