@@ -24,7 +24,7 @@ def experts(result: dict[str, Any]) -> str:
 
 def context_parallel(result: dict[str, Any]) -> str:
     """Return the table of `bench.context_parallel`: attention over a sequence of which each rank has a half."""
-    return _table(result, "ring none", lambda row: f"{_link(row)}, {row['tokens']} tokens a rank")
+    return _table(result, "ring none", lambda row: f"{_link(row)}, sequences of {row['tokens']} tokens")
 
 
 def tp_chunks(result: dict[str, Any]) -> str:

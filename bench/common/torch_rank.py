@@ -143,6 +143,9 @@ class DeepSpeedRank(TorchRank):
         dist.barrier()
         _deepspeed_operator().initialize(ranks, rank)
         dist.barrier()
+        if rank == 0:  # all ranks have mapped it; DeepSpeed would leave it behind
+            for buffer in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_*"):
+                buffer.unlink()
 
     def _call(self, variant: str) -> Callable[[torch.Tensor], Any]:
         operator: Callable[[torch.Tensor], Any] = torch.ops.deepspeed.inference_all_reduce_
