@@ -45,7 +45,8 @@ def _table(result: dict[str, Any], base: str, case: Callable[[Row], str]) -> str
         for name in names:
             ratio = row["ratios"].get(name)
             faster = "" if ratio is None or name == base else f" ({ratio:.2f}×)"
-            cells.append(f"{row['contestants'][name]['median_us'] / 1e3:.3g}{faster}")
+            milliseconds = row["contestants"][name]["median_us"] / 1e3
+            cells.append((f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}") + faster)
         lines.append(cells)
     columns = ["ms", *(["communication"] if shares else []), *names]
     return pages.markdown(columns, lines, aligned=True)
