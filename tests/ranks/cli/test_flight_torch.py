@@ -47,7 +47,7 @@ def call_everything(rank: int, n: int, folder: str) -> None:
 
 
 def test_complete_records_pass_its_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(call_everything, 2, str(tmp_path))
+    run_ranks(call_everything, 2, str(tmp_path), fresh=True)  # a pooled process has records of other groups
     database = analyse(tmp_path)
     assert f"2 dumps in {tmp_path / 'torch'}\n" in capsys.readouterr().out
     assert all(collective.pass_check and not collective.missing_ranks for collective in database.collectives)
@@ -102,7 +102,7 @@ def test_it_finds_mismatches_and_missing_ranks(kind: str, tmp_path: Path) -> Non
 
 
 def test_a_rank_without_a_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_ranks(disagree, 2, "codec", str(tmp_path), env={"DTCOMM_FLIGHT_DIR": str(tmp_path)})
+    run_ranks(disagree, 2, "codec", str(tmp_path), env={"DTCOMM_FLIGHT_DIR": str(tmp_path)}, fresh=True)
     (tmp_path / "rank-1.json").unlink()
     database = analyse(tmp_path, "--allow-incomplete-ranks")
     out = capsys.readouterr().out
@@ -130,7 +130,7 @@ def many_calls(rank: int, n: int, folder: str) -> None:
 
 
 def test_records_that_begin_at_different_operations_are_aligned(tmp_path: Path) -> None:
-    run_ranks(many_calls, 2, str(tmp_path))
+    run_ranks(many_calls, 2, str(tmp_path), fresh=True)
     collectives = analyse(tmp_path).collectives
     assert [collective.collective_seq_id for collective in collectives] == list(range(10, 266))
     assert [collective.missing_ranks for collective in collectives] == [None] * 246 + [{0}] * 10
