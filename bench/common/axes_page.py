@@ -45,11 +45,16 @@ def _table(result: dict[str, Any], base: str, case: Callable[[Row], str]) -> str
         for name in names:
             ratio = row["ratios"].get(name)
             faster = "" if ratio is None or name == base else f" ({ratio:.2f}×)"
-            milliseconds = row["contestants"][name]["median_us"] / 1e3
-            cells.append((f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}") + faster)
+            timing = row["contestants"][name]
+            cells.append(f"{_ms(timing['median_us'])}{pages.spread(timing, 'median_us', _ms)}{faster}")
         lines.append(cells)
     columns = ["ms", *(["communication"] if shares else []), *names]
     return pages.markdown(columns, lines, aligned=True)
+
+
+def _ms(microseconds: float) -> str:
+    milliseconds = microseconds / 1e3
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def _link(row: Row) -> str:

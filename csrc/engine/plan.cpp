@@ -58,7 +58,8 @@ Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp o
   std::size_t largest_piece = kLargestPiece;
   for (const std::size_t bytes : space.piece_bytes) largest_piece = std::max(largest_piece, bytes);
   options_.space.large = input_bytes_ >= kLargePieces * largest_piece;
-  options_.space.message |= options.offers;  // a variant of a message that does not fit into the slots is one too
+  // Variants of a message that does not fit into the slots are messages too.
+  if (!space.size_class.empty()) options_.space.message |= options.offers;
   if (options_.space.message) {
     options_.space.rounds = kRoundsOfMessages;
     options_.space.repeats = kRepeatsOfMessages;

@@ -70,7 +70,7 @@ struct VariantSpace {
   unsigned tried = 0;  // the bits of which both values are tried
   unsigned initial = 0;
   bool large = false;         // an operation has more pieces than there are slots, so no rank is ahead by more than one
-  bool message = false;       // an operation is a message of one rank to another
+  bool message = false;       // an operation that is tried is a message of one rank to another
   std::uint64_t rounds = 7;   // of a stage, in which each candidate is tried once
   std::uint64_t repeats = 4;  // operations in a row that a candidate is tried in, of which the last one is timed
 

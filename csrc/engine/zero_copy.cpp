@@ -65,7 +65,7 @@ std::optional<bool> ZeroCopy::is_agreed(OperationState& state) {
 
 ZeroCopy::ZeroCopy(OperationState& state) : ExecutionMode(state) {
   for (int peer = 0; peer < transport_.ranks; ++peer) {
-    tensors_.push_back({call_.tensors[0].in, 0});
+    tensors_.push_back({call_.tensors[0].in, 0, {}});
     // Only tensors that this rank accesses: the owner of another may already have freed it.
     const bool accesses = program_.sends_sums || program_.receives_from[static_cast<std::size_t>(peer)];
     if (peer == transport_.rank || !program_.publishes(peer) || !accesses) continue;
@@ -76,11 +76,10 @@ ZeroCopy::ZeroCopy(OperationState& state) : ExecutionMode(state) {
     if (location.slot >= 0) {
       tensors_.back().data = transport_.map_tensor(peer, location, plan_.input_bytes_of(peer));
     } else {
-      tensors_.back() = {nullptr, header.address.load(std::memory_order_relaxed)};
-      reads_private_memory_ = true;
+      tensors_.back().data = nullptr;
+      tensors_.back().remote_address = header.address.load(std::memory_order_relaxed);
     }
   }
-  reads_.resize(tensors_.size());
 }
 
 // Every input is available once its rank has announced the operation, so nothing waits between the pieces, and a rank
@@ -125,7 +124,8 @@ bool ZeroCopy::is_accessed_by(int peer) const {
 // Threads share out the pieces, or each piece if there are few.
 void ZeroCopy::run_pieces(std::size_t begin, std::size_t end) {
   for (std::size_t piece = begin; piece < end; ++piece) state_.wire_bytes += sent_bytes(piece);
-  if (threads_ > 1 && !reads_private_memory_ && end - begin >= kPartsPerThread * static_cast<std::size_t>(threads_)) {
+  const bool many_pieces = end - begin >= kPartsPerThread * static_cast<std::size_t>(threads_);
+  if (threads_ > 1 && many_pieces && !reads_private_memory()) {
     ThreadPool::instance().run(threads_, end - begin, [&](std::size_t part) {
       Payloads payloads;
       run_piece(begin + part, 1, payloads);
@@ -133,8 +133,12 @@ void ZeroCopy::run_pieces(std::size_t begin, std::size_t end) {
     return;
   }
   for (std::size_t piece = begin; piece < end; ++piece) run_piece(piece, threads_, payloads_);
-  if (!reads_private_memory_) return;
   for (int peer = 0; peer < transport_.ranks; ++peer) run_read(peer);
+}
+
+bool ZeroCopy::reads_private_memory() const {
+  return std::any_of(tensors_.begin(), tensors_.end(),
+                     [](const PeerTensor& tensor) { return tensor.remote_address != 0; });
 }
 
 std::size_t ZeroCopy::sent_bytes(std::size_t piece) const {
@@ -159,7 +163,7 @@ void ZeroCopy::fetch(int owner, const Slice& slice, const Instruction& instructi
 }
 
 void ZeroCopy::add_read(int owner, const Read& read) {
-  Read& last = reads_[static_cast<std::size_t>(owner)];
+  Read& last = tensors_[static_cast<std::size_t>(owner)].pending;
   if (last.bytes > 0 && last.address + last.bytes == read.address && last.out + last.bytes == read.out) {
     last.bytes += read.bytes;
     return;
@@ -169,7 +173,7 @@ void ZeroCopy::add_read(int owner, const Read& read) {
 }
 
 void ZeroCopy::run_read(int owner) {
-  Read& read = reads_[static_cast<std::size_t>(owner)];
+  Read& read = tensors_[static_cast<std::size_t>(owner)].pending;
   if (read.bytes == 0) return;
   for_ranges(threads_, read.bytes, read.bytes, kPage, [&](std::size_t begin, std::size_t end) {
     transport_.read_memory(owner, read.address + begin, read.out + begin, end - begin);

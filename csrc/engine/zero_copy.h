@@ -41,17 +41,19 @@ class ZeroCopy final : public ExecutionMode {
   bool all_pieces_started() const override { return false; }
 
  private:
-  // A rank's tensor: mapped at `data`, or at `remote_address` in its owner's private memory.
-  struct PeerTensor {
-    std::uint8_t* data = nullptr;
-    std::uint64_t remote_address = 0;
-  };
-
   // A part of a peer's private memory that is to be copied.
   struct Read {
     std::uint64_t address = 0;
     std::uint8_t* out = nullptr;
     std::size_t bytes = 0;
+  };
+  // A rank's tensor: mapped at `data`, or at `remote_address` in its owner's private memory.
+  struct PeerTensor {
+    std::uint8_t* data = nullptr;
+    std::uint64_t remote_address = 0;
+    // What is read with the next call of the kernel: pieces whose memory adjoins are read together, because each call
+    // costs about a microsecond.
+    Read pending;
   };
 
   using Payloads = std::vector<const std::uint8_t*>;
@@ -64,16 +66,13 @@ class ZeroCopy final : public ExecutionMode {
   void fetch(int owner, const Slice& slice, const Instruction& instruction, int threads, std::uint8_t* out);
   void add_read(int owner, const Read& read);
   void run_read(int owner);
+  bool reads_private_memory() const;
   std::size_t sent_bytes(std::size_t piece) const;
   bool is_accessed_by(int peer) const;
   std::uint8_t* mapped(int rank) const { return tensors_[static_cast<std::size_t>(rank)].data; }
 
   std::size_t next_piece_ = 0;
   std::vector<PeerTensor> tensors_;  // by rank
-  // By rank: what is read with the next call of the kernel. Pieces whose memory adjoins are read together, because each
-  // call costs more than a microsecond.
-  std::vector<Read> reads_;
-  bool reads_private_memory_ = false;
 };
 
 }  // namespace dtcomm

@@ -19,6 +19,7 @@ from dtcomm.runtime.communicator_cache import (
     existing_communicator,
     get_communicator,
     get_communicator_for,
+    pair_communicators,
 )
 from dtcomm.runtime.native.copy_policy import empty_shared
 from dtcomm.runtime.process_groups import require_group
@@ -104,9 +105,10 @@ def info(group: Group = None) -> dict[str, Any]:
         reach each other over TCP ``connections``, how many carry the payloads between two ranks, and
         ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with several connections
         ``missing_connections``, how many have ended and are being made anew, and ``restored_connections``, how often
-        that has succeeded, and ``measured_gbit``, what they carried while they were busy, by host. If there were calls
-        on CUDA tensors, ``devices`` has the same dictionary for each device; if there were calls on CUDA tensors only,
-        the dictionary itself is that of the first device.
+        that has succeeded, and ``measured_gbit``, what they carried while they were busy, by host. If messages of send
+        and recv were tried, ``messages`` lists their ``choices``, with the ``peer`` (its global rank) and whether this
+        rank ``sends``. If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device; if
+        there were calls on CUDA tensors only, the dictionary itself is that of the first device.
 
     Raises:
         RuntimeError: If there is no such process group.
@@ -122,7 +124,16 @@ def info(group: Group = None) -> dict[str, Any]:
         described.connect()
     descriptions = {name: described.info() for name, described in devices.items()}
     description = next(iter(descriptions.values())) if communicator is None else communicator.info()
-    return {**description, "devices": descriptions} if devices else description
+    messages = [
+        {"peer": peer, "sends": sends, "choices": choices}
+        for peer, sends, pair in pair_communicators(group)
+        if (choices := pair.info().get("choices"))
+    ]
+    return {
+        **description,
+        **({"messages": messages} if messages else {}),
+        **({"devices": descriptions} if devices else {}),
+    }
 
 
 def flight_record(directory: str | None = None) -> dict[str, Any]:

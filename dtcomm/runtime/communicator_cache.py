@@ -146,6 +146,14 @@ def device_communicators(group: dist.ProcessGroup | None) -> dict[str, Communica
     )
 
 
+def pair_communicators(group: dist.ProcessGroup | None) -> list[tuple[int, bool, Communicator]]:
+    """The group's communicators of messages that exist already: (peer, whether this rank sends, communicator)."""
+    entry = _cache.get(id(require_group(group)))
+    with _lock:
+        pairs = {} if entry is None else dict(entry.pairs)
+    return [(peer, sends, communicator) for (peer, sends, _), communicator in pairs.items()]
+
+
 def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
     """The group's communicator for CPU tensors if it exists already; no other rank is needed."""
     entry = _cache.get(id(group))

@@ -128,6 +128,27 @@ def test_small_operations_are_not_tried() -> None:
     assert run_ranks(small_operations, 2) == [[], []]
 
 
+def exchange(rank: int, n: int) -> list[dict[str, Any]]:
+    """Send and receive at once, until the first stage has ended and no other one has begun."""
+    sent, received = torch.full((16_384,), float(rank)), torch.empty(16_384)
+    for _ in range(90):
+        collectives.sendrecv(sent, 1 - rank, received, 1 - rank)
+        assert received.eq(1 - rank).all()
+    messages: list[dict[str, Any]] = collectives.info()["messages"]
+    return messages
+
+
+def test_both_directions_of_messages_try_the_same_at_the_same_time() -> None:
+    for rank, messages in enumerate(run_ranks(exchange, 2)):
+        ends = [(message["peer"], message["sends"]) for message in messages]
+        assert sorted(ends) == [(1 - rank, False), (1 - rank, True)]
+        for message in messages:
+            (choice,) = message["choices"]
+            assert choice["size_class"] == "send send none float32 2^16 bytes"
+            # One and two copies, in five rounds, each for eight messages in a row.
+            assert choice["trials"] == 80
+
+
 def reduce_exactly(rank: int, n: int) -> tuple[bytes, dict[str, Any]]:
     """Return the bytes of an average of numbers that are rounded, while one and two shots are tried."""
     generator = torch.Generator().manual_seed(rank)
