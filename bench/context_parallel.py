@@ -298,10 +298,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", help="where to write instead of bench/results/context_parallel.json")
+    parser.add_argument(
+        "--json",
+        help="where to write instead of bench/results/context_parallel.json, or …_training.json",
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; valid: {', '.join(PARTS)}")
+    if options.json and {"training"} < set(options.parts):
+        parser.error("--json: training has a file of its own; ask for the other parts in another call")
     result: dict[str, Any] = {"machine": machine.describe()}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "errors" in options.parts:
@@ -310,9 +315,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if reason := netns.why_unavailable():
             sys.exit(f"bench.context_parallel: {reason}")
         result["rows"] = measure_speed(options.gbit, options.tokens, options.repetitions)
+    if set(options.parts) != {"training"}:
+        print(output.write("context_parallel", result, options.json))
     if "training" in options.parts:
-        result["training"] = measure_training(options.steps, options.seeds)
-    print(output.write("context_parallel", result, options.json))
+        training = {"machine": machine.describe(), **measure_training(options.steps, options.seeds)}
+        print(output.write("context_parallel_training", training, options.json, timed=False))
     return result
 
 

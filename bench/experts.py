@@ -325,19 +325,24 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--json", help="where to write instead of bench/results/experts.json")
+    parser.add_argument(
+        "--json", help="where to write instead of bench/results/experts.json, or experts_training.json"
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; valid: {', '.join(PARTS)}")
+    if options.json and {"training"} < set(options.parts):
+        parser.error("--json: training has a file of its own; ask for the other parts in another call")
     result: dict[str, Any] = {"machine": machine.describe()}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "speed" in options.parts:
         if reason := netns.why_unavailable():
             sys.exit(f"bench.experts: {reason}")
         result["rows"] = measure_speed(options.gbit, options.choices, options.repetitions)
+        print(output.write("experts", result, options.json))
     if "training" in options.parts:
-        result["training"] = measure_training(options.steps, options.seeds)
-    print(output.write("experts", result, options.json))
+        training = {"machine": machine.describe(), **measure_training(options.steps, options.seeds)}
+        print(output.write("experts_training", training, options.json, timed=False))
     return result
 
 

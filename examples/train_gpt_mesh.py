@@ -4,7 +4,7 @@
 
 Axes (their product is the number of ranks): ``--dp`` replicas, ``--fsdp`` shards of the parameters, ``--tp`` parts of
 each layer, ``--pp`` pipeline stages, ``--cp`` parts of each sequence, ``--ep`` ranks of experts. Rank 0 prints the
-losses and, in the end, the bytes that it has sent along each axis.
+losses and, in the end, the held-out loss and the bytes that it has sent along each axis.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dtcomm
-from dtcomm.cli.demo.train import GPT, VOCABULARY, Block, ModelShape, load_corpus, training_batch
+from dtcomm.cli.demo.train import (
+    GPT,
+    VOCABULARY,
+    Block,
+    ModelShape,
+    held_out_batches,
+    load_corpus,
+    training_batch,
+)
 
 #: Name → schedule, and stages of each rank.
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -242,26 +250,37 @@ class Trainer:
 
     def step(self, symbols: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
         """Train on the batch of all ranks; return its mean loss and the norm of the gradients."""
+        self.optimizer.zero_grad()
+        loss = self._loss(symbols, targets, train=True)
+        self._average_experts()
+        sharded = {"*": self.mesh["pp"], "*.experts.*": self.mesh["ep"]}
+        norm = dtcomm.mesh.clip_grad_norm_(self.stages, self.options.clip, sharded=sharded)
+        self.optimizer.step()
+        self.step_number += 1
+        return loss, float(norm)
+
+    def evaluate(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """Return the mean loss of batches of all ranks, each of the size of a step's."""
+        with torch.no_grad():
+            losses = [self._loss(symbols, targets, train=False) for symbols, targets in batches]
+        return sum(losses) / len(losses)
+
+    def _loss(self, symbols: torch.Tensor, targets: torch.Tensor, train: bool) -> float:
+        """Return the mean loss of the batch of all ranks; compute gradients if ``train``."""
         options = self.options
         replica, replicas = self.replicas.get_local_rank(), self.replicas.size()
         symbols, targets = (whole.chunk(replicas)[replica].contiguous() for whole in (symbols, targets))
-        self.optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=options.bf16):
             if self.schedule is None:
-                loss = self._forward_backward(symbols, targets)
+                loss = self._run_model(symbols, targets, train)
             else:
-                loss = self._run_schedule(symbols, targets)
-        self._average_experts()
-        sharded = {"*": self.mesh["pp"], "*.experts.*": self.mesh["ep"]}
-        norm = dtcomm.mesh.clip_grad_norm_(self.stages, options.clip, sharded=sharded)
-        self.optimizer.step()
-        self.step_number += 1
+                loss = self._run_schedule(symbols, targets, train)
         # Only the last stage knows the loss.
         sums = torch.tensor([loss, 1.0]) if loss is not None else torch.zeros(2)
         dist.all_reduce(sums)
-        return float(sums[0] / sums[1]), float(norm)
+        return float(sums[0] / sums[1])
 
-    def _forward_backward(self, symbols: torch.Tensor, targets: torch.Tensor) -> float:
+    def _run_model(self, symbols: torch.Tensor, targets: torch.Tensor, train: bool) -> float:
         (model,), accumulate, total = self.stages, self.options.accumulate, 0.0
         for number, (x, y) in enumerate(
             zip(symbols.chunk(accumulate), targets.chunk(accumulate), strict=True)
@@ -276,7 +295,8 @@ class Trainer:
                 logits = model(x, positions).flatten(0, 1)
                 loss = functional.cross_entropy(logits, y.flatten(), ignore_index=-100, reduction="sum")
                 loss = loss * self.mesh["cp"].size() / (tokens * accumulate)
-                loss.backward()
+                if train:
+                    loss.backward()
             total += float(loss.detach())
         return total
 
@@ -304,11 +324,12 @@ class Trainer:
         with nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
             yield
 
-    def _run_schedule(self, symbols: torch.Tensor, targets: torch.Tensor) -> float | None:
+    def _run_schedule(self, symbols: torch.Tensor, targets: torch.Tensor, train: bool) -> float | None:
         own, last = self.mesh["pp"].get_local_rank(), self.options.pp - 1
         losses: list[torch.Tensor] = []
         assert self.schedule is not None
-        self.schedule.step(
+        run = self.schedule.step if train else self.schedule.eval
+        run(
             *([symbols] if own == 0 else []),
             target=targets if own == last else None,
             losses=losses if own == last else None,
@@ -386,6 +407,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=0, help="experts of each layer; 0: an MLP")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step, all ranks together")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--evaluate", type=int, default=16, help="held-out batches after the last step")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
     parser.add_argument("--seed", type=int, default=0)
@@ -403,7 +425,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: list[str], say: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Train; return the losses and norms of the steps, and the bytes of each axis."""
+    """Train; return the losses and norms of the steps, the held-out loss, and the bytes of each axis."""
     options = parse(arguments)
     torch.set_num_threads(1)
     trainer = Trainer(options)
@@ -420,13 +442,23 @@ def run(arguments: list[str], say: Callable[[str], None] | None = None) -> dict[
         norms.append(norm)
         if say is not None and (step % 10 == 0 or step + 1 == options.steps):
             say(f"step {step:4d}  loss {loss:.4f}  norm {norm:.3f}")
+    held_out = None
+    if options.evaluate:
+        windows = options.evaluate * options.batch
+        held_out = trainer.evaluate(
+            held_out_batches(
+                corpus, windows=windows, size=options.batch, length=options.context, rank=0, ranks=1
+            )
+        )
+        if say is not None:
+            say(f"held-out loss {held_out:.4f}")
     if options.save:
         trainer.save(options.save)
     totals = trainer.sent_bytes()
     for axis, (sent, plain) in totals.items():
         if say is not None:
             say(f"{axis:>4}: sent {sent / 1e6:.3f} MB instead of {plain / 1e6:.3f} MB")
-    return {"losses": losses, "norms": norms, "bytes": totals}
+    return {"losses": losses, "norms": norms, "held_out": held_out, "bytes": totals}
 
 
 if __name__ == "__main__":

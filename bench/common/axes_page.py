@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,16 @@ def context_parallel(result: dict[str, Any]) -> str:
 def tp_chunks(result: dict[str, Any]) -> str:
     """Return the table of `bench.tp_chunks`: a layer whose product and sum overlap in chunks."""
     return _table(result, "1", lambda row: f"{_link(row)}, {row['features']} features, `{row['codec']}`")
+
+
+def training(result: dict[str, Any]) -> str:
+    """Return the table of the training of `bench.experts` or `bench.context_parallel`: held-out losses."""
+    lines = [
+        [name, *(f"{loss:.4f}" for loss in losses), f"{statistics.fmean(losses):.4f}"]
+        for name, losses in result["losses"].items()
+    ]
+    columns = ["held-out loss", *(f"seed {seed}" for seed in result["seeds"]), "mean"]
+    return pages.markdown(columns, lines, aligned=True)
 
 
 def _table(result: dict[str, Any], base: str, case: Callable[[Row], str]) -> str:
