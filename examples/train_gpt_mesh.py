@@ -442,6 +442,7 @@ def run(arguments: list[str], say: Callable[[str], None] | None = None) -> dict[
         norms.append(norm)
         if say is not None and (step % 10 == 0 or step + 1 == options.steps):
             say(f"step {step:4d}  loss {loss:.4f}  norm {norm:.3f}")
+    totals = trainer.sent_bytes()
     held_out = None
     if options.evaluate:
         windows = options.evaluate * options.batch
@@ -454,7 +455,6 @@ def run(arguments: list[str], say: Callable[[str], None] | None = None) -> dict[
             say(f"held-out loss {held_out:.4f}")
     if options.save:
         trainer.save(options.save)
-    totals = trainer.sent_bytes()
     for axis, (sent, plain) in totals.items():
         if say is not None:
             say(f"{axis:>4}: sent {sent / 1e6:.3f} MB instead of {plain / 1e6:.3f} MB")

@@ -55,6 +55,8 @@ def check(results: list[dict[str, Any]], reference: dict[str, Any], name: str, e
     assert none["norms"] == pytest.approx(reference["norms"], rel=1e-2), name
     assert int8["losses"] != none["losses"]
     assert int8["losses"] == pytest.approx(none["losses"], rel=0.03), name
+    assert none["held_out"] == pytest.approx(reference["held_out"], rel=1e-3), name
+    assert int8["held_out"] == pytest.approx(none["held_out"], rel=0.03), name
     axes = {axis.strip() for axis in name.partition(",")[0].split(" x ")} - {"ep", "cp"}
     for axis in axes:
         sent, plain = int8["bytes"][axis]
