@@ -7,7 +7,7 @@ python -m tests.stress.elastic [--minutes 30] [--ranks 3] [--pause 1 4] [--metho
 The first rank is never killed: it says whether training goes on, and whether memory, descriptors or threads grow. Of
 the others one is killed (SIGKILL), or leaves (SIGTERM), a pause after all take part, also while it joins, and another
 one starts.
-The common weights of all ranks must be equal after each average, the loss must fall, and no average may take longer
+The common weights of all ranks must be equal after each average, the loss must halve, and no average may take longer
 than the timeout for silent ranks and 30 seconds more. The exit status is 1 otherwise.
 """
 
@@ -38,6 +38,7 @@ from tests.stress.soak_rank import resource_usage
 TIMEOUT = 20.0
 ALLOWED_PAUSE = TIMEOUT + 30.0
 JOIN_SECONDS = 240.0  # for a process to start, import torch and join, also on a busy machine
+LEAST_FALL = 0.5  # what the loss may be in the end, as a share of that in the beginning
 SETTLED = 0.25  # share of the averages after which memory is compared
 
 
@@ -136,12 +137,12 @@ def complaints(logs: dict[str, list[dict[str, Any]]], codes: list[int]) -> list[
     pauses = [after["at"] - before["at"] for before, after in itertools.pairwise(first)]
     if max(pauses) > ALLOWED_PAUSE:
         bad.append(f"an average took {max(pauses):.1f} s")
-    eighth = len(first) // 8
+    # The loss falls in the first hundreds of averages, and then stays where the noise of the batches keeps it.
     early, late = (
-        statistics.mean(line["loss"] for line in part) for part in (first[:eighth], first[-eighth:])
+        statistics.mean(line["loss"] for line in part) for part in (first[:8], first[-len(first) // 8 :])
     )
-    if not late < early:
-        bad.append(f"the loss was {early:.4f} and became {late:.4f}")
+    if not late < LEAST_FALL * early:
+        bad.append(f"the loss was {early:.4f} and became {late:.4f}, more than {LEAST_FALL:g} of that")
     bad += [f"{name} grew by {grown:g}" for name, grown in growth(first).items() if grown > MOST_GROWTH[name]]
     digests: dict[tuple[int, int], set[int]] = {}
     for lines in logs.values():
@@ -210,6 +211,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if remaining := left_behind(ranks.pids):
         bad.append(f"processes left behind: {remaining}")
     coordinator_growth = {key: after[key] - before[key] for key in ("descriptors", "threads", "rss_kib")}
+    joins = [seconds for seconds in waited if seconds]
     first = next(iter(logs.values()), [])
     pauses = sorted(after["at"] - before["at"] for before, after in itertools.pairwise(first))
     result = {
@@ -219,7 +221,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "ranks": options.ranks,
         "events": events,
         "processes": len(ranks.pids),
-        "longest_join_s": round(max((seconds for seconds in waited if seconds), default=0.0), 1),
+        "median_join_s": round(statistics.median(joins), 1) if joins else None,
+        "longest_join_s": round(max(joins, default=0.0), 1),
         "views": first[-1]["view"] if first else 0,
         "averages": len(first),
         "failed_attempts": len(

@@ -36,6 +36,9 @@ def test_this_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     engine = results["engine"]
     assert engine["runtime"] == "native" and engine["problems"] == []
     assert all(us > 0 for us in engine["median_us"].values())
+    assert "messages of 1 MiB by rank 0: " in engine["summary"]
+    assert {message["sends"] for message in engine["messages"]} == {True, False}
+    assert "nothing chosen by trials" not in engine["summary"].partition("messages of")[2]
 
 
 def test_text_has_a_line_per_check(
@@ -49,7 +52,7 @@ def test_text_has_a_line_per_check(
 
 def _self_test_result(**change: Any) -> dict[str, Any]:
     result = {"problems": [], "digest": "d", "median_us": {"none": 1.0}, "runtime": "native", "reason": "w"}
-    return {**result, "choices": [], "threads": 1, "single_copy": "switched off", **change}
+    return {**result, "choices": [], "messages": [], "threads": 1, "single_copy": "switched off", **change}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,8 @@ def test_self_test_detects_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     from dtcomm import collectives
 
     monkeypatch.setattr(collectives, "info", lambda: {"runtime": "native", "reason": ""})
+    for message in ("send", "recv"):
+        monkeypatch.setattr(collectives, message, lambda x, peer: None)
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": None)
     assert len(checks.self_test(0, 2)["problems"]) == 2
     monkeypatch.setattr(collectives, "all_reduce", lambda x, codec="none": x.mul_(1.5))
