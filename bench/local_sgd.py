@@ -1,25 +1,28 @@
 """Train a GPT by data parallelism, DiLoCo and Streaming DiLoCo at equal tokens: held-out loss and bytes.
 
-python -m bench.local_sgd [--steps 600] [--every 30] [--seeds 3] [--trials 4] [--methods NAMES] [--seconds S] [--fresh]
-                          [--quick] [--json FILE]
+python -m bench.local_sgd [--steps 1200] [--every 30] [--warm-up 0.25] [--seeds 3] [--trials 4] [--methods NAMES]
+                          [--seconds S] [--fresh] [--quick] [--json FILE]
 
 Four workers run in a loop in one process, with the arithmetic of DDP and of `dtcomm.local_sgd.LocalSGD`
 (`dtcomm.measure.simulated_ranks`, `dtcomm.measure.simulated_local_sgd`; tests compare them bit by bit). The text is the
-demo's. Every method sees the same batches in the same order, and ends with the same number of tokens.
+demo's. Every method sees the same batches in the same order, and ends with the same number of tokens. As in the paper
+of DiLoCo, whose models were trained by data parallelism for 24,000 of 88,000 steps first, the first ``--warm-up`` of
+the steps are data parallel, uncompressed; "from scratch" has none.
 
 Learning rates are chosen on a seed that no result uses, by as many runs for each family of methods (``--trials``): of
 inner rates for data parallelism, of an inner rate with an outer rate and momentum for DiLoCo and for Streaming DiLoCo.
 The compressed versions of a family take the rates of the family.
 
-"bytes a step" are what one worker sends on average, "peak" is the bandwidth that a worker needs so that no step waits,
-in bytes for each step: the largest message over the steps that it may take (1 without delay). Both are payloads times
-2 (n - 1) / n, as an all-reduce over a ring or in two shots sends them.
+"bytes a step" are what one worker sends on average after the warm-up, "peak" is the bandwidth that a worker needs so
+that no step waits, in bytes for each step: the largest message over the steps that it may take (1 without delay). Both
+are payloads times 2 (n - 1) / n, as an all-reduce over a ring or in two shots sends them.
 Runs that the result file has are not repeated; ``--seconds`` stops after a time and continues at the next call.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import statistics
 import time
@@ -38,7 +41,7 @@ from dtcomm.measure.simulated_local_sgd import SimulatedLocalSGD
 from dtcomm.measure.simulated_ranks import SimulatedRanks
 
 WORKERS = 4
-BATCH = 4
+BATCH = 16
 SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=48, layers=3, width=48, heads=4)
 TUNING_SEED = 1000
 GOAL = 0.01  # how far above data parallelism the held-out loss may be
@@ -55,6 +58,7 @@ class Method:
         fragments: The number of fragments; 0: gradients are averaged in every step.
         delay: The steps from the start of an average until it is applied.
         mixing: The weight of the common weights then.
+        from_scratch: Without a warm-up.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Method:
     fragments: int = 0
     delay: int = 0
     mixing: float = 1.0
+    from_scratch: bool = False
 
 
 STREAMING: dict[str, Any] = {"family": "streaming", "fragments": 3, "delay": 2, "mixing": 0.5}
@@ -70,12 +75,13 @@ METHODS = (
     Method(name="data parallel", family="dp", spec="none"),
     Method(name="data parallel, int8", family="dp", spec="int8"),
     Method(name="DiLoCo", family="diloco", spec="none", fragments=1),
+    Method(name="DiLoCo from scratch", family="diloco", spec="none", fragments=1, from_scratch=True),
     Method(name="streaming, int4", spec="int4", **STREAMING),
     Method(name="streaming, mxfp4", spec="mxfp4", **STREAMING),
     Method(name="streaming, int2", spec="int2", **STREAMING),
 )
 #: The method with which the rates of a family are chosen.
-TUNED = {"dp": METHODS[0], "diloco": METHODS[2], "streaming": METHODS[3]}
+TUNED = {"dp": METHODS[0], "diloco": METHODS[2], "streaming": METHODS[4]}
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,8 @@ class Rates:
 
 
 #: What is tried, the likeliest first; as many for each family.
-INNER = (Rates(4e-3), Rates(8e-3), Rates(2e-3), Rates(1.6e-2))
-PAIRS = (Rates(4e-3, 0.7, 0.9), Rates(4e-3, 1.0, 0.0), Rates(8e-3, 0.7, 0.9), Rates(8e-3, 1.0, 0.0))
+INNER = (Rates(8e-3), Rates(1.6e-2), Rates(4e-3), Rates(3.2e-2))
+PAIRS = (Rates(8e-3, 0.7, 0.9), Rates(8e-3, 0.8, 0.6), Rates(8e-3, 0.4, 0.9), Rates(1.6e-2, 0.4, 0.9))
 GRIDS = {"dp": INNER, "diloco": PAIRS, "streaming": PAIRS}
 
 
@@ -138,14 +144,17 @@ def held_out(model: nn.Module) -> float:
     return statistics.fmean(float(demo.cross_entropy(model, *batch)) for batch in batches)
 
 
-def data_parallel(method: Method, rates: Rates, seed: int, steps: int) -> tuple[nn.Module, list[int]]:
-    """Train with averaged gradients; return the model and one worker's payload bytes of each step."""
+def data_parallel(
+    spec: str, inner: float, seed: int, until: int, steps: int
+) -> tuple[nn.Module, torch.optim.Optimizer, list[int]]:
+    """Train with averaged gradients up to step ``until``; return the model, the optimizer and one worker's payload
+    bytes of each step."""
     torch.manual_seed(seed)
     model = demo.GPT(SHAPE)
     optimizer = adam(model)
-    run = SimulatedRanks(method.spec, WORKERS, list(model.named_parameters()), seed=seed)
+    run = SimulatedRanks(spec, WORKERS, list(model.named_parameters()), seed=seed)
     sent = []
-    for step in range(steps):
+    for step in range(until):
         gradients = []
         for worker in range(WORKERS):
             backward(model, seed, step, worker)
@@ -154,17 +163,21 @@ def data_parallel(method: Method, rates: Rates, seed: int, steps: int) -> tuple[
         for parameter, mean in zip(model.parameters(), run.average(gradients), strict=True):
             parameter.grad = mean
         sent.append(run.all_reduce.payload_bytes - before)
-        update(optimizer, model, rate_at(rates.inner, step, steps))
-    return model, sent
+        update(optimizer, model, rate_at(inner, step, steps))
+    return model, optimizer, sent
 
 
-def local(method: Method, rates: Rates, seed: int, steps: int, every: int) -> tuple[nn.Module, list[int]]:
-    """Train with averaged weights; return the model and one worker's payload bytes of each step."""
-    replicas = []
-    for _ in range(WORKERS):
-        torch.manual_seed(seed)
-        replicas.append(demo.GPT(SHAPE))
-    sizes = {name: parameter.numel() for name, parameter in replicas[0].named_parameters()}
+def local(
+    method: Method, rates: Rates, seed: int, steps: int, every: int, warm_up: int
+) -> tuple[nn.Module, list[int]]:
+    """Train with averaged weights after ``warm_up`` steps of data parallelism; return the model and one worker's
+    payload bytes of each step after them."""
+    model, optimizer, _ = data_parallel("none", rates.inner, seed, warm_up, steps)
+    replicas = [copy.deepcopy(model) for _ in range(WORKERS)]
+    optimizers = [adam(replica) for replica in replicas]
+    for other in optimizers:
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     fragments = make_fragments(replicas[0], sizes, [], method.fragments, "strided", every)
     averages = SimulatedLocalSGD(
         replicas,
@@ -177,28 +190,27 @@ def local(method: Method, rates: Rates, seed: int, steps: int, every: int) -> tu
         delay=method.delay,
         mixing=method.mixing,
     )
-    optimizers = [adam(replica) for replica in replicas]
-    for step in range(steps):
-        for worker, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+    for step in range(warm_up, steps):
+        for worker, (replica, other) in enumerate(zip(replicas, optimizers, strict=True)):
             backward(replica, seed, step, worker)
-            update(optimizer, replica, rate_at(rates.inner, step, steps))
+            update(other, replica, rate_at(rates.inner, step, steps))
         averages.step()
     sent = list(averages.sent)
     averages.sync()
     return replicas[0], sent
 
 
-def run(method: Method, rates: Rates, seed: int, steps: int, every: int) -> dict[str, Any]:
+def run(method: Method, rates: Rates, seed: int, steps: int, every: int, warm_up: int) -> dict[str, Any]:
     """Train once; return the held-out loss and the bytes."""
     begin = time.process_time()
     if method.fragments:
-        model, payloads = local(method, rates, seed, steps, every)
+        model, payloads = local(method, rates, seed, steps, every, 0 if method.from_scratch else warm_up)
     else:
-        model, payloads = data_parallel(method, rates, seed, steps)
+        model, _, payloads = data_parallel(method.spec, rates.inner, seed, steps, steps)
     share = 2 * (WORKERS - 1) / WORKERS
     return {
         "loss": round(held_out(model), 4),
-        "bytes_per_step": round(share * sum(payloads) / steps),
+        "bytes_per_step": round(share * sum(payloads) / len(payloads)),
         "peak_bytes_per_step": round(share * max(payloads) / max(1, method.delay)),
         "seconds": round(time.process_time() - begin, 1),
     }
@@ -246,7 +258,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument(
+        "--warm-up", type=float, default=0.25, help="share of the steps that are data parallel first"
+    )
     parser.add_argument("--every", type=int, default=30, help="steps between two averages of a fragment")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
@@ -265,7 +280,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(1)
     runs: dict[str, Any] = {}
     saved = {} if options.fresh else output.resumable(path)
-    if (saved.get("steps"), saved.get("every")) == (options.steps, options.every):
+    setting = {"steps": options.steps, "every": options.every, "warm_up": options.warm_up}
+    if {name: saved.get(name) for name in setting} == setting:
         runs = saved["runs"]
     end = time.monotonic() + options.seconds
     methods = [method for method in METHODS if method is METHODS[0] or method.name in options.methods]
@@ -305,7 +321,8 @@ def make_runs(
     for method, rates, seed in wanted:
         name = key(method, rates, seed)
         if name not in runs and time.monotonic() < end:
-            runs[name] = run(method, rates, seed, options.steps, options.every)
+            warm_up = round(options.warm_up * options.steps)
+            runs[name] = run(method, rates, seed, options.steps, options.every, warm_up)
             print(f"{name}: {runs[name]['loss']} in {runs[name]['seconds']} s", flush=True)
             write(runs, options, path)
     return write(runs, options, path)
@@ -318,6 +335,7 @@ def write(runs: dict[str, Any], options: argparse.Namespace, path: Path) -> dict
         "workers": WORKERS,
         "steps": options.steps,
         "every": options.every,
+        "warm_up": options.warm_up,
         "parameters": sum(parameter.numel() for parameter in demo.GPT(SHAPE).parameters()),
         "core_seconds": round(sum(entry["seconds"] for entry in runs.values())),
         "runs": runs,
