@@ -35,7 +35,18 @@ ASYMMETRIC = (
     "int4:block=64,symmetric=false,spikes=1",
 )
 SUMS = ("int4 one_shot", "int4 two_shot", "int4 two_shot_symmetric")
-OTHERS = (*ASYMMETRIC, *SUMS, "int5:block=128", "fp8_e4m3", "fp8_e3m4", "mxfp4", "mxfp4:rotate=hadamard")
+OTHERS = (
+    *ASYMMETRIC,
+    *SUMS,
+    "int5:block=128",
+    "fp8_e4m3",
+    "fp8_e3m4",
+    "mxfp4",
+    "mxfp4:rotate=hadamard",
+    "nvfp4",
+    "intv",
+    "intv:width=4",
+)
 #: The most that perplexity may rise, as a fraction.
 TARGETS = {
     "int8": 0.001,
@@ -44,6 +55,7 @@ TARGETS = {
     SUMS[0]: 0.01,
     ASYMMETRIC[2]: 0.01,
     ASYMMETRIC[3]: 0.01,
+    "intv": 0.01,
 }
 
 
