@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.common import machine, output
+from bench.common import machine, output, pages
 from bench.common.native import BUILD
 from dtcomm.cli.demo import train as demo
 from dtcomm.local_sgd.fragments import make_fragments
@@ -43,6 +43,7 @@ from dtcomm.measure.simulated_ranks import SimulatedRanks
 WORKERS = 4
 BATCH = 16
 SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=48, layers=3, width=48, heads=4)
+SEEDS, TRIALS = 3, 4
 TUNING_SEED = 1000
 GOAL = 0.01  # how far above data parallelism the held-out loss may be
 
@@ -253,6 +254,14 @@ def table(runs: dict[str, Any], methods: list[Method], seeds: int, trials: int) 
     return rows
 
 
+COLUMNS = ["method", "rates", "held-out loss", "beside data parallel", "bytes a step", "peak", "goal"]
+
+
+def page(result: dict[str, Any]) -> str:
+    """Return the table of docs/results/sites.md."""
+    return pages.markdown(COLUMNS, table(result["runs"], list(METHODS), SEEDS, TRIALS), aligned=True)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run, print, write the file; return what was written."""
     parser = argparse.ArgumentParser(
@@ -263,9 +272,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--warm-up", type=float, default=0.25, help="share of the steps that are data parallel first"
     )
     parser.add_argument("--every", type=int, default=30, help="steps between two averages of a fragment")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument(
-        "--trials", type=int, default=4, choices=range(1, 5), help="rates tried for each family"
+        "--trials", type=int, default=TRIALS, choices=range(1, TRIALS + 1), help="rates tried for each family"
     )
     names = [method.name for method in METHODS]
     parser.add_argument("--methods", nargs="+", choices=names, default=names, help="beside data parallel")
@@ -302,7 +311,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         output.table(
             f"{WORKERS} workers, {options.steps} steps of {BATCH} x {SHAPE.context} characters each, averages every "
             f"{options.every} steps; goal: at most {100 * GOAL:g} % above data parallel",
-            ["method", "rates", "held-out loss", "beside data parallel", "bytes a step", "peak", ""],
+            COLUMNS,
             table(runs, methods, options.seeds, options.trials),
         )
     if time.monotonic() > end:
