@@ -62,6 +62,8 @@ def compare_gradients(rank: int, ranks: int, mode: str, codec: str) -> None:
 
         actual = gradients(block, forward_with_autocast)
         assert all(parameter.grad.dtype == torch.float32 for parameter in block.parameters())
+        with torch.no_grad():
+            assert torch.equal(forward_with_autocast(make_input()), actual[0])
     else:
         torch._dynamo.reset()
         if (
