@@ -81,8 +81,8 @@ METHODS = (
     Method(name="streaming, mxfp4", spec="mxfp4", **STREAMING),
     Method(name="streaming, int2", spec="int2", **STREAMING),
 )
-#: The method with which the rates of a family are chosen.
-TUNED = {"dp": METHODS[0], "diloco": METHODS[2], "streaming": METHODS[4]}
+#: The method with which the rates of a family are chosen: its first.
+TUNED = {method.family: method for method in reversed(METHODS)}
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def table(runs: dict[str, Any], methods: list[Method], seeds: int, trials: int) 
                 f"{statistics.fmean(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})",
                 f"{found[0]['bytes_per_step']:,}",
                 f"{found[0]['peak_bytes_per_step']:,}",
-                "PASS" if statistics.fmean(gaps) <= 100 * GOAL else "MISS",
+                "" if method is METHODS[0] else "PASS" if statistics.fmean(gaps) <= 100 * GOAL else "MISS",
             ]
         )
     return rows

@@ -292,9 +292,11 @@ class RowParallelLinear(_ParallelLinear):
         ):
             return row_linear(x, self.matrix, self.comm, self.chunks, Epilogue(self.bias, residual, norm))
         else:
+            matrix = self.matrix
             if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            y = row_linear(x, self.matrix, self.comm, self.chunks, Epilogue()).y
+                dtype = torch.get_autocast_dtype(x.device.type)
+                x, matrix = x.to(dtype), matrix.to(dtype)
+            y = row_linear(x, matrix, self.comm, self.chunks, Epilogue()).y
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         if residual is not None:

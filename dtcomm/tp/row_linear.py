@@ -45,7 +45,7 @@ def row_linear(
     norm_weight = None if norm is None else norm.weight
     tensors = (x, weight, epilogue.bias, epilogue.residual, norm_weight)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
-        return _forward(x, weight.to(x.dtype), comm, chunks, epilogue)  # another dtype under autocast
+        return _forward(x, weight, comm, chunks, epilogue)
     eps = None if norm is None else norm.eps
     outputs = autograd_apply(RowLinearFunction, *tensors, comm, chunks, eps)
     return EpilogueResult(outputs, None) if norm is None else EpilogueResult(*outputs)

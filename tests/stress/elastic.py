@@ -38,7 +38,7 @@ from tests.stress.soak_rank import resource_usage
 TIMEOUT = 20.0
 ALLOWED_PAUSE = TIMEOUT + 30.0
 JOIN_SECONDS = 240.0  # for a process to start, import torch and join, also on a busy machine
-LEAST_FALL = 0.5  # what the loss may be in the end, as a share of that in the beginning
+MAX_FINAL_LOSS = 0.5  # as a share of the loss in the beginning
 SETTLED = 0.25  # share of the averages after which memory is compared
 
 
@@ -141,8 +141,8 @@ def complaints(logs: dict[str, list[dict[str, Any]]], codes: list[int]) -> list[
     early, late = (
         statistics.mean(line["loss"] for line in part) for part in (first[:8], first[-len(first) // 8 :])
     )
-    if not late < LEAST_FALL * early:
-        bad.append(f"the loss was {early:.4f} and became {late:.4f}, more than {LEAST_FALL:g} of that")
+    if not late < MAX_FINAL_LOSS * early:
+        bad.append(f"the loss was {early:.4f} and became {late:.4f}, more than {MAX_FINAL_LOSS:g} of that")
     bad += [f"{name} grew by {grown:g}" for name, grown in growth(first).items() if grown > MOST_GROWTH[name]]
     digests: dict[tuple[int, int], set[int]] = {}
     for lines in logs.values():
