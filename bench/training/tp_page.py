@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 from bench.common.pages import DOCS, fill, markdown
 from dtcomm.cli._plot import COLOURS, INK, STYLE
+
+WIDTHS = tuple(f"int{bits}" for bits in range(2, 9))
+MARKERS = "DsP^v*Xp"  # not as many as there are colours, so that no two codecs have the same marker in the same colour
 
 
 def write_page(result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
@@ -39,17 +43,17 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             for row in rows:
                 if row["ranks"] == ranks and " " not in row["codec"]:
                     name, _, added = row["codec"].partition(":")
-                    line = name.startswith("int") and "symmetric" not in added
+                    line = name in WIDTHS and "symmetric" not in added
                     kind = f"int2 to int8 {_words(added)}".strip() if line else row["codec"]
                     series.setdefault(kind, []).append(row)
             alone = 0
-            for colour, (kind, points) in zip(COLOURS * 2, series.items()):
+            for colour, (kind, points) in zip(itertools.cycle(COLOURS), series.items()):
                 alone += len(points) == 1
                 points = sorted(points, key=lambda row: float(row["bits"]))
                 axes.plot(
                     [row["bits"] for row in points],
                     [max(100 * row["change"], 1e-3) for row in points],
-                    marker="o" if len(points) > 1 else "DsP^v*X"[alone % 7],
+                    marker="o" if len(points) > 1 else MARKERS[alone % len(MARKERS)],
                     markersize=4 if len(points) > 1 else 6,
                     color=colour,
                     label=kind,
