@@ -5,7 +5,7 @@ python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--second
 Two ranks run in two network namespaces connected by a link of the given rate (needs root and iproute2). The model is a
 wide MLP of 25.2 M parameters, 101 MB of gradients per step; "compute" is the step without communication. "auto" chooses
 from none, fp16, int8 and int4, "auto, all" also from the other schemes; their choices are printed. dtcomm's schemes use
-error feedback, except "no feedback". Contestants take turns. It takes about 4 minutes for each rate.
+error feedback, except "no feedback". Contestants take turns. It takes about 5 minutes for each rate.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
+from bench.training import torch_hooks
 from dtcomm.measure import netns
 
 WIDTH, LAYERS = 2896, 3
-TORCH = ("torch: no hook", "torch: fp16", "torch: powersgd 1", "torch: powersgd 4")
+TORCH_HOOKS = {f"torch: {name}": name for name in torch_hooks.HOOKS}  # of 16 bits
+TORCH = ("torch: no hook", *TORCH_HOOKS, "torch: powersgd 1", "torch: powersgd 4")
 OURS = {
     "none": "none",
     "fp16": "fp16",
     "fp16, no feedback": "fp16",
+    "bf16, stochastic": "bf16:round=stochastic",
     "int8": "int8",
     "int4": "int4",
     "topk 1%": "topk:ratio=0.01",
@@ -90,8 +93,8 @@ class LinkRank:
         one_bucket = name.startswith("torch: powersgd")
         model = DistributedDataParallel(net, bucket_cap_mb=400 if one_bucket else 25)
         self.models[name] = model
-        if name == "torch: fp16":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if name in TORCH_HOOKS:
+            model.register_comm_hook(None, torch_hooks.ddp_hook(TORCH_HOOKS[name]))
         elif one_bucket:
             state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=int(name[-1]), start_powerSGD_iter=2
@@ -223,7 +226,7 @@ def target(gbit: float, batch: int, name: str, medians: dict[str, float]) -> flo
     if name not in AUTO:
         return TARGETS.get(name, {}).get((gbit, batch))
     base = medians["torch: no hook"]
-    best = max(base / medians[candidate] for candidate in AMONG[name] if candidate in medians)
+    best = max((base / medians[candidate] for candidate in AMONG[name] if candidate in medians), default=0.0)
     return 0.98 if best < 1 else max(0.98, 0.95 * best)
 
 

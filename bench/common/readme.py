@@ -67,7 +67,11 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
     lines = []
     for codec in ("none", "int8", "int4"):
         lines.append(["all_reduce, 64 MB", f"`{codec}`", *(sums[link, codec] for link in links)])
-    shown = {"torch: fp16": "torch's fp16 hook", "torch: powersgd 1": "torch's PowerSGD hook, rank 1"}
+    shown = {name: f"torch's {name.removeprefix('torch: ')} hook" for name in ("torch: fp16", "torch: bf16")}
+    shown |= {
+        "torch: powersgd 1": "torch's PowerSGD hook, rank 1",
+        "bf16, stochastic": "`bf16:round=stochastic`",
+    }
     shown |= {name: f"`{name}`" for name in ("fp16", "int8", "int4", "auto")}
     shown |= {"topk 1%": "`topk:ratio=0.01`", "powersgd 1": "`powersgd:rank=1`"}
     for name, label in shown.items():
