@@ -1,10 +1,12 @@
 """Compare training under FSDP with every spec to uncompressed training: a small GPT on Python's source, three seeds.
 
-python -m bench.fsdp_convergence [--methods defaults qwZ …] [--seeds 3] [--steps N] [--fresh] [--quick] [--json FILE]
+python -m bench.fsdp_convergence [--task gpt] [--methods defaults qwZ …] [--seeds N] [--steps N] [--fresh] [--quick]
+    [--json FILE]
 
 Four ranks run in a loop in one process on the native engine (bench/training/shards.py says why that is exact). Runs
 that the result file has are not repeated; `--fresh` repeats them. A full run writes the table of docs/results/fsdp.md
-and docs/results/fsdp_convergence.png.
+and docs/results/fsdp_convergence.png. ``--task text`` trains the GPT of 6.5 M parameters of bench.workloads instead, by
+default one seed, for which a method takes about five minutes of one core.
 """
 
 from __future__ import annotations
@@ -23,9 +25,19 @@ from bench.training import shards_page
 from bench.training.runs import CURVE
 from bench.training.shards import METHODS, Method, Shards
 from bench.training.tasks import RANKS, TASKS, Task
+from bench.training.text import TEXT
 from dtcomm.cli.demo.train import GPT
 
-STEPS = 600
+#: The steps and the seeds of a task.
+DEFAULTS = {"gpt": (600, 3), "text": (400, 1)}
+
+
+def task_of(name: str, steps: int) -> Task:
+    """Return one of the tasks of `DEFAULTS` with another number of steps."""
+    if name == "text":
+        task = TEXT.shortened(steps).task("adamw", TEXT.rates["adamw"], RANKS)
+        return replace(task, metric=f"held-out loss, {TEXT.unit}")
+    return replace(TASKS[name], steps=steps)
 
 
 def train(task: Task, method: Method, seed: int) -> dict[str, Any]:
@@ -76,39 +88,43 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=list(DEFAULTS), default="gpt")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, help="gpt: 3, text: 1")
+    parser.add_argument("--steps", type=int, help="gpt: 600, text: 400")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that were made before")
     parser.add_argument("--quick", action="store_true", help="one seed, 20 steps; writes under build/bench")
     parser.add_argument("--json", type=Path, help="where to write instead of bench/results")
     options = parser.parse_args(arguments)
+    steps, seeds = DEFAULTS[options.task]
+    steps, seeds = options.steps or steps, options.seeds or seeds
     if options.quick:
-        options.seeds, options.steps = 1, 20
-    default = (BUILD if options.quick else output.RESULTS.parent) / "results" / "fsdp_convergence.json"
+        steps, seeds = 20, 1
+    name = shards_page.RESULTS[options.task]
+    default = (BUILD if options.quick else output.RESULTS.parent) / "results" / f"{name}.json"
     path = options.json or default
     torch.set_num_threads(1)
-    task = replace(TASKS["gpt"], steps=options.steps)
+    task = task_of(options.task, steps)
     runs: dict[str, Any] = {}
     saved = {} if options.fresh else output.resumable(path)
-    if saved.get("steps") == options.steps:
+    if saved.get("steps") == steps:
         runs = saved["runs"]
-    for seed in range(options.seeds):
-        for name in options.methods:
-            key = shards_page.key(name, seed)
+    for seed in range(seeds):
+        for method in options.methods:
+            key = shards_page.key(method, seed)
             if key not in runs:
-                runs[key] = train(task, METHODS[name], seed)
+                runs[key] = train(task, METHODS[method], seed)
                 print(f"{key}: {runs[key]['metric']} in {runs[key]['seconds']} s", flush=True)
-                _write(runs, options.steps, path)
-    result = _write(runs, options.steps, path)
-    output.table(*shards_page.table(runs))
+                _write(runs, name, steps, path)
+    result = _write(runs, name, steps, path)
+    output.table(*shards_page.table(runs, task.metric))
     print("\n".join(shards_page.verdicts(runs)))
-    if path == output.RESULTS / "fsdp_convergence.json":
-        print(*shards_page.write(runs))
+    if path == output.RESULTS / f"{name}.json":
+        print(*shards_page.write(runs, options.task, task.metric))
     return result
 
 
-def _write(runs: dict[str, Any], steps: int, path: Path) -> dict[str, Any]:
+def _write(runs: dict[str, Any], name: str, steps: int, path: Path) -> dict[str, Any]:
     result = {
         "machine": machine.describe(),
         "ranks": RANKS,
@@ -117,7 +133,7 @@ def _write(runs: dict[str, Any], steps: int, path: Path) -> dict[str, Any]:
         "verdicts": shards_page.verdicts(runs),
         "runs": runs,
     }
-    output.write("fsdp_convergence", result, path, timed=False)
+    output.write(name, result, path, timed=False)
     return result
 
 

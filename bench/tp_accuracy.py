@@ -1,14 +1,16 @@
 """Measure the perplexity of a model under compressed tensor parallelism: every width, with and without rotation and
 spikes.
 
-python -m bench.tp_accuracy [--ranks 2 4] [--codecs int8 …] [--windows N] [--seconds S] [--fresh] [--json FILE]
+python -m bench.tp_accuracy [--model gpt] [--ranks 2 4] [--codecs int8 …] [--windows N] [--seconds S] [--fresh]
+    [--json FILE]
 
-A small GPT learns Python's source once, which takes minutes; its weights stay under build/bench. Then the outputs of
-its attention and feed-forward blocks are summed over n ranks in a codec, on held-out text. The ranks are emulated in
-one process (dtcomm.tp.emulate, whose sums a test compares to those of the collectives, bit by bit). "int4" is summed as
-the layers do by default: with one shot on two ranks and with two on more. "int4 one_shot" names the algorithm. Results
-that the file has are not measured again, except with `--fresh`. With `--seconds` the program stops after that time, and
-the next call continues. Table and plot go to docs/results.
+A GPT of 0.8 M parameters, or with ``--model text`` the one of 6.5 M of bench.workloads, learns Python's source once,
+which takes minutes; its weights stay under build/bench. Then the outputs of its attention and feed-forward blocks are
+summed over n ranks in a codec, on held-out text. The ranks are emulated in one process (dtcomm.tp.emulate, whose sums a
+test compares to those of the collectives, bit by bit). "int4" is summed as the layers do by default: with one shot on
+two ranks and with two on more. "int4 one_shot" names the algorithm. Results that the file has are not measured again,
+except with `--fresh`. With `--seconds` the program stops after that time, and the next call continues. Table and plot
+go to docs/results.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.common import machine, output
-from bench.training import gpt
-from bench.training.tp_page import write_page
+from bench.training import gpt, tp_page
 from dtcomm.codecs import codec
 from dtcomm.tp.emulate import emulate, restore
 
@@ -69,22 +71,24 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=list(gpt.SETTINGS), default="gpt")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--codecs", nargs="+", default=specs())
     parser.add_argument("--windows", type=int, default=256, help="of held-out text")
-    parser.add_argument("--steps", type=int, default=gpt.STEPS, help="of training")
+    parser.add_argument("--steps", type=int, help="of training; gpt: 1200, text: 1000")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--fresh", action="store_true", help="repeat what was measured before")
-    parser.add_argument(
-        "--json", help="where to write instead of bench/results/tp_accuracy.json (then no page)"
-    )
+    parser.add_argument("--json", help="where to write instead of bench/results (then no page)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    model, corpus = gpt.trained(options.steps, say=lambda line: print(line, flush=True))
-    path = Path(options.json or output.RESULTS / "tp_accuracy.json")
+    training = gpt.SETTINGS[options.model]
+    training = replace(training, steps=options.steps or training.steps)
+    model, corpus = gpt.trained(training, say=lambda line: print(line, flush=True))
+    name = tp_page.RESULTS[options.model]
+    path = Path(options.json or output.RESULTS / f"{name}.json")
     rows: dict[str, dict[str, Any]] = {}
     plain = gpt.held_out_loss(model, corpus, options.windows)
-    setting = {"windows": options.windows, "steps": options.steps, "loss": round(plain, 9)}
+    setting = {"windows": options.windows, "steps": training.steps, "loss": round(plain, 9)}
     saved = {} if options.fresh else output.resumable(path)
     if saved.get("setting") == setting:
         rows = {f"{row['codec']} {row['ranks']}": row for row in saved["rows"]}
@@ -112,14 +116,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rows": selected_rows,
         "verdicts": verdicts(selected_rows),
     }
-    written = output.write("tp_accuracy", result, options.json, timed=False)
+    written = output.write(name, result, options.json, timed=False)
     output.table(
-        f"perplexity a character, uncompressed {math.exp(plain):.4f}", *table(selected_rows, options.ranks)
+        f"perplexity a symbol, uncompressed {math.exp(plain):.4f}", *table(selected_rows, options.ranks)
     )
     print("\n".join(result["verdicts"]))
     print(written if complete else f"{written}; stopped in time: call again to go on")
     if complete and options.json is None:
-        print(*write_page(result, *table(selected_rows, options.ranks)))
+        print(*tp_page.write_page(name, result, *table(selected_rows, options.ranks)))
     return result
 
 

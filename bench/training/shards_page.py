@@ -1,4 +1,4 @@
-"""The convergence table and plot of docs/results/fsdp.md, from the runs of bench.fsdp_convergence."""
+"""The convergence tables and plots of docs/results/fsdp.md, from the runs of bench.fsdp_convergence."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from bench.common.pages import DOCS, fill, markdown
 from bench.training.shards import METHODS
 from dtcomm.cli._plot import COLOURS, INK, STYLE
 
+#: The names of the result file and of the plot of a task.
+RESULTS = {"gpt": "fsdp_convergence", "text": "fsdp_convergence_text"}
 NEAR = 0.01  # how far from the uncompressed loss the defaults may end
 
 Runs = dict[str, dict[str, Any]]
@@ -36,8 +38,8 @@ def behind(runs: Runs, method: str) -> list[float]:
     return gaps
 
 
-def table(runs: Runs) -> tuple[str, list[str], list[list[str]]]:
-    """Return the title, columns and rows of the table, a row for each method."""
+def table(runs: Runs, metric: str) -> tuple[str, list[str], list[list[str]]]:
+    """Return the title, columns and rows of the table, a row for each method; ``metric`` is what the losses are."""
     rows = []
     for method in METHODS.values():
         values = metrics(runs, method.name)
@@ -47,19 +49,21 @@ def table(runs: Runs) -> tuple[str, list[str], list[list[str]]]:
             run["sent"] for name, run in runs.items() if name.startswith(f"{method.name} | ")
         )
         gaps = behind(runs, method.name)
-        spread = (max(values) - min(values)) / 2
+        spread = f" ± {(max(values) - min(values)) / 2:.2g}" if len(values) > 1 else ""
+        gap = f"{100 * statistics.fmean(gaps):+.2f} %" if gaps else ""
+        between = f" ({100 * min(gaps):+.2f} to {100 * max(gaps):+.2f})" if len(gaps) > 1 else ""
         rows.append(
             [
                 method.name,
                 method.gradients,
                 method.parameters,
                 f"{100 * sent:.3g} %",
-                f"{statistics.fmean(values):.4f} ± {spread:.2g}",
-                f"{100 * statistics.fmean(gaps):+.2f} % ({100 * min(gaps):+.2f} to {100 * max(gaps):+.2f})",
+                f"{statistics.fmean(values):.4f}{spread}",
+                gap + between,
             ]
         )
     columns = ["method", "gradients", "parameters", "sent", "held-out loss", "beside uncompressed"]
-    return "held-out loss in nats per character, mean ± half of the range over seeds", columns, rows
+    return f"{metric}, mean ± half of the range over seeds", columns, rows
 
 
 def verdicts(runs: Runs) -> list[str]:
@@ -76,15 +80,16 @@ def verdicts(runs: Runs) -> list[str]:
     return lines
 
 
-def write(runs: Runs) -> list[Path]:
+def write(runs: Runs, task: str, metric: str) -> list[Path]:
     """Write the generated part of the page and the plot; return both paths."""
-    page, picture = DOCS / "results/fsdp.md", DOCS / "results/fsdp_convergence.png"
-    title, columns, rows = table(runs)
+    name = RESULTS[task]
+    page, picture = DOCS / "results/fsdp.md", DOCS / f"results/{name}.png"
+    title, columns, rows = table(runs, metric)
     cells = [[cell.replace("none", "`none`") if cell == "none" else cell for cell in row] for row in rows]
     for row in cells:
         row[1:3] = [cell if cell.startswith("`") else f"`{cell}`" for cell in row[1:3]]
     parts = [f"{title[0].upper()}{title[1:]}:", "", markdown(columns, cells)]
-    fill(page, "convergence", "\n".join(parts))
+    fill(page, name, "\n".join(parts))
     plot(runs, picture)
     return [page, picture]
 

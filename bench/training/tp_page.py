@@ -1,4 +1,4 @@
-"""The accuracy table and plot of docs/results/tensor-parallel.md."""
+"""The accuracy tables and plots of docs/results/tensor-parallel.md."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 from bench.common.pages import DOCS, fill, markdown
 from dtcomm.cli._plot import COLOURS, INK, STYLE
 
+#: The names of the result file and of the table of a model of `bench.training.gpt`.
+RESULTS = {"gpt": "tp_accuracy", "text": "tp_accuracy_text"}
 WIDTHS = tuple(f"int{bits}" for bits in range(2, 9))
 MARKERS = "DsP^v*Xp"  # not as many as there are colours, so that no two codecs have the same marker in the same colour
 
 
-def write_page(result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
-    """Write the accuracy table and the plot; return both paths."""
-    picture = DOCS / "results/tensor-parallel.png"
+def write_page(name: str, result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
+    """Write the accuracy table of a result file and its plot; return both paths."""
+    picture = DOCS / f"results/{name}.png"
     plot(result["rows"], picture)
-    page = fill(DOCS / "results/tensor-parallel.md", "accuracy", markdown(columns, rows, aligned=True))
+    page = fill(DOCS / "results/tensor-parallel.md", name, markdown(columns, rows, aligned=True))
     return [page, picture]
 
 
