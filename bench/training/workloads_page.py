@@ -18,7 +18,7 @@ from bench.common import pages
 from bench.common.output import RESULTS
 from bench.training.plan import SEEDS, planned
 from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit
-from bench.training.workload import OPTIMIZERS, Workload
+from bench.training.workload import FACTORS, OPTIMIZERS, Workload
 from bench.workload_links import AUTO, RANKS, timed_as
 from dtcomm.planner.sweep import MIN_SPEEDUP
 
@@ -99,6 +99,13 @@ def steps_by_seed(kept: Kept, workload: Workload, variant: str) -> dict[int, flo
     return steps
 
 
+def rate_cell(workload: Workload, optimizer: str, rate: float) -> str:
+    """Return a learning rate, and whether it is at an end of those that were tried: then another may be better."""
+    tried = [float(f"{workload.rates[optimizer] * factor:.4g}") for factor in FACTORS]
+    end = {min(tried): " (least tried)", max(tried): " (greatest tried)"}.get(rate, "")
+    return f"{rate:g}{end}"
+
+
 def quality_table(kept: Kept, workload: Workload, optimizer: str) -> str:
     """Return the table of held-out losses by method and number of workers."""
     columns = ["method", "rate", "sent", *(f"loss, {workers} workers" for workers in WORKERS)]
@@ -114,7 +121,7 @@ def quality_table(kept: Kept, workload: Workload, optimizer: str) -> str:
         lines.append(
             [
                 LABELS.get(name, name),
-                f"{first['rate']:g}",
+                rate_cell(workload, optimizer, first["rate"]),
                 f"{100 * first['sent']:.3g} %",
                 *cells,
                 summary(qualities, "{:.2f}".format),

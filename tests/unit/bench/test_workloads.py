@@ -425,3 +425,8 @@ def test_models_have_the_sizes_that_the_page_says() -> None:
         return round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 2)
 
     assert [millions(workload.model()) for workload in (TEXT, VISION, RECOMMENDATION)] == [6.47, 0.31, 0.94]
+
+
+def test_a_rate_at_an_end_of_the_trials_is_marked() -> None:
+    cells = [workloads_page.rate_cell(TEXT, "adamw", rate) for rate in (0.0003333, 0.001, 0.003)]
+    assert cells == ["0.0003333 (least tried)", "0.001", "0.003 (greatest tried)"]
