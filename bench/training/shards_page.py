@@ -63,7 +63,8 @@ def table(runs: Runs, metric: str) -> tuple[str, list[str], list[list[str]]]:
             ]
         )
     columns = ["method", "gradients", "parameters", "sent", "held-out loss", "beside uncompressed"]
-    return f"{metric}, mean ± half of the range over seeds", columns, rows
+    several = any(" ± " in row[4] for row in rows)
+    return metric + (", mean ± half of the range over seeds" if several else ""), columns, rows
 
 
 def verdicts(runs: Runs) -> list[str]:

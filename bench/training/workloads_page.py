@@ -224,6 +224,13 @@ def losers(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     return missed, [name for name in later if name not in ("none (fp32)", *SIXTEEN_BITS)]
 
 
+def agreement(lines: Sequence[Sequence[str]]) -> tuple[int, int]:
+    """Return in how many rows the planner's verdict is the measured one, and how many rows have both."""
+    planned, measured = (LINK_COLUMNS.index(name) for name in ("planner, by step", "measured, to the loss"))
+    judged = [line for line in lines if "–" not in (line[planned], line[measured]) and line[measured]]
+    return sum(line[planned].endswith(f", {line[measured]}") for line in judged), len(judged)
+
+
 def read(program: str) -> dict[str, Any]:
     """Return the kept result of a program; an empty one if nothing is kept yet."""
     path = RESULTS / f"{program}.json"
@@ -276,9 +283,10 @@ def _of_workload(kept: Kept, workload: Workload, links: Mapping[str, Any]) -> li
         parts += [f"### Time to the loss at {gbit:g} Gbit/s, {_OPTIMIZERS[workload.optimizer]}, 2 workers"]
         parts.append(pages.markdown(LINK_COLUMNS, lines, aligned=True))
         missed, later = losers(lines)
+        right, judged = agreement(lines)
         parts.append(
             f"Not reached by: {', '.join(missed) or 'none'}. Later than torch's better 16-bit hook: "
-            f"{', '.join(later) or 'none'}."
+            f"{', '.join(later) or 'none'}. The planner's verdict is the measured one in {right} of {judged} rows."
         )
     return parts
 

@@ -430,3 +430,17 @@ def test_models_have_the_sizes_that_the_page_says() -> None:
 def test_a_rate_at_an_end_of_the_trials_is_marked() -> None:
     cells = [workloads_page.rate_cell(TEXT, "adamw", rate) for rate in (0.0003333, 0.001, 0.003)]
     assert cells == ["0.0003333 (least tried)", "0.001", "0.003 (greatest tried)"]
+
+
+def test_the_planner_is_right_where_both_verdicts_are_the_same() -> None:
+    def line(planned: str, measured: str) -> list[str]:
+        return ["method", "", "", "", "", "", planned, measured]
+
+    lines = [
+        line("–", "–"),
+        line("1.5×, pays", "pays"),
+        line("1.5×, pays", "does not pay"),
+        line("–", "pays"),
+    ]
+    lines += [line("1.0×, does not pay", "does not pay")]
+    assert workloads_page.agreement(lines) == (2, 3)
