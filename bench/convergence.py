@@ -5,7 +5,7 @@ python -m bench.convergence [--tasks mlp cnn gpt] [--methods int8 …] [--seeds 
 The tasks are digits (scikit-learn's) with an MLP and a small CNN, and Python's source with a small GPT. Four ranks
 run in a loop in one process (bench/training/runs.py says why that is exact), then the MLP runs as DDP. Runs that the
 result file has are not repeated; ``--fresh`` repeats them, ``--seconds`` stops after a time and continues at the next
-call. The table and the plot go to docs/results/convergence.md and docs/results/convergence.png.
+call. The plot goes to docs/results/convergence.png, and `python -m bench.pages` writes the table.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         output.table(title, columns, rows)
     print("\n".join(page.verdicts(runs)))
     if complete and path == output.RESULTS / "convergence.json":
-        print(*page.write(runs))
+        print(f"{page.plot(runs)}; python -m bench.pages writes the table")
     return result
 
 

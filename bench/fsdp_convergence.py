@@ -4,9 +4,10 @@ python -m bench.fsdp_convergence [--task gpt] [--methods defaults qwZ …] [--se
     [--json FILE]
 
 Four ranks run in a loop in one process on the native engine (bench/training/shards.py says why that is exact). Runs
-that the result file has are not repeated; `--fresh` repeats them. A full run writes the table of docs/results/fsdp.md
-and docs/results/fsdp_convergence.png. ``--task text`` trains the GPT of 6.5 M parameters of bench.workloads instead, by
-default one seed, for which a method takes about five minutes of one core.
+that the result file has are not repeated; `--fresh` repeats them. A full run draws a
+picture of docs/results, and `python -m bench.pages` writes the table of docs/results/fsdp.md. ``--task text`` trains
+the GPT of 6.5 M parameters of bench.workloads instead, by default with one seed; a method then takes about five minutes
+of one core.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from bench.common import machine, output
 from bench.common.native import BUILD
+from bench.common.pages import DOCS
 from bench.training import shards_page
 from bench.training.runs import CURVE
 from bench.training.shards import METHODS, Method, Shards
@@ -35,8 +37,7 @@ DEFAULTS = {"gpt": (600, 3), "text": (400, 1)}
 def task_of(name: str, steps: int) -> Task:
     """Return one of the tasks of `DEFAULTS` with another number of steps."""
     if name == "text":
-        task = TEXT.shortened(steps).task("adamw", TEXT.rates["adamw"], RANKS)
-        return replace(task, metric=f"held-out loss, {TEXT.unit}")
+        return TEXT.shortened(steps).task("adamw", TEXT.rates["adamw"], RANKS)
     return replace(TASKS[name], steps=steps)
 
 
@@ -90,8 +91,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--task", choices=list(DEFAULTS), default="gpt")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", type=int, help="gpt: 3, text: 1")
-    parser.add_argument("--steps", type=int, help="gpt: 600, text: 400")
+    steps_of, seeds_of = (", ".join(f"{task} {row[i]}" for task, row in DEFAULTS.items()) for i in (0, 1))
+    parser.add_argument("--seeds", type=int, help=f"default: {seeds_of}")
+    parser.add_argument("--steps", type=int, help=f"default: {steps_of}")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that were made before")
     parser.add_argument("--quick", action="store_true", help="one seed, 20 steps; writes under build/bench")
     parser.add_argument("--json", type=Path, help="where to write instead of bench/results")
@@ -117,10 +119,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 print(f"{key}: {runs[key]['metric']} in {runs[key]['seconds']} s", flush=True)
                 _write(runs, name, steps, path)
     result = _write(runs, name, steps, path)
-    output.table(*shards_page.table(runs, task.metric))
+    output.table(*shards_page.table(runs))
     print("\n".join(shards_page.verdicts(runs)))
     if path == output.RESULTS / f"{name}.json":
-        print(*shards_page.write(runs, options.task, task.metric))
+        picture = DOCS / f"results/{name}.png"
+        shards_page.plot(runs, picture)
+        print(f"{picture}; python -m bench.pages writes the table")
     return result
 
 

@@ -27,7 +27,8 @@ from bench import (
 )
 from bench.common import axes_page, pages, readme, sites_page
 from bench.common.output import RESULTS, all_processors
-from bench.training import workloads_page
+from bench.training import page as convergence_page
+from bench.training import shards_page, tp_page, workloads_page
 
 README = pages.DOCS.parent / "README.md"
 # Page and marks, what makes the text between them, and the programs whose results it takes.
@@ -40,6 +41,15 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/ddp.md", "slow_link", slow_link.page, ("slow_link",)),
     (pages.DOCS / "results/ddp.md", "auto_runs", auto_runs.page, ("auto_runs",)),
     (pages.DOCS / "results/fsdp.md", "fsdp_speed", fsdp_speed.page, ("fsdp_speed",)),
+    *(
+        (pages.DOCS / "results/fsdp.md", name, shards_page.text, (name,))
+        for name in shards_page.RESULTS.values()
+    ),
+    *(
+        (pages.DOCS / "results/tensor-parallel.md", name, tp_page.text, (name,))
+        for name in tp_page.RESULTS.values()
+    ),
+    (pages.DOCS / "results/convergence.md", "convergence", convergence_page.text, ("convergence",)),
     (pages.DOCS / "results/tensor-parallel.md", "tp_speed", tp_speed.page, ("tp_speed",)),
     (
         pages.DOCS / "results/reliability.md",

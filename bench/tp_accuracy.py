@@ -9,8 +9,8 @@ which takes minutes; its weights stay under build/bench. Then the outputs of its
 summed over n ranks in a codec, on held-out text. The ranks are emulated in one process (dtcomm.tp.emulate, whose sums a
 test compares to those of the collectives, bit by bit). "int4" is summed as the layers do by default: with one shot on
 two ranks and with two on more. "int4 one_shot" names the algorithm. Results that the file has are not measured again,
-except with `--fresh`. With `--seconds` the program stops after that time, and the next call continues. Table and plot
-go to docs/results.
+except with `--fresh`. With `--seconds` the program stops after that time, and the next call continues. A picture goes
+to docs/results.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from bench.common import machine, output
+from bench.common.pages import DOCS
 from bench.training import gpt, tp_page
 from dtcomm.codecs import codec
 from dtcomm.tp.emulate import emulate, restore
@@ -75,10 +76,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--codecs", nargs="+", default=specs())
     parser.add_argument("--windows", type=int, default=256, help="of held-out text")
-    parser.add_argument("--steps", type=int, help="of training; gpt: 1200, text: 1000")
+    parser.add_argument("--steps", type=int, help="of training; default: those of the model")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--fresh", action="store_true", help="repeat what was measured before")
-    parser.add_argument("--json", help="where to write instead of bench/results (then no page)")
+    parser.add_argument("--json", help="where to write instead of bench/results (then no picture)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     training = gpt.SETTINGS[options.model]
@@ -117,13 +118,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "verdicts": verdicts(selected_rows),
     }
     written = output.write(name, result, options.json, timed=False)
-    output.table(
-        f"perplexity a symbol, uncompressed {math.exp(plain):.4f}", *table(selected_rows, options.ranks)
-    )
+    output.table(f"perplexity a symbol, uncompressed {math.exp(plain):.4f}", *tp_page.table(selected_rows))
     print("\n".join(result["verdicts"]))
     print(written if complete else f"{written}; stopped in time: call again to go on")
     if complete and options.json is None:
-        print(*tp_page.write_page(name, result, *table(selected_rows, options.ranks)))
+        picture = DOCS / f"results/{name}.png"
+        tp_page.plot(selected_rows, picture)
+        print(f"{picture}; python -m bench.pages writes the table")
     return result
 
 
@@ -141,26 +142,6 @@ def _row(spec: str, ranks: int, loss: float, plain: float) -> dict[str, Any]:
         "perplexity": round(math.exp(loss), 5),
         "change": round(math.expm1(loss - plain), 7),
     }
-
-
-def table(rows: list[dict[str, Any]], ranks: list[int]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns of the table and a line for each codec."""
-    by_case = {(row["codec"], row["ranks"]): row for row in rows}
-    lines = []
-    for spec in dict.fromkeys(row["codec"] for row in rows):
-        line = [spec, f"{next(row['bits'] for row in rows if row['codec'] == spec):g}"]
-        for count in ranks:
-            row = by_case.get((spec, count))
-            if row is None:
-                line += ["–", "", ""]
-            else:
-                less = f"{row['less_than_bf16']:.2f}x"
-                line += [f"{row['perplexity']:.4f}", f"{100 * row['change']:+.3f} %", less]
-        lines.append(line)
-    columns = ["codec", "bits an element"]
-    for count in ranks:
-        columns += [f"TP={count}", "change", "less than bf16"]
-    return columns, lines
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:

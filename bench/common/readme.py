@@ -67,8 +67,9 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
     lines = []
     for codec in ("none", "int8", "int4"):
         lines.append(["all_reduce, 64 MB", f"`{codec}`", *(sums[link, codec] for link in links)])
-    shown = {name: f"torch's {name.removeprefix('torch: ')} hook" for name in ("torch: fp16", "torch: bf16")}
-    shown |= {
+    shown = {
+        "torch: fp16": "torch's fp16 hook",
+        "torch: bf16": "torch's bf16 hook",
         "torch: powersgd 1": "torch's PowerSGD hook, rank 1",
         "bf16, stochastic": "`bf16:round=stochastic`",
     }

@@ -103,7 +103,7 @@ def train(model: nn.Module, corpus: demo.Corpus, setting: Setting, say: Callable
         optimizer.step()
         if step % 50 == 0 or step + 1 == steps:
             say(
-                f"step {step + 1}/{steps}: {float(loss.detach()):.3f} nats per character, "
+                f"step {step + 1}/{steps}: {float(loss.detach()):.3f} nats per symbol, "
                 f"{time.monotonic() - begin:.0f} s"
             )
 

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import DOCS, fill, markdown
+from bench.common.pages import DOCS, markdown
 from bench.training.runs import METHODS
 from bench.training.tasks import TASKS
 from dtcomm.cli._plot import COLOURS, INK, STYLE
@@ -100,18 +100,15 @@ def verdicts(runs: Runs) -> list[str]:
     return lines
 
 
-def write(runs: Runs) -> list[Path]:
-    """Write the generated part of the page and the plot; return both paths."""
-    page, picture = DOCS / "results/convergence.md", DOCS / "results/convergence.png"
+def text(result: dict[str, Any]) -> str:
+    """Return the tables of docs/results/convergence.md."""
     parts = []
-    for title, columns, rows in tables(runs):
+    for title, columns, rows in tables(result["runs"]):
         parts.append(f"{title[0].upper()}{title[1:]}:\n\n{markdown(columns, rows, aligned=True)}")
-    fill(page, "convergence", "\n\n".join(parts))
-    plot(runs, picture)
-    return [page, picture]
+    return "\n\n".join(parts)
 
 
-def plot(runs: Runs, path: Path) -> None:
+def plot(runs: Runs, path: Path = DOCS / "results/convergence.png") -> Path:
     """Plot a row for each method and a panel for each task; the band is the range of uncompressed runs."""
     import matplotlib
 
@@ -168,3 +165,4 @@ def plot(runs: Runs, path: Path) -> None:
         )
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
+    return path

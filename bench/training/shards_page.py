@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import DOCS, fill, markdown
+from bench.common.pages import markdown
 from bench.training.shards import METHODS
 from dtcomm.cli._plot import COLOURS, INK, STYLE
 
@@ -38,8 +38,8 @@ def behind(runs: Runs, method: str) -> list[float]:
     return gaps
 
 
-def table(runs: Runs, metric: str) -> tuple[str, list[str], list[list[str]]]:
-    """Return the title, columns and rows of the table, a row for each method; ``metric`` is what the losses are."""
+def table(runs: Runs) -> tuple[str, list[str], list[list[str]]]:
+    """Return the title, columns and rows of the table, a row for each method."""
     rows = []
     for method in METHODS.values():
         values = metrics(runs, method.name)
@@ -49,7 +49,7 @@ def table(runs: Runs, metric: str) -> tuple[str, list[str], list[list[str]]]:
             run["sent"] for name, run in runs.items() if name.startswith(f"{method.name} | ")
         )
         gaps = behind(runs, method.name)
-        spread = f" ± {(max(values) - min(values)) / 2:.2g}" if len(values) > 1 else ""
+        half_range = f" ± {(max(values) - min(values)) / 2:.2g}" if len(values) > 1 else ""
         gap = f"{100 * statistics.fmean(gaps):+.2f} %" if gaps else ""
         between = f" ({100 * min(gaps):+.2f} to {100 * max(gaps):+.2f})" if len(gaps) > 1 else ""
         rows.append(
@@ -58,13 +58,14 @@ def table(runs: Runs, metric: str) -> tuple[str, list[str], list[list[str]]]:
                 method.gradients,
                 method.parameters,
                 f"{100 * sent:.3g} %",
-                f"{statistics.fmean(values):.4f}{spread}",
+                f"{statistics.fmean(values):.4f}{half_range}",
                 gap + between,
             ]
         )
     columns = ["method", "gradients", "parameters", "sent", "held-out loss", "beside uncompressed"]
-    several = any(" ± " in row[4] for row in rows)
-    return metric + (", mean ± half of the range over seeds" if several else ""), columns, rows
+    seeds = max((len(metrics(runs, method)) for method in METHODS), default=0)
+    spread = ", mean ± half of the range over seeds" if seeds > 1 else ", one seed"
+    return f"held-out loss in nats per symbol{spread}", columns, rows
 
 
 def verdicts(runs: Runs) -> list[str]:
@@ -81,18 +82,13 @@ def verdicts(runs: Runs) -> list[str]:
     return lines
 
 
-def write(runs: Runs, task: str, metric: str) -> list[Path]:
-    """Write the generated part of the page and the plot; return both paths."""
-    name = RESULTS[task]
-    page, picture = DOCS / "results/fsdp.md", DOCS / f"results/{name}.png"
-    title, columns, rows = table(runs, metric)
+def text(result: dict[str, Any]) -> str:
+    """Return a convergence table of docs/results/fsdp.md."""
+    title, columns, rows = table(result["runs"])
     cells = [[cell.replace("none", "`none`") if cell == "none" else cell for cell in row] for row in rows]
     for row in cells:
         row[1:3] = [cell if cell.startswith("`") else f"`{cell}`" for cell in row[1:3]]
-    parts = [f"{title[0].upper()}{title[1:]}:", "", markdown(columns, cells)]
-    fill(page, name, "\n".join(parts))
-    plot(runs, picture)
-    return [page, picture]
+    return f"{title[0].upper()}{title[1:]}:\n\n{markdown(columns, cells)}"
 
 
 def plot(runs: Runs, path: Path) -> None:

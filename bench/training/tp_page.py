@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import DOCS, fill, markdown
+from bench.common.pages import markdown
 from dtcomm.cli._plot import COLOURS, INK, STYLE
 
 #: The names of the result file and of the table of a model of `bench.training.gpt`.
@@ -15,12 +15,30 @@ WIDTHS = tuple(f"int{bits}" for bits in range(2, 9))
 MARKERS = "DsP^v*Xp"  # not as many as there are colours, so that no two codecs have the same marker in the same colour
 
 
-def write_page(name: str, result: dict[str, Any], columns: list[str], rows: list[list[str]]) -> list[Path]:
-    """Write the accuracy table of a result file and its plot; return both paths."""
-    picture = DOCS / f"results/{name}.png"
-    plot(result["rows"], picture)
-    page = fill(DOCS / "results/tensor-parallel.md", name, markdown(columns, rows, aligned=True))
-    return [page, picture]
+def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns of the table and a line for each codec."""
+    ranks = list(dict.fromkeys(row["ranks"] for row in rows))
+    by_case = {(row["codec"], row["ranks"]): row for row in rows}
+    lines = []
+    for spec in dict.fromkeys(row["codec"] for row in rows):
+        line = [spec, f"{next(row['bits'] for row in rows if row['codec'] == spec):g}"]
+        for count in ranks:
+            row = by_case.get((spec, count))
+            if row is None:
+                line += ["–", "", ""]
+            else:
+                less = f"{row['less_than_bf16']:.2f}x"
+                line += [f"{row['perplexity']:.4f}", f"{100 * row['change']:+.3f} %", less]
+        lines.append(line)
+    columns = ["codec", "bits an element"]
+    for count in ranks:
+        columns += [f"TP={count}", "change", "less than bf16"]
+    return columns, lines
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return an accuracy table of docs/results/tensor-parallel.md."""
+    return markdown(*table(result["rows"]), aligned=True)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

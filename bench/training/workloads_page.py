@@ -18,7 +18,7 @@ from bench.common import pages
 from bench.common.output import RESULTS
 from bench.training.plan import SEEDS, planned
 from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit
-from bench.training.workload import FACTORS, OPTIMIZERS, Workload
+from bench.training.workload import OPTIMIZERS, Workload
 from bench.workload_links import AUTO, RANKS, timed_as
 from dtcomm.planner.sweep import MIN_SPEEDUP
 
@@ -101,8 +101,9 @@ def steps_by_seed(kept: Kept, workload: Workload, variant: str) -> dict[int, flo
 
 def rate_cell(workload: Workload, optimizer: str, rate: float) -> str:
     """Return a learning rate, and whether it is at an end of those that were tried: then another may be better."""
-    tried = [float(f"{workload.rates[optimizer] * factor:.4g}") for factor in FACTORS]
-    end = {min(tried): " (least tried)", max(tried): " (greatest tried)"}.get(rate, "")
+    unit = Unit(workload=workload.name, variant=BASELINE, optimizer=optimizer, workers=RANKS, seed=0)
+    tried = [trial.rate for trial in unit.trials()]  # of every method
+    end = {tried[0]: " (least tried)", tried[-1]: " (greatest tried)"}.get(rate, "")
     return f"{rate:g}{end}"
 
 
