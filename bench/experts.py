@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 from bench.common import machine, output
 from bench.common import seeds as seeds_of
@@ -234,14 +233,9 @@ class MixtureBlock(demo.Block):
         del self.up, self.down
         self.mixture = moe.MoE(shape.width, TRAINED_EXPERTS, lambda: _expert(shape), **options)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, -1, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).flatten(2))
-        mixed: torch.Tensor = self.mixture(self.before_mlp(x))
-        return x + mixed
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.mixture(x)
+        return mixed
 
 
 def _expert(shape: demo.ModelShape) -> nn.Module:

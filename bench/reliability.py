@@ -18,10 +18,21 @@ from typing import Any
 from bench.common import conditions, output, pages
 
 FOLDER = output.RESULTS / "reliability"
+#: What the counts depend on. Documents, benchmarks, the demo, which no stress program runs, and the program that
+#: runs them do not make a tree another one.
+TESTED = (
+    *("dtcomm", "csrc", "tests/stress", "tests/support", "cmake", "CMakeLists.txt", "setup.py"),
+    *(":(exclude)dtcomm/cli/demo", ":(exclude)tests/stress/__main__.py", ":(exclude)*.md"),
+)
 #: Names of the programs, in the order of the page; tests.stress.programs defines them.
 NAMES = ("fuzz", "operations", "soak", "campaign", "torch_suite", "elastic", "rendezvous", "limits")
 
 Counts = dict[str, float]
+
+
+def tested_commit() -> str:
+    """Return the short hash of the last commit that changed anything of `TESTED`."""
+    return conditions.code_commit(paths=TESTED)
 
 
 @dataclass(kw_only=True)
@@ -34,7 +45,7 @@ class Entry:
         seconds: How long it took.
         counts: What it did, by name.
         failures: What was wrong, each as a sentence.
-        commit: The last commit that changed the code.
+        commit: The last commit that changed what was tested.
         processor: The processor's name.
         date: The day it ended.
     """
@@ -44,7 +55,7 @@ class Entry:
     seconds: float
     counts: Counts
     failures: list[str]
-    commit: str = field(default_factory=conditions.code_commit)
+    commit: str = field(default_factory=tested_commit)
     processor: str = field(default_factory=conditions.processor)
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d", time.gmtime()))
 

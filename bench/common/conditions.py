@@ -6,31 +6,34 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What no figure depends on: kept results, documents, tests, and the modules that write pages do not make a tree another
-# one.
-NOT_MEASURED = tuple(
-    f":(exclude){path}"
-    for path in (
-        *("bench/results", "docs", "*.md", "tests/unit", "tests/ranks", ".ci"),
-        *("bench/pages.py", "bench/common/pages.py", "bench/common/readme.py", "bench/*/*_page.py"),
-    )
+# What figures depend on: anything but kept results, documents, tests, and the modules that write pages.
+MEASURED = (
+    ".",
+    *(
+        f":(exclude){path}"
+        for path in (
+            *("bench/results", "docs", "*.md", "tests/unit", "tests/ranks", ".ci"),
+            *("bench/pages.py", "bench/common/pages.py", "bench/common/readme.py", "bench/*/*_page.py"),
+        )
+    ),
 )
 OTHERS_MOST = 0.25  # cores; an idle system's daemons use less than 0.05
 SHORTEST = 0.5  # seconds: the kernel counts in steps of 10 ms
 
 
-def code_commit(root: Path = ROOT) -> str:
-    """Return the short hash of the last commit that changed anything but results, documents and tests."""
-    return _git(root, "log", "-1", "--format=%h", "--", ".", *NOT_MEASURED) or "unknown"
+def code_commit(root: Path = ROOT, paths: Sequence[str] = MEASURED) -> str:
+    """Return the short hash of the last commit that changed what figures depend on: anything in ``paths``."""
+    return _git(root, "log", "-1", "--format=%h", "--", *paths) or "unknown"
 
 
-def changed_files(root: Path = ROOT) -> list[str]:
-    """Return the tracked files with changes that are not committed, without results, documents and tests."""
-    listed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *NOT_MEASURED)
+def changed_files(root: Path = ROOT, paths: Sequence[str] = MEASURED) -> list[str]:
+    """Return the tracked files in ``paths`` with changes that are not committed."""
+    listed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *paths)
     return [line.split(maxsplit=1)[1] for line in listed.splitlines()]
 
 

@@ -72,7 +72,7 @@ def print_parts(folder: Path) -> None:
     """Print for each program its parts, the planned time and what is missing on this commit."""
     for program in PROGRAMS.values():
         kept = kept_result(program, folder)
-        missing = kept.missing(conditions.code_commit())
+        missing = kept.missing(reliability.tested_commit())
         left = sum(program.parts[number - 1].seconds for number in missing)
         print(
             f"{program.name:12} {len(program.parts):3} parts, {kept.planned_seconds / 60:5.0f} minutes; missing on "
@@ -116,11 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
         print_parts(options.out)
         return 0
     kept_in_tree = options.out.resolve() == reliability.FOLDER.resolve()
-    if kept_in_tree and (changed := conditions.complaints(conditions.changed_files(), None)):
+    if kept_in_tree and (
+        changed := conditions.complaints(conditions.changed_files(paths=reliability.TESTED), None)
+    ):
         raise SystemExit(
             f"tests.stress: nothing would be kept, because {changed[0]}; commit them, or give --out"
         )
-    commit, started, failed = conditions.code_commit(), time.monotonic(), 0
+    commit, started, failed = reliability.tested_commit(), time.monotonic(), 0
     for name in options.names or list(PROGRAMS):
         program = PROGRAMS[name]
         numbers = [SHORT] if options.short else options.parts
@@ -130,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             print(f"== {name}, part {number} of {len(program.parts)}, about {seconds} s", flush=True)
             entry = run_part(program, number)
-            if kept_in_tree and conditions.code_commit() != commit:
+            if kept_in_tree and reliability.tested_commit() != commit:
                 raise SystemExit(f"tests.stress: {name}: the tree changed while it ran; the part is not kept")
             kept = kept_result(program, options.out)
             kept.add(entry)

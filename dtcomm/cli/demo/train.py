@@ -138,13 +138,19 @@ class Block(nn.Module):
         # -1 heads: with tensor parallelism a rank has only a part of the heads.
         qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, -1, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = self.attend(query, key, value)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
         x = x + self.mlp(self.before_mlp(x))
         return x
 
+    # Classes derived from this one may have another attention and another second branch.
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the causal attention of [batch, heads, length, width of a head]."""
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the second branch adds; classes derived from this one may have another branch."""
+        """Return what the second branch adds."""
         y: torch.Tensor = self.down(functional.gelu(self.up(x)))
         return y
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from bench import pages, reliability
+from bench.common import conditions
 from bench.reliability import Counts, Entry, Kept
 from tests.stress import __main__ as command
 from tests.stress import fuzz
@@ -53,6 +55,32 @@ def test_a_short_run_passes_nothing_and_is_replaced_by_a_full_one() -> None:
     result.add(entry(1, payloads=20))
     assert (result.verdict, result.counts) == ("passed", {"payloads": 20})
     assert "not complete" not in reliability.page(result.as_dict())
+
+
+def test_benchmarks_and_documents_do_not_make_a_tested_tree_another_one(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    def commit(path: str) -> str:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("text")
+        git("add", "-A")
+        git("commit", "-qm", "message")
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "-q")
+    tested = [commit(path) for path in ("dtcomm/codecs/int8.py", "tests/stress/soak.py", "csrc/a.cpp")]
+    for path in ("bench/soak.py", "docs/page.md", "tests/stress/README.md", "dtcomm/cli/demo/train.py"):
+        assert commit(path) not in tested
+        assert conditions.code_commit(tmp_path, reliability.TESTED) == tested[-1]
+    (tmp_path / "bench/soak.py").write_text("changed")
+    assert not conditions.changed_files(tmp_path, reliability.TESTED)
+    (tmp_path / "csrc/a.cpp").write_text("changed")
+    assert conditions.changed_files(tmp_path, reliability.TESTED) == ["csrc/a.cpp"]
 
 
 def test_parts_of_two_commits_are_not_added() -> None:
@@ -188,7 +216,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_nothing_is_kept_of_a_changed_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.conditions, "changed_files", lambda: ["dtcomm/work.py"])
+    monkeypatch.setattr(command.conditions, "changed_files", lambda **_: ["dtcomm/work.py"])
     with pytest.raises(SystemExit, match=r"nothing would be kept.*dtcomm/work.py"):
         command.main(["limits"])
 
