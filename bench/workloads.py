@@ -81,6 +81,16 @@ class Store:
             }
             output.write_whole(self.path, output.format_json(document))
 
+    def chosen_rate(self, unit: Unit, steps: int) -> float:
+        """Return the learning rate of a unit: that of its trial with the lowest loss.
+
+        Raises:
+            ValueError: No trial was made.
+        """
+        made = {trial.key: self.trials[trial.key] for trial in unit.trials() if self.has(trial, steps)}
+        rates = units.tried_rates(unit, made)
+        return min(rates, key=rates.__getitem__)
+
     def seconds(self, unit: Unit) -> float:
         """Return how long a unit or trial of this workload takes by those that were kept; 0 if there is none."""
         took = [
@@ -129,12 +139,22 @@ def _reasons(entries: list[Entry]) -> set[str]:
     return {reason for entry in entries for reason in entry.get("unfit", ())}
 
 
-def jobs(plan: list[Unit]) -> Iterator[tuple[Unit, Unit]]:
-    """Yield the trials and units in the order in which they are made, each with the unit that it is for."""
+def jobs(plan: list[Unit], store: Store, steps: int | None = None) -> Iterator[Unit]:
+    """Yield the trials and units that are missing, in the order in which they are made.
+
+    Which trial is next follows from those that were made: ask for it when the one before is in the store.
+    """
     for unit in plan:
-        for trial in unit.trials():
-            yield trial, unit
-        yield unit, unit
+        unit_steps = steps or WORKLOADS[unit.workload].steps
+        if store.has(unit, unit_steps):
+            continue
+
+        def loss_of(trial: Unit, steps: int = unit_steps) -> float | None:
+            return units.loss(store.trials[trial.key]) if store.has(trial, steps) else None
+
+        while (trial := units.next_trial(unit, loss_of)) is not None:
+            yield trial
+        yield unit
 
 
 def train(
@@ -143,7 +163,7 @@ def train(
     """Train a unit or trial, and return its entry: the result with commit, processor, load, and the code's checksum."""
     workload = WORKLOADS[unit.workload].shortened(steps)
     begin = time.monotonic()
-    rate = units.chosen_rate(unit, store.trials) if unit.rate is None else unit.rate
+    rate = store.chosen_rate(unit, steps) if unit.rate is None else unit.rate
     result = units.run(unit, rate, workload, progress)
     reasons = conditions.complaints(conditions.changed_files(), None)
     return {
@@ -166,10 +186,8 @@ def work(plan: list[Unit], store: Store, budget: Budget, steps: int | None = Non
         Unavailable: The data of a workload are not on this machine.
     """
     with Progress() as progress:
-        for job, unit in jobs(plan):
+        for job in jobs(plan, store, steps):
             job_steps = steps or WORKLOADS[job.workload].steps
-            if store.has(unit, job_steps) or store.has(job, job_steps):
-                continue
             if not budget.allows(job.key, store.seconds(job)):
                 return False
             progress.begin(job.key)

@@ -1,10 +1,11 @@
 """Which units bench.workloads measures, and in which order.
 
 All combinations of methods, optimizers, numbers of workers and seeds are 2,160 units, which take two cores more than a
-hundred hours. The plan leaves out what tells least: with the less usual optimizer of a workload, there is one seed and
-2 workers; with 4, 8 and 16 workers, there are the methods that a user would try first and one seed, because the number
-of workers changes the loss of a method by less than the method does. `everything` has the rest, for a machine with more
-time.
+hundred hours. The plan leaves out what tells least. Methods without feedback and with a frozen variance have one seed,
+because they are compared with the same method with feedback on that seed. With the less usual optimizer of a workload,
+there is one seed, and there are 2 workers and no methods without feedback. With 4, 8 and 16 workers, there are the
+methods that a user would try first and one seed, because the number of workers changes the loss of a method by less
+than the method does. `everything` has the rest, for a machine with more time.
 """
 
 from __future__ import annotations
@@ -57,9 +58,12 @@ def planned(units: Iterable[Unit] | None = None) -> list[Unit]:
 
 def is_planned(unit: Unit) -> bool:
     """Return whether the plan has a unit."""
+    variant = VARIANTS[unit.variant]
     if unit.workers != WORKERS[0]:
-        return unit.seed == 0 and _usual(unit) and VARIANTS[unit.variant].priority == 0
-    return unit.seed == 0 or _usual(unit)
+        return unit.seed == 0 and _usual(unit) and variant.priority == 0
+    if not _usual(unit):
+        return unit.seed == 0 and (variant.priority < 2 or variant.frozen)
+    return unit.seed == 0 or variant.priority < 2
 
 
 def _usual(unit: Unit) -> bool:

@@ -58,7 +58,8 @@ class Task:
     ) -> torch.optim.Optimizer:
         """Return SGD or AdamW; ``momentum=False``: SGD without momentum, for methods that have their own."""
         if self.adam:
-            return torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.95), weight_decay=0.05)
+            options = {"betas": (0.9, 0.95), "weight_decay": 0.05}
+            return torch.optim.AdamW(parameters, lr=self.rate, fused=True, **options)
         return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9 if momentum else 0.0)
 
     def rate_at(self, step: int) -> float:

@@ -1,8 +1,9 @@
 """The units of work of bench.workloads: a workload trained with a method, an optimizer, a number of workers and a seed.
 
 The workers are simulated in one process, as in ``bench.convergence``. The learning rate of a unit is the one with the
-lowest held-out loss of three that are tried for its workload, method and optimizer, each on a seed that no unit has, 4
-workers and a quarter of the steps: every method gets the same trials. A trial is kept like a unit.
+lowest held-out loss of those that are tried for its workload, method and optimizer, each on a seed that no unit has, 4
+workers and a fifth of the steps: the workload's rate, three times that, a third of it, and while the best is at an end,
+the next beyond, up to five. Every method gets the same trials by the same rule. A trial is kept like a unit.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from bench.training.runs import METHODS, Method, synchronous
 from bench.training.text import TEXT
 from bench.training.torch_hooks import HOOKS, SimulatedHook
 from bench.training.vision import VISION
-from bench.training.workload import FACTORS, Workload
+from bench.training.workload import Workload
 from dtcomm.measure.simulated_ranks import SimulatedRanks, uncompressed_bytes
 
 WORKLOADS = {workload.name: workload for workload in (TEXT, RECOMMENDATION, VISION)}
 WORKERS = (2, 4, 8, 16)
 EVALUATIONS = 20  # of a unit, at even distances
-TUNING_SEED, TUNING_WORKERS, TUNING_SHARE = 1000, 4, 4
+TUNING_SEED, TUNING_WORKERS, TUNING_SHARE = 1000, 4, 5
+RATE_FACTOR, MOST_RATES = 3, 5
 VARIANCE_WARMUP_SHARE = 5
 #: What a unit computes with. A unit is measured again when one of these changes.
 SOURCES = (
@@ -116,8 +118,9 @@ class Unit:
         return f"{where} | seed {self.seed}" if self.rate is None else f"{where} | rate {self.rate:.4g}"
 
     def trials(self) -> list[Unit]:
-        """Return the trials of its learning rate."""
+        """Return the trials of all learning rates that may be tried, from the lowest to the highest."""
         base = WORKLOADS[self.workload].rates[self.optimizer]
+        most = MOST_RATES - 2  # steps from the first rate to either side
         return [
             Unit(
                 workload=self.workload,
@@ -125,9 +128,9 @@ class Unit:
                 optimizer=self.optimizer,
                 workers=TUNING_WORKERS,
                 seed=TUNING_SEED,
-                rate=float(f"{base * factor:.4g}"),
+                rate=float(f"{base * RATE_FACTOR**number:.4g}"),
             )
-            for factor in FACTORS
+            for number in range(-most, most + 1)
         ]
 
 
@@ -231,14 +234,35 @@ def _averages(
     return ranks.average, lambda: ranks.all_reduce.payload_bytes
 
 
-def chosen_rate(unit: Unit, trials: Mapping[str, Mapping[str, Any]]) -> float:
-    """Return the learning rate of a unit: that of the trial with the lowest loss, which may not be finite.
+def next_trial(unit: Unit, loss_of: Callable[[Unit], float | None]) -> Unit | None:
+    """Return the next trial of a unit's learning rate; None if no other is to be made.
 
-    Raises:
-        KeyError: A trial is missing.
+    Args:
+        unit: The unit.
+        loss_of: Returns the loss of a trial, which may not be finite; None if it has not been made.
     """
-    best = min(
-        (trials[trial.key] for trial in unit.trials()),
-        key=lambda entry: math.inf if entry["loss"] is None else entry["loss"],
-    )
-    return float(best["rate"])
+    trials = unit.trials()
+    losses = [loss_of(trial) for trial in trials]
+    middle = len(trials) // 2
+    for number in (middle, middle + 1, middle - 1):
+        if losses[number] is None:
+            return trials[number]
+    made = [number for number, loss in enumerate(losses) if loss is not None]
+    best = min(made, key=lambda number: losses[number])  # type: ignore[arg-type, return-value]
+    if len(made) == MOST_RATES or made[0] < best < made[-1]:
+        return None
+    return trials[best - 1 if best == made[0] else best + 1]
+
+
+def tried_rates(unit: Unit, trials: Mapping[str, Mapping[str, Any]]) -> dict[float, float]:
+    """Return the losses of the trials that were made for a unit by their rates; those that diverged are infinite."""
+    return {
+        float(trials[trial.key]["rate"]): loss(trials[trial.key])
+        for trial in unit.trials()
+        if trial.key in trials
+    }
+
+
+def loss(entry: Mapping[str, Any]) -> float:
+    """Return the loss of a trial, which is infinite if it diverged."""
+    return math.inf if entry["loss"] is None else float(entry["loss"])

@@ -17,7 +17,7 @@ from typing import Any
 from bench.common import pages
 from bench.common.output import RESULTS
 from bench.training.plan import SEEDS, planned
-from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit
+from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit, tried_rates
 from bench.training.workload import OPTIMIZERS, Workload
 from bench.workload_links import AUTO, RANKS, timed_as
 from dtcomm.planner.sweep import MIN_SPEEDUP
@@ -30,10 +30,11 @@ LABELS = {"none": "none (fp32)"}
 
 
 class Kept:
-    """The kept units, by workload, method, optimizer, workers and seed."""
+    """The kept units, by workload, method, optimizer, workers and seed, and the trials of their learning rates."""
 
-    def __init__(self, units: Mapping[str, Entry]) -> None:
-        self.units = units
+    def __init__(self, result: Mapping[str, Any]) -> None:
+        self.units: Mapping[str, Entry] = result["units"]
+        self.trials: Mapping[str, Entry] = result["trials"]
 
     def seeds(self, workload: str, variant: str, optimizer: str, workers: int) -> dict[int, Entry]:
         """Return the units of all seeds that are kept."""
@@ -99,11 +100,11 @@ def steps_by_seed(kept: Kept, workload: Workload, variant: str) -> dict[int, flo
     return steps
 
 
-def rate_cell(workload: Workload, optimizer: str, rate: float) -> str:
+def rate_cell(kept: Kept, workload: Workload, variant: str, optimizer: str, rate: float) -> str:
     """Return a learning rate, and whether it is at an end of those that were tried: then another may be better."""
-    unit = Unit(workload=workload.name, variant=BASELINE, optimizer=optimizer, workers=RANKS, seed=0)
-    tried = [trial.rate for trial in unit.trials()]  # of every method
-    end = {tried[0]: " (least tried)", tried[-1]: " (greatest tried)"}.get(rate, "")
+    unit = Unit(workload=workload.name, variant=variant, optimizer=optimizer, workers=RANKS, seed=0)
+    tried = sorted(tried_rates(unit, kept.trials))
+    end = {tried[0]: " (least tried)", tried[-1]: " (greatest tried)"}.get(rate, "") if tried else ""
     return f"{rate:g}{end}"
 
 
@@ -122,7 +123,7 @@ def quality_table(kept: Kept, workload: Workload, optimizer: str) -> str:
         lines.append(
             [
                 LABELS.get(name, name),
-                rate_cell(workload, optimizer, first["rate"]),
+                rate_cell(kept, workload, name, optimizer, first["rate"]),
                 f"{100 * first['sent']:.3g} %",
                 *cells,
                 summary(qualities, "{:.2f}".format),
@@ -235,7 +236,7 @@ def agreement(lines: Sequence[Sequence[str]]) -> tuple[int, int]:
 def read(program: str) -> dict[str, Any]:
     """Return the kept result of a program; an empty one if nothing is kept yet."""
     path = RESULTS / f"{program}.json"
-    result: dict[str, Any] = {"units": {}, "rows": []}
+    result: dict[str, Any] = {"units": {}, "trials": {}, "rows": []}
     if path.exists():
         result = json.loads(path.read_text(encoding="utf-8"))
     return result
@@ -248,7 +249,7 @@ def kept_page() -> str:
 
 def page(result: dict[str, Any], links: dict[str, Any]) -> str:
     """Return the text that follows from the results of bench.workloads and bench.workload_links."""
-    kept = Kept(result["units"])
+    kept = Kept(result)
     plan = planned()
     number = sum(unit.key in kept.units for unit in plan)
     parts = [
@@ -260,7 +261,9 @@ def page(result: dict[str, Any], links: dict[str, Any]) -> str:
         parts.append("The steps on links are not measured yet, so there is no time to the loss.")
     for workload in WORKLOADS.values():
         parts += _of_workload(kept, workload, links)
-    parts += [pages.provenance(of_program) for of_program in (result, links) if "measurements" in of_program]
+    parts += [
+        pages.provenance(of_program) for of_program in (result, links) if of_program.get("measurements")
+    ]
     return "\n\n".join(parts)
 
 
@@ -305,7 +308,7 @@ def picture(result: dict[str, Any], path: Path) -> Path:
     """Plot the held-out loss by the share of bytes sent, with 2 workers; a panel for each workload with units."""
     from dtcomm.cli._plot import COLOURS, styled_pyplot
 
-    kept = Kept(result["units"])
+    kept = Kept(result)
     shown = [workload for workload in WORKLOADS.values() if kept.variants(workload.name, workload.optimizer)]
     with styled_pyplot() as pyplot:
         figure, panels = pyplot.subplots(

@@ -158,11 +158,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps symbols, int64 [batch, length], to logits [batch, length, vocabulary]."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, block: Callable[[ModelShape], nn.Module] = Block) -> None:
         super().__init__()
         self.symbols = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.blocks = nn.Sequential(*(block(shape) for _ in range(shape.layers)))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
