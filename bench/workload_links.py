@@ -4,8 +4,9 @@ python -m bench.workload_links [--gbit 1 10] [--workloads text …] [--methods i
 
 Two ranks run in two network namespaces connected by a link of the given rate (needs root and iproute2), each with half
 of a step's samples; DDP overlaps communication with backward. A step is forward, backward and the optimizer's. "none"
-is DDP without a hook, "compute" the same step without communication; "auto" chooses from none, fp16, int8 and int4.
-Contestants take turns. Beside each is what ``dtcomm plan`` predicts from the time of "compute" and the link.
+is DDP without a hook, "compute" DDP with torch's hook that sends nothing, so that it has what DDP itself costs; "auto"
+chooses from none, fp16, int8 and int4. Contestants take turns. Beside each is what ``dtcomm plan`` predicts from the
+time of "compute" and the link.
 
 docs/results/workloads.md combines these steps with the numbers of steps of bench.workloads. Methods without feedback
 and with a frozen variance are not measured: their steps take what those of the same method take. It takes about 2
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.common import machine, output
@@ -94,10 +96,10 @@ class LinkRank:
         self.optimizers[name] = self.task.optimizer(parameters, momentum=momentum)
         self.models[name] = module
         self.steps[name] = 0
-        if name == COMPUTE:
-            return sum(parameter.numel() for parameter in parameters)
         model = self.models[name] = DistributedDataParallel(module)
-        if name == AUTO:
+        if name == COMPUTE:
+            model.register_comm_hook(None, noop_hook)
+        elif name == AUTO:
             self.state = dtcomm.ddp.compress(model, "auto", sample_every=0)
         elif variant is not None and variant.hook:
             model.register_comm_hook(None, ddp_hook(variant.hook))
