@@ -8,9 +8,10 @@ A GPT of 0.8 M parameters, or with ``--model text`` the one of 6.5 M of bench.wo
 which takes minutes; its weights stay under build/bench. Then the outputs of its attention and feed-forward blocks are
 summed over n ranks in a codec, on held-out text. The ranks are emulated in one process (dtcomm.tp.emulate, whose sums a
 test compares to those of the collectives, bit by bit). "int4" is summed as the layers do by default: with one shot on
-two ranks and with two on more. "int4 one_shot" names the algorithm. Results that the file has are not measured again,
-except with `--fresh`. With `--seconds` the program stops after that time, and the next call continues. A picture goes
-to docs/results.
+two ranks and with two on more. "int4 one_shot" names the algorithm. "calibrated" is a plan with a codec for each layer,
+made as ``dtcomm tp calibrate`` makes it, on training text, so that perplexity there rises by 1 % at most. Results that
+the file has are not measured again, except with `--fresh`. With `--seconds` the program stops after that time, and the
+next call continues. A picture goes to docs/results.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bench.common import machine, output
 from bench.common.pages import DOCS
 from bench.training import gpt, tp_page
 from dtcomm.codecs import codec
+from dtcomm.tp.calibrate import calibrate
 from dtcomm.tp.emulate import emulate, restore
 
 WIDTHS = ("int8", "int6", "int5", "int4", "int3", "int2")
@@ -38,6 +40,7 @@ ASYMMETRIC = (
     "int4:block=64,symmetric=false,spikes=1",
 )
 SUMS = ("int4 one_shot", "int4 two_shot", "int4 two_shot_symmetric")
+CALIBRATED = "calibrated"
 OTHERS = (
     *ASYMMETRIC,
     *SUMS,
@@ -49,9 +52,11 @@ OTHERS = (
     "nvfp4",
     "intv",
     "intv:width=4",
+    CALIBRATED,
 )
 #: The most that perplexity may rise, as a fraction.
 TARGETS = {
+    CALIBRATED: 0.01,
     "int8": 0.001,
     "int6": 0.001,
     "int4": 0.01,
@@ -102,11 +107,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             if time.monotonic() > end:
                 complete = False
                 continue
-            codec_spec, _, algorithm = spec.partition(" ")
-            layers = emulate(model, ranks, gpt.PLAN, codec_spec, algorithm=algorithm or "auto")
+            if spec == CALIBRATED:
+                batches = gpt.calibration_batches(training, corpus)
+                calibrated = calibrate(model, batches, ranks, gpt.PLAN)
+                bits, algorithm = calibrated.mean_bits, ""
+                layers = emulate(model, ranks, calibrated.layers)
+            else:
+                codec_spec, _, algorithm = spec.partition(" ")
+                bits = _bits(codec_spec)
+                layers = emulate(model, ranks, gpt.PLAN, codec_spec, algorithm=algorithm or "auto")
             loss = gpt.held_out_loss(model, corpus, options.windows)
             restore(model, layers)
-            rows[f"{spec} {ranks}"] = row = _row(spec, ranks, loss, plain)
+            rows[f"{spec} {ranks}"] = row = _row(spec, ranks, bits, algorithm, loss, plain)
             print(f"{spec} on {ranks} ranks: {100 * row['change']:+.3f} %", flush=True)
     selected_rows = [
         rows[key] for key in (f"{s} {n}" for s in options.codecs for n in options.ranks) if key in rows
@@ -128,10 +140,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def _row(spec: str, ranks: int, loss: float, plain: float) -> dict[str, Any]:
+def _bits(spec: str) -> float:
     numel = 1 << 20
-    codec_spec, _, algorithm = spec.partition(" ")
-    bits = 8 * codec(codec_spec).wire_bytes(numel) / numel
+    return 8 * codec(spec).wire_bytes(numel) / numel
+
+
+def _row(spec: str, ranks: int, bits: float, algorithm: str, loss: float, plain: float) -> dict[str, Any]:
     # Compared to two shots of bf16, in which a rank sends 2 (n - 1) / n of the tensor; one shot sends n - 1 of it.
     shots = ranks / 2 if algorithm == "one_shot" else 1
     return {

@@ -117,11 +117,16 @@ def held_out_loss(model: demo.GPT, corpus: demo.Corpus, windows: int = 128) -> f
     return total / windows
 
 
+def calibration_batches(setting: Setting, corpus: demo.Corpus) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return 128 windows of the training text, so that the held-out text stays unseen."""
+    length = setting.shape.context
+    return [
+        demo.training_batch(corpus, seed=1, step=step, rank=0, size=16, length=length) for step in range(8)
+    ]
+
+
 def calibration() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]], dict[str, str]]:
     """Return model, batches and plan for ``dtcomm tp calibrate bench.training.gpt:calibration``."""
     setting = SETTINGS["gpt"]
     model, corpus = trained(setting)
-    batches = demo.held_out_batches(
-        corpus, windows=64, size=16, length=setting.shape.context, rank=0, ranks=1
-    )
-    return model, batches, PLAN
+    return model, calibration_batches(setting, corpus), PLAN

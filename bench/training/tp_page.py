@@ -21,7 +21,8 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     by_case = {(row["codec"], row["ranks"]): row for row in rows}
     lines = []
     for spec in dict.fromkeys(row["codec"] for row in rows):
-        line = [spec, f"{next(row['bits'] for row in rows if row['codec'] == spec):g}"]
+        bits = dict.fromkeys(f"{row['bits']:g}" for row in rows if row["codec"] == spec)
+        line = [spec, " / ".join(bits)]  # a calibrated plan has others for each number of ranks
         for count in ranks:
             row = by_case.get((spec, count))
             if row is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import tp_accuracy
 from bench.training import gpt, text, tp_page
 from dtcomm.cli.demo import train as demo
 
@@ -52,3 +53,20 @@ def test_every_model_has_a_result_file_and_layers_that_the_plan_names(name: str)
 
 def test_the_larger_model_is_that_of_the_workloads() -> None:
     assert gpt.SETTINGS["text"].shape == text.SHAPE and gpt.SETTINGS["text"].steps == text.TEXT.steps
+
+
+def test_a_calibrated_plan_is_measured_beside_one_codec_for_all_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Wide enough that the scales of a block do not make 2 bits as expensive as 8.
+    shape = dataclasses.replace(SMALL.shape, width=32)
+    monkeypatch.setattr(gpt, "BUILD", tmp_path)
+    monkeypatch.setitem(gpt.SETTINGS, "gpt", dataclasses.replace(SMALL, shape=shape))
+    path = tmp_path / "result.json"
+    result = tp_accuracy.main(
+        ["--codecs", "int8", "calibrated", "--windows", "16", "--ranks", "2", "--json", str(path)]
+    )
+    rows = {row["codec"]: row for row in result["rows"]}
+    assert set(rows) == {"int8", "calibrated"} and 2 <= rows["calibrated"]["bits"] < 32
+    assert rows["calibrated"]["less_than_bf16"] == pytest.approx(16 / rows["calibrated"]["bits"], abs=1e-3)
+    assert any(line.split()[1] == "calibrated," for line in result["verdicts"])
