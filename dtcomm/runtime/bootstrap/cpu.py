@@ -283,7 +283,7 @@ class CpuBootstrap:
         try:
             sockets = self._connect(infos, listener, by_socket, exchange)
         except OSError as error:
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive()
             return f"cannot connect to a peer: {error}"
         if isinstance(sockets, str):
             return sockets
@@ -296,7 +296,7 @@ class CpuBootstrap:
             native.remember_rate = wide_area.remember
             native.connections = max(map(wide_area.payload_connections, sockets.values()), default=0)
         except (OSError, RuntimeError) as error:
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive()
             return f"cannot map the memory of a peer: {error}"
         return self._connect_ucx(native, infos, exchange) if self._uses_sockets() else ""
 
@@ -325,9 +325,13 @@ class CpuBootstrap:
         except (OSError, RuntimeError) as error:
             if isinstance(error, DtcommError):
                 raise
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive()
             return f"cannot connect to a peer through UCX: {error}"
         return ""
+
+    def _require_alive(self) -> None:
+        """PeerLost if a rank has died, to be called where that may be why something failed."""
+        peer_processes.require_alive(self.ranks, min(_GRACE_S, self._deadline.left_s()))
 
     def _connect(
         self,
@@ -390,7 +394,7 @@ class CpuBootstrap:
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         native.no_trials = next((answer["trials"] for answer in answers if answer["trials"]), "")
         if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive()
             raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
         self.reason = self._engine_reason(native.transport)
         return True
