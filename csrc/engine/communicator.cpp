@@ -77,7 +77,7 @@ void Communicator::start_closing() {
   ProgressThread::instance().remove(this);
   queue_.wait_until_free();
   queue_.fail_all(std::make_exception_ptr(ClosedError("the communicator was destroyed before this operation ended")));
-  peers_.start_goodbye(failures_.failed());
+  peers_.start_goodbye(failures_.failed() || queue_.operations() == 0);
 }
 
 void Communicator::end_closing() {

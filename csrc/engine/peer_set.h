@@ -87,8 +87,8 @@ class PeerSet final : public Transport {
   int epoll_fd() const { return remote_.epoll_fd(); }
   // UCX; see RemotePeerSet.
   std::string make_ucx_address() { return remote_.make_ucx_address(); }
-  void connect_ucx(const std::vector<std::string>& addresses) { remote_.connect_ucx(addresses); }
-  bool ucx_is_connected() { return remote_.ucx_is_connected(); }
+  void connect_ucx(const std::vector<std::string>& addresses) { remote_.connect_ucx(addresses, names_); }
+  bool ucx_is_connected() { return remote_.ucx_is_connected(names_); }
   std::vector<std::string> ucx_lanes() { return remote_.ucx_lanes(); }
   // To be called before a sleep on epoll_fd(); false if something is there already.
   bool arm() { return remote_.arm(); }

@@ -54,23 +54,34 @@ std::string RemotePeerSet::make_ucx_address() {
   return unconnected_ucx_->address();
 }
 
-void RemotePeerSet::connect_ucx(const std::vector<std::string>& addresses) {
+void RemotePeerSet::connect_ucx(const std::vector<std::string>& addresses, const std::vector<std::string>& names) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ucx_ = std::move(unconnected_ucx_);
   epoll_.add(ucx_->event_fd(), static_cast<int>(peers_.size()));
   for (std::size_t index = 0; index < peers_.size(); ++index) {
-    if (peers_[index]) peers_[index]->connect(*ucx_, addresses[index]);
+    if (!peers_[index]) continue;
+    try {
+      peers_[index]->connect(*ucx_, addresses[index]);
+    } catch (const std::runtime_error& error) {
+      throw std::runtime_error(names[index] + ": " + error.what());
+    }
   }
 }
 
-bool RemotePeerSet::ucx_is_connected() {
-  receive();
+bool RemotePeerSet::ucx_is_connected(const std::vector<std::string>& names) {
+  if (peers_.empty()) return true;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  receive_locked();
   bool connected = true;
-  for_each_locked([&](RemotePeer& peer) {
+  for (std::size_t index = 0; index < peers_.size(); ++index) {
+    if (!peers_[index]) continue;
+    RemotePeer& peer = *peers_[index];
     peer.flush();
-    if (peer.has_ended()) throw std::runtime_error("the connection ended (" + peer.end_reason() + ")");
+    if (peer.has_ended()) {
+      throw std::runtime_error("the connection to " + names[index] + " ended (" + peer.end_reason() + ")");
+    }
     connected &= peer.has_greeted() && !peer.ucx()->has_queued();
-  });
+  }
   return connected;
 }
 

@@ -22,10 +22,10 @@ class RemotePeerSet {
   void add(int peer, const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own);
   // Makes this rank's endpoint of UCX; returns its address.
   std::string make_ucx_address();
-  // Sends payloads to the peers that were added through UCX. `addresses` are by rank.
-  void connect_ucx(const std::vector<std::string>& addresses);
+  // Sends payloads to the peers that were added through UCX. `addresses` and `names`, which errors use, are by rank.
+  void connect_ucx(const std::vector<std::string>& addresses, const std::vector<std::string>& names);
   // Whether all peers have connected to this rank through UCX, and its own connections are ready.
-  bool ucx_is_connected();
+  bool ucx_is_connected(const std::vector<std::string>& names);
   // The transports and devices of UCX's lanes to the peers, each once.
   std::vector<std::string> ucx_lanes();
   bool empty() const { return peers_.empty(); }

@@ -5,8 +5,10 @@
 #ifdef DTCOMM_UCX_HEADERS
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <ucp/api/ucp.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -24,6 +26,7 @@ constexpr unsigned kMessageId = 0;
 constexpr std::size_t kMaxBatch = 1024;
 constexpr unsigned kMaxProgress = 256;  // events before other work is done
 constexpr auto kCloseTime = std::chrono::milliseconds(200);
+constexpr std::size_t kMaxSkipped = 16;  // descriptors that a new worker does not use
 
 // The first bytes of every message.
 struct MessageHeader {
@@ -181,6 +184,21 @@ void open_context() {
   process().description = {
       ucx().ucp_get_version_string(),
       resources(printed([](FILE* file) { ucx().ucp_context_print_info(process().context, file); }), "resource ")};
+}
+
+// UCX never forgets a socket at which it could not accept a connection because the process had no descriptors left, and
+// refuses one with the same number. So a worker that cannot be made is made again with other descriptors.
+ucs_status_t make_worker(const ucp_worker_params_t& parameters, ucp_worker_h* worker) {
+  std::vector<int> skipped;
+  ucs_status_t status = ucx().ucp_worker_create(process().context, &parameters, worker);
+  while (status == UCS_ERR_ALREADY_EXISTS && skipped.size() < kMaxSkipped) {
+    skipped.push_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    status = ucx().ucp_worker_create(process().context, &parameters, worker);
+  }
+  for (const int descriptor : skipped) {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+  return status;
 }
 
 // Takes an element out of a list, whose order does not matter.
@@ -439,7 +457,7 @@ Worker::Worker(std::uint64_t token) : token_(token) {
   ucp_worker_params_t parameters{};
   parameters.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   parameters.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-  require_ok(ucx().ucp_worker_create(process().context, &parameters, &worker_), "ucp_worker_create");
+  require_ok(make_worker(parameters, &worker_), "ucp_worker_create");
   try {
     ucp_am_handler_param_t handler{};
     handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |

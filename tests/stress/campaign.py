@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import fcntl
 import operator
 import os
 import random
@@ -49,7 +50,7 @@ from tests.stress.campaign_cases import (
     Case,
     cases,
 )
-from tests.stress.campaign_ranks import Seen, open_store, rounds, take_part
+from tests.stress.campaign_ranks import STRIKE, Seen, open_store, rounds, take_part
 from tests.support.ucx import why_no_ucx
 
 NEXT_SECONDS = 0.5  # of a call on a communicator that has failed
@@ -72,7 +73,7 @@ def attempt(case: Case, path: str) -> Verdict:
     with spawn_ranks(take_part, case.world_size, case, path, backend=None, env=case.environment) as ranks:
         pid = ranks.pids[case.victim]
         try:
-            at, complaints = _stage_fault(ranks, case), []
+            at, complaints = _stage_fault(ranks, case, path), []
         except RankTimeout as error:
             at, complaints = time.monotonic(), [str(error)]
         outcomes = ranks.join(timeout=HANG_SECONDS)
@@ -111,12 +112,15 @@ def reports_itself(case: Case) -> bool:
     return case.action in (*MISMATCHES, *CHILDREN, "pause", "no descriptors")
 
 
-def _stage_fault(ranks: RunningRanks, case: Case) -> float:
+def _stage_fault(ranks: RunningRanks, case: Case, path: str) -> float:
     """Wait until the fault happens, and continue or kill a rank that stopped. Returns when it happened."""
     word = ranks.receive(case.victim, HANG_SECONDS)
     if word == "seen":
         raise RankTimeout(f"rank {case.victim} ended before its fault")
-    _, at = cast("tuple[str, float]", word)
+    if word == STRIKE:
+        at = _strike_outside_store(ranks, case, path)
+    else:
+        _, at = cast("tuple[str, float]", word)
     if case.action == "pause":
         time.sleep(case.pause)
         ranks.kill(case.victim, signal.SIGCONT)
@@ -129,6 +133,25 @@ def _stage_fault(ranks: RunningRanks, case: Case) -> float:
             if rank != case.victim:
                 ranks.receive(rank, HANG_SECONDS)
         ranks.kill(case.victim, signal.SIGKILL)
+    return at
+
+
+def _strike_outside_store(ranks: RunningRanks, case: Case, path: str) -> float:
+    """Stop or kill the victim while it is not in the store's file; returns when.
+
+    A rank that dies while it writes leaves half an entry, at which all others wait in the store for ever.
+    """
+    process = Path(f"/proc/{ranks.pids[case.victim]}/stat")
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as the store does
+        at = time.monotonic()
+        ranks.kill(case.victim, signal.SIGKILL if case.action == "kill" else signal.SIGSTOP)
+        with contextlib.suppress(OSError):  # it has gone
+            while (
+                process.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+                not in "TZX"
+            ):
+                time.sleep(1e-4)
     return at
 
 

@@ -44,6 +44,7 @@ SMALL, LARGE = 16 << 10, 2 << 20  # floats: 64 KB and 8 MB
 IN_FLIGHT = 3  # asynchronous operations at once
 FEW_OPERATIONS = {SMALL: 60, LARGE: 6}  # of a case in which all must succeed
 SILENT_SECONDS = 15.0  # in which an error must have come
+STRIKE = "strike"  # a rank asks the campaign to let the fault happen to it, at a moment when it is not in the store
 CHILD_SECONDS = 10.0  # in which a forked child must have ended; a normal exit takes most of a second
 GLOO_CONNECT_SECONDS = 11.0
 # What torch and dtcomm keep for the lifetime of the process, some of it from the first asynchronous operation on.
@@ -157,7 +158,7 @@ def _fault_in_rendezvous(case: Case) -> Iterator[None]:
     }
     # Not one that stops: it might hold the lock of the store's file, for which the others would wait.
     soon = case.at_random_moment and case.action != "stop"
-    striker = threading.Timer(case.delay / 20, _strike, (case,))
+    striker = threading.Timer(case.delay / 20, send_to_parent, (STRIKE,))
     with _at_call(*seams[case.phase], striker.start if soon else lambda: _strike(case)):
         yield
     if soon and case.action == "pause":

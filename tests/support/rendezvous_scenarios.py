@@ -21,6 +21,7 @@ TIMEOUTS = (0.02, 0.05, 0.12)  # seconds
 LONG = 30.0  # a timeout that no rank meets
 # Store operations of a call after its deadline. It waits no more, and completes attempts to which all others have come.
 MOST_LATE_STEPS = 120
+_CONNECT_POLL_S = 1e-3
 FIRST_RANK = 10  # ranks and positions in groups are different numbers
 
 
@@ -57,6 +58,7 @@ class Scenario:
         store_fails_at: When the store fails.
         stall: For how long a rank may not be scheduled.
         restarts: Whether ranks that have died start again in the end.
+        connects: Whether ranks also wait for each other outside the store, as they do to connect.
     """
 
     ranks: int
@@ -69,6 +71,7 @@ class Scenario:
     store_fails_at: float
     stall: float
     restarts: bool
+    connects: bool
 
 
 def scenario(seed: int) -> Scenario:
@@ -103,6 +106,7 @@ def scenario(seed: int) -> Scenario:
         store_fails_at=chance.random() * 0.1 if chance.random() < 0.03 else float("inf"),
         stall=chance.choice((0.0, 0.01, 0.2)),
         restarts=chance.random() < 0.5,
+        connects=chance.random() < 0.5,
     )
 
 
@@ -117,6 +121,7 @@ class Run:
         self.calls: list[Call] = []
         self.wrong: list[str] = []
         self._died: set[int] = set()
+        self._connecting: dict[tuple[int, int], set[int]] = {}  # the ranks that connect, by group and epoch
 
     def run(self) -> list[str]:
         """Return what is wrong, each as a sentence."""
@@ -210,6 +215,8 @@ class Run:
             for which in range(rounds):
                 if fault == which:
                     raise Fault("broken")
+                if which == 1 and self.what.connects:
+                    self._connect(task, number, meeting.epoch, exchange, deadline)
                 info = {"epoch": meeting.epoch, "round": which, "rank": task.rank, "call": earlier}
                 infos.append(exchange.all_gather(info))
             kept.append(infos)
@@ -230,6 +237,16 @@ class Run:
             self.wrong.append(f"rank {task.rank} took {task.late_steps} steps after its deadline")
         task.deadline = float("inf")
         return call
+
+    def _connect(
+        self, task: Task, number: int, epoch: int, exchange: StoreExchange, deadline: Deadline
+    ) -> None:
+        """Wait until all ranks of the group do so, or until the deadline."""
+        connecting = self._connecting.setdefault((number, epoch), set())
+        connecting.add(task.rank)
+        while len(connecting) < len(self.what.groups[number]) and deadline.left_s():
+            exchange.check()
+            self.scheduler.sleep(min(_CONNECT_POLL_S, deadline.left_s()))
 
     # --- what must be true --------------------------------------------------------------------
 

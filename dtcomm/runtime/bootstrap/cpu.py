@@ -43,6 +43,10 @@ _MAX_UCX_CONNECT = timedelta(seconds=30)  # also if the group's timeout is longe
 _GRACE_S = 0.5  # for the process of a rank to end after its memory and connections have
 
 
+class _PeerFailed(ConnectionError):
+    """Another rank could not connect and has said why, after it has looked whether a rank has died."""
+
+
 class CpuBootstrap:
     """One rank's part in making a communicator.
 
@@ -283,7 +287,7 @@ class CpuBootstrap:
         try:
             sockets = self._connect(infos, listener, by_socket, exchange)
         except OSError as error:
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive(error)
             return f"cannot connect to a peer: {error}"
         if isinstance(sockets, str):
             return sockets
@@ -296,7 +300,7 @@ class CpuBootstrap:
             native.remember_rate = wide_area.remember
             native.connections = max(map(wide_area.payload_connections, sockets.values()), default=0)
         except (OSError, RuntimeError) as error:
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive(error)
             return f"cannot map the memory of a peer: {error}"
         return self._connect_ucx(native, infos, exchange) if self._uses_sockets() else ""
 
@@ -325,9 +329,14 @@ class CpuBootstrap:
         except (OSError, RuntimeError) as error:
             if isinstance(error, DtcommError):
                 raise
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive(error)
             return f"cannot connect to a peer through UCX: {error}"
         return ""
+
+    def _require_alive(self, error: Exception | None = None) -> None:
+        """PeerLost if a rank has died, to be called where that may be the cause of an error."""
+        grace_s = 0.0 if isinstance(error, _PeerFailed) else min(_GRACE_S, self._deadline.left_s())
+        peer_processes.require_alive(self.ranks, grace_s)
 
     def _connect(
         self,
@@ -360,7 +369,7 @@ class CpuBootstrap:
             # A rank that could not connect says so to `_agree` and will not come.
             for rank, answer in exchange.early_answers().items():
                 if answer["failure"]:
-                    raise ConnectionError(f"{self.names[rank]}: {answer['failure']}")
+                    raise _PeerFailed(f"{self.names[rank]}: {answer['failure']}")
 
         return check
 
@@ -390,7 +399,7 @@ class CpuBootstrap:
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         native.no_trials = next((answer["trials"] for answer in answers if answer["trials"]), "")
         if native.single_copy and env.get("DTCOMM_SINGLE_COPY") == "on":
-            peer_processes.require_alive(self.ranks, _GRACE_S)
+            self._require_alive()
             raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
         self.reason = self._engine_reason(native.transport)
         return True

@@ -24,6 +24,8 @@ PROTOCOL = 8  # version of what ranks exchange and of the layout of shared memor
 _NO_VALUE = "-"
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
 _MAX_POLL_S_PER_RANK = 1e-3  # a longer pause with many ranks, all of which ask one store
+_MAX_ROLL_CALL_S = 2.0  # before the deadline of a rank; at most a quarter of its timeout
+_LOOKS_FOR_ROLL_CALL = 8  # in that time
 
 
 def host_id() -> str:
@@ -63,8 +65,9 @@ class Deadline:
 class StoreExchange:
     """A sequence of all-gathers of JSON objects between ranks.
 
-    Attributes:
-        check: Raises what is to end a wait for other ranks.
+    Ranks that wait for a rank outside the store, to connect with it, are missing as well when the deadline of a rank
+    that waits in an all-gather comes. So a rank whose deadline is near calls the roll: each rank that waits anywhere
+    sets a key, and the error names the ranks that did not.
 
     Args:
         store: The store that all ranks reach.
@@ -94,10 +97,14 @@ class StoreExchange:
         self._global_ranks = global_ranks
         self._ranks = len(global_ranks)
         self._deadline = deadline
-        self.check: Callable[[], None] = check or (lambda: None)
+        self._check: Callable[[], None] = check or (lambda: None)
         self._end = end
         self._blame = blame
         self._rounds: list[str] = []
+        self._roll_call = f"{prefix}/roll_call"
+        self._roll_call_s = min(_MAX_ROLL_CALL_S, deadline.timeout_s / 4)
+        self._look_for_roll_call = 0.0  # when, on the clock of time.monotonic
+        self._signed = False
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's ``info``, in rank order.
@@ -128,13 +135,33 @@ class StoreExchange:
                     answers |= {} if text is None else {rank: json.loads(text)}
         return answers
 
+    def check(self) -> None:
+        """Raise what is to end a wait for other ranks; to be called while this rank waits for any."""
+        self._check()
+        now = time.monotonic()
+        if self._signed or now < self._look_for_roll_call:
+            return
+        self._look_for_roll_call = now + self._roll_call_s / _LOOKS_FOR_ROLL_CALL
+        with store_errors():
+            if self._deadline.left_s() < self._roll_call_s:
+                self._store.set(self._roll_call, "")
+            elif not self._store.check([self._roll_call]):
+                return
+            self._store.set(self._signature(self._rank), "")
+            self._signed = True
+
+    def _signature(self, rank: int) -> str:
+        return f"{self._roll_call}/{rank}"
+
     def _wait(self, keys: list[str]) -> None:
         # Polled: TCPStore.wait keeps every other thread from the store, whatever group it serves.
         pause, longest = _MIN_POLL_S, max(_MAX_POLL_S, _MAX_POLL_S_PER_RANK * len(keys))
         while not self._store.check(keys):
             left_s = self._deadline.left_s()
             if not left_s:
-                late = [rank for rank, key in zip(self._global_ranks, keys) if not self._store.check([key])]
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                silent = [rank for rank in missing if not self._store.check([self._signature(rank)])]
+                late = [self._global_ranks[rank] for rank in silent or missing]
                 blamed = late if self._deadline.cancelled or not late else self._blame(late)
                 if not late or not self._end():  # the last ones have come since the look before
                     return
@@ -173,6 +200,10 @@ class StoreExchange:
             for prefix in self._rounds:
                 for rank in range(self._ranks):
                     self._store.delete_key(f"{prefix}/{rank}")
+            if self._store.check([self._roll_call]):
+                self._store.delete_key(self._roll_call)
+                for rank in range(self._ranks):
+                    self._store.delete_key(self._signature(rank))
             self._store.delete_key(left)
 
     def withdraw(self) -> None:
@@ -180,6 +211,9 @@ class StoreExchange:
         with store_errors():
             for prefix in self._rounds:
                 self._store.delete_key(f"{prefix}/{self._rank}")
+            if self._signed:
+                self._store.delete_key(self._roll_call)
+                self._store.delete_key(self._signature(self._rank))
 
 
 def left_key(prefix: str) -> str:

@@ -17,6 +17,9 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd")  # rc_mlx5/mlx5_0:1 and the like
 # UCX reads these when its library is opened. Its handlers of fatal signals would replace those of Python and torch.
 _QUIET = {"UCX_HANDLE_ERRORS": "none"}
+# UCX reads these whenever a communicator is made. It connects over TCP while it makes an endpoint. If the peer closes
+# its listening socket at that moment, UCX ends this process by an assertion, unless it connects without blocking.
+_KEPT = {"UCX_TCP_CONN_NB": "y"}
 
 
 class Ucx(NamedTuple):
@@ -40,6 +43,8 @@ def open_library() -> Ucx:
     Raises:
         RuntimeError: If there is none, or dtcomm was built without its headers.
     """
+    for name, value in _KEPT.items():
+        os.environ.setdefault(name, value)
     with _defaults(_QUIET):
         return Ucx(*_C.open_ucx([_LIBRARY, *_library_of_wheel()]))
 

@@ -1,11 +1,17 @@
-"""An exchange whose last rank comes at the deadline."""
+"""Exchanges that end at a deadline: ranks that come at the last moment, and which ranks the error names."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
+from dtcomm.errors import CollectiveTimeout
 from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange
 
 
@@ -22,3 +28,67 @@ class LateStore(dist.HashStore):  # type: ignore[misc, name-defined]
 def test_a_rank_that_comes_at_the_deadline_is_not_late() -> None:
     exchange = StoreExchange(LateStore(), "prefix", 0, [4, 5], Deadline(timedelta(0)))
     assert exchange.all_gather({"value": 0}) == [{"value": 0}, {"value": 1}]
+
+
+TIMEOUT = timedelta(seconds=0.6)
+LONG = timedelta(seconds=20)
+
+
+def exchanges(store: dist.Store, *timeouts: timedelta) -> list[StoreExchange]:
+    """Return the exchanges of global ranks 10, 11 and so on, which wait for so long."""
+    ranks = [10 + rank for rank in range(len(timeouts))]
+    return [StoreExchange(store, "prefix", rank, ranks, Deadline(long)) for rank, long in enumerate(timeouts)]
+
+
+@contextmanager
+def beside(action: Callable[[], None]) -> Iterator[None]:
+    """Repeat something in another thread, until the end."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(5e-3):
+            action()
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_the_error_names_the_rank_that_does_not_wait_for_others() -> None:
+    store = dist.HashStore()
+    first, connecting, _ = exchanges(store, TIMEOUT, LONG, LONG)
+    with beside(connecting.check):
+        with pytest.raises(CollectiveTimeout, match=r"^rank 12 did not come"):
+            first.all_gather({})
+    first.withdraw()
+    connecting.withdraw()
+    assert store.num_keys() == 0
+
+
+def test_the_error_names_all_if_all_of_them_wait_for_others() -> None:
+    first, one, other = exchanges(dist.HashStore(), TIMEOUT, LONG, LONG)
+    with beside(one.check), beside(other.check):
+        with pytest.raises(CollectiveTimeout, match=r"^ranks 11 and 12 did not come"):
+            first.all_gather({})
+
+
+def test_ranks_meet_after_a_roll_call_and_leave_no_keys() -> None:
+    store = dist.HashStore()
+    first, late = exchanges(store, TIMEOUT, LONG)
+
+    def come_late() -> None:
+        while not store.check(["prefix/roll_call"]):
+            time.sleep(5e-3)
+        late.all_gather({})
+        late.close()
+
+    thread = threading.Thread(target=come_late)
+    thread.start()
+    assert first.all_gather({}) == [{}, {}]
+    first.close()
+    thread.join()
+    assert store.num_keys() == 0

@@ -33,7 +33,7 @@ LONG = 20.0  # seconds: an error that is raised because of a timeout would come 
 class Rank:
     """Rank 0 of two, which calls a one_shot all_reduce; the test plays rank 1 through a socket and UCX."""
 
-    def __init__(self, numel: int, timeout_s: float) -> None:
+    def __init__(self, numel: int, timeout_s: float, peer_connects: bool = True) -> None:
         ucx.open_library()
         self.native = _C.NativeCommunicator(
             rank=0, ranks=2, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, yield_us=50.0
@@ -48,10 +48,11 @@ class Rank:
         self.peer = _C.UcxPeer(7)
         address = self.native.make_ucx_address()
         self.native.connect_ucx([b"", self.peer.address()])
-        self.peer.connect(0, 1, address)
-        self.peer.send(HELLO, [0] * 5)
         self.frames: list[tuple[int, list[int], bytes]] = []
-        self.progress_until(self.native.ucx_is_connected)
+        if peer_connects:
+            self.peer.connect(0, 1, address)
+            self.peer.send(HELLO, [0] * 5)
+            self.progress_until(self.native.ucx_is_connected)
 
     def progress_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONG
@@ -67,8 +68,8 @@ class Rank:
 
 
 @contextmanager
-def rank_with_ucx(numel: int = 1000, timeout_s: float = LONG) -> Iterator[Rank]:
-    rank = Rank(numel, timeout_s)
+def rank_with_ucx(numel: int = 1000, timeout_s: float = LONG, peer_connects: bool = True) -> Iterator[Rank]:
+    rank = Rank(numel, timeout_s, peer_connects)
     with closing(rank.native), rank.socket:
         yield rank
 
@@ -168,6 +169,79 @@ def test_socket_that_ends_is_the_end_of_the_peer() -> None:
             PeerLost, match=r"rank 1 is gone: its connection ended \((closed|Connection reset) by"
         ):
             work.wait()
+
+
+@requires_ucx
+def test_connection_that_ends_too_early_is_named() -> None:
+    with rank_with_ucx(peer_connects=False) as rank:
+        rank.socket.close()
+        with pytest.raises(
+            RuntimeError, match=r"the connection to rank 1 ended \((closed|Connection reset) by"
+        ):
+            rank.progress_until(rank.native.ucx_is_connected)
+
+
+@requires_ucx
+def test_closing_does_not_wait_for_a_peer_that_never_connected() -> None:
+    with rank_with_ucx(peer_connects=False) as rank:
+        began = time.monotonic()
+        rank.native.close()
+        assert time.monotonic() - began < 1.5  # it waits two seconds for what an operation has sent
+
+
+# A process in which UCX cannot accept a connection, as there are no descriptors left; then it makes other endpoints.
+STARVED = """
+import contextlib, os, resource
+from dtcomm import _C
+from dtcomm.runtime.bootstrap import ucx
+ucx.open_library()
+peer = _C.UcxPeer(7)
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+highest = max(map(int, os.listdir("/proc/self/fd")))
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+held = []
+with contextlib.suppress(OSError):
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+print("address", peer.address().hex(), flush=True)
+input()
+for descriptor in held:
+    os.close(descriptor)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+del peer
+print("endpoints:", len([_C.UcxPeer(8) for _ in range(3)]))
+"""
+# A process that connects to it.
+CONNECTING = """
+import sys, time
+from dtcomm import _C
+from dtcomm.runtime.bootstrap import ucx
+ucx.open_library()
+peer = _C.UcxPeer(9)
+end = time.monotonic() + 20
+try:
+    peer.connect(0, 1, bytes.fromhex(sys.argv[1]))
+    peer.send(7, [0] * 5)
+    while not peer.end_reason and time.monotonic() < end:
+        peer.receive()
+    print("ended:", peer.end_reason)
+except RuntimeError as error:
+    print("ended:", error)
+"""
+
+
+@requires_ucx
+def test_process_without_descriptors_does_not_end_its_peer_and_can_use_ucx_later() -> None:
+    starved = [sys.executable, "-c", STARVED]
+    with subprocess.Popen(starved, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = next(line for line in process.stdout if line.startswith("address")).split()[1]
+        connecting = [sys.executable, "-c", CONNECTING, address]
+        done = subprocess.run(connecting, capture_output=True, text=True, timeout=LONG, check=False)
+        output, _ = process.communicate("\n", timeout=LONG)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ended: " in done.stdout
+    assert "endpoints: 3" in output
 
 
 def _frame(kind: int, *words: int) -> bytes:
