@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from typing import Any
 from bench.common import conditions, output, pages
 
 FOLDER = output.RESULTS / "reliability"
-#: What the counts depend on. Documents, benchmarks, the demo, which no stress program runs, and the program that
-#: runs them do not make a tree another one.
+#: What the counts depend on. Documents, benchmarks, the demo, which no stress program runs, and the list of their
+#: parts do not make a tree another one; each part is kept with its command.
 TESTED = (
     *("dtcomm", "csrc", "tests/stress", "tests/support", "cmake", "CMakeLists.txt", "setup.py"),
-    *(":(exclude)dtcomm/cli/demo", ":(exclude)tests/stress/__main__.py", ":(exclude)*.md"),
+    *(":(exclude)dtcomm/cli/demo", ":(exclude)*.md"),
+    *(":(exclude)tests/stress/__main__.py", ":(exclude)tests/stress/programs.py"),
 )
 #: Names of the programs, in the order of the page; tests.stress.programs defines them.
 NAMES = ("fuzz", "operations", "soak", "campaign", "torch_suite", "elastic", "rendezvous", "limits")
@@ -30,9 +31,9 @@ NAMES = ("fuzz", "operations", "soak", "campaign", "torch_suite", "elastic", "re
 Counts = dict[str, float]
 
 
-def tested_commit() -> str:
-    """Return the short hash of the last commit that changed anything of `TESTED`."""
-    return conditions.code_commit(paths=TESTED)
+def tested_commit(paths: Sequence[str] = TESTED) -> str:
+    """Return the short hash of the last commit that changed what was tested."""
+    return conditions.code_commit(paths=paths)
 
 
 @dataclass(kw_only=True)

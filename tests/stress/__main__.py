@@ -65,6 +65,7 @@ def run_part(program: Program, number: int) -> Entry:
         seconds=round(time.monotonic() - started, 1),
         counts=counts,
         failures=failures,
+        commit=reliability.tested_commit(program.tested),
     )
 
 
@@ -72,7 +73,7 @@ def print_parts(folder: Path) -> None:
     """Print for each program its parts, the planned time and what is missing on this commit."""
     for program in PROGRAMS.values():
         kept = kept_result(program, folder)
-        missing = kept.missing(reliability.tested_commit())
+        missing = kept.missing(reliability.tested_commit(program.tested))
         left = sum(program.parts[number - 1].seconds for number in missing)
         print(
             f"{program.name:12} {len(program.parts):3} parts, {kept.planned_seconds / 60:5.0f} minutes; missing on "
@@ -122,9 +123,10 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(
             f"tests.stress: nothing would be kept, because {changed[0]}; commit them, or give --out"
         )
-    commit, started, failed = reliability.tested_commit(), time.monotonic(), 0
+    started, failed = time.monotonic(), 0
     for name in options.names or list(PROGRAMS):
         program = PROGRAMS[name]
+        commit = reliability.tested_commit(program.tested)
         numbers = [SHORT] if options.short else options.parts
         for number in numbers or kept_result(program, options.out).missing(commit):
             seconds = 60 if number == SHORT else program.parts[number - 1].seconds
@@ -132,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             print(f"== {name}, part {number} of {len(program.parts)}, about {seconds} s", flush=True)
             entry = run_part(program, number)
-            if kept_in_tree and reliability.tested_commit() != commit:
+            if kept_in_tree and reliability.tested_commit(program.tested) != commit:
                 raise SystemExit(f"tests.stress: {name}: the tree changed while it ran; the part is not kept")
             kept = kept_result(program, options.out)
             kept.add(entry)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.reliability import Counts
+from bench.reliability import TESTED, Counts
 from tests.stress.campaign_cases import ACTIONS, TRANSPORTS, WORLD_SIZES
 
 Result = dict[str, Any]  # what a program writes
@@ -50,6 +50,7 @@ class Program:
         parts: The calls that reach the goal together.
         short: The arguments of a call that shows in a minute that the program works.
         counts: Returns from what the program wrote the counts, and the failures, each as a sentence.
+        tested: What the counts depend on: parts stay valid until one of these paths changes.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Program:
     parts: tuple[Part, ...]
     short: tuple[str, ...]
     counts: Callable[[Result], tuple[Counts, list[str]]]
+    tested: tuple[str, ...] = TESTED
 
 
 def _count_fuzz(result: Result) -> tuple[Counts, list[str]]:
@@ -150,6 +152,16 @@ PROGRAMS: dict[str, Program] = {
             ),
             short=_texts("--payloads", 20_000, "--seed", 1),
             counts=_count_fuzz,
+            tested=(
+                *(
+                    "csrc/codec",
+                    "csrc/core",
+                    "csrc/cpu",
+                    "csrc/tests/fuzz_payloads.*",
+                    "csrc/tests/guard_pages.h",
+                ),
+                *("cmake", "CMakeLists.txt", "tests/stress/fuzz.py"),
+            ),
         ),
         Program(
             name="operations",

@@ -74,9 +74,14 @@ def test_benchmarks_and_documents_do_not_make_a_tested_tree_another_one(tmp_path
 
     git("init", "-q")
     tested = [commit(path) for path in ("dtcomm/codecs/int8.py", "tests/stress/soak.py", "csrc/a.cpp")]
-    for path in ("bench/soak.py", "docs/page.md", "tests/stress/README.md", "dtcomm/cli/demo/train.py"):
+    untested = ("bench/soak.py", "docs/page.md", "tests/stress/README.md", "tests/stress/programs.py")
+    for path in (*untested, "dtcomm/cli/demo/train.py"):
         assert commit(path) not in tested
         assert conditions.code_commit(tmp_path, reliability.TESTED) == tested[-1]
+    codec = commit("csrc/codec/b.h")  # the fuzzer tests codecs and kernels alone
+    engine = commit("csrc/engine/a.cpp")
+    assert conditions.code_commit(tmp_path, reliability.TESTED) == engine
+    assert conditions.code_commit(tmp_path, PROGRAMS["fuzz"].tested) == codec
     (tmp_path / "bench/soak.py").write_text("changed")
     assert not conditions.changed_files(tmp_path, reliability.TESTED)
     (tmp_path / "csrc/a.cpp").write_text("changed")
