@@ -5,18 +5,17 @@
 #ifdef DTCOMM_UCX_HEADERS
 
 #include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
 #include <ucp/api/ucp.h>
-#include <unistd.h>
+#include <ucs/async/async_fwd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <mutex>
-#include <sstream>
 #include <utility>
+
+#include "net/listening_sockets.h"
+#include "net/ucx_devices.h"
 
 namespace dtcomm {
 namespace {
@@ -26,7 +25,6 @@ constexpr unsigned kMessageId = 0;
 constexpr std::size_t kMaxBatch = 1024;
 constexpr unsigned kMaxProgress = 256;  // events before other work is done
 constexpr auto kCloseTime = std::chrono::milliseconds(200);
-constexpr std::size_t kMaxSkipped = 16;  // descriptors that a new worker does not use
 
 // The first bytes of every message.
 struct MessageHeader {
@@ -60,7 +58,11 @@ struct Library {
   decltype(&::ucp_request_check_status) ucp_request_check_status;
   decltype(&::ucp_request_free) ucp_request_free;
   decltype(&::ucs_status_string) ucs_status_string;
+  decltype(&::ucs_async_modify_handler) ucs_async_modify_handler;
+  decltype(&::ucs_async_remove_handler) ucs_async_remove_handler;
 };
+
+class Worker;
 
 // The library and its context, which live as long as the process: UCX keeps threads and memory of its own.
 struct Process {
@@ -68,6 +70,7 @@ struct Process {
   Library library;
   ucp_context_h context = nullptr;
   UcxDescription description;
+  std::vector<Worker*> workers;
 };
 
 Process& process() {
@@ -108,7 +111,9 @@ Library load_functions(void* library) {
   DTCOMM_LOAD(ucp_am_recv_data_nbx);
   DTCOMM_LOAD(ucp_request_check_status);
   DTCOMM_LOAD(ucp_request_free);
-  DTCOMM_LOAD(ucs_status_string);  // of libucs, which libucp is linked against
+  DTCOMM_LOAD(ucs_status_string);  // of libucs, which libucp is linked against, as the following
+  DTCOMM_LOAD(ucs_async_modify_handler);
+  DTCOMM_LOAD(ucs_async_remove_handler);
 #undef DTCOMM_LOAD
   return functions;
 }
@@ -118,42 +123,6 @@ void require_ok(ucs_status_t status, const char* function) {
 }
 
 std::string failure(ucs_status_t status) { return std::string("UCX: ") + ucx().ucs_status_string(status); }
-
-// What a function of UCX that prints to a file prints.
-template <class Print>
-std::string printed(Print print) {
-  char* text = nullptr;
-  std::size_t size = 0;
-  FILE* const file = open_memstream(&text, &size);
-  if (!file) return "";
-  print(file);
-  std::fclose(file);
-  std::string copy(text, size);
-  free(text);
-  return copy;
-}
-
-// The words "transport/device" of the lines that hold `mark`: UCX 1.13 has no function that lists them. Lanes have the
-// number of the resource before them, and of the path behind them: "1:tcp/eth0.0".
-std::vector<std::string> resources(const std::string& text, const char* mark) {
-  std::vector<std::string> found;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    const std::size_t at = line.find(mark);
-    if (at == std::string::npos) continue;
-    std::istringstream words(line.substr(at));
-    for (std::string word; words >> word;) {
-      if (word.find('/') == std::string::npos) continue;
-      if (word.find(':') < word.find('/')) {
-        word.erase(0, word.find(':') + 1);
-        word.erase(word.rfind('.'));
-      }
-      if (std::find(found.begin(), found.end(), word) == found.end()) found.push_back(word);
-      break;
-    }
-  }
-  return found;
-}
 
 void open_library(const std::vector<std::string>& libraries) {
   std::string reason = "no library was named";
@@ -186,21 +155,6 @@ void open_context() {
       resources(printed([](FILE* file) { ucx().ucp_context_print_info(process().context, file); }), "resource ")};
 }
 
-// UCX never forgets a socket at which it could not accept a connection because the process had no descriptors left, and
-// refuses one with the same number. So a worker that cannot be made is made again with other descriptors.
-ucs_status_t make_worker(const ucp_worker_params_t& parameters, ucp_worker_h* worker) {
-  std::vector<int> skipped;
-  ucs_status_t status = ucx().ucp_worker_create(process().context, &parameters, worker);
-  while (status == UCS_ERR_ALREADY_EXISTS && skipped.size() < kMaxSkipped) {
-    skipped.push_back(::open("/dev/null", O_RDONLY | O_CLOEXEC));
-    status = ucx().ucp_worker_create(process().context, &parameters, worker);
-  }
-  for (const int descriptor : skipped) {
-    if (descriptor >= 0) ::close(descriptor);
-  }
-  return status;
-}
-
 // Takes an element out of a list, whose order does not matter.
 template <class Element>
 std::unique_ptr<Element> take(std::vector<std::unique_ptr<Element>>& list, const void* element) {
@@ -211,17 +165,6 @@ std::unique_ptr<Element> take(std::vector<std::unique_ptr<Element>>& list, const
   list.pop_back();
   return taken;
 }
-
-// The transports of UCX between processes of one host. They do not notice that a peer ends.
-bool is_memory(const std::string& device) {
-  const std::string transport = device.substr(0, device.find('/'));
-  for (const char* const name : {"self", "sysv", "posix", "cma", "knem", "xpmem"}) {
-    if (transport == name) return true;
-  }
-  return false;
-}
-
-class Worker;
 
 class Channel final : public UcxChannel {
  public:
@@ -288,12 +231,16 @@ class Worker final : public UcxWorker {
   ucp_worker_h handle() const { return worker_; }
 
  private:
+  void create();
+  void destroy();
+  void forget_closed_sockets();
   static ucs_status_t on_message(void* worker, const void* header, std::size_t header_bytes, void* data,
                                  std::size_t bytes, const ucp_am_recv_param_t* parameters);
 
   std::uint64_t token_;
   ucp_worker_h worker_ = nullptr;
   int event_fd_ = -1;
+  std::vector<ListeningSocket> listening_;
   std::vector<std::unique_ptr<Channel>> channels_;  // by the peer's number
   ucs_status_ptr_t flush_ = nullptr;
 };
@@ -453,11 +400,39 @@ ucs_status_ptr_t Channel::close() {
   return ucx().ucp_ep_close_nbx(std::exchange(endpoint_, nullptr), &parameters);
 }
 
-Worker::Worker(std::uint64_t token) : token_(token) {
+// UCX closes a socket at which it cannot accept a connection, as when the process has no descriptors left, but keeps a
+// handler for its number, with a pointer to this worker's memory. A later worker that gets the number could not be
+// made, and UCX would write to that memory. So the handlers are removed before a worker is made or destroyed.
+void Worker::create() {
+  const std::lock_guard<std::mutex> lock(process().mutex);
+  for (Worker* const worker : process().workers) worker->forget_closed_sockets();
+  const std::vector<ListeningSocket> before = listening_sockets();
   ucp_worker_params_t parameters{};
   parameters.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
   parameters.thread_mode = UCS_THREAD_MODE_SERIALIZED;
-  require_ok(make_worker(parameters, &worker_), "ucp_worker_create");
+  require_ok(ucx().ucp_worker_create(process().context, &parameters, &worker_), "ucp_worker_create");
+  for (const ListeningSocket& socket : listening_sockets()) {
+    if (std::find(before.begin(), before.end(), socket) != before.end()) continue;
+    // Another thread may listen, too. These are the events that the handlers of UCX's sockets have.
+    const int events = UCS_EVENT_SET_EVREAD | UCS_EVENT_SET_EVERR;
+    if (ucx().ucs_async_modify_handler(socket.descriptor, events) == UCS_OK) listening_.push_back(socket);
+  }
+  process().workers.push_back(this);
+}
+
+void Worker::forget_closed_sockets() {
+  for (auto socket = listening_.begin(); socket != listening_.end();) {
+    if (socket->is_open()) {
+      ++socket;
+      continue;
+    }
+    ucx().ucs_async_remove_handler(socket->descriptor, 1);
+    socket = listening_.erase(socket);
+  }
+}
+
+Worker::Worker(std::uint64_t token) : token_(token) {
+  create();
   try {
     ucp_am_handler_param_t handler{};
     handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
@@ -476,9 +451,19 @@ Worker::Worker(std::uint64_t token) : token_(token) {
           "the headers of UCX's messages are too short: " + std::to_string(attributes.max_am_header) + " bytes");
     }
   } catch (...) {
-    ucx().ucp_worker_destroy(worker_);
+    destroy();
     throw;
   }
+}
+
+void Worker::destroy() {
+  {
+    const std::lock_guard<std::mutex> lock(process().mutex);
+    forget_closed_sockets();
+    std::vector<Worker*>& workers = process().workers;
+    workers.erase(std::find(workers.begin(), workers.end(), this));
+  }
+  ucx().ucp_worker_destroy(worker_);
 }
 
 Worker::~Worker() {
@@ -497,7 +482,7 @@ Worker::~Worker() {
     ucx().ucp_worker_progress(worker_);
   }
   for (const ucs_status_ptr_t request : requests) ucx().ucp_request_free(request);
-  ucx().ucp_worker_destroy(worker_);
+  destroy();
 }
 
 std::string Worker::address() const {
