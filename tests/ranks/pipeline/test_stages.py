@@ -238,16 +238,16 @@ def epoch_gradients(rank: int, ranks: int) -> list[torch.Tensor]:
 
 
 class Slow(torch.autograd.Function):
-    """The identity, in 10 ms forward and 20 ms backward."""
+    """The identity, in 20 ms forward and 40 ms backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01)
+        time.sleep(0.02)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
+        time.sleep(0.04)
         return gradient
 
 
@@ -262,7 +262,7 @@ def measure_bubble(rank: int, ranks: int, kind: Any, micro: int) -> tuple[float,
     state = compress(stage, "int8")
     schedule = make_schedule(kind, [stage], micro)
     computed, measured = bubble_fraction(schedule), []
-    for step in range(9):
+    for step in range(7):
         run_step(schedule, [stage], batch(step))
         measured.append(state.bubble_fraction())
     # The first step connects the stages; in others a rank may have waited for its core.
