@@ -24,8 +24,8 @@ PROTOCOL = 8  # version of what ranks exchange and of the layout of shared memor
 _NO_VALUE = "-"
 _MIN_POLL_S, _MAX_POLL_S = 0.5e-3, 20e-3  # pauses between two looks into the store
 _MAX_POLL_S_PER_RANK = 1e-3  # a longer pause with many ranks, all of which ask one store
-_MAX_ROLL_CALL_S = 2.0  # before the deadline of a rank; at most a quarter of its timeout
-_LOOKS_FOR_ROLL_CALL = 8  # in that time
+_MAX_ASKING_S = 2.0  # before the deadline of a rank; at most a quarter of its timeout
+_LOOKS_WHILE_ASKING = 8  # in that time
 
 
 def host_id() -> str:
@@ -66,7 +66,7 @@ class StoreExchange:
     """A sequence of all-gathers of JSON objects between ranks.
 
     Ranks that wait for a rank outside the store, to connect with it, are missing as well when the deadline of a rank
-    that waits in an all-gather comes. So a rank whose deadline is near calls the roll: each rank that waits anywhere
+    that waits in an all-gather comes. So a rank whose deadline is near asks who waits: each rank that waits anywhere
     sets a key, and the error names the ranks that did not.
 
     Args:
@@ -101,10 +101,10 @@ class StoreExchange:
         self._end = end
         self._blame = blame
         self._rounds: list[str] = []
-        self._roll_call = f"{prefix}/roll_call"
-        self._roll_call_s = min(_MAX_ROLL_CALL_S, deadline.timeout_s / 4)
-        self._look_for_roll_call = 0.0  # when, on the clock of time.monotonic
-        self._signed = False
+        self._question = f"{prefix}/who_waits"
+        self._asking_s = min(_MAX_ASKING_S, deadline.timeout_s / 4)
+        self._next_look = 0.0  # when, on the clock of time.monotonic
+        self._has_answered = False
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's ``info``, in rank order.
@@ -139,19 +139,19 @@ class StoreExchange:
         """Raise what is to end a wait for other ranks; to be called while this rank waits for any."""
         self._check()
         now = time.monotonic()
-        if self._signed or now < self._look_for_roll_call:
+        if self._has_answered or now < self._next_look:
             return
-        self._look_for_roll_call = now + self._roll_call_s / _LOOKS_FOR_ROLL_CALL
+        self._next_look = now + self._asking_s / _LOOKS_WHILE_ASKING
         with store_errors():
-            if self._deadline.left_s() < self._roll_call_s:
-                self._store.set(self._roll_call, "")
-            elif not self._store.check([self._roll_call]):
+            if self._deadline.left_s() < self._asking_s:
+                self._store.set(self._question, "")
+            elif not self._store.check([self._question]):
                 return
-            self._store.set(self._signature(self._rank), "")
-            self._signed = True
+            self._store.set(self._answer_key(self._rank), "")
+            self._has_answered = True
 
-    def _signature(self, rank: int) -> str:
-        return f"{self._roll_call}/{rank}"
+    def _answer_key(self, rank: int) -> str:
+        return f"{self._question}/{rank}"
 
     def _wait(self, keys: list[str]) -> None:
         # Polled: TCPStore.wait keeps every other thread from the store, whatever group it serves.
@@ -160,7 +160,7 @@ class StoreExchange:
             left_s = self._deadline.left_s()
             if not left_s:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                silent = [rank for rank in missing if not self._store.check([self._signature(rank)])]
+                silent = [rank for rank in missing if not self._store.check([self._answer_key(rank)])]
                 late = [self._global_ranks[rank] for rank in silent or missing]
                 blamed = late if self._deadline.cancelled or not late else self._blame(late)
                 if not late or not self._end():  # the last ones have come since the look before
@@ -200,10 +200,10 @@ class StoreExchange:
             for prefix in self._rounds:
                 for rank in range(self._ranks):
                     self._store.delete_key(f"{prefix}/{rank}")
-            if self._store.check([self._roll_call]):
-                self._store.delete_key(self._roll_call)
+            if self._store.check([self._question]):
+                self._store.delete_key(self._question)
                 for rank in range(self._ranks):
-                    self._store.delete_key(self._signature(rank))
+                    self._store.delete_key(self._answer_key(rank))
             self._store.delete_key(left)
 
     def withdraw(self) -> None:
@@ -211,9 +211,9 @@ class StoreExchange:
         with store_errors():
             for prefix in self._rounds:
                 self._store.delete_key(f"{prefix}/{self._rank}")
-            if self._signed:
-                self._store.delete_key(self._roll_call)
-                self._store.delete_key(self._signature(self._rank))
+            if self._has_answered:
+                self._store.delete_key(self._question)
+                self._store.delete_key(self._answer_key(self._rank))
 
 
 def left_key(prefix: str) -> str:

@@ -76,12 +76,12 @@ def test_the_error_names_all_if_all_of_them_wait_for_others() -> None:
             first.all_gather({})
 
 
-def test_ranks_meet_after_a_roll_call_and_leave_no_keys() -> None:
+def test_ranks_meet_after_one_has_asked_who_waits_and_leave_no_keys() -> None:
     store = dist.HashStore()
     first, late = exchanges(store, TIMEOUT, LONG)
 
     def come_late() -> None:
-        while not store.check(["prefix/roll_call"]):
+        while not store.check(["prefix/who_waits"]):
             time.sleep(5e-3)
         late.all_gather({})
         late.close()

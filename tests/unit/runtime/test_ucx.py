@@ -234,7 +234,6 @@ except RuntimeError as error:
 def test_process_without_descriptors_does_not_end_its_peer_and_can_use_ucx_later() -> None:
     starved = [sys.executable, "-c", STARVED]
     with subprocess.Popen(starved, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         address = next(line for line in process.stdout if line.startswith("address")).split()[1]
         connecting = [sys.executable, "-c", CONNECTING, address]
         done = subprocess.run(connecting, capture_output=True, text=True, timeout=LONG, check=False)
