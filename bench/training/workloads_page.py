@@ -9,6 +9,7 @@ the loss by its last step counts as one that does not reach it.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -322,6 +323,7 @@ def picture(result: dict[str, Any], path: Path) -> Path:
             baseline = _finite(kept, workload, BASELINE)
             if baseline:
                 axes.axhspan(min(baseline), max(baseline), color=COLOURS[0], alpha=0.4, linewidth=1)
+            points: list[tuple[float, float, str]] = []  # loss, share of bytes, name
             for name in kept.variants(workload.name, workload.optimizer):
                 entries = kept.seeds(workload.name, name, workload.optimizer, RANKS)
                 losses = _finite(kept, workload, name)
@@ -333,14 +335,11 @@ def picture(result: dict[str, Any], path: Path) -> Path:
                 sent = 100 * next(iter(entries.values()))["sent"]
                 axes.plot([sent, sent], [min(losses), max(losses)], color=colour, linewidth=1.3)
                 axes.scatter([sent], [statistics.median(losses)], s=26, color=colour, zorder=3)
-                axes.annotate(
-                    name.removesuffix(", no feedback"),
-                    (sent, statistics.median(losses)),
-                    xytext=(4, 3),
-                    textcoords="offset points",
-                    fontsize=7,
-                )
+                points.append((statistics.median(losses), sent, name.removesuffix(", no feedback")))
             axes.set_xscale("log")
+            axes.set_xlim(0.5, 600)  # with room for the labels of what sends everything
+            axes.set_xticks([1, 10, 100], ["1", "10", "100"])
+            _label(axes, points)
             axes.set_title(workload.title)
             axes.set_xlabel("sent, % of uncompressed")
             axes.set_ylabel(f"held-out loss, {workload.unit}")
@@ -354,6 +353,21 @@ def picture(result: dict[str, Any], path: Path) -> Path:
         figure.savefig(path, dpi=110, metadata={"Software": None})
         pyplot.close(figure)
     return path
+
+
+def _label(axes: Any, points: list[tuple[float, float, str]]) -> None:
+    """Write the names of points beside them, from the lowest loss up, none over another."""
+    low, high = axes.get_ylim()
+    height, width = 0.04 * (high - low), 0.045  # of a line, and of a character on the axis of powers of ten
+    placed: list[tuple[float, float, float]] = []  # loss, first and last power of ten
+    for loss, sent, name in sorted(points):
+        begin = math.log10(sent)
+        at, end = loss, begin + width * len(name)
+        for other, other_begin, other_end in placed:
+            if begin < other_end and other_begin < end and abs(at - other) < height:
+                at = other + height
+        placed.append((at, begin, end))
+        axes.text(1.15 * sent, at, name, fontsize=7, verticalalignment="center")
 
 
 def _finite(kept: Kept, workload: Workload, variant: str) -> list[float]:
