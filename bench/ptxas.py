@@ -23,12 +23,13 @@ from bench.common import output
 ROOT = Path(__file__).resolve().parent.parent
 # compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
 LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232448, 2048)}
-WARP_THREADS, BLOCK_THREADS = 256, 512  # csrc/cuda/kernel_variants.h, warp.cuh
+# csrc/cuda/kernel_variants.h, warp.cuh, fused/peer_memory.cuh
+WARP_THREADS, BLOCK_THREADS, FUSED_THREADS = 256, 512, 384
 RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
 # as csrc/cuda/fused/collective.h numbers them
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 ALGORITHMS = ("two_shot", "one_shot", "program")
-COUNTS = {"-1": "n", "0": "0", "1": "1", "2": "2", "4": "4", "8": "8"}
+COUNTS = {"-1": "n", **{str(count): str(count) for count in (0, 1, 2, 3, 4, 7, 8)}}
 
 
 class Resources(TypedDict):
@@ -114,6 +115,8 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
             for kernel in ("combine_warp_kernel", "fused_kernel", "step_kernel", "expand_kernel")
         )
         threads = WARP_THREADS if first_tier else BLOCK_THREADS
+        if name.split("<")[0].endswith(("fused_kernel", "step_kernel")):
+            threads = FUSED_THREADS
         shared = used.get("bytes smem", 0)
         kernel: Resources = {
             "kernel": readable(name),

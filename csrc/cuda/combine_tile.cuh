@@ -1,5 +1,6 @@
 // The kernel of dense codecs, cpu/kernels.h's `combine` in one pass: each thread computes a vec8 of the sum, from its
-// first term to its code.
+// first term to its code. The loads of several payloads are issued before any of them is used, and nothing may branch
+// between them: the time of a kernel that waits for each load is that of its latencies.
 #pragma once
 
 #include "cuda/hadamard.cuh"
@@ -10,6 +11,8 @@ namespace dtcomm::cuda {
 
 constexpr int kAnyCount = -1;  // any number of payloads; includes min and max where the family has them
 constexpr int kBatch = 4;      // payloads that are loaded at once, where their number is not known
+// Registers for payloads that are loaded at once.
+constexpr int kBatchWords = 32, kAnyBatchWords = 16;
 
 // What a codec family (families/*.cuh) provides:
 //   kSpecialized    it has kernels for each usual number of payloads
@@ -17,9 +20,9 @@ constexpr int kBatch = 4;      // payloads that are loaded at once, where their 
 //   kCanRotate      blocks may be rotated; rotates() says whether they are
 //   kHasPadding     payloads may end with padding
 //   Raw, load, decode  a vec8 of a payload as it is loaded, and as floats; two steps, so that the loads of several
-//   payloads
-//                   overlap
+//                   payloads overlap
 //   encode          called by all lanes together; writes scale and codes, and what they decode to
+//                   `Whole` of both: the granule has all its elements, and so the vec8 all of its own; kSpecialized
 //   group()         lanes that share a block
 
 DTCOMM_DEVICE float reduce_pair(ReduceOp op, float a, float b) {
@@ -61,22 +64,29 @@ DTCOMM_DEVICE void load_local(const Lanes& lanes, const KernelParams& params, co
   }
 }
 
-template <int Count, class Family, class Lanes>
+template <int Count, bool Whole, class Family, class Lanes>
 DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const KernelParams& params, const Family& family,
                              const GranuleShape& shape, const Vec8Position& pos, float (&x)[kVec8]) {
   constexpr bool kHasMinMax = Family::kHasMinMax && Count == kAnyCount;
-  constexpr int kAtOnce = Count == kAnyCount ? kBatch : Count;
+  using Raw = typename Family::Raw;
+  constexpr int kWords = sizeof(Raw) / sizeof(std::uint32_t);
+  constexpr int kFits = (Count == kAnyCount ? kAnyBatchWords : kBatchWords) / kWords;
+  constexpr int kMost = Count == kAnyCount ? kBatch : Count;
+  constexpr int kAtOnce = kMost <= kFits ? kMost : kFits > 0 ? kFits : 1;
   Sum<kHasMinMax> sum{params.op};
   float local[kVec8] = {};
   if (Count != 0) {
-    typename Family::Raw raw[kAtOnce > 0 ? kAtOnce : 1] = {};
+    Raw raw[kAtOnce > 0 ? kAtOnce : 1] = {};
     const int count = Count == kAnyCount ? params.count : Count;
     // Not unrolled: a batch is what is loaded at once.
     DTCOMM_LOOP
     for (int begin = 0; begin < count; begin += kAtOnce) {
       DTCOMM_UNROLL
       for (int t = 0; t < kAtOnce; ++t) {
-        if (begin + t < count) raw[t] = family.load(shape, params.payload(begin + t) + pos.granule, pos.at);
+        // Past the last payload it is loaded again, which costs less than a branch.
+        const int of = Whole && begin + t >= count ? count - 1 : begin + t;
+        const auto* payload = Count == kAnyCount ? params.payload(of) : params.payloads[of];
+        if (Whole || of < count) raw[t] = family.template load<Whole>(shape, payload + pos.granule, pos.at);
       }
       if (begin == 0 && params.has_local) load_local(lanes, params, family, pos, local);
       DTCOMM_UNROLL
@@ -143,22 +153,23 @@ DTCOMM_DEVICE Vec8Position vec8_position(const KernelParams& params, std::uint64
   pos.granule = granule * params.granule_bytes;
   pos.at = static_cast<std::uint32_t>(pos.first - start);
   pos.shape = granule == params.last ? &params.tail : &params.whole;
-  const auto left = static_cast<std::int32_t>(pos.shape->n) - static_cast<std::int32_t>(pos.at);
-  pos.present = left < 0 ? 0 : left < kVec8 ? left : kVec8;
+  // No minimum and maximum: of such a clamp ptxas 13.0 keeps the predicate of VIMNMX.RELU as "all eight exist", which a
+  // device sets for fewer, too, and then elements past the end were loaded (tests/cuda/test_sass.py).
+  const std::uint32_t left = pos.shape->n > pos.at ? pos.shape->n - pos.at : 0;
+  pos.present = pos.at + kVec8 <= pos.shape->n ? kVec8 : static_cast<int>(left);
   // All vec8s of a warp lie in one granule.
   const std::uint32_t warp = pos.at - thread % kWarp * kVec8;
   pos.whole = warp + kWarp * kVec8 <= pos.shape->n;
   return pos;
 }
 
-// The work of thread block `tile`. `Encodes`: there is a payload_out; `Feedback`: what it decodes to is needed, too.
-template <int Count, bool Encodes, bool Feedback, class Family, class Lanes>
-DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, const Family& family,
-                                std::uint64_t tile) {
-  const Vec8Position pos = vec8_position(params, tile, lanes.thread(), lanes.threads());
-  const GranuleShape& shape = *pos.shape;
+// The work of a vec8. `Whole` is as above.
+template <int Count, bool Encodes, bool Feedback, bool Whole, class Family, class Lanes>
+DTCOMM_DEVICE void combine_vec8(const Lanes& lanes, const KernelParams& params, const Family& family,
+                                const Vec8Position& pos) {
+  const GranuleShape& shape = Whole ? params.whole : *pos.shape;
   float x[kVec8];
-  sum_terms<Count>(lanes, params, family, shape, pos, x);
+  sum_terms<Count, Whole>(lanes, params, family, shape, pos, x);
   const bool rotates = Family::kCanRotate && family.rotates();
   if constexpr (!Encodes) {
     if constexpr (Family::kCanRotate) {
@@ -168,7 +179,7 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
     return;
   }
   // Elements that take part in the encoding; a rotated block is always whole.
-  const int live = rotates && pos.at < shape.stored ? kVec8 : pos.present;
+  const int live = Whole || (rotates && pos.at < shape.stored) ? kVec8 : pos.present;
   if (live < kVec8) {
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) x[j] = j < live ? x[j] : 0.0f;
@@ -177,7 +188,7 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
   float decoded[kVec8], sum[kVec8];
   DTCOMM_UNROLL
   for (int j = 0; j < kVec8; ++j) sum[j] = x[j];  // encoding removes outliers from x
-  family.template encode<Feedback>(lanes, params, shape, pos, live, x, granule, decoded);
+  family.template encode<Feedback, Whole>(lanes, params, shape, pos, live, x, granule, decoded);
   if (Family::kHasPadding) {
     const std::uint32_t pad = shape.used + pos.at / kVec8;
     if (pad < shape.bytes) granule[pad] = 0;
@@ -197,6 +208,35 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
       }
       store_output(lanes, params, pos, decoded);
     }
+  }
+}
+
+// The work of a vec8 in a granule that may be cut off, a tensor's last one, for any number of payloads. It is a call,
+// because kernels of several payloads take long to compile and would contain this code a second time.
+template <bool Encodes, bool Feedback, class Family, class Lanes>
+DTCOMM_NOINLINE void combine_cut_vec8(const Lanes& lanes, const KernelParams& params, const Family& family,
+                                      const Vec8Position& pos) {
+  combine_vec8<kAnyCount, Encodes, Feedback, false>(lanes, params, family, pos);
+}
+
+// The work of thread block `tile`. `Encodes`: there is a payload_out; `Feedback`: what it decodes to is needed, too.
+template <int Count, bool Encodes, bool Feedback, class Family, class Lanes>
+DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, const Family& family,
+                                std::uint64_t tile) {
+  Vec8Position pos = vec8_position(params, tile, lanes.thread(), lanes.threads());
+  if constexpr (Family::kSpecialized) {
+    // The same for all lanes of a warp.
+    if (pos.whole && pos.shape->n == params.whole.n) {
+      pos.present = kVec8;
+      pos.whole = true;
+      combine_vec8<Count, Encodes, Feedback, true>(lanes, params, family, pos);
+    } else if constexpr (Count == 0 || Count == 1) {
+      combine_vec8<Count, Encodes, Feedback, false>(lanes, params, family, pos);
+    } else {
+      combine_cut_vec8<Encodes, Feedback>(lanes, params, family, pos);
+    }
+  } else {
+    combine_vec8<Count, Encodes, Feedback, false>(lanes, params, family, pos);
   }
 }
 

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/launch.cuh"
+#include "cuda/launch_status.h"
 #include "cuda/make_params.h"
 #include "cuda/sum_native_types.h"
 

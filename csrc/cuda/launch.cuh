@@ -1,11 +1,10 @@
 // The kernels of a codec family, and their launch.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "cuda/combine_tile.cuh"
 #include "cuda/families.h"
 #include "cuda/kernel_variants.h"
+#include "cuda/launch_status.h"
 
 namespace dtcomm::cuda {
 
@@ -21,12 +20,6 @@ __global__ void __launch_bounds__(kMaxBlockThreads)
     combine_block_kernel(const __grid_constant__ KernelParams params, const __grid_constant__ Family family) {
   __shared__ std::uint32_t scratch[kBlockScratchWords];
   combine_tile<Count, Encodes, Feedback>(BlockLanes<WarpLanes>(WarpLanes(), scratch), params, family, blockIdx.x);
-}
-
-// Whether the last launch was queued.
-inline Status launch_status() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? Status() : Status::error(cudaGetErrorString(error));
 }
 
 template <class Family>

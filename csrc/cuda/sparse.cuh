@@ -38,7 +38,8 @@ DTCOMM_DEVICE void decode_values(const Sparse& family, const Part& part, const s
     const GranuleShape& shape = granule * kGranule == part.last ? part.shape : family.nested;
     const bool present = i < part.kept;
     family.integer.decode(
-        family.integer.load(shape, values + granule * family.nested_bytes, present ? at : shape.stored), v);
+        family.integer.template load<false>(shape, values + granule * family.nested_bytes, present ? at : shape.stored),
+        v);
   } else {
     DTCOMM_UNROLL
     for (std::uint32_t j = 0; j < kVec8; ++j) {
@@ -160,7 +161,7 @@ DTCOMM_DEVICE void encode_values(const Lanes& lanes, const KernelParams& params,
   pos.at = granule * kGranule <= part.last ? i % kGranule : i;
   pos.present = live;
   std::uint8_t* to = values + granule * family.nested_bytes;
-  family.integer.template encode<true>(lanes, params, shape, pos, live, v, to, decoded);
+  family.integer.template encode<true, false>(lanes, params, shape, pos, live, v, to, decoded);
   const std::uint32_t pad = shape.used + pos.at / kVec8;
   if (!last && granule * kGranule < part.last && pad < shape.bytes) to[pad] = 0;
   DTCOMM_UNROLL

@@ -49,13 +49,14 @@ DTCOMM_DEVICE void store_quad(const Quad& quad, void* to) {
 #endif
 }
 
-// Loads `Bytes` bytes (1, 2, 4 or 8), little-endian, in one access where the address is aligned to them.
-template <int Bytes>
+// Loads `Bytes` bytes (1, 2, 4 or 8), little-endian, in one access where the address is aligned to them. `Aligned`: it
+// is known to be.
+template <int Bytes, bool Aligned = false>
 DTCOMM_DEVICE std::uint64_t load_bytes(const std::uint8_t* from) {
   if constexpr (Bytes == 1) {
     return *from;
   } else {
-    if (aligned_to(from, Bytes)) {
+    if (Aligned || aligned_to(from, Bytes)) {
       if constexpr (Bytes == 2) return *reinterpret_cast<const Word16*>(from);
       if constexpr (Bytes == 4) return *reinterpret_cast<const Word32*>(from);
       if constexpr (Bytes == 8) return *reinterpret_cast<const Word64*>(from);
@@ -67,11 +68,11 @@ DTCOMM_DEVICE std::uint64_t load_bytes(const std::uint8_t* from) {
   }
 }
 
-template <int Bytes>
+template <int Bytes, bool Aligned = false>
 DTCOMM_DEVICE void store_bytes(std::uint64_t value, std::uint8_t* to) {
   if constexpr (Bytes == 1) {
     *to = static_cast<std::uint8_t>(value);
-  } else if (aligned_to(to, Bytes)) {
+  } else if (Aligned || aligned_to(to, Bytes)) {
     if constexpr (Bytes == 2) *reinterpret_cast<Word16*>(to) = static_cast<std::uint16_t>(value);
     if constexpr (Bytes == 4) *reinterpret_cast<Word32*>(to) = static_cast<std::uint32_t>(value);
     if constexpr (Bytes == 8) *reinterpret_cast<Word64*>(to) = value;
@@ -105,17 +106,31 @@ DTCOMM_DEVICE void store_element(DType dtype, float value, void* to, std::size_t
   }
 }
 
+// A branch for all elements: inside a loop it would be one for each.
+template <class Use>
+DTCOMM_DEVICE void with_half_type(DType dtype, const Use& use) {
+  if (dtype == DType::f16) {
+    use(DType::f16);
+  } else {
+    use(DType::bf16);
+  }
+}
+
 DTCOMM_DEVICE void floats_from_halves(DType dtype, const Quad& quad, float (&x)[kVec8]) {
-  DTCOMM_UNROLL
-  for (int j = 0; j < kVec8; ++j) x[j] = float_from_half(dtype, quad.word[j / 2] >> (16 * (j % 2)) & 0xffff);
+  with_half_type(dtype, [&](DType half) {
+    DTCOMM_UNROLL
+    for (int j = 0; j < kVec8; ++j) x[j] = float_from_half(half, quad.word[j / 2] >> (16 * (j % 2)) & 0xffff);
+  });
 }
 
 DTCOMM_DEVICE Quad halves_from_floats(DType dtype, const float (&x)[kVec8]) {
   Quad quad;
-  DTCOMM_UNROLL
-  for (int w = 0; w < 4; ++w) {
-    quad.word[w] = half_from_float(dtype, x[2 * w]) | half_from_float(dtype, x[2 * w + 1]) << 16;
-  }
+  with_half_type(dtype, [&](DType half) {
+    DTCOMM_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      quad.word[w] = half_from_float(half, x[2 * w]) | half_from_float(half, x[2 * w + 1]) << 16;
+    }
+  });
   return quad;
 }
 

@@ -10,10 +10,12 @@
 
 #if defined(__CUDACC__)
 #define DTCOMM_DEVICE __device__ __forceinline__
+#define DTCOMM_NOINLINE __device__ __noinline__
 #define DTCOMM_UNROLL _Pragma("unroll")
 #define DTCOMM_LOOP _Pragma("unroll 1")
 #else
 #define DTCOMM_DEVICE inline
+#define DTCOMM_NOINLINE inline
 #define DTCOMM_UNROLL
 #define DTCOMM_LOOP
 #endif

@@ -26,7 +26,10 @@ def on_cpu(buffers: Buffers) -> Buffers:
 
 
 class FixedGradientModel(torch.nn.Module):
-    """A model whose gradients are fixed, so that they are the same numbers on every device."""
+    """A model whose gradients are fixed, so that they are the same numbers on every device.
+
+    It takes an argument for FSDP2, which looks for one where it moves the inputs of a root module to a GPU.
+    """
 
     def __init__(self, rank: int, device: str) -> None:
         super().__init__()
@@ -37,6 +40,7 @@ class FixedGradientModel(torch.nn.Module):
         )
         self.gradients = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, factor: torch.Tensor | None = None) -> torch.Tensor:
         pairs = zip(self.weights, self.gradients)
-        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+        total = torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+        return total if factor is None else total * factor

@@ -28,9 +28,10 @@ from typing import NamedTuple, TextIO
 from bench.common.output import write_whole
 
 HERE = Path(__file__).parent
-# Thousands of small tests, much of it on the CPU, and kernels that Triton compiles: several processes at once where
-# pytest-xdist is found.
-KERNELS = ("test_device.py", "test_triton.py", "test_fused.py", "test_programs.py")
+# Thousands of small tests, most of their time on the CPU, and kernels that Triton compiles: several processes at once
+# where pytest-xdist is found.
+FUSED = ("test_fused.py", "test_programs.py", "test_triton.py")
+KERNELS = ("test_device.py",)
 WORKERS = 12
 INFERENCE = HERE / "test_inference.py"
 SANITIZERS = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
@@ -67,8 +68,8 @@ def about() -> None:
 def benchmarks(out: Path) -> list[Step]:
     """The benchmarks, the most important first. Each limits its own time and writes its result as it comes."""
     programs = [
-        ("fused", "bench.gpu_fused", ["--seconds", "150", "--json", str(out / "gpu_fused.json")], 190),
-        ("codecs", "bench.gpu_kernels", ["--seconds", "110", "--json", str(out / "gpu_kernels.json")], 150),
+        ("fused", "bench.gpu_fused", ["--seconds", "60", "--json", str(out / "gpu_fused.json")], 90),
+        ("codecs", "bench.gpu_kernels", ["--seconds", "60", "--json", str(out / "gpu_kernels.json")], 90),
     ]
     if importlib.util.find_spec("bench.threads") is not None:
         programs.append(("threads", "bench.threads", ["--json", str(out / "threads.json")], 240))
@@ -80,9 +81,9 @@ def benchmarks(out: Path) -> list[Step]:
 
 def visit(options: Sequence[str], out: Path) -> list[Step]:
     """Tests and benchmarks: what shows that the kernels are right, what they take, then the sanitizers."""
-    device, communication, inference, kernels, *sanitizers = steps(options)
-    fused, codecs, *others = benchmarks(out)
-    return [device, communication, inference, fused, kernels, codecs, *sanitizers, *others]
+    device, communication, inference, fused, kernels, *sanitizers = steps(options)
+    bench_fused, codecs, *others = benchmarks(out)
+    return [device, communication, inference, bench_fused, fused, codecs, *sanitizers, kernels, *others]
 
 
 def remaining(chosen: Sequence[Step], outcomes: Mapping[str, str]) -> list[Step]:
@@ -94,20 +95,32 @@ def remaining(chosen: Sequence[Step], outcomes: Mapping[str, str]) -> list[Step]
 def steps(options: Sequence[str]) -> list[Step]:
     """The tests, the most important first."""
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", *options]
-    kernels = [str(HERE / name) for name in KERNELS]
+    pytest += ["-p", "tests.cuda.print_failures"]
+    fused, kernels = ([str(HERE / name) for name in names] for names in (FUSED, KERNELS))
     side_by_side = importlib.util.find_spec("xdist") is not None
-    workers = ["-n", str(max(1, min(WORKERS, (os.cpu_count() or 1) * 3 // 4)))] if side_by_side else []
+    cores = os.cpu_count() or 1
+    workers = ["-n", str(max(1, min(WORKERS, cores * 3 // 4)))] if side_by_side else []
+    # Each of these tests starts two ranks.
+    processes = ["-n", str(max(1, min(WORKERS // 2, cores * 3 // 8)))] if side_by_side else []
     sanitizer = shutil.which("compute-sanitizer") or next(filter(os.path.exists, SANITIZERS), None)
     sized = [*pytest, "-k", "sanitizer_sized", "-o", "timeout=0", str(HERE)]
     return [
         Step("device", [sys.executable, "-m", "tests.cuda.gpu_check", "--about"], 90),
         Step(
             "communication",
-            [*pytest, "--durations", "8", *(f"--ignore={name}" for name in (*kernels, INFERENCE)), str(HERE)],
+            [
+                *pytest,
+                "--durations",
+                "8",
+                *processes,
+                *(f"--ignore={name}" for name in (*fused, *kernels, INFERENCE)),
+                str(HERE),
+            ],
             200,
         ),
         Step("inference", [*pytest, "--durations", "4", str(INFERENCE)], 120),
-        Step("kernels", [*pytest, "--durations", "4", *workers, *kernels], 180),
+        Step("fused", [*pytest, "--durations", "4", *workers, *fused], 180),
+        Step("kernels", [*pytest, "--durations", "4", *workers, *kernels], 250),
         *(
             Step(
                 tool,

@@ -64,14 +64,14 @@ def all_reduce_by_fused_kernels(rank: int, world_size: int) -> dict[str, object]
 
 def without_symmetric_memory(rank: int, world_size: int) -> dict[str, object]:
     """`all_reduce_by_fused_kernels` over CUDA IPC handles, as where torch offers no symmetric memory."""
-    offer = memory.offer
+    allocate = memory.allocate
 
     def only_handles(kind: str, *rest: Any) -> memory.LocalBuffer:
         if kind == memory.SYMMETRIC:
             raise RuntimeError("left out by the test")
-        return offer(kind, *rest)
+        return allocate(kind, *rest)
 
-    memory.offer = only_handles
+    memory.allocate = only_handles
     return all_reduce_by_fused_kernels(rank, world_size)
 
 
@@ -179,7 +179,7 @@ def fsdp_gradients(rank: int, world_size: int, device: str) -> list[torch.Tensor
     gradients = []
     for _ in range(4):
         model.zero_grad()
-        model().backward()
+        model(torch.ones((), device=device)).backward()
         gradients += [parameter.grad.to_local().cpu().clone() for parameter in model.parameters()]
     return gradients
 

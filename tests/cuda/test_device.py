@@ -53,8 +53,24 @@ def compare(call: Combine, shift: int = 0) -> None:
     for name in FIELDS:
         expected, actual = getattr(call, name), getattr(gpu_call, name)
         if expected is not None:
-            same = torch.equal(expected.view(torch.uint8), actual.cpu().view(torch.uint8))
-            assert same, f"{name} of {call.numel} {call.dtype} in {call.codec}, {len(call.payloads)} payloads"
+            left, right = expected.view(torch.uint8), actual.cpu().view(torch.uint8)
+            assert torch.equal(left, right), f"{name} of {describe(call)}: {difference(left, right)}"
+
+
+def describe(call: Combine) -> str:
+    given = [name for name in FIELDS if getattr(call, name) is not None]
+    return f"{call.numel} {call.dtype} in {call.codec}, {len(call.payloads)} payloads, {call.op}, {' '.join(given)}"
+
+
+def difference(expected: torch.Tensor, actual: torch.Tensor) -> str:
+    """Where bytes differ, and the sixteen around the first of them."""
+    places = (expected != actual).nonzero().flatten().tolist()
+    begin = places[0] // 4 * 4
+    around = [bytes(tensor[begin : begin + 16].tolist()).hex(" ", 4) for tensor in (expected, actual)]
+    return (
+        f"{len(places)} of {expected.numel()} bytes differ, first {places[:8]}; "
+        f"from byte {begin}: expected {around[0]}, got {around[1]}"
+    )
 
 
 def empty_payload(codec: Codec, n: int, dtype: torch.dtype) -> torch.Tensor:

@@ -20,8 +20,7 @@ from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
 from dtcomm.tp.emulate import emulate_all_reduce
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME
 from tests.support.host_sync_trace import trace
-from tests.unit.runtime.test_fused import SPECS
-from tests.unit.runtime.test_fused_epilogue import (
+from tests.unit.runtime.fused_epilogue_cases import (
     FEATURES,
     ROWS,
     TYPES,
@@ -29,6 +28,7 @@ from tests.unit.runtime.test_fused_epilogue import (
     run_by_engine,
     same,
 )
+from tests.unit.runtime.test_fused import SPECS
 
 pytestmark = NEEDS_GPU
 

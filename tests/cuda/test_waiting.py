@@ -86,10 +86,11 @@ def fsdp_step(rank: int, world_size: int) -> Step:
     model = FixedGradientModel(rank, "cuda")
     fully_shard(model, mesh=dist.init_device_mesh("cuda", (world_size,)))
     fsdp.compress(model, gradients="int8", parameters="fp8_e4m3")
+    factor = torch.ones((), device="cuda")
 
     def step() -> None:
         model.zero_grad()
-        model().backward()
+        model(factor).backward()
 
     return step
 

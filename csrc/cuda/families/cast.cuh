@@ -23,12 +23,13 @@ struct Cast {
   DTCOMM_HD unsigned group() const { return 1; }
 
   // Granules are padded to sixteen bytes, so the elements of a vec8 that exist can be loaded by quads.
+  template <bool Whole>
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     DTCOMM_UNROLL
     for (int q = 0; q < kQuads; ++q) {
       const std::uint32_t element = at + q * kPerQuad;
-      if (element < shape.n) raw.quad[q] = load_quad(granule + element * size_of(Wire));
+      if (Whole || element < shape.n) raw.quad[q] = load_quad(granule + element * size_of(Wire));
     }
     return raw;
   }
@@ -42,7 +43,7 @@ struct Cast {
     }
   }
 
-  template <bool Feedback, class Lanes>
+  template <bool Feedback, bool Whole, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes&, const KernelParams& params, const GranuleShape& shape,
                             const Vec8Position& pos, int, float (&x)[kVec8], std::uint8_t* granule,
                             float (&decoded)[kVec8]) const {
@@ -64,7 +65,7 @@ struct Cast {
     DTCOMM_UNROLL
     for (int q = 0; q < kQuads; ++q) {
       const std::uint32_t element = pos.at + q * kPerQuad;
-      if (element < shape.n) store_quad(raw.quad[q], granule + element * size_of(Wire));
+      if (Whole || element < shape.n) store_quad(raw.quad[q], granule + element * size_of(Wire));
     }
     if constexpr (Feedback) decode(raw, decoded);
   }

@@ -22,44 +22,50 @@ struct Float8 : Blocks<Group> {
 
   DTCOMM_DEVICE bool rotates() const { return false; }
 
+  template <bool Whole>
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
-    if (at >= shape.stored) return raw;
-    raw.codes = load_codes(8, shape.stored, at, granule + shape.codes_at);
+    if (!Whole && at >= shape.stored) return raw;
+    raw.codes = load_codes<Whole>(8, shape.stored, at, granule + shape.codes_at);
     raw.scale = load_field(codec.scale, granule, block_of(at));
     return raw;
   }
 
   DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kVec8]) const {
+    minifloat_values<F>(raw.codes, x);
     DTCOMM_UNROLL
-    for (int j = 0; j < kVec8; ++j) x[j] = minifloat_value<F>(code_at(raw.codes, j)) * raw.scale;
+    for (int j = 0; j < kVec8; ++j) x[j] = x[j] * raw.scale;
   }
 
-  template <bool Feedback, class Lanes>
+  template <bool Feedback, bool Whole, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams& params, const GranuleShape& shape,
                             const Vec8Position& pos, int, float (&x)[kVec8], std::uint8_t* granule,
                             float (&decoded)[kVec8]) const {
     const float scale = scale_of(rules, group_max_magnitude(lanes, group(), x)), inverse = inverse_of(scale);
-    float random[kVec8] = {};
-    if (!Plain && codec.stochastic) uniform_vec8(params.key, params.offset + pos.first, random);
-    std::int32_t code[kVec8];
+    float t[kVec8];
     DTCOMM_UNROLL
-    for (int j = 0; j < kVec8; ++j) {
-      const float t = x[j] * inverse;
-      const std::uint32_t made =
-          !Plain && codec.stochastic ? stochastic_minifloat<F>(t, random[j]) : nearest_minifloat<F>(t);
-      // Elements of zero blocks may have signs, and those of NaN blocks any value.
-      code[j] = inverse == 0.0f ? 0 : static_cast<std::int32_t>(made);
+    for (int j = 0; j < kVec8; ++j) t[j] = x[j] * inverse;
+    Codes codes;
+    if (!Plain && codec.stochastic) {
+      float random[kVec8];
+      uniform_vec8(params.key, params.offset + pos.first, random);
+      std::int32_t code[kVec8];
+      DTCOMM_UNROLL
+      for (int j = 0; j < kVec8; ++j) code[j] = static_cast<std::int32_t>(stochastic_minifloat<F>(t[j], random[j]));
+      codes = codes_of(code);
+    } else {
+      codes = nearest_minifloats<F>(t);
     }
-    if (pos.at < shape.stored) {
-      store_codes(codes_of(code), 8, shape.stored, pos.at, granule + shape.codes_at);
+    // Elements of zero blocks may have signs, and those of NaN blocks any value.
+    if (inverse == 0.0f) codes = {};
+    if (Whole || pos.at < shape.stored) {
+      store_codes<Whole>(codes, 8, shape.stored, pos.at, granule + shape.codes_at);
       if (this->leads(pos.at)) store_field(codec.scale, scale, granule, block_of(pos.at));
     }
     if constexpr (Feedback) {
+      minifloat_values<F>(codes, decoded);
       DTCOMM_UNROLL
-      for (int j = 0; j < kVec8; ++j) {
-        decoded[j] = minifloat_value<F>(static_cast<std::uint32_t>(code[j])) * scale;
-      }
+      for (int j = 0; j < kVec8; ++j) decoded[j] = decoded[j] * scale;
     }
   }
 };

@@ -24,7 +24,7 @@ struct Integer : Blocks<Group> {
   using Blocks<Group>::block_of;
 
   struct PlainRaw {
-    Codes codes;
+    Codes codes;  // of four bits where the compiler knows it: all in the first word, as they lie in the payload
     float scale;
   };
   struct SpikesRaw : PlainRaw {
@@ -50,10 +50,16 @@ struct Integer : Blocks<Group> {
     return known;
   }
 
+  template <bool Whole>
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
-    if (at >= shape.stored) return raw;
-    raw.codes = load_codes(bits(), shape.stored, at, granule + shape.codes_at);
+    if (!Whole && at >= shape.stored) return raw;
+    const std::uint8_t* section = granule + shape.codes_at;
+    if constexpr (Bits == 4) {
+      raw.codes.word[0] = static_cast<std::uint32_t>(load_bytes<4, Whole>(section + at / 2));
+    } else {
+      raw.codes = load_codes<Whole>(bits(), shape.stored, at, section);
+    }
     raw.scale = load_field(codec.scale, granule, block_of(at));
     if constexpr (kAny) {
       if (!codec.symmetric) raw.zero = load_field(codec.scale, granule + shape.zeros_at, block_of(at));
@@ -72,12 +78,15 @@ struct Integer : Blocks<Group> {
   DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kVec8]) const {
     // A signed code of b bits, its highest bit flipped, is the code plus 2^(b-1).
     const std::uint32_t half = symmetric() ? 1U << (bits() - 1) : 0;
-    const Codes codes{{raw.codes.word[0] ^ half * 0x01010101U, raw.codes.word[1] ^ half * 0x01010101U}};
+    constexpr std::uint32_t kEach = Bits == 4 ? 0x11111111U : 0x01010101U;
+    const std::uint32_t low = raw.codes.word[0] ^ half * kEach, high = raw.codes.word[1] ^ half * kEach;
+    const Codes codes = Bits == 4 ? split_nibbles(low) : Codes{{low, high}};
     float zero = 0.0f;
     if constexpr (kAny) zero = raw.zero;
     DTCOMM_UNROLL
     for (int j = 0; j < kVec8; ++j) {
-      x[j] = value(float_of_byte(codes, j, static_cast<float>(half)), raw.scale, zero);
+      const int place = Bits == 4 ? nibble_place(j) : j;
+      x[j] = value(float_of_byte(codes, place, static_cast<float>(half)), raw.scale, zero);
     }
     if constexpr (!kPlain) {
       if (spikes()) restore_outliers(raw.outliers, raw.first, x);
@@ -102,7 +111,7 @@ struct Integer : Blocks<Group> {
     return top >= kInfinity32 ? 0.0f : zero;
   }
 
-  template <bool Feedback, class Lanes>
+  template <bool Feedback, bool Whole, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams& params, const GranuleShape& shape,
                             const Vec8Position& pos, int live, float (&x)[kVec8], std::uint8_t* granule,
                             float (&decoded)[kVec8]) const {
@@ -138,8 +147,8 @@ struct Integer : Blocks<Group> {
     for (int j = 0; j < kVec8; ++j) {
       if (top >= kInfinity32 || (kAny && j >= live)) q[j] = 0;
     }
-    if (pos.at < shape.stored) {
-      store_codes(codes_of(q), bits(), shape.stored, pos.at, granule + shape.codes_at);
+    if (Whole || pos.at < shape.stored) {
+      store_codes<Whole>(codes_of(q), bits(), shape.stored, pos.at, granule + shape.codes_at);
       if (first == 0) {
         const std::uint32_t block = block_of(pos.at);
         store_field(codec.scale, scale, granule, block);

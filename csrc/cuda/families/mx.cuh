@@ -21,6 +21,7 @@ struct Mx {
   DTCOMM_HD unsigned group() const { return kLanes; }
   DTCOMM_DEVICE bool rotates() const { return rotated; }
 
+  template <bool Whole>
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     if (at >= shape.stored) return raw;
@@ -30,30 +31,29 @@ struct Mx {
   }
 
   DTCOMM_DEVICE void decode(const Raw& raw, float (&x)[kVec8]) const {
+    minifloat_values<F>(raw.codes, x);
     DTCOMM_UNROLL
-    for (int j = 0; j < kVec8; ++j) x[j] = minifloat_value<F>(code_at(raw.codes, j)) * raw.scale;
+    for (int j = 0; j < kVec8; ++j) x[j] = x[j] * raw.scale;
   }
 
-  template <bool Feedback, class Lanes>
+  template <bool Feedback, bool Whole, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams&, const GranuleShape& shape, const Vec8Position& pos,
                             int, float (&x)[kVec8], std::uint8_t* granule, float (&decoded)[kVec8]) const {
     const std::uint32_t scale = mx_scale<F>(group_max_magnitude(lanes, kLanes, x));
     const float inverse = mx_inverse(scale);
-    std::int32_t code[kVec8];
+    float t[kVec8];
     DTCOMM_UNROLL
-    for (int j = 0; j < kVec8; ++j) {
-      // Elements of zero blocks may have signs, and those of NaN blocks any value.
-      code[j] = inverse == 0.0f ? 0 : static_cast<std::int32_t>(nearest_minifloat<F>(x[j] * inverse));
-    }
+    for (int j = 0; j < kVec8; ++j) t[j] = x[j] * inverse;
+    // Elements of zero blocks may have signs, and those of NaN blocks any value.
+    const Codes codes = inverse == 0.0f ? Codes{} : nearest_minifloats<F>(t);
     if (pos.at < shape.stored) {
-      store_codes(codes_of(code), kBits, shape.stored, pos.at, granule + shape.codes_at);
+      store_codes(codes, kBits, shape.stored, pos.at, granule + shape.codes_at);
       if (pos.at % kBlock == 0) granule[pos.at / kBlock] = static_cast<std::uint8_t>(scale);
     }
     if constexpr (Feedback) {
+      minifloat_values<F>(codes, decoded);
       DTCOMM_UNROLL
-      for (int j = 0; j < kVec8; ++j) {
-        decoded[j] = minifloat_value<F>(static_cast<std::uint32_t>(code[j])) * mx_value(scale);
-      }
+      for (int j = 0; j < kVec8; ++j) decoded[j] = decoded[j] * mx_value(scale);
     }
   }
 };

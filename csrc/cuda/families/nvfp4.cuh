@@ -19,6 +19,7 @@ struct Nvfp4 {
   DTCOMM_HD unsigned group() const { return kLanesOfGranule; }
   DTCOMM_DEVICE bool rotates() const { return false; }
 
+  template <bool Whole>
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     if (at >= shape.stored) return raw;
@@ -33,7 +34,7 @@ struct Nvfp4 {
     for (int j = 0; j < kVec8; ++j) x[j] = minifloat_value<E2m1>(code_at(raw.codes, j)) * raw.scale;
   }
 
-  template <bool Feedback, class Lanes>
+  template <bool Feedback, bool Whole, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams&, const GranuleShape& shape, const Vec8Position& pos,
                             int, float (&x)[kVec8], std::uint8_t* granule, float (&decoded)[kVec8]) const {
     const std::uint32_t top = group_max_magnitude(lanes, kLanesOfBlock, x);

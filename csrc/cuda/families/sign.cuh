@@ -16,6 +16,7 @@ struct Sign : Blocks<0> {
 
   DTCOMM_DEVICE bool rotates() const { return codec.rotate != 0; }
 
+  template <bool Whole>
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     if (at >= shape.stored) return {0, 0.0f};
     return {granule[shape.codes_at + at / kVec8], load_field(codec.scale, granule, block_of(at))};
@@ -50,7 +51,7 @@ struct Sign : Blocks<0> {
     return part[0];
   }
 
-  template <bool Feedback, class Lanes>
+  template <bool Feedback, bool Whole, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams&, const GranuleShape& shape, const Vec8Position& pos,
                             int, float (&x)[kVec8], std::uint8_t* granule, float (&decoded)[kVec8]) const {
     // The part of the block that exists; all of it where it is rotated.

@@ -25,6 +25,7 @@ struct Variable {
   }
 
   // A thread adds the widths of all blocks before its own: bytes that the threads of a granule read together.
+  template <bool Whole>
   DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     raw.width = 1;
@@ -65,7 +66,7 @@ struct Variable {
     return low;
   }
 
-  template <bool Feedback, class Lanes>
+  template <bool Feedback, bool Whole, class Lanes>
   DTCOMM_DEVICE void encode(const Lanes& lanes, const KernelParams&, const GranuleShape& shape, const Vec8Position& pos,
                             int, float (&x)[kVec8], std::uint8_t* granule, float (&decoded)[kVec8]) const {
     const auto larger = [](auto a, auto b) { return a > b ? a : b; };

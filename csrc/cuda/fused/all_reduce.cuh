@@ -37,28 +37,34 @@ DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const 
           }
         });
     if (!pointers_ready(block)) return;
-    for (int k = own ? 0 : 1; k < fused.ranks; ++k) {
-      const int peer = (rank + k) % fused.ranks;
-      combine_tiles<0, true, Feedback>(block, shared.encode(peer), family);
-    }
+    // The ranks after this one, and this one first where `with_own`.
+    const auto others = [&](bool with_own) { return static_cast<unsigned>(fused.ranks) - (with_own ? 0 : 1); };
+    const auto peer_of = [&](unsigned k, bool with_own) {
+      return (rank + static_cast<int>(k) + (with_own ? 0 : 1)) % fused.ranks;
+    };
+    combine_ranges<0, true, Feedback>(
+        block, others(own), section_elements(fused), family,
+        [&](unsigned k) -> const KernelParams& { return shared.encode(peer_of(k, own)); });
     if (!exchange_signals(block, fused, rank, index, SignalStage::scattered, epoch, BarrierId::payloads_stored,
                           BarrierId::payloads_arrived))
       return;
-    combine_tiles<Count, true, true>(block, shared.reduce(), family);
+    combine_range<Count, true, true>(block, shared.reduce(), family);
     block.sync_block(BarrierId::sum_encoded);
     push_to_peers(block, fused, rank, kOutbox, index, shared.reduce());
     if (!exchange_signals(block, fused, rank, index, SignalStage::gathered, epoch, BarrierId::payloads_pushed,
                           BarrierId::payloads_gathered))
       return;
     // The own sum was written when it was encoded, unless there is an epilogue.
-    for (int k = epilogue ? 0 : 1; k < fused.ranks; ++k) {
-      const int peer = (rank + k) % fused.ranks;
-      if (epilogue) {
+    if (epilogue) {
+      for (unsigned k = 0; k < others(true); ++k) {
+        const int peer = peer_of(k, true);
         const TensorRange run = section_range(fused, chunk_range_of(fused, peer), section);
         combine_with_epilogue<1>(block, fused, state, run.out, shared.decode(peer), family);
-      } else {
-        combine_tiles<1, false, false>(block, shared.decode(peer), family);
       }
+    } else {
+      combine_ranges<1, false, false>(
+          block, others(false), section_elements(fused), family,
+          [&](unsigned k) -> const KernelParams& { return shared.decode(peer_of(k, false)); });
     }
     block.sync_block(BarrierId::section_done);
   }
@@ -84,7 +90,7 @@ DTCOMM_DEVICE void one_shot(const Block& block, const FusedParams& fused, const 
           if (pass == Pass::reduce) set_slot_payloads(fused, rank, region, index, true, params);
         });
     if (!pointers_ready(block)) return;
-    combine_tiles<0, true, Feedback>(block, shared.encode(rank), family);
+    combine_range<0, true, Feedback>(block, shared.encode(rank), family);
     block.sync_block(BarrierId::sum_encoded);
     push_to_peers(block, fused, rank, region, index, shared.encode(rank));
     if (!exchange_signals(block, fused, rank, index, SignalStage::shot, epoch, BarrierId::payloads_pushed,
@@ -93,7 +99,7 @@ DTCOMM_DEVICE void one_shot(const Block& block, const FusedParams& fused, const 
     if (Count == kAnyCount && fused.has_epilogue) {
       combine_with_epilogue<kAnyCount>(block, fused, state, run.out, shared.reduce(), family);
     } else {
-      combine_tiles<Count, false, false>(block, shared.reduce(), family);
+      combine_range<Count, false, false>(block, shared.reduce(), family);
     }
     block.sync_block(BarrierId::section_done);
   }

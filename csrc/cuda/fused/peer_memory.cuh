@@ -11,8 +11,9 @@
 
 namespace dtcomm::cuda {
 
-constexpr unsigned kFusedThreads = 256;  // of a thread block
-// Blocks that a multiprocessor must have registers for: they wait more than they compute.
+// Threads of a thread block, and blocks that a multiprocessor must have registers for: 80 a thread. With 512 threads
+// and 64 registers, sums of eight ranks took 12 % longer on an H100.
+constexpr unsigned kFusedThreads = 384;
 constexpr unsigned kBlocksPerMultiprocessor = 2;
 
 // The stages that signals announce: scattered and gathered in two_shot, shot in one_shot, entered and stepped in

@@ -21,9 +21,14 @@ DTCOMM_DEVICE TensorRange chunk_range_of(const FusedParams& fused, int rank) {
   return {from, from, (to < fused.numel ? to : fused.numel) - (from < fused.numel ? from : fused.numel)};
 }
 
+// The most elements of a section.
+DTCOMM_DEVICE std::uint64_t section_elements(const FusedParams& fused) {
+  return std::uint64_t{fused.section} * fused.granule_elements;
+}
+
 // Section `index` of a range; empty past its end.
 DTCOMM_DEVICE TensorRange section_range(const FusedParams& fused, const TensorRange& range, std::uint64_t index) {
-  const std::uint64_t most = std::uint64_t{fused.section} * fused.granule_elements;
+  const std::uint64_t most = section_elements(fused);
   const std::uint64_t from = index * most;
   const std::uint64_t left = from < range.numel ? range.numel - from : 0;
   return {range.in + from, range.out + from, left < most ? left : most};
@@ -98,18 +103,58 @@ DTCOMM_DEVICE std::uint64_t payload_bytes(const KernelParams& params) {
   return params.tail.n ? params.last * params.granule_bytes + params.tail.bytes : 0;
 }
 
+// The lanes of a warp that works by itself, for codecs whose blocks a warp holds.
+template <class Block>
+struct SingleWarp {
+  const Block& block;
+
+  DTCOMM_DEVICE unsigned thread() const { return block.thread() % kWarp; }
+  DTCOMM_DEVICE unsigned threads() const { return kWarp; }
+  template <class T>
+  DTCOMM_DEVICE T shuffle_xor(T value, unsigned reach) const {
+    return block.shuffle_xor(value, reach);
+  }
+  DTCOMM_DEVICE void shuffle_xor_vec8(const float (&x)[kVec8], unsigned reach, float (&other)[kVec8]) const {
+    block.shuffle_xor_vec8(x, reach, other);
+  }
+  DTCOMM_DEVICE void sync_warp() const { block.sync_warp(); }
+};
+
+constexpr std::uint32_t kWarpElements = kWarp * kVec8;
+
 template <class Block>
 DTCOMM_DEVICE std::uint64_t tile_count(const Block& block, const KernelParams& params) {
   const std::uint64_t of_tile = std::uint64_t{block.threads()} * kVec8;
   return (element_count(params) + of_tile - 1) / of_tile;
 }
 
-template <int Count, bool Encodes, bool Feedback, class Family, class Block>
-DTCOMM_DEVICE void combine_tiles(const Block& block, const KernelParams& params, const Family& family) {
-  const std::uint64_t tiles = tile_count(block, params);
+// Combines `count` ranges of elements, params_of(0), params_of(1), ..., none of which is larger than `most` elements.
+// The warps take turns over the parts of all ranges, so that short ones keep them all busy.
+template <int Count, bool Encodes, bool Feedback, class Family, class Block, class ParamsOf>
+DTCOMM_DEVICE void combine_ranges(const Block& block, unsigned count, std::uint64_t most, const Family& family,
+                                  const ParamsOf& params_of) {
+  const SingleWarp<Block> warp{block};
+  const auto parts = static_cast<std::uint32_t>((most + kWarpElements - 1) / kWarpElements);
+  if (parts == 0) return;
+  const unsigned warps = block.threads() / kWarp;
+  std::uint32_t part = block.thread() / kWarp;
   DTCOMM_LOOP
-  for (std::uint64_t tile = 0; tile < tiles; ++tile)
-    combine_tile<Count, Encodes, Feedback>(block, params, family, tile);
+  for (unsigned range = 0; range < count; part += warps) {
+    while (part >= parts && range < count) {
+      part -= parts;
+      ++range;
+    }
+    if (range >= count) return;
+    const KernelParams& params = params_of(range);
+    if (std::uint64_t{part} * kWarpElements < element_count(params))
+      combine_tile<Count, Encodes, Feedback>(warp, params, family, part);
+  }
+}
+
+template <int Count, bool Encodes, bool Feedback, class Family, class Block>
+DTCOMM_DEVICE void combine_range(const Block& block, const KernelParams& params, const Family& family) {
+  combine_ranges<Count, Encodes, Feedback>(block, 1, element_count(params), family,
+                                           [&](unsigned) -> const KernelParams& { return params; });
 }
 
 // Copies bytes, sixteen at a time where both addresses allow it.

@@ -137,9 +137,9 @@ DTCOMM_DEVICE void run_task(const Block& block, const StepParams& step, const Ta
     if (params.payload_out) copy_bytes(block, from, params.payload_out, bytes);
     if (params.out) copy_bytes(block, from, params.out, bytes);
   } else if (params.payload_out) {
-    combine_tiles<kAnyCount, true, true>(block, params, family);
+    combine_range<kAnyCount, true, true>(block, params, family);
   } else {
-    combine_tiles<kAnyCount, false, false>(block, params, family);
+    combine_range<kAnyCount, false, false>(block, params, family);
   }
 }
 

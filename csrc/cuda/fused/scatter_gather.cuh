@@ -24,7 +24,7 @@ DTCOMM_DEVICE void encode_shard(const Block& block, const FusedParams& fused, co
   if (fused.verbatim) {
     copy_bytes(block, params.local, params.payload_out, element_count(params) * fused.element_bytes);
   } else {
-    combine_tiles<0, true, true>(block, params, family);
+    combine_range<0, true, true>(block, params, family);
   }
 }
 
@@ -35,7 +35,7 @@ DTCOMM_DEVICE void decode_shard(const Block& block, const FusedParams& fused, co
   if (fused.verbatim) {
     copy_bytes(block, params.payloads[0], params.out, element_count(params) * fused.element_bytes);
   } else {
-    combine_tiles<1, false, false>(block, params, family);
+    combine_range<1, false, false>(block, params, family);
   }
 }
 
@@ -60,12 +60,12 @@ DTCOMM_DEVICE void reduce_scatter(const Block& block, const FusedParams& fused, 
         });
     if (!pointers_ready(block)) return;
     for (int k = 1; k < fused.ranks; ++k) {
-      combine_tiles<0, true, true>(block, shared.encode((rank + k) % fused.ranks), family);
+      combine_range<0, true, true>(block, shared.encode((rank + k) % fused.ranks), family);
     }
     if (!exchange_signals(block, fused, rank, index, SignalStage::shot, epoch, BarrierId::payloads_stored,
                           BarrierId::payloads_arrived))
       return;
-    combine_tiles<kAnyCount, false, false>(block, shared.reduce(), family);
+    combine_range<kAnyCount, false, false>(block, shared.reduce(), family);
     block.sync_block(BarrierId::section_done);
   }
   end_block(block, fused, rank, index, Algorithm::one_shot, epoch);

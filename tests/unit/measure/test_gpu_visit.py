@@ -19,8 +19,8 @@ def python(name: str, code: str, seconds: float = 60) -> Step:
 def test_the_most_valuable_steps_come_first(tmp_path: Path) -> None:
     steps = gpu_check.visit([], tmp_path)
     names = [step.name for step in steps]
-    assert names[:6] == ["device", "communication", "inference", "bench-fused", "kernels", "bench-codecs"]
-    assert names[6:8] == ["memcheck", "racecheck"] and set(names[8:]) <= {"bench-threads"}
+    assert names[:6] == ["device", "communication", "inference", "bench-fused", "fused", "bench-codecs"]
+    assert names[6:9] == ["memcheck", "racecheck", "kernels"] and set(names[9:]) <= {"bench-threads"}
     assert all(step.seconds <= 250 for step in steps)  # several of them fit into a command of ten minutes
     # A benchmark stops itself before it is cut off, and writes its result to the folder of the visit.
     for step in steps:

@@ -19,73 +19,28 @@ from dtcomm.collectives import (
     reduce_scatter,
 )
 from dtcomm.collectives import run as run_schedule
-from dtcomm.kernels.epilogue import empty_quantized, epilogue_task
-from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
+from dtcomm.kernels.epilogue import epilogue_task
+from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.plan_cache import PlanCache
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.emulate import emulate_all_reduce
 from dtcomm.tp.flash_all_reduce import Epilogue, Norm, flash_all_reduce
 from tests.support.op_recorder import not_recording
 from tests.support.stream_checker import RecordedStreams
+from tests.unit.runtime.fused_epilogue_cases import (
+    FEATURES,
+    ROWS,
+    TYPES,
+    RankTensors,
+    run_by_engine,
+    same,
+)
 from tests.unit.runtime.test_fused import SPECS
 from tests.unit.runtime.test_peer import CheckedPeers
-
-ROWS, FEATURES = 17, 150
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class RankTensors:
-    """The tensors of every rank: equal for equal arguments."""
-
-    def __init__(self, ranks: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(ranks)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype)
-
-        self.bias, self.weight = random(FEATURES), random(FEATURES)
-        self.sums = [random(ROWS, FEATURES) for _ in range(ranks)]
-        self.residuals = [random(ROWS, FEATURES) for _ in range(ranks)]
-        self.normed = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
-        self.quantized = [empty_quantized(self.bias.expand(ROWS, -1)) for _ in range(ranks)]
-
-    def task(self, rank: int, parts: tuple[str, ...] = ("bias", "residual", "norm")) -> OpHooks:
-        step = epilogue_task(
-            self.sums[rank],
-            bias=self.bias if "bias" in parts else None,
-            residual=self.residuals[rank] if "residual" in parts else None,
-            weight=self.weight if "norm" in parts else None,
-            norm_out=self.normed[rank] if "norm" in parts else None,
-            quantized=self.quantized[rank] if "norm" in parts else None,
-            eps=1e-5,
-        )
-        return OpHooks(after=(step,))
-
-
-def run_by_engine(
-    tensors: RankTensors, algorithm: str, spec: str, parts: tuple[str, ...] = ("bias", "residual", "norm")
-) -> None:
-    """Run one call in place."""
-    ranks = len(tensors.sums)
-    part = TensorSpec(ROWS * FEATURES, tensors.bias.dtype, codec(spec))
-    shape = OpSpec("all_reduce", "avg", (part,), algorithm)
-    schedule = algorithms.build(algorithm, "all_reduce", ranks)
-    operations = [
-        [Operation(shape=shape, schedule=schedule, buffers=[Buffers(x, x)], hooks=tensors.task(rank, parts))]
-        for rank, x in enumerate(tensors.sums)
-    ]
-    assert {outcome.status for outcome in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
-        "done"
-    }
-
-
-def same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    for left, right in zip(tensors, others, strict=True):
-        assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -1,0 +1,70 @@
+"""The machine code that ptxas makes of the kernels is free of an instruction that it uses wrongly; no device is needed.
+
+ptxas 13.0 turns `n < 0 ? 0 : n < 8 ? n : 8` into VIMNMX.RELU, and a later `== 8` into that instruction's predicate,
+which an H100 sets for smaller numbers, too. Kernels then loaded elements past the end of a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import ptxas
+
+# With a predicate as its second operand; PT, which discards it, is harmless.
+WRONG = re.compile(r"VIMNMX\S*\s+R\d+, P[0-6]\b.*")
+CLAMP = """
+extern "C" __global__ void clamp(const int* in, int* out, int* all) {
+  const int present = in[threadIdx.x] < 0 ? 0 : in[threadIdx.x] < 8 ? in[threadIdx.x] : 8;
+  out[threadIdx.x] = present;
+  all[threadIdx.x] = present == 8;
+}
+"""
+
+
+def disassembler() -> str:
+    """cuobjdump, of the toolkit or of Triton."""
+    found = shutil.which("cuobjdump")
+    if found is None:
+        triton = pytest.importorskip("triton", reason="cuobjdump comes with the CUDA toolkit and with Triton")
+        found = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    if not Path(found).exists():
+        pytest.skip("cuobjdump was not found; it comes with the CUDA toolkit")
+    return found
+
+
+def wrong_instructions(binary: Path, *options: str) -> list[str]:
+    done = subprocess.run(
+        [disassembler(), "-sass", *options, str(binary)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
+    )
+    assert "Function :" in done.stdout, "there is machine code"
+    return WRONG.findall(done.stdout)
+
+
+@pytest.mark.slow
+def test_no_kernel_uses_predicate_of_relu_minimum() -> None:
+    module = pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc, or DTCOMM_CUDA=0")
+    assert wrong_instructions(Path(module.__file__), "-arch", "sm_90") == []
+
+
+def test_search_finds_what_ptxas_makes_of_a_clamp(tmp_path: Path) -> None:
+    """With a compiler in which this fails, the search above is no longer needed."""
+    try:
+        nvcc = ptxas.tool("nvcc")
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    if "release 13.0" not in version:
+        pytest.skip("what other versions of nvcc make of it is not known")
+    source, cubin = tmp_path / "clamp.cu", tmp_path / "clamp.cubin"
+    source.write_text(CLAMP)
+    subprocess.run([nvcc, "-arch=sm_90", "-cubin", "-o", str(cubin), str(source)], check=True, timeout=100)
+    assert wrong_instructions(cubin)
