@@ -211,8 +211,13 @@ DTCOMM_DEVICE void combine_vec8(const Lanes& lanes, const KernelParams& params, 
   }
 }
 
+// Whether kernels of these lanes contain several passes over elements, as fused ones do.
+template <class Lanes>
+constexpr bool kManyPasses = false;
+
 // The work of a vec8 in a granule that may be cut off, a tensor's last one, for any number of payloads. It is a call,
-// because kernels of several payloads take long to compile and would contain this code a second time.
+// because large kernels take long to compile and would contain this code once more for each pass. In small ones a call
+// would take registers.
 template <bool Encodes, bool Feedback, class Family, class Lanes>
 DTCOMM_NOINLINE void combine_cut_vec8(const Lanes& lanes, const KernelParams& params, const Family& family,
                                       const Vec8Position& pos) {
@@ -230,7 +235,7 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
       pos.present = kVec8;
       pos.whole = true;
       combine_vec8<Count, Encodes, Feedback, true>(lanes, params, family, pos);
-    } else if constexpr (Count == 0 || Count == 1) {
+    } else if constexpr ((Count == 0 || Count == 1) && !kManyPasses<Lanes>) {
       combine_vec8<Count, Encodes, Feedback, false>(lanes, params, family, pos);
     } else {
       combine_cut_vec8<Encodes, Feedback>(lanes, params, family, pos);

@@ -30,12 +30,6 @@ auto with_payload_count(const KernelParams& params, const Use& use) {
         break;
       case 1:
         return use(CombineVariant<1, Encodes, Feedback>());
-      case 2:
-        return use(CombineVariant<2, Encodes, Feedback>());
-      case 3:
-        return use(CombineVariant<3, Encodes, Feedback>());
-      case 4:
-        return use(CombineVariant<4, Encodes, Feedback>());
       case 7:
         return use(CombineVariant<7, Encodes, Feedback>());
       case 8:

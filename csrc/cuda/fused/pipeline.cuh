@@ -120,6 +120,9 @@ struct SingleWarp {
   DTCOMM_DEVICE void sync_warp() const { block.sync_warp(); }
 };
 
+template <class Block>
+constexpr bool kManyPasses<SingleWarp<Block>> = true;
+
 constexpr std::uint32_t kWarpElements = kWarp * kVec8;
 
 template <class Block>

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from dtcomm.cli.tune.measure import first_two_cpus, round_trip_ns
-from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU
+from dtcomm.runtime.cuda_peer.launch import RAN_BETWEEN_GPUS
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
-UNUSED_FUSED_KERNELS = "fused kernels have not run on a GPU yet: only DTCOMM_RUNTIME=peer uses them"
+UNUSED_FUSED_KERNELS = "fused kernels have not run between GPUs yet: only DTCOMM_RUNTIME=peer uses them"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def cuda() -> Check:
     if not platform_info["devices"]:
         reason = platform_info["error"] if platform_info["driver"] else "no NVIDIA driver"
         return Check(name="cuda", summary=f"{built}; no device: {reason}", details=details)
-    rule = "" if RAN_ON_A_GPU else f"; {UNUSED_FUSED_KERNELS}"
+    rule = "" if RAN_BETWEEN_GPUS else f"; {UNUSED_FUSED_KERNELS}"
     devices = ", ".join(
         f"{device['name']} (sm_{device['capability'][0]}{device['capability'][1]}, {device['memory'] >> 30} GiB)"
         for device in platform_info["devices"]

@@ -14,7 +14,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange, require_equal
-from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU, FusedRanks, launcher_for, layout_for
+from dtcomm.runtime.cuda_peer.launch import RAN_BETWEEN_GPUS, FusedRanks, launcher_for, layout_for
 from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, why_not_peers, why_pushed
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
@@ -27,7 +27,7 @@ class CudaBootstrap(CpuBootstrap):
 
     If the group has NCCL for the device, a private NCCL group is made, whose work is queued on streams; otherwise Gloo
     carries messages through host memory. Where all ranks can map each other's memory, fused kernels over that serve
-    the operations that have one, and the group's backend the rest; see ``launch.RAN_ON_A_GPU``.
+    the operations that have one, and the group's backend the rest; see ``launch.RAN_BETWEEN_GPUS``.
     """
 
     def __init__(
@@ -95,8 +95,10 @@ class CudaBootstrap(CpuBootstrap):
         if self._is_pair and not forced:  # no call of a pair would use the memory
             self.reason += "; send and recv have no fused kernels"
             return None
-        if not forced and not RAN_ON_A_GPU:
-            self.reason += "; fused kernels have not run on a GPU yet, so only DTCOMM_RUNTIME=peer uses them"
+        if not forced and not RAN_BETWEEN_GPUS:
+            self.reason += (
+                "; fused kernels have not run between GPUs yet, so only DTCOMM_RUNTIME=peer uses them"
+            )
             return None
         gpus = [info["gpu"] for info in infos]
         memory, failure = None, why_not_peers(gpus, self.groups, forced)

@@ -25,15 +25,15 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Program, Reduce, Send
 
-#: Whether a run of the fused kernels on a GPU is kept in bench/results/gpu_fused.json; a test holds the two together.
-#: Until then only DTCOMM_RUNTIME=peer uses the kernels.
-RAN_ON_A_GPU = False
+#: Whether a run of the fused kernels between several GPUs is kept in bench/results/gpu_peers.json; a test holds the two
+#: together. Until then only DTCOMM_RUNTIME=peer uses the kernels.
+RAN_BETWEEN_GPUS = False
 
 COLLECTIVES = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "all_to_all": 3}
 ALGORITHMS = {"two_shot": 0, "one_shot": 1, TWO_SHOT_SYMMETRIC: 0}
 PROGRAM = 2
 MAX_RANKS: int = _C.MAX_RANKS
-SLOT_BYTES = 32 * 1024  # for a section's payload: enough to fill a link while the next section is encoded
+SLOT_BYTES = 16 * 1024  # for a section's payload: enough to fill a link while the next section is encoded
 BOX_BYTES = 32 * 2**20  # for the payloads of a program's piece: tensors of tens of megabytes take one piece
 TIMEOUT_NS = 10 * 10**9
 BLOCKS_OF_A_MULTIPROCESSOR = 2  # the registers of a kernel allow two, and all its blocks must be resident
@@ -61,6 +61,15 @@ def blocks_of(device: torch.device, ranks: int = 1) -> int:
     """The largest number of thread blocks per rank if ``ranks`` ranks share one launch on the device."""
     most = torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_OF_A_MULTIPROCESSOR
     return max(1, min(_C.MAX_BLOCKS, most // ranks))
+
+
+def section_granules(granules: int, most: int, blocks: int) -> int:
+    """How many granules of a chunk a thread block processes at a time: as many in its last turn as in the others.
+
+    Sections as large as a slot would leave most blocks without work in the last turn.
+    """
+    turns = max(1, -(-granules // (most * blocks)))
+    return max(1, -(-granules // (turns * blocks)))
 
 
 class LoweredSchedule(NamedTuple):
@@ -353,7 +362,7 @@ class FusedRanks:
             if spec.collective == "all_reduce" and spec.algorithm != "one_shot":
                 granules = -(-granules // self.ranks)
             most = layout.slot_bytes // part.codec.wire_bytes(granule, part.dtype)
-            section = min(most, max(1, -(-granules // layout.blocks)))
+            section = section_granules(granules, most, layout.blocks)
             blocks = -(-granules // section)
         return {
             "codec": part.codec.native(),

@@ -143,11 +143,11 @@ def test_unused_fused_kernels_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: module)
     monkeypatch.setitem(sys.modules, "dtcomm._cuda", module)
     monkeypatch.setattr(dtcomm, "_cuda", module, raising=False)
-    monkeypatch.setattr(checks, "RAN_ON_A_GPU", False)
+    monkeypatch.setattr(checks, "RAN_BETWEEN_GPUS", False)
     expected = "_cuda built with CUDA 13.0, driver for CUDA 13.0; a GPU (sm_90, 80 GiB)"
     assert checks.cuda().summary == f"{expected}; {checks.UNUSED_FUSED_KERNELS}"
     assert "DTCOMM_RUNTIME=peer" in checks.UNUSED_FUSED_KERNELS
-    monkeypatch.setattr(checks, "RAN_ON_A_GPU", True)
+    monkeypatch.setattr(checks, "RAN_BETWEEN_GPUS", True)
     assert checks.cuda().summary == expected
 
 

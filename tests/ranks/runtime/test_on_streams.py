@@ -109,7 +109,7 @@ def test_bits_equal_those_of_the_engine() -> None:
             info = report[backend + " info"]
             assert transport in info["transport"] and info["wire_bytes"] > 3e5
             assert info["reason"].startswith(
-                f"the group has {backend} for cpu; fused kernels have not run on a GPU yet"
+                f"the group has {backend} for cpu; fused kernels have not run between GPUs yet"
             )
 
 

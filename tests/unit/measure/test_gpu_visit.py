@@ -74,13 +74,14 @@ def test_every_device_test_belongs_to_one_step() -> None:
     files = {str(path) for path in gpu_check.HERE.glob("test_*.py")}
     named = {
         name: {argument for argument in commands[name] if argument in files}
-        for name in ("inference", "kernels")
+        for name in ("inference", "fused", "kernels")
     }
-    assert named["inference"] == {str(gpu_check.HERE / "test_inference.py")} and named["kernels"]
+    assert named["inference"] == {str(gpu_check.HERE / "test_inference.py")}
+    assert named["fused"] and named["kernels"] and not named["fused"] & named["kernels"]
     ignored = {
         argument.removeprefix("--ignore=")
         for argument in commands["communication"]
         if argument.startswith("--ignore=")
     }
-    assert ignored == named["inference"] | named["kernels"]
+    assert ignored == set().union(*named.values())
     assert str(gpu_check.HERE) in commands["communication"]

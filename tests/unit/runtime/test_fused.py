@@ -7,7 +7,7 @@ from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
 from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
-from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, why_not
+from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, section_granules, why_not
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.kernels.inputs import floats
 from tests.unit.runtime.simulated_cases import SHARDS_IN, SHARDS_OUT
@@ -121,6 +121,16 @@ def test_reason_when_no_fused_kernel_exists(change: dict, reason: str) -> None:
     with pytest.raises(ValueError):
         VirtualRanks(2).fused.prepare(shape._replace(**change))
     assert "9 ranks" in why_not(shape, 9)
+
+
+@pytest.mark.parametrize(
+    ("granules", "most", "blocks"), [(1, 8, 4), (2048, 30, 33), (2048, 15, 33), (999, 1, 7)]
+)
+def test_sections_of_all_turns_are_equal(granules: int, most: int, blocks: int) -> None:
+    section = section_granules(granules, most, blocks)
+    turns = -(-granules // (most * blocks))  # with sections as large as slots
+    assert 1 <= section <= most
+    assert (section - 1) * blocks * turns < granules <= section * blocks * turns
 
 
 def test_virtual_ranks_refuse_wrong_rank_count_and_device() -> None:

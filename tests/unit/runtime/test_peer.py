@@ -17,7 +17,13 @@ from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap import cuda
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
 from dtcomm.runtime.communicator import SingleRankRuntime
-from dtcomm.runtime.cuda_peer.launch import RAN_ON_A_GPU, FusedPlan, FusedRanks, PeerBufferLayout, layout_for
+from dtcomm.runtime.cuda_peer.launch import (
+    RAN_BETWEEN_GPUS,
+    FusedPlan,
+    FusedRanks,
+    PeerBufferLayout,
+    layout_for,
+)
 from dtcomm.runtime.cuda_peer.memory import PeerBuffers, describe_gpu, nvlinks_of, why_not_peers, why_pushed
 from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
@@ -320,10 +326,12 @@ def test_pair_groups_use_the_backend_runtime(monkeypatch: pytest.MonkeyPatch) ->
     assert "send and recv have no fused kernels" in pair.reason
 
 
-def test_auto_uses_no_fused_kernels_before_a_run_on_a_gpu_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_no_fused_kernels_before_a_run_between_gpus_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two GPUs that could be peers: only DTCOMM_RUNTIME=peer gets as far as mapping memory."""
-    assert RAN_ON_A_GPU == (RESULTS / "gpu_fused.json").exists()
-    monkeypatch.setattr(cuda, "RAN_ON_A_GPU", False)
+    assert RAN_BETWEEN_GPUS == (RESULTS / "gpu_peers.json").exists()
+    monkeypatch.setattr(cuda, "RAN_BETWEEN_GPUS", False)
     monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: fallback)
     monkeypatch.setattr(cuda, "map_peers", lambda *_: (None, "no memory in this test"))
     fallback = SingleRankRuntime()
@@ -331,12 +339,12 @@ def test_auto_uses_no_fused_kernels_before_a_run_on_a_gpu_is_kept(monkeypatch: p
     infos = [{"gpu": gpu_info("a")}, {"gpu": gpu_info("b")}]
     assert bootstrap._choose_runtime(None, infos, "nccl") is fallback
     assert bootstrap.reason == (
-        "the group has nccl for cpu; fused kernels have not run on a GPU yet, so only DTCOMM_RUNTIME=peer uses them"
+        "the group has nccl for cpu; fused kernels have not run between GPUs yet, so only DTCOMM_RUNTIME=peer uses them"
     )
     monkeypatch.setenv("DTCOMM_RUNTIME", "peer")
     with pytest.raises(DtcommError, match="DTCOMM_RUNTIME=peer, but no memory in this test"):
         bootstrap._choose_runtime(None, infos, "nccl")
-    monkeypatch.setattr(cuda, "RAN_ON_A_GPU", True)
+    monkeypatch.setattr(cuda, "RAN_BETWEEN_GPUS", True)
     monkeypatch.setenv("DTCOMM_RUNTIME", "auto")
     assert bootstrap._choose_runtime(None, infos, "nccl") is fallback
     assert "no fused kernels: no memory in this test" in bootstrap.reason
