@@ -25,7 +25,7 @@ from bench import (
     two_hosts,
     two_shot_error,
 )
-from bench.common import axes_page, pages, readme, sites_page
+from bench.common import axes_page, gpu_page, pages, readme, sites_page
 from bench.common.output import RESULTS, all_processors
 from bench.training import page as convergence_page
 from bench.training import shards_page, tp_page, workloads_page
@@ -88,6 +88,10 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
     (pages.DOCS / "results/sites.md", "outer_gradients", sites_page.outer_gradients, ("outer_gradients",)),
     (pages.DOCS / "results/sites.md", "local_sgd", local_sgd.page, ("local_sgd",)),
     (pages.DOCS / "results/sites.md", "uneven_ranks", sites_page.uneven_ranks, ("uneven_ranks",)),
+    (pages.DOCS / "results/gpu.md", "gpu_kernels", gpu_page.kernels, ("gpu_kernels",)),
+    (pages.DOCS / "results/gpu.md", "gpu_two_shot", gpu_page.two_shot, ("gpu_fused",)),
+    (pages.DOCS / "results/gpu.md", "gpu_latency", gpu_page.latency, ("gpu_fused",)),
+    (pages.DOCS / "results/gpu.md", "gpu_processes", gpu_page.processes, ("gpu_fused",)),
     (pages.DOCS / "results/workloads.md", "workloads", workloads_page.kept_page, ()),
     (pages.DOCS / "guides/planning.md", "published_runs", published_runs.page, ("published_runs",)),
     (

@@ -23,6 +23,9 @@ FOLDER = output.RESULTS / "reliability"
 TESTED = (
     *("dtcomm", "csrc", "tests/stress", "tests/support", "cmake", "CMakeLists.txt", "setup.py"),
     *(":(exclude)dtcomm/cli/demo", ":(exclude)*.md"),
+    # What only GPUs run, and its emulation.
+    *(":(exclude)csrc/cuda", ":(exclude)csrc/emulator", ":(exclude)csrc/python/cuda*"),
+    *(":(exclude)dtcomm/runtime/cuda_peer", ":(exclude)dtcomm/kernels/triton", ":(exclude)cmake/cuda.cmake"),
     *(":(exclude)tests/stress/__main__.py", ":(exclude)tests/stress/programs.py"),
 )
 #: Names of the programs, in the order of the page; tests.stress.programs defines them.

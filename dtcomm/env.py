@@ -73,7 +73,7 @@ VARIABLES: dict[str, Variable] = {
         meaning="What executes operations. native: the native engine (CPU tensors). peer: fused kernels over peer"
         " memory (CUDA tensors; CPU tensors are then served as with auto). process_group: the group's own"
         " backend. auto: the engine where it works, else the group's backend; not the fused kernels, until they"
-        " have run on a GPU",
+        " have run between several GPUs",
         choices=("auto", "native", "peer", "process_group"),
         shared=True,
     ),

@@ -11,7 +11,7 @@ from typing import Any
 IDENTIFYING = (
     "name what operation collective verb codec scheme method family variant ours peer against way beside cores "
     "recorded dtype architecture kernel link ranks seed bytes bucket_bytes gbit lost_share batch width tokens "
-    "threads numel layer step workload choices schedule features"
+    "threads numel size layer step workload choices schedule features"
 ).split()
 # The machine's state during a run: no figure of a program, so a range of it says nothing.
 STATE = ("load", "attempts", "repetitions", "iters")
