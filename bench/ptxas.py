@@ -107,10 +107,9 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
     kernels = []
     for entry in report.split("Compiling entry function ")[1:]:
         name = entry[1 : entry.index("' for")]
-        used = {
-            resource: int(count)
-            for count, resource in re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)
-        }
+        # The kernel's own figures come first, then those of functions that it calls.
+        found = re.findall(r"(\d+) (registers|bytes \w+ \w+|bytes smem)", entry)
+        used = {resource: int(count) for count, resource in reversed(found)}
         first_tier = any(
             kernel in name for kernel in ("combine_warp_kernel", "fused_kernel", "expand_kernel")
         )
