@@ -19,8 +19,9 @@ constexpr int kBatchWords = 32, kAnyBatchWords = 16;
 //   kHasMinMax      it serves min and max
 //   kCanRotate      blocks may be rotated; rotates() says whether they are
 //   kHasPadding     payloads may end with padding
-//   Raw, load, decode  a vec8 of a payload as it is loaded, and as floats; two steps, so that the loads of several
-//                   payloads overlap
+//   Raw, load, decode  a vec8 of a payload as it is loaded, by all lanes together, and as floats; two steps, so that
+//   the
+//                   loads of several payloads overlap
 //   encode          called by all lanes together; writes scale and codes, and what they decode to
 //                   `Whole` of both: the granule has all its elements, and so the vec8 all of its own; kSpecialized
 //   group()         lanes that share a block
@@ -86,7 +87,7 @@ DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const KernelParams& params, con
         // Past the last payload it is loaded again, which costs less than a branch.
         const int of = Whole && begin + t >= count ? count - 1 : begin + t;
         const auto* payload = Count == kAnyCount ? params.payload(of) : params.payloads[of];
-        if (Whole || of < count) raw[t] = family.template load<Whole>(shape, payload + pos.granule, pos.at);
+        if (Whole || of < count) raw[t] = family.template load<Whole>(lanes, shape, payload + pos.granule, pos.at);
       }
       if (begin == 0 && params.has_local) load_local(lanes, params, family, pos, local);
       DTCOMM_UNROLL

@@ -31,15 +31,16 @@ DTCOMM_DEVICE std::uint32_t slot_of(std::uint32_t i) { return i % kVec8 * kMaxBl
 
 constexpr std::uint32_t kSlots = kVec8 * kMaxBlockThreads + 1;  // the last slot holds the first value of a payload
 
-DTCOMM_DEVICE void decode_values(const Sparse& family, const Part& part, const std::uint8_t* values, std::uint32_t i,
-                                 float (&v)[kVec8]) {
+template <class Lanes>
+DTCOMM_DEVICE void decode_values(const Lanes& lanes, const Sparse& family, const Part& part, const std::uint8_t* values,
+                                 std::uint32_t i, float (&v)[kVec8]) {
   if (family.integers()) {
     const std::uint32_t granule = i / kGranule, at = i % kGranule;
     const GranuleShape& shape = granule * kGranule == part.last ? part.shape : family.nested;
     const bool present = i < part.kept;
-    family.integer.decode(
-        family.integer.template load<false>(shape, values + granule * family.nested_bytes, present ? at : shape.stored),
-        v);
+    family.integer.decode(family.integer.template load<false>(lanes, shape, values + granule * family.nested_bytes,
+                                                              present ? at : shape.stored),
+                          v);
   } else {
     DTCOMM_UNROLL
     for (std::uint32_t j = 0; j < kVec8; ++j) {
@@ -56,7 +57,7 @@ DTCOMM_DEVICE void decode_sparse(const Lanes& lanes, const Sparse& family, const
                                  const std::uint8_t* from, float* slots, float (&term)[kVec8]) {
   const std::uint32_t thread = lanes.thread(), first = thread * kVec8;
   float v[kVec8];
-  decode_values(family, part, from + family.head, first, v);
+  decode_values(lanes, family, part, from + family.head, first, v);
   lanes.sync_block();
   if (family.position_bits == 1) {  // a bitmap with a byte for each vec8; values are in the order of their elements
     const std::uint32_t left = first < n ? n - first : 0;

@@ -23,8 +23,8 @@ struct Cast {
   DTCOMM_HD unsigned group() const { return 1; }
 
   // Granules are padded to sixteen bytes, so the elements of a vec8 that exist can be loaded by quads.
-  template <bool Whole>
-  DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+  template <bool Whole, class Lanes>
+  DTCOMM_DEVICE Raw load(const Lanes&, const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     DTCOMM_UNROLL
     for (int q = 0; q < kQuads; ++q) {

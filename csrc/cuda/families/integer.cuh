@@ -50,8 +50,8 @@ struct Integer : Blocks<Group> {
     return known;
   }
 
-  template <bool Whole>
-  DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+  template <bool Whole, class Lanes>
+  DTCOMM_DEVICE Raw load(const Lanes&, const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     if (!Whole && at >= shape.stored) return raw;
     const std::uint8_t* section = granule + shape.codes_at;

@@ -19,8 +19,8 @@ struct Nvfp4 {
   DTCOMM_HD unsigned group() const { return kLanesOfGranule; }
   DTCOMM_DEVICE bool rotates() const { return false; }
 
-  template <bool Whole>
-  DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+  template <bool Whole, class Lanes>
+  DTCOMM_DEVICE Raw load(const Lanes&, const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     Raw raw = {};
     if (at >= shape.stored) return raw;
     raw.codes = load_codes(4, shape.stored, at, granule + shape.codes_at);

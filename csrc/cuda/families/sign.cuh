@@ -16,8 +16,8 @@ struct Sign : Blocks<0> {
 
   DTCOMM_DEVICE bool rotates() const { return codec.rotate != 0; }
 
-  template <bool Whole>
-  DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+  template <bool Whole, class Lanes>
+  DTCOMM_DEVICE Raw load(const Lanes&, const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
     if (at >= shape.stored) return {0, 0.0f};
     return {granule[shape.codes_at + at / kVec8], load_field(codec.scale, granule, block_of(at))};
   }

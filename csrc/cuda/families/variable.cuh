@@ -24,19 +24,21 @@ struct Variable {
     return width_budget(shape.bytes, shape.blocks, block());
   }
 
-  // A thread adds the widths of all blocks before its own: bytes that the threads of a granule read together.
-  template <bool Whole>
-  DTCOMM_DEVICE Raw load(const GranuleShape& shape, const std::uint8_t* granule, std::uint32_t at) const {
+  // The first lane of each block knows its width; the sum of those before it is where the block's codes begin.
+  template <bool Whole, class Lanes>
+  DTCOMM_DEVICE Raw load(const Lanes& lanes, const GranuleShape& shape, const std::uint8_t* granule,
+                         std::uint32_t at) const {
     Raw raw = {};
     raw.width = 1;
-    if (at >= shape.stored) return raw;
-    const WidthRule rule(block_shift);
+    const bool exists = at < shape.stored, leads = (at & (block() - 1)) == 0;
     const auto word = static_cast<std::uint32_t>(load_bytes<kWordBytes>(granule + shape.bytes - kWordBytes));
     const std::uint32_t level = word & ((1U << kLevelBits) - 1), base = word >> kLevelBits, own = at >> block_shift;
-    std::uint32_t before = 0;
-    DTCOMM_LOOP
-    for (std::uint32_t b = 0; b < own; ++b) before += rule.width(granule[b], b, level);
-    const std::uint32_t byte = granule[own], wanted = rule.width(byte, own, level);
+    const std::uint32_t byte = exists ? granule[own] : 0U;
+    const std::uint32_t wanted = exists ? WidthRule(block_shift).width(byte, own, level) : 0U;
+    std::uint32_t total = 0;
+    const std::uint32_t up_to = sum_before(lanes, leads ? wanted : 0U, total);
+    const std::uint32_t before = leads ? up_to : up_to - wanted;
+    if (!exists) return raw;
     const std::uint32_t width = before + wanted > budget(shape) ? 0 : wanted;  // no encoder exceeds the budget
     raw.step = variable_step(byte, base, width);
     if (width == 0) return raw;
