@@ -30,7 +30,7 @@ RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
 # as csrc/cuda/fused/collective.h numbers them
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 ALGORITHMS = ("two_shot", "one_shot", "program")
-COUNTS = {"-1": "n", **{str(count): str(count) for count in (0, 1, 2, 3, 4, 7, 8)}}
+COUNTS = {"-1": "n", **{str(count): str(count) for count in (0, 1, 7, 8)}}
 
 
 class Resources(TypedDict):

@@ -86,8 +86,10 @@ DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const KernelParams& params, con
       for (int t = 0; t < kAtOnce; ++t) {
         // Past the last payload it is loaded again, which costs less than a branch.
         const int of = Whole && begin + t >= count ? count - 1 : begin + t;
-        const auto* payload = Count == kAnyCount ? params.payload(of) : params.payloads[of];
-        if (Whole || of < count) raw[t] = family.template load<Whole>(lanes, shape, payload + pos.granule, pos.at);
+        if (Whole || of < count) {
+          const auto* payload = Count == kAnyCount ? params.payload(of) : params.payloads[of];
+          raw[t] = family.template load<Whole>(lanes, shape, payload + pos.granule, pos.at);
+        }
       }
       if (begin == 0 && params.has_local) load_local(lanes, params, family, pos, local);
       DTCOMM_UNROLL

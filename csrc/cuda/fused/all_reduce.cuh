@@ -37,14 +37,12 @@ DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const 
           }
         });
     if (!pointers_ready(block)) return;
-    // The ranks after this one, and this one first where `with_own`.
-    const auto others = [&](bool with_own) { return static_cast<unsigned>(fused.ranks) - (with_own ? 0 : 1); };
-    const auto peer_of = [&](unsigned k, bool with_own) {
-      return (rank + static_cast<int>(k) + (with_own ? 0 : 1)) % fused.ranks;
-    };
+    const auto ranks = static_cast<unsigned>(fused.ranks);
+    const auto peer_at = [&](unsigned distance) { return (rank + static_cast<int>(distance)) % fused.ranks; };
+    const unsigned nearest = own ? 0 : 1;
     combine_ranges<0, true, Feedback>(
-        block, others(own), section_elements(fused), family,
-        [&](unsigned k) -> const KernelParams& { return shared.encode(peer_of(k, own)); });
+        block, ranks - nearest, section_elements(fused), family,
+        [&](unsigned k) -> const KernelParams& { return shared.encode(peer_at(nearest + k)); });
     if (!exchange_signals(block, fused, rank, index, SignalStage::scattered, epoch, BarrierId::payloads_stored,
                           BarrierId::payloads_arrived))
       return;
@@ -56,15 +54,14 @@ DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const 
       return;
     // The own sum was written when it was encoded, unless there is an epilogue.
     if (epilogue) {
-      for (unsigned k = 0; k < others(true); ++k) {
-        const int peer = peer_of(k, true);
+      for (unsigned k = 0; k < ranks; ++k) {
+        const int peer = peer_at(k);
         const TensorRange run = section_range(fused, chunk_range_of(fused, peer), section);
         combine_with_epilogue<1>(block, fused, state, run.out, shared.decode(peer), family);
       }
     } else {
-      combine_ranges<1, false, false>(
-          block, others(false), section_elements(fused), family,
-          [&](unsigned k) -> const KernelParams& { return shared.decode(peer_of(k, false)); });
+      combine_ranges<1, false, false>(block, ranks - 1, section_elements(fused), family,
+                                      [&](unsigned k) -> const KernelParams& { return shared.decode(peer_at(1 + k)); });
     }
     block.sync_block(BarrierId::section_done);
   }

@@ -16,7 +16,7 @@
 namespace dtcomm::cuda {
 
 constexpr int kMaxRanks = 8;          // of a host
-constexpr unsigned kMaxBlocks = 160;  // thread blocks of a rank: one for each multiprocessor of today's GPUs
+constexpr unsigned kMaxBlocks = 160;  // thread blocks of a rank; GPUs of 2026 have up to 148 multiprocessors
 constexpr unsigned kSignalStages = 5, kCounters = 3;
 
 // For a program it only determines how chunks lie in the tensors: a broadcast counts as all_reduce, a gather as

@@ -140,13 +140,10 @@ DTCOMM_DEVICE void combine_ranges(const Block& block, unsigned count, std::uint6
   const auto parts = static_cast<std::uint32_t>((most + kWarpElements - 1) / kWarpElements);
   if (parts == 0) return;
   const unsigned warps = block.threads() / kWarp;
-  std::uint32_t part = block.thread() / kWarp;
+  unsigned range = 0;
   DTCOMM_LOOP
-  for (unsigned range = 0; range < count; part += warps) {
-    while (part >= parts && range < count) {
-      part -= parts;
-      ++range;
-    }
+  for (std::uint32_t part = block.thread() / kWarp;; part += warps) {
+    for (; part >= parts; part -= parts) ++range;
     if (range >= count) return;
     const KernelParams& params = params_of(range);
     if (std::uint64_t{part} * kWarpElements < element_count(params))
