@@ -438,7 +438,9 @@ void RemotePeer::on_payload(const FrameHeader& frame, std::size_t bytes) {
 void RemotePeer::read_last_words() {
   RegionHeader& region = *view_.header;
   if (closes_after_ <= boxes_received_) region.closed.store(1, std::memory_order_release);
-  if (fails_after_ == kNever || (fails_after_ > boxes_received_ && now_ns() < fails_at_ns_)) return;
+  if (fails_after_ == kNever) return;
+  // Once the connection has ended no payload can arrive; without this the end would be reported instead of the failure.
+  if (fails_after_ > boxes_received_ && now_ns() < fails_at_ns_ && !has_ended()) return;
   fails_after_ = kNever;
   FailureRecord& failure = region.failure;
   std::uint32_t none = 0;

@@ -195,12 +195,15 @@ void RemotePeerSet::receive() {
 
 void RemotePeerSet::receive_locked() {
   if (ucx_) ucx_->progress();
+  bool ucx_has_ended = false;  // the socket of that peer says why, if it has failed
   if (ucx_ || has_parallel_sockets_) {
     for (const auto& peer : peers_) {
-      if (peer) peer->read_last_words();
+      if (!peer) continue;
+      peer->read_last_words();
+      ucx_has_ended |= peer->ucx() && peer->ucx()->ended();
     }
   }
-  if (!ucx_ || ++polls_ >= kSocketInterval) receive_from_sockets();
+  if (!ucx_ || ucx_has_ended || ++polls_ >= kSocketInterval) receive_from_sockets();
   for (const auto& peer : peers_) {
     if (peer) peer->flush();
   }

@@ -112,7 +112,7 @@ class RunReport:
 class RunMonitor:
     """Measures a training run: call `step` once at the end of each step, on every rank.
 
-    Every ``every`` steps the ranks exchange three numbers, and a rank whose own part of a step takes 1.25 times as long
+    Every ``every`` steps the ranks exchange two numbers, and a rank whose own part of a step takes 1.25 times as long
     as the median rank's is reported as a straggler. All ranks of a synchronous run have equal steps; the slow one is
     the one that computes while the others wait for its messages.
 

@@ -348,9 +348,7 @@ def _refuse_combinations(fail: Callable[[object], NoReturn], arguments: argparse
         listed = " or ".join(steps[name] for name in valid)
         fail(f"{arguments.collective}: no training step of --{chosen} consists of it; valid: {listed}")
     if chosen == "model" and arguments.collective == "reduce_scatter" and arguments.algorithm:
-        fail(
-            "--algorithm: not valid with reduce_scatter --model: dtcomm.fsdp has no such option and uses auto"
-        )
+        fail("--algorithm: not valid with reduce_scatter --model: a step of FSDP is planned with auto")
     if arguments.parameters is not None and (chosen, arguments.collective) != ("model", "reduce_scatter"):
         fail(
             "--parameters: only FSDP gathers parameters; valid with reduce_scatter --model. "
@@ -402,6 +400,11 @@ def _system(arguments: argparse.Namespace) -> System:
         system = replace(system, nics=arguments.nics)
     system = job_options.with_fabric(arguments, system)
     hosts, per_host = _hosts_and_ranks_per_host(arguments, system)
+    if arguments.between is not None and hosts == 1:
+        raise ValueError(
+            f"--between {arguments.between}: all {per_host} ranks are on one host; valid with --hosts 2 or more, or a "
+            "--per-host below --ranks"
+        )
     system = replace(system, hosts=hosts, per_host=per_host)
     if system.name != "local" or system.device.generation:
         return system

@@ -1,18 +1,22 @@
-"""A rank that was stopped for longer than its timeout, while what it waited for arrived."""
+"""A rank that was stopped, while what it waited for arrived, or while another rank was lost."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import dtcomm
 import dtcomm.collectives as C
+from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import send_to_parent, spawn_ranks
+from tests.support.ucx import requires_ucx
 
 TIMEOUT_S = 2.0
 
@@ -48,3 +52,45 @@ def test_rank_that_was_stopped_finds_what_arrived_meanwhile() -> None:
     with spawn_ranks(stop_the_other, 2, group_timeout=TIMEOUT_S) as ranks:
         assert [ranks.receive(rank) for rank in range(2)] == [[4.0] * 10] * 2
         assert all(outcome.ok for outcome in ranks.join())
+
+
+PIECE = 1 << 18  # elements: UCX sends so many in a message for which the receiver has to ask
+
+
+def exchange(tensor: torch.Tensor, world_size: int) -> None:
+    C.all_to_all(torch.empty(world_size * PIECE), tensor)
+
+
+def lose_rank_1_while_rank_2_is_stopped(rank: int, world_size: int, transport: str) -> None:
+    os.environ.update({"DTCOMM_HOST_ID": f"host {rank}", "DTCOMM_TRANSPORT": transport})
+    tensor = torch.ones(world_size * PIECE)
+    exchange(tensor, world_size)
+    send_to_parent(os.getpid())
+    if rank == 1:
+        signal.pause()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        exchange(tensor, world_size)
+    except DtcommError as error:
+        C.release()
+        send_to_parent(str(error))
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("ucx", marks=requires_ucx)])
+def test_rank_that_was_stopped_names_the_lost_rank_and_not_the_one_that_reported_it(transport: str) -> None:
+    """Rank 0 closes before what it has sent to rank 2 has arrived, so only its failure says what happened."""
+    with spawn_ranks(lose_rank_1_while_rank_2_is_stopped, 3, transport) as ranks:
+        pids = [ranks.receive(rank) for rank in range(3)]
+        while not is_stopped(pids[2]):
+            time.sleep(0.01)
+        time.sleep(0.2)  # rank 0 has sent what it sends
+        os.kill(pids[1], signal.SIGKILL)
+        texts = [ranks.receive(0)]
+        os.kill(pids[2], signal.SIGCONT)
+        texts.append(ranks.receive(2))
+        assert all(text.startswith("rank 1 (") and f"pid {pids[1]}" in text for text in texts), texts

@@ -250,6 +250,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         (["--inside", "nvlink44"], "did you mean 'nvlink4'?"),
         (["--system", "h100", "--inside", "nvlink4"], "--system and --inside: give one of them"),
         (["--system", "h100", "--ranks", "12"], "--ranks 12: does not divide into hosts of 8"),
+        (["--between", "10gbit", "--ranks", "8"], "--between 10gbit: all 8 ranks are on one host"),
         (["--codec", "int9"], "codec: unknown codec 'int9'"),
         (
             ["--model", "params=7e9"],
