@@ -266,11 +266,14 @@ def show(gbit: float, rows: list[dict[str, Any]]) -> None:
 def page(result: dict[str, Any]) -> str:
     """Return the table of docs/results/two-hosts.md: microseconds and the speed-up over Gloo."""
     lines = []
+    layers = [name for name in MPI if name in result["rows"][0]["contestants"]]
     for row in result["rows"]:
         times = row["contestants"]
         rate = f"{row['gbit']:g} Gbit/s" if row["gbit"] else "no limit"
         cells = [f"{rate}, {output.size_name(row['bytes'])}"]
         cells.append(output.microseconds(times[GLOO]["median_us"] / 1e6))
+        if layers:
+            cells.append(output.microseconds(min(times[name]["median_us"] for name in layers) / 1e6))
         for figure in row["figures"]:
             microseconds = output.microseconds(times[figure["codec"]]["median_us"] / 1e6)
             cells.append(
@@ -278,7 +281,8 @@ def page(result: dict[str, Any]) -> str:
             )
         lines.append(cells)
     codecs = [figure["codec"] for figure in result["rows"][0]["figures"]]
-    return pages.markdown(["µs", "Gloo", *(f"`{codec}`" for codec in codecs)], lines, aligned=True)
+    peers = ["Gloo", *(["Open MPI"] if layers else [])]
+    return pages.markdown(["µs", *peers, *(f"`{codec}`" for codec in codecs)], lines, aligned=True)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
