@@ -18,15 +18,14 @@ from typing import Any
 from bench.common import conditions, output, pages
 
 FOLDER = output.RESULTS / "reliability"
-#: What the counts depend on. Documents, benchmarks, the demo, which no stress program runs, and the list of their
-#: parts do not make a tree another one; each part is kept with its command.
+#: What the counts depend on, besides the program's own files. Documents, benchmarks, the demo, which no stress program
+#: runs, and the list of their parts do not make a tree another one; each part is kept with its command.
 TESTED = (
-    *("dtcomm", "csrc", "tests/stress", "tests/support", "cmake", "CMakeLists.txt", "setup.py"),
+    *("dtcomm", "csrc", "tests/support", "cmake", "CMakeLists.txt", "setup.py"),
     *(":(exclude)dtcomm/cli/demo", ":(exclude)*.md"),
     # What only GPUs run, and its emulation.
     *(":(exclude)csrc/cuda", ":(exclude)csrc/emulator", ":(exclude)csrc/python/cuda*"),
     *(":(exclude)dtcomm/runtime/cuda_peer", ":(exclude)dtcomm/kernels/triton", ":(exclude)cmake/cuda.cmake"),
-    *(":(exclude)tests/stress/__main__.py", ":(exclude)tests/stress/programs.py"),
 )
 #: Names of the programs, in the order of the page; tests.stress.programs defines them.
 NAMES = ("fuzz", "operations", "soak", "campaign", "torch_suite", "elastic", "rendezvous", "limits")

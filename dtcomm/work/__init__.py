@@ -16,6 +16,7 @@ from dtcomm.work.handles import (
     StreamWork,
     TensorsFuture,
     Work,
+    release_completed,
 )
 from dtcomm.work.statistics import PHASES, Span, Statistics
 from dtcomm.work.torch_work import TorchWork
@@ -33,4 +34,5 @@ __all__ = [
     "TensorsFuture",
     "TorchWork",
     "Work",
+    "release_completed",
 ]

@@ -19,6 +19,9 @@ TensorsFuture = torch.futures.Future[list[torch.Tensor]]
 class Work:
     """Handle of an operation started with ``async_op=True``. It keeps the operation's tensors alive until it is done.
 
+    Where nobody waits for the operation, asks whether it is done or takes its future, the tensors are kept until later
+    operations start or the communicator is closed.
+
     Args:
         outputs: The tensors that receive the result.
     """
@@ -469,9 +472,14 @@ _alive: dict[int, NativeWork] = {}
 def _keep_alive(work: NativeWork) -> None:
     # The operation uses the tensors even if the caller has dropped its handle.
     if len(_alive) > 64:  # most of these were never waited for
-        for other in list(_alive.values()):
-            other.is_completed()
+        release_completed()
     _alive[id(work)] = work
+
+
+def release_completed() -> None:
+    """Drop the tensors of completed operations whose handles nobody has asked, as after an error of another one."""
+    for work in list(_alive.values()):
+        work.is_completed()
 
 
 def _let_go(work: NativeWork) -> None:

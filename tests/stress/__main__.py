@@ -49,7 +49,7 @@ def run_part(program: Program, number: int) -> Entry:
     details = DETAILS / f"{program.name}-{number}.json"
     details.parent.mkdir(parents=True, exist_ok=True)
     details.unlink(missing_ok=True)
-    command = ["-m", f"tests.stress.{program.module}", *arguments]
+    command = ["-m", f"tests.stress.{program.modules[0]}", *arguments]
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, *command, "--json", str(details)], check=False, cwd=conditions.ROOT
@@ -117,14 +117,14 @@ def main(arguments: list[str] | None = None) -> int:
         print_parts(options.out)
         return 0
     kept_in_tree = options.out.resolve() == reliability.FOLDER.resolve()
-    if kept_in_tree and (
-        changed := conditions.complaints(conditions.changed_files(paths=reliability.TESTED), None)
-    ):
+    names = options.names or list(PROGRAMS)
+    tested = [path for name in names for path in PROGRAMS[name].tested]
+    if kept_in_tree and (changed := conditions.complaints(conditions.changed_files(paths=tested), None)):
         raise SystemExit(
             f"tests.stress: nothing would be kept, because {changed[0]}; commit them, or give --out"
         )
     started, failed = time.monotonic(), 0
-    for name in options.names or list(PROGRAMS):
+    for name in names:
         program = PROGRAMS[name]
         commit = reliability.tested_commit(program.tested)
         numbers = [SHORT] if options.short else options.parts

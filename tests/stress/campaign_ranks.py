@@ -50,6 +50,8 @@ GLOO_CONNECT_SECONDS = 11.0
 # What torch and dtcomm keep for the lifetime of the process, some of it from the first asynchronous operation on.
 # Mapped stay the page that a process shares with its peers, and those of up to three peers.
 KEPT = {"descriptors": 3, "threads": 8, "children": 0, "mappings": 4}
+# Never kept: what communicators and tensors share.
+SHARED_MEMORY = ("/memfd:dtcomm-region (deleted)", "/memfd:dtcomm-tensor (deleted)")
 # UCX opens pipes and event descriptors when it first needs each of them, once in a process, and keeps them.
 KEPT_WITH_UCX = KEPT | {"descriptors": KEPT["descriptors"] + 6}
 
@@ -514,7 +516,8 @@ def process_resources() -> dict[str, list[str]]:
     descriptors = []
     for entry in os.scandir("/proc/self/fd"):
         try:
-            descriptors.append(os.readlink(entry.path).split(":")[0])
+            target = os.readlink(entry.path)
+            descriptors.append(target if target in SHARED_MEMORY else target.split(":")[0])
         except FileNotFoundError:  # the descriptor of the scan itself
             continue
     children = []
@@ -541,7 +544,8 @@ def excess(
         for name in before[kind]:
             if name in unmatched:
                 unmatched.remove(name)
-        if len(names) > len(before[kind]) + (allowed or {}).get(kind, 0):
+        too_many = len(names) > len(before[kind]) + (allowed or {}).get(kind, 0)
+        if too_many or any(name in SHARED_MEMORY for name in unmatched):
             additional[kind] = unmatched
     return additional
 

@@ -44,23 +44,28 @@ class Program:
 
     Attributes:
         name: Of its result file and on the command line.
-        module: ``tests.stress.<module>``.
+        modules: Of ``tests.stress``: the one that a part runs, then those that it uses.
         what: What it shows, for the page.
         goal: The counts that a full run has to reach.
         parts: The calls that reach the goal together.
         short: The arguments of a call that shows in a minute that the program works.
         counts: Returns from what the program wrote the counts, and the failures, each as a sentence.
-        tested: What the counts depend on: parts stay valid until one of these paths changes.
+        code: The paths of the code that it tests, and of what else it uses.
     """
 
     name: str
-    module: str
+    modules: tuple[str, ...]
     what: str
     goal: Counts
     parts: tuple[Part, ...]
     short: tuple[str, ...]
     counts: Callable[[Result], tuple[Counts, list[str]]]
-    tested: tuple[str, ...] = TESTED
+    code: tuple[str, ...] = TESTED
+
+    @property
+    def tested(self) -> tuple[str, ...]:
+        """Return what the counts depend on: parts stay valid until one of these paths changes."""
+        return (*self.code, *(f"tests/stress/{module}.py" for module in self.modules))
 
 
 def _count_fuzz(result: Result) -> tuple[Counts, list[str]]:
@@ -142,7 +147,7 @@ PROGRAMS: dict[str, Program] = {
     for program in (
         Program(
             name="fuzz",
-            module="fuzz",
+            modules=("fuzz",),
             what="random and damaged payloads of every codec, decoded, summed and encoded again by all kernels under "
             "AddressSanitizer and UBSan: no access outside a buffer, the same bytes from every kernel",
             goal={"payloads": 10_000_000},
@@ -152,7 +157,7 @@ PROGRAMS: dict[str, Program] = {
             ),
             short=_texts("--payloads", 20_000, "--seed", 1),
             counts=_count_fuzz,
-            tested=(
+            code=(
                 *(
                     "csrc/codec",
                     "csrc/core",
@@ -160,12 +165,12 @@ PROGRAMS: dict[str, Program] = {
                     "csrc/tests/fuzz_payloads.*",
                     "csrc/tests/guard_pages.h",
                 ),
-                *("cmake", "CMakeLists.txt", "tests/stress/fuzz.py"),
+                *("cmake", "CMakeLists.txt"),
             ),
         ),
         Program(
             name="operations",
-            module="bit_identity",
+            modules=("bit_identity", "random_ops", "random_run", "random_torch"),
             what="random operations: every collective, algorithm, codec, operator, dtype and subgroup over memory, "
             "sockets, Gloo's messages, emulated links and the backend: the same bits on all ranks, the exact sum "
             "where it is known, no mass lost by feedback",
@@ -183,7 +188,7 @@ PROGRAMS: dict[str, Program] = {
         ),
         Program(
             name="soak",
-            module="soak",
+            modules=("soak", "soak_rank", "random_ops", "random_run", "random_torch"),
             what="random operations of three ranks under torchrun, with subgroups made and destroyed and ranks killed "
             "and restarted: right results, no growth of memory, descriptors or threads",
             goal={"minutes": 30},
@@ -193,7 +198,7 @@ PROGRAMS: dict[str, Program] = {
         ),
         Program(
             name="campaign",
-            module="campaign",
+            modules=("campaign", "campaign_cases", "campaign_ranks"),
             what="a rank is killed, stops, pauses, starves, forks or makes a wrong call in each phase of rendezvous, "
             "operation and close: the others name it in time, and nothing is left behind",
             goal={"cases": CASES * REPETITIONS},
@@ -206,7 +211,7 @@ PROGRAMS: dict[str, Program] = {
         ),
         Program(
             name="torch_suite",
-            module="torch_suite",
+            modules=("torch_suite", "torch_suite_module", "torch_suite_rank"),
             what='torch\'s own tests of torch.distributed on backend "dtcomm" and on Gloo: what Gloo passes, passes',
             goal={"tests": 855},
             parts=tuple(
@@ -222,7 +227,15 @@ PROGRAMS: dict[str, Program] = {
         ),
         Program(
             name="elastic",
-            module="elastic",
+            modules=(
+                "elastic",
+                "elastic_rank",
+                "soak",
+                "soak_rank",
+                "random_ops",
+                "random_run",
+                "random_torch",
+            ),
             what="ranks of `dtcomm.elastic` are killed, leave and join at random moments, also while they join: "
             "training goes on, weights are equal, the loss falls, nothing grows",
             goal={"minutes": 30},
@@ -232,7 +245,7 @@ PROGRAMS: dict[str, Program] = {
         ),
         Program(
             name="rendezvous",
-            module="rendezvous",
+            modules=("rendezvous",),
             what="seeded interleavings of the rendezvous: all ranks of a group meet in one attempt, or all raise",
             goal={"seeds": 100_000},
             parts=tuple(
@@ -241,10 +254,15 @@ PROGRAMS: dict[str, Program] = {
             ),
             short=_texts("--seeds", 200),
             counts=_count_rendezvous,
+            # Scenarios call the rendezvous alone, with a store and threads of their own.
+            code=(
+                *("dtcomm/runtime/bootstrap", "dtcomm/errors.py"),
+                *("tests/support/rendezvous_scenarios.py", "tests/support/interleaved_ranks.py"),
+            ),
         ),
         Program(
             name="limits",
-            module="limits",
+            modules=("limits",),
             what="tensors of more than 2^31 elements, 32 ranks on one machine, 1,000 groups at once, unaligned tensors",
             goal={"cases": 6},
             parts=(Part(arguments=(), seconds=300),),

@@ -20,7 +20,7 @@ from dtcomm.runtime.native import copy_policy, threads
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
-from dtcomm.work import NativeWork, Work
+from dtcomm.work import NativeWork, Work, release_completed
 
 if TYPE_CHECKING:  # imported when there is such a codec: most processes never need it
     from dtcomm.runtime.native.python_codecs import OrderedThread, PythonCodecOperation
@@ -293,6 +293,7 @@ class NativeRuntime:
         """Release all shared memory. Peers that wait for this rank raise PeerLost."""
         self.note_rates()
         self.native.close()
+        release_completed()  # all of this communicator's operations have ended
         self.stop_keeper()
         if self.codec_thread is not None:
             self.codec_thread.stop()

@@ -72,6 +72,21 @@ def test_completed_operations_release_their_tensors() -> None:
     run_ranks(release_completed_operations, 2)
 
 
+def release_dropped_operations(rank: int, n: int) -> None:
+    tensors = [torch.ones(1000) for _ in range(3)]
+    references = [weakref.ref(tensor) for tensor in tensors]
+    for tensor in tensors:
+        collectives.all_reduce(tensor, async_op=True)
+    del tensor, tensors
+    collectives.all_reduce(torch.ones(1))  # operations of a group end in the order of their start
+    collectives.release()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_a_closed_communicator_holds_no_tensor_of_an_operation_that_nobody_waited_for() -> None:
+    run_ranks(release_dropped_operations, 2)
+
+
 def test_overlapping_subgroups_run_at_once() -> None:
     run_ranks(use_subgroups, 4)
 

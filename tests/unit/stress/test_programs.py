@@ -15,7 +15,7 @@ from bench.reliability import Counts, Entry, Kept
 from tests.stress import __main__ as command
 from tests.stress import fuzz
 from tests.stress.campaign_cases import ACTIONS, PHASES, TRANSPORTS, WORLD_SIZES, cases
-from tests.stress.programs import PROGRAMS
+from tests.stress.programs import PROGRAMS, Program
 
 
 def kept(parts: int = 2) -> Kept:
@@ -75,17 +75,36 @@ def test_benchmarks_and_documents_do_not_make_a_tested_tree_another_one(tmp_path
     git("init", "-q")
     tested = [commit(path) for path in ("dtcomm/codecs/int8.py", "tests/stress/soak.py", "csrc/a.cpp")]
     untested = ("bench/soak.py", "docs/page.md", "tests/stress/README.md", "tests/stress/programs.py")
-    for path in (*untested, "dtcomm/cli/demo/train.py"):
+    soak = PROGRAMS["soak"].tested
+    for path in (*untested, "dtcomm/cli/demo/train.py", "tests/stress/campaign.py"):
         assert commit(path) not in tested
-        assert conditions.code_commit(tmp_path, reliability.TESTED) == tested[-1]
+        assert conditions.code_commit(tmp_path, soak) == tested[-1]
     codec = commit("csrc/codec/b.h")  # the fuzzer tests codecs and kernels alone
     engine = commit("csrc/engine/a.cpp")
-    assert conditions.code_commit(tmp_path, reliability.TESTED) == engine
+    assert conditions.code_commit(tmp_path, soak) == engine
     assert conditions.code_commit(tmp_path, PROGRAMS["fuzz"].tested) == codec
     (tmp_path / "bench/soak.py").write_text("changed")
     assert not conditions.changed_files(tmp_path, reliability.TESTED)
     (tmp_path / "csrc/a.cpp").write_text("changed")
     assert conditions.changed_files(tmp_path, reliability.TESTED) == ["csrc/a.cpp"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_names_the_modules_that_it_uses(program: Program) -> None:
+    def imports(module: str) -> set[str]:
+        text = (conditions.ROOT / f"tests/stress/{module}.py").read_text()
+        names = {
+            name
+            for line in re.findall(r"^from tests.stress import (.*)$", text, re.M)
+            for name in line.split(", ")
+        }
+        names |= set(re.findall(r"^from tests\.stress\.(\w+) import", text, re.M))
+        return {name for name in names if (conditions.ROOT / f"tests/stress/{name}.py").exists()}
+
+    used = set(program.modules)
+    while more := {name for module in used for name in imports(module)} - used:
+        used |= more
+    assert used == set(program.modules)
 
 
 def test_parts_of_two_commits_are_not_added() -> None:
