@@ -19,7 +19,7 @@ from tests.stress.campaign_cases import (
     cases,
     make_case,
 )
-from tests.stress.campaign_ranks import Seen, excess
+from tests.stress.campaign_ranks import SHARED_MEMORY, Seen, excess
 from tests.stress.random_ops import COLLECTIVES, WHOLE, memberships, sequence
 from tests.stress.soak import CYCLE, SETTLED, growth
 
@@ -90,6 +90,10 @@ def test_excess_names_what_is_new() -> None:
     assert excess(before, {"threads": ["gloo", "python"], "descriptors": []}) == {}
     grown = excess(before, {"threads": ["python", "gloo", "gloo"], "descriptors": ["pipe"]})
     assert grown == {"threads": ["gloo"]}
+    allowed = {"descriptors": 3}
+    assert excess(before, {"threads": [], "descriptors": ["pipe", "socket", "pipe"]}, allowed) == {}
+    kept = excess(before, {"threads": [], "descriptors": ["pipe", SHARED_MEMORY[0]]}, allowed)
+    assert kept == {"descriptors": [SHARED_MEMORY[0]]}
 
 
 def test_one_differing_digest_is_found() -> None:
