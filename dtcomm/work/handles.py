@@ -19,8 +19,8 @@ TensorsFuture = torch.futures.Future[list[torch.Tensor]]
 class Work:
     """Handle of an operation started with ``async_op=True``. It keeps the operation's tensors alive until it is done.
 
-    Where nobody waits for the operation, asks whether it is done or takes its future, the tensors are kept until later
-    operations start or the communicator is closed.
+    If none of `wait`, `is_completed` and `get_future` is called, it keeps the tensors longer: until more than 64 such
+    handles exist and another operation starts, or until the communicator is closed.
 
     Args:
         outputs: The tensors that receive the result.
@@ -477,7 +477,7 @@ def _keep_alive(work: NativeWork) -> None:
 
 
 def release_completed() -> None:
-    """Drop the tensors of completed operations whose handles nobody has asked, as after an error of another one."""
+    """Drop the tensors of all operations that have completed and were never waited for."""
     for work in list(_alive.values()):
         work.is_completed()
 
