@@ -25,6 +25,7 @@ from dtcomm.planner.sweep import MIN_SPEEDUP
 
 Entry = Mapping[str, Any]
 PICTURE = pages.DOCS / "results" / "workloads.png"
+FARTHEST = 1.25  # times the uncompressed loss, in the picture
 SHARE = 0.9  # of the uncompressed run's steps, at which it has the loss to be reached
 BASELINE, SIXTEEN_BITS = "none", ("torch's fp16 hook", "torch's bf16 hook")
 LABELS = {"none": "none (fp32)"}
@@ -323,6 +324,7 @@ def picture(result: dict[str, Any], path: Path) -> Path:
             baseline = _finite(kept, workload, BASELINE)
             if baseline:
                 axes.axhspan(min(baseline), max(baseline), color=COLOURS[0], alpha=0.4, linewidth=1)
+            most = FARTHEST * max(baseline, default=math.inf)
             points: list[tuple[float, float, str]] = []  # loss, share of bytes, name
             for name in kept.variants(workload.name, workload.optimizer):
                 entries = kept.seeds(workload.name, name, workload.optimizer, RANKS)
@@ -333,9 +335,14 @@ def picture(result: dict[str, Any], path: Path) -> Path:
                 colour = COLOURS[2] if variant.frozen else COLOURS[1] if variant.feedback else COLOURS[3]
                 colour = COLOURS[0] if name == BASELINE or variant.hook else colour
                 sent = 100 * next(iter(entries.values()))["sent"]
+                loss, label = statistics.median(losses), name.removesuffix(", no feedback")
+                if loss > most:  # an arrow at the edge, so that the others can be told apart
+                    axes.scatter([sent], [most], s=26, color=colour, marker="^", zorder=3)
+                    points.append((most, sent, f"{label}: {loss:.2f}"))
+                    continue
                 axes.plot([sent, sent], [min(losses), max(losses)], color=colour, linewidth=1.3)
-                axes.scatter([sent], [statistics.median(losses)], s=26, color=colour, zorder=3)
-                points.append((statistics.median(losses), sent, name.removesuffix(", no feedback")))
+                axes.scatter([sent], [loss], s=26, color=colour, zorder=3)
+                points.append((loss, sent, label))
             axes.set_xscale("log")
             axes.set_xlim(0.5, 600)  # with room for the labels of what sends everything
             axes.set_xticks([1, 10, 100], ["1", "10", "100"])
@@ -345,7 +352,8 @@ def picture(result: dict[str, Any], path: Path) -> Path:
             axes.set_ylabel(f"held-out loss, {workload.unit}")
             axes.grid(axis="y")
         figure.suptitle(
-            "2 workers. Blue: with feedback. Orange: without. Green: frozen variance. Grey: fp32 and torch's hooks.",
+            "2 workers. Blue: with feedback. Orange: without. Green: frozen variance. Grey: fp32 and torch's hooks. "
+            "Arrow: above the frame, with its loss.",
             fontsize=9.5,
             x=0.01,
             ha="left",
