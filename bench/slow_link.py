@@ -5,7 +5,7 @@ python -m bench.slow_link [--gbit 1 10] [--batch 4 256] [--only NAMES] [--second
 Two ranks run in two network namespaces connected by a link of the given rate (needs root and iproute2). The model is a
 wide MLP of 25.2 M parameters, 101 MB of gradients per step; "compute" is the step without communication. "auto" chooses
 from none, fp16, int8 and int4, "auto, all" also from the other schemes; their choices are printed. dtcomm's schemes use
-error feedback, except "no feedback". Contestants take turns. It takes about 5 minutes for each rate.
+error feedback, except "no feedback". Contestants take turns. It takes about 6 minutes for each rate.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ OURS = {
     "powersgd 4": "powersgd:rank=4",
     "powersgd 4 alternating": "powersgd:rank=4,alternate=true",
 }
+LEAST = 3  # repetitions
 # The candidates of "auto"; None: its default.
 AUTO: dict[str, list[str] | None] = {
     "auto": None,
@@ -176,17 +177,19 @@ def prepare(pool: Pool, gbit: float, names: list[str], batches: list[int]) -> di
 def measure(
     gbit: float, batches: list[int], names: list[str], repetitions: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Return a row for each batch size and contestant, with the slower rank's times; contestants take turns."""
+    """Return a row for each batch size and contestant, with the slower rank's times; contestants take turns.
+
+    After ``LEAST`` repetitions, ``seconds`` limits their number; what comes before them does not count.
+    """
     times: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in names} for batch in batches}
     with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
         with Pool(
             LinkRank, 2, timeout=300, store_file=str(Path(folder) / "meet"), namespaces=namespaces
         ) as pool:
-            begin = time.monotonic()
             facts = prepare(pool, gbit, names, batches)
-            last = 0.0
-            for _ in range(repetitions):
-                if last and time.monotonic() - begin + last > seconds:
+            begin, last = time.monotonic(), 0.0
+            for repetition in range(repetitions):
+                if repetition >= LEAST and time.monotonic() - begin + last > seconds:
                     break
                 last = -time.monotonic()
                 for batch in batches:
@@ -283,7 +286,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 256])
     parser.add_argument("--only", nargs="+", choices=[*OURS, *AUTO], default=DEFAULT_NAMES, help="of ours")
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--seconds", type=float, help="for one rate: 200 up to 1 Gbit/s, else 150")
+    parser.add_argument("--seconds", type=float, default=100, help="of repetitions, for a rate")
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
     if reason := netns.why_unavailable():
@@ -291,8 +294,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     names = ["compute", *TORCH, *options.only]
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:
-        seconds = options.seconds or (200 if gbit <= 1 else 150)
-        rows += measure(gbit, options.batch, names, options.repetitions, seconds)
+        rows += measure(gbit, options.batch, names, options.repetitions, options.seconds)
         for batch in options.batch:
             show(gbit, batch, rows)
     result = {"machine": machine.describe(), "load": os.getloadavg(), "rows": rows}

@@ -22,6 +22,7 @@ MEASURED = (
         )
     ),
 )
+FEWEST_REPETITIONS = 3  # of a call that is timed
 OTHERS_MOST = 0.25  # cores; an idle system's daemons use less than 0.05
 SHORTEST = 0.5  # seconds: the kernel counts in steps of 10 ms
 
@@ -75,12 +76,13 @@ class ProcessorTime:
         return max(0.0, (now.everyone - self.everyone) - (now.own - self.own)) / (now.at - self.at)
 
 
-def complaints(changed: list[str], others: float | None) -> list[str]:
+def complaints(changed: list[str], others: float | None, repetitions: int | None = None) -> list[str]:
     """Return why a result cannot be kept; nothing if it can.
 
     Args:
         changed: Files with changes, see `changed_files`.
         others: Cores that other processes used, see `ProcessorTime.others`; None is not judged.
+        repetitions: The fewest of any figure of the result; None is not judged.
     """
     reasons = []
     if changed:
@@ -88,6 +90,8 @@ def complaints(changed: list[str], others: float | None) -> list[str]:
         reasons.append(f"the tree has changes that are not committed: {', '.join(changed[:3])}{more}")
     if others is not None and others > OTHERS_MOST:
         reasons.append(f"other processes used {others:.2f} cores, more than {OTHERS_MOST}")
+    if repetitions is not None and repetitions < FEWEST_REPETITIONS:
+        reasons.append(f"repetitions of a figure: {repetitions}, fewer than {FEWEST_REPETITIONS}")
     return reasons
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,14 @@ def write(
             alone, and other processes do not matter.
 
     Raises:
-        NotKept: The file is in ``bench/results``, and the tree has changes that are not committed or other processes
-            used the processor. The run is in ``build/bench/not_kept``. With ``BENCH_UNFIT=1`` in the environment it is
-            kept all the same, and marked.
+        NotKept: The file is in ``bench/results``, and the tree has changes that are not committed, other processes used
+            the processor, or a figure has fewer than three repetitions. The run is in ``build/bench/not_kept``. With
+            ``BENCH_UNFIT=1`` in the environment it is kept all the same, and marked.
         ValueError: Rows of several runs could not be matched; the message says what to do. The run is in that folder.
     """
     out = Path(path) if path else RESULTS / f"{name}.json"
     stamped = {"program": name, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **summary(result)}
-    measurement = _measurement(timed)
+    measurement = _measurement(stamped, timed)
     kept = out.resolve().parent == RESULTS.resolve()
     aside = RUNS.parent / "not_kept" / out.name
     if kept:  # what is refused below is not lost
@@ -115,10 +115,11 @@ def resumable(path: Path) -> dict[str, Any]:
     return saved if made_by == [(conditions.code_commit(), conditions.processor())] else {}
 
 
-def _measurement(timed: bool) -> dict[str, Any]:
+def _measurement(result: dict[str, Any], timed: bool) -> dict[str, Any]:
     """Return when and where a result was measured, and in ``unfit`` why it should not be kept."""
     others = _START.others() if timed and _START else None
-    reasons = conditions.complaints(conditions.changed_files(), others)
+    repetitions = min(_repetitions(result), default=None) if timed else None
+    reasons = conditions.complaints(conditions.changed_files(), others, repetitions)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": conditions.code_commit(),
@@ -127,6 +128,17 @@ def _measurement(timed: bool) -> dict[str, Any]:
         **({} if others is None else {"other_processes_cores": round(others, 3)}),
         **({"unfit": reasons} if reasons else {}),
     }
+
+
+def _repetitions(value: Any) -> Iterator[int]:
+    """Yield the number of repetitions of every figure that says it."""
+    if isinstance(value, dict):
+        if isinstance(value.get("repetitions"), int):
+            yield value["repetitions"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for entry in value:
+            yield from _repetitions(entry)
 
 
 def _setting(entry: dict[str, Any]) -> tuple[Any, ...]:

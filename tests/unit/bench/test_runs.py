@@ -146,6 +146,17 @@ def test_a_changed_tree_and_a_loaded_machine_are_refused(
     assert reason in pages.provenance(tree.kept())
 
 
+def test_figures_of_fewer_than_three_repetitions_are_refused(tree: Tree) -> None:
+    def rows(*repetitions: int) -> dict[str, Any]:
+        return {"rows": [{"bytes": count, "median_us": 9.0, "repetitions": count} for count in repetitions]}
+
+    with pytest.raises(output.NotKept, match="repetitions of a figure: 2, fewer than 3"):
+        output.write("program", rows(9, 2, 5))
+    output.write("program", rows(9, 2, 5), timed=False)
+    output.write("program", rows(9, 3, 5))
+    assert "unfit" not in tree.kept()["measurements"][0]
+
+
 def test_results_without_times_are_replaced_and_resumed(tree: Tree) -> None:
     tree.others = 1.5  # does not matter
     for loss in (2.5, 2.4):
