@@ -36,7 +36,6 @@ NUMELS = [2896 * 2896, 2896] * 3
 TARGET = 0.1
 LATENCY_US = 20  # of the emulated link, as measured between the namespaces
 UNLIMITED_GBIT = 400
-BURST_MS = 0.2  # of the real link, which sends so much at once after a pause; a cable does not
 
 
 class Stepper:
@@ -81,7 +80,7 @@ def cost_of(repetitions: int) -> float:
 def measure(gbit: float, codecs: list[str], repetitions: int, links: dict[str, str]) -> list[dict[str, Any]]:
     """Return a row for each codec and way of emulation (``links``: links by way), with the slower rank's times."""
     times: dict[tuple[str, str], list[float]] = {}
-    with netns.two_hosts(gbit, burst_ms=BURST_MS) as namespaces, TemporaryDirectory() as folder:
+    with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
 
         def pool(name: str, link: str = "", namespaces: list[str] | None = None) -> Pool:
             store_file = str(Path(folder) / name)

@@ -26,6 +26,8 @@ TESTED = (
     # What only GPUs run, and its emulation.
     *(":(exclude)csrc/cuda", ":(exclude)csrc/emulator", ":(exclude)csrc/python/cuda*"),
     *(":(exclude)dtcomm/runtime/cuda_peer", ":(exclude)dtcomm/kernels/triton", ":(exclude)cmake/cuda.cmake"),
+    # The links of benchmarks and of tests; no stress program uses them.
+    *(":(exclude)dtcomm/measure/netns.py", ":(exclude)dtcomm/measure/delayed_link.py"),
 )
 #: Names of the programs, in the order of the page; tests.stress.programs defines them.
 NAMES = ("fuzz", "operations", "soak", "campaign", "torch_suite", "elastic", "rendezvous", "limits")

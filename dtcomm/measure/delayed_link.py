@@ -43,7 +43,7 @@ def why_unavailable() -> str:
 
 @contextmanager
 def two_sites(
-    gbit: float, round_trip_ms: float, *, loss: float = 0.0, mtu: int = 9000, burst_ms: float = 4.0
+    gbit: float, round_trip_ms: float, *, loss: float = 0.0, mtu: int = 9000
 ) -> Iterator[list[str]]:
     """Create two namespaces, joined by the interface ``dt0`` with addresses 10.77.0.1 and 10.77.0.2.
 
@@ -52,7 +52,6 @@ def two_sites(
         round_trip_ms: The round trip in milliseconds.
         loss: The share of packets that are lost, such as 0.0001.
         mtu: The largest packet in bytes.
-        burst_ms: As for `netns.two_hosts`.
 
     Yields:
         The names of the namespaces, which are deleted at the end.
@@ -74,7 +73,7 @@ def two_sites(
                 netns.run_command(
                     "ip", "-n", name, "link", "set", "dt0", "mtu", str(mtu), "txqueuelen", "10000"
                 )
-                netns.configure_link(name, "dt0", number, gbit, burst_ms)
+                netns.configure_link(name, "dt0", number, gbit)
             yield names
         finally:
             ours.close()  # the relay ends

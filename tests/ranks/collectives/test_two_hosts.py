@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtcomm import algorithms, collectives
 from dtcomm.launch.ranks import run_ranks
@@ -41,3 +43,24 @@ def test_sums_are_right_and_equal_on_both_hosts(tmp_path: Path) -> None:
         expected = (torch.arange(numel) % 11 * 2 + 1).float()
         bound = 0.3 if codec == "int8" else 0.0
         assert (tensor - expected).abs().max() <= bound, (codec, algorithm, numel)
+
+
+def seconds_after_a_pause(rank: int, ranks: int, rendezvous: str, namespaces: list[str]) -> float:
+    """Return the least seconds of an all_reduce of 1.2 MB, before each of which the link is idle."""
+    tensor = torch.ones(300_000)
+    taken = []
+    with netns.temporary_process_group(rank, ranks, rendezvous, namespaces):
+        for _ in range(5):
+            dist.barrier()
+            time.sleep(0.03)
+            start = time.perf_counter()
+            collectives.all_reduce(tensor, codec="none")
+            taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def test_a_link_limits_what_follows_a_pause(tmp_path: Path) -> None:
+    """A kernel's queue lets a burst pass; it has to be small beside the gradients of a small model."""
+    with netns.two_hosts(1) as namespaces:
+        taken = run_ranks(seconds_after_a_pause, 2, str(tmp_path / "meet"), namespaces, backend=None)
+    assert min(taken) > (1.2e6 - 2 * netns.LEAST_BURST) * 8 / 1e9

@@ -83,6 +83,11 @@ def test_benchmarks_and_documents_do_not_make_a_tested_tree_another_one(tmp_path
     engine = commit("csrc/engine/a.cpp")
     assert conditions.code_commit(tmp_path, soak) == engine
     assert conditions.code_commit(tmp_path, PROGRAMS["fuzz"].tested) == codec
+    for link in ("netns", "delayed_link"):  # what no stress program uses
+        assert commit(f"dtcomm/measure/{link}.py") != conditions.code_commit(tmp_path, soak) == engine
+        assert not [
+            path for path in (conditions.ROOT / "tests/stress").glob("*.py") if link in path.read_text()
+        ]
     (tmp_path / "bench/soak.py").write_text("changed")
     assert not conditions.changed_files(tmp_path, reliability.TESTED)
     (tmp_path / "csrc/a.cpp").write_text("changed")
