@@ -367,15 +367,18 @@ def _label(axes: Any, points: list[tuple[float, float, str]]) -> None:
     """Write the names of points beside them, from the lowest loss up, none over another."""
     low, high = axes.get_ylim()
     height, width = 0.04 * (high - low), 0.045  # of a line, and of a character on the axis of powers of ten
-    placed: list[tuple[float, float, float]] = []  # loss, first and last power of ten
-    for loss, sent, name in sorted(points):
-        begin = math.log10(sent)
+    right = math.log10(1.15)  # of a point's middle, where its name begins
+    # What names must not cover, the points first: loss, first and last power of ten.
+    placed = [(loss, math.log10(sent) - right / 2, math.log10(sent) + right / 2) for loss, sent, _ in points]
+    for loss, sent, name in sorted(points, key=lambda point: (point[0], -point[1])):
+        begin = math.log10(sent) + right
         at, end = loss, begin + width * len(name)
         for other, other_begin, other_end in placed:
             if begin < other_end and other_begin < end and abs(at - other) < height:
                 at = other + height
         placed.append((at, begin, end))
         axes.text(1.15 * sent, at, name, fontsize=7, verticalalignment="center")
+    axes.set_ylim(low, max(high, *(at + height for at, _, _ in placed)))
 
 
 def _finite(kept: Kept, workload: Workload, variant: str) -> list[float]:
