@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.common import machine, output, pages
+from bench.common import conditions, machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
 from bench.training import torch_hooks
@@ -44,7 +44,6 @@ OURS = {
     "powersgd 4": "powersgd:rank=4",
     "powersgd 4 alternating": "powersgd:rank=4,alternate=true",
 }
-LEAST = 3  # repetitions
 # The candidates of "auto"; None: its default.
 AUTO: dict[str, list[str] | None] = {
     "auto": None,
@@ -179,7 +178,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row for each batch size and contestant, with the slower rank's times; contestants take turns.
 
-    After ``LEAST`` repetitions, ``seconds`` limits their number; what comes before them does not count.
+    ``seconds`` limits the repetitions, once there are as many as a kept result needs; preparation does not count.
     """
     times: dict[int, dict[str, list[float]]] = {batch: {name: [] for name in names} for batch in batches}
     with netns.two_hosts(gbit) as namespaces, TemporaryDirectory() as folder:
@@ -189,7 +188,7 @@ def measure(
             facts = prepare(pool, gbit, names, batches)
             begin, last = time.monotonic(), 0.0
             for repetition in range(repetitions):
-                if repetition >= LEAST and time.monotonic() - begin + last > seconds:
+                if repetition >= conditions.FEWEST_REPETITIONS and time.monotonic() - begin + last > seconds:
                     break
                 last = -time.monotonic()
                 for batch in batches:

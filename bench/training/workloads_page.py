@@ -373,11 +373,11 @@ def _label(axes: Any, points: list[tuple[float, float, str]]) -> None:
     for loss, sent, name in sorted(points, key=lambda point: (point[0], -point[1])):
         begin = math.log10(sent) + right
         at, end = loss, begin + width * len(name)
-        for other, other_begin, other_end in placed:
+        for other, other_begin, other_end in sorted(placed):
             if begin < other_end and other_begin < end and abs(at - other) < height:
                 at = other + height
         placed.append((at, begin, end))
-        axes.text(1.15 * sent, at, name, fontsize=7, verticalalignment="center")
+        axes.text(10**begin, at, name, fontsize=7, verticalalignment="center")
     axes.set_ylim(low, max(high, *(at + height for at, _, _ in placed)))
 
 
