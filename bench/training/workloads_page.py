@@ -18,7 +18,14 @@ from typing import Any
 from bench.common import pages
 from bench.common.output import RESULTS
 from bench.training.plan import SEEDS, planned
-from bench.training.units import VARIANTS, WORKERS, WORKLOADS, Unit, tried_rates
+from bench.training.units import (
+    VARIANCE_WARMUP_SHARE,
+    VARIANTS,
+    WORKERS,
+    WORKLOADS,
+    Unit,
+    tried_rates,
+)
 from bench.training.workload import OPTIMIZERS, Workload
 from bench.workload_links import AUTO, RANKS, timed_as
 from dtcomm.planner.sweep import MIN_SPEEDUP
@@ -149,10 +156,24 @@ def reached(steps: Mapping[int, float | None]) -> str:
     )
 
 
-def seconds_to(steps: Mapping[int, float | None], milliseconds: float) -> list[float]:
-    """Return the seconds to the loss of each seed; empty unless all seeds reach it."""
-    values = [value for value in steps.values() if value is not None]
-    return [value * milliseconds / 1e3 for value in values] if len(values) == len(steps) else []
+def seconds_to(
+    steps: Mapping[int, float | None], milliseconds: float, warmup: tuple[int, float] = (0, 0.0)
+) -> list[float]:
+    """Return the seconds to the loss of each seed; empty unless all seeds reach it.
+
+    Args:
+        steps: The steps to the loss by seed; None: not reached.
+        milliseconds: Of a step.
+        warmup: How many steps come before those, and the milliseconds of one.
+    """
+    if None in steps.values():
+        return []
+    first, first_milliseconds = warmup
+    return [
+        (min(first, value) * first_milliseconds + max(0.0, value - first) * milliseconds) / 1e3
+        for value in steps.values()
+        if value is not None
+    ]
 
 
 def auto_steps(kept: Kept, workload: Workload, chosen: str) -> dict[int, float | None]:
@@ -175,7 +196,10 @@ def link_lines(kept: Kept, workload: Workload, rows: Iterable[Entry]) -> list[li
     for name in kept.variants(workload.name, workload.optimizer):
         row = of_name.get(timed_as(VARIANTS[name]))
         if row is not None and (steps := steps_by_seed(kept, workload, name)):
-            times.append((name, row, steps, seconds_to(steps, row["ms"])))
+            # Until the variance is frozen, steps are uncompressed.
+            first = workload.steps // VARIANCE_WARMUP_SHARE if VARIANTS[name].frozen else 0
+            seconds = seconds_to(steps, row["ms"], (first, of_name[BASELINE]["ms"]))
+            times.append((name, row, steps, seconds))
     if (row := of_name.get(AUTO)) is not None and (steps := auto_steps(kept, workload, row["chosen"])):
         times.append((f"auto: {row['chosen']}", row, steps, seconds_to(steps, row["ms"])))
     medians = {name: statistics.median(seconds) for name, _, _, seconds in times if seconds}
@@ -196,6 +220,8 @@ def link_lines(kept: Kept, workload: Workload, rows: Iterable[Entry]) -> list[li
             ]
         if name == BASELINE:
             planned, cells[3] = "–", "–"
+        if name in VARIANTS and VARIANTS[name].frozen:
+            planned = "–"  # it predicts a step, and these runs have two kinds
         lines.append(
             [
                 LABELS.get(name, name),
@@ -291,8 +317,8 @@ def _of_workload(kept: Kept, workload: Workload, links: Mapping[str, Any]) -> li
         missed, later = losers(lines)
         right, judged = agreement(lines)
         parts.append(
-            f"Not reached by: {', '.join(missed) or 'none'}. Later than torch's better 16-bit hook: "
-            f"{', '.join(later) or 'none'}. The planner's verdict is the measured one in {right} of {judged} rows."
+            f"Not reached by: {'; '.join(missed) or 'none'}. Later than torch's better 16-bit hook: "
+            f"{'; '.join(later) or 'none'}. The planner's verdict is the measured one in {right} of {judged} rows."
         )
     return parts
 
@@ -342,7 +368,9 @@ def picture(result: dict[str, Any], path: Path) -> Path:
                     continue
                 axes.plot([sent, sent], [min(losses), max(losses)], color=colour, linewidth=1.3)
                 axes.scatter([sent], [loss], s=26, color=colour, zorder=3)
-                points.append((loss, sent, label))
+                # Names of all points that end like fp32 would fill the frame.
+                like_fp32 = name != BASELINE and min(baseline, default=loss + 1) <= loss <= max(baseline)
+                points.append((loss, sent, "" if like_fp32 else label))
             axes.set_xscale("log")
             axes.set_xlim(0.5, 600)  # with room for the labels of what sends everything
             axes.set_xticks([1, 10, 100], ["1", "10", "100"])
@@ -352,8 +380,8 @@ def picture(result: dict[str, Any], path: Path) -> Path:
             axes.set_ylabel(f"held-out loss, {workload.unit}")
             axes.grid(axis="y")
         figure.suptitle(
-            "2 workers. Blue: with feedback. Orange: without. Green: frozen variance. Grey: fp32 and torch's hooks. "
-            "Arrow: above the frame, with its loss.",
+            "2 workers. Blue: with feedback. Orange: without. Green: frozen variance. Grey: fp32, with its range, and "
+            "torch's hooks.\nArrow: above the frame, with its loss. Without a name: within fp32's range.",
             fontsize=9.5,
             x=0.01,
             ha="left",
@@ -364,13 +392,15 @@ def picture(result: dict[str, Any], path: Path) -> Path:
 
 
 def _label(axes: Any, points: list[tuple[float, float, str]]) -> None:
-    """Write the names of points beside them, from the lowest loss up, none over another."""
+    """Write the names of points beside them, from the lowest loss up, none over another; lines lead to those above."""
     low, high = axes.get_ylim()
     height, width = 0.04 * (high - low), 0.045  # of a line, and of a character on the axis of powers of ten
     right = math.log10(1.15)  # of a point's middle, where its name begins
     # What names must not cover, the points first: loss, first and last power of ten.
     placed = [(loss, math.log10(sent) - right / 2, math.log10(sent) + right / 2) for loss, sent, _ in points]
     for loss, sent, name in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not name:
+            continue
         begin = math.log10(sent) + right
         at, end = loss, begin + width * len(name)
         for other, other_begin, other_end in sorted(placed):
@@ -378,6 +408,8 @@ def _label(axes: Any, points: list[tuple[float, float, str]]) -> None:
                 at = other + height
         placed.append((at, begin, end))
         axes.text(10**begin, at, name, fontsize=7, verticalalignment="center")
+        if at > loss:
+            axes.plot([sent, 10**begin], [loss, at], color="0.6", linewidth=0.6, zorder=1)
     axes.set_ylim(low, max(high, *(at + height for at, _, _ in placed)))
 
 

@@ -423,6 +423,7 @@ def test_time_to_the_loss_is_steps_by_seconds_of_a_step() -> None:
         kept[unit("text", "torch's bf16 hook", seed=seed).key] = entry()
         kept[unit("text", "int8", seed=seed).key] = entry(curve=slower)
         kept[unit("text", "sign", seed=seed).key] = entry(curve=never)
+        kept[unit("text", "sign, frozen variance", seed=seed).key] = entry(curve=slower)
     rows = [
         {"name": "none", "ms": 100.0, "faster": 1.0, "predicted": 1.0},
         {"name": "torch's bf16 hook", "ms": 60.0, "faster": 1.667, "predicted": 1.5},
@@ -439,7 +440,16 @@ def test_time_to_the_loss_is_steps_by_seconds_of_a_step() -> None:
     assert by_name["sign"][0] == by_name["sign"][2] == "not reached" and by_name["sign"][-1] == "does not pay"
     assert by_name["auto: int8"][3] == "1.82×"
     assert (lines[0][0], lines[-1][0]) == ("int8", "sign")
-    assert workloads_page.losers(lines) == (["sign"], [])
+    # Its 95 steps are before the variance is frozen, so they take the time of uncompressed ones.
+    assert by_name["sign, frozen variance"][2:4] == ["9 s [9–9]", "0.95×"]
+    assert by_name["sign, frozen variance"][-2] == "–"
+    assert workloads_page.losers(lines) == (["sign"], ["sign, frozen variance"])
+
+
+def test_the_time_to_the_loss_has_the_steps_of_both_kinds() -> None:
+    assert workloads_page.seconds_to({0: 1000.0, 1: 100.0}, 10.0, (200, 100.0)) == [28.0, 10.0]
+    assert workloads_page.seconds_to({0: 1000.0}, 10.0) == [10.0]
+    assert workloads_page.seconds_to({0: 1000.0, 1: None}, 10.0) == []
 
 
 def test_the_page_and_the_picture_follow_from_units(tmp_path: Path) -> None:
