@@ -65,6 +65,7 @@ def lose_rank_1_while_rank_2_is_stopped(rank: int, world_size: int, transport: s
     os.environ.update({"DTCOMM_HOST_ID": f"host {rank}", "DTCOMM_TRANSPORT": transport})
     tensor = torch.ones(world_size * PIECE)
     exchange(tensor, world_size)
+    dist.barrier()  # UCX needs the sender until the receiver has a message, so rank 2 must not stop before
     send_to_parent(os.getpid())
     if rank == 1:
         signal.pause()
