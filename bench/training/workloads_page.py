@@ -369,7 +369,7 @@ def picture(result: dict[str, Any], path: Path) -> Path:
                 axes.plot([sent, sent], [min(losses), max(losses)], color=colour, linewidth=1.3)
                 axes.scatter([sent], [loss], s=26, color=colour, zorder=3)
                 # Names of all points that end like fp32 would fill the frame.
-                like_fp32 = name != BASELINE and min(baseline, default=loss + 1) <= loss <= max(baseline)
+                like_fp32 = bool(baseline) and name != BASELINE and min(baseline) <= loss <= max(baseline)
                 points.append((loss, sent, "" if like_fp32 else label))
             axes.set_xscale("log")
             axes.set_xlim(0.5, 600)  # with room for the labels of what sends everything
