@@ -165,7 +165,7 @@ def train(
     begin = time.monotonic()
     rate = store.chosen_rate(unit, steps) if unit.rate is None else unit.rate
     result = units.run(unit, rate, workload, progress)
-    reasons = conditions.complaints(conditions.changed_files(), None)
+    reasons = conditions.complaints(units.changed_files(), None)
     return {
         **result,
         "workload_steps": steps,
@@ -215,7 +215,7 @@ def destination(path: Path | None) -> Path:
     """Return the file that gets the units: the given one, or bench/results if results may be kept there now."""
     if path is not None:
         return path
-    reasons = conditions.complaints(conditions.changed_files(), None)
+    reasons = conditions.complaints(units.changed_files(), None)
     if reasons and os.environ.get(output.UNFIT) != "1":
         print(
             f"bench.workloads: units go to {ASIDE}, because {'; '.join(reasons)}; {output.UNFIT}=1 keeps them marked"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import io
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+import tokenize
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +32,77 @@ SHORTEST = 0.5  # seconds: the kernel counts in steps of 10 ms
 
 
 def code_commit(root: Path = ROOT, paths: Sequence[str] = MEASURED) -> str:
-    """Return the short hash of the last commit that changed what figures depend on: anything in ``paths``."""
-    return _git(root, "log", "-1", "--format=%h", "--", *paths) or "unknown"
+    """Return the short hash of the last commit that changed what figures depend on: the code in ``paths``.
+
+    Docstrings and comments of Python are no code, so a commit that changes them alone leaves results valid.
+    """
+    commits = _git(root, "log", "--format=%h", "--", *paths).split()
+    return next((commit for commit in commits if _changes_code(root, commit, paths)), "unknown")
+
+
+def _changes_code(root: Path, commit: str, paths: Sequence[str]) -> bool:
+    """Return whether a commit changes more of ``paths`` than docstrings and comments of Python files."""
+    listed = _git(root, "diff-tree", "--root", "--no-commit-id", "--name-only", "-r", commit, "--", *paths)
+    return any(
+        not path.endswith(".py")
+        or python_code(_git(root, "show", f"{commit}:{path}"))
+        != python_code(_git(root, "show", f"{commit}^:{path}"))
+        for path in listed.splitlines()
+    )
+
+
+def python_code(source: str) -> str:
+    """Return Python source without docstrings, comments and empty lines; with a syntax error, as it is.
+
+    It is for comparisons: a class or function may be left without a body.
+
+    Example:
+        >>> python_code("x = 1  # one\\n") == python_code("x = 1\\n")
+        True
+    """
+    lines = [line + "\n" for line in source.split("\n")]
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        row, column = token.start[0] - 1, token.start[1]
+        if token.type == tokenize.COMMENT:
+            before = lines[row][:column].rstrip()
+            lines[row] = before + "\n" if before else ""
+        elif token.type == tokenize.NL and not token.line.strip():  # not an empty line of a string
+            lines[row] = ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+                lines[first - 1 : last] = [""] * (last - first + 1)
+    return "".join(lines)
+
+
+def code_checksum(patterns: Iterable[str], root: Path = ROOT) -> str:
+    """Return a checksum of files and, of those in Python, of their code without docstrings and comments.
+
+    Unlike a commit it does not change when other files do, nor when a commit is rebased.
+
+    Args:
+        patterns: Of the files, as `pathlib.Path.glob` takes them.
+        root: The folder that the patterns and the names of the files start from.
+
+    Raises:
+        FileNotFoundError: No file matches a pattern.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for pattern in patterns:
+        paths = sorted(path for path in root.glob(pattern) if path.is_file())
+        if not paths:
+            raise FileNotFoundError(f"{pattern}: no such file below {root}")
+        for path in paths:
+            contents = path.read_bytes()
+            if path.suffix == ".py":
+                contents = python_code(contents.decode()).encode()
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + contents)
+    return digest.hexdigest()
 
 
 def changed_files(root: Path = ROOT, paths: Sequence[str] = MEASURED) -> list[str]:

@@ -8,7 +8,6 @@ the next beyond, up to five. Every method gets the same trials by the same rule.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -135,20 +134,13 @@ class Unit:
 
 
 def code() -> str:
-    """Return a checksum of the files that a unit computes with (`SOURCES`).
+    """Return the checksum of what a unit computes with."""
+    return conditions.code_checksum(SOURCES)
 
-    Unlike a commit it does not change when other files do, nor when a commit is rebased.
-    """
-    digest = hashlib.blake2b(digest_size=6)
-    for pattern in SOURCES:
-        paths = sorted(path for path in conditions.ROOT.glob(pattern) if path.is_file())
-        if not paths:
-            raise FileNotFoundError(
-                f"{pattern}: no such file below {conditions.ROOT}; correct SOURCES in units.py"
-            )
-        for path in paths:
-            digest.update(path.relative_to(conditions.ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+
+def changed_files() -> list[str]:
+    """Return the files that a unit computes with and that have changes which are not committed."""
+    return conditions.changed_files(paths=[f":(glob){pattern}" for pattern in SOURCES])
 
 
 def run(

@@ -209,10 +209,91 @@ def test_documents_and_results_do_not_change_the_code_commit(tmp_path: Path) -> 
     assert conditions.changed_files(tmp_path) == []
     git("commit", "-qam", "results")
     assert conditions.code_commit(tmp_path) == commit
-    put("code.py", "2")
+    put("code.py", "2\n")
     assert conditions.changed_files(tmp_path) == ["code.py"]
     git("commit", "-qam", "code")
-    assert conditions.code_commit(tmp_path) != commit
+    assert (code := conditions.code_commit(tmp_path)) != commit
+    put("code.py", '"""A docstring."""\n\n2  # two\n')
+    assert conditions.changed_files(tmp_path) == ["code.py"]
+    git("commit", "-qam", "docstring")
+    assert conditions.code_commit(tmp_path) == code
+    put("code.cpp", "// a comment")
+    git("add", ".")
+    git("commit", "-qm", "new file")
+    assert conditions.code_commit(tmp_path) != code
+
+
+BARE = '''
+import os
+class A:
+    x = """two
+
+    lines"""
+    def f(self):
+        return ("#"
+                "b")
+    def g(self):
+        pass
+'''
+DESCRIBED = '''"""Module."""
+# A comment.
+import os  # for the system
+
+
+class A:
+    """Class.
+
+    Two paragraphs.
+    """
+
+    x = """two
+
+    lines"""
+
+    def f(self):
+        """Return ä."""
+        return ("#"  # a mark
+
+                "b")
+
+    def g(self):
+        # Nothing.
+        pass
+'''
+
+
+def test_docstrings_comments_and_empty_lines_are_no_code() -> None:
+    assert conditions.python_code(DESCRIBED) == conditions.python_code(BARE)
+    for before, after in [
+        ("import os", "import re"),
+        ("two\n\n", "two\n"),
+        ('"#"', '"##"'),
+        ("    pass", "pass"),
+    ]:
+        assert conditions.python_code(BARE.replace(before, after)) != conditions.python_code(BARE)
+    assert conditions.python_code("x = (") == "x = ("
+
+
+def test_the_checksum_of_code_depends_on_names_and_contents(tmp_path: Path) -> None:
+    def checksum() -> str:
+        return conditions.code_checksum(["*.py", "native/**/*"], tmp_path)
+
+    def put(name: str, text: str) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return checksum()
+
+    (tmp_path / "a.py").write_text("x = 1\n")
+    with pytest.raises(FileNotFoundError, match="native"):
+        checksum()
+    first = put("native/a.cpp", "int x;")
+    assert put("a.py", '"""Module."""\n\nx = 1  # one\n') == first
+    assert put("other.txt", "text") == first
+    assert put("a.py", "x = 2\n") != first
+    assert put("a.py", "x = 1\n") == first
+    assert put("native/a.cpp", "int x; // one") != first
+    assert put("native/a.cpp", "int x;") == first
+    assert put("native/b/b.cpp", "") != first
 
 
 def _work(seconds: float) -> None:

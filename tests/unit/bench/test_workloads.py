@@ -386,7 +386,7 @@ def test_the_program_trains_and_lists(
 
 
 def test_results_of_a_changed_tree_go_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workloads.conditions, "changed_files", lambda: ["dtcomm/x.py"])
+    monkeypatch.setattr(units, "changed_files", lambda: ["dtcomm/x.py"])
     monkeypatch.delenv("BENCH_UNFIT", raising=False)
     assert workloads.destination(None) == workloads.ASIDE
     monkeypatch.setenv("BENCH_UNFIT", "1")
