@@ -22,7 +22,7 @@ class Integer(Codec):
             resolution of 31 others, and a 2-byte scale per block adds 6 % to int8.
         scale: The type of scales: bf16 (default) or fp32. Both have the range of fp32.
         symmetric: true (default): codes are centred on zero, which is exact. false: codes count from a zero point.
-        round: nearest (default) or stochastic. Nearest has half the error; error feedback removes its bias.
+        round: nearest (default) or stochastic. Nearest has half the squared error; error feedback removes its bias.
         rotate: none (default) or hadamard: encode a randomized Hadamard transform of each block, which spreads
             outliers. It helps at 4 bits and fewer, and takes time.
         spikes: 0 (default) or 1: store each block's smallest and largest element apart, in 6 bytes per block with

@@ -36,7 +36,7 @@ class Float8(Codec):
     Options:
         block: Elements that share a scale, a power of two from 16 to 4096. Default 128: a bf16 scale adds 1.6 %.
         scale: The type of scales: bf16 (default) or fp32. Both have the range of fp32.
-        round: nearest (default) or stochastic. Nearest has half the error; error feedback removes its bias.
+        round: nearest (default) or stochastic. Nearest has half the squared error; error feedback removes its bias.
 
     Attributes:
         element: e4m3, e5m2 or e3m4, from the codec's name.
