@@ -171,7 +171,7 @@ def page(*documents: dict[str, Any]) -> str:
             _reached(kept),
             kept.verdict,
             _duration(sum(entry.seconds for entry in kept.entries)),
-            f"{_duration(kept.planned_seconds)} in {kept.parts} parts",
+            f"{_duration(kept.planned_seconds)} in {kept.parts} part{'s' * (kept.parts != 1)}",
             _origin(kept.entries),
         ]
         for kept in results
