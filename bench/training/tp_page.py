@@ -29,7 +29,7 @@ def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
                 line += ["–", "", ""]
             else:
                 less = f"{row['less_than_bf16']:.2f}x"
-                line += [f"{row['perplexity']:.4f}", f"{100 * row['change']:+.3f} %", less]
+                line += [f"{row['perplexity']:.4f}", f"{round(100 * row['change'], 3) + 0.0:+.3f} %", less]
         lines.append(line)
     columns = ["codec", "bits an element"]
     for count in ranks:
