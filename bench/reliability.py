@@ -18,17 +18,26 @@ from typing import Any
 from bench.common import conditions, output, pages
 
 FOLDER = output.RESULTS / "reliability"
-#: What the counts depend on, besides the program's own files. Documents, benchmarks, the demo, which no stress program
-#: runs, and the list of their parts do not make a tree another one; each part is kept with its command.
-TESTED = (
-    *("dtcomm", "csrc", "tests/support", "cmake", "CMakeLists.txt", "setup.py"),
-    *(":(exclude)dtcomm/cli/demo", ":(exclude)*.md"),
+#: Parts of dtcomm that no stress program imports, and those that only the elastic one does. A test follows the imports.
+NOT_IMPORTED = (
+    *("batch_norm.py", "cli", "context_parallel", "ddp", "fsdp", "mesh", "moe", "pipeline", "planner/job"),
+    # The links of benchmarks and of tests.
+    *("measure/netns.py", "measure/delayed_link.py"),
+)
+ELASTIC = ("compress", "elastic", "frameworks", "local_sgd", "profiling", "tp")
+_TREE = ("dtcomm", "csrc", "tests/support", "cmake", "CMakeLists.txt", "setup.py")
+_OTHERS = (
+    ":(exclude)*.md",
+    *(f":(exclude)dtcomm/{part}" for part in NOT_IMPORTED),
     # What only GPUs run, and its emulation.
     *(":(exclude)csrc/cuda", ":(exclude)csrc/emulator", ":(exclude)csrc/python/cuda*"),
     *(":(exclude)dtcomm/runtime/cuda_peer", ":(exclude)dtcomm/kernels/triton", ":(exclude)cmake/cuda.cmake"),
-    # The links of benchmarks and of tests; no stress program uses them.
-    *(":(exclude)dtcomm/measure/netns.py", ":(exclude)dtcomm/measure/delayed_link.py"),
 )
+#: What the counts of the elastic program depend on, besides its own files. Documents, benchmarks and the list of the
+#: programs' parts do not make a tree another one; each part is kept with its command.
+TESTED_WITH_ELASTIC = (*_TREE, *_OTHERS)
+#: What the counts of the other programs depend on.
+TESTED = (*TESTED_WITH_ELASTIC, *(f":(exclude)dtcomm/{part}" for part in ELASTIC))
 #: Names of the programs, in the order of the page; tests.stress.programs defines them.
 NAMES = ("fuzz", "operations", "soak", "campaign", "torch_suite", "elastic", "rendezvous", "limits")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.reliability import TESTED, Counts
+from bench.reliability import TESTED, TESTED_WITH_ELASTIC, Counts
 from tests.stress.campaign_cases import ACTIONS, TRANSPORTS, WORLD_SIZES
 
 Result = dict[str, Any]  # what a program writes
@@ -242,6 +242,7 @@ PROGRAMS: dict[str, Program] = {
             parts=(Part(arguments=_texts("--minutes", 30), seconds=1840),),
             short=_texts("--minutes", 0.5, "--pause", 1, 2),
             counts=_count_elastic,
+            code=TESTED_WITH_ELASTIC,
         ),
         Program(
             name="rendezvous",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,15 +85,59 @@ def test_benchmarks_and_documents_do_not_make_a_tested_tree_another_one(tmp_path
     engine = commit("csrc/engine/a.cpp")
     assert conditions.code_commit(tmp_path, soak) == engine
     assert conditions.code_commit(tmp_path, PROGRAMS["fuzz"].tested) == codec
-    for link in ("netns", "delayed_link"):  # what no stress program uses
-        assert commit(f"dtcomm/measure/{link}.py") != conditions.code_commit(tmp_path, soak) == engine
-        assert not [
-            path for path in (conditions.ROOT / "tests/stress").glob("*.py") if link in path.read_text()
-        ]
+    for part in ("measure/netns.py", "ddp/state.py", "tp/layers.py"):  # what it does not import
+        assert commit(f"dtcomm/{part}") != conditions.code_commit(tmp_path, soak) == engine
+    layer = conditions.code_commit(tmp_path, PROGRAMS["elastic"].tested)
+    assert layer not in (engine, conditions.code_commit(tmp_path, PROGRAMS["soak"].tested))
     (tmp_path / "bench/soak.py").write_text("changed")
     assert not conditions.changed_files(tmp_path, reliability.TESTED)
     (tmp_path / "csrc/a.cpp").write_text("changed")
     assert conditions.changed_files(tmp_path, reliability.TESTED) == ["csrc/a.cpp"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_imports_only_parts_that_its_counts_depend_on(program: Program) -> None:
+    # dtcomm imports what its names stand for when they are first used.
+    used = ["dtcomm.collectives", "dtcomm.kernels.ops", *(f"tests.stress.{name}" for name in program.modules)]
+    parts = {path.removeprefix("dtcomm/") for path in _imported_files(used) if path.startswith("dtcomm/")}
+
+    def imported(names: Iterable[str]) -> set[str]:
+        return {name for name in names if any(f"{path}/".startswith(f"{name}/") for path in parts)}
+
+    elastic = set(reliability.ELASTIC) if program.code is reliability.TESTED_WITH_ELASTIC else set()
+    assert imported(["collectives", "codecs", "runtime"]) == {"collectives", "codecs", "runtime"}
+    assert not imported(reliability.NOT_IMPORTED)
+    assert imported(reliability.ELASTIC) == elastic
+
+
+def _imported_files(modules: list[str]) -> set[str]:
+    """Return the files of the repository that modules import, directly or through others, also in functions."""
+    files: set[str] = set()
+    pending = list(modules)
+    while pending:
+        name = pending.pop()
+        base = conditions.ROOT / name.replace(".", "/")
+        path = next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.exists()), None)
+        if path is None or (file := path.relative_to(conditions.ROOT).as_posix()) in files:
+            continue
+        files.add(file)
+        pending += [".".join(name.split(".")[:length]) for length in range(1, name.count(".") + 1)]
+        for node in _run_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                pending += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                pending += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Attribute) and (written := ast.unparse(node)).startswith("dtcomm."):
+                pending.append(written)  # dtcomm.ddp, which is imported when it is used
+    return files
+
+
+def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree except those below ``if TYPE_CHECKING``."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from _run_nodes(child)
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
