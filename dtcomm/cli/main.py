@@ -27,6 +27,8 @@ COMMANDS = {
     "doctor": ("doctor.main", "check this machine and run a self-test of the engine"),
 }
 
+EXTRAS = ("rich", "matplotlib")  # of the extra `cli`
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status, or 2 if there is no such command."""
@@ -42,9 +44,15 @@ def main(argv: list[str] | None = None) -> int:
         valid = ", ".join(COMMANDS)
         print(f"dtcomm: {name!r} is not a command; valid: {valid}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"dtcomm.cli.{COMMANDS[name][0]}")
     try:
+        command = importlib.import_module(f"dtcomm.cli.{COMMANDS[name][0]}")
         return int(command.main(arguments[1:]))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        print(f"dtcomm {name}: {missing} is not installed: pip install {missing}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
@@ -56,7 +64,13 @@ def main(argv: list[str] | None = None) -> int:
 def usage() -> str:
     lines = [f"  {name:<11} {line}" for name, (_, line) in COMMANDS.items()]
     return "\n".join(
-        ["usage: dtcomm <command> [options]", "", *lines, "", "dtcomm <command> --help describes a command."]
+        [
+            "usage: dtcomm <command> [options]",
+            "",
+            *lines,
+            "",
+            "dtcomm <command> --help describes a command; dtcomm --version prints the version.",
+        ]
     )
 
 

@@ -124,6 +124,11 @@ def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> str:
         parsed = codec(spec)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
+    if parsed.variable_length:
+        raise ValueError(
+            f"{argument}: {parsed} has payloads of a length that depends on the data, and blocks of attention are "
+            "received into buffers of a fixed length"
+        )
     if parsed.reproducible:
         raise ValueError(
             f"{argument}: {parsed} is for sums, and blocks of attention are not summed by the ranks"

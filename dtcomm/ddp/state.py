@@ -6,6 +6,7 @@ It makes the `Reducer`, which does the work, and attaches the guard, the autotun
 from __future__ import annotations
 
 import logging
+import math
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -358,13 +359,18 @@ class State(Reporting):
         """Multiply the residuals by ``factor``, if the loss scale changed by that factor between two steps.
 
         With ``grad_scaler`` this happens by itself.
+
+        Raises:
+            ValueError: The factor is negative or not finite.
         """
+        if not 0 <= factor < math.inf:
+            raise ValueError(f"factor: expected a finite number of at least 0, got {factor!r}")
         self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals by parameter name, and the counters; every rank saves its own.
 
-        In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
+        In a group with one rank, in which nothing is compressed, the value of ``"unused"`` says so.
         """
         rank, world_size = rank_and_size(self.group)
         return {
@@ -462,12 +468,12 @@ class State(Reporting):
         self.timeline.attach(model)
 
     def set_unused(self, *, has_hook: bool = False) -> None:
-        """Say in the log, the report and the state that this state compresses nothing: the job has one process.
+        """Say in the log, the report and the state that this state compresses nothing: the group has one rank.
 
         Args:
             has_hook: Whether the hook is registered nevertheless.
         """
-        self._unused = "nothing is compressed: the job has one process"
+        self._unused = "nothing is compressed: the process group has one rank"
         if not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes):
             self._unused += ", and the momentum of 'dgc' does not act; give it to the optimizer"
         _log.warning("dtcomm.ddp: %s", self._unused)

@@ -356,8 +356,8 @@ class State(Reporting):
         self._undo.append(undo)
 
     def set_unused(self) -> None:
-        """Say in the log, the report and the state that this state compresses nothing: the job has one process."""
-        self._unused = "nothing is compressed: the job has one process"
+        """Say in the log, the report and the state that this state compresses nothing: the group has one rank."""
+        self._unused = "nothing is compressed: the process group has one rank"
         _log.warning("dtcomm.fsdp: %s", self._unused)
 
     def exclude(self, module: str, pattern: str) -> None:

@@ -152,6 +152,8 @@ class LocalSGD(Reporting):
             raise ValueError(f"mixing={mixing}: expected a number above 0 and at most 1")
         if bool(moments) != (optimizer is not None):
             raise ValueError(f"moments and optimizer go together, got {moments!r} and {optimizer!r}")
+        if outer is not None and not callable(outer):
+            raise TypeError(f"outer: expected a function that makes an optimizer, got {type(outer).__name__}")
         if not isinstance(guard, Guard | None):
             raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
         self._island = Island(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -137,7 +138,8 @@ class MoE(nn.Module):
         if not callable(expert):
             raise TypeError(f"expert: expected a function that makes a module, got {type(expert).__name__}")
         if capacity_factor is not None:
-            expert_capacity(1, num_experts, choices=top_k, factor=capacity_factor)  # checks the factor
+            if not 0 < capacity_factor < math.inf:
+                raise ValueError(f"capacity_factor: expected a positive number, got {capacity_factor!r}")
         elif padded or drop_lowest:
             argument = "padded" if padded else "drop_lowest"
             raise ValueError(f"{argument}: needs a capacity_factor, which says how many rows an expert takes")

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from dtcomm._autograd import autograd_apply
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, recv, send
 from dtcomm.compress.residuals import Residuals
+from dtcomm.pipeline.exchange import parse_codec
 
 MAX_IN_FLIGHT = 64  # messages; before sending more, a sender waits for the oldest
 
@@ -43,8 +44,8 @@ class _LinkEnd:
         seed: int = 0,
     ) -> None:
         self.peer, self.group, self.seed = peer, group, seed
-        self.codec = codec(spec)
-        self.backward_codec = self.codec if backward is None else codec(backward)
+        self.codec = parse_codec(spec, "spec")
+        self.backward_codec = self.codec if backward is None else parse_codec(backward, "backward")
         self.sent_bytes = 0
         self._messages = 0
         self._in_flight: deque[Work] = deque()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
 from dtcomm.compress.sample_references import SampleReferences
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
 from dtcomm.compress.traffic import Traffic
@@ -25,6 +25,7 @@ from dtcomm.pipeline.exchange import (
     Receipt,
     Steps,
     as_sendable,
+    parse_codec,
     post_receive,
     receive_tensor,
     shape_header,
@@ -94,7 +95,7 @@ def compress(
         schedule.step(batch)  # as before
         state.print_report()
     """
-    listed = [stages] if isinstance(stages, _PipelineStageBase) else list(stages)
+    listed = list(stages) if isinstance(stages, Sequence) else [stages]
     if not listed:
         raise ValueError("stages: expected at least one stage")
     for stage in listed:
@@ -116,8 +117,8 @@ def compress(
         raise ValueError(
             "differences: not valid with dynamic_shapes: a sample's activation must keep its shape"
         )
-    forward = _parse(spec, "spec")
-    backward = forward if backward_codec is None else _parse(backward_codec, "backward_codec")
+    forward = parse_codec(spec, "spec")
+    backward = forward if backward_codec is None else parse_codec(backward_codec, "backward_codec")
     if not allow_inaccurate:
         if not differences:
             _require_accurate(forward, "spec", ACTIVATIONS, "differences=True")
@@ -136,16 +137,6 @@ def compress(
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state
-
-
-def _parse(spec: str | Codec, argument: str) -> Codec:
-    try:
-        parsed = codec(spec)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
-    if parsed.reproducible:
-        raise ValueError(f"{argument}: {parsed} is for sums, and messages between stages are not summed")
-    return parsed
 
 
 def _require_accurate(spec: Codec, argument: str, what: str, remedy: str) -> None:

@@ -133,7 +133,10 @@ def peak_flops(device: str | torch.device | None = None, dtype: str = "bf16") ->
             )
         full_name = torch.cuda.get_device_name(device).lower()
         device = next((name for name in DEVICES if name in full_name), full_name)
-    return find_device(device).peak_flops(dtype)
+    try:
+        return find_device(device).peak_flops(dtype)
+    except ValueError as error:
+        raise ValueError(str(error).replace("compute: ", f"dtype: {device}: ")) from None
 
 
 def _on_meta(value: Any) -> Any:

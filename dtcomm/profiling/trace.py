@@ -192,7 +192,10 @@ def _shifted_profile(profile: dict[str, Any], minus_ns: int) -> Iterator[Event]:
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: no trace, which is a file in JSON: {error}") from None
     if not isinstance(content, dict) or "traceEvents" not in content:
         raise ValueError(f"{os.fspath(path)}: no trace: it has no traceEvents")
     return content

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names
+from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.collectives import Algorithm
 from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.collectives.group_ops import compression_pays
@@ -350,6 +351,8 @@ def parse_codec(spec: object, argument: str = "codec") -> Codec:
             f"{name!r} keeps state from step to step, which activations do not have; it is for gradients, in "
             f"dtcomm.ddp.compress and dtcomm.fsdp.compress; {valid}"
         )
+    elif name in VARIABLE_LENGTH:
+        reason = f"{name!r} cannot be summed, because the length of its payloads depends on the data; {valid}"
     elif "/" in text:
         reason = f"{spec!r} names a codec for each level of hosts; tensor-parallel sums have one; {valid}"
     elif text.endswith(".json"):

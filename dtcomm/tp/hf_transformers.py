@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dtcomm.codecs import Codec, codec
+from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import CommConfig, make_comm_config
+from dtcomm.tp.comm_config import CommConfig, make_comm_config, parse_codec
 from dtcomm.tp.styles import to_replicated
 
 
@@ -62,7 +62,7 @@ def register(
         names = dtcomm.tp.hf_transformers.register("int8")
         tp_plan = {"layers.*.mlp.up_proj": names.colwise, "layers.*.mlp.down_proj": names.rowwise}
     """
-    forward, backward = codec(spec), codec(backward_codec)
+    forward, backward = parse_codec(spec, "spec"), parse_codec(backward_codec, "backward_codec")
     try:
         module: Any = importlib.import_module("transformers.distributed.tensor_parallel")
         bases: tuple[Any, Any] = module.RowwiseParallel, module.ColwiseParallel
@@ -146,6 +146,8 @@ def from_folder(
         module: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise RuntimeError(f"transformers: {error}; pip install transformers") from None
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder")
     try:
         model = module.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         tokenizer = module.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -25,10 +25,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
-from dtcomm.codecs import codec as parse
 from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import CommConfig, make_comm_config
+from dtcomm.tp.comm_config import CommConfig, make_comm_config, parse_codec
 
 Layouts = Sequence[Placement]
 
@@ -50,7 +49,8 @@ class _LinearStyle:
         super().__init__(  # type: ignore[call-arg]
             input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output
         )
-        self.codec, self.backward_codec, self.algorithm = parse(codec), parse(backward_codec), algorithm
+        self.codec, self.backward_codec = parse_codec(codec), parse_codec(backward_codec, "backward_codec")
+        self.algorithm = algorithm
         self.latency = latency
 
     def _comm_config(self, mesh: DeviceMesh) -> CommConfig:
@@ -161,7 +161,8 @@ class _LayoutStyle:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.codec, self.backward_codec, self.algorithm = parse(codec), parse(backward_codec), algorithm
+        self.codec, self.backward_codec = parse_codec(codec), parse_codec(backward_codec, "backward_codec")
+        self.algorithm = algorithm
 
     def _redistribute(
         self, x: Any, source: Placement, target: Placement, mesh: DeviceMesh, argument: str

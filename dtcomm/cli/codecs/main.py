@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from dtcomm.cli._codecs import split_codecs
 from dtcomm.cli._sizes import count_argument, size_argument
 from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.codecs import report
@@ -146,9 +147,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add_import_argument(add)
     add("--codec", metavar="SPEC", action="append", default=[],
-        help="show only this codec; may be repeated")  # fmt: skip
+        help="show only this codec; repeated or a,b")  # fmt: skip
     add("--also", metavar="SPEC", action="append", default=[],
-        help="show this codec in addition; may be repeated")  # fmt: skip
+        help="show this codec in addition; repeated or a,b")  # fmt: skip
     add("--tensor", metavar="FILE", type=Path, action="append", default=[],
         help="also measure the error on the tensors of a .pt or .npy file; may be repeated")  # fmt: skip
     add("--per-tensor", action="store_true", help="also print a line for each tensor of a file with several")
@@ -170,7 +171,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     for name in ("codec", "also"):
         try:
-            setattr(options, name, [codec(spec) for spec in getattr(options, name)])
+            setattr(options, name, [codec(spec) for spec in split_codecs(getattr(options, name))])
         except ValueError as error:
             parser.error(f"argument --{name}: {error}")
     for name in ("plot", "json"):

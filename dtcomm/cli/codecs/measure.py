@@ -9,6 +9,7 @@ codecs.
 from __future__ import annotations
 
 import math
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,11 @@ def load_sample(path: Path) -> Sample:
         raise ValueError(f"--tensor {path}: no such file")
     try:
         content = _read_file(path)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"--tensor {path}: holds other objects than tensors, or is damaged; expected a tensor, or dicts and lists "
+            "of tensors, saved with torch.save"
+        ) from None
     except Exception as error:  # unpickling arbitrary bytes may raise any exception
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"--tensor {path}: cannot be read: {reason[0]}") from None

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dtcomm.cli._codecs import split_codecs
 from dtcomm.cli._plot import COLOURS, styled_pyplot
 from dtcomm.cli.demo.train import PLAIN, Settings, train
 from dtcomm.codecs import codec
@@ -117,7 +118,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--codecs",
         type=_codecs,
         default=CODECS,
-        help="codecs to compare with plain DDP, separated by ','; use ';' if a spec has commas",
+        help="codecs to compare with plain DDP, separated by ','",
     )
     parser.add_argument("--nproc", type=int, default=2, help="ranks; each is a process with one thread")
     parser.add_argument("--json", action="store_true", help="also print the JSON on standard output")
@@ -129,9 +130,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _codecs(text: str) -> list[str]:
-    specs = [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
     try:
-        return list(dict.fromkeys(str(codec(spec)) for spec in specs))
+        return list(dict.fromkeys(str(codec(spec)) for spec in split_codecs([text])))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.cli import _sizes
+from dtcomm.cli._codecs import split_codecs
 from dtcomm.cli.perf import placement
 from dtcomm.cli.perf.backends import BACKEND_HELP, PEERS, backend_names, find_backend, mpi
 from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
@@ -299,7 +299,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Prints defaults after each flag and the epilog verbatim."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS):
+        if action.default in (None, False, argparse.SUPPRESS) or action.default == []:
             return action.help
         return super()._get_help_string(action)
 
@@ -398,18 +398,6 @@ def _require_mpi(namespace: argparse.Namespace) -> None:
         raise ValueError("mpi: Open MPI is measured without -m, -z and -C")
 
 
-def _split_codecs(texts: list[str]) -> list[str]:
-    """Split comma-separated codec specs; a comma also separates the options (``name=value``) of a codec."""
-    specs: list[str] = []
-    for text in texts:
-        for number, part in enumerate(text.split(",")):
-            if number and re.match(r"\w+=", part):
-                specs[-1] += f",{part}"
-            else:
-                specs.append(part)
-    return [str(codec(spec)) for spec in specs]
-
-
 def _variants(
     namespace: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...], device: str
 ) -> list[Variant]:
@@ -417,7 +405,7 @@ def _variants(
     if compare and names != [VIRTUAL] and not any(find_backend(name).supports_codecs for name in names):
         raise ValueError(f"--compare {compare[0]}: --backend {','.join(names)} does not measure dtcomm")
     names += [name for name in compare if name not in names]
-    codecs = _split_codecs(namespace.codec or ["none"])
+    codecs = [str(codec(spec)) for spec in split_codecs(namespace.codec or ["none"])]
     chosen = _split_commas(namespace.algorithm) or (["auto"] if schedule is None else [])
     for name in chosen:
         try:

@@ -175,7 +175,7 @@ def options_of(
     wide_area = None
     if arguments.wan is not None:
         rtt = 75.0 if arguments.rtt is None else arguments.rtt
-        port = hardware.find_port(arguments.wan)
+        port = find_port("wan", arguments.wan)
         wide_area = WideArea(sites=sites, port=port, rtt_ms=rtt, every=arguments.every or 100)
     try:
         job = Job(
@@ -198,3 +198,15 @@ def _default_batch(seq: int, ranks: int) -> int:
     while 2 * batch * seq <= BATCH_TOKENS:
         batch *= 2
     return batch
+
+
+def find_port(flag: str, link: str) -> hardware.Port:
+    """Return the port that a flag names.
+
+    Raises:
+        ValueError: There is no such link; the message names the flag and lists the links.
+    """
+    try:
+        return hardware.find_port(link)
+    except ValueError as error:
+        raise ValueError(f"--{flag}: {str(error).removeprefix('link: ')}") from None

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtcomm import algorithms, codecs
+from dtcomm.cli._codecs import split_codecs
 from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.cli.plan import job_options
@@ -164,7 +165,8 @@ def parse(argv: list[str] | None) -> PlanOptions:
     system = parser.add_argument_group("the system")
     add = system.add_argument
     add("--system", metavar="NAME", type=_name_of(hardware.SYSTEMS),
-        help=f"{', '.join(hardware.SYSTEMS)}: nodes of 8 GPUs; or local (this machine)")  # fmt: skip
+        help=f"{', '.join(name for name in hardware.SYSTEMS if name != 'local')}: nodes of 8 GPUs; or local (this "
+        "machine)")  # fmt: skip
     add(
         "--inside",
         metavar="LINK",
@@ -200,7 +202,7 @@ def parse(argv: list[str] | None) -> PlanOptions:
         "--nics",
         metavar="N",
         type=count_argument(1),
-        help="network ports of a host (default 8 with --system, 1 with --between)",
+        help="network ports of a host (default: the system's; 1 with --between)",
     )
     add(
         "--table",
@@ -223,7 +225,7 @@ def parse(argv: list[str] | None) -> PlanOptions:
         metavar="SPEC",
         action="append",
         default=[],
-        help="codec to compare with none; may be repeated (default int8)",
+        help="codec to compare with none; repeated or a,b (default int8)",
     )
     add("--algorithm", metavar="NAME", action="append", default=[],
         help="auto: the fastest for each codec; all: a row for each; or names (default auto)")  # fmt: skip
@@ -268,7 +270,7 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     job_options.refuse_combinations(fail, arguments, shape)
     _refuse_combinations(fail, arguments)
     try:
-        specs = [str(codecs.codec(spec)) for spec in arguments.codec or ["int8"]]
+        specs = [str(codecs.codec(spec)) for spec in split_codecs(arguments.codec or ["int8"])]
         parameters = str(codecs.codec(arguments.parameters or "none"))
     except ValueError as error:
         fail(error)
@@ -373,7 +375,7 @@ def _links(arguments: argparse.Namespace) -> LinkRates:
         raise ValueError(f"{arguments.collective}: --links plans an all_reduce")
     if Path(arguments.links).is_file() and (arguments.per_host or arguments.inside):
         raise ValueError("--per-host and --inside: not valid with a file of links between ranks")
-    port = hardware.find_port(arguments.inside or "memory")
+    port = job_options.find_port("inside", arguments.inside or "memory")
     inside = port.gbytes * 8, port.latency_us + port.message_us
     try:
         return rates_of(arguments.links, arguments.per_host or 1, inside)
@@ -389,11 +391,15 @@ def _system(arguments: argparse.Namespace) -> System:
         system = hardware.system_from_dict(hardware.read_json(arguments.topology))
     elif arguments.inside is not None or (arguments.between is not None and arguments.system is None):
         inside, between = arguments.inside or "memory", arguments.between or arguments.inside
+        for flag, link in (("inside", inside), ("between", between)):
+            job_options.find_port(flag, link)
         system = hardware.system_from_links(inside, between, arguments.device, arguments.nics or 1)
     else:
         system = hardware.find_system(arguments.system or "local")
         if arguments.between is not None:
-            system = replace(system, between=hardware.find_port(arguments.between), nics=arguments.nics or 1)
+            system = replace(
+                system, between=job_options.find_port("between", arguments.between), nics=arguments.nics or 1
+            )
     if arguments.device is not None:
         system = replace(system, device=hardware.find_device(arguments.device))
     if arguments.nics is not None:

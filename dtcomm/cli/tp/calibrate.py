@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     command.add_argument("--batches", type=int, default=4, help="number of batches to measure on (4)")
     command.add_argument("--batch-size", type=int, default=4, help="for a folder: rows of a batch (4)")
-    command.add_argument("--length", type=int, default=128, help="for a folder: tokens per row")
+    command.add_argument("--length", type=int, default=128, help="for a folder: tokens per row (128)")
     command.add_argument(
         "--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)"
     )

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, env
+from dtcomm.cli._codecs import split_codecs
 from dtcomm.cli._sizes import size_argument
 from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.cli.perf.main import LAUNCHER
@@ -98,7 +99,7 @@ def _options(namespace: argparse.Namespace, seconds: float) -> TuneOptions:
         collectives=tuple(
             namespace.collective or ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
         ),
-        codecs=tuple(namespace.codec or ("none", "int8")),
+        codecs=tuple(split_codecs(namespace.codec or ("none", "int8"))),
         largest=namespace.maxbytes,
         seconds=seconds,
         imports=tuple(namespace.imports),
@@ -214,7 +215,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seconds", metavar="S", type=float, default=45.0, help="approximate total time (default 45)")
     add("--collective", metavar="NAME", action="append", choices=algorithms.collectives(),
         help="only this one; may be repeated (default: those with a choice of algorithms)")  # fmt: skip
-    add("--codec", metavar="SPEC", action="append", help="may be repeated (default none and int8)")
+    add("--codec", metavar="SPEC", action="append", help="repeated or a,b (default none and int8)")
     add(
         "-e",
         "--maxbytes",
@@ -235,7 +236,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--nproc {min(options.nproc)}: expected at least 2 ranks")
     if options.seconds <= 0:
         parser.error(f"--seconds {options.seconds:g}: expected more than 0")
-    for spec in options.codec or ():
+    for spec in split_codecs(options.codec or ()):
         try:
             codecs.codec(spec)
         except ValueError as error:

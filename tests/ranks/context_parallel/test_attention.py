@@ -225,6 +225,7 @@ def check_refusals(rank: int, ranks: int) -> None:
         ({"kv_codec": "int9"}, "kv_codec: unknown codec 'int9' .did you mean 'int8'"),
         ({"kv_codec": "int8/int4"}, "kv_codec: 'int8/int4' names a codec for each level of hosts"),
         ({"kv_codec": "exact"}, "kv_codec: exact is for sums"),
+        ({"kv_codec": "lossless"}, "kv_codec: lossless has payloads of a length that depends on the data"),
         (
             {"kv_codec": "topk:ratio=0.01"},
             "kv_codec: topk.* loses 96% of the keys and values .*allow_inaccurate=True",

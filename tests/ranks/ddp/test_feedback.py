@@ -206,6 +206,9 @@ def rescale_by_hand(rank: int, world_size: int) -> bool:
     ddp.compress(plain, "topk:ratio=0.05")
     for step in range(6):
         if step == 3:
+            for wrong in (-1.0, float("nan"), float("inf")):
+                with pytest.raises(ValueError, match="factor: expected a finite number of at least 0"):
+                    state.rescale(wrong)
             state.rescale(4.0)
         factor = 1.0 if step < 3 else 4.0
         for model, scale in ((scaled, factor), (plain, 1.0)):

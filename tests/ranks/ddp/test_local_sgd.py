@@ -267,6 +267,8 @@ def check_refusals(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             LocalSGD(make_net(), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="outer: expected a function that makes an optimizer, got int"):
+        LocalSGD(make_net(), 2, "int8", outer=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got DistributedDataParallel"):
         LocalSGD(DistributedDataParallel(make_net()))
 

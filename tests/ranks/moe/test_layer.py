@@ -152,7 +152,7 @@ def check_layer(rank: int, ranks: int) -> None:
         ({"num_experts": 5}, "num_experts: 5 experts are not divisible by the 2 ranks"),
         ({"top_k": 5}, "top_k=5: expected 1 to 4, the number of experts"),
         ({"top_k": 0}, "top_k=0: expected 1 or more"),
-        ({"capacity_factor": 0.0}, "factor: expected a positive number, got 0.0"),
+        ({"capacity_factor": 0.0}, "capacity_factor: expected a positive number, got 0.0"),
         ({"padded": True}, "padded: needs a capacity_factor"),
         ({"drop_lowest": True}, "drop_lowest: needs a capacity_factor"),
         ({"codec": "sign"}, "codec: sign loses 60%"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,17 @@ def send_to_dead_stage(rank: int, n: int) -> str:
     with pytest.raises(PeerLost) as error:
         zero.backward()
     return str(error.value)
+
+
+@pytest.mark.parametrize("end", [dtcomm.pipeline.Sender, dtcomm.pipeline.Receiver])
+def test_codecs_that_messages_cannot_have_are_refused(end: Any) -> None:
+    for codecs, message in (
+        (("lossless",), "spec: lossless has payloads of a length that depends on the data"),
+        (("int8", "exact"), "backward: exact is for sums"),
+        (("none", "int9"), "backward: unknown codec 'int9'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            end(1, *codecs)
 
 
 def test_a_killed_stage_is_named() -> None:

@@ -178,3 +178,7 @@ def test_shards_of_different_sizes_are_left_to_torch_or_refused() -> None:
 def test_an_unknown_codec_is_refused_when_the_plan_is_written() -> None:
     with pytest.raises(ValueError, match="unknown codec 'int9'"):
         tp.RowwiseParallel(codec="int9")
+    with pytest.raises(ValueError, match=r"^backward_codec: unknown codec 'int9'"):
+        tp.ColwiseParallel(backward_codec="int9")
+    with pytest.raises(ValueError, match=r"^codec: 'lossless' cannot be summed"):
+        tp.RowwiseParallel(codec="lossless")

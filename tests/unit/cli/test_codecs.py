@@ -252,7 +252,7 @@ def test_tensors_of_files_are_measured(tensor_files: Path, capsys: pytest.Captur
     [
         ("missing.pt", "no such file"),
         ("text.pt", "cannot be read"),
-        ("code.pt", "cannot be read"),
+        ("code.pt", "holds other objects than tensors"),
         ("objects.npy", "cannot be read"),
         ("whole.npy", "no floating-point tensor"),
     ],
@@ -269,6 +269,7 @@ def test_unreadable_files_are_refused(
     ("arguments", "message"),
     [
         (["--codec", "int99"], "int99"),
+        (["--also", "int4:block=128,spikes=1,int99"], "unknown codec 'int99'"),
         (["--also", "int8:block=33"], "33"),
         (["--size", "many"], "many"),
         (["--size", "2"], "at least 4 bytes"),

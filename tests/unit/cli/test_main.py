@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -40,6 +41,31 @@ def test_python_m_dtcomm_is_the_same_and_loads_no_command() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=True
     )
     assert done.stdout.startswith("usage: dtcomm") and done.stdout.endswith("0 []\n")
+
+
+@pytest.mark.parametrize(
+    "command", [name for name in cli.COMMANDS if name not in ("perf", "tp", "coordinator")]
+)
+def test_a_command_says_which_package_to_install(command: str) -> None:
+    code = (
+        "import sys\nsys.modules |= {'rich': None, 'matplotlib': None}\nfrom dtcomm.cli import main\n"
+        f"sys.exit(main.main([{command!r}, '--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        assert done.returncode == 2
+        assert re.fullmatch(
+            rf"dtcomm {command}: (rich|matplotlib) is not installed: pip install \1\n", done.stderr
+        )
+    else:
+        assert done.stdout.startswith(f"usage: dtcomm {command}")
+
+
+def test_another_missing_module_is_not_taken_for_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dtcomm.cli.trace", None)
+    with pytest.raises(ModuleNotFoundError, match=r"dtcomm\.cli\.trace"):
+        cli.main(["trace"])
 
 
 def test_a_closed_pipe_gives_no_traceback() -> None:

@@ -71,7 +71,7 @@ def test_one_process_compresses_nothing_and_says_so(spec: str, caplog: pytest.Lo
     model = torch.nn.Linear(64, 64)
     assert accelerator.prepare(model, 1) == (model, 1)
     report = attached.state.report()
-    assert str(report).startswith("nothing is compressed: the job has one process")
+    assert str(report).startswith("nothing is compressed: the process group has one rank")
     assert report.steps == 0
     saved = attached.state.state_dict()
     assert saved["unused"] == report.uncompressed and saved["world_size"] == 1
@@ -79,12 +79,12 @@ def test_one_process_compresses_nothing_and_says_so(spec: str, caplog: pytest.Lo
     attached.state.observe(1.0)
     assert attached.state.events == () and attached.state.metrics()
     lines = [record.message for record in caplog.records]
-    assert lines == ["dtcomm.ddp: nothing is compressed: the job has one process"]
+    assert lines == ["dtcomm.ddp: nothing is compressed: the process group has one rank"]
 
 
 def test_compress_accepts_a_model_without_ddp_on_one_process(caplog: pytest.LogCaptureFixture) -> None:
     state = ddp.compress(torch.nn.Linear(64, 64), "int8")
-    assert "one process" in str(state.report()) and "one process" in caplog.text
+    assert "one rank" in str(state.report()) and "one rank" in caplog.text
     with pytest.raises(TypeError, match="expected a DistributedDataParallel, got int"):
         ddp.compress(3)  # type: ignore[arg-type]
 

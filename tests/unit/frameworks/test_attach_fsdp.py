@@ -48,11 +48,11 @@ def test_one_process_compresses_nothing_and_says_so(caplog: pytest.LogCaptureFix
     accelerator.prepare(torch.nn.Linear(4, 4))
     compressed = fsdp.compress(torch.nn.Linear(4, 4), "int8")
     for state in (attached.state, compressed):
-        assert str(state.report()).startswith("nothing is compressed: the job has one process")
+        assert str(state.report()).startswith("nothing is compressed: the process group has one rank")
         assert state.state_dict()["unused"] == state.report().uncompressed
         state.load_state_dict(state.state_dict())
     assert [record.message for record in caplog.records] == [
-        "dtcomm.fsdp: nothing is compressed: the job has one process"
+        "dtcomm.fsdp: nothing is compressed: the process group has one rank"
     ] * 2
 
 

@@ -111,6 +111,13 @@ def test_a_single_stage_runs(stage: Any) -> None:
         ),
         ({"spec": "topk:ratio=0.01", "differences": True}, ValueError, "spec: topk.* of the gradients"),
         ({"spec": "exact"}, ValueError, "spec: exact.* is for sums"),
+        (
+            {"spec": "lossless"},
+            ValueError,
+            "spec: lossless has payloads of a length that depends on the data",
+        ),
+        ({"spec": "int8/int4"}, ValueError, "spec: 'int8/int4' names a codec for each level of hosts"),
+        ({"backward_codec": "lossless"}, ValueError, "backward_codec: lossless has payloads"),
         ({"feedback": "auto"}, TypeError, "feedback: expected a bool, got str"),
         (
             {"differences": True, "dynamic_shapes": True},

@@ -73,6 +73,8 @@ def test_peaks_are_those_of_the_planner() -> None:
         peak_flops("abacus")
     with pytest.raises(ValueError, match="no peak"):
         peak_flops("cpu")
+    with pytest.raises(ValueError, match="dtype: v100: 'bf16' is not one of fp32, fp16"):
+        peak_flops("v100")
 
 
 def monitor_with_values(**options: Any) -> RunMonitor:
