@@ -16,7 +16,7 @@ MIN_DIGITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Codec):
-    """``exact``: sums with the same bits in any order, for any algorithm, chunking, hierarchy and number of ranks.
+    """``exact``: sums with the same bits in any order of the ranks, by any algorithm and hierarchy.
 
     The elements of a block are two's complement integers times a common power of two, whose exponent is stored in one
     byte. Collectives that sum first agree on every block's exponent (the largest of the ranks') and then add integers,
