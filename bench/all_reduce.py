@@ -27,6 +27,7 @@ from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB, all_reduce_targets, judge
 from bench.common.torch_rank import DeepSpeedRank, TorchRank, new_store_file, why_no_deepspeed
+from bench.common.turns import in_turn
 from bench.common.yard_rank import YardRank
 from dtcomm.cli.perf.backends import mpi
 
@@ -161,8 +162,10 @@ def measure(contestants: list[Contestant], numel: int, repetitions: int, budget:
     first = [max(contestant.call(numel=numel, warm=1, iters=1)) for contestant in contestants]
     iters = [iterations(seconds, budget) for seconds in first]
     times: list[list[float]] = [[] for _ in contestants]
-    for _ in range(repetitions):
-        for contestant, count, series in zip(contestants, iters, times, strict=True):
+    for repetition in range(repetitions):
+        for contestant, count, series in in_turn(
+            list(zip(contestants, iters, times, strict=True)), repetition
+        ):
             series.append(max(contestant.call(numel=numel, warm=1, iters=count)))
     return times
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm.ddp
 from bench.common import machine, output, pages
-from bench.common.pool import Pool, pin
+from bench.common.pool import Pool
 from dtcomm.measure import netns
 
 LAYERS = 3
@@ -44,8 +44,9 @@ class TrainingRank:
     """A rank that trains models of its own, one run at a time."""
 
     def __init__(self, rank: int, ranks: int, store: str, namespaces: list[str]) -> None:
-        pin(rank)
-        torch.set_num_threads(1)
+        torch.set_num_threads(
+            1
+        )  # not bound to a core, on which Gloo's caller and its I/O thread would share one
         if namespaces:
             netns.init_process_group(rank, ranks, store, namespaces)
         else:

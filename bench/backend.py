@@ -14,7 +14,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ import torch.distributed as dist
 import dtcomm
 from bench.common import output
 from bench.common.machine import describe, steady
+from bench.common.turns import in_turn
 from dtcomm.launch.ranks import run_ranks
 
-RESULT = Path(__file__).parent / "results" / "backend.json"
 MOST_US = 8.0
 SIZES = (1024, 65536, 1 << 20)
 BATCHES = 60
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure and print; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.backend", description=__doc__)
     parser.add_argument("-n", "--nproc", type=int, default=2, help="ranks")
-    parser.add_argument("--json", action="store_true", help=f"write {RESULT}")
+    parser.add_argument("--json", action="store_true", help="keep bench/results/backend.json")
     args = parser.parse_args(argv)
     rows, conditions = steady(lambda: run_ranks(measure, args.nproc, backend="dtcomm", timeout=200)[0])
     misses = 0
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             "most_us": MOST_US,
             "rows": rows,
         }
-        RESULT.write_text(output.format_json(output.summary(record)), encoding="utf-8")
+        output.write("backend", record)
     return 1 if misses else 0
 
 
@@ -137,7 +136,8 @@ def _batches(calls: dict[str, Callable[[], Any]], calls_per_batch: int) -> dict[
     """Return the microseconds of a call in every batch, by contestant."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for batch in range(BATCHES + 1):
-        for name, call in calls.items():
+        for name, call in in_turn(list(calls.items()), batch):
+            call()  # so that the ranks begin together
             start = time.perf_counter()
             for _ in range(calls_per_batch):
                 call()

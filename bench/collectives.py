@@ -27,6 +27,7 @@ from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB
 from bench.common.torch_rank import new_store_file
+from bench.common.turns import in_turn
 from bench.common.yard_rank import YardRank
 from dtcomm.cli.perf.backends import mpi
 from dtcomm.cli.perf.collectives import COLLECTIVES
@@ -106,8 +107,8 @@ def measure(
     for name, call in measures.items():
         iters[name] = iterations(max(call(collective=collective, numel=numel, warm=2, iters=1)), budget)
     times: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(repetitions):
-        for name, call in measures.items():
+    for repetition in range(repetitions):
+        for name, call in in_turn(list(measures.items()), repetition):
             times[name].append(max(call(collective=collective, numel=numel, warm=1, iters=iters[name])))
     return times
 

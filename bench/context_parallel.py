@@ -32,6 +32,7 @@ from bench.common import machine, output
 from bench.common import seeds as seeds_of
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
+from bench.common.turns import in_turn
 from dtcomm import context_parallel as cp
 from dtcomm.cli.demo import train as demo
 from dtcomm.launch.ranks import run_ranks
@@ -209,8 +210,8 @@ def _speed_row(pool: Any, gbit: float, tokens: int, repetitions: int) -> dict[st
         name: iterations(max(pool.call("measure", name=name, tokens=tokens, iters=1)), 0.2) for name in names
     }
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in names:
+    for repetition in range(repetitions):
+        for name in in_turn(names, repetition):
             times[name].append(max(pool.call("measure", name=name, tokens=tokens, iters=iters[name])))
     timings = {name: Timing.of(series) for name, series in times.items()}
     plain = timings[NONE].median

@@ -22,6 +22,7 @@ from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.torch_rank import TorchRank, new_store_file
+from bench.common.turns import in_turn
 
 KB, MB = 1 << 10, 1 << 20
 BUCKETS = [256 * KB, MB, 5 * MB, 25 * MB, 100 * MB]
@@ -85,8 +86,8 @@ def measure(pool: Pool, repetitions: int, budget: float) -> dict[str, list[float
         side: iterations(max(pool.call("measure_step", side=side, iters=1)), budget, 200) for side in SIDES
     }
     times: dict[str, list[float]] = {side: [] for side in SIDES}
-    for _ in range(repetitions):
-        for side in SIDES:
+    for repetition in range(repetitions):
+        for side in in_turn(SIDES, repetition):
             times[side].append(max(pool.call("measure_step", side=side, iters=iters[side])))
     return times
 

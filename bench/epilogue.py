@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from bench.common import machine, output
 from bench.common.stats import Timing, iterations
+from bench.common.turns import in_turn
 from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import epilogue
 
@@ -39,7 +40,7 @@ def contestants(spec: str, tokens: int, features: int, dtype: torch.dtype) -> di
         ops.decode(spec, payload, x.numel(), dtype, out.view(-1))
         torch.add(out, bias, out=out)
         torch.add(out, residual, out=out)
-        normed.copy_(F.rms_norm(out, (features,), weight, EPS))
+        F.rms_norm(out, (features,), weight, EPS)
 
     return {"one pass": together, "apart": apart}
 
@@ -48,8 +49,8 @@ def measure(calls: dict[str, Callable[[], None]], repetitions: int) -> dict[str,
     """Return the timing of a call of each contestant; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     rounds = {name: iterations(_seconds(call, 3), 0.02) for name, call in calls.items()}
-    for _ in range(repetitions):
-        for name, call in calls.items():
+    for repetition in range(repetitions):
+        for name, call in in_turn(list(calls.items()), repetition):
             times[name].append(_seconds(call, rounds[name]))
     return {name: Timing.of(series) for name, series in times.items()}
 

@@ -33,6 +33,7 @@ from bench.common import machine, output
 from bench.common import seeds as seeds_of
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
+from bench.common.turns import in_turn
 from dtcomm import moe
 from dtcomm.cli.demo import train as demo
 from dtcomm.launch.ranks import run_ranks
@@ -201,8 +202,8 @@ def _speed_row(
         name: iterations(max(pool.call("measure", name=name, iters=1, **arguments)), 0.2) for name in names
     }
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in names:
+    for repetition in range(repetitions):
+        for name in in_turn(names, repetition):
             times[name].append(max(pool.call("measure", name=name, iters=iters[name], **arguments)))
     timings = {name: Timing.of(series) for name, series in times.items()}
     plain = timings[TORCH].median

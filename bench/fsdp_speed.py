@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
+from bench.common.turns import in_turn
 from dtcomm.cli.demo.train import GPT, ModelShape, cross_entropy
 from dtcomm.measure import netns
 
@@ -152,8 +153,8 @@ def measure(link: str, names: list[str], repetitions: int) -> list[dict[str, Any
                 runtimes[name] = pool.call("build", name=name)[0]
                 for _ in range(2):  # communicators, buffers, and the first whole parameters of differences
                     pool.call("step", name=name)
-            for _ in range(repetitions):
-                for name in names:
+            for repetition in range(repetitions):
+                for name in in_turn(names, repetition):
                     link_before = bytes_on_link(namespaces)
                     counted_before = pool.call("sent", name=name)[0][0]
                     times[name].append(max(pool.call("step", name=name)))

@@ -3,8 +3,9 @@
 python -m bench.outer_gradients [--parameters 1e9] [--fragment 25e6] [--mbit 500] [--codecs int8 int4] [--json FILE]
 
 Four ranks run in four network namespaces behind one switch; each of their interfaces is limited to a rate in each
-direction by tbf (needs root and iproute2). PRIME (arXiv 2412.01152) all-reduces the outer gradients of 1 B parameters
-in int8 between 4 processes over links of 500 Mbit/s in 102 s.
+direction by tbf (needs root and iproute2). PRIME all-reduces 1 B parameters in int8 between 4 processes at 500 Mbit/s
+in 102 s (https://github.com/PrimeIntellect-ai/prime-diloco/pull/23). Its author thinks that the processes shared the
+limit: a ring then sends 48 Gbit through it, which take 96 s. So ours is compared with a quarter of that time.
 
 A rank holds one fragment of the gradients in fp32 and averages it as often as the parameters have fragments, so that
 every byte of the full size is encoded, sent and summed without the memory of four copies of the model. ``--parameters``
@@ -32,6 +33,7 @@ from dtcomm.measure import netns
 
 RANKS = 4
 PUBLISHED = {"parameters": 1e9, "mbit": 500.0, "ranks": 4, "codec": "int8", "seconds": 102.0}
+LINKS_SHARED = 4  # by as many of PRIME's processes
 
 
 class SiteRank(HostRank):
@@ -48,6 +50,11 @@ class SiteRank(HostRank):
         for _ in range(fragments):
             dtcomm.all_reduce(tensor, "avg", codec=codec)
         return time.perf_counter() - start
+
+
+def comparable_seconds() -> float:
+    """Return PRIME's seconds for a process whose link is its own, as ours are."""
+    return float(PUBLISHED["seconds"]) / LINKS_SHARED  # type: ignore[arg-type]
 
 
 def measure(options: argparse.Namespace, stack: ExitStack) -> list[dict[str, Any]]:
@@ -126,7 +133,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 ]
                 for row in rows
             ),
-            ["PRIME, int8, published", "", f"{PUBLISHED['seconds']:.0f}", "", ""],
+            [f"PRIME, int8, published, by {LINKS_SHARED}", "", f"{comparable_seconds():.1f}", "", ""],
         ],
     )
     result = {
@@ -136,7 +143,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "scaled": scaled,
         "published": PUBLISHED,
         "rows": rows,
-        "not_beaten": [row["codec"] for row in rows if row["seconds_for_1e9"] >= PUBLISHED["seconds"]],
+        "not_beaten": [row["codec"] for row in rows if row["seconds_for_1e9"] >= comparable_seconds()],
     }
     print(output.write("outer_gradients", result, options.json))
     return result

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
+from bench.common.turns import in_turn
 from dtcomm import pipeline
 from dtcomm.measure import netns
 
@@ -163,8 +164,8 @@ def _row(pool: Any, gbit: float, case: dict[str, Any], repetitions: int) -> dict
     }
     iters = {name: iterations(max(pool.call("measure", name=name, iters=1, **case)), 0.2) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in names:
+    for repetition in range(repetitions):
+        for name in in_turn(names, repetition):
             times[name].append(max(pool.call("measure", name=name, iters=iters[name], **case)))
     computed, measured = pool.call("bubble", **case)[0]
     times[ALONE] = [seconds / (1 - computed) for seconds in times[ALONE]]

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common import conditions, machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing
+from bench.common.turns import in_turn
 from bench.training import torch_hooks
 from dtcomm.measure import netns
 
@@ -192,7 +193,7 @@ def measure(
                     break
                 last = -time.monotonic()
                 for batch in batches:
-                    for name in names:
+                    for name in in_turn(names, repetition):
                         took = pool.call("step", name=for_batch(name, batch), batch=batch)
                         times[batch][name].append(max(took))
                 last += time.monotonic()
@@ -284,8 +285,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--gbit", type=float, nargs="+", default=[1, 10])
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 256])
     parser.add_argument("--only", nargs="+", choices=[*OURS, *AUTO], default=DEFAULT_NAMES, help="of ours")
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=100, help="of repetitions, for a rate")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=180, help="of repetitions, for a rate")
     parser.add_argument("--json", help="where to write instead of bench/results/slow_link.json")
     options = parser.parse_args(arguments)
     if reason := netns.why_unavailable():

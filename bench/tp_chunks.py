@@ -28,6 +28,7 @@ import torch.distributed as dist
 from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
+from bench.common.turns import in_turn
 from dtcomm.measure import netns
 
 CHUNKS = ("1", "2", "4", "8", "auto")
@@ -115,8 +116,8 @@ def _row(pool: Any, gbit: float, case: dict[str, Any], repetitions: int) -> dict
     errors = {name: max(pool.call("error", name=name, **case)) for name in CHUNKS}
     iters = {name: iterations(max(pool.call("measure", name=name, iters=1, **case)), 0.2) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in names:
+    for repetition in range(repetitions):
+        for name in in_turn(names, repetition):
             times[name].append(max(pool.call("measure", name=name, iters=iters[name], **case)))
     timings = {name: Timing.of(series) for name, series in times.items()}
     ratios = {name: round(timings["1"].median / timings[name].median, 3) for name in CHUNKS}

@@ -4,11 +4,12 @@ python -m bench.tp_speed [--gbit 0 0.1 1 10] [--width 64 256] [--layers 4] [--re
 
 Two ranks of one thread each run in two network namespaces, connected by a link of the rate `--gbit` (needs root and
 iproute2), or, with 0, over shared memory. The model is a stack of transformer blocks in fp32. Prefill takes 512 tokens,
-decode one. The contestants, which take turns, are dtcomm's layers and torch's styles on Gloo, which send fp32
-activations or activations rounded to bf16. "no sums" is a rank's part of the model without communication. The
-difference to torch with fp32 is torch's communication; it dominates where it is at least three quarters of the time.
-Where it is less, no codec could make a step four times as fast. "sums" is the four sums of two blocks of width 4096 for
-512 tokens, without the products between them. The exit status is 1 if a result is wrong; missed targets are printed.
+decode one. The contestants, which take turns, are dtcomm's layers; "gloo", a rank's layers written out with
+`dist.all_reduce` on Gloo; and torch's styles, which sum through DTensor on Gloo. Both peers send fp32 activations or
+activations rounded to bf16. "no sums" is a rank's part of the model without communication. The difference to "gloo
+fp32" is communication; it dominates where it is at least three quarters of the time. Where it is less, no codec could
+make a step four times as fast. "sums" is the four sums of two blocks of width 4096 for 512 tokens, without the products
+between them. The exit status is 1 if a result is wrong; missed targets are printed.
 """
 
 from __future__ import annotations
@@ -33,23 +34,29 @@ from torch.nn import functional as F
 from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
+from bench.common.turns import in_turn
 from dtcomm.measure import netns
 
 TORCH = ("torch fp32", "torch bf16")
+GLOO = ("gloo fp32", "gloo bf16")
 CODECS = {"none": "none", "int8": "int8", "int4": "int4", "int4 two_shot_symmetric": "int4"}
 ALONE = "no sums"
 HEAD = 64
 SUMS = (4, 512, 4096)  # number of sums, tokens, features
 DOMINANT_SHARE = 0.75
-#: (Gbit/s, workload, codec, torch's contestant) → required speed-up; for prefill only where communication dominates.
+#: (Gbit/s, workload, codec, peer) → required speed-up; for prefill only where communication dominates.
 TARGETS = {
-    **{(1.0, workload, "int4", "torch fp32"): 4.0 for workload in ("prefill", "sums")},
-    **{(1.0, workload, "int4", "torch bf16"): 2.0 for workload in ("prefill", "sums")},
-    **{(gbit, "decode", codec, "torch fp32"): 0.95 for gbit in (1.0, 10.0) for codec in ("int4", "int8")},
-    **{
-        (0.0, workload, "none", "torch fp32"): 1.0
-        for workload in ("prefill", "decode", "16 tokens", "128 tokens", "sums")
-    },
+    (gbit, workload, codec, f"{peer} {dtype}"): least
+    for peer in ("torch", "gloo")
+    for (gbit, workload, codec, dtype), least in {
+        **{(1.0, workload, "int4", "fp32"): 4.0 for workload in ("prefill", "sums")},
+        **{(1.0, workload, "int4", "bf16"): 2.0 for workload in ("prefill", "sums")},
+        **{(gbit, "decode", codec, "fp32"): 0.95 for gbit in (1.0, 10.0) for codec in ("int4", "int8")},
+        **{
+            (0.0, workload, "none", "fp32"): 1.0
+            for workload in ("prefill", "decode", "16 tokens", "128 tokens", "sums")
+        },
+    }.items()
 }
 TOKENS = {"prefill": 512, "decode": 1, "16 tokens": 16, "128 tokens": 128}
 
@@ -87,6 +94,19 @@ class Bf16RowwiseParallel(RowwiseParallel):
         return output.to(torch.float32)
 
 
+class SummedLinear(nn.Module):
+    """A rank's part of a row-parallel layer, whose partial outputs Gloo sums in a dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.bias, self.dtype = nn.Parameter(weight), nn.Parameter(bias), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        partial = F.linear(x, self.weight).to(self.dtype)
+        dist.all_reduce(partial)
+        return partial.to(x.dtype) + self.bias
+
+
 class Rank:
     """One rank with a model for each contestant; with namespaces, in a namespace of its own."""
 
@@ -109,7 +129,10 @@ class Rank:
         if name == ALONE:
             self.models[name] = nn.Sequential(*map(_one_rank_of, model))
             return 0.0
-        if name in TORCH:
+        if name in GLOO:
+            dtype = torch.float32 if name == "gloo fp32" else torch.bfloat16
+            model = nn.Sequential(*(_summed_by_gloo(block, self.rank, dtype) for block in model))
+        elif name in TORCH:
             row = RowwiseParallel if name == "torch fp32" else Bf16RowwiseParallel
             plan: dict[str, Any] = {}
             for block in range(layers):
@@ -162,14 +185,14 @@ class Rank:
         x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(self.rank))
         algorithm = "two_shot_symmetric" if name.endswith("two_shot_symmetric") else "auto"
         comm = None
-        if name not in TORCH:
+        if name not in GLOO:
             comm = tp.make_comm_config(CODECS[name], algorithm=algorithm, group=self.mesh)
 
         def call() -> None:
             for _ in range(count):
                 if comm is not None:
                     functional.all_reduce(x, comm)
-                elif name == "torch bf16":
+                elif name == "gloo bf16":
                     rounded = x.to(torch.bfloat16)
                     dist.all_reduce(rounded)
                     rounded.to(torch.float32)
@@ -191,6 +214,23 @@ def _one_rank_of(block: Any) -> nn.Module:
     return shrunk
 
 
+def _summed_by_gloo(block: Any, rank: int, dtype: torch.dtype) -> nn.Module:
+    """Return the block with one rank's part of each layer; Gloo sums the outputs of the row-parallel ones."""
+    for name in ("q", "k", "v", "up"):
+        layer = getattr(block, name)
+        part = nn.Linear(layer.in_features, layer.out_features // 2)
+        with torch.no_grad():
+            part.weight.copy_(layer.weight.chunk(2)[rank])
+            part.bias.copy_(layer.bias.chunk(2)[rank])
+        setattr(block, name, part)
+    for name in ("o", "down"):
+        layer = getattr(block, name)
+        part = layer.weight.detach().chunk(2, dim=1)[rank].contiguous()
+        setattr(block, name, SummedLinear(part, layer.bias.detach(), dtype))
+    summed: nn.Module = block
+    return summed
+
+
 def measure(gbit: float, widths: list[int], layers: int, repetitions: int) -> list[dict[str, Any]]:
     """Return a row for each workload and width; the contestants take turns."""
     rows = []
@@ -199,14 +239,14 @@ def measure(gbit: float, widths: list[int], layers: int, repetitions: int) -> li
         rendezvous = str(Path(folder) / "rendezvous")
         with Pool(Rank, 2, timeout=120, rendezvous=rendezvous, namespaces=namespaces) as pool:
             for width in widths if gbit == 0 or gbit >= 1 else widths[-1:]:
-                names = [*TORCH, *CODECS, ALONE]
+                names = [*TORCH, *GLOO, *CODECS, ALONE]
                 options = {"width": width, "layers": layers}
                 errors = {name: max(pool.call("build", name=name, **options)) for name in names}
                 workloads = list(TOKENS) if gbit == 0 and width == widths[-1] else ["prefill", "decode"]
                 workloads += ["sums"] if width == widths[-1] else []
                 workloads = workloads if gbit == 0 or gbit >= 1 else ["prefill"]
                 for workload in workloads:
-                    contestants = names[:-1] if workload == "sums" else names
+                    contestants = [*GLOO, *CODECS] if workload == "sums" else names
                     row = _row(pool, gbit, workload, width, contestants, repetitions)
                     row["errors"] = {name: round(error, 6) for name, error in errors.items()}
                     row["latency_path"] = {name: pool.call("reason", name=name)[0] for name in CODECS}
@@ -220,11 +260,11 @@ def _row(
     call = {"workload": workload, "width": width}
     iters = {name: iterations(max(pool.call("measure", name=name, iters=1, **call)), 0.1) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repetitions):
-        for name in names:
+    for repetition in range(repetitions):
+        for name in in_turn(names, repetition):
             times[name].append(max(pool.call("measure", name=name, iters=iters[name], **call)))
     timings = {name: Timing.of(series) for name, series in times.items()}
-    computing = timings[ALONE].median / timings["torch fp32"].median if ALONE in names else 0.0
+    computing = timings[ALONE].median / timings["gloo fp32"].median if ALONE in names else 0.0
     share = max(0.0, 1.0 - computing)
     return {
         "gbit": gbit,
@@ -236,13 +276,14 @@ def _row(
         "figures": [
             _figure(gbit, workload, share, name, rival, timings[rival].median / timings[name].median)
             for name in CODECS
-            for rival in TORCH
+            for rival in (*TORCH, *GLOO)
+            if rival in names
         ],
     }
 
 
 def _figure(gbit: float, workload: str, share: float, name: str, rival: str, ratio: float) -> dict[str, Any]:
-    """Return the speed-up of dtcomm's contestant ``name`` over torch's ``rival``, with its target and verdict."""
+    """Return the speed-up of dtcomm's contestant ``name`` over ``rival``, with its target and verdict."""
     target = TARGETS.get((gbit, workload, name, rival))
     if workload == "prefill" and gbit and share < DOMINANT_SHARE:
         target = None
@@ -253,22 +294,28 @@ def _figure(gbit: float, workload: str, share: float, name: str, rival: str, rat
 def table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the columns and rows of the table.
 
-    It has milliseconds, the share of communication in torch's time, and speed-ups over torch with fp32 and with bf16.
+    It has milliseconds, the share of communication, and speed-ups over Gloo's sums in fp32 and in bf16; in results that
+    lack them, over torch's styles.
     """
+    against = {figure["against"] for row in rows for figure in row["figures"]}
+    rivals = GLOO if against & set(GLOO) else TORCH
+    peers = [name for name in (*TORCH, *GLOO) if name in against]
     table_rows = []
     for row in rows:
         share = row["communication"]
         cells = [f"{_medium(row)}, {row['what']}", str(row["width"])]
-        cells += [_milliseconds(row, name) for name in (*TORCH, ALONE)]
+        cells += [_milliseconds(row, name) for name in (*peers, ALONE)]
         cells.append("–" if share is None else f"{100 * share:.0f} %")
         for name in CODECS:
-            figures = [figure for figure in row["figures"] if figure["codec"] == name]
+            figures = [
+                figure for figure in row["figures"] if figure["codec"] == name and figure["against"] in rivals
+            ]
             ratios = " / ".join(
                 f"{figure['ratio']:.2f}x{' !' if figure['verdict'] == 'MISS' else ''}" for figure in figures
             )
             cells.append(f"{_milliseconds(row, name)}: {ratios}")
         table_rows.append(cells)
-    columns = ["", "width", *(f"{name} ms" for name in (*TORCH, ALONE)), "communication", *CODECS]
+    columns = ["", "width", *(f"{name} ms" for name in (*peers, ALONE)), "communication", *CODECS]
     return columns, table_rows
 
 
@@ -296,9 +343,13 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
         ]
         share = row["communication"]
         if row["what"] == "prefill" and row["gbit"] == 1 and share is not None and share < DOMINANT_SHARE:
-            ratio = next(figure["ratio"] for figure in row["figures"] if figure["codec"] == "int4")
+            ratio = next(
+                figure["ratio"]
+                for figure in row["figures"]
+                if (figure["codec"], figure["against"]) == ("int4", "gloo fp32")
+            )
             lines.append(
-                f"no target {case}: communication is {100 * share:.0f} % of torch's time, so nothing could be more "
+                f"no target {case}: communication is {100 * share:.0f} % of the time, so nothing could be more "
                 f"than {1 / (1 - share):.1f}x as fast; int4 is {ratio:.2f}x"
             )
     return lines
@@ -332,7 +383,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for gbit in options.gbit:
         link_rows = measure(gbit, options.width, options.layers, options.repetitions)
-        output.table("ms, and how many times faster than torch fp32 / bf16 (! misses)", *table(link_rows))
+        output.table(
+            "ms, and how many times faster than Gloo's fp32 / bf16 sums (! misses)", *table(link_rows)
+        )
         rows += link_rows
     print("\n".join(verdicts(rows)))
     settings = {"layers": options.layers, "sums": SUMS}
@@ -346,7 +399,7 @@ if __name__ == "__main__":
         row["errors"]
         for row in main()["rows"]
         if any(
-            not error < (1e-4 if name in ("none", "torch fp32") else 0.3)
+            not error < (1e-4 if name in ("none", "torch fp32", "gloo fp32") else 0.3)
             for name, error in row["errors"].items()
         )
     ]

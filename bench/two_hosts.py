@@ -27,6 +27,7 @@ from bench.common import machine, output, pages
 from bench.common.pool import Pool
 from bench.common.stats import Timing, iterations
 from bench.common.targets import KB, MB
+from bench.common.turns import in_turn
 from dtcomm.cli.perf.backends.mpi import MpiRanks
 from dtcomm.cli.perf.backends.mpi import why_unavailable as why_no_mpi
 from dtcomm.measure import netns
@@ -203,8 +204,8 @@ def measure_size(contestants: Contestants, gbit: float, size: int, quick: bool) 
     numel, names = size // 4, contestants.names
     iters = {name: iterations(contestants.measure(name, numel, 2, 1), 0.1) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(3 if quick else 7):
-        for name in names:
+    for repetition in range(3 if quick else 7):
+        for name in in_turn(names, repetition):
             times[name].append(contestants.measure(name, numel, 1, iters[name]))
     timings = {name: Timing.of(series) for name, series in times.items()}
     figures = []

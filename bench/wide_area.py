@@ -127,7 +127,13 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 def measure(options: argparse.Namespace, gbit: float, loss: float, stack: ExitStack) -> list[dict[str, Any]]:
     """Return a row for each size and contestant, over a link that ``stack`` takes down."""
     namespaces = stack.enter_context(
-        delayed_link.two_sites(gbit, options.round_trip, loss=loss, mtu=options.mtu)
+        delayed_link.two_sites(
+            gbit,
+            options.round_trip,
+            loss=loss,
+            mtu=options.mtu,
+            congestion_control=options.congestion_control,
+        )
     )
     for namespace in namespaces if options.buffers else ():
         for name, usual in (("tcp_wmem", 65536), ("tcp_rmem", 131072)):
@@ -210,6 +216,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--loss", type=float, nargs="+", default=[0.0], help="shares of packets that are lost"
     )
     parser.add_argument("--mtu", type=int, default=9000)
+    parser.add_argument(
+        "--congestion-control", default="bbr", help="of TCP, as the kernel calls it; default bbr"
+    )
     parser.add_argument("--sizes", type=output.parse_size, nargs="+", default=[64 * MB])
     parser.add_argument("--codecs", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--connections", nargs="+", default=["1", "2", "4", "8", AUTO])
@@ -266,6 +275,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "machine": machine.describe(),
         "round_trip_ms": options.round_trip,
         "mtu": options.mtu,
+        "congestion_control": options.congestion_control,
         "largest_buffers": options.buffers,
         "rows": rows,
         "below_goal": [

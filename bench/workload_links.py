@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.common import machine, output
 from bench.common.pool import Pool
 from bench.common.stats import Timing
+from bench.common.turns import in_turn
 from bench.training.runs import update
 from bench.training.tasks import Unavailable
 from bench.training.torch_hooks import ddp_hook
@@ -44,6 +45,9 @@ from dtcomm.planner.cost_model import Table
 
 RANKS = 2
 COMPUTE, AUTO = "compute", "auto"
+#: The workers of bench.workloads sum exactly, as in one shot. The default is two shots, which on two ranks send as many
+#: bytes and encode the sum once more.
+ALGORITHM = "one_shot"
 BATCHES = 8  # different ones, made before anything is measured
 MOST_STEPS_OF_AUTO = 200  # until it has chosen
 
@@ -100,14 +104,14 @@ class LinkRank:
         if name == COMPUTE:
             model.register_comm_hook(None, noop_hook)
         elif name == AUTO:
-            self.state = dtcomm.ddp.compress(model, "auto", sample_every=0)
+            self.state = dtcomm.ddp.compress(model, "auto", sample_every=0, algorithm=ALGORITHM)
         elif variant is not None and variant.hook:
             model.register_comm_hook(None, ddp_hook(variant.hook))
         elif variant is not None and variant.method.spec != "none":
             # A hundred steps of warm-up would be measured of DGC, none of which are what it is for.
             spec = variant.method.spec.replace("warmup=100", "warmup=0")
             feedback = variant.method.feedback if variant.feedback else False
-            dtcomm.ddp.compress(model, spec, sample_every=0, feedback=feedback)
+            dtcomm.ddp.compress(model, spec, sample_every=0, feedback=feedback, algorithm=ALGORITHM)
         return sum(parameter.numel() for parameter in parameters)
 
     def step(self, name: str) -> float:
@@ -155,11 +159,11 @@ def measure(
                     break
                 pool.call("step", name=AUTO)
             begin, last = time.monotonic(), 0.0
-            for _ in range(repetitions):
+            for repetition in range(repetitions):
                 if last and time.monotonic() - begin + last > seconds:
                     break
                 last = -time.monotonic()
-                for name in contestants:
+                for name in in_turn(contestants, repetition):
                     times[name].append(max(pool.call("step", name=name)))
                 last += time.monotonic()
     timings = {name: Timing.of(taken) for name, taken in times.items()}

@@ -123,7 +123,10 @@ def processor() -> str:
 
 @dataclass(frozen=True)
 class ProcessorTime:
-    """Seconds of processor time since the machine started: of all processes, and of this one and its descendants."""
+    """Seconds of processor time since the machine started: of all processes, and of this one and its descendants.
+
+    What other virtual machines took of this one's processors counts as other processes.
+    """
 
     at: float
     everyone: float
@@ -134,11 +137,12 @@ class ProcessorTime:
         """Return the times of now, or None on systems without ``/proc``."""
         try:
             with open("/proc/stat", encoding="utf-8") as file:
-                user, nice, system = map(int, next(file).split()[1:4])
+                times = list(map(int, next(file).split()[1:9]))
         except OSError:
             return None
         ticks = os.sysconf("SC_CLK_TCK")
-        return cls(time.monotonic(), (user + nice + system) / ticks, _own_ticks() / ticks)
+        stolen = times[7]  # by other virtual machines
+        return cls(time.monotonic(), (sum(times[:3]) + stolen) / ticks, _own_ticks() / ticks)
 
     def others(self) -> float | None:
         """Return how many cores other processes have used on average since these times."""

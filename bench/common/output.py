@@ -18,6 +18,10 @@ OTHER_PROCESSORS = "other_processors"
 # The runs of which bench/results holds the medians: larger, and of no use without the machine that made them.
 RUNS = conditions.ROOT / "build" / "bench" / "runs"
 UNFIT = "BENCH_UNFIT"
+# Fields of results that hold a program's options: runs with others have no common median.
+SETTINGS = (
+    "quick options round_trip_ms mtu congestion_control largest_buffers mbit scaled layers sums width pairs ranks"
+).split()
 _START = conditions.ProcessorTime.now()  # programs import this module before they measure
 
 
@@ -37,15 +41,15 @@ def write(
 
     Args:
         name: The program's name.
-        result: What it measured. ``quick`` in it is a setting: a quick run is not mixed with others.
+        result: What it measured. Fields of `SETTINGS` are options: runs with others are not mixed.
         path: Where to write instead of ``bench/results/<name>.json``.
         timed: Whether the result holds times. If not, another run gives the same figures: the file holds the latest run
             alone, and other processes do not matter.
 
     Raises:
         NotKept: The file is in ``bench/results``, and the tree has changes that are not committed, other processes used
-            the processor, or a figure has fewer than three repetitions. The run is in ``build/bench/not_kept``. With
-            ``BENCH_UNFIT=1`` in the environment it is kept all the same, and marked.
+            the processor, a figure has fewer than three repetitions, a sum was wrong, or it is a quick run. The run is
+            in ``build/bench/not_kept``. With ``BENCH_UNFIT=1`` in the environment it is kept all the same, and marked.
         ValueError: Rows of several runs could not be matched; the message says what to do. The run is in that folder.
     """
     out = Path(path) if path else RESULTS / f"{name}.json"
@@ -120,6 +124,10 @@ def _measurement(result: dict[str, Any], timed: bool) -> dict[str, Any]:
     others = _START.others() if timed and _START else None
     repetitions = min(_repetitions(result), default=None) if timed else None
     reasons = conditions.complaints(conditions.changed_files(), others, repetitions)
+    if result.get("quick"):
+        reasons.append("a quick run has fewer repetitions than others")
+    if wrong := sum(_wrong(result)):
+        reasons.append(f"{wrong:g} results were wrong")
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": conditions.code_commit(),
@@ -141,10 +149,26 @@ def _repetitions(value: Any) -> Iterator[int]:
             yield from _repetitions(entry)
 
 
+def _wrong(value: Any) -> Iterator[float]:
+    """Yield how many results the fields ``wrong`` hold: a number, one for each contestant, or a list of sentences."""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            if name != "wrong":
+                yield from _wrong(entry)
+            elif isinstance(entry, list):
+                yield len(entry)
+            else:
+                yield from entry.values() if isinstance(entry, dict) else [entry]
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _wrong(entry)
+
+
 def _setting(entry: dict[str, Any]) -> tuple[Any, ...]:
     """Return what two runs must have in common for a median."""
     measurement, result = entry["measurement"], entry["result"]
-    return measurement["commit"], measurement["processor"], "unfit" in measurement, result.get("quick")
+    made = (measurement["commit"], measurement["processor"], "unfit" in measurement)
+    return (*made, *(result.get(name) for name in SETTINGS))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 IDENTIFYING = (
     "name what operation collective verb codec scheme method family variant ours peer against way beside cores "
     "recorded dtype architecture kernel link ranks seed bytes bucket_bytes gbit lost_share batch width tokens "
-    "threads numel size layer step workload choices schedule features"
+    "threads numel size layer step workload choices schedule features chosen"
 ).split()
 # The machine's state during a run: no figure of a program, so a range of it says nothing.
 STATE = ("load", "attempts", "repetitions", "iters")
+# Of these the worst run counts.
+WORST = ("wrong", "errors")
 
 
 def key(row: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -46,9 +48,9 @@ def merge(results: Sequence[Any]) -> Any:
     """Return the median of the results of several runs.
 
     Mappings are merged by key and lists of mappings by `key`; both keep what only some runs have. A number is the
-    median, and where the runs differ ``<name>_range`` beside it holds the least and the greatest. A list of numbers is
-    the list of medians. Of anything else (a verdict, a choice) the most frequent value is taken; where two are equally
-    frequent, ``"MISS"`` and False win, then the latest.
+    median, and where the runs differ ``<name>_range`` beside it holds the least and the greatest; of `WORST` it is the
+    greatest. A list of numbers is the list of medians. Of anything else (a verdict, a choice) the most frequent value
+    is taken; where two are equally frequent, ``"MISS"`` and False win, then the latest.
 
     Args:
         results: Values of one field, one for each run that has it, oldest first.
@@ -72,6 +74,9 @@ def _merge_mappings(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]
+        if name in WORST:
+            merged[name] = _worst(values)
+            continue
         if name.endswith("_range") and all(isinstance(value, list | tuple) for value in values):
             # The program's own range, over what it repeats in one run.
             merged[name] = [min(value[0] for value in values), max(value[1] for value in values)]
@@ -94,6 +99,14 @@ def _merge_rows(results: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
         # A row that only some of the runs measured says so.
         merged.append(row if len(group) == len(results) else {**row, "measurements": len(group)})
     return merged
+
+
+def _worst(values: Sequence[Any]) -> Any:
+    """Return the greatest number; of mappings, that of each key."""
+    if all(isinstance(value, dict) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _worst([value[name] for value in values if name in value]) for name in names}
+    return max(values) if all(map(_is_number, values)) else values[-1]
 
 
 def _most_frequent(values: Sequence[Any]) -> Any:

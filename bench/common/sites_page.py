@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.common import output, pages
+from bench.outer_gradients import LINKS_SHARED, comparable_seconds
 
 
 def wide_area(result: dict[str, Any]) -> str:
@@ -33,7 +34,7 @@ def outer_gradients(result: dict[str, Any]) -> str:
             f"{row['parameters']:.3g}",
             f"{row['seconds']:.1f}" + pages.spread(row, "seconds", "{:.1f}".format),
             f"{row['seconds_for_1e9']:.1f}",
-            f"{published['seconds'] / row['seconds_for_1e9']:.1f}×",
+            f"{comparable_seconds() / row['seconds_for_1e9']:.2f}×",
             f"{100 * row['share_of_rate']:.0f} %",
         ]
         for row in result["rows"]
@@ -43,7 +44,7 @@ def outer_gradients(result: dict[str, Any]) -> str:
         "parameters",
         "seconds",
         "for 1e9 parameters",
-        f"beside PRIME's {published['seconds']:g} s",
+        f"beside PRIME's {published['seconds']:g} s / {LINKS_SHARED}",
         "of the rate",
     ]
     return pages.markdown(columns, lines, aligned=True)

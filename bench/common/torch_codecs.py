@@ -74,6 +74,8 @@ def peers(codec: Codec, x: torch.Tensor) -> dict[str, Callable[[], object]]:
             "decode": lambda: integer_decode(codec, *encoded),
         }
     if codec.name == "topk":
-        kept = max(1, codec.layout().kept_of(codec.granularity) * x.numel() // codec.granularity)
-        return {"encode with residual": lambda: torch.topk(x.abs(), kept)}
+        # As many of each granule, in any order: what the codec sends.
+        granules = x[: x.numel() // codec.granularity * codec.granularity].view(-1, codec.granularity)
+        kept = codec.layout().kept_of(codec.granularity)
+        return {"encode with residual": lambda: torch.topk(granules.abs(), kept, sorted=False)}
     return {}

@@ -12,6 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,23 +157,23 @@ def reached(steps: Mapping[int, float | None]) -> str:
     )
 
 
-def seconds_to(
-    steps: Mapping[int, float | None], milliseconds: float, warmup: tuple[int, float] = (0, 0.0)
+def relative_times(
+    steps: Mapping[int, float | None], baseline: Mapping[int, float | None], faster: float, warmup: int = 0
 ) -> list[float]:
-    """Return the seconds to the loss of each seed; empty unless all seeds reach it.
+    """Return the times to the loss as multiples of uncompressed steps, by seed; empty unless all seeds reach it.
 
     Args:
         steps: The steps to the loss by seed; None: not reached.
-        milliseconds: Of a step.
-        warmup: How many steps come before those, and the milliseconds of one.
+        baseline: The uncompressed ones, by which those of their seed are divided.
+        faster: How many times faster a step is than an uncompressed one.
+        warmup: How many steps are uncompressed.
     """
     if None in steps.values():
         return []
-    first, first_milliseconds = warmup
     return [
-        (min(first, value) * first_milliseconds + max(0.0, value - first) * milliseconds) / 1e3
-        for value in steps.values()
-        if value is not None
+        (min(warmup, value) + max(0.0, value - warmup) / faster) / base
+        for seed, value in steps.items()
+        if value is not None and (base := baseline.get(seed))
     ]
 
 
@@ -187,36 +188,84 @@ def verdict(faster: float) -> str:
     return "pays" if faster > MIN_SPEEDUP else "does not pay"
 
 
+@dataclass(frozen=True)
+class TimeToLoss:
+    """How a method reaches the loss on a link.
+
+    Attributes:
+        name: The method.
+        row: Its step on the link.
+        steps: The steps to the loss by seed; None: not reached.
+        times: The times by seed, as multiples of the uncompressed ones; empty unless all seeds reach the loss.
+        fastest: The least time, with the fastest of the measured steps.
+        slowest: The greatest time, with the slowest of them.
+    """
+
+    name: str
+    row: Entry
+    steps: Mapping[int, float | None]
+    times: list[float]
+    fastest: float
+    slowest: float
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        row: Entry,
+        steps: Mapping[int, float | None],
+        baseline: Mapping[int, float | None],
+        warmup: int = 0,
+    ) -> TimeToLoss:
+        """Return it for the steps of a method and the uncompressed ones; see `relative_times`."""
+        low, high = row.get("faster_range", (row["faster"], row["faster"]))
+        times, fastest, slowest = (
+            relative_times(steps, baseline, faster, warmup) for faster in (row["faster"], high, low)
+        )
+        return cls(name, row, steps, times, min(fastest, default=math.inf), max(slowest, default=math.inf))
+
+    @property
+    def median(self) -> float:
+        """The median time over seeds; infinite if the loss is not reached by all."""
+        return statistics.median(self.times) if self.times else math.inf
+
+
 def link_lines(kept: Kept, workload: Workload, rows: Iterable[Entry]) -> list[list[str]]:
-    """Return the lines of the table of a workload and a link, fastest first, those that do not reach the loss last."""
-    of_name = {row["name"]: row for row in rows}
+    """Return the lines of the table of a workload and a link, fastest first, those that do not reach the loss last.
+
+    Times are compared as the steps were measured: a step by its ratio to the uncompressed step of the same run.
+    """
+    listed = list(rows)
+    of_name = {row["name"]: row for row in listed}
     if BASELINE not in of_name:
         return []
-    times: list[tuple[str, Entry, dict[int, float | None], list[float]]] = []
+    baseline = steps_by_seed(kept, workload, BASELINE)
+    times: list[TimeToLoss] = []
     for name in kept.variants(workload.name, workload.optimizer):
         row = of_name.get(timed_as(VARIANTS[name]))
         if row is not None and (steps := steps_by_seed(kept, workload, name)):
             # Until the variance is frozen, steps are uncompressed.
-            first = workload.steps // VARIANCE_WARMUP_SHARE if VARIANTS[name].frozen else 0
-            seconds = seconds_to(steps, row["ms"], (first, of_name[BASELINE]["ms"]))
-            times.append((name, row, steps, seconds))
-    if (row := of_name.get(AUTO)) is not None and (steps := auto_steps(kept, workload, row["chosen"])):
-        times.append((f"auto: {row['chosen']}", row, steps, seconds_to(steps, row["ms"])))
-    medians = {name: statistics.median(seconds) for name, _, _, seconds in times if seconds}
+            warmup = workload.steps // VARIANCE_WARMUP_SHARE if VARIANTS[name].frozen else 0
+            times.append(TimeToLoss.of(name, row, steps, baseline, warmup))
+    for row in listed:
+        if row["name"] == AUTO and (steps := auto_steps(kept, workload, row["chosen"])):
+            runs = f", {row['measurements']} of the runs" if "measurements" in row else ""
+            times.append(TimeToLoss.of(f"auto: {row['chosen']}{runs}", row, steps, baseline))
+    medians = {time.name: time.median for time in times if time.times}
     sixteen = [medians[name] for name in SIXTEEN_BITS if name in medians]
+    unit = of_name[BASELINE]["ms"] / 1e3 * statistics.median(filter(None, baseline.values()))
     lines = []
-    for name, row, steps, seconds in sorted(times, key=lambda time: medians.get(time[0], float("inf"))):
+    for time in sorted(times, key=lambda time: time.median):
+        name, row = time.name, time.row
         planned = f"{row['predicted']:.2f}×, {verdict(row['predicted'])}" if "predicted" in row else "–"
         cells = ["not reached", "", "", "does not pay"]
-        if seconds:
-            median = medians[name]
-            spread = f" [{min(seconds):.0f}–{max(seconds):.0f}]" if len(seconds) > 1 else ""
-            faster = medians[BASELINE] / median if BASELINE in medians else 0.0
+        if time.times:
+            low, high = f"{1 / time.slowest:.2f}", f"{1 / time.fastest:.2f}"
             cells = [
-                f"{median:.0f} s{spread}",
-                f"{faster:.2f}×" if faster else "",
-                f"{min(sixteen) / median:.2f}×" if sixteen else "",
-                verdict(faster) if faster else "",
+                f"{time.median * unit:.0f} s",
+                f"{1 / time.median:.2f}×" + (f" [{low}–{high}]" if low != high else ""),
+                f"{min(sixteen) / time.median:.2f}×" if sixteen else "",
+                verdict(1 / time.median),
             ]
         if name == BASELINE:
             planned, cells[3] = "–", "–"
@@ -225,7 +274,7 @@ def link_lines(kept: Kept, workload: Workload, rows: Iterable[Entry]) -> list[li
         lines.append(
             [
                 LABELS.get(name, name),
-                reached(steps),
+                reached(time.steps),
                 f"{row['ms']:.1f} ({row['faster']:.2f}×{pages.spread(dict(row), 'faster', '{:.2f}'.format)})",
                 *cells[:3],
                 planned,

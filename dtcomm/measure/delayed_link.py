@@ -43,7 +43,12 @@ def why_unavailable() -> str:
 
 @contextmanager
 def two_sites(
-    gbit: float, round_trip_ms: float, *, loss: float = 0.0, mtu: int = 9000
+    gbit: float,
+    round_trip_ms: float,
+    *,
+    loss: float = 0.0,
+    mtu: int = 9000,
+    congestion_control: str = "bbr",
 ) -> Iterator[list[str]]:
     """Create two namespaces, joined by the interface ``dt0`` with addresses 10.77.0.1 and 10.77.0.2.
 
@@ -52,13 +57,14 @@ def two_sites(
         round_trip_ms: The round trip in milliseconds.
         loss: The share of packets that are lost, such as 0.0001.
         mtu: The largest packet in bytes.
+        congestion_control: TCP's, as the kernel calls it. BBR suits such links: CUBIC takes each loss for congestion.
 
     Yields:
         The names of the namespaces, which are deleted at the end.
     """
     names = [netns.name_of(0), netns.name_of(1)]
     context = multiprocessing.get_context("spawn")
-    with netns.namespaces_of(names):
+    with netns.namespaces_of(names, congestion_control):
         ours, theirs = context.Pipe()
         relay = context.Process(
             target=_relay, args=(theirs, names, round_trip_ms / 2e3, loss), name=RELAY, daemon=True

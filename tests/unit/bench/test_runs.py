@@ -105,9 +105,22 @@ def test_results_of_other_processors_stay(tree: Tree, monkeypatch: pytest.Monkey
 
 
 def test_quick_runs_are_not_mixed_with_others(tree: Tree) -> None:
-    output.write("program", result(9.0, quick=True))
-    output.write("program", result(8.0, quick=False))
+    output.write("program", result(9.0, quick=False))
+    with pytest.raises(output.NotKept, match="a quick run has fewer repetitions"):
+        output.write("program", result(8.0, quick=True))
+    output.write("program", result(8.0, mtu=9000))
     assert len(tree.kept()["measurements"]) == 1
+
+
+def test_wrong_results_are_not_kept_and_the_worst_run_counts(tree: Tree) -> None:
+    output.write("program", result(9.0, rows_checked=[{"name": "a", "wrong": {"dtcomm": 0, "gloo": 0}}]))
+    for wrong in (2, {"dtcomm": 0, "gloo": 1}, ["rank 1 has other bits"]):
+        with pytest.raises(output.NotKept, match=r"[12] results were wrong"):
+            output.write("program", result(9.0, rows_checked=[{"name": "a", "wrong": wrong}]))
+    merged = runs.merge(
+        [{"errors": {"int8": error, "none": 0.0}, "wrong": int(error)} for error in (1.0, 3.0, 2.0)]
+    )
+    assert merged == {"errors": {"int8": 3.0, "none": 0.0}, "wrong": 3}
 
 
 def test_rows_that_some_runs_measured_say_how_many(tree: Tree) -> None:

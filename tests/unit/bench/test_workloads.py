@@ -429,27 +429,30 @@ def test_time_to_the_loss_is_steps_by_seconds_of_a_step() -> None:
         {"name": "torch's bf16 hook", "ms": 60.0, "faster": 1.667, "predicted": 1.5},
         {"name": "int8", "ms": 50.0, "faster": 2.0, "predicted": 1.05},
         {"name": "sign", "ms": 40.0, "faster": 2.5},
-        {"name": "auto", "ms": 52.0, "faster": 1.9, "chosen": "int8"},
+        {"name": "auto", "ms": 52.0, "faster": 1.9, "faster_range": [1.8, 2.0], "chosen": "int8"},
+        {"name": "auto", "ms": 105.0, "faster": 0.95, "chosen": "none", "measurements": 1},
     ]
     lines = workloads_page.link_lines(workloads_page.Kept({"units": kept, "trials": {}}), TEXT, rows)
     by_name = {line[0]: line[1:] for line in lines}
     # The uncompressed run has 2.1 at step 90; int8 has it at step 95.
     assert by_name["int8"] == [
-        "95 [95–95]", "50.0 (2.00×)", "5 s [5–5]", "1.89×", "1.14×", "1.05×, does not pay", "pays",
+        "95 [95–95]", "50.0 (2.00×)", "5 s", "1.89×", "1.14×", "1.05×, does not pay", "pays",
     ]  # fmt: skip
     assert by_name["sign"][0] == by_name["sign"][2] == "not reached" and by_name["sign"][-1] == "does not pay"
-    assert by_name["auto: int8"][3] == "1.82×"
+    assert by_name["auto: int8"][3] == "1.80× [1.71–1.89]"
+    assert by_name["auto: none, 1 of the runs"][3] == "0.95×"
     assert (lines[0][0], lines[-1][0]) == ("int8", "sign")
     # Its 95 steps are before the variance is frozen, so they take the time of uncompressed ones.
-    assert by_name["sign, frozen variance"][2:4] == ["9 s [9–9]", "0.95×"]
+    assert by_name["sign, frozen variance"][2:4] == ["9 s", "0.95×"]
     assert by_name["sign, frozen variance"][-2] == "–"
-    assert workloads_page.losers(lines) == (["sign"], ["sign, frozen variance"])
+    assert workloads_page.losers(lines) == (["sign"], ["auto: none, 1 of the runs", "sign, frozen variance"])
 
 
 def test_the_time_to_the_loss_has_the_steps_of_both_kinds() -> None:
-    assert workloads_page.seconds_to({0: 1000.0, 1: 100.0}, 10.0, (200, 100.0)) == [28.0, 10.0]
-    assert workloads_page.seconds_to({0: 1000.0}, 10.0) == [10.0]
-    assert workloads_page.seconds_to({0: 1000.0, 1: None}, 10.0) == []
+    relative_times = workloads_page.relative_times
+    assert relative_times({0: 1000.0, 1: 100.0}, {0: 500.0, 1: 400.0}, 10.0, 200) == [0.56, 0.25]
+    assert relative_times({0: 1000.0}, {0: 500.0, 1: 400.0}, 10.0) == [0.2]
+    assert relative_times({0: 1000.0, 1: None}, {0: 500.0, 1: 400.0}, 10.0) == []
 
 
 def test_the_page_and_the_picture_follow_from_units(tmp_path: Path) -> None:
