@@ -20,14 +20,15 @@ from bench.common import conditions, output, pages
 FOLDER = output.RESULTS / "reliability"
 #: Parts of dtcomm that no stress program imports, and those that only the elastic one does. A test follows the imports.
 NOT_IMPORTED = (
-    *("batch_norm.py", "cli", "context_parallel", "ddp", "fsdp", "mesh", "moe", "pipeline", "planner/job"),
+    *("_message_codec.py", "batch_norm.py", "cli", "context_parallel", "ddp", "fsdp"),
+    *("mesh", "moe", "pipeline", "planner/job"),
     # The links of benchmarks and of tests.
     *("measure/netns.py", "measure/delayed_link.py"),
 )
 ELASTIC = ("compress", "elastic", "frameworks", "local_sgd", "profiling", "tp")
 _TREE = ("dtcomm", "csrc", "tests/support", "cmake", "CMakeLists.txt", "setup.py")
-_OTHERS = (
-    ":(exclude)*.md",
+_LEFT_OUT = (
+    *(":(exclude)*.md", ":(exclude)tests/support/import_rules.py"),
     *(f":(exclude)dtcomm/{part}" for part in NOT_IMPORTED),
     # What only GPUs run, and its emulation.
     *(":(exclude)csrc/cuda", ":(exclude)csrc/emulator", ":(exclude)csrc/python/cuda*"),
@@ -35,7 +36,7 @@ _OTHERS = (
 )
 #: What the counts of the elastic program depend on, besides its own files. Documents, benchmarks and the list of the
 #: programs' parts do not make a tree another one; each part is kept with its command.
-TESTED_WITH_ELASTIC = (*_TREE, *_OTHERS)
+TESTED_WITH_ELASTIC = (*_TREE, *_LEFT_OUT)
 #: What the counts of the other programs depend on.
 TESTED = (*TESTED_WITH_ELASTIC, *(f":(exclude)dtcomm/{part}" for part in ELASTIC))
 #: Names of the programs, in the order of the page; tests.stress.programs defines them.

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dtcomm._message_codec import message_codec, require_accurate
 from dtcomm.arguments import require_int, suggest
-from dtcomm.codecs import Codec, codec
-from dtcomm.compress.spec import MAX_ERROR, gaussian_error
+from dtcomm.codecs import Codec
 from dtcomm.context_parallel.layout import GroupOrMesh, process_group_of, require_layout
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -116,26 +116,7 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 @functools.lru_cache(maxsize=256)
 def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> str:
     """Return the spec of a codec that may carry keys, values or gradients."""
-    if isinstance(spec, str) and "/" in spec:
-        raise ValueError(
-            f"{argument}: {spec!r} names a codec for each level of hosts; attention has one for all ranks"
-        )
-    try:
-        parsed = codec(spec)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
-    if parsed.variable_length:
-        raise ValueError(
-            f"{argument}: {parsed} has payloads of a length that depends on the data, and blocks of attention are "
-            "received into buffers of a fixed length"
-        )
-    if parsed.reproducible:
-        raise ValueError(
-            f"{argument}: {parsed} is for sums, and blocks of attention are not summed by the ranks"
-        )
-    if not allow_inaccurate and (error_of_codec := gaussian_error(parsed)) > MAX_ERROR:
-        raise ValueError(
-            f"{argument}: {parsed} loses {error_of_codec:.0%} of the {CARRIED[argument]} (relative error; the limit is "
-            f"{MAX_ERROR:.0%}), and nothing sends that later; use 4 bits or more; allow_inaccurate=True allows it"
-        )
-    return str(parsed)
+    codec = message_codec(spec, argument, "blocks of attention")
+    if not allow_inaccurate:
+        require_accurate(codec, argument, CARRIED[argument])
+    return str(codec)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from dtcomm._message_codec import message_codec, require_accurate
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.compress.spec import MAX_ERROR, gaussian_error
 
 #: Default of what comes back, and of gradients, where the rows travel in a lossy codec.
 COMBINE_CODEC = BACKWARD_CODEC = "bf16"
@@ -58,24 +58,7 @@ def make_codecs(
 
 def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> Codec:
     """Return a codec that may carry rows."""
-    if isinstance(spec, str) and "/" in spec:
-        raise ValueError(
-            f"{argument}: {spec!r} names a codec for each level of hosts; rows have one codec, because a payload that "
-            "comes from another host is passed on inside the host as it is"
-        )
-    try:
-        codec = parse(spec)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
-    if codec.variable_length:
-        raise ValueError(
-            f"{argument}: {codec} has payloads of a length that depends on the data, and all rows take the same bytes"
-        )
-    if codec.reproducible:
-        raise ValueError(f"{argument}: {codec} is for sums, and rows are sent and not summed")
-    if not allow_inaccurate and (error_of_codec := gaussian_error(codec)) > MAX_ERROR:
-        raise ValueError(
-            f"{argument}: {codec} loses {error_of_codec:.0%} of the {CARRIED[argument]} (relative error; the limit is "
-            f"{MAX_ERROR:.0%}), and nothing sends that later; use 4 bits or more; allow_inaccurate=True allows it"
-        )
+    codec = message_codec(spec, argument, "rows")
+    if not allow_inaccurate:
+        require_accurate(codec, argument, CARRIED[argument])
     return codec

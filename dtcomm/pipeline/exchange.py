@@ -14,30 +14,8 @@ from dtcomm.collectives import Work, recv, send
 from dtcomm.compress.traffic import Traffic
 
 NONE = codec("none")
+MESSAGES = "messages between stages"
 MAX_DIMS = 8  # of a tensor whose shape travels with it
-
-
-def parse_codec(spec: str | Codec, argument: str) -> Codec:
-    """Return the codec of messages between stages.
-
-    Raises:
-        TypeError: ``spec`` is neither a string nor a `Codec`.
-        ValueError: It is wrong, or a codec that messages cannot have; the message begins with ``argument``.
-    """
-    if isinstance(spec, str) and "/" in spec:
-        raise ValueError(f"{argument}: {spec!r} names a codec for each level of hosts; a message has one")
-    try:
-        parsed = codec(spec)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
-    if parsed.variable_length:
-        raise ValueError(
-            f"{argument}: {parsed} has payloads of a length that depends on the data, and a message is received into "
-            "a buffer of a fixed length"
-        )
-    if parsed.reproducible:
-        raise ValueError(f"{argument}: {parsed} is for sums, and messages between stages are not summed")
-    return parsed
 
 
 class Link(NamedTuple):

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from dtcomm._autograd import autograd_apply
+from dtcomm._message_codec import message_codec
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, recv, send
 from dtcomm.compress.residuals import Residuals
-from dtcomm.pipeline.exchange import parse_codec
+from dtcomm.pipeline.exchange import MESSAGES
 
 MAX_IN_FLIGHT = 64  # messages; before sending more, a sender waits for the oldest
 
@@ -44,8 +45,10 @@ class _LinkEnd:
         seed: int = 0,
     ) -> None:
         self.peer, self.group, self.seed = peer, group, seed
-        self.codec = parse_codec(spec, "spec")
-        self.backward_codec = self.codec if backward is None else parse_codec(backward, "backward")
+        self.codec = message_codec(spec, "spec", MESSAGES)
+        self.backward_codec = (
+            self.codec if backward is None else message_codec(backward, "backward", MESSAGES)
+        )
         self.sent_bytes = 0
         self._messages = 0
         self._in_flight: deque[Work] = deque()

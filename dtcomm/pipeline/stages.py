@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from dtcomm._message_codec import message_codec, require_accurate
 from dtcomm.codecs import Codec
 from dtcomm.compress.sample_references import SampleReferences
-from dtcomm.compress.spec import MAX_ERROR, gaussian_error
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import (
+    MESSAGES,
     NONE,
     Link,
     Receipt,
     Steps,
     as_sendable,
-    parse_codec,
     post_receive,
     receive_tensor,
     shape_header,
@@ -117,14 +117,16 @@ def compress(
         raise ValueError(
             "differences: not valid with dynamic_shapes: a sample's activation must keep its shape"
         )
-    forward = parse_codec(spec, "spec")
-    backward = forward if backward_codec is None else parse_codec(backward_codec, "backward_codec")
+    forward = message_codec(spec, "spec", MESSAGES)
+    backward = (
+        forward if backward_codec is None else message_codec(backward_codec, "backward_codec", MESSAGES)
+    )
     if not allow_inaccurate:
         if not differences:
-            _require_accurate(forward, "spec", ACTIVATIONS, "differences=True")
+            require_accurate(forward, "spec", ACTIVATIONS, "differences=True")
         if not feedback:
             argument = "spec" if backward_codec is None else "backward_codec"
-            _require_accurate(backward, argument, GRADIENTS, "feedback=True")
+            require_accurate(backward, argument, GRADIENTS, "feedback=True")
     settings = _Settings(
         forward=forward,
         backward=backward,
@@ -137,15 +139,6 @@ def compress(
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state
-
-
-def _require_accurate(spec: Codec, argument: str, what: str, remedy: str) -> None:
-    error = gaussian_error(spec)
-    if error > MAX_ERROR:
-        raise ValueError(
-            f"{argument}: {spec} loses {error:.0%} of the {what} (relative error; the limit is {MAX_ERROR:.0%}), and "
-            f"nothing sends that later; use 4 bits or more, or {remedy}; allow_inaccurate=True allows it"
-        )
 
 
 class _StageMessages:

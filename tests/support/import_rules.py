@@ -20,7 +20,7 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
 
 
 _INTEGRATION = _may(
-    "_autograd _compilation profiling compress collectives codecs kernels device work", "torch"
+    "_autograd _compilation _message_codec profiling compress collectives codecs kernels device work", "torch"
 )
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
@@ -56,6 +56,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
     "profiling": _may("planner collectives runtime device work", "torch rich"),
     "compress": _may("profiling collectives planner kernels codecs device work torch_threads", "torch"),
+    # What pipelines, experts and attention accept as the codec of a message.
+    "_message_codec": _may("compress codecs"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
     # tp: it says which parameters are shards.
