@@ -5,7 +5,8 @@ A policy is an ordered tuple of rules, of which the first that matches decides. 
     ndim<2 -> none; numel<1024 -> none; name=*.embed* -> fp16; * -> int8
 
 `Policy.choose` decides last what no rule can override: a dtype that the codec cannot carry and a payload that would not
-be smaller than the tensor go uncompressed, and the choice says why.
+be smaller than the tensor go uncompressed, and the choice says why. A reproducible codec need not be smaller: it is
+chosen for the bits of its sums.
 """
 
 from __future__ import annotations
@@ -234,7 +235,10 @@ def choose_for(scheme: Scheme, tensor: torch.Tensor) -> CodecChoice:
             return CodecChoice(codec=NONE, reason=reason, refused=True)
     else:
         codecs = (scheme.inside, scheme.between) if isinstance(scheme, LevelCodecs) else (wire_codec(scheme),)
-        if any(level.wire_bytes(tensor.numel(), tensor.dtype) < plain_bytes for level in codecs):
+        if any(
+            level.reproducible or level.wire_bytes(tensor.numel(), tensor.dtype) < plain_bytes
+            for level in codecs
+        ):
             return CodecChoice(codec=scheme)
         return CodecChoice(codec=NONE, reason=f"{scheme} would not make {dtype} smaller", refused=True)
     return CodecChoice(codec=scheme)

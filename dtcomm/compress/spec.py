@@ -13,7 +13,9 @@ from typing import TypeAlias
 
 import torch
 
-from dtcomm.codecs import Codec, codec, parse_levels
+from dtcomm.arguments import suggest
+from dtcomm.codecs import Codec, codec, names, parse_levels
+from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress import dgc, powersgd
 from dtcomm.compress.dgc import DGC
 from dtcomm.compress.powersgd import PowerSGD
@@ -100,7 +102,15 @@ def parse_scheme(spec: str | Scheme) -> Scheme:
             f"spec: {name!r} is a prefix of dtcomm.fsdp.compress; error feedback is here the argument feedback="
         )
     if not slash:
-        return COMPRESSORS[name](spec) if name in COMPRESSORS else codec(spec)
+        if name in COMPRESSORS:
+            return COMPRESSORS[name](spec)
+        valid = (*names(), *VARIABLE_LENGTH, *COMPRESSORS)
+        if name not in valid:
+            hint = suggest(name, valid, lambda guess: spec.replace(name, guess, 1))
+            raise ValueError(
+                f"spec: unknown codec or compressor {name!r}{hint}; valid names: {', '.join(valid)}"
+            )
+        return codec(spec)
     meaning = "A/B means codec A inside hosts and codec B between hosts"
     if option := INNER_CODEC_OPTIONS.get(name):
         between = None if name in COMPRESSORS else codec(tail)

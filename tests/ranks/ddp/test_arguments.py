@@ -39,8 +39,17 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "spec: budget, candidates and check_every go with 'auto', got '.*int8'",
     ),
-    ({"spec": "int88"}, ValueError, r"unknown codec 'int88' \(did you mean 'int8'\?\); valid names: none, "),
-    ({"spec": "fp8"}, ValueError, r"unknown codec 'fp8' \(did you mean 'fp8_e4m3'\?\)"),
+    (
+        {"spec": "int88"},
+        ValueError,
+        r"spec: unknown codec or compressor 'int88' \(did you mean 'int8'\?\); valid names: none, ",
+    ),
+    ({"spec": "fp8"}, ValueError, r"unknown codec or compressor 'fp8' \(did you mean 'fp8_e4m3'\?\)"),
+    (
+        {"spec": "powersdg:rank=4"},
+        ValueError,
+        r"unknown codec or compressor 'powersdg' \(did you mean 'powersgd:rank=4'\?\); .*, powersgd, dgc",
+    ),
     ({"spec": "INT4:block=64"}, ValueError, r"did you mean 'int4:block=64'\?"),
     (
         {"spec": "int8:blok=64"},

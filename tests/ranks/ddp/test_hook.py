@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -65,6 +66,34 @@ def test_none_equals_plain_ddp_bit_for_bit_on_two_ranks(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["small_buckets", "find_unused"])
 def test_three_ranks_agree_with_plain_ddp(mode: str, spec: str, dtype: torch.dtype, relative: float) -> None:
     run_ranks(compare_to_ddp, 3, spec, mode, dtype, relative)
+
+
+def gradients_by_order(
+    rank: int, world_size: int, spec: str, algorithms: Sequence[str]
+) -> dict[tuple[str, int], dict[str, torch.Tensor]]:
+    """The gradients of the same batches, with every algorithm and every rotation of the ranks that have them."""
+    by_order = {}
+    for algorithm in algorithms:
+        for shift in range(world_size):
+            model = wrapped(**SMALL_BUCKETS)
+            ddp.compress(model, spec, algorithm=algorithm)
+            backward(model, (rank + shift) % world_size, step=0)
+            by_order[algorithm, shift] = gradients(model)
+    return by_order
+
+
+@pytest.mark.parametrize("spec", ["* -> none", "* -> exact", "* -> exact:bits=16"])
+def test_exact_gives_gradients_that_do_not_depend_on_the_order_of_the_ranks(spec: str) -> None:
+    on_rank = run_ranks(gradients_by_order, 3, spec, ["ring", "one_shot", "two_shot"])
+    first = on_rank[0]["ring", 0]
+    same = [
+        torch.equal(gradient, first[name])
+        for by_order in on_rank
+        for by_name in by_order.values()
+        for name, gradient in by_name.items()
+    ]
+    assert len(same) == 3 * 9 * len(first)
+    assert all(same) == (spec != "* -> none")  # the batches tell orders apart
 
 
 def weights_are_equal(rank: int, world_size: int, spec: str) -> bool:

@@ -31,7 +31,7 @@ def test_specs_print_and_parse(spec: str) -> None:
         ("powersgd:rank=0", "rank is 0; valid: 1 to 64"),
         ("powersgd:rang=2", "option 'rang=2'; valid: rank"),
         ("powersgd:rank=2,factors=int9", "unknown codec 'int9'"),
-        ("power", "unknown codec 'power'"),
+        ("power", "unknown codec or compressor 'power'"),
     ],
 )
 def test_invalid_specs_are_named(spec: str, says: str) -> None:

@@ -35,6 +35,13 @@ def test_the_reason_why_a_type_is_not_compressed(spec: str, dtype: torch.dtype, 
     assert (str(choice.codec), choice.reason) == ("none", reason)
 
 
+@pytest.mark.parametrize(("spec", "numel"), [("exact", 64 * 64), ("exact:bits=16", 1)])
+def test_a_reproducible_codec_need_not_make_a_tensor_smaller(spec: str, numel: int) -> None:
+    gradient = torch.empty(numel)
+    assert codec(spec).wire_bytes(numel) > 4 * numel
+    assert str(Policy.parse(f"* -> {spec}").choose("w", gradient).codec) == spec
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_int8_takes_every_training_dtype(dtype: torch.dtype) -> None:
     assert str(default_policy("int8").choose("w", torch.empty(64, 64, dtype=dtype)).codec) == "int8"

@@ -25,7 +25,7 @@ def test_attach_has_the_options_of_compress() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"spec": "int9"}, "unknown codec 'int9'"),
+        ({"spec": "int9"}, "unknown codec or compressor 'int9'"),
         ({"feedback": "twice"}, "feedback: 'twice'"),
         ({"residual": "int4"}, "residual: 'int4'; valid: fp32, bf16, int8"),
         ({"warmup": -1}, "warmup=-1: expected 0 or more"),
