@@ -32,7 +32,7 @@ from dtcomm.kernels import available, cpu, dispatch
 SKEW = 276 << 10  # buffers whose addresses are equal modulo the cache size evict each other
 PLACEMENTS = 4  # allocations of the buffers: which pages they get changes a result by up to a fifth
 MORE = ("int8:rotate=hadamard", "int4:spikes=1,round=stochastic")  # beside those of the page
-SLOW = 0.03  # seconds; what takes longer runs once for each placement
+FEWEST_ROUNDS = 3  # for each placement, however slow a contestant is
 COPIES = ("memcpy", "streaming copy")
 
 
@@ -208,22 +208,16 @@ def measure(contestants: list[Contestant], seconds: float) -> dict[str, list[flo
 
     The clock is that of this thread, which does all the work; time that other processes use on its core does not count.
     """
-    repeats, slow = {}, {}
+    repeats = {}
     for contestant in contestants:
         contestant.run(1)
         start = time.thread_time()
         contestant.run(1)
-        once = time.thread_time() - start
-        repeats[contestant.name] = iterations(once, 0.002)
-        if once > SLOW:
-            slow[contestant.name] = once
+        repeats[contestant.name] = iterations(time.thread_time() - start, 0.002)
     times: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["memcpy"]) < 3:
+    while time.perf_counter() < end or len(times["memcpy"]) < FEWEST_ROUNDS:
         for contestant in contestants:
-            if contestant.name in slow:
-                times[contestant.name].append(slow[contestant.name])
-                continue
             start = time.thread_time()
             contestant.run(repeats[contestant.name])
             times[contestant.name].append((time.thread_time() - start) / repeats[contestant.name])
