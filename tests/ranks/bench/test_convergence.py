@@ -23,7 +23,7 @@ def random_batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.T
 SHORT = dataclasses.replace(TASKS["mlp"], steps=32, batch=random_batch, evaluate=lambda model: 1.0)
 
 
-COMMON = ("none", "int2", "PowerSGD rank 1")  # the others take as long and are marked slow
+COMMON = ("int2",)  # the others take as long and are marked slow
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_outputs_do_not_depend_on_later_symbols() -> None:
     assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
+@pytest.mark.slow
 def test_demo_trains_and_writes_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Trainer, Accelerate and Lightning, as installed, with DDP and with FSDP2: training, checkpoints, resuming.
 
-One file, because the processes of a file are shared and importing the frameworks takes longer than any of the tests.
+One file, because the processes of a file are shared and importing the frameworks takes longer than any of the tests;
+all are slow for that reason.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tests.ranks.frameworks.sessions import (
     make_net,
     set_environment,
 )
+
+pytestmark = pytest.mark.slow
 
 DDP_SESSIONS = {
     "accelerate": (sessions.accelerate_session, "step-4/dtcomm"),
@@ -73,13 +76,11 @@ def attach_to_accelerator(rank: int, n: int) -> None:
         ddp.attach(model.module)
 
 
-@pytest.mark.slow
 def test_an_accelerator_keeps_its_own_options_of_ddp() -> None:
     require("accelerate")
     run_ranks(attach_to_accelerator, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", DDP_SESSIONS)
 def test_a_run_that_was_killed_continues_with_the_same_losses(framework: str, tmp_path: Path) -> None:
     require(framework)
@@ -182,7 +183,6 @@ def test_a_state_that_the_program_made_itself_is_saved_too(tmp_path: Path) -> No
     run_ranks(save_and_load_own_state, 2, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", FSDP_SESSIONS)
 def test_fsdp2_trains_and_resumes(framework: str, tmp_path: Path) -> None:
     require(framework)
