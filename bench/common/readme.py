@@ -6,6 +6,7 @@ from typing import Any
 
 from bench.common.output import microseconds, size_name
 from bench.common.pages import markdown, spread
+from bench.slow_link import by_case
 
 PEERS = {
     "gloo": "Gloo",
@@ -62,7 +63,7 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
         if row["bytes"] == 64 * 2**20
         for figure in row["figures"]
     }
-    steps = {(f"{row['gbit']:g}", str(row["batch"]), row["name"]): row for row in slow_link["rows"]}
+    steps = by_case(slow_link["rows"])
     shards = {(row["link"], row["name"]): _speedup(row, "faster_than_fp32") for row in fsdp_speed["rows"]}
     lines = []
     for codec in ("none", "int8", "int4"):
@@ -77,7 +78,10 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
     shown |= {"topk 1%": "`topk:ratio=0.01`", "powersgd 1": "`powersgd:rank=1`"}
     for name, label in shown.items():
         cells = [
-            "; ".join(_speedup(steps[link, batch, name], "faster") for batch in ("4", "256"))
+            "; ".join(
+                " or ".join(_speedup(row, "faster") for row in steps[float(link), batch, name])
+                for batch in (4, 256)
+            )
             for link in links
         ]
         lines.append(["DDP, 25 M parameters", label, *cells])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import slow_link
 from bench.pages import PAGES, between_marks
 
 
@@ -19,3 +20,12 @@ def test_a_page_says_what_was_measured(
     written = page.read_text(encoding="utf-8")
     between = written.split(f"<!-- {marks}:begin -->")[1].split(f"<!-- {marks}:end -->")[0]
     assert between.strip() == between_marks(text, programs).strip(), "python -m bench.pages writes it anew"
+
+
+def test_a_step_of_auto_is_shown_for_each_choice_of_the_runs() -> None:
+    row = {"gbit": 1, "batch": 4, "name": "auto", "chosen": "int4", "ms": 50, "faster": 2.0}
+    result = {"rows": [row, {**row, "name": "none", "faster": 1.0}, {**row, "chosen": "fp16", "faster": 1.5}]}
+    text = slow_link.page(result)
+    assert "| auto | 50 (2.00×: int4); 50 (1.50×: fp16) |" in text and "| none | 50 (1.00×) |" in text
+    once = slow_link.page({"rows": result["rows"][:2]})
+    assert "| auto | 50 (2.00×) |" in once
