@@ -400,7 +400,7 @@ def picture(result: dict[str, Any], path: Path) -> Path:
             if baseline:
                 axes.axhspan(min(baseline), max(baseline), color=COLOURS[0], alpha=0.4, linewidth=1)
             most = FARTHEST * max(baseline, default=math.inf)
-            points: list[tuple[float, float, str]] = []  # loss, share of bytes, name
+            points: list[tuple[float, float, str, str]] = []  # loss, share of bytes, name, colour
             for name in kept.variants(workload.name, workload.optimizer):
                 entries = kept.seeds(workload.name, name, workload.optimizer, RANKS)
                 losses = _finite(kept, workload, name)
@@ -408,18 +408,19 @@ def picture(result: dict[str, Any], path: Path) -> Path:
                     continue
                 variant = VARIANTS[name]
                 colour = COLOURS[2] if variant.frozen else COLOURS[1] if variant.feedback else COLOURS[3]
-                colour = COLOURS[0] if name == BASELINE or variant.hook else colour
+                plain = name == BASELINE or bool(variant.hook)
+                colour, ink = (COLOURS[0], "0.3") if plain else (colour, colour)  # grey is on grey
                 sent = 100 * next(iter(entries.values()))["sent"]
                 loss, label = statistics.median(losses), name.removesuffix(", no feedback")
                 if loss > most:  # an arrow at the edge, so that the others can be told apart
                     axes.scatter([sent], [most], s=26, color=colour, marker="^", zorder=3)
-                    points.append((most, sent, f"{label}: {loss:.2f}"))
+                    points.append((most, sent, f"{label}: {loss:.2f}", ink))
                     continue
                 axes.plot([sent, sent], [min(losses), max(losses)], color=colour, linewidth=1.3)
                 axes.scatter([sent], [loss], s=26, color=colour, zorder=3)
                 # Names of all points that end like fp32 would fill the frame.
                 like_fp32 = bool(baseline) and name != BASELINE and min(baseline) <= loss <= max(baseline)
-                points.append((loss, sent, "" if like_fp32 else label))
+                points.append((loss, sent, "" if like_fp32 else label, ink))
             axes.set_xscale("log")
             axes.set_xlim(0.5, 600)  # with room for the labels of what sends everything
             axes.set_xticks([1, 10, 100], ["1", "10", "100"])
@@ -440,14 +441,17 @@ def picture(result: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _label(axes: Any, points: list[tuple[float, float, str]]) -> None:
-    """Write the names of points beside them, from the lowest loss up, none over another; lines lead to those above."""
+def _label(axes: Any, points: list[tuple[float, float, str, str]]) -> None:
+    """Write the names of points beside them, in their colours, from the lowest loss up, none over another.
+
+    Lines lead to names that are above their points.
+    """
     low, high = axes.get_ylim()
     height, width = 0.04 * (high - low), 0.045  # of a line, and of a character on the axis of powers of ten
     right = math.log10(1.15)  # of a point's middle, where its name begins
     # What names must not cover, the points first: loss, first and last power of ten.
-    placed = [(loss, math.log10(sent) - right / 2, math.log10(sent) + right / 2) for loss, sent, _ in points]
-    for loss, sent, name in sorted(points, key=lambda point: (point[0], -point[1])):
+    placed = [(loss, math.log10(sent) - right / 2, math.log10(sent) + right / 2) for loss, sent, *_ in points]
+    for loss, sent, name, colour in sorted(points, key=lambda point: (point[0], -point[1])):
         if not name:
             continue
         begin = math.log10(sent) + right
@@ -456,7 +460,7 @@ def _label(axes: Any, points: list[tuple[float, float, str]]) -> None:
             if begin < other_end and other_begin < end and abs(at - other) < height:
                 at = other + height
         placed.append((at, begin, end))
-        axes.text(10**begin, at, name, fontsize=7, verticalalignment="center")
+        axes.text(10**begin, at, name, fontsize=7, verticalalignment="center", color=colour)
         if at > loss:
             axes.plot([sent, 10**begin], [loss, at], color="0.6", linewidth=0.6, zorder=1)
     axes.set_ylim(low, max(high, *(at + height for at, _, _ in placed)))
