@@ -258,19 +258,11 @@ def speedup(row: dict[str, Any]) -> str:
     return f"{row['faster']:.2f}×{pages.spread(row, 'faster', '{:.2f}'.format)}"
 
 
-def by_case(rows: list[dict[str, Any]]) -> dict[tuple[float, int, str], list[dict[str, Any]]]:
-    """Return the rows of each rate, batch size and contestant: several where runs of "auto" chose differently."""
-    rows_by_case: dict[tuple[float, int, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        rows_by_case.setdefault((row["gbit"], row["batch"], row["name"]), []).append(row)
-    return rows_by_case
-
-
 def page(result: dict[str, Any]) -> str:
     """Return the table of docs/results/ddp.md: milliseconds of a step and the speed-up over DDP without a hook."""
     rows = result["rows"]
     cases = sorted({(row["gbit"], row["batch"]) for row in rows})
-    rows_by_case = by_case(rows)
+    rows_by_case = pages.steps_by_case(rows)
     names = list(dict.fromkeys(row["name"] for row in rows))
     lines = []
     for name in names:

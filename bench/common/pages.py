@@ -74,3 +74,14 @@ def _of_units(measurement: dict[str, Any]) -> str:
     unfit = f", unfit: {'; '.join(measurement['unfit'])}" if "unfit" in measurement else ""
     made = f"{measurement['date']}, {measurement['processor']}, load {low:g} to {high:g}"
     return f"{number} of commit {measurement['commit']}, {made}{unfit}"
+
+
+def steps_by_case(rows: list[dict[str, Any]]) -> dict[tuple[float, int, str], list[dict[str, Any]]]:
+    """Return the rows of ``bench.slow_link`` by rate, batch size and contestant.
+
+    A contestant has several rows where runs of "auto" chose differently.
+    """
+    rows_by_case: dict[tuple[float, int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        rows_by_case.setdefault((row["gbit"], row["batch"], row["name"]), []).append(row)
+    return rows_by_case

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.common.output import microseconds, size_name
-from bench.common.pages import markdown, spread
-from bench.slow_link import by_case
+from bench.common.pages import markdown, spread, steps_by_case
 
 PEERS = {
     "gloo": "Gloo",
@@ -63,7 +62,7 @@ def between_hosts(two_hosts: dict[str, Any], slow_link: dict[str, Any], fsdp_spe
         if row["bytes"] == 64 * 2**20
         for figure in row["figures"]
     }
-    steps = by_case(slow_link["rows"])
+    steps = steps_by_case(slow_link["rows"])
     shards = {(row["link"], row["name"]): _speedup(row, "faster_than_fp32") for row in fsdp_speed["rows"]}
     lines = []
     for codec in ("none", "int8", "int4"):
