@@ -5,7 +5,8 @@ python -m bench.gpu_kernels [--mib 64 1024] [--json PATH] [--codecs int8 int4 â€
 `rate` is the bytes read and written over the median of device-timed runs; `of copy` is its ratio to a copy of 1 GiB
 that is timed alternately. Several sets of buffers are used in turn, so that no run finds its input in the cache.
 Results are written after each codec, so a run that is cut off keeps what it has.
-Installed peers (bitsandbytes, torchao, Transformer Engine) quantize the same input with the most similar blocks.
+Installed peers (bitsandbytes, torchao, Transformer Engine) quantize the same input with the most similar blocks, and
+`torch.topk` selects from it, without writing a payload.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ OTHERS = (
     "nvfp4",
     "intv",
     "sign",
+    "topk:ratio=0.01",
 )
 REPEATS = 20
 Run = Callable[[int], object]
@@ -61,6 +63,12 @@ Run = Callable[[int], object]
 def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, int, Run]]:
     """Yield the quantization of `numel` fp32 by other libraries, with the bytes of the most similar codec of dtcomm."""
     x = [torch.randn(numel // 1024, 1024, device=device) for _ in range(sets)]
+    kept = max(1, numel // 100)
+    yield (
+        "torch.topk(x.abs(), 1 %)",
+        numel * 4 + codec("topk:ratio=0.01").wire_bytes(numel),
+        lambda i: torch.topk(x[i].abs().view(-1), kept),
+    )
     try:
         from bitsandbytes import functional as bitsandbytes  # type: ignore[import-not-found]
     except ImportError:

@@ -5,8 +5,9 @@ that is cut off, skipped or impossible on this machine counts as failed. A summa
 the output of each step is kept in DIR.
 
 `make gpu-visit` runs tests and benchmarks in one list, the most valuable first, with `--visit FILE`. Outcomes are
-written to FILE after each step. A repeated command goes on with the steps that have not run, then repeats those that
-did not pass, so a machine that ends each command after some minutes is used in several commands.
+written to FILE after each step, and tests that have passed to passed.txt beside it. A repeated command goes on with the
+steps that have not run, then repeats those that did not pass without the tests that did, so a machine that ends each
+command after some minutes is used in several commands. Remove both files when the code has changed.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ def benchmarks(out: Path) -> list[Step]:
     ]
 
 
-def visit(options: Sequence[str], out: Path) -> list[Step]:
+def visit(options: Sequence[str], out: Path, passed: Path) -> list[Step]:
     """Tests and benchmarks: what shows that the kernels are right, what they take, then the sanitizers."""
-    device, communication, inference, fused, kernels, *sanitizers = steps(options)
+    device, communication, inference, fused, kernels, *sanitizers = steps(options, passed)
     bench_fused, codecs, *others = benchmarks(out)
     return [device, communication, inference, bench_fused, fused, codecs, *sanitizers, kernels, *others]
 
@@ -92,8 +93,8 @@ def remaining(chosen: Sequence[Step], outcomes: Mapping[str, str]) -> list[Step]
     return sorted(unfinished, key=lambda step: not outcomes.get(step.name, "NOT RUN").startswith("NOT RUN"))
 
 
-def steps(options: Sequence[str]) -> list[Step]:
-    """The tests, the most important first."""
+def steps(options: Sequence[str], passed: Path | None = None) -> list[Step]:
+    """The tests, the most important first; those in the file ``passed`` are left out, except under the sanitizers."""
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", *options]
     pytest += ["-p", "tests.cuda.print_failures"]
     fused, kernels = ([str(HERE / name) for name in names] for names in (FUSED, KERNELS))
@@ -104,6 +105,8 @@ def steps(options: Sequence[str]) -> list[Step]:
     processes = ["-n", str(max(1, min(WORKERS // 2, cores * 3 // 8)))] if side_by_side else []
     sanitizer = shutil.which("compute-sanitizer") or next(filter(os.path.exists, SANITIZERS), None)
     sized = [*pytest, "-k", "sanitizer_sized", "-o", "timeout=0", str(HERE)]
+    if passed is not None:
+        pytest += ["-p", "tests.cuda.skip_passed", "--passed", str(passed)]
     return [
         Step("device", [sys.executable, "-m", "tests.cuda.gpu_check", "--about"], 90),
         Step(
@@ -190,11 +193,16 @@ def main() -> int:
         about()
         return 0
     ours.out.mkdir(parents=True, exist_ok=True)
-    available = visit(options, ours.out) if ours.visit else steps(options)
+    available = visit(options, ours.out, passed_beside(ours.visit)) if ours.visit else steps(options)
     chosen = [step for step in available if not ours.only or step.name in ours.only]
     if not chosen:
         parser.error(f"--only: expected some of {[step.name for step in available]}, got {ours.only}")
     return run_all(chosen, ours.seconds, ours.out, ours.visit)
+
+
+def passed_beside(state: Path) -> Path:
+    """The file with the names of the tests that have passed."""
+    return state.with_name("passed.txt")
 
 
 def run_all(chosen: Sequence[Step], seconds: float, out: Path, state: Path | None = None) -> int:
@@ -214,6 +222,8 @@ def run_all(chosen: Sequence[Step], seconds: float, out: Path, state: Path | Non
         taken[step.name] = time.monotonic() - begin
         for file in () if state is None else (state, out / state.name):
             write_whole(file, json.dumps(outcomes, indent=1) + "\n")
+        if state is not None and passed_beside(state).exists():
+            write_whole(out / passed_beside(state).name, passed_beside(state).read_text())
         if step.name == "device" and outcome != "passed":
             outcomes |= {left.name: "NOT RUN: no device" for left in chosen if left.name not in outcomes}
             break

@@ -17,7 +17,7 @@ def python(name: str, code: str, seconds: float = 60) -> Step:
 
 
 def test_the_most_valuable_steps_come_first(tmp_path: Path) -> None:
-    steps = gpu_check.visit([], tmp_path)
+    steps = gpu_check.visit([], tmp_path, tmp_path / "passed.txt")
     names = [step.name for step in steps]
     assert names[:6] == ["device", "communication", "inference", "bench-fused", "fused", "bench-codecs"]
     assert names[6:9] == ["memcheck", "racecheck", "kernels"] and set(names[9:]) <= {"bench-threads"}
@@ -60,6 +60,31 @@ def test_a_repeated_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (out / "good.log").exists() and (out / "late.log").read_text() == "later\n"
     assert "good             before  passed" in capsys.readouterr().out
     assert set(json.loads(state.read_text()).values()) == {"passed"}
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_a_repeated_step_leaves_out_tests_that_have_passed(
+    workers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mended, passed = tmp_path / "mended", tmp_path / "passed.txt"
+    (tmp_path / "test_example.py").write_text(
+        "import os, pytest\n"
+        "@pytest.mark.parametrize('n', range(4))\n"
+        f"def test_number(n): assert n != 2 or os.path.exists({str(mended)!r})\n"
+    )
+    options = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.cuda.skip_passed", *workers]
+    step = Step("numbers", [sys.executable, *options, "--passed", str(passed), str(tmp_path)], 60)
+    (tmp_path / "out").mkdir()
+    for status, prints in ((1, "1 failed, 3 passed"), (0, "1 passed"), (0, "numbers")):
+        state = tmp_path / "visit.json"
+        assert run_all([step], 60, tmp_path / "out", state) == status
+        state.unlink()
+        assert prints in capsys.readouterr().out
+        mended.touch()
+    names = passed.read_text().split()
+    assert (
+        len(names) == len(set(names)) == 4 and (tmp_path / "out" / "passed.txt").read_text().split() == names
+    )
 
 
 def test_nothing_else_runs_without_a_device(tmp_path: Path) -> None:
