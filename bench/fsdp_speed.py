@@ -4,7 +4,8 @@ python -m bench.fsdp_speed [--links 1 10 memory] [--only NAMES] [--repetitions N
 
 Two ranks run in two network namespaces connected by a link of the given Gbit/s (needs root and iproute2), then over
 shared memory. A step is forward, backward and AdamW on so few symbols that communication dominates. Bytes are counted
-by the link. "alone" is the step without communication: every rank gathers from itself. Contestants take turns.
+by the link. "alone" is the step without communication: every rank gathers from itself. Contestants take turns of two
+steps; the second is timed, since in training a step follows one of the same model too.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ def measure(link: str, names: list[str], repetitions: int) -> list[dict[str, Any
                     pool.call("step", name=name)
             for repetition in range(repetitions):
                 for name in in_turn(names, repetition):
+                    pool.call("step", name=name)
                     link_before = bytes_on_link(namespaces)
                     counted_before = pool.call("sent", name=name)[0][0]
                     times[name].append(max(pool.call("step", name=name)))

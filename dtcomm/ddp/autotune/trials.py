@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 from dtcomm.compress.autotune_model import CodecAssignment
 
-SELECTION_TURNS = 12  # of a round, about; rounds with fewer candidates have more blocks
-MIN_BLOCKS = 2  # of a round
+SELECTION_TURNS = 20  # of a round, about; rounds with fewer candidates have more blocks
+MIN_BLOCKS = 3  # of a round; one slow step does not change a median of three
 NEAR = 1.2  # times the best candidate; those behind it are dropped at the end of a round
 SAME = 1.02  # times the best candidate; of these, if faster than the baseline, the one with the least error stays
 LOSSY_GAIN = 1.03  # by which a lossy candidate must be faster than the baseline
@@ -153,9 +153,9 @@ class Trials:
             self._begin_round()
 
     def _score(self, index: int) -> float:
-        """Return the mean logarithm of the ratio to the baseline; below 0 is faster by as much as is asked."""
+        """Return the median logarithm of the ratio to the baseline; below 0 is faster by as much as is asked."""
         gain = 1.0 if self.candidates[index].lossless else LOSSY_GAIN
-        return statistics.fmean(self._log_ratios[index]) + math.log(gain)
+        return statistics.median(self._log_ratios[index]) + math.log(gain)
 
     def _end_pair(self, log_ratio: float) -> None:
         if log_ratio < 0:
