@@ -53,17 +53,15 @@ DTCOMM_DEVICE void set_slot_payloads(const FusedParams& fused, int rank, unsigne
   }
 }
 
-// Sets the parameters that follow from a range whose tensors have been set before. `end` is the shape of the tensor's
-// last granule. A range that ends there needs no divisions, which take microseconds.
-DTCOMM_DEVICE void set_range(const Layout& layout, const GranuleShape& end, const TensorRange& range,
-                             KernelParams& params) {
+// Sets the parameters that follow from a range whose tensors have been set before.
+DTCOMM_DEVICE void set_range(const Layout& layout, const TensorRange& range, KernelParams& params) {
   params.local_aligned = aligned_to(params.local, kAlign);
   params.out_aligned = aligned_to(params.out, kAlign);
   params.residual_aligned = aligned_to(params.residual_in, kAlign) && aligned_to(params.residual_out, kAlign);
   params.offset += range.in;
   params.last = range.numel ? (range.numel - 1) >> params.granule_shift : 0;
   const std::uint64_t tail = range.numel - (params.last << params.granule_shift);
-  params.tail = tail == params.whole.n ? params.whole : tail == end.n ? end : granule_shape_of(layout, tail);
+  params.tail = tail == params.whole.n ? params.whole : granule_shape_of(layout, tail);
 }
 
 // Points a copy of a rank's parameters at a range, except for the addresses of payloads. Writes only what differs from
@@ -79,7 +77,7 @@ DTCOMM_DEVICE void set_pointers(const FusedParams& fused, const RankState& state
   params.residual_in = base.residual_in ? base.residual_in + range.in : nullptr;
   params.residual_out = base.residual_out ? base.residual_out + range.in : nullptr;
   params.offset = base.offset;
-  set_range(fused.layout, base.tail, range, params);
+  set_range(fused.layout, range, params);
 }
 
 // Points all parameters of a block at a section, one thread for each: range_of(pass, peer) is the section, and

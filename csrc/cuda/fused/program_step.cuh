@@ -109,7 +109,7 @@ DTCOMM_DEVICE void set_task_pointers(const StepParams& step, const RankStep& ran
   params.divisor = task.divides ? step.divisor : 1;
   params.is_computed = task.is_computed;
   params.canonical_nan = task.canonical_nan;
-  set_range(step.layout, rank_step.params.tail, {in, out, to - from}, params);
+  set_range(step.layout, {in, out, to - from}, params);
 }
 
 // Copies the block's share of an own payload to the boxes of other ranks. Sixteen bytes a thread, as stores through a
