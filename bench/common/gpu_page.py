@@ -164,7 +164,7 @@ def kernels(result: Result) -> str:
     ]
     if "before" in result:
         parts += [
-            f"The first tier before (commit {result['before']['commit']}, {_runs(result['before'])}) and now:",
+            f"The first tier before ({_earlier_runs(result)}) and now:",
             _by_verb(
                 rows,
                 SHOWN_TIER,
@@ -175,8 +175,12 @@ def kernels(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def _runs(before: Result) -> str:
-    return "one run" if before["runs"] == 1 else f"median of {before['runs']} runs"
+def _earlier_runs(result: Result) -> str:
+    """Return the commit and the number of runs of ``before``, and its GPU where that is another one."""
+    before = result["before"]
+    runs = "one run" if before["runs"] == 1 else f"median of {before['runs']} runs"
+    other = before["processor"] != result["machine"]["gpu"]
+    return f"commit {before['commit']}, {runs}" + (f", on {before['processor']}" if other else "")
 
 
 def two_shot(result: Result) -> str:
@@ -184,8 +188,8 @@ def two_shot(result: Result) -> str:
     rows, before = result["bandwidth"], result.get("before")
     columns, note = ["codec", "µs", "of the floor"], ""
     if before:
-        columns.append(f"before ({before['commit']})")
-        note = f" The last column: {_runs(before)} of the commit that it names."
+        columns.append("before")
+        note = f" Before: {_earlier_runs(result)}."
     lines = [
         [
             f"`{row['codec']}`",

@@ -61,6 +61,13 @@ def test_runs_of_another_commit_replace_a_result_and_keep_its_shares(tmp_path: P
         assert "| `int8` | 0.25 → 0.80 |" in text
 
 
+def test_shares_of_another_gpu_are_named(tmp_path: Path, results: Path) -> None:
+    gpu_page.keep("gpu_kernels", [run(tmp_path, "first", 0.25)], "aaaa", "2026-01-01")
+    gpu_page.keep("gpu_kernels", [run(tmp_path, "second", 0.5, gpu="NVIDIA H200")], "bbbb", "2026-01-02")
+    text = gpu_page.kernels(json.loads(results.read_text(encoding="utf-8")))
+    assert "before (commit aaaa, one run, on NVIDIA H100 80GB HBM3) and now" in text
+
+
 def test_runs_of_different_machines_are_refused(tmp_path: Path, results: Path) -> None:
     paths = [run(tmp_path, "one", 0.5), run(tmp_path, "two", 0.5, gpu="NVIDIA H200")]
     with pytest.raises(ValueError, match=r"different machines.*H200"):
