@@ -71,10 +71,17 @@ def run_page(rank: int, world_size: int, page: str, port: int, folder: str) -> N
             dist.destroy_process_group()
 
 
+# The other pages take a minute together.
+QUICK = (ROOT / "README.md", ROOT / "docs/quickstart.md")
+
+
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))],
-    ids=lambda page: str(page.relative_to(ROOT)),
+    [
+        pytest.param(page, marks=() if page in QUICK else pytest.mark.slow, id=str(page.relative_to(ROOT)))
+        for page in PAGES
+        if blocks(page.read_text(encoding="utf-8"))
+    ],
 )
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     with socket.socket() as free:

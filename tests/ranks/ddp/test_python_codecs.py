@@ -90,6 +90,7 @@ def resume(rank: int, n: int) -> None:
         other.load_state_dict(saved[0])
 
 
+@pytest.mark.slow
 def test_a_ddp_run_resumes_bit_for_bit() -> None:
     run_ranks(resume, 2, fresh=True)
 
@@ -110,6 +111,7 @@ def fsdp(rank: int, n: int, kind: str) -> None:
     assert results["int8"] == results["python_int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["FSDP2", "FSDP1"])
 def test_fsdp_trains(kind: str) -> None:
     run_ranks(fsdp, 2, kind, fresh=True)
@@ -139,6 +141,7 @@ def tensor_parallel(rank: int, n: int) -> None:
     assert compiled(torch.ones(64)).allclose(torch.full((64,), float(n)), atol=0.05)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers() -> None:
     run_ranks(tensor_parallel, 2, fresh=True)
 
@@ -170,5 +173,6 @@ def own_feedback(rank: int, n: int) -> None:
         dtcomm.fsdp.compress(fully_shard(network(), mesh=init_device_mesh("cpu", (n,))), feedback=EF21())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ddp_takes_a_feedback_of_the_user_s() -> None:
     run_ranks(own_feedback, 2, fresh=True)

@@ -106,6 +106,7 @@ CONFIGURATIONS: list[tuple[dict[str, Any], str, bool]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codecs", "feedback", "delta"), CONFIGURATIONS, ids=str)
 def test_peak_and_lasting_memory(codecs: dict[str, Any], feedback: str, delta: bool) -> None:
     prediction = rank_memory(ModelSize(params=NUMEL, layers=LAYERS), 2, "fsdp", feedback, delta)

@@ -41,6 +41,7 @@ def torch_replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: flo
     assert "gradients of 2 replicas" in str(state.report())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
 def test_torchs_replicas_stay_uncompressed(codecs: dict[str, str], tolerance: float) -> None:
     run_ranks(torch_replicas, 4, codecs, tolerance, fresh=True)
@@ -57,6 +58,7 @@ def keep_copies(rank: int, ranks: int, codecs: dict[str, str], tolerance: float)
     assert "gathered again from this host" in traffic["kept copies"].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)
 def test_copies_inside_a_host_are_gathered_in_backward(codecs: dict[str, str], tolerance: float) -> None:
     run_ranks(keep_copies, 4, codecs, tolerance, fresh=True)

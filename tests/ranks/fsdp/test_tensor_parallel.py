@@ -165,6 +165,7 @@ def train_with_sharded_optimizer(rank: int, ranks: int) -> None:
         fsdp.ShardedOptimizer(styled.named_parameters(), torch.optim.SGD, group=group, lr=0.1)
 
 
+@pytest.mark.slow
 def test_sharded_optimizer_of_tensor_parallel_layers() -> None:
     run_ranks(train_with_sharded_optimizer, 4, fresh=True)
 

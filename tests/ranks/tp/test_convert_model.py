@@ -100,6 +100,7 @@ def compare_transformers_model(rank: int, ranks: int, kind: str) -> None:
         assert all(torch.equal(state_before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
 def test_models_of_transformers(kind: str) -> None:
     run_ranks(compare_transformers_model, 2, kind)

@@ -71,11 +71,12 @@ def compare_proposals(rank: int, ranks: int, families: tuple[str, ...]) -> None:
         compare_gradients(family, model, dense, state)
 
 
+@pytest.mark.slow
 def test_proposed_plans_give_the_dense_models_logits_and_gradients() -> None:
     run_ranks(compare_proposals, 2, ("granite", "olmo2", "distilbert", "gptj", "falcon"), timeout=120)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=pytest.mark.slow), "phi3"])
 def test_emulated_ranks_give_the_dense_models_logits(family: str) -> None:
     model = tiny_model(family)
     with torch.no_grad():

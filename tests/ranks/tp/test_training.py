@@ -82,7 +82,12 @@ def compare_gradients(rank: int, ranks: int, mode: str, codec: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "codec"),
-    [("checkpoint", "none"), ("checkpoint", "int8"), ("autocast", "int8"), ("compile", "int8")],
+    [
+        ("checkpoint", "none"),
+        ("checkpoint", "int8"),
+        ("autocast", "int8"),
+        pytest.param("compile", "int8", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_survive_checkpointing_autocast_and_compilation(mode: str, codec: str) -> None:
     run_ranks(compare_gradients, 2, mode, codec)
