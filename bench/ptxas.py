@@ -2,7 +2,8 @@
 
 It compiles csrc/cuda with nvcc's report; no device is needed. Occupancy is computed from registers and shared memory
 and the limits of a multiprocessor (CUDA's programming guide, table of compute capabilities). The JSON holds the
-maxima of each kernel family and the kernels that spill. The exit status is 1 if a kernel of the first tier spills; the
+maxima of each kernel family and the kernels that spill or have a stack, which is local memory: stores to it for every
+element took a sixth of a fused kernel's time, without a spill. The exit status is 1 if a kernel of the first tier spills; the
 steps of programs, which wait more than they compute, are not of it.
 """
 
@@ -192,10 +193,11 @@ def main() -> int:
     kernels = read()
     for kernel in kernels:
         if kernel["architecture"] == 90 or kernel["spills"]:
+            stack = f"  {kernel['stack']} bytes of stack" if kernel["stack"] else ""
             spills = f"  {kernel['spills']} bytes spilled" if kernel["spills"] else ""
             print(
                 f"sm_{kernel['architecture']:<4} {kernel['kernel']:<60} {kernel['registers']:>4} registers "
-                f"{kernel['shared']:>6} B shared  {kernel['occupancy']:>5.0%}{spills}"
+                f"{kernel['shared']:>6} B shared  {kernel['occupancy']:>5.0%}{stack}{spills}"
             )
     if options.json:
         options.json.write_text(output.format_json(summary(kernels)))
