@@ -2,9 +2,9 @@
 
 It compiles csrc/cuda with nvcc's report; no device is needed. Occupancy is computed from registers and shared memory
 and the limits of a multiprocessor (CUDA's programming guide, table of compute capabilities). The JSON holds the
-maxima of each kernel family and the kernels that spill or have a stack, which is local memory: stores to it for every
-element took a sixth of a fused kernel's time, without a spill. The exit status is 1 if a kernel of the first tier spills; the
-steps of programs, which wait more than they compute, are not of it.
+maxima of each kernel family and the kernels that spill or have a stack. A stack is local memory, too: stores to it for
+every element took a sixth of a fused kernel's time, without a spill. The exit status is 1 if a kernel of the first tier
+spills; the steps of programs, which wait more than they compute, are not of it.
 """
 
 from __future__ import annotations
