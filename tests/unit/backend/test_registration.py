@@ -66,6 +66,7 @@ def installed(folder: Path, init: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warnings_are_errors", [False, True])
 @pytest.mark.parametrize("how", BROKEN)
 def test_broken_installation_does_not_break_torch(

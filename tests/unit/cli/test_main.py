@@ -43,6 +43,7 @@ def test_python_m_dtcomm_is_the_same_and_loads_no_command() -> None:
     assert done.stdout.startswith("usage: dtcomm") and done.stdout.endswith("0 []\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [name for name in cli.COMMANDS if name not in ("perf", "tp", "coordinator")]
 )

@@ -62,7 +62,7 @@ def test_a_repeated_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(json.loads(state.read_text()).values()) == {"passed"}
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)])
 def test_a_repeated_step_leaves_out_tests_that_have_passed(
     workers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

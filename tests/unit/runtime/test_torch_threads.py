@@ -69,6 +69,7 @@ time.sleep(0.1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("thread", "expected"),
     [
