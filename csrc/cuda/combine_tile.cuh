@@ -221,7 +221,7 @@ constexpr bool kManyPasses = false;
 // The work of a vec8 in a granule that may be cut off, a tensor's last one, for any number of payloads. It is a call,
 // because large kernels take long to compile and would contain this code once more for each pass. In small ones a call
 // would take registers. It gets the tile and no reference to a position: with one, the caller kept every position in
-// local memory, and on an H200 these stores were two thirds of all that two_shot wrote.
+// local memory, and on an H200 these stores were two thirds of what two_shot in `int8` wrote.
 template <bool Encodes, bool Feedback, class Family, class Lanes>
 DTCOMM_NOINLINE void combine_cut_vec8(Lanes lanes, const KernelParams& params, const Family& family,
                                       std::uint64_t tile) {

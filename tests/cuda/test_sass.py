@@ -55,6 +55,21 @@ def test_no_kernel_uses_predicate_of_relu_minimum() -> None:
     assert wrong_instructions(Path(module.__file__), "-arch", "sm_90") == []
 
 
+@pytest.mark.slow
+def test_kernels_of_int8_keep_nothing_in_local_memory(tmp_path: Path) -> None:
+    """They stored each position there when its address was passed to the function for cut granules."""
+    if shutil.which("c++filt") is None:
+        pytest.skip("c++filt was not found; it comes with binutils")
+    try:
+        ptxas.tool("nvcc")
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    source = next(path for path in ptxas.instantiations(tmp_path) if path.name == "codec_int8_32.cu")
+    kernels = ptxas.compile_one(source, 90)
+    assert any("reduce 8" in kernel["kernel"] for kernel in kernels)
+    assert {kernel["kernel"]: kernel["stack"] for kernel in kernels if kernel["stack"]} == {}
+
+
 def test_search_finds_what_ptxas_makes_of_a_clamp(tmp_path: Path) -> None:
     """With a compiler in which this fails, the search above is no longer needed."""
     try:

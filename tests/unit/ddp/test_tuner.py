@@ -74,6 +74,17 @@ def test_a_plan_that_is_much_faster_is_chosen_within_150_steps(name: str) -> Non
     assert max(run.steps for run in runs) < 150
 
 
+def test_one_slow_step_does_not_decide_the_selection() -> None:
+    """The step is the second in which the selection tries the faster codec."""
+    seconds = {"plain": 1.0, "none": 1.0, "fp8_e4m3": 0.8, "int8": 0.7}
+    undisturbed = simulate(seconds, Noise(0.0), 0, steps=200)
+    second = [step for step, name in enumerate(undisturbed.used) if name == "int8"][1]
+    assert (
+        simulate(seconds, Noise(0.0), 0, steps=200, slow_steps={"int8": [second]}, slow_factor=5).choice
+        == "int8"
+    )
+
+
 def test_of_plans_that_are_equally_fast_the_one_with_the_least_error_is_chosen() -> None:
     seconds = {"plain": 1.0, "none": 1.0, "int8": 0.50, "int8:block=1024": 0.505}
     assert simulate(seconds, Noise(0.0), 0, steps=200).choice == "int8"
