@@ -56,8 +56,11 @@ def test_no_kernel_uses_predicate_of_relu_minimum() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_of_int8_keep_nothing_in_local_memory(tmp_path: Path) -> None:
-    """They stored each position there when its address was passed to the function for cut granules."""
+def test_kernels_of_int8_stay_in_registers_and_leave_room_for_four_blocks(tmp_path: Path) -> None:
+    """They stored each position in local memory when its address was passed to a function for cut granules.
+
+    While that function was called, sums of eight payloads took 76 to 80 registers, which leave room for three blocks.
+    """
     if shutil.which("c++filt") is None:
         pytest.skip("c++filt was not found; it comes with binutils")
     try:
@@ -68,6 +71,8 @@ def test_kernels_of_int8_keep_nothing_in_local_memory(tmp_path: Path) -> None:
     kernels = ptxas.compile_one(source, 90)
     assert any("reduce 8" in kernel["kernel"] for kernel in kernels)
     assert {kernel["kernel"]: kernel["stack"] for kernel in kernels if kernel["stack"]} == {}
+    of_eight = {kernel["kernel"]: kernel["registers"] for kernel in kernels if " 8" in kernel["kernel"]}
+    assert {name: registers for name, registers in of_eight.items() if registers > 64} == {}
 
 
 def test_search_finds_what_ptxas_makes_of_a_clamp(tmp_path: Path) -> None:
