@@ -58,7 +58,10 @@ PAGES: list[tuple[Path, str, Callable[..., str], tuple[str, ...]]] = [
         tuple(f"reliability/{name}" for name in reliability.NAMES),
     ),
     (pages.DOCS / "results/codecs.md", "quality", quality.page, ("quality", "kernels")),
-    (pages.DOCS / "results/partial-sums.md", "partial_sums", partial_sums.page, ("partial_sums",)),
+    *(
+        (pages.DOCS / "results/partial-sums.md", name, partial_sums.page, (name,))
+        for name in partial_sums.RESULTS
+    ),
     (pages.DOCS / "results/partial-sums.md", "two_shot_error", two_shot_error.page, ("two_shot_error",)),
     (
         pages.DOCS / "results/convergence.md",

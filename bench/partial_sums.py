@@ -1,6 +1,6 @@
 """Measure the error of all-reduces by the number of partial sums: every codec, 1 to 64 ranks, ring, tree and two shots.
 
-python -m bench.partial_sums [--ranks 1 2 4 8 16 32 64] [--codecs SPECS] [--json FILE]
+python -m bench.partial_sums [--workload text] [--ranks 1 2 4 8 16 32 64] [--codecs SPECS] [--json FILE]
 
 A small GPT is trained for 160 steps on the source of Python's standard library. In three steps two kinds of tensors are
 recorded: the gradients of 64 ranks, each of a batch of its own, and the activations that 64 ranks of tensor parallelism
@@ -11,21 +11,26 @@ Each kind is summed by the native engine, whose ranks are stepped in one thread,
 is the sum of squared errors over the sum of squares of the sum, over all matrices of at least 1024 elements, which are
 what the DDP hook compresses; each travels on blocks of its own. There is no error feedback. "1 rank" is one encoding.
 The plot goes to docs/results/partial-sums.png, and `bench.pages` writes the tables. It takes 20 minutes of one core.
+
+With ``--workload`` the tensors are those of a workload of `bench.workloads`, trained as there and uncompressed: 4,096
+elements from the middle of each matrix, at a twentieth of the steps, half of them and the last. Activations are the
+text workload's alone, whose model has row-parallel layers. It takes 30 minutes for text, and 10 for the others.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from bench.common import machine, output, pages
-from bench.training.tasks import TASKS
+from bench.training.recording import Recorded, Tensors, record, record_workload
+from bench.training.tasks import Unavailable
+from bench.training.units import WORKLOADS
 from dtcomm import algorithms
 from dtcomm.cli.codecs.main import default_codecs
 from dtcomm.codecs import Codec, codec
@@ -34,8 +39,9 @@ from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
+WORKLOAD_RANKS = (1, 8, 64)
+RESULTS = ("partial_sums", *(f"partial_sums_{workload}" for workload in WORKLOADS))
 ALGORITHMS = ("two_shot", "tree", "ring")
-STEPS, MIDDLE = (8, 80, 159), 80
 EXTRA = (
     "int7:block=128",
     "int6:block=128",
@@ -56,65 +62,6 @@ DYNAMIQ = {"LLaMA 1B, MMLU": 9.6e-4, "Gemma 1B, chat": 1.2e-3, "LLaMA 1B, chat":
 #: Widths of a ring's encodings of `intv`: of the first half of the hops, of the others, and of the complete sum. All
 #: put equally many bytes on the wire, half of which carry the complete sum.
 HOP_WIDTHS = ((5, 5, 5), (4, 6, 5), (3, 7, 5), (6, 6, 6), (5, 7, 6))
-KINDS = ("gradients", "activations")
-ROW_PARALLEL = ("projection", "down")  # layers whose outputs are sums over the ranks of tensor parallelism
-
-Tensors = list[dict[str, torch.Tensor]]  # by rank and name
-Recorded = dict[str, dict[int, Tensors]]  # by kind and step
-
-
-def record(steps: Sequence[int] = STEPS, ranks: int = max(RANKS)) -> Recorded:
-    """Train, and return by kind and step what all ranks sum; four ranks' mean gradient is applied."""
-    task = TASKS["gpt"]
-    torch.manual_seed(0)
-    model = task.model()
-    names = [name for name, p in model.named_parameters() if p.ndim >= 2 and p.numel() >= 1024]
-    optimizer = task.optimizer(list(model.parameters()))
-    recorded: Recorded = {kind: {} for kind in KINDS}
-    for step in range(max(steps) + 1):
-        if step in steps:
-            recorded["activations"][step] = row_parallel_terms(model, task.batch(0, step, 0)[0], ranks)
-        mean: list[torch.Tensor] = []
-        for rank in range(ranks if step in steps else 4):
-            gradients = torch.autograd.grad(
-                task.loss(model, task.batch(0, step, rank)), list(model.parameters())
-            )
-            by_name = dict(zip((name for name, _ in model.named_parameters()), gradients, strict=True))
-            if step in steps:
-                own = {name: by_name[name].flatten() for name in names}
-                recorded["gradients"].setdefault(step, []).append(own)
-            if rank < 4:
-                mean = [a + b / 4 for a, b in zip(mean or [torch.zeros(())] * len(gradients), gradients)]
-        for parameter, gradient in zip(model.parameters(), mean, strict=True):
-            parameter.grad = gradient
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate_at(step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return recorded
-
-
-@torch.no_grad()
-def row_parallel_terms(model: nn.Module, batch: torch.Tensor, ranks: int) -> Tensors:
-    """Return by rank and layer what tensor parallelism would sum: the rank's share of the inputs times its weights."""
-    terms: Tensors = [{} for _ in range(ranks)]
-
-    def keep(name: str, layer: nn.Linear, inputs: torch.Tensor) -> None:
-        shares = inputs.flatten(0, -2).chunk(ranks, -1)
-        for own, share, weights in zip(terms, shares, layer.weight.chunk(ranks, 1), strict=True):
-            own[name] = (share @ weights.T).flatten()
-
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda layer, arguments, name=name: keep(name, cast(nn.Linear, layer), arguments[0])
-        )
-        for name, layer in model.named_modules()
-        if name.rpartition(".")[2] in ROW_PARALLEL
-    ]
-    model(batch)
-    for hook in hooks:
-        hook.remove()
-    return terms
 
 
 @dataclass(frozen=True)
@@ -140,14 +87,20 @@ def sum_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def terms_of(recorded: Recorded, rank_counts: Sequence[int]) -> dict[tuple[str, int, int], Terms]:
-    """Return the terms by kind, step and number of ranks: once for all codecs."""
+    """Return the terms by kind, step and number of ranks: once for all codecs. All ranks are in the middle step."""
     few = min(8, max(rank_counts))
     return {
         (kind, step, ranks): Terms.of(of_ranks(recorded, kind, step, ranks))
-        for kind in KINDS
-        for step in STEPS
-        for ranks in (rank_counts if step == MIDDLE else (few,))
+        for kind, of_kind in recorded.items()
+        for step in of_kind
+        for ranks in (rank_counts if step == middle(of_kind) else (few,))
     }
+
+
+def middle(steps: Iterable[int]) -> int:
+    """Return the median of an odd number of steps."""
+    ordered = sorted(steps)
+    return ordered[len(ordered) // 2]
 
 
 def of_ranks(recorded: Recorded, kind: str, step: int, ranks: int) -> Tensors:
@@ -225,28 +178,31 @@ def codecs() -> list[str]:
     return list(dict.fromkeys([*lossy, *EXTRA]))
 
 
-def measure(specs: Sequence[str], rank_counts: Sequence[int]) -> dict[str, Any]:
+def measure(specs: Sequence[str], rank_counts: Sequence[int], recorded: Recorded) -> dict[str, Any]:
     """Return the rows of the tables."""
-    terms = terms_of(record(ranks=max(rank_counts)), rank_counts)
+    terms = terms_of(recorded, rank_counts)
+    steps = sorted(recorded["gradients"])
     rows: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
-    for kind in KINDS:
+    for kind in recorded:
         for spec in specs:
-            rows += measure_codec(spec, terms, kind, rank_counts)
-            layers += measure_layers(spec, terms, kind, min(8, max(rank_counts)))
+            rows += measure_codec(spec, terms, kind, middle(steps), rank_counts)
+            layers += measure_layers(spec, terms, kind, steps, min(8, max(rank_counts)))
             print(f"{kind}, {spec}: {rows[-1]['vnmse']:.2e}, {rows[-1]['ranks']} ranks, ring", flush=True)
     hops = [
         row
         for ranks in (8, 64)
         if ranks in rank_counts
-        for row in measure_hops(terms["gradients", MIDDLE, ranks], ranks)
+        for row in measure_hops(terms["gradients", middle(steps), ranks], ranks)
     ]
-    few = min(rank_counts)
-    numel = {kind: sum(x.numel() for x in terms[kind, MIDDLE, few].exact.values()) for kind in KINDS}
+    numel = {
+        kind: sum(x.numel() for x in terms[kind, middle(steps), min(rank_counts)].exact.values())
+        for kind in recorded
+    }
     return {
         "numel": numel,
-        "steps": list(STEPS),
-        "step": MIDDLE,
+        "steps": steps,
+        "step": middle(steps),
         "rows": rows,
         "layers": worst_matrices(layers),
         "hops": hops,
@@ -254,17 +210,17 @@ def measure(specs: Sequence[str], rank_counts: Sequence[int]) -> dict[str, Any]:
 
 
 def measure_codec(
-    spec: str, terms: dict[tuple[str, int, int], Terms], kind: str, rank_counts: Sequence[int]
+    spec: str, terms: dict[tuple[str, int, int], Terms], kind: str, step: int, rank_counts: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return a codec's errors by algorithm and number of ranks, in the middle of the training."""
+    """Return a codec's errors in a step by algorithm and number of ranks."""
     layout, rows = codec(spec), []
-    numels = [x.numel() for x in terms[kind, MIDDLE, rank_counts[0]].exact.values()]
+    numels = [x.numel() for x in terms[kind, step, rank_counts[0]].exact.values()]
     bits = round(8 * sum(map(layout.wire_bytes, numels)) / sum(numels), 3)
     for algorithm in ALGORITHMS:
         for ranks in rank_counts:
             if ranks == 1 and algorithm != ALGORITHMS[0]:
                 continue
-            error = vnmse(squares(layout, algorithm, terms[kind, MIDDLE, ranks]))
+            error = vnmse(squares(layout, algorithm, terms[kind, step, ranks]))
             what = "one encoding" if ranks == 1 else algorithm
             row = {
                 "recorded": kind,
@@ -279,11 +235,11 @@ def measure_codec(
 
 
 def measure_layers(
-    spec: str, terms: dict[tuple[str, int, int], Terms], kind: str, ranks: int
+    spec: str, terms: dict[tuple[str, int, int], Terms], kind: str, steps: Sequence[int], ranks: int
 ) -> list[dict[str, Any]]:
     """Return a codec's errors in two shots by matrix and step; matrix "all" is all of them together."""
     rows = []
-    for step in STEPS:
+    for step in steps:
         of_matrices = squares(codec(spec), "two_shot", terms[kind, step, ranks])
         for name, pair in {**of_matrices, "all": None}.items():
             error = vnmse(of_matrices) if pair is None else vnmse({name: pair})
@@ -327,6 +283,11 @@ def measure_hops(terms: Terms, ranks: int) -> list[dict[str, Any]]:
     return rows
 
 
+def kinds(result: dict[str, Any]) -> list[str]:
+    """Return the kinds of tensors that were recorded."""
+    return list(dict.fromkeys(row["recorded"] for row in result["rows"]))
+
+
 def page(result: dict[str, Any]) -> str:
     """Return the tables of docs/results/partial-sums.md."""
     counts = sorted({row["ranks"] for row in result["rows"]} - {1})
@@ -335,10 +296,14 @@ def page(result: dict[str, Any]) -> str:
     bits = {row["codec"]: row["bits"] for row in result["rows"]}
     specs = sorted(bits, key=lambda spec: (-bits[spec], spec))
     text = []
-    for kind in KINDS:
+    for kind in kinds(result):
         text += [f"{kind.capitalize()}:", "", _table(result, kind, specs, shown), ""]
     text += [f"The fewest bits of a codec whose vNMSE is at most {TARGET:.0e}, and the codec:", ""]
-    text += [_fewest_bits(result, shown), "", "DynamiQ, published, at 5 bits:", ""]
+    text += [_fewest_bits(result, shown), ""]
+    if "workload" in result:
+        text += [f"Over the training, two shots of {few} ranks:", "", _by_step(result, specs)]
+        return "\n".join(text)
+    text += ["DynamiQ, published, at 5 bits:", ""]
     text += [pages.markdown(list(DYNAMIQ), [[_number(value) for value in DYNAMIQ.values()]]), ""]
     text += ["Widths that vary (`intv`) beside fixed ones, on gradients:", ""]
     widths = [spec for spec in specs if spec in WIDTHS]
@@ -350,7 +315,7 @@ def page(result: dict[str, Any]) -> str:
     ]
     text += [_hops(result), "", f"Over the training, two shots of {few} ranks:", ""]
     text += [_by_step(result, specs), "", f"By matrix and step, two shots of {few} ranks:"]
-    for kind in KINDS:
+    for kind in kinds(result):
         text += ["", _by_matrix(result, kind)]
     return "\n".join(text)
 
@@ -378,7 +343,7 @@ def _table(result: dict[str, Any], kind: str, specs: Sequence[str], shown: Seque
 
 def _fewest_bits(result: dict[str, Any], shown: Sequence[tuple[str, int]]) -> str:
     lines = []
-    for kind in KINDS:
+    for kind in kinds(result):
         cells = []
         for what, ranks in shown:
             reaching = [
@@ -409,7 +374,7 @@ def _hops(result: dict[str, Any]) -> str:
 def _by_step(result: dict[str, Any], specs: Sequence[str]) -> str:
     """Return for every codec the error of each step, and of the worst matrix in any."""
     columns, lines = ["codec"], {spec: [f"`{spec}`"] for spec in specs}
-    for kind in KINDS:
+    for kind in kinds(result):
         columns += [f"{kind}, step {step}" for step in result["steps"]] + [f"{kind}, worst matrix"]
         rows = [row for row in result["layers"] if row["recorded"] == kind]
         by_step = {(row["codec"], row["step"]): row["vnmse"] for row in rows if row["layer"] == "all"}
@@ -444,11 +409,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     from dtcomm.cli._plot import COLOURS, INK, STYLE
 
+    rows = kinds(result)
     with pyplot.rc_context(STYLE):
         figure, grid = pyplot.subplots(
-            len(KINDS), len(ALGORITHMS), figsize=(11, 7), sharex=True, sharey=True, squeeze=False
+            len(rows), len(ALGORITHMS), figsize=(11, 7), sharex=True, sharey=True, squeeze=False
         )
-        for kind, panels in zip(KINDS, grid, strict=True):
+        for kind, panels in zip(rows, grid, strict=True):
             for axes, algorithm in zip(panels, ALGORITHMS, strict=True):
                 for colour, spec in zip(COLOURS, SHOWN):
                     points = [
@@ -478,17 +444,29 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
+    parser.add_argument("--workload", choices=list(WORKLOADS), help="instead of the small GPT")
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 1 to 64; of a workload 1, 8 and 64")
     parser.add_argument("--codecs", nargs="+", default=codecs())
     parser.add_argument(
-        "--json", help="where to write instead of bench/results/partial_sums.json (then no plot)"
+        "--json",
+        help="where to write instead of bench/results/partial_sums.json or partial_sums_WORKLOAD.json (then no plot)",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    result = {"machine": machine.describe(), **measure(options.codecs, options.ranks)}
+    rank_counts = options.ranks or list(WORKLOAD_RANKS if options.workload else RANKS)
+    name, settings = "partial_sums", {}
+    try:
+        if options.workload:
+            name, settings = f"partial_sums_{options.workload}", {"workload": options.workload}
+            recorded = record_workload(WORKLOADS[options.workload], max(rank_counts))
+        else:
+            recorded = record(ranks=max(rank_counts))
+    except Unavailable as error:
+        parser.error(str(error))
+    result = {"machine": machine.describe(), **settings, **measure(options.codecs, rank_counts, recorded)}
     print(page(result))
-    print(output.write("partial_sums", result, options.json, timed=False))
-    if options.json is None:
+    print(output.write(name, result, options.json, timed=False))
+    if options.json is None and not options.workload:
         plot(result, pages.DOCS / "results" / "partial-sums.png")
     return result
 

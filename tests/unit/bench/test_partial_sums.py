@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from bench import partial_sums
+from bench.training import recording
+from bench.training.recommendation import RECOMMENDATION
 from dtcomm.codecs import codec
 
 
-def gradients(ranks: int) -> partial_sums.Tensors:
+def gradients(ranks: int) -> recording.Tensors:
     generator = torch.Generator().manual_seed(0)
     return [
         {name: torch.randn(numel, generator=generator) for name, numel in (("a", 3000), ("b", 1100))}
@@ -53,7 +55,7 @@ def test_activations_of_fewer_ranks_are_sums_of_shares_and_add_up_to_the_layers_
     block = torch.nn.Sequential()
     block.add_module("down", torch.nn.Linear(64, 32, bias=False))
     inputs = torch.randn(3, 5, 64)
-    recorded = {"activations": {0: partial_sums.row_parallel_terms(block, inputs, 16)}}
+    recorded = {"activations": {0: recording.row_parallel_terms(block, inputs, 16)}}
     for ranks in (1, 4, 16):
         terms = partial_sums.of_ranks(recorded, "activations", 0, ranks)
         assert len(terms) == ranks
@@ -61,6 +63,33 @@ def test_activations_of_fewer_ranks_are_sums_of_shares_and_add_up_to_the_layers_
         torch.testing.assert_close(total, block(inputs).flatten())
     (shares,) = (own["down"] for own in partial_sums.of_ranks(recorded, "activations", 0, 16)[:1])
     torch.testing.assert_close(shares, (inputs[..., :4] @ block.down.weight[:, :4].T).flatten())
+
+
+def test_pieces_of_activations_are_those_of_some_rows() -> None:
+    torch.manual_seed(0)
+    block = torch.nn.Sequential()
+    block.add_module("projection", torch.nn.Linear(64, 32, bias=False))
+    inputs = torch.randn(3, 5, 64)
+    terms = recording.row_parallel_terms(block, inputs, 4, piece=96)
+    total = sum(own["projection"] for own in terms)
+    torch.testing.assert_close(total, block(inputs).flatten(0, 1)[7:10].flatten())
+
+
+def test_a_workload_is_trained_and_recorded_early_in_the_middle_and_at_its_end() -> None:
+    recorded = recording.record_workload(RECOMMENDATION.shortened(20), ranks=3, piece=2048)
+    assert list(recorded) == ["gradients"] and sorted(recorded["gradients"]) == [0, 9, 19]
+    for of_ranks in recorded["gradients"].values():
+        assert len(of_ranks) == 3
+        names = set(of_ranks[0])
+        assert len(names) > 1 and all(set(own) == names for own in of_ranks)
+        assert max(x.numel() for x in of_ranks[0].values()) == 2048
+        assert not any(torch.equal(of_ranks[0][name], of_ranks[1][name]) for name in names)
+    early, late = (recorded["gradients"][step][0] for step in (0, 19))
+    assert not any(torch.equal(early[name], late[name]) for name in early)
+    result = partial_sums.measure(["int8", "intv"], [1, 2], recorded)
+    assert result["steps"] == [0, 9, 19] and result["step"] == 9 and not result["hops"]
+    written = partial_sums.page({"workload": "recommendation", **result})
+    assert "| `intv` | 5.25" in written and "gradients, step 19" in written and "DynamiQ" not in written
 
 
 def test_a_ring_whose_hops_have_one_codec_has_the_error_of_the_engines_ring() -> None:
