@@ -22,6 +22,8 @@ FOLDER = output.RESULTS / "reliability"
 NOT_IMPORTED = (
     *("_message_codec.py", "batch_norm.py", "cli", "context_parallel", "ddp", "fsdp"),
     *("mesh", "moe", "pipeline", "planner/job"),
+    # What ``dtcomm plan`` alone uses of the planner.
+    *("planner/core_costs.py", "planner/sweep.py", "planner/training_model.py"),
     # The links of benchmarks and of tests.
     *("measure/netns.py", "measure/delayed_link.py"),
 )

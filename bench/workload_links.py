@@ -6,12 +6,12 @@ Two ranks run in two network namespaces connected by a link of the given rate (n
 of a step's samples; DDP overlaps communication with backward. A step is forward, backward and the optimizer's. "none"
 is DDP without a hook, "compute" DDP with torch's hook that sends nothing, so that it has what DDP itself costs; "auto"
 chooses from none, fp16, int8 and int4. Contestants take turns of two steps; the second is timed, since in training a
-step follows one of the same model too. Beside each is what ``dtcomm plan`` predicts from the time of "compute" and the
-link.
+step follows one of the same model too.
 
-docs/results/workloads.md combines these steps with the numbers of steps of bench.workloads. Methods without feedback
-and with a frozen variance are not measured: their steps take what those of the same method take. It takes about 2
-minutes for each workload and rate.
+docs/results/workloads.md combines these steps with the numbers of steps of bench.workloads, and compares them with what
+``dtcomm plan`` predicts from the time of "compute" and the link. Methods without feedback and with a frozen variance
+are not measured: their steps take what those of the same method take. It takes about 2 minutes for each workload and
+rate.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class LinkRank:
         self.state: Any = None  # of "auto"
         self.steps: dict[str, int] = {}
 
-    def build(self, name: str) -> int:
-        """Build the model of a contestant; return the number of its parameters."""
+    def build(self, name: str) -> None:
+        """Build the model of a contestant."""
         import dtcomm.ddp
 
         torch.manual_seed(0)
@@ -113,7 +113,6 @@ class LinkRank:
             spec = variant.method.spec.replace("warmup=100", "warmup=0")
             feedback = variant.method.feedback if variant.feedback else False
             dtcomm.ddp.compress(model, spec, sample_every=0, feedback=feedback, algorithm=ALGORITHM)
-        return sum(parameter.numel() for parameter in parameters)
 
     def step(self, name: str) -> float:
         """Return the seconds of a step."""
@@ -148,10 +147,9 @@ def measure(
         with Pool(
             LinkRank, RANKS, timeout=300, store_file=store_file, namespaces=namespaces, workload=workload.name
         ) as pool:
-            parameters = 0
             for name in contestants:
                 print(f"{workload.name}, {gbit:g} Gbit/s: {name}", file=sys.stderr, flush=True)
-                parameters = pool.call("build", name=name)[0]
+                pool.call("build", name=name)
                 for _ in range(3):  # DDP rebuilds its buckets after the first
                     pool.call("step", name=name)
             chosen = ""
@@ -171,7 +169,6 @@ def measure(
                 last += time.monotonic()
     timings = {name: Timing.of(taken) for name, taken in times.items()}
     base = timings["none"].median
-    predicted = predictions(parameters, timings[COMPUTE].median, gbit, names)
     return [
         {
             "workload": workload.name,
@@ -179,7 +176,6 @@ def measure(
             "name": name,
             "ms": round(timing.median * 1e3, 2),
             "faster": round(base / timing.median, 3),
-            **({"predicted": predicted[name]} if name in predicted else {}),
             **({"chosen": chosen or "nothing yet"} if name == AUTO else {}),
             **timing.as_dict(),
         }
@@ -190,7 +186,7 @@ def measure(
 def predictions(parameters: int, compute: float, gbit: float, names: list[str]) -> dict[str, float]:
     """Return by variant how many times faster its step is than an uncompressed one, as ``dtcomm plan`` predicts.
 
-    PowerSGD and DGC have no prediction: the planner knows codecs.
+    PowerSGD, DGC and EF21 have no prediction: the planner knows codecs.
 
     Args:
         parameters: Number of parameters.
@@ -202,6 +198,8 @@ def predictions(parameters: int, compute: float, gbit: float, names: list[str]) 
     for name in names:
         variant = VARIANTS[name]
         spec = variant.hook or variant.method.spec
+        if variant.method.feedback != "residual":
+            continue
         try:
             specs[name] = str(codec(spec))
         except ValueError:
@@ -243,13 +241,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             rows += measured
             output.table(
                 f"a step of {workload.name}, {RANKS} ranks, {gbit:g} Gbit/s",
-                ["", "ms", "faster", "predicted"],
+                ["", "ms", "faster"],
                 [
                     [
                         row["name"] + (f": {row['chosen']}" if "chosen" in row else ""),
                         f"{row['ms']:,.1f}",
                         f"{row['faster']:.2f}x",
-                        f"{row['predicted']:.2f}x" if "predicted" in row else "",
                     ]
                     for row in measured
                 ],

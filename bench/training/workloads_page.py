@@ -28,7 +28,7 @@ from bench.training.units import (
     tried_rates,
 )
 from bench.training.workload import OPTIMIZERS, Workload
-from bench.workload_links import AUTO, RANKS, timed_as
+from bench.workload_links import AUTO, COMPUTE, RANKS, predictions, timed_as
 from dtcomm.planner.sweep import MIN_SPEEDUP
 
 Entry = Mapping[str, Any]
@@ -230,10 +230,13 @@ class TimeToLoss:
         return statistics.median(self.times) if self.times else math.inf
 
 
-def link_lines(kept: Kept, workload: Workload, rows: Iterable[Entry]) -> list[list[str]]:
+def link_lines(
+    kept: Kept, workload: Workload, rows: Iterable[Entry], predicted: Mapping[str, float]
+) -> list[list[str]]:
     """Return the lines of the table of a workload and a link, fastest first, those that do not reach the loss last.
 
     Times are compared as the steps were measured: a step by its ratio to the uncompressed step of the same run.
+    ``predicted`` is the planner's ratio, by the variant whose steps are measured.
     """
     listed = list(rows)
     of_name = {row["name"]: row for row in listed}
@@ -257,7 +260,8 @@ def link_lines(kept: Kept, workload: Workload, rows: Iterable[Entry]) -> list[li
     lines = []
     for time in sorted(times, key=lambda time: time.median):
         name, row = time.name, time.row
-        planned = f"{row['predicted']:.2f}×, {verdict(row['predicted'])}" if "predicted" in row else "–"
+        gain = predicted.get(row["name"])
+        planned = f"{gain:.2f}×, {verdict(gain)}" if gain is not None else "–"
         cells = ["not reached", "", "", "does not pay"]
         if time.times:
             low, high = f"{1 / time.slowest:.2f}", f"{1 / time.fastest:.2f}"
@@ -303,11 +307,31 @@ def losers(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     return missed, [name for name in later if name not in ("none (fp32)", *SIXTEEN_BITS)]
 
 
-def agreement(lines: Sequence[Sequence[str]]) -> tuple[int, int]:
-    """Return in how many rows the planner's verdict is the measured one, and how many rows have both."""
+def verdicts(lines: Sequence[Sequence[str]]) -> str:
+    """Return a sentence about the planner's verdicts beside the measured ones.
+
+    The planner predicts steps. Of a method that does not reach the loss it cannot know that, so these are counted
+    apart.
+    """
     planned, measured = (LINK_COLUMNS.index(name) for name in ("planner, by step", "measured, to the loss"))
-    judged = [line for line in lines if "–" not in (line[planned], line[measured]) and line[measured]]
-    return sum(line[planned].endswith(f", {line[measured]}") for line in judged), len(judged)
+    judged = [line for line in lines if "–" not in (line[planned], line[measured])]
+    right = [line for line in judged if line[planned].endswith(f", {line[measured]}")]
+    reached, never = (
+        [line for line in judged if (line[3] == "not reached") == missed] for missed in (False, True)
+    )
+    return (
+        f"The planner's verdict is the measured one in {sum(line in right for line in reached)} of {len(reached)} rows "
+        f"that reach the loss, and in {sum(line in right for line in never)} of {len(never)} that do not."
+    )
+
+
+def prediction_errors(rows: Iterable[Entry], predicted: Mapping[str, float]) -> list[float]:
+    """Return by how much, relative to it, the planner's gain of each measured step is too great."""
+    return [
+        predicted[row["name"]] / row["faster"] - 1
+        for row in rows
+        if row["name"] in predicted and row["name"] != BASELINE
+    ]
 
 
 def read(program: str) -> dict[str, Any]:
@@ -356,18 +380,24 @@ def _of_workload(kept: Kept, workload: Workload, links: Mapping[str, Any]) -> li
     for optimizer in sorted(OPTIMIZERS, key=lambda name: name != workload.optimizer):
         if kept.variants(workload.name, optimizer):
             parts += [f"### {_OPTIMIZERS[optimizer]}", quality_table(kept, workload, optimizer)]
-    rows = [row for row in links["rows"] if row["workload"] == workload.name]
-    for gbit in sorted({row["gbit"] for row in rows}):
-        lines = link_lines(kept, workload, [row for row in rows if row["gbit"] == gbit])
+    all_rows = [row for row in links["rows"] if row["workload"] == workload.name]
+    for gbit in sorted({row["gbit"] for row in all_rows}):
+        rows = [row for row in all_rows if row["gbit"] == gbit]
+        compute = next(row["ms"] for row in rows if row["name"] == COMPUTE) * 1e-3
+        names = [row["name"] for row in rows if row["name"] in VARIANTS]
+        predicted = predictions(entries[0]["parameters"], compute, gbit, names)
+        lines = link_lines(kept, workload, rows, predicted)
         if not lines:
             continue
         parts += [f"### Time to the loss at {gbit:g} Gbit/s, {_OPTIMIZERS[workload.optimizer]}, 2 workers"]
         parts.append(pages.markdown(LINK_COLUMNS, lines, aligned=True))
         missed, later = losers(lines)
-        right, judged = agreement(lines)
+        errors = prediction_errors(rows, predicted)
         parts.append(
             f"Not reached by: {'; '.join(missed) or 'none'}. Later than torch's better 16-bit hook: "
-            f"{'; '.join(later) or 'none'}. The planner's verdict is the measured one in {right} of {judged} rows."
+            f"{'; '.join(later) or 'none'}. {verdicts(lines)} Its gains of the steps are wrong by "
+            f"{100 * statistics.median(map(abs, errors)):.0f} % in the median, and by {100 * min(errors):+.0f} to "
+            f"{100 * max(errors):+.0f} %."
         )
     return parts
 

@@ -5,6 +5,9 @@ are sent one after the other, each when it is ready and the previous one is comp
 both the backward pass and the last bucket are complete; ``rest`` is the optimizer and whatever else precedes the next
 backward pass.
 
+**Cores.** CPU ranks compute and communicate on the same cores. What a message takes of them is added to computing, so
+that the buckets that follow are ready later, and a message cannot take less time than it takes of a core.
+
 **Time of FSDP.** A *unit* is what is gathered at once: a layer. A unit's parameters are gathered before its forward and
 again before its backward, one unit ahead of the computation, and its gradients are reduce-scattered after its backward.
 Gathers and reductions share the links, so they take place one after the other, in the order in which they are issued.
@@ -79,19 +82,38 @@ def even_buckets(
     return buckets, 0.0
 
 
-def replay(buckets: Sequence[Bucket], rest: float, seconds: Callable[[Bucket], float]) -> TrainingStep:
-    """Return the step if ``seconds(bucket)`` is the time of each bucket's communication."""
-    free = total = 0.0
+def replay(
+    buckets: Sequence[Bucket],
+    rest: float,
+    seconds: Callable[[Bucket], float],
+    delay: Callable[[Bucket], float] = lambda bucket: 0.0,
+) -> TrainingStep:
+    """Return a step of DDP.
+
+    Args:
+        buckets: The buckets, in the order in which they become ready.
+        rest: Seconds of computing after the last bucket.
+        seconds: Returns the time of a bucket's communication.
+        delay: Returns the seconds by which a bucket's communication delays computing.
+    """
+    free = total = delayed = 0.0
     for bucket in buckets:
         duration = seconds(bucket)
         total += duration
-        free = max(free, bucket.ready) + duration
+        free = max(free, bucket.ready + delayed) + duration
+        delayed += delay(bucket)
     ready = max((bucket.ready for bucket in buckets), default=0.0)
-    return TrainingStep(seconds=max(free, ready) + rest, compute=ready + rest, communication=total)
+    return TrainingStep(seconds=max(free, ready + delayed) + rest, compute=ready + rest, communication=total)
 
 
 def replay_sharded(
-    layers: int, forward: float, backward: float, gather: float, reduce: float
+    layers: int,
+    forward: float,
+    backward: float,
+    gather: float,
+    reduce: float,
+    gather_delay: float = 0.0,
+    reduce_delay: float = 0.0,
 ) -> TrainingStep:
     """Return a step of FSDP with equal units.
 
@@ -101,6 +123,8 @@ def replay_sharded(
         backward: Seconds of a unit's backward.
         gather: Seconds of the all_gather of a unit's parameters.
         reduce: Seconds of the reduce_scatter of a unit's gradients.
+        gather_delay: Seconds by which a gather delays the computing that it overlaps with.
+        reduce_delay: Seconds by which a reduction does.
     """
     link_free = computed = started = 0.0
 
@@ -109,17 +133,22 @@ def replay_sharded(
         link_free = max(link_free, issued) + seconds
         return link_free
 
-    for _ in range(layers):
+    for unit in range(layers):
         # Issued as the previous unit's forward starts.
         gathered = send(started, gather)
         started = max(computed, gathered)
         computed = started + forward
+        if unit + 1 < layers:  # the next unit is gathered meanwhile
+            computed += gather_delay
     gathered = send(computed, gather)
     for unit in range(layers):
         started = max(computed, gathered)
+        computed = started + backward
         if unit + 1 < layers:
             gathered = send(started, gather)
-        computed = started + backward
+            computed += gather_delay
+        if unit > 0:
+            computed += reduce_delay
         send(computed, reduce)
     return TrainingStep(
         seconds=max(computed, link_free),

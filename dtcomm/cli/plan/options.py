@@ -205,6 +205,13 @@ def parse(argv: list[str] | None) -> PlanOptions:
         help="network ports of a host (default: the system's; 1 with --between)",
     )
     add(
+        "--cores",
+        metavar="N",
+        type=count_argument(1),
+        help="cores of a host, on which its CPU ranks compute and communicate (default: one for each rank; for local, "
+        "this machine's)",
+    )
+    add(
         "--table",
         metavar="FILE",
         type=Path,
@@ -411,13 +418,17 @@ def _system(arguments: argparse.Namespace) -> System:
             f"--between {arguments.between}: all {per_host} ranks are on one host; valid with --hosts 2 or more, or a "
             "--per-host below --ranks"
         )
-    system = replace(system, hosts=hosts, per_host=per_host)
+    if arguments.cores is not None and system.device.generation:
+        raise ValueError(
+            f"--cores {arguments.cores}: only valid for CPU ranks; the device is {system.device.name}"
+        )
+    system = replace(system, hosts=hosts, per_host=per_host, cores=arguments.cores or system.cores)
     if system.name != "local" or system.device.generation:
         return system
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_host
     return replace(
         system,
-        cores=len(os.sched_getaffinity(0)),
+        cores=arguments.cores or len(os.sched_getaffinity(0)),
         device=replace(system.device, memory_gib=memory_gib),
     )
 

@@ -17,7 +17,7 @@ from dtcomm.cli.plan.options import PlanOptions, TrainingModel, count_name
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import Codec
 from dtcomm.compress.spec import needs_feedback
-from dtcomm.planner import hardware
+from dtcomm.planner import core_costs, hardware
 from dtcomm.planner.cost_model import Table
 from dtcomm.planner.estimate import Estimate, candidates
 from dtcomm.planner.hardware import System
@@ -46,17 +46,38 @@ class Messages:
     """The messages of one collective in a step.
 
     ``counts`` maps each size in bytes to the number of such messages, and ``fastest`` (codec, size) to the estimate.
+    ``core_seconds`` are those of a core that each message takes besides its data.
     """
 
     sweep: Sweep
     counts: Mapping[int, int]
     fastest: Mapping[tuple[str, int], Estimate]
+    core_seconds: float = 0.0
 
     def seconds(self, codec: Codec, nbytes: int) -> float:
-        return self.fastest[str(codec), nbytes].seconds
+        """Return the time of a message while its rank computes."""
+        busy = self._core_seconds(codec, nbytes) * self.sweep.system.ranks_per_core
+        return max(self.fastest[str(codec), nbytes].seconds, busy)
 
-    def replay(self, codec: Codec, buckets: Sequence[Bucket], rest: float) -> TrainingStep:
-        return replay(buckets, rest, lambda bucket: self.seconds(codec, bucket.nbytes))
+    def delay(self, codec: Codec, nbytes: int) -> float:
+        """Return the seconds by which a message delays the computing on its rank's cores."""
+        return self._core_seconds(codec, nbytes) / core_costs.cores_per_rank(self.sweep.system)
+
+    def _core_seconds(self, codec: Codec, nbytes: int) -> float:
+        message = self.fastest[str(codec), nbytes]
+        of_data = core_costs.message_seconds(self.sweep.system, message, codec, self.sweep.dtype)
+        return self.core_seconds + of_data
+
+    def replay(
+        self, codec: Codec, buckets: Sequence[Bucket], rest: float, delays: bool = True
+    ) -> TrainingStep:
+        """Return the step; ``delays`` says whether messages delay computing."""
+        return replay(
+            buckets,
+            rest,
+            lambda bucket: self.seconds(codec, bucket.nbytes),
+            lambda bucket: self.delay(codec, bucket.nbytes) if delays else 0.0,
+        )
 
     def buffer_bytes(self, codec: Codec) -> int:
         return max(self.fastest[str(codec), size].memory_bytes for size in self.counts)
@@ -181,6 +202,7 @@ def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placemen
     assumptions = [
         f"gradients become ready evenly over the last {BACKWARD_SHARE:.0%} of the computing, in buckets of "
         f"{size_name(model.bucket_bytes)} that are sent one after the other",
+        *_core_notes(options.system, hook=True),
         *_algorithm_notes(messages, codecs, model.dtype),
     ]
     return _training_of_model(options, model, "DDP", [messages], steps, assumptions)
@@ -221,12 +243,15 @@ def _fsdp_step(options: PlanOptions, model: TrainingModel, table: Table, placeme
             compute * BACKWARD_SHARE / model.layers,
             gathers.seconds(gathered, unit_bytes),
             reductions.seconds(codec, unit_bytes),
+            gathers.delay(gathered, unit_bytes),
+            reductions.delay(codec, unit_bytes),
         )
         steps[codec, gathered] = step, max(gathers.buffer_bytes(gathered), reductions.buffer_bytes(codec))
     assumptions = [
         f"the model consists of {model.layers} equal layers (layers= sets another number): each is gathered before "
         "its forward and its backward, one layer ahead, and its gradients are reduce-scattered after its backward; "
         "these collectives take place one after the other",
+        *_core_notes(options.system, hook=False),
     ]
     return _training_of_model(options, model, "FSDP", [reductions, gathers], steps, assumptions)
 
@@ -254,7 +279,8 @@ def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
     total = sum(bucket.nbytes for bucket in record.buckets)
     rows: list[TrainingRow] = []
     for codec in codecs:
-        step = messages.replay(codec, record.buckets, record.rest)
+        # When buckets are ready is recorded with what communication takes of the cores.
+        step = messages.replay(codec, record.buckets, record.rest, delays=False)
         rows.append(
             TrainingRow(
                 codec=str(codec),
@@ -299,10 +325,13 @@ def _ddp_messages(
     # --algorithm is that of the codecs: without one, DDP sends as it always does.
     names = {none: candidates("all_reduce", none, options.system)}
     names |= {codec: requested_algorithms(sweep, codec, options.algorithms) for codec in codecs}
-    return _messages(sweep, Counter(bucket.nbytes for bucket in buckets), names)
+    counts = Counter(bucket.nbytes for bucket in buckets)
+    return _messages(sweep, counts, names, core_costs.bucket_seconds(options.system))
 
 
-def _messages(sweep: Sweep, counts: Mapping[int, int], names: Mapping[Codec, Sequence[str]]) -> Messages:
+def _messages(
+    sweep: Sweep, counts: Mapping[int, int], names: Mapping[Codec, Sequence[str]], core_seconds: float = 0.0
+) -> Messages:
     fastest: dict[tuple[str, int], Estimate] = {}
     for nbytes in counts:
         first = len(sweep.rows)
@@ -314,7 +343,7 @@ def _messages(sweep: Sweep, counts: Mapping[int, int], names: Mapping[Codec, Seq
                     f"{codec}: none of the algorithms of {sweep.collective} can carry it or be estimated for "
                     f"{sweep.system.ranks} ranks"
                 )
-    return Messages(sweep=sweep, counts=counts, fastest=fastest)
+    return Messages(sweep=sweep, counts=counts, fastest=fastest, core_seconds=core_seconds)
 
 
 def _training_of_model(
@@ -406,6 +435,22 @@ def _flops_name(flops: float) -> str:
         if flops >= scale:
             return f"{flops / scale:.4g} {unit}"
     return f"{flops / 1e9:.4g} GFLOP"
+
+
+def _core_notes(system: System, hook: bool) -> list[str]:
+    """Say what communication is taken to cost CPU ranks."""
+    if system.device.generation or system.ranks == 1:
+        return []
+    bucket = f" and {core_costs.BUCKET_SECONDS * 1e3:g} ms for each bucket" if hook else ""
+    byte_ns = core_costs.BYTE_SECONDS * 1e9
+    bytes_sent = f", {byte_ns:g} ns for each byte sent or received" if system.hosts > 1 else ""
+    number = core_costs.cores_per_rank(system)
+    cores = f"{number:g} core{'s' if number != 1 else ''}"
+    return [
+        f"communication takes {core_costs.ELEMENT_SECONDS * 1e9:g} ns of a core for each element that is encoded "
+        f"or decoded"
+        f"{bytes_sent}{bucket}; a rank has {cores} for it and for computing (--cores)"
+    ]
 
 
 def _algorithm_notes(messages: Messages, codecs: Sequence[Codec], dtype: torch.dtype) -> list[str]:

@@ -201,6 +201,34 @@ def test_prediction_of_a_model_on_a_slow_link(capsys: pytest.CaptureFixture[str]
     assert (none["residual_bytes"], int8["residual_bytes"]) == (0, 4e7)
 
 
+def test_communication_takes_time_of_the_cores_that_compute(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "--inside memory --between 10gbit --hosts 2 --per-host 2 --codec int8".split()
+    argv += ["--model", "params=1e7,step_ms=500"]
+
+    def step_ms(*more: str) -> float:
+        return plan_as_json(capsys, *argv, *more)["model"]["rows"][1]["step_ms"]
+
+    # With much computing the link is hidden, but not what communication takes of the cores.
+    shared, one_each, many = step_ms("--cores", "1"), step_ms(), step_ms("--cores", "64")
+    assert one_each == step_ms("--cores", "2")
+    assert shared - 500 > 1.5 * (one_each - 500) > 3 * (many - 500) > 0
+    plan = plan_as_json(capsys, *argv, "--cores", "8")
+    assert any(
+        "a rank has 4 cores for it and for computing (--cores)" in line for line in plan["assumptions"]
+    )
+    gpus = plan_as_json(capsys, *STEP)
+    assert not any("of a core" in line for line in gpus["assumptions"])
+
+
+def test_sharded_steps_wait_for_cores_too(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "reduce_scatter --inside memory --between 10gbit --hosts 2 --per-host 1 --codec int4".split()
+    argv += ["--model", "params=1e7,layers=10,step_ms=500", "--parameters", "int4"]
+    one, many = (
+        plan_as_json(capsys, *argv, "--cores", cores)["model"]["rows"][1]["step_ms"] for cores in ("1", "64")
+    )
+    assert one > many + 5
+
+
 def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     bucket = {"bytes": 2**20, "ready_ms": 5, "comm_ms": 2}
@@ -255,6 +283,7 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         (["--system", "h100", "--ranks", "12"], "--ranks 12: does not divide into hosts of 8"),
         (["--between", "10gbit", "--ranks", "8"], "--between 10gbit: all 8 ranks are on one host"),
         (["--codec", "int9"], "codec: unknown codec 'int9'"),
+        (["--system", "h100", "--cores", "8"], "--cores 8: only valid for CPU ranks; the device is h100"),
         (
             ["--model", "params=7e9"],
             "give tokens=, those of a rank in a step (for example tokens=8192), or step_ms=",

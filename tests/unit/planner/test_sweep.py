@@ -141,6 +141,9 @@ def test_early_buckets_overlap_with_the_backward_pass() -> None:
     slow = replay(buckets, 0.5, lambda _: 2.0)
     assert slow.seconds == 1 + 2 + 2 + 0.5
     assert replay([], 1.0, lambda _: 1.0).hidden == 1
+    # Communication takes a core for a tenth of a second each: the second bucket is ready later, and so is the end.
+    delayed = replay(buckets, 0.5, lambda _: 0.25, lambda _: 0.1)
+    assert delayed.seconds == pytest.approx(2.1 + 0.25 + 0.5) and delayed.compute == 2.5
 
 
 def test_fsdp_overlaps_gathers_and_reductions_with_computing() -> None:
@@ -152,6 +155,9 @@ def test_fsdp_overlaps_gathers_and_reductions_with_computing() -> None:
     exposed = replay_sharded(4, forward=0.0, backward=0.0, gather=1.0, reduce=2.0)
     assert exposed.seconds == exposed.communication == 16
     assert replay_sharded(3, 1.0, 2.0, 0.0, 0.0).seconds == 9
+    # Two gathers in forward, two in backward and two reductions are issued while something else is computed.
+    delayed = replay_sharded(3, 1.0, 2.0, 0.0, 0.0, gather_delay=0.1, reduce_delay=0.2)
+    assert delayed.seconds == pytest.approx(9 + 4 * 0.1 + 2 * 0.2) and delayed.compute == 9
 
 
 def test_ddp_keeps_the_optimizer_in_fp32() -> None:
