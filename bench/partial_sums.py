@@ -297,7 +297,8 @@ def page(result: dict[str, Any]) -> str:
     specs = sorted(bits, key=lambda spec: (-bits[spec], spec))
     text = []
     for kind in kinds(result):
-        text += [f"{kind.capitalize()}:", "", _table(result, kind, specs, shown), ""]
+        summed = f"{kind.capitalize()}, {result['numel'][kind]:,} elements"
+        text += [f"{summed}, step {result['step']}:", "", _table(result, kind, specs, shown), ""]
     text += [f"The fewest bits of a codec whose vNMSE is at most {TARGET:.0e}, and the codec:", ""]
     text += [_fewest_bits(result, shown), ""]
     if "workload" in result:
