@@ -112,7 +112,7 @@ def measure(gbit: float, codecs: list[str], repetitions: int, links: dict[str, s
             rows.append(
                 {
                     "gbit": gbit,
-                    "link": link,
+                    "setting": link,
                     "codec": codec,
                     "way": way,
                     "real_ms": round(real_time.median * 1e3, 1),

@@ -4,8 +4,8 @@
 constants and measurements (`cost_model`), which ``dtcomm tune`` writes. `plan_links` groups ranks by the rates of their
 links and says on which of these a codec pays. ``dtcomm plan`` predicts collectives and
 training steps on hardware that need not exist: `hardware` describes it, `estimate` and `sweep` predict collectives by
-`traffic_profile` or NCCL's own model (`nccl_model`), `training_model` predicts training steps and memory, and the
-package `job` searches the layouts of whole jobs.
+`traffic_profile` or NCCL's own model (`nccl_model`), `training_model` predicts training steps and memory, on CPU ranks
+with `core_costs`, and the package `job` searches the layouts of whole jobs.
 """
 
 from dtcomm.planner.cost_model import Measured, Table, parse, predict
