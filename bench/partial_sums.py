@@ -1,6 +1,6 @@
 """Measure the error of all-reduces by the number of partial sums: every codec, 1 to 64 ranks, ring, tree and two shots.
 
-python -m bench.partial_sums [--workload text] [--ranks 1 2 4 8 16 32 64] [--codecs SPECS] [--json FILE]
+python -m bench.partial_sums [--workload text [--whole]] [--ranks 1 2 4 8 16 32 64] [--codecs SPECS] [--json FILE]
 
 A small GPT is trained for 160 steps on the source of Python's standard library. In three steps two kinds of tensors are
 recorded: the gradients of 64 ranks, each of a batch of its own, and the activations that 64 ranks of tensor parallelism
@@ -14,7 +14,8 @@ The plot goes to docs/results/partial-sums.png, and `bench.pages` writes the tab
 
 With ``--workload`` the tensors are those of a workload of `bench.workloads`, trained as there and uncompressed: 4,096
 elements from the middle of each matrix, at a twentieth of the steps, half of them and the last. Activations are the
-text workload's alone, whose model has row-parallel layers. It takes 30 minutes for text, and 10 for the others.
+text workload's alone, whose model has row-parallel layers. It takes 30 minutes for text, and 10 for the others. With
+``--whole`` gradients are whole matrices, of 1 and 8 ranks, summed with a few codecs; that takes 10 and 3 minutes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ SHOWN = ("fp8_e4m3", "int8", "int6:block=128", "intv", "int4", "nvfp4", "int2")
 BY_MATRIX = ("int8", "int6:block=128", "intv", "int4")
 WIDTHS = ("int6", "int6:block=128", "intv:width=6", "int5", "intv", "intv:block=64", "intv:block=128")
 WIDTHS += ("intv:width=4", "int4")
+WHOLE, WHOLE_RANKS = ("int8", "int7:block=128", *WIDTHS), (1, 8)  # codecs and ranks with --whole
 TARGET = 1e-3
 #: vNMSE of DynamiQ (arXiv:2602.08923) at 5 bits an element, by model and task, as public lists of its results give it.
 DYNAMIQ = {"LLaMA 1B, MMLU": 9.6e-4, "Gemma 1B, chat": 1.2e-3, "LLaMA 1B, chat": 1.5e-3, "BERT large": 2.2e-3}
@@ -446,25 +448,34 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workload", choices=list(WORKLOADS), help="instead of the small GPT")
+    parser.add_argument("--whole", action="store_true", help="with --workload: whole matrices, a few codecs")
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 1 to 64; of a workload 1, 8 and 64")
-    parser.add_argument("--codecs", nargs="+", default=codecs())
+    parser.add_argument("--codecs", nargs="+", help="default: all; with --whole a few")
     parser.add_argument(
         "--json",
-        help="where to write instead of bench/results/partial_sums.json or partial_sums_WORKLOAD.json (then no plot)",
+        help="where to write instead of bench/results/partial_sums[_WORKLOAD[_whole]].json (then no plot)",
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rank_counts = options.ranks or list(WORKLOAD_RANKS if options.workload else RANKS)
+    if options.whole and not options.workload:
+        parser.error("--whole: only valid with --workload; the small GPT's matrices are always whole")
+    default_ranks = WHOLE_RANKS if options.whole else WORKLOAD_RANKS if options.workload else RANKS
+    rank_counts = options.ranks or list(default_ranks)
+    specs = options.codecs or (WHOLE if options.whole else codecs())
     name, settings = "partial_sums", {}
     try:
-        if options.workload:
+        if options.whole:
+            name, settings = f"partial_sums_{options.workload}_whole", {"workload": options.workload}
+            recorded = record_workload(WORKLOADS[options.workload], max(rank_counts), None)
+            recorded.pop("activations", None)
+        elif options.workload:
             name, settings = f"partial_sums_{options.workload}", {"workload": options.workload}
             recorded = record_workload(WORKLOADS[options.workload], max(rank_counts))
         else:
             recorded = record(ranks=max(rank_counts))
     except Unavailable as error:
         parser.error(str(error))
-    result = {"machine": machine.describe(), **settings, **measure(options.codecs, rank_counts, recorded)}
+    result = {"machine": machine.describe(), **settings, **measure(specs, rank_counts, recorded)}
     print(page(result))
     print(output.write(name, result, options.json, timed=False))
     if options.json is None and not options.workload:

@@ -59,7 +59,7 @@ def record(steps: Sequence[int] = STEPS, ranks: int = 64) -> Recorded:
     return recorded
 
 
-def record_workload(workload: Workload, ranks: int = 64, piece: int = PIECE) -> Recorded:
+def record_workload(workload: Workload, ranks: int = 64, piece: int | None = PIECE) -> Recorded:
     """Train a workload as `bench.workloads` does, uncompressed, and return what `record` does, a piece of each matrix.
 
     Rank r has the samples of a step with seed r. Those of seed 0 train the model. Workloads without row-parallel
@@ -68,7 +68,7 @@ def record_workload(workload: Workload, ranks: int = 64, piece: int = PIECE) -> 
     Args:
         workload: The workload.
         ranks: Number of ranks.
-        piece: Elements of each matrix, from its middle on.
+        piece: Elements of each matrix, from its middle on; None: all.
     """
     steps = [round(workload.steps * share) - 1 for share in SHARES]
     task = workload.task(workload.optimizer, workload.rates[workload.optimizer], 1)
