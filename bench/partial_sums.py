@@ -41,7 +41,10 @@ from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 WORKLOAD_RANKS = (1, 8, 64)
-RESULTS = ("partial_sums", *(f"partial_sums_{workload}" for workload in WORKLOADS))
+RESULTS = (
+    "partial_sums",
+    *(f"partial_sums_{workload}{part}" for workload in WORKLOADS for part in ("", "_whole")),
+)
 ALGORITHMS = ("two_shot", "tree", "ring")
 EXTRA = (
     "int7:block=128",
@@ -294,7 +297,10 @@ def page(result: dict[str, Any]) -> str:
     """Return the tables of docs/results/partial-sums.md."""
     counts = sorted({row["ranks"] for row in result["rows"]} - {1})
     few, many = (8 if 8 in counts else counts[0]), counts[-1]
-    shown = [("one encoding", 1), *((algorithm, n) for algorithm in ALGORITHMS for n in (few, many))]
+    shown = [
+        ("one encoding", 1),
+        *((algorithm, n) for algorithm in ALGORITHMS for n in dict.fromkeys((few, many))),
+    ]
     bits = {row["codec"]: row["bits"] for row in result["rows"]}
     specs = sorted(bits, key=lambda spec: (-bits[spec], spec))
     text = []
@@ -449,7 +455,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     parser.add_argument("--workload", choices=list(WORKLOADS), help="instead of the small GPT")
     parser.add_argument("--whole", action="store_true", help="with --workload: whole matrices, a few codecs")
-    parser.add_argument("--ranks", type=int, nargs="+", help="default: 1 to 64; of a workload 1, 8 and 64")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", help="default: 1 to 64; of a workload 1, 8, 64 or 1, 8"
+    )
     parser.add_argument("--codecs", nargs="+", help="default: all; with --whole a few")
     parser.add_argument(
         "--json",

@@ -103,3 +103,15 @@ def test_widths_by_hop_put_the_same_bytes_on_the_wire() -> None:
     for last, mean in (("5", 5.25), ("6", 6.25)):
         bits = [row["bits"] for row in rows if row["name"].endswith(last)]
         assert bits == pytest.approx([mean] * len(bits), rel=0.02) and len(bits) > 1
+
+
+def test_whole_matrices_are_those_of_a_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        partial_sums.main(["--whole"])
+    assert "--whole: only valid with --workload" in capsys.readouterr().err
+    recorded = recording.record_workload(RECOMMENDATION.shortened(2), ranks=2, piece=None)
+    sizes = {name: p.numel() for name, p in RECOMMENDATION.model().named_parameters() if p.ndim >= 2}
+    (own, _) = recorded["gradients"][1]
+    assert {name: x.numel() for name, x in own.items()} == {
+        name: numel for name, numel in sizes.items() if numel >= recording.LEAST
+    }
