@@ -38,11 +38,7 @@ from bench.training.tasks import Unavailable
 from bench.training.torch_hooks import ddp_hook
 from bench.training.units import VARIANTS, WORKLOADS, Variant
 from bench.training.workload import Workload
-from dtcomm.cli.plan import options as plan_options
-from dtcomm.cli.plan import training as plan_training
-from dtcomm.codecs import codec
 from dtcomm.measure import netns
-from dtcomm.planner.cost_model import Table
 
 RANKS = 2
 COMPUTE, AUTO = "compute", "auto"
@@ -181,36 +177,6 @@ def measure(
         }
         for name, timing in timings.items()
     ]
-
-
-def predictions(parameters: int, compute: float, gbit: float, names: list[str]) -> dict[str, float]:
-    """Return by variant how many times faster its step is than an uncompressed one, as ``dtcomm plan`` predicts.
-
-    PowerSGD, DGC and EF21 have no prediction: the planner knows codecs.
-
-    Args:
-        parameters: Number of parameters.
-        compute: Seconds of a step without communication.
-        gbit: The rate of the link.
-        names: Variants.
-    """
-    specs = {}
-    for name in names:
-        variant = VARIANTS[name]
-        spec = variant.hook or variant.method.spec
-        if variant.method.feedback != "residual":
-            continue
-        try:
-            specs[name] = str(codec(spec))
-        except ValueError:
-            continue
-    options = plan_options.parse(
-        ["--between", f"{gbit:g}gbit", "--device", "cpu", "--hosts", str(RANKS), "--per-host", "1"]
-        + ["--model", f"params={parameters},step_ms={compute * 1e3:.6g}"]
-        + [argument for spec in dict.fromkeys(specs.values()) for argument in ("--codec", spec)]
-    )
-    rows = {str(row.codec): row.speedup for row in plan_training.of_model(options, Table(), "").rows}
-    return {name: round(rows[spec], 3) for name, spec in specs.items() if spec in rows}
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

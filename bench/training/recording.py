@@ -7,8 +7,8 @@ last layer of the MLP), each the product of its share of the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -52,18 +52,15 @@ def record(steps: Sequence[int] = STEPS, ranks: int = 64) -> Recorded:
                 ]
         for parameter, gradient in zip(parameters, mean, strict=True):
             parameter.grad = gradient
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate_at(step)
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        update(task, optimizer, parameters, step)
     return recorded
 
 
 def record_workload(workload: Workload, ranks: int = 64, piece: int | None = PIECE) -> Recorded:
     """Train a workload as `bench.workloads` does, uncompressed, and return what `record` does, a piece of each matrix.
 
-    Rank r has the samples of a step with seed r. Those of seed 0 train the model. Workloads without row-parallel
-    layers have no activations.
+    The learning rate is the one that is tried first for the workload. Rank r has the samples of a step with seed r.
+    Those of seed 0 train the model. Workloads without row-parallel layers have no activations.
 
     Args:
         workload: The workload.
@@ -101,13 +98,13 @@ def of_matrices(
     """Return by name the gradients of all matrices of at least `LEAST` elements, or a piece of each."""
     named = zip((name for name, _ in model.named_parameters()), gradients, strict=True)
     return {
-        name: middle(gradient.flatten(), piece)
+        name: piece_of(gradient.flatten(), piece)
         for name, gradient in named
         if gradient.ndim >= 2 and gradient.numel() >= LEAST
     }
 
 
-def middle(values: torch.Tensor, piece: int | None) -> torch.Tensor:
+def piece_of(values: torch.Tensor, piece: int | None) -> torch.Tensor:
     """Return so many elements from the middle of a flat tensor on; all of them if ``piece`` is None."""
     if piece is None or values.numel() <= piece:
         return values
@@ -122,8 +119,8 @@ def row_parallel_terms(
     """Return by rank and layer what tensor parallelism would sum: the rank's share of the inputs times its weights."""
     terms: Tensors = [{} for _ in range(ranks)]
 
-    def keep(name: str, layer: nn.Linear, inputs: torch.Tensor) -> None:
-        rows = inputs.flatten(0, -2)
+    def keep(name: str, layer: nn.Linear, inputs: tuple[torch.Tensor]) -> None:
+        rows = inputs[0].flatten(0, -2)
         if piece is not None:
             needed = -(-piece // layer.out_features)
             rows = rows[len(rows) // 2 :][:needed]
@@ -132,7 +129,7 @@ def row_parallel_terms(
             own[name] = (share @ weights.T).flatten()
 
     hooks = [
-        layer.register_forward_pre_hook(_keeping(keep, name))
+        layer.register_forward_pre_hook(functools.partial(keep, name))
         for name, layer in model.named_modules()
         if name.rpartition(".")[2] in ROW_PARALLEL and isinstance(layer, nn.Linear)
     ]
@@ -141,9 +138,3 @@ def row_parallel_terms(
     for hook in hooks:
         hook.remove()
     return terms
-
-
-def _keeping(
-    keep: Callable[[str, nn.Linear, torch.Tensor], None], name: str
-) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    return lambda layer, arguments: keep(name, cast(nn.Linear, layer), arguments[0])

@@ -46,27 +46,22 @@ class Messages:
     """The messages of one collective in a step.
 
     ``counts`` maps each size in bytes to the number of such messages, and ``fastest`` (codec, size) to the estimate.
-    ``core_seconds`` are those of a core that each message takes besides its data.
+    ``core_seconds`` (codec, size) are those of a core that a message takes.
     """
 
     sweep: Sweep
     counts: Mapping[int, int]
     fastest: Mapping[tuple[str, int], Estimate]
-    core_seconds: float = 0.0
+    core_seconds: Mapping[tuple[str, int], float]
 
     def seconds(self, codec: Codec, nbytes: int) -> float:
         """Return the time of a message while its rank computes."""
-        busy = self._core_seconds(codec, nbytes) * self.sweep.system.ranks_per_core
+        busy = self.core_seconds[str(codec), nbytes] * self.sweep.system.ranks_per_core
         return max(self.fastest[str(codec), nbytes].seconds, busy)
 
     def delay(self, codec: Codec, nbytes: int) -> float:
         """Return the seconds by which a message delays the computing on its rank's cores."""
-        return self._core_seconds(codec, nbytes) / core_costs.cores_per_rank(self.sweep.system)
-
-    def _core_seconds(self, codec: Codec, nbytes: int) -> float:
-        message = self.fastest[str(codec), nbytes]
-        of_data = core_costs.message_seconds(self.sweep.system, message, codec, self.sweep.dtype)
-        return self.core_seconds + of_data
+        return self.core_seconds[str(codec), nbytes] / core_costs.cores_per_rank(self.sweep.system)
 
     def replay(
         self, codec: Codec, buckets: Sequence[Bucket], rest: float, delays: bool = True
@@ -330,7 +325,7 @@ def _ddp_messages(
 
 
 def _messages(
-    sweep: Sweep, counts: Mapping[int, int], names: Mapping[Codec, Sequence[str]], core_seconds: float = 0.0
+    sweep: Sweep, counts: Mapping[int, int], names: Mapping[Codec, Sequence[str]], hook_seconds: float = 0.0
 ) -> Messages:
     fastest: dict[tuple[str, int], Estimate] = {}
     for nbytes in counts:
@@ -343,6 +338,12 @@ def _messages(
                     f"{codec}: none of the algorithms of {sweep.collective} can carry it or be estimated for "
                     f"{sweep.system.ranks} ranks"
                 )
+    core_seconds = {
+        (str(codec), nbytes): hook_seconds
+        + core_costs.message_seconds(sweep.system, fastest[str(codec), nbytes], codec, sweep.dtype)
+        for codec in names
+        for nbytes in counts
+    }
     return Messages(sweep=sweep, counts=counts, fastest=fastest, core_seconds=core_seconds)
 
 

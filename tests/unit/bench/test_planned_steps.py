@@ -15,6 +15,15 @@ from dtcomm.planner.cost_model import Table
 CODECS = ("fp16", "bf16", "fp8_e4m3", "int8", "int4", "int2", "sign", "topk 1 %", "randk 1 %")
 
 
+def test_the_planner_predicts_gains_of_codecs_on_slow_links_alone() -> None:
+    names = ["none", "torch's bf16 hook", "int8", "PowerSGD rank 4", "topk 1 %, EF21"]
+    slow = workloads_page.predictions(6_500_000, 0.1, 1, names)
+    fast = workloads_page.predictions(6_500_000, 0.1, 100, names)
+    assert slow["none"] == 1 and not {"PowerSGD rank 4", "topk 1 %, EF21"} & set(slow)
+    assert slow["int8"] > slow["torch's bf16 hook"] > 1.3
+    assert fast["int8"] < 1.1
+
+
 @pytest.mark.parametrize("gbit", [1, 10])
 @pytest.mark.parametrize("workload", ["text", "vision"])
 def test_gains_of_codecs_in_ddp(workload: str, gbit: int) -> None:
@@ -24,7 +33,7 @@ def test_gains_of_codecs_in_ddp(workload: str, gbit: int) -> None:
     kept = workloads_page.read("workload_links")["rows"]
     rows = [row for row in kept if (row["workload"], row["gbit"]) == (workload, gbit)]
     compute = next(row["ms"] for row in rows if row["name"] == workload_links.COMPUTE) / 1e3
-    predicted = workload_links.predictions(parameters, compute, gbit, ["none", *CODECS])
+    predicted = workloads_page.predictions(parameters, compute, gbit, ["none", *CODECS])
     errors = workloads_page.prediction_errors(rows, predicted)
     assert len(errors) == len(CODECS)
     assert statistics.median(map(abs, errors)) < 0.08

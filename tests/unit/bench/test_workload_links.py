@@ -1,4 +1,4 @@
-"""Which methods bench.workload_links measures, and what the planner predicts of them."""
+"""Which methods bench.workload_links measures."""
 
 from __future__ import annotations
 
@@ -18,12 +18,3 @@ def test_methods_without_feedback_take_the_time_of_those_with_it() -> None:
     assert {workload_links.timed_as(variant) for variant in VARIANTS.values()} <= {*names, "DGC 1 %"}
     assert workload_links.timed_as(VARIANTS["int2, frozen variance"]) == "int2"
     assert workload_links.timed_as(VARIANTS["torch's bf16 hook"]) == "torch's bf16 hook"
-
-
-def test_the_planner_predicts_gains_of_codecs_on_slow_links_alone() -> None:
-    names = ["none", "torch's bf16 hook", "int8", "PowerSGD rank 4", "topk 1 %, EF21"]
-    slow = workload_links.predictions(6_500_000, 0.1, 1, names)
-    fast = workload_links.predictions(6_500_000, 0.1, 100, names)
-    assert slow["none"] == 1 and not {"PowerSGD rank 4", "topk 1 %, EF21"} & set(slow)
-    assert slow["int8"] > slow["torch's bf16 hook"] > 1.3
-    assert fast["int8"] < 1.1
