@@ -31,7 +31,7 @@ def call_three_times(rank: int, world_size: int, kind: str) -> str:
     is_last = rank == world_size - 1
     if is_last and kind in ("SIGKILL", "SIGSTOP", "absent"):
         send_to_parent("here")
-        time.sleep(30 if kind.startswith("SIG") else 4)
+        time.sleep(30 if kind.startswith("SIG") else 6)
     try:
         if kind == "mismatch" and is_last:
             C.broadcast(x, 0)
@@ -72,7 +72,7 @@ MISSING = "rank 2 never entered all_reduce #3 of 25 MB that ranks 0-1 wait for (
     ("kind", "env", "timeout", "sentence"),
     [
         ("SIGKILL", {}, 20.0, MISSING + "its process is gone)"),
-        ("SIGSTOP", {}, 2.0, MISSING + "it left no record: stopped, killed or busy elsewhere)"),
+        ("SIGSTOP", {}, 4.0, MISSING + "it left no record: stopped, killed or busy elsewhere)"),
         ("SIGKILL", OVER_GLOO, 20.0, "rank 2 entered all_reduce #3 of 25 MB and does not go on; "),
     ],
     ids=["killed", "stopped", "killed over gloo"],
@@ -96,7 +96,7 @@ def test_dead_or_stopped_rank_is_diagnosed(
 
 
 def test_late_rank_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_records("absent", tmp_path, {}, 2.0)
+    write_records("absent", tmp_path, {}, 4.0)
     wrong, _ = run_doctor(tmp_path, capsys)
     assert wrong["kind"] == "missing" and wrong["culprits"] == [2]
     assert "s too late to all_reduce #3 of 25 MB that ranks 0-1 waited for" in wrong["sentence"]

@@ -319,7 +319,7 @@ def test_exit_while_connecting(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        _, errors = ranks[0].communicate(timeout=60)
+        _, errors = ranks[0].communicate(timeout=120)
         assert ranks[0].returncode == 3, errors
     finally:
         for process in ranks:

@@ -152,6 +152,7 @@ def test_ranks_of_different_hosts_use_the_between_link() -> None:
 
 
 def change_the_link(rank: int, world_size: int) -> float:
+    C.info()  # after it this rank has connected, and after the barrier the other has, too
     work = C.all_reduce(torch.ones(10_000), async_op=True)  # 40 kB take minutes
     assert work is not None
     dist.barrier()
