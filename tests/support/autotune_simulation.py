@@ -78,12 +78,14 @@ class Run:
         choice: The last choice: "plain DDP", or the name of a codec.
         steps: The steps until the first choice.
         decisions: The actions of all decisions.
+        reasons: Their reasons.
         used: The plan of every step.
     """
 
     choice: str
     steps: int
     decisions: list[str]
+    reasons: list[str]
     used: list[str]
 
 
@@ -127,7 +129,8 @@ def simulate(
             tuner.end_step(step, took, [BucketTiming(0.0, took, 10**6)])
     decisions = [decision.action for decision in tuner.decisions]
     choices = [action for action in decisions if action != "measure again"]
-    return Run(choices[-1] if choices else "", first, decisions, used)
+    reasons = [decision.reason for decision in tuner.decisions]
+    return Run(choices[-1] if choices else "", first, decisions, reasons, used)
 
 
 _GRADIENT = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))

@@ -320,6 +320,10 @@ class Tuner:
         )
         if self._over_budget:
             reason += f"; over the budget: {', '.join(self._over_budget)}"
+        if chosen.bypass:
+            reason += (
+                "; a hook costs DDP a pass over the gradients: without `compress` steps are shorter still"
+            )
         text = str(chosen) if chosen.schemes else str(NONE)
         self._add_decision(step, text, reason, self._chosen_seconds, baseline_seconds)
 
