@@ -30,7 +30,9 @@ NOT_IMPORTED = (
 ELASTIC = ("compress", "elastic", "frameworks", "local_sgd", "profiling", "tp")
 _TREE = ("dtcomm", "csrc", "tests/support", "cmake", "CMakeLists.txt", "setup.py")
 _LEFT_OUT = (
-    *(":(exclude)*.md", ":(exclude)tests/support/import_rules.py"),
+    ":(exclude)*.md",
+    # What other tests alone import.
+    *(":(exclude)tests/support/autotune_simulation.py", ":(exclude)tests/support/import_rules.py"),
     *(f":(exclude)dtcomm/{part}" for part in NOT_IMPORTED),
     # What only GPUs run, and its emulation.
     *(":(exclude)csrc/cuda", ":(exclude)csrc/emulator", ":(exclude)csrc/python/cuda*"),
