@@ -12,11 +12,17 @@ from dtcomm.codecs import codec
 from dtcomm.compress.autotune_model import NONE, AutoConfig
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.ddp.autotune import measure
 from dtcomm.ddp.autotune import tuner as tuner_module
 from dtcomm.ddp.autotune.measure import BucketTiming
 from dtcomm.ddp.autotune.trials import Trials
 from dtcomm.ddp.autotune.tuner import Tuner
-from tests.support.autotune_simulation import Link, Noise, simulate
+from tests.support.autotune_simulation import Link, Noise, fixed_kernel_seconds, simulate
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "kernel_seconds", fixed_kernel_seconds)
 
 
 def run_steps(tuner: Tuner, link: Link, steps: range) -> None:
@@ -34,7 +40,6 @@ def run_steps(tuner: Tuner, link: Link, steps: range) -> None:
 
 
 def test_a_link_that_becomes_fast_ends_compression_and_one_that_becomes_slow_brings_it_back() -> None:
-    """Trials of up to 100 steps follow each change: kernels are timed, so that the number of candidates varies."""
     link = Link(0.05)
     tuner = Tuner(AutoConfig(every=20), link)
     run_steps(tuner, link, range(100))
