@@ -39,11 +39,7 @@ def spread(row: dict[str, Any], field: str, shown: Callable[[float], str]) -> st
 def provenance(result: dict[str, Any]) -> str:
     """Return the sentence that says of how many runs, of which commit and on which processor a result is the median."""
     program = result["program"]
-    measurements = result.get("measurements")
-    if not measurements:
-        machine = result["machine"]
-        made = f"commit {machine['commit']}, {result['time'][:10]}, {machine['cpu']}"
-        return f"`{program}`: {made}; kept before runs were counted."
+    measurements = result["measurements"]
     if "units" in measurements[0]:
         return f"`{program}`: {'; '.join(map(_of_units, measurements))}."
     latest = measurements[-1]

@@ -203,19 +203,19 @@ def test_wrong_arguments_are_refused_at_once() -> None:
 
 def wait_for_late_ranks(rank: int, world_size: int) -> list[str]:
     """Return what the handle, the future and a callback of rank 0 say of ranks that did not come."""
-    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=1))
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2))
     errors: list[str] = []
     if rank == 0:
         watch = Stopwatch()
         works = [C.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(2)]
         future = works[1].get_future()
-        assert watch.elapsed().within(cpu_s=1.0, wall_s=0.9), "the calls waited"
+        assert watch.elapsed().within(cpu_s=1.0, wall_s=1.9), "the calls waited"
         for wait in (works[0].wait, works[1].wait, future.wait):
             with pytest.raises(DtcommError) as error:
                 wait()
             assert isinstance(error.value, CollectiveTimeout) or wait == future.wait
             errors.append(str(error.value))
-        assert watch.elapsed().within(cpu_s=1.0, wall_s=2.8)
+        assert watch.elapsed().within(cpu_s=1.0, wall_s=3.8)
         assert all(work.is_completed() for work in works)
     dist.barrier()
     tensor = torch.ones(1)
@@ -229,7 +229,7 @@ def test_late_ranks_are_named_by_handles_and_futures() -> None:
     assert [result[-1] for result in results] == ["3.0"] * 3
     assert len(results[0]) == 4
     for text in results[0][:3]:
-        assert "ranks 1 and 2 did not come" in text and "timeout of 1 s" in text
+        assert "ranks 1 and 2 did not come" in text and "timeout of 2 s" in text
 
 
 def issue_and_lose_a_rank(rank: int, world_size: int) -> str:

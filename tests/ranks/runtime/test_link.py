@@ -129,15 +129,11 @@ def test_no_message_arrives_early(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "slow"),
-    [
-        ({"DTCOMM_LINK": "between=1gbit,20ms"}, False),
-        ({"DTCOMM_LINK": "inside=1gbit,20ms"}, True),
-    ],
+    ("link", "latency_s", "slow"), [("between=1gbit,2s", 2, False), ("inside=1gbit,20ms", 0.02, True)]
 )
-def test_ranks_of_one_host_use_the_inside_link(env: dict[str, str], slow: bool) -> None:
-    for seconds, _, _ in run_ranks(time_all_reduce, 2, 1000, 4, env=env):
-        assert (seconds >= 0.02) == slow
+def test_ranks_of_one_host_use_the_inside_link(link: str, latency_s: float, slow: bool) -> None:
+    for seconds, _, _ in run_ranks(time_all_reduce, 2, 1000, 4, env={"DTCOMM_LINK": link}):
+        assert (seconds >= latency_s) == slow
 
 
 def time_between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
@@ -148,7 +144,7 @@ def time_between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
 def test_ranks_of_different_hosts_use_the_between_link() -> None:
     env = {"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": "native"}
     for seconds, _, runtime in run_ranks(time_between_hosts, 2, env=env):
-        assert runtime == "native" and 0.02 <= seconds < 0.5
+        assert runtime == "native" and 0.02 <= seconds < 2  # 1 kbit/s would take 32 s
 
 
 def change_the_link(rank: int, world_size: int) -> float:

@@ -87,7 +87,7 @@ def answer_while_waiting_in_all(rank: int, ranks: int, number: int, pairs: int) 
 @pytest.mark.slow
 def test_all_groups_answer_equally_fast_while_100_wait(transport: str) -> None:
     _, (first, last) = run_ranks(answer_while_waiting_in_all, 2, 100, 15, env={"DTCOMM_TRANSPORT": transport})
-    assert last < 3 * first + 2e-3, "the last groups are only looked at every 20 ms"
+    assert last < 3 * first + 5e-3, "the last groups are only looked at every 20 ms"
 
 
 def close_with_unsent_data(rank: int, ranks: int, number: int) -> float:
