@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench import slow_link
+from bench.common import output
 from bench.pages import PAGES, between_marks
+
+KEPT = sorted([*output.RESULTS.glob("*.json"), *output.RESULTS.glob(f"{output.OTHER_PROCESSORS}/*.json")])
 
 
 @pytest.mark.parametrize(
@@ -20,6 +24,12 @@ def test_a_page_says_what_was_measured(
     written = page.read_text(encoding="utf-8")
     between = written.split(f"<!-- {marks}:begin -->")[1].split(f"<!-- {marks}:end -->")[0]
     assert between.strip() == between_marks(text, programs).strip(), "python -m bench.pages writes it anew"
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
+def test_a_kept_result_counts_its_runs_and_names_commits(path: Path) -> None:
+    measurements = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    assert measurements and not any(entry["commit"].endswith("-dirty") for entry in measurements)
 
 
 def test_a_step_of_auto_is_shown_for_each_choice_of_the_runs() -> None:
