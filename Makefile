@@ -112,10 +112,11 @@ $(EMULATOR): $(NATIVE)
 	cmake --build $(INPLACE) --target _emulator
 	@touch $@
 
-# Adds _cuda, for the architectures of release wheels, to the modules of the in-place build.
+# Adds _cuda, for the architectures of release wheels, to the modules of the in-place build. The slow tests, which read its
+# machine code, are in test-slow.
 cuda: $(NATIVE) $(DEV_DEPS) $(EMULATOR)  ## compile _cuda without a GPU (CUDAARCHS=90-real: for one architecture), and test what needs no device
 	DTCOMM_CUDA=1 $(PY) setup.py -q build_ext --inplace
-	DTCOMM_CUDA=1 $(PYTEST) tests/unit/test_native_build.py tests/cuda $(ARGS)
+	DTCOMM_CUDA=1 $(PYTEST) -m "not slow" tests/unit/test_native_build.py tests/cuda $(ARGS)
 
 $(ASAN): $(DEV_DEPS) $(NATIVE_INPUTS)
 	$(call native,build/asan,DTCOMM_SANITIZE=address$(comma)undefined DTCOMM_TESTS=ON)
