@@ -56,13 +56,13 @@ class TrainingRank:
     def run(self, seed: int, width: int, batch: int, pairs: int) -> dict[str, Any]:
         """Train until "auto" has chosen; return its choice, the steps it took, and the times of pairs of steps."""
         chosen, plain = self._model(seed, width), self._model(seed, width)
-        state = dtcomm.ddp.compress(chosen, "auto", sample_every=0, check_every=100_000)
+        state = dtcomm.ddp.compress(chosen, "auto", sample_every=0)
         inputs = torch.randn(batch, width, generator=torch.Generator().manual_seed(self.rank))
         choice, steps = "", 0
         while steps < MOST_STEPS and not choice:
             self._step(chosen, inputs)
             steps += 1
-            if state.events and state.events[-1].action != "measure again":
+            if state.events:
                 choice = state.events[-1].action
         for _ in range(SETTLING_STEPS):
             self._step(chosen, inputs)

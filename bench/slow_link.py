@@ -108,10 +108,7 @@ class LinkRank:
             dtcomm.ddp.compress(model, OURS[name], sample_every=0, feedback=feedback)
         elif kind(name) in AUTO:
             candidates = AUTO[kind(name)]
-            # Other contestants' steps lie between these: another measurement of the link would take a second of one.
-            self.states[name] = dtcomm.ddp.compress(
-                model, "auto", sample_every=0, candidates=candidates, check_every=100_000
-            )
+            self.states[name] = dtcomm.ddp.compress(model, "auto", sample_every=0, candidates=candidates)
         else:
             return "torch"
         return str(dtcomm.info()["runtime"])
@@ -129,7 +126,7 @@ class LinkRank:
     def chosen(self, name: str) -> tuple[str, bool]:
         """Return what "auto" has chosen, "" before, and whether residuals of its trials are still being sent."""
         events = self.states[name].events
-        chosen = events[-1].action if events and events[-1].action != "measure again" else ""
+        chosen = events[-1].action if events else ""
         return chosen, chosen in ("none", "plain DDP") and self.states[name].report().residual_bytes > 0
 
     def reason(self, name: str) -> str:

@@ -124,7 +124,7 @@ class LinkRank:
     def chosen(self) -> str:
         """Return what "auto" has chosen; an empty string before."""
         events = self.state.events
-        return str(events[-1].action) if events and events[-1].action != "measure again" else ""
+        return str(events[-1].action) if events else ""
 
     def close(self) -> None:
         """Destroy the process group."""

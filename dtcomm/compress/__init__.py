@@ -6,7 +6,6 @@
   `feedback` (the state of a user's own compressor).
 - `powersgd`, `dgc`: the compressors that are more than a codec.
 - `guard`, `guard_monitor`: limits beyond which compression counts as harmful, and what ranks measure.
-- `autotune_model`: the model behind "auto".
 - `report`, `checkpoint`: what users read and save.
 
 The DDP hook, FSDP and `LocalSGD` use it; it knows none of them.

@@ -123,7 +123,7 @@ class Report:
             before the end of the first window.
         memory: The bytes of memory, by kind.
         auto: What "auto" decided, and why.
-        plans: What "auto" compared last: predicted and measured milliseconds of a step, first to last bucket.
+        plans: What "auto" compared last: measured milliseconds of a step, first to last bucket.
         notes: What is communicated by others, uncompressed, and why.
         uncompressed: What was asked for and is not compressed, as a sentence; empty if there is nothing.
         payoff: Whether compression paid; None if that is neither measured nor predictable.

@@ -1,7 +1,7 @@
 """Compression schemes and their spec strings.
 
 A scheme is a codec, a codec for each level of a hierarchy of hosts (`LevelCodecs`), or a compressor with state of its
-own (`PowerSGD`, `DGC`). Policies, the DDP hook, `LocalSGD` and the autotuner parse specs here.
+own (`PowerSGD`, `DGC`). Policies, the DDP hook and `LocalSGD` parse specs here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 
 #: The largest relative error of one encoding where what it loses is never sent, measured on Gaussian numbers
-#: (`gaussian_error`). "auto" of `dtcomm.ddp` has the same budget.
+#: (`gaussian_error`).
 MAX_ERROR = 0.2
+AUTO = "auto"  # the spec with which `dtcomm.ddp` chooses by trials
 GAUSSIAN_ELEMENTS = 2**14  # of the sample of `gaussian_error`: whole granules of every codec
 
 

@@ -26,14 +26,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.collectives import Algorithm
-from dtcomm.compress.autotune_model import NAME as AUTO
-from dtcomm.compress.autotune_model import AutoConfig
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.frozen_variance import FrozenVariance
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
-from dtcomm.compress.spec import Scheme
+from dtcomm.compress.spec import AUTO, Scheme
+from dtcomm.ddp.auto import parse_candidates
 from dtcomm.ddp.balance import BalancedSampler
 from dtcomm.ddp.state import DEFAULT_GUARD, State
 from dtcomm.frameworks import Attached, Integration
@@ -77,9 +76,7 @@ def compress(
     guard: Guard | None = DEFAULT_GUARD,
     warmup: int = 0,
     timeline: int = 0,
-    budget: float | None = None,
     candidates: Sequence[str | Scheme] | None = None,
-    check_every: int = 500,
     grad_scaler: Any = None,
 ) -> State:
     """Compress the gradients of a DDP model: makes a `State` and registers the hook.
@@ -91,7 +88,7 @@ def compress(
         spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
             hosts and codec B between hosts ("int8/int4"), which goes to matrices of 1024 elements or more, while the
             other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
-            size or module; or "auto", which measures the first steps and chooses what pays. Default "int8".
+            size or module; or "auto", which tries candidates in the first steps and keeps what pays. Default "int8".
         feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
             "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
             True.
@@ -111,9 +108,7 @@ def compress(
         warmup: The number of uncompressed steps at the start. Default 0.
         timeline: Record the times of so many last steps, for ``state.timeline.summary()`` and ``state.trace(path)``;
             0: none. Default 0.
-        budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
-        candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
-        check_every: With "auto": the steps between two checks of the choice. Default 500.
+        candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
         grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
             skips leaves them as they were, which takes a second copy of them. Default None: call `State.rescale`.
 
@@ -149,9 +144,7 @@ def compress(
         guard=guard,
         warmup=warmup,
         timeline=timeline,
-        budget=budget,
         candidates=candidates,
-        check_every=check_every,
         grad_scaler=grad_scaler,
     )
     if ddp_model is None:
@@ -174,9 +167,7 @@ def attach(
     guard: Guard | None = DEFAULT_GUARD,
     warmup: int = 0,
     timeline: int = 0,
-    budget: float | None = None,
     candidates: Sequence[str | Scheme] | None = None,
-    check_every: int = 500,
     grad_scaler: Any = None,
 ) -> Attached[State]:
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
@@ -196,9 +187,7 @@ def attach(
         guard: Limits beyond which compression counts as harmful; None: no guard. Default ``Guard()``.
         warmup: The number of uncompressed steps at the start. Default 0.
         timeline: Record the times of so many last steps; 0: none. Default 0.
-        budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
-        candidates: With "auto": the schemes to choose from. Default None: none, fp16, int8, int4.
-        check_every: With "auto": the steps between two checks of the choice. Default 500.
+        candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
         grad_scaler: The ``torch.amp.GradScaler`` that residuals follow. Default None: that of ``owner``, if it has one.
 
     Returns:
@@ -224,12 +213,10 @@ def attach(
         "guard": guard,
         "warmup": warmup,
         "timeline": timeline,
-        "budget": budget,
         "candidates": candidates,
-        "check_every": check_every,
     }
     if spec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
-        AutoConfig(budget=budget, candidates=candidates, every=check_every)
+        parse_candidates(candidates)
     State(spec, grad_scaler=grad_scaler, **options)
 
     def compress_wrapped(model: torch.nn.Module) -> State:

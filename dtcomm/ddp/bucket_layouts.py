@@ -1,6 +1,6 @@
 """What every parameter is compressed with, and the layouts of DDP's buckets that follow from it.
 
-A `Chooser` is a fixed policy or the autotuner (`dtcomm.ddp.autotune.tuner`). `BucketLayouts` asks it, the guard and the
+A `Chooser` is a fixed policy or the tuner of "auto" (`dtcomm.ddp.auto`). `BucketLayouts` asks it, the guard and the
 warm-up when the reducer needs the layout of a bucket.
 """
 

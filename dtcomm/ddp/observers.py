@@ -1,4 +1,4 @@
-"""What is attached to a `Reducer`: the guard, the autotuner, the timeline and the recorder of step times.
+"""What is attached to a `Reducer`: the guard, "auto", the timeline and the recorder of step times.
 
 `dtcomm.ddp.State` makes them; the reducer calls them in order.
 """
@@ -10,7 +10,7 @@ import logging
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.collectives import Work
 from dtcomm.compress.guard_monitor import Monitor
 from dtcomm.compress.report import describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, group_rows
-from dtcomm.ddp.autotune.measure import BucketTiming
-from dtcomm.ddp.autotune.tuner import Tuner
+from dtcomm.ddp.auto import Tuner
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
 from dtcomm.device.streams import AsyncHostCopy, Streams
 from dtcomm.profiling import MessageRecord, Timeline
@@ -130,52 +128,46 @@ class LossScaleObserver(ReducerObserver):
             self._error_state.scale(scale / old)
 
 
-class BucketMarks(NamedTuple):
-    """The timing events of one bucket.
-
-    Attributes:
-        ready: Behind its gradients.
-        finished: Behind its mean.
-        seconds: How long its collectives took, where that is known without events (on the CPU), else None.
-        wire_bytes: What this rank sent.
-    """
-
-    ready: Any
-    finished: Any
-    seconds: float | None
-    wire_bytes: int
-
-
 class _StepMarks(NamedTuple):
     number: int
     begin: Any
     end: Any
-    buckets: Sequence[BucketMarks]
 
 
-class StepClock:
-    """Measures steps with timing events of a device, which are read once the device has passed them.
+class TunerObserver(ReducerObserver):
+    """Gives the tuner of "auto" the times of steps, and applies its choices.
 
-    On the CPU an event is a time, and has always passed.
+    Steps are measured with timing events of the device, which are read once the device has passed them. On the CPU an
+    event is a time, and has always passed.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self.mark = streams.mark
-        self._streams = streams
-        self._steps: deque[_StepMarks] = deque()
+    def __init__(self, tuner: Tuner, reducer: Reducer) -> None:
+        self._tuner = tuner
+        self._error_state, self._factors = reducer.error_state, reducer.averager.factors
+        self._streams: Streams | None = None
         self._begin: Any = None
+        self._steps: deque[_StepMarks] = deque()  # that the tuner does not know yet
 
-    def begin_step(self) -> None:
-        """The first bucket of a step is ready."""
-        self._begin = self.mark()
+    def begin_pass(self, step: int, streams: Streams) -> None:
+        """Report the steps that are over, let the tuner choose, and drop the state of parameters that change."""
+        if self._streams is None:
+            self._streams = streams
+            self._tuner.set_device(streams.device)
+        self._report(streams, wait=self._tuner.reads_clock(step))
+        self._tuner.begin_step(step)
+        for name in self._tuner.pop_changes():
+            self._factors.forget(name)
+        for name in self._tuner.pop_uncompressed():
+            self._error_state.repay_residual(name)
+        self._begin = streams.mark()
 
-    def end_step(self, number: int, buckets: Sequence[BucketMarks]) -> None:
-        """The current stream waits for all buckets of the step."""
-        self._steps.append(_StepMarks(number, self._begin, self.mark(), buckets))
+    def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:
+        """Mark the end of the step: the current stream waits for all its buckets."""
+        assert self._streams is not None
+        self._steps.append(_StepMarks(step, self._begin, self._streams.mark()))
 
-    def report(self, end_step: Callable[[int, float, Sequence[BucketTiming]], None], *, wait: bool) -> None:
-        """Call ``end_step`` for each step that the device has finished; with ``wait`` the host waits for all steps."""
-        streams = self._streams
+    def _report(self, streams: Streams, *, wait: bool) -> None:
+        """Tell the tuner of each step that the device has finished; with ``wait`` the host waits for all steps."""
         while self._steps:
             step = self._steps[0]
             if not streams.query(step.end):
@@ -183,71 +175,7 @@ class StepClock:
                     return
                 streams.synchronize(step.end)
             self._steps.popleft()
-            timings = [
-                BucketTiming(
-                    streams.elapsed(step.begin, ready),
-                    streams.elapsed(ready, finished) if seconds is None else seconds,
-                    wire_bytes,
-                )
-                for ready, finished, seconds, wire_bytes in step.buckets
-            ]
-            end_step(step.number, streams.elapsed(step.begin, step.end), timings)
-
-
-class TunerObserver(ReducerObserver):
-    """Gives the autotuner the times of steps and samples of gradients, and applies its choices."""
-
-    def __init__(self, tuner: Tuner, reducer: Reducer) -> None:
-        self._tuner = tuner
-        self._error_state, self._factors = reducer.error_state, reducer.averager.factors
-        self._layouts = reducer.layouts
-        self._clock: StepClock | None = None
-        self._ready: dict[int, Any] = {}  # marks of this step, by the index of the bucket
-        self._finished: dict[int, Any] = {}
-
-    def begin_pass(self, step: int, streams: Streams) -> None:
-        """Report the steps that are over, let the tuner choose, and drop the state of parameters that change."""
-        if self._clock is None:
-            self._clock = StepClock(streams)
-            self._tuner.set_device(streams.device)
-        self._clock.report(self._tuner.end_step, wait=self._tuner.reads_clock(step))
-        self._tuner.begin_step(step)
-        for name in self._tuner.pop_changes():
-            self._factors.forget(name)
-        for name in self._tuner.pop_uncompressed():
-            self._error_state.repay_residual(name)
-        self._clock.begin_step()
-
-    def bucket_ready(self, step: int, bucket: GradBucket) -> None:
-        """Give the tuner a sample of the gradients, if it needs one."""
-        if self._tuner.needs_sample(step):
-            # DDP lists no gradient of a sparse bucket, which is never compressed: it has nothing to sample.
-            gradients = bucket.gradients() or [torch.empty(0, dtype=bucket.buffer().dtype)]
-            self._tuner.sample_bucket(bucket.index(), self._layouts.names(bucket), gradients)
-
-    def bucket_prepared(self, bucket: InFlightBucket) -> None:
-        """Record when the bucket is ready."""
-        assert self._clock is not None
-        self._ready[bucket.index] = self._clock.mark()
-
-    def bucket_finished(self, bucket: InFlightBucket) -> None:
-        """Record when the bucket is finished."""
-        assert self._clock is not None
-        self._finished[bucket.index] = self._clock.mark()
-
-    def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:
-        """End the step on the clock."""
-        assert self._clock is not None
-        marks = [
-            BucketMarks(
-                self._ready[bucket.index],
-                self._finished[bucket.index],
-                bucket.work.seconds if bucket.buffer.is_cpu else None,
-                bucket.work.wire_bytes,
-            )
-            for bucket in buckets
-        ]
-        self._clock.end_step(step, marks)
+            self._tuner.end_step(step.number, streams.elapsed(step.begin, step.end))
 
 
 class UncompressedObserver(ReducerObserver):

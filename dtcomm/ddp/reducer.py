@@ -76,7 +76,7 @@ class InFlightBucket:
 class ReducerObserver:
     """What a `Reducer` calls at fixed points of a backward pass; every method does nothing by default.
 
-    The guard, the autotuner, the timeline and the recorder are observers (`dtcomm.ddp.observers`).
+    The guard, "auto", the timeline and the recorder are observers (`dtcomm.ddp.observers`).
     """
 
     def begin_pass(self, step: int, streams: Streams) -> None:
@@ -116,10 +116,10 @@ class Reducer:
     A backward pass goes through these steps. `reduce` does 1 to 5 for each bucket, and DDP runs other backward
     computation meanwhile:
 
-    1. With the first bucket the observers begin the pass: the guard evaluates the statistics of the last step, the
-       autotuner chooses codecs, and both reset state of parameters whose codec changes (`_begin_pass`).
+    1. With the first bucket the observers begin the pass: the guard evaluates the statistics of the last step,
+       "auto" chooses codecs, and both reset state of parameters whose codec changes (`_begin_pass`).
     2. The bucket gets a layout: one segment for each compressed parameter, under the codec that policy, guard, warm-up
-       and autotuner choose (`BucketLayouts.of`).
+       and "auto" choose (`BucketLayouts.of`).
     3. Every lossy segment is prepared: error feedback decides which tensor is averaged and which residual is added to
        it (`_prepare`, `ErrorState.prepare`).
     4. The collective starts: one packed message for the bucket, or several in stages if PowerSGD is among its codecs,

@@ -1,6 +1,6 @@
 """`State`: what the DDP hook keeps between steps, and what its user asks it for.
 
-It makes the `Reducer`, which does the work, and attaches the guard, the autotuner and the timeline to it.
+It makes the `Reducer`, which does the work, and attaches the guard, "auto" and the timeline to it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm
-from dtcomm.compress.autotune_model import BASELINE, AutoConfig
-from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.bucket_averager import NONE
 from dtcomm.compress.bucket_layout import BucketLayout
 from dtcomm.compress.checkpoint import (
@@ -37,11 +35,10 @@ from dtcomm.compress.guard_monitor import make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
-from dtcomm.compress.spec import Scheme
+from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
-from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
-from dtcomm.ddp.autotune.tuner import MEASURE_AGAIN, Tuner
+from dtcomm.ddp.auto import BASELINE, ProcessGroupConsensus, Tuner
 from dtcomm.ddp.balance import BalancedSampler, BalanceObserver
 from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy, SparseLayout
 from dtcomm.ddp.observers import (
@@ -96,9 +93,7 @@ class State(Reporting):
         warmup: The number of uncompressed steps at the start. Default 0.
         timeline: Keep the times of so many last steps, for ``timeline.summary()`` and `trace`; 0: record nothing
             (``timeline.start()`` switches it on later). Default 0.
-        budget: With "auto": the largest relative error of one encoding. Default None: 0.2 for the default candidates.
-        candidates: With "auto": the schemes to choose from, whatever their error. Default None: none, fp16, int8, int4.
-        check_every: With "auto": the steps between two checks of the choice. Default 500.
+        candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
         grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
             skips leaves them as they were, which takes a second copy of them. Default None: call `rescale` yourself.
 
@@ -126,9 +121,7 @@ class State(Reporting):
         guard: Guard | None = DEFAULT_GUARD,
         warmup: int = 0,
         timeline: int = 0,
-        budget: float | None = None,
         candidates: Sequence[str | Scheme] | None = None,
-        check_every: int = 500,
         grad_scaler: Any = None,
     ) -> None:
         for name, value, least in (
@@ -136,7 +129,6 @@ class State(Reporting):
             ("sample_every", sample_every, 0),
             ("warmup", warmup, 0),
             ("timeline", timeline, 0),
-            ("check_every", check_every, 1),
         ):
             require_int(name, value, least)
         if not isinstance(guard, Guard | None):
@@ -148,10 +140,10 @@ class State(Reporting):
         tuner = None
         self._consensus = ProcessGroupConsensus(group)
         if spec == AUTO:
-            config = AutoConfig(budget=budget, candidates=candidates, every=check_every)
-            tuner = Tuner(config, self._consensus, excluded)
-        elif budget is not None or candidates is not None or check_every != AutoConfig.every:
-            raise ValueError(f"spec: budget, candidates and check_every go with {AUTO!r}, got {str(spec)!r}")
+            tuner = Tuner(candidates, self._consensus, excluded)
+        elif candidates is not None:
+            raise ValueError(f"spec: candidates goes with {AUTO!r}, got {str(spec)!r}")
+        self._tuner = tuner
         self._chooser: Chooser = tuner or FixedPolicy(excluded | as_policy(spec))
         self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
         self.group = group
@@ -258,6 +250,16 @@ class State(Reporting):
             raise TypeError(f"sampler: expected a dtcomm.ddp.BalancedSampler, got {type(sampler).__name__}")
         self._reducer.attach(BalanceObserver(sampler, self._reducer))
 
+    def retune(self) -> None:
+        """Let "auto" choose again, from the next step on: the link or the model has changed. Call it on every rank.
+
+        Raises:
+            ValueError: The state was not made with "auto".
+        """
+        if self._tuner is None:
+            raise ValueError(f"spec: retune goes with {AUTO!r}, got {str(self._chooser)!r}")
+        self._tuner.retune()
+
     def report(self) -> Report:
         """Return what was compressed, with what, and what it saved, up to the last backward pass.
 
@@ -311,7 +313,7 @@ class State(Reporting):
     def _payoff(self, layouts: list[BucketLayout]) -> Payoff | None:
         """Return whether compression pays: as "auto" measured it, or by prediction."""
         choice = self._chooser.decisions[-1] if self._chooser.decisions else None
-        if choice is not None and choice.limit and choice.action != MEASURE_AGAIN:
+        if choice is not None and choice.limit:
             return Payoff(
                 compressed_ms=choice.value * 1e3,
                 uncompressed_ms=choice.limit * 1e3,

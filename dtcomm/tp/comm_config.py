@@ -20,8 +20,7 @@ from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.collectives import Algorithm
 from dtcomm.collectives._dispatch import require_algorithm
 from dtcomm.collectives.group_ops import compression_pays
-from dtcomm.compress.autotune_model import NAME as AUTO
-from dtcomm.compress.spec import COMPRESSORS
+from dtcomm.compress.spec import AUTO, COMPRESSORS
 from dtcomm.profiling.tables import format_bytes
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh | None

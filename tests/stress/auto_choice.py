@@ -2,9 +2,9 @@
 
 python -m tests.stress.auto_choice [--runs 1000] [--steps 600] [--json FILE]
 
-The tuner decides on simulated step times. A run is lost if it chooses a plan that is slower than plain DDP, at any
-time. At most 1 % of runs may be lost, whatever the noise; where a plan is faster, the table shows how often it is
-chosen, after how many steps, and how much time a step takes on average once all have chosen. The exit status is 1 if
+The tuner decides on simulated step times. A run is lost if it chooses a plan that is slower than plain DDP.
+At most 1 % of runs may be lost, whatever the noise; where a plan is faster, the table shows how often it is chosen,
+after how many steps, and how much time a step takes on average once all have chosen. The exit status is 1 if
 more runs are lost than 1 % and its sampling error allow.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.common import machine, output
 from tests.stress import DETAILS
-from tests.support.autotune_simulation import Noise, Run, simulate
+from tests.support.autotune_simulation import Noise, simulate
 
 LOST_LIMIT = 0.01
 NOISES = {
@@ -38,17 +38,12 @@ WORLDS: dict[str, dict[str, float]] = {
 }
 
 
-def chosen(run: Run) -> set[str]:
-    """Return the plans that a run chose at any time."""
-    return {action for action in run.decisions if action != "measure again"}
-
-
 def measure(world: str, noise: str, runs: int, steps: int) -> dict[str, Any]:
     """Return what the runs with one kind of step times chose."""
     seconds = {"plain": 1.0, **WORLDS[world]}
     simulated = [simulate(seconds, NOISES[noise], seed, steps=steps) for seed in range(runs)]
     times = {"plain DDP": 1.0, **WORLDS[world]}
-    lost = sum(any(times[plan] > 1.0 for plan in chosen(run)) for run in simulated)
+    lost = sum(times.get(run.choice, 1.0) > 1.0 for run in simulated)
     faster = sum(times[run.choice] < 1.0 for run in simulated if run.choice)
     # Three standard deviations of the number of lost runs, if 1 % is the probability.
     limit = LOST_LIMIT * runs + 3 * math.sqrt(LOST_LIMIT * runs)

@@ -1,4 +1,4 @@
-"""Simulated training steps for the autotuner: step times with noise, drift and bursts, and what it chooses by them."""
+"""Simulated training steps for "auto": step times with noise, drift and bursts, and what it chooses by them."""
 
 from __future__ import annotations
 
@@ -6,44 +6,27 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 
-from dtcomm.compress.autotune_model import NONE, AutoConfig
-from dtcomm.compress.spec import Scheme
-from dtcomm.ddp.autotune import measure
-from dtcomm.ddp.autotune.measure import BucketTiming
-from dtcomm.ddp.autotune.tuner import Tuner
+from dtcomm.ddp.auto import ProcessGroupConsensus, Tuner
 
 
-class Link:
-    """`Consensus` of ranks that are all alike, over a link whose rate a test may change."""
+class AlikeRanks(ProcessGroupConsensus):
+    """Two ranks that are alike, on two hosts."""
 
-    ranks = 2
-    device = None
-
-    def __init__(self, gbit: float) -> None:
-        self.gbit = gbit
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.ranks = 2
 
     def max(self, values: Sequence[float]) -> list[float]:
         return list(values)
-
-    def probe(self) -> tuple[float, float]:
-        return 1e-4, 8e-9 / self.gbit
-
-    def cpu_oversubscribed(self) -> bool:
-        return False
 
     def in_memory(self) -> bool:
         return False
 
     def emulated(self) -> bool:
         return False
-
-    def seconds(self, sent: float) -> float:
-        return 1e-4 + sent * 8e-9 / self.gbit
 
 
 @dataclass(frozen=True)
@@ -75,17 +58,15 @@ class Run:
     """What a simulated run chose.
 
     Attributes:
-        choice: The last choice: "plain DDP", or the name of a codec.
-        steps: The steps until the first choice.
-        decisions: The actions of all decisions.
-        reasons: Their reasons.
-        used: The plan of every step.
+        choice: The choice: "plain DDP", or the name of a codec; empty if there is none.
+        reason: Its reason.
+        steps: The steps until the choice.
+        used: The plan of every step until the choice.
     """
 
     choice: str
+    reason: str
     steps: int
-    decisions: list[str]
-    reasons: list[str]
     used: list[str]
 
 
@@ -94,8 +75,7 @@ def simulate(
     noise: Noise,
     seed: int,
     *,
-    steps: int = 1000,
-    every: int = 500,
+    steps: int = 400,
     slow_steps: Mapping[str, Sequence[int]] = {},
     slow_factor: float = 2.0,
 ) -> Run:
@@ -106,36 +86,25 @@ def simulate(
         noise: How times vary.
         seed: The seed of the noise.
         steps: The number of steps.
-        every: The steps between two checks.
         slow_steps: Steps that take longer where they use a plan, by plan.
         slow_factor: How many times as long.
     """
-    # The link is slow, so that the model proposes every candidate.
     candidates = [name for name in seconds if name not in ("plain", "none")]
-    tuner = Tuner(AutoConfig(every=every, candidates=candidates or ["int8"]), Link(0.05))
+    tuner = Tuner(candidates, AlikeRanks())
     factors = noise.factors(random.Random(seed), steps)
     used: list[str] = []
-    first = steps
-    with mock.patch.object(measure, "kernel_seconds", fixed_kernel_seconds):
-        for step in range(steps):
-            tuner.begin_step(step)
-            if tuner.needs_sample(step):
-                tuner.sample_bucket(0, ["weight"], [_GRADIENT])
-            if tuner.settled and first == steps:
-                first = step
-            name = "plain" if tuner.bypass else str(tuner.choose("weight", _GRADIENT).codec)
-            used.append(name)
-            took = seconds[name] * factors[step] * (slow_factor if step in slow_steps.get(name, ()) else 1.0)
-            tuner.end_step(step, took, [BucketTiming(0.0, took, 10**6)])
-    decisions = [decision.action for decision in tuner.decisions]
-    choices = [action for action in decisions if action != "measure again"]
-    reasons = [decision.reason for decision in tuner.decisions]
-    return Run(choices[-1] if choices else "", first, decisions, reasons, used)
+    for step in range(steps):
+        tuner.begin_step(step)
+        if tuner.settled:
+            break
+        name = "plain" if tuner.bypass else str(tuner.choose("weight", _GRADIENT).codec)
+        used.append(name)
+        took = seconds[name] * factors[step] * (slow_factor if step in slow_steps.get(name, ()) else 1.0)
+        tuner.end_step(step, took)
+    (decision,) = tuner.decisions or (None,)
+    if decision is None:
+        return Run("", "", steps, used)
+    return Run(decision.action, decision.reason, decision.step, used)
 
 
 _GRADIENT = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-
-
-def fixed_kernel_seconds(scheme: Scheme, **_: Any) -> tuple[float, float]:
-    """Replace `dtcomm.ddp.autotune.measure.kernel_seconds`, so that candidates do not depend on this processor."""
-    return (0.0, 0.0) if scheme == NONE else (1e-10, 1e-10)

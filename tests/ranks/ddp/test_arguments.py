@@ -33,12 +33,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"warmup": 1.5}, TypeError, "warmup: expected an integer, got 1.5"),
     ({"warmup": -1}, ValueError, "warmup=-1: expected 0 or more"),
     ({"timeline": True}, TypeError, "timeline: expected an integer, got True"),
-    ({"spec": "auto", "budget": "1%"}, TypeError, "budget: expected a relative error such as 0.2, got '1%'"),
-    (
-        {"check_every": 10},
-        ValueError,
-        "spec: budget, candidates and check_every go with 'auto', got '.*int8'",
-    ),
+    ({"candidates": ["int4"]}, ValueError, "spec: candidates goes with 'auto', got '.*int8'"),
     (
         {"spec": "int88"},
         ValueError,

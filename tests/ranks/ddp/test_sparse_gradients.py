@@ -86,7 +86,7 @@ def train_compressed(rank: int, world_size: int, folder: str) -> None:
         ("int8", {}),
         ("topk:ratio=0.5", {"guard": None}),
         ("powersgd:rank=2", {}),
-        ("auto", {"check_every": 2}),
+        ("auto", {}),
         ("name=0.weight -> int8; name=1.* -> powersgd:rank=1", {"timeline": STEPS}),
     ):
         trained, state = train(rank, spec, sample_every=1, **options)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dtcomm
 from dtcomm import ddp
 from dtcomm.compress.guard import CompressionHarmful
-from dtcomm.ddp.autotune.measure import ProcessGroupConsensus
+from dtcomm.ddp.auto import ProcessGroupConsensus
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import dtcomm
 from dtcomm import codecs, kernels
 from dtcomm.codecs import spec as registry
-from dtcomm.compress.autotune_model import NAME as AUTO
 from dtcomm.compress.policy import Policy
-from dtcomm.compress.spec import COMPRESSORS, gaussian_error, parse_scheme
+from dtcomm.compress.spec import AUTO, COMPRESSORS, gaussian_error, parse_scheme
 from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.kernels import ops
 from dtcomm.runtime.cuda_peer.launch import why_not

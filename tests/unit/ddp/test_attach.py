@@ -31,9 +31,8 @@ def test_attach_has_the_options_of_compress() -> None:
         ({"warmup": -1}, "warmup=-1: expected 0 or more"),
         ({"sample_every": -1}, "sample_every=-1"),
         ({"timeline": -1}, "timeline=-1: expected 0 or more"),
-        ({"budget": 0.1}, "budget, candidates and check_every go with 'auto'"),
-        ({"spec": "auto", "budget": -1.0}, "budget=-1.0: expected a relative error above 0"),
-        ({"spec": "auto", "check_every": 0}, "check_every=0: expected 1 or more steps"),
+        ({"candidates": ["int4"]}, "candidates"),
+        ({"spec": "auto", "candidates": "int8"}, "candidates='int8': expected a list of specs"),
         ({"spec": "int8/int4", "algorithm": "ring"}, "'ring' has no levels"),
     ],
 )

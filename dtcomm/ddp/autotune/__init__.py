@@ -1,1 +1,0 @@
-"""The autotuner of ``compress(model, "auto")``: `measure` measures, `tuner` decides."""
