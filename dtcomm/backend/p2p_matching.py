@@ -17,15 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm import torch_threads
 from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
-from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.runtime.process_groups import group_store
-from dtcomm.work import COMPLETED, QueuedWork, TorchWork, Work
+from dtcomm.streams import HostStreams
+from dtcomm.work import COMPLETED, QueuedWork, TorchWork, Work, completion
 
 HEADER_BYTES = 2048
 _TAG_AND_SIZE = struct.Struct("<qq")
@@ -340,7 +339,7 @@ class MessageMatcher:
         """Poll the store for ranks that have begun to send, while there is a receive from any rank."""
         store = group_store(self.group)
         while True:
-            with torch_threads.running():  # the store's functions are native
+            with completion.running_native():  # the store's functions are native
                 if not self._look_for_senders(store):
                     return
             time.sleep(_POLL_S)

@@ -27,7 +27,6 @@ from dtcomm.collectives._multi_stage import (
     Stage,
 )
 from dtcomm.collectives._variable_length import require_fixed_length
-from dtcomm.device.streams import record_streams
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
@@ -36,6 +35,7 @@ from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, PreparedPlan, TensorSpec
 from dtcomm.schedule import Schedule, parse, verify
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
+from dtcomm.streams import record_streams
 from dtcomm.work import CompositeWork, Work
 
 parse_text = functools.lru_cache(maxsize=64)(parse)

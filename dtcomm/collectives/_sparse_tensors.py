@@ -30,11 +30,11 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.collectives._arguments import Algorithm, Group, Op, op_name, require_auditable, require_dtype
 from dtcomm.collectives._dispatch import make_plan, require_algorithm, start
 from dtcomm.collectives._variable_length import require_fixed_length
-from dtcomm.device.streams import record_streams
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator_cache import get_communicator_for
 from dtcomm.runtime.types import Buffers
+from dtcomm.streams import record_streams
 from dtcomm.work import CompositeWork, Work
 
 MAX_DIMENSIONS = 16

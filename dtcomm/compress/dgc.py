@@ -23,7 +23,7 @@ from dtcomm.codecs import TopK
 from dtcomm.codecs.base import FLOAT_TYPES, option
 from dtcomm.codecs.sparse import VALUES
 from dtcomm.codecs.spec import options_of
-from dtcomm.device.streams import match_device
+from dtcomm.streams import match_device
 
 NAME = "dgc"
 FIRST_RATIO = 0.25

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import torch
 
 from dtcomm.compress.residuals import flat_copies
-from dtcomm.device.streams import match_device
+from dtcomm.streams import match_device
 
 
 class References:

@@ -20,7 +20,7 @@ from dtcomm.compress.ef21 import References
 from dtcomm.compress.feedback import Feedback, FeedbackStates
 from dtcomm.compress.residuals import Residuals, average_states
 from dtcomm.compress.spec import Scheme
-from dtcomm.device.streams import record_streams
+from dtcomm.streams import record_streams
 
 # Steps over which the residual of a parameter that is no longer compressed is added to its gradients.
 REPAYMENT_STEPS = 32

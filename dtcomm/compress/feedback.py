@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from dtcomm.device.streams import match_device
+from dtcomm.streams import match_device
 
 State = dict[str, torch.Tensor]
 

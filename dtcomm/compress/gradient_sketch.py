@@ -32,8 +32,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dtcomm.device.streams import copy_to_device
 from dtcomm.kernels import counter_rng
+from dtcomm.streams import copy_to_device
 
 SKETCH_SIZE = 256
 FULL_SIZE = 16384  # elements up to which all of a parameter is read

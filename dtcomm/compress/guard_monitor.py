@@ -41,7 +41,7 @@ from dtcomm.compress.guard import (
     send_interval,
 )
 from dtcomm.compress.spec import Scheme
-from dtcomm.device.streams import copy_to_device
+from dtcomm.streams import copy_to_device
 
 HEADER_SIZE = 6  # of `GuardMonitor.stats_tensor`
 HARM_PATIENCE = 2  # windows in a row that must exceed a limit

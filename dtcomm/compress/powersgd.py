@@ -23,8 +23,8 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
 from dtcomm.compress.stage_scheduler import Stages
-from dtcomm.device.streams import match_device
 from dtcomm.kernels import counter_rng, low_rank
+from dtcomm.streams import match_device
 
 NAME = "powersgd"
 

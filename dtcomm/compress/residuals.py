@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.device.streams import match_device, record_streams
 from dtcomm.kernels import counter_rng, ops
+from dtcomm.streams import match_device, record_streams
 
 #: How residuals may be kept between two steps, and the codec that packs them.
 FORMS = {"fp32": None, "bf16": codec("bf16"), "int8": codec("int8:round=stochastic")}

@@ -18,9 +18,8 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from dtcomm import torch_threads
-from dtcomm.device.streams import Streams, record_streams
-from dtcomm.work import QueuedWork, Span, Statistics, Work
+from dtcomm.streams import Streams, record_streams
+from dtcomm.work import QueuedWork, Span, Statistics, Work, completion
 
 #: The stages of one bucket: it yields each collective that it starts, and continues when that is done.
 Stages = Generator[Work, None, None]
@@ -150,8 +149,8 @@ class StageScheduler:
 def _run_thread(buckets: queue.SimpleQueue[_StagedBucket | None]) -> None:
     pipeline = _Pipeline()
     while (bucket := buckets.get()) is not None:
-        with torch_threads.running():
+        with completion.running_native():
             pipeline.add(bucket)
             del bucket  # while it waits, the thread must not keep a bucket and with it a process group alive
-    with torch_threads.running():
+    with completion.running_native():
         del pipeline  # with the buckets of a backward pass that was never finished

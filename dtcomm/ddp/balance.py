@@ -23,8 +23,8 @@ from dtcomm.arguments import require_int
 from dtcomm.collectives import all_gather, recv, send
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
-from dtcomm.device.streams import Streams
 from dtcomm.profiling.stragglers import RankSpeed, Straggler, find_stragglers
+from dtcomm.streams import Streams
 
 MIN_GAIN = 0.03  # of a step, which a new division must promise
 PROBE_BYTES = 1 << 18

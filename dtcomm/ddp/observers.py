@@ -25,8 +25,8 @@ from dtcomm.compress.report import describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, group_rows
 from dtcomm.ddp.auto import Tuner
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
-from dtcomm.device.streams import AsyncHostCopy, Streams
 from dtcomm.profiling import MessageRecord, Timeline
+from dtcomm.streams import AsyncHostCopy, Streams
 
 _log = logging.getLogger("dtcomm")
 

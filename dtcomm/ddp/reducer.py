@@ -23,9 +23,9 @@ from dtcomm.compress.guard_monitor import Monitor
 from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.compress.traffic import total_seconds
 from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser, SparseLayout
-from dtcomm.device.streams import Streams, record_streams, streams_of
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
+from dtcomm.streams import Streams, record_streams, streams_of
 from dtcomm.work import QueuedWork, Statistics, Work
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from dtcomm.collectives.announcement import Announcement
 from dtcomm.ddp.reducer import Reducer, ReducerObserver
-from dtcomm.device.streams import Streams
 from dtcomm.errors import CollectiveMismatch
+from dtcomm.streams import Streams
 
 # DDP's constructor has just made the ranks wait for each other, so they register at nearly the same time.
 LIMIT_S = 20.0

@@ -17,7 +17,7 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse_codec
 from dtcomm.collectives import all_reduce, release
 from dtcomm.collectives._arguments import op_name
-from dtcomm.work.torch_work import TorchWork
+from dtcomm.work import TorchWork
 
 NONE = parse_codec("none")
 

@@ -23,13 +23,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.error_sample import ErrorSample
 from dtcomm.compress.traffic import Traffic
-from dtcomm.device.streams import record_streams
 from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.profiling.step_record import WaitInterval
 from dtcomm.profiling.timeline import profiler_range
+from dtcomm.streams import record_streams
 from dtcomm.work import COMPLETED, TorchWork, Work
 
 MAX_PENDING = 1  # reduce-scatters of a backward pass, besides the newest one

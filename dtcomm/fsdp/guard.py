@@ -21,8 +21,8 @@ from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.gradient_sketch import Fidelity, GradientSketch
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.guard_monitor import make_monitor
-from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.fsdp.spec import CompressionSpec
+from dtcomm.streams import AsyncHostCopy
 
 ROOT = "(root)"  # the guard's name of the root module, whose own name is empty
 SKETCHED_SHARDS = 4  # of a gradient: the cost of a sketch must not grow with the number of ranks

@@ -13,9 +13,9 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.compress.residuals import Residuals
-from dtcomm.device.streams import match_device
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
+from dtcomm.streams import match_device
 
 LOCO_BETA = 0.8
 LOCO_RESET_CALLS = 1024

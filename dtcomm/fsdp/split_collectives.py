@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from dtcomm.collectives import all_gather, reduce_scatter
-from dtcomm.device.streams import record_streams
 from dtcomm.fsdp.collectives import (
     BackwardOverlap,
     CompressedAllGather,
@@ -32,6 +31,7 @@ from dtcomm.fsdp.flat_layout import ShardedLayout, layout_of
 from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.spec import UNCOMPRESSED
 from dtcomm.fsdp.state import State
+from dtcomm.streams import record_streams
 from dtcomm.tp.sharded_module import shard_groups
 
 UNKNOWN_PLACES = "some parameters have no gradient, so it is unknown which elements tensor parallelism shards"

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
-from dtcomm.device.streams import copy_to_device
 from dtcomm.moe.encoded_rows import decode_rows, encode_rows
 from dtcomm.moe.state import record
+from dtcomm.streams import copy_to_device
 
 
 class Arrived(NamedTuple):

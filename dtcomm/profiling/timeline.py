@@ -22,7 +22,7 @@ from dtcomm.profiling import trace
 from dtcomm.profiling.metrics import Metric, summary_metrics
 from dtcomm.profiling.step_record import MessageRecord, StepRecord
 from dtcomm.profiling.summary import Summary, summarize
-from dtcomm.runtime import phase_timer
+from dtcomm.work.statistics import add_timelines
 
 T = TypeVar("T")
 now = time.monotonic_ns
@@ -57,7 +57,7 @@ class Timeline:
         self._forward_begin = self._backward_begin = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._handles: list[Any] = []
-        self._release_phase_timer: Callable[[], object] = lambda: None
+        self._stop_phase_times: Callable[[], object] = lambda: None
 
     def start(self, steps: int = 200) -> None:
         """Record from now on, and keep the last ``steps`` steps; ValueError if that is below 1."""
@@ -66,14 +66,14 @@ class Timeline:
         self._steps = deque(self._steps, maxlen=steps)
         if not self.on:
             self.on = True
-            phase_timer.add_users(1)
-            self._release_phase_timer = weakref.finalize(self, phase_timer.add_users, -1)
+            add_timelines(1)
+            self._stop_phase_times = weakref.finalize(self, add_timelines, -1)
             self._register_hooks()
 
     def stop(self) -> None:
         """Stop recording; the recorded steps stay."""
         self.on = False
-        self._release_phase_timer()
+        self._stop_phase_times()
         for handle in self._handles:
             handle.remove()
         self._handles, self._current = [], None

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import _C, env
-from dtcomm.device.streams import HostStreams, streams_of
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
@@ -25,6 +24,7 @@ from dtcomm.runtime.plan_cache import PlanCache
 from dtcomm.runtime.process_groups import group_timeout, position
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Runtime
 from dtcomm.schedule import Schedule
+from dtcomm.streams import HostStreams, streams_of
 from dtcomm.work import CompositeWork
 
 

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import future_completion, torch_threads
 from dtcomm.errors import CommunicatorClosed
 from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.native.runtime import close_all
 from dtcomm.runtime.process_groups import inherited, position, require_group
+from dtcomm.work import completion
 
 
 @dataclass
@@ -174,7 +174,7 @@ def existing_communicators(group: dist.ProcessGroup | None) -> list[Communicator
 def group_entry(group: dist.ProcessGroup) -> GroupEntry:
     """The entry of a usable group, made if need be. CommunicatorClosed if the program exits."""
     if _exiting:
-        torch_threads.hold_at_exit()
+        completion.hold_at_exit()
         raise CommunicatorClosed("the program exits, so it makes no communicator")
     sweep()
     key = id(group)
@@ -262,11 +262,11 @@ def _after_fork() -> None:
 def _shutdown() -> None:
     global _exiting
     _exiting = True
-    torch_threads.begin_exit()
+    completion.begin_exit()
     _drop(lambda _: True)
-    torch_threads.wait(_EXIT_SECONDS)
+    completion.wait_for_threads(_EXIT_SECONDS)
     if not inherited:
-        future_completion.stop()
+        completion.stop()
 
 
 os.register_at_fork(after_in_child=_after_fork)

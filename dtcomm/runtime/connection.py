@@ -14,12 +14,11 @@ from datetime import timedelta
 
 import torch
 
-from dtcomm import future_completion, torch_threads
-from dtcomm.device.streams import Streams
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.plan_cache import PlanCache
-from dtcomm.work import DeferredWork, Work
+from dtcomm.streams import Streams
+from dtcomm.work import DeferredWork, Work, completion
 
 _GRACE_SECONDS = 0.5
 _RELEASED = "group: its communicators have been released"
@@ -77,10 +76,10 @@ class Connection:
         if first:
             error = self._run(deadline)
             if error is not None:
-                torch_threads.hold_at_exit()
+                completion.hold_at_exit()
                 raise error
             return
-        future_completion.about_to_block()
+        completion.about_to_block()
         if not self._complete.wait(min(deadline.left_s() + _GRACE_SECONDS, threading.TIMEOUT_MAX)):
             raise CollectiveTimeout(
                 f"another thread of this rank did not make the communicator before the timeout of "
@@ -112,7 +111,7 @@ class Connection:
                         with streams.on(stream):  # which chooses the device too
                             self._run(deadline)
 
-                    torch_threads.start(run, "dtcomm-connect")
+                    completion.start_thread(run, "dtcomm-connect")
                     self._deadline = deadline
                 work = DeferredWork(outputs, streams.future())
                 self._deferred.append((work, start_on_stream))
@@ -140,7 +139,7 @@ class Connection:
 
     def _run(self, deadline: Deadline) -> BaseException | None:
         """Connect, start what is deferred, and return the error, if any."""
-        with torch_threads.running():  # the store's functions are native
+        with completion.running_native():  # the store's functions are native
             error = self._join(deadline)
             self._start_deferred(error)
             return error
@@ -177,7 +176,7 @@ class Connection:
     def _raise_error(self) -> None:
         error = self._error
         if error is not None:
-            torch_threads.hold_at_exit()
+            completion.hold_at_exit()
         if isinstance(error, Exception):
             raise copy.copy(error) from error  # every call raises its own
         if error is not None:

@@ -17,12 +17,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from dtcomm.device.streams import StreamOrder, Streams, record_buffers
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.flight_recorder import CAPACITY, FlightEntry, PeerSnapshot, Recorder
 from dtcomm.runtime.types import Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
+from dtcomm.streams import StreamOrder, Streams, record_buffers
 from dtcomm.work import Work
 
 

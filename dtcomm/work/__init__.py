@@ -15,11 +15,11 @@ from dtcomm.work.handles import (
     QueuedWork,
     StreamWork,
     TensorsFuture,
+    TorchWork,
     Work,
     release_completed,
 )
 from dtcomm.work.statistics import PHASES, Span, Statistics
-from dtcomm.work.torch_work import TorchWork
 
 __all__ = [
     "COMPLETED",

@@ -1,19 +1,25 @@
-"""`Work`, the handle of an asynchronous operation, its kinds, and the threads that complete their futures."""
+"""`Work`, the handle of an asynchronous operation, and its kinds; `TorchWork` gives any the interface of torch's."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from dtcomm import _C, future_completion, torch_threads
-from dtcomm.device.streams import Streams
-from dtcomm.errors import DtcommError
+from dtcomm import _C
+from dtcomm.errors import CollectiveTimeout, DtcommError
+from dtcomm.streams import Streams
+from dtcomm.work import completion
 from dtcomm.work.statistics import PHASES, Span, Statistics
 
 TensorsFuture = torch.futures.Future[list[torch.Tensor]]
+
+_MIN_POLL_S, _MAX_POLL_S = 20e-6, 1e-3  # pauses between two polls of an operation with a time limit
 
 
 class Work:
@@ -108,7 +114,7 @@ class NativeWork(Work):
         try:
             self._native.wait()
         except DtcommError as error:
-            torch_threads.hold_at_exit()
+            completion.hold_at_exit()
             self._failed(error)
             raise
         finally:
@@ -127,13 +133,13 @@ class NativeWork(Work):
             future: TensorsFuture = torch.futures.Future()
             self._complete(future)
             return future
-        future_completion.about_to_block()  # a callback that asks for a future may wait for it
+        completion.about_to_block()  # a callback that asks for a future may wait for it
         return self._make_future()
 
     def _make_future(self) -> TensorsFuture:
         if self._future is None:
             self._future = torch.futures.Future()
-            self._ticket = future_completion.notify(self._native, self.complete)
+            self._ticket = completion.notify(self._native, self.complete)
         return self._future
 
     def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:
@@ -142,7 +148,7 @@ class NativeWork(Work):
     def drop_future(self) -> None:
         if self._future is not None and self._native.cancel_notify():
             self._future = None
-            future_completion.cancel(self._ticket)
+            completion.cancel(self._ticket)
 
     def statistics(self) -> Statistics:
         native = self._native
@@ -157,7 +163,7 @@ class NativeWork(Work):
         ]
 
     def complete(self) -> None:
-        """Complete the future; a thread of `dtcomm.future_completion` calls it."""
+        """Complete the future; a thread of `dtcomm.work.completion` calls it."""
         _let_go(self)
         if self._future is not None:
             self._complete(self._future)
@@ -258,7 +264,7 @@ class QueuedWork(Work):
         if future is None:
             return
         if self._detached:
-            future_completion.call_detached(lambda: self._complete_future(future))
+            completion.call_detached(lambda: self._complete_future(future))
         else:
             self._complete_future(future)
 
@@ -270,13 +276,13 @@ class QueuedWork(Work):
 
     def wait(self) -> None:
         if not self._done:
-            future_completion.about_to_block()
+            completion.about_to_block()
         with self._condition:
             while not self._done:
                 self._condition.wait()
         error = self._error
         if error is not None:
-            torch_threads.hold_at_exit()
+            completion.hold_at_exit()
             try:
                 raise error
             finally:
@@ -288,7 +294,7 @@ class QueuedWork(Work):
 
     def get_future(self) -> TensorsFuture:
         if not self._done:
-            future_completion.about_to_block()
+            completion.about_to_block()
         with self._condition:
             if self._future is not None:
                 return self._future
@@ -398,7 +404,7 @@ class DeferredWork(Work):
 
     def connect_future(self) -> None:
         """Complete the future with the operation's own, on another thread because of the callbacks."""
-        future_completion.call_detached(self._connect_future)
+        completion.call_detached(self._connect_future)
 
     def _connect_future(self) -> None:
         if self._work is None:
@@ -415,11 +421,11 @@ class DeferredWork(Work):
 
     def _started(self) -> Work:
         if not self._begun.is_set():
-            future_completion.about_to_block()
+            completion.about_to_block()
         self._begun.wait()
         if self._work is None:
             assert self._error is not None
-            torch_threads.hold_at_exit()
+            completion.hold_at_exit()
             raise self._error
         return self._work
 
@@ -435,7 +441,7 @@ class DeferredWork(Work):
             return self._future
         if self._waited and self._work is not None:  # callers that have waited expect a complete one
             return self._work.get_future()
-        future_completion.about_to_block()
+        completion.about_to_block()
         return self._future
 
     def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:
@@ -446,6 +452,94 @@ class DeferredWork(Work):
 
     def spans(self) -> list[Span]:
         return self._started().spans()
+
+
+class TorchWork(dist.Work):
+    """A handle with the interface of ``torch.distributed.Work`` around one of dtcomm.
+
+    Args:
+        work: The handle; waiting for it leaves the outputs complete.
+        outputs: The output tensors.
+        limit_s: Time limit in seconds, counted from now. None: the group's timeout, which the runtime enforces.
+    """
+
+    _deadline: float | None = None
+    _future: torch.futures.Future[Any] | None = None
+
+    def __init__(self, work: Work, outputs: Sequence[torch.Tensor], limit_s: float | None = None) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self._work = work
+        if limit_s is not None:
+            self._deadline = time.monotonic() + limit_s
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for completion.
+
+        Args:
+            timeout: Time limit of this call; None or zero: the operation's own limit.
+
+        Raises:
+            CollectiveTimeout: The time limit has passed. The operation may still complete later.
+        """
+        deadline = self._deadline
+        if timeout:
+            deadline = time.monotonic() + timeout.total_seconds()
+        if deadline is not None:
+            self._poll_until(deadline)
+        self._work.wait()
+        return True
+
+    def _poll_until(self, deadline: float) -> None:
+        """Poll with growing pauses until completion; CollectiveTimeout at the deadline (of ``time.monotonic``)."""
+        completion.about_to_block()
+        begin, pause = time.monotonic(), _MIN_POLL_S
+        while not self._work.is_completed():
+            now = time.monotonic()
+            if now >= deadline:
+                limit_s = max(deadline - begin, 0.0)
+                raise CollectiveTimeout(f"{self._description()} did not end within {limit_s:g} s")
+            time.sleep(min(pause, deadline - now))
+            pause = min(pause * 2, _MAX_POLL_S)
+
+    def _description(self) -> str:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.outputs[:4])
+        return f"an operation on tensors of shape {shapes or '()'}"
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        if not self._work.is_completed():
+            return None
+        try:
+            self._work.wait()
+        except BaseException as error:
+            return error
+        return None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return list(self.outputs)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if self._future is None:
+            outputs = list(self.outputs)
+
+            def outputs_of(completed: torch.futures.Future[Any]) -> list[torch.Tensor]:
+                completed.value()  # raises the operation's error
+                return outputs
+
+            self._future = self._work.get_future().then(outputs_of)
+        return self._future
 
 
 def _set_exception(future: TensorsFuture, error: BaseException) -> None:

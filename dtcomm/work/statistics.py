@@ -1,11 +1,18 @@
-"""What a completed operation cost: bytes, times, and the times of its phases."""
+"""What a completed operation cost: bytes, times, and the times of its phases, which are taken only on request."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from dtcomm import _C
+
 PHASES = ("encode", "reduce", "decode")  # in the order of csrc/engine/phase_times.h
+
+_lock = threading.Lock()
+_timelines = 0
 
 
 class Span(NamedTuple):
@@ -43,3 +50,33 @@ class Statistics(NamedTuple):
             if part_finished_ns > finished_ns:
                 finished_ns = part_finished_ns
         return cls(wire_bytes, seconds, started_ns, finished_ns)
+
+
+def add_timelines(count: int) -> None:
+    """Register (1) or remove (-1) a timeline; operations take times if they start while there is one."""
+    global _timelines
+    with _lock:
+        _timelines += count
+        _C.enable_phase_times(_timelines > 0)
+
+
+def takes_phase_times() -> bool:
+    """Whether operations that start now take times."""
+    return _timelines > 0
+
+
+class PhaseTimer:
+    """The phases of an operation that runs in Python."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, Span] = {}
+
+    def add(self, phase: str, begin_ns: int) -> None:
+        """Note that a piece of the phase ran from ``begin_ns`` until now."""
+        end = time.monotonic_ns()
+        span = self._spans.get(phase, Span(phase, begin_ns, end, 0))
+        self._spans[phase] = span._replace(end_ns=end, busy_ns=span.busy_ns + end - begin_ns)
+
+    def spans(self) -> list[Span]:
+        """The phases so far."""
+        return list(self._spans.values())

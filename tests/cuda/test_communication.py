@@ -17,10 +17,10 @@ import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.guard_monitor import GuardMonitor
-from dtcomm.device.streams import AsyncHostCopy
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.cuda_peer import memory
+from dtcomm.streams import AsyncHostCopy
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, FixedGradientModel
 from tests.unit.runtime.every_collective import calls
 

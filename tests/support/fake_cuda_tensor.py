@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dtcomm.device import streams as runtime_streams
+from dtcomm import streams as runtime_streams
 from dtcomm.kernels import cpu, dispatch, low_rank, low_rank_torch
 from dtcomm.kernels.types import Combine
 from tests.support.op_recorder import WAITS, accesses, not_recording

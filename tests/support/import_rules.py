@@ -20,7 +20,8 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
 
 
 _INTEGRATION = _may(
-    "_autograd _compilation _message_codec profiling compress collectives codecs kernels device work", "torch"
+    "_autograd _compilation _message_codec profiling compress collectives codecs kernels streams work",
+    "torch",
 )
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
@@ -36,39 +37,34 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "algorithms": _may("schedule"),
     "codecs": _may("", "torch"),
     # Streams and events of CPU and CUDA: a leaf.
-    "device": _may("", "torch"),
-    # Which threads run native code, for the end of the interpreter.
-    "torch_threads": _may(),
-    # The threads that complete the futures of handles.
-    "completion_threads": _may(),
-    "future_completion": _may("completion_threads _C"),
+    "streams": _may("", "torch"),
     # Handles of asynchronous operations: executors return them, and collectives and integrations combine them.
-    "work": _may("future_completion torch_threads device _C", "torch"),
-    "kernels": _may("codecs device _C _cuda", "torch numpy triton"),
+    "work": _may("streams _C", "torch"),
+    "kernels": _may("codecs streams _C _cuda", "torch numpy triton"),
     "runtime": _may(
-        "schedule codecs kernels device work future_completion torch_threads _C _cuda _emulator",
+        "schedule codecs kernels streams work _C _cuda _emulator",
         "torch numpy",
     ),
     "planner": _may("schedule algorithms codecs", "torch"),
     # typing_extensions, which torch needs too, for types alone.
     "collectives": _may(
-        "planner runtime algorithms schedule codecs kernels device work", "torch typing_extensions"
+        "planner runtime algorithms schedule codecs kernels streams work", "torch typing_extensions"
     ),
-    "profiling": _may("planner collectives runtime device work", "torch rich"),
-    "compress": _may("profiling collectives planner kernels codecs device work torch_threads", "torch"),
+    "profiling": _may("planner collectives runtime streams work", "torch rich"),
+    "compress": _may("profiling collectives planner kernels codecs streams work", "torch"),
     # What pipelines, experts and attention accept as the codec of a message.
     "_message_codec": _may("compress codecs"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
     # tp: it says which parameters are shards.
     "ddp": _may(
-        "frameworks local_sgd tp planner profiling compress collectives codecs kernels device work", "torch"
+        "frameworks local_sgd tp planner profiling compress collectives codecs kernels streams work", "torch"
     ),
     "fsdp": _may(
-        "_autograd frameworks tp profiling compress collectives codecs kernels device work", "torch"
+        "_autograd frameworks tp profiling compress collectives codecs kernels streams work", "torch"
     ),
     "tp": _may(
-        "_autograd planner profiling compress collectives codecs kernels device work", "torch transformers"
+        "_autograd planner profiling compress collectives codecs kernels streams work", "torch transformers"
     ),
     "context_parallel": _INTEGRATION,
     "batch_norm": _INTEGRATION,
@@ -76,11 +72,9 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "pipeline": _INTEGRATION,
     # Several integrations on one device mesh.
     "mesh": _may("tp collectives", "torch"),
-    "local_sgd": _may("frameworks tp compress collectives kernels device work", "torch"),
+    "local_sgd": _may("frameworks tp compress collectives kernels streams work", "torch"),
     "elastic": (ANY, frozenset({"torch", "torchft"})),
-    "backend": _may(
-        "_compilation compress collectives runtime codecs kernels device work torch_threads", "torch"
-    ),
+    "backend": _may("_compilation compress collectives runtime codecs kernels streams work", "torch"),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),

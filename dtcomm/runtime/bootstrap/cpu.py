@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
-from dtcomm.device.streams import HostStreams, Streams
 from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
@@ -34,6 +33,7 @@ from dtcomm.runtime.native.runtime import NativeRuntime
 from dtcomm.runtime.native.threads import local_ranks, threads_per_rank, usable_cores
 from dtcomm.runtime.process_groups import group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
+from dtcomm.streams import HostStreams, Streams
 
 Infos = Sequence[dict[str, Any]]
 

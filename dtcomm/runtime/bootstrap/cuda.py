@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import _C, env
-from dtcomm.device.streams import Streams, streams_of
 from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
@@ -20,6 +19,7 @@ from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import NcclTransport
 from dtcomm.runtime.types import Runtime
+from dtcomm.streams import Streams, streams_of
 
 
 class CudaBootstrap(CpuBootstrap):

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from dtcomm import torch_threads
 from dtcomm.errors import DtcommError
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
+from dtcomm.work import completion
 
 _GAVE_UP_KEY = "gave_up"  # beside Gloo's keys, which are numbers
 _POLL_S = 0.02
@@ -64,7 +64,7 @@ def connect(
         except BaseException as error:
             result.set_exception(error)
 
-    torch_threads.start(construct, "dtcomm-gloo")
+    completion.start_thread(construct, "dtcomm-gloo")
     margin_s = min(_MARGIN_S, deadline.timeout_s / 10)
     while not wait([result], _POLL_S).done:
         check()

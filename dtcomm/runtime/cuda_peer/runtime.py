@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtcomm.device.streams import Streams
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.kernels.epilogue import EpilogueTask
 from dtcomm.kernels.local_tasks import LocalTask
@@ -24,6 +23,7 @@ from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.stream_runtime import StreamRuntime
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, PreparedPlan, Runtime
 from dtcomm.schedule import Schedule
+from dtcomm.streams import Streams
 from dtcomm.work import StreamWork, Work
 
 

@@ -16,19 +16,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dtcomm import future_completion, torch_threads
 from dtcomm.codecs import codec as parse
-from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CommunicatorClosed, DtcommError
-from dtcomm.runtime import phase_timer
-from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.rounds import WHOLE, Payload, RoundsPlan, payload_bytes
 from dtcomm.runtime.torchdist.runtime import Execution, MemoryPool
 from dtcomm.runtime.torchdist.transport import Transport
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer
-from dtcomm.work import DeferredWork, QueuedWork, Statistics, Work
+from dtcomm.streams import HostStreams
+from dtcomm.work import DeferredWork, QueuedWork, Statistics, Work, completion
+from dtcomm.work.statistics import PhaseTimer, takes_phase_times
 
 
 class ByteMover(Protocol):
@@ -90,7 +88,7 @@ class OrderedThread:
 
     def drain(self) -> None:
         """Wait until what has been put so far has run."""
-        future_completion.about_to_block()
+        completion.about_to_block()
         done = threading.Event()
         self.put(done.set)
         done.wait()
@@ -114,7 +112,7 @@ class OrderedThread:
 
     def _serve(self) -> None:
         while (function := self._queue.get()) is not None:
-            with torch_threads.running():
+            with completion.running_native():
                 function()
                 del function
             with self._lock:
@@ -172,7 +170,7 @@ class PythonCodecOperation:
         return work
 
     def _perform(self, work: QueuedWork, buffers: Sequence[Buffers], seed: int, hooks: OpHooks) -> None:
-        timer = PhaseTimer() if phase_timer.enabled() else None
+        timer = PhaseTimer() if takes_phase_times() else None
         begin = time.monotonic_ns()
         try:
             if self._engine.failure:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from dtcomm import _C, env, torch_threads
+from dtcomm import _C, env
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder, warm_calls
@@ -20,7 +20,7 @@ from dtcomm.runtime.native import copy_policy, threads
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
-from dtcomm.work import NativeWork, Work, release_completed
+from dtcomm.work import NativeWork, Work, completion, release_completed
 
 if TYPE_CHECKING:  # imported when there is such a codec: most processes never need it
     from dtcomm.runtime.native.python_codecs import OrderedThread, PythonCodecOperation
@@ -254,7 +254,7 @@ class NativeRuntime:
     def call_failed(self, error: BaseException) -> None:
         """Prepare for the error of a call to be raised."""
         if isinstance(error, DtcommError):
-            torch_threads.hold_at_exit()
+            completion.hold_at_exit()
             self.record_failure(error)
 
     def record_failure(self, error: DtcommError) -> None:

@@ -11,10 +11,10 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import ops
-from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.torchdist.rounds import RoundsPlan, Slice, payload_bytes
 from dtcomm.runtime.types import Buffers
 from dtcomm.schedule.program import Copy, Decode, Encode, Instruction, Local, Reduce
+from dtcomm.work.statistics import PhaseTimer
 
 NONE = parse("none")
 _PHASE: dict[type, str] = {Encode: "encode", Reduce: "reduce"}

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtcomm import torch_threads
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
+from dtcomm.work import completion
 
 MAX_TAG = 2**31 - 1
 GRACE_SECONDS = 0.3  # for the records of ranks that gave up at the same time
@@ -78,7 +78,7 @@ class FaultAttribution:
                 answer.set_exception(error)
 
         self._question = answer
-        torch_threads.start(ask, "dtcomm-store")
+        completion.start_thread(ask, "dtcomm-store")
         if wait([answer], STORE_SECONDS + GRACE_SECONDS).not_done:
             return default
         try:

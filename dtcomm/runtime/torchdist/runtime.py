@@ -21,12 +21,10 @@ from typing import Any
 import torch
 
 from dtcomm import env
-from dtcomm.device.streams import HostStreams, Streams, record_buffers
 from dtcomm.errors import CommunicatorClosed, DtcommError
 from dtcomm.kernels import dispatch
-from dtcomm.runtime import flight_recorder, phase_timer
+from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.flight_recorder import FlightEntry
-from dtcomm.runtime.phase_timer import PhaseTimer
 from dtcomm.runtime.stream_runtime import StreamRuntime
 from dtcomm.runtime.torchdist import watch
 from dtcomm.runtime.torchdist.arithmetic import Arithmetic
@@ -44,7 +42,9 @@ from dtcomm.runtime.torchdist.rounds import (
 from dtcomm.runtime.torchdist.transport import P2PMessage, Transport
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule
+from dtcomm.streams import HostStreams, Streams, record_buffers
 from dtcomm.work import QueuedWork, Statistics, StreamWork, Work
+from dtcomm.work.statistics import PhaseTimer, takes_phase_times
 
 Compare = Callable[[str, object], None]
 
@@ -269,7 +269,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
                 del op
 
     def _serve_one(self, op: QueuedOp) -> None:
-        timer = PhaseTimer() if phase_timer.enabled() else None
+        timer = PhaseTimer() if takes_phase_times() else None
         self._running = op
         watch.watch(self)
         try:

@@ -21,11 +21,11 @@ from torch._C import _distributed_c10d as _c10d
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C
-from dtcomm.device.streams import Streams
 from dtcomm.errors import DtcommError, PayloadCorrupt
 from dtcomm.runtime.bootstrap.store_exchange import disagreement
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.torchdist.fault_attribution import FaultAttribution, connection_error
+from dtcomm.streams import Streams
 
 CHECKSUM = struct.Struct("<I")  # CRC32C
 # The message that DTCOMM_CHECK=1 sends before an operation: its text, padded with zeros, and a digest.

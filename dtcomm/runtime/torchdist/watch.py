@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Protocol
 
-from dtcomm import torch_threads
+from dtcomm.work import completion
 
 LOOK_S = 0.25
 MAX_LOOK_S = 5.0  # much longer than a look at a store that does not answer
@@ -58,7 +58,7 @@ def forget(runtime: Watched) -> None:
 def _look() -> None:
     while True:
         time.sleep(LOOK_S)
-        with torch_threads.running(), _looking:  # looks use the store, whose functions are native
+        with completion.running_native(), _looking:  # looks use the store, whose functions are native
             busy = _look_at_all()
         if not busy:
             return

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm.compress.guard import Guard
-from dtcomm.device.streams import record_streams
 from dtcomm.fsdp import ShardedOptimizer
 from dtcomm.fsdp.collectives import BackwardOverlap, CompressedAllGather, CompressedReduceScatter
 from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.fsdp.state import State
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.streams import record_streams
 from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import host_copy, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams

@@ -11,7 +11,6 @@ import torch
 import dtcomm.collectives as C
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
@@ -20,6 +19,7 @@ from dtcomm.runtime.torchdist.rounds import HOST_LOOKAHEAD, RoundsPlan
 from dtcomm.runtime.torchdist.runtime import Execution, MemoryPool
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
+from dtcomm.streams import HostStreams
 from tests.support.stopwatch import Stopwatch
 from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.runtime.every_collective import OVER_GLOO, calls

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from dtcomm.compress.stage_scheduler import Stages, StageScheduler
-from dtcomm.device.streams import streams_of
+from dtcomm.streams import streams_of
 from dtcomm.work import COMPLETED
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm import torch_threads
-from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError, PeerLost
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.connection import Connection
-from dtcomm.work import CompositeWork, Work
+from dtcomm.streams import HostStreams
+from dtcomm.work import CompositeWork, Work, completion
 
 RELEASED = "group: its communicators have been released"
 
@@ -82,7 +81,7 @@ def test_operations_start_in_the_order_of_issue() -> None:
         work.wait()
     assert ranks.started == [0, 1, 2, 3, 4]
     assert ranks.calls == ["connect", "connected"]
-    torch_threads.wait(10.0)
+    completion.wait_for_threads(10.0)
 
 
 def test_threads_share_one_connection() -> None:
@@ -153,7 +152,7 @@ def test_cancel_while_ranks_are_waited_for(ranks_come: bool) -> None:
         ranks.come.set()
     with pytest.raises(CommunicatorClosed, match=RELEASED):
         work.wait()
-    torch_threads.wait(10.0)
+    completion.wait_for_threads(10.0)
     # What was made after all is closed.
     assert ranks.calls in ([["connect", "close"], ["connect"]] if ranks_come else [["connect"]])
     assert ranks.started == []
@@ -271,7 +270,7 @@ def test_random_threads_start_everything_in_order(seed: int) -> None:
         assert not failed and not refused
     assert ranks.started == sorted(ranks.started)
     assert len(ranks.started) + failed + len(refused) == len(issued)
-    torch_threads.wait(10.0)
+    completion.wait_for_threads(10.0)
 
 
 def test_a_thread_that_has_not_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,11 +278,11 @@ def test_a_thread_that_has_not_begun_is_waited_for(monkeypatch: pytest.MonkeyPat
     started: list[threading.Thread] = []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda thread: started.append(thread))
-        torch_threads.start(lambda: None, "late")
+        completion.start_thread(lambda: None, "late")
     begin = time.monotonic()
-    torch_threads.wait(0.3)
+    completion.wait_for_threads(0.3)
     assert time.monotonic() - begin >= 0.3
     threading.Thread.start(started[0])
     begin = time.monotonic()
-    torch_threads.wait(20.0)
+    completion.wait_for_threads(20.0)
     assert time.monotonic() - begin < 10

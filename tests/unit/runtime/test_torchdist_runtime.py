@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CommunicatorClosed, DtcommError, PeerLost
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage, Transport
 from dtcomm.runtime.torchdist.watch import forget, watch
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
+from dtcomm.streams import HostStreams
 from tests.unit.algorithms.every_algorithm import build
 
 

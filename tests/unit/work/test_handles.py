@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.device.streams import HostStreams
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
+from dtcomm.streams import HostStreams
 from dtcomm.work import (
     COMPLETED,
     CompositeWork,
@@ -114,7 +114,7 @@ def test_a_future_completes_whatever_the_engine_raises(
     def recording_fails(failure: DtcommError) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("dtcomm.future_completion._awaiting_completion", {})
+    monkeypatch.setattr("dtcomm.work.completion._awaiting_completion", {})
     monkeypatch.setattr("dtcomm._C.notify", lambda native, ticket: None)
     native: Any = FailedOperation(error)
     work = NativeWork(native, (), [], recording_fails)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dtcomm.completion_threads import CompletionThreads
-from dtcomm.device.streams import HostStreams
+from dtcomm.streams import HostStreams
 from dtcomm.work import DeferredWork, QueuedWork, TensorsFuture
+from dtcomm.work.completion import CompletionThreads
 from tests.support.stopwatch import Stopwatch
 
 LIMIT_S = 30

@@ -19,7 +19,7 @@ def last():
 
 atexit.register(last)
 from dtcomm.runtime import communicator_cache
-from dtcomm import torch_threads
+from dtcomm.work import completion
 from dtcomm.runtime.torchdist import watch
 
 {thread}
@@ -28,7 +28,7 @@ print("main ends", flush=True)
 AFTER_THE_END = """
 def run():
     exiting.wait()
-    with torch_threads.running():
+    with completion.running_native():
         print("native code", flush=True)
 
 threading.Thread(target=run, daemon=True).start()
@@ -37,10 +37,10 @@ WITHIN_A_BLOCK = """
 begun = threading.Event()
 
 def run():
-    with torch_threads.running():
+    with completion.running_native():
         begun.set()
         time.sleep(0.3)
-        with torch_threads.running():
+        with completion.running_native():
             print("native code", flush=True)
 
 threading.Thread(target=run, daemon=True).start()
@@ -49,10 +49,10 @@ begun.wait()
 STARTED = """
 def run():
     time.sleep(0.3)
-    with torch_threads.running():
+    with completion.running_native():
         print("native code", flush=True)
 
-torch_threads.start(run, "started")
+completion.start_thread(run, "started")
 """
 LOOKS = """
 class Busy:
