@@ -70,7 +70,7 @@ wheels: $(DEPS)  ## an sdist and manylinux_2_28 wheels in dist, for x86_64 and a
 	$(PY) wheels/build.py $(addprefix --python ,$(PYTHONS)) --processors $(PROCESSORS) \
 		--smoke $(shell sed -n 's/^torch==//p' requirements.txt) $(ARGS)
 
-bench: build $(DEV_DEPS)  ## print the README's table: dtcomm beside its peers on this machine
+bench: build $(DEV_DEPS)  ## list the programs that measure dtcomm
 	$(PY) -m bench $(ARGS)
 
 # --- the native code ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.common import machine, output
+from bench.common import report
 from bench.common.pool import RankFailed, collect
 from bench.common.stats import Timing, iterations
 from dtcomm import codecs
@@ -70,7 +70,7 @@ class Case:
         numbers, fields = form.count(":") - 1, arguments.split(":", form.count(":") - 1)
         try:
             *counts, size = fields[:numbers]
-            case = cls(kind, output.parse_size(size), fields[numbers], *map(int, counts))
+            case = cls(kind, report.parse_size(size), fields[numbers], *map(int, counts))
         except (ValueError, IndexError):
             raise ValueError(
                 f"case {text!r}: expected {form}, such as {kind}:{'8:' * (kind == 'hook')}1M:int8"
@@ -228,8 +228,8 @@ class Comparison:
         """Return the row of the table."""
         return [
             str(self.case),
-            output.microseconds(self.other.median),
-            output.microseconds(self.this.median),
+            report.microseconds(self.other.median),
+            report.microseconds(self.this.median),
             f"{self.ratio.median:.3f}",
             f"{self.ratio.low:.3f} to {self.ratio.high:.3f}",
         ]
@@ -344,7 +344,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         parser.error(str(error))
     measured = compare(other, cases, options.rounds, options.starts, options.ranks, options.seconds)
     comparisons: list[Comparison] = measured["comparisons"]
-    output.table(
+    report.table(
         f"{ROOT} / {other}, {options.ranks} ranks, {options.rounds} rounds",
         ["case", "other µs", "this µs", "this / other", "quartiles"],
         [comparison.cells() for comparison in comparisons],
@@ -355,8 +355,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         ratio = statistics.geometric_mean([comparison.ratio.median for comparison in comparisons])
         print(f"geometric mean of the ratios of {len(comparisons)} cases: {ratio:.3f}")
     result = {
-        "machine": machine.describe(),
-        "other_commit": machine.commit(other),
+        "other_commit": report.commit(other),
         "ranks": options.ranks,
         "rounds": options.rounds,
         "starts": options.starts,
@@ -364,7 +363,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "left_out": {str(case): reason for case, reason in measured["errors"].items()},
     }
     if options.json:
-        print(output.write("compare_checkouts", result, options.json))
+        print(report.write(options.json, result))
     return result
 
 

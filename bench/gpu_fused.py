@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 import time
@@ -25,8 +24,8 @@ from typing import Any
 
 import torch
 
+from bench.common import report
 from bench.common.budget import Budget
-from bench.common.output import write_whole
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import device as device_info
@@ -262,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     def keep() -> None:
         result["verdict"] = verdict(rows)
         if options.json:
-            write_whole(options.json, json.dumps(result, indent=1) + "\n")
+            report.write(options.json, result)
 
     for spec in targets:
         rows += bandwidth(options.ranks, numel, [spec], budget, device, copied)

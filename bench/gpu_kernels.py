@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import Any
 
 import torch
 
+from bench.common import report
 from bench.common.budget import Budget
-from bench.common.output import write_whole
 from dtcomm.codecs import codec
 from dtcomm.measure import device as device_info
 from dtcomm.measure.device import make_clock, median_seconds
@@ -184,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def keep() -> None:
         if options.json:
-            write_whole(options.json, json.dumps(result, indent=1) + "\n")
+            report.write(options.json, result)
 
     for mib in options.mib:
         measured = Measured(int(mib * (1 << 18)), device, copied)

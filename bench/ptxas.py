@@ -20,9 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
 
-from bench.common import output
+from bench.common.report import ROOT, write
 
-ROOT = Path(__file__).resolve().parent.parent
 # compute capability → (registers, bytes of shared memory, threads) of a multiprocessor
 LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232448, 2048)}
 # csrc/cuda/kernel_variants.h, warp.cuh, fused/peer_memory.cuh
@@ -200,7 +199,7 @@ def main() -> int:
                 f"{kernel['shared']:>6} B shared  {kernel['occupancy']:>5.0%}{stack}{spills}"
             )
     if options.json:
-        options.json.write_text(output.format_json(summary(kernels)))
+        write(options.json, summary(kernels))
     spilled = [kernel for kernel in kernels if kernel["first_tier"] and kernel["spills"]]
     for kernel in spilled:
         print(f"spills: {kernel['kernel']} on sm_{kernel['architecture']}", file=sys.stderr)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common import machine, native, output
+from bench.common import report
 from bench.common.budget import Budget
 from bench.common.pool import Pool
 from bench.common.stats import Timing
@@ -105,22 +105,15 @@ def compare(
                 f"{name} on {count} threads" for count in counts if digests[count] != digests[counts[0]]
             ]
         for nbytes in sizes:
-            if not budget.allows(output.size_name(nbytes)):
+            if not budget.allows(report.size_name(nbytes)):
                 break
             contestants = [(name, count) for name in names for count in counts]
-            round_trip = native.round_trip_ns()
-            row: dict[str, Any] = {
-                "bytes": nbytes,
-                "ranks": ranks,
-                "load": machine.load(),
-                "round_trip_ns": round_trip,
-                "placement": machine.placement(round_trip),
-            }
+            row: dict[str, Any] = {"bytes": nbytes, "ranks": ranks}
             times: dict[tuple[str, int], list[float]] = {contestant: [] for contestant in contestants}
             longest = 0.0
             for repetition in range(repetitions):
                 if repetition > 0 and not budget.allows(
-                    f"{output.size_name(nbytes)}, repetition {repetition + 1}", longest
+                    f"{report.size_name(nbytes)}, repetition {repetition + 1}", longest
                 ):
                     break
                 begin = time.monotonic()
@@ -134,7 +127,7 @@ def compare(
                 for (name, count), timing in timings.items()
             ]
             rows.append(row)
-            show(f"all_reduce of {output.size_name(nbytes)}, {row['placement']}", names, counts, timings)
+            show(f"all_reduce of {report.size_name(nbytes)}", names, counts, timings)
     return {"wrong": wrong, "rows": rows}
 
 
@@ -157,7 +150,7 @@ def show(title: str, names: list[str], counts: list[int], timings: dict[tuple[st
                     "-" if plain is None else f"{plain.median / timing.median:.2f}x",
                 ]
             )
-    output.table(title, columns, lines)
+    report.table(title, columns, lines)
 
 
 def default_counts(ranks: int) -> list[int]:
@@ -173,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.threads", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads; default: 1, 2, 4, ...")
-    parser.add_argument("--sizes", type=output.parse_size, nargs="+", default=[64 << 20, 256 << 20])
+    parser.add_argument("--sizes", type=report.parse_size, nargs="+", default=[64 << 20, 256 << 20])
     parser.add_argument("--codecs", nargs="+", default=list(CODECS))
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument(
@@ -182,14 +175,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the result to this file")
     options = parser.parse_args(argv)
     counts = options.threads or default_counts(options.ranks)
-    description = machine.describe()
+    description = report.describe()
     print(f"{description['cpu']}, {description['cores']} cores, {options.ranks} ranks")
     budget = Budget(options.seconds)
     result = compare(options.ranks, counts, options.sizes, options.codecs, budget, options.repetitions)
     if result["wrong"]:
         print(f"WRONG: other bits than on one thread: {', '.join(result['wrong'])}")
     if options.json:
-        output.write("threads", {"machine": description, **result, "cuts": budget.cuts}, options.json)
+        report.write(options.json, {**result, "cuts": budget.cuts})
     return 1 if result["wrong"] else 0
 
 

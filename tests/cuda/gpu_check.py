@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from bench.common.output import write_whole
+from bench.common.report import write_whole
 
 HERE = Path(__file__).parent
 # Thousands of small tests, most of their time on the CPU, and kernels that Triton compiles: several processes at once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.common import conditions
+from bench.common import report
 
-#: What a program wrote in full; its counts are kept in bench/results/reliability.
-DETAILS = conditions.ROOT / "build" / "stress"
+#: What a program wrote in full; a program that runs alone writes there.
+DETAILS = report.ROOT / "build" / "stress"

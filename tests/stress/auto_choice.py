@@ -16,7 +16,7 @@ import statistics
 import sys
 from typing import Any
 
-from bench.common import machine, output
+from bench.common import report
 from tests.stress import DETAILS
 from tests.support.autotune_simulation import Noise, simulate
 
@@ -97,11 +97,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "time of a step",
         "verdict",
     ]
-    output.table(f"choices of auto in {options.runs} simulated runs of each kind", columns, lines)
+    report.table(f"choices of auto in {options.runs} simulated runs of each kind", columns, lines)
     verdict = "MISS" if any(row["verdict"] == "MISS" for row in rows) else "PASS"
-    result = {"machine": machine.describe(), "steps": options.steps, "rows": rows, "verdict": verdict}
+    result = {"steps": options.steps, "rows": rows, "verdict": verdict}
     print(
-        output.write("auto_choice", result, options.json or DETAILS / "auto_choice.json", timed=False),
+        report.write(options.json or DETAILS / "auto_choice.json", result),
         verdict,
     )
     return result

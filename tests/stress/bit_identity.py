@@ -1,21 +1,19 @@
 """Random operations end with the same bits on every rank, and feedback loses no mass.
 
-python -m tests.stress.bit_identity [--operations 100000] [--ranks 2 3 4 5 8] [--minutes M] [--seed 0] [--new]
-[--json FILE]
+python -m tests.stress.bit_identity [--operations 100000] [--ranks 2 3 4 5 8] [--minutes M] [--seed 0] [--json FILE]
 
 Collective, size, dtype, codec, algorithm, operator, subgroup, memory, feedback, checksums and overlap are drawn from
 the seed. Inputs are small integers, so that without a codec the result must also be the sum itself, and Gloo's. The
 operations of a rank count come in pieces of 1000, each in one of the ways of WAYS: mostly ranks of one host; also two
 and three hosts (as DTCOMM_HOST_ID says: sockets or messages of Gloo, hierarchies, a codec for each level),
-torch.distributed's own calls on the backend "dtcomm", emulated links. Every piece is written to
-build/stress/bit_identity.json when it is over, and the next run goes on behind it, until each rank count has had
---operations, or for --minutes in all. Exit status 1 where anything differs.
+torch.distributed's own calls on the backend "dtcomm", emulated links. The run ends when each
+rank count has had --operations, or after --minutes. build/stress/bit_identity.json is written after every piece. Exit
+status 1 where anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -27,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from bench.common import machine, output
+from bench.common import report
 from dtcomm import algorithms
 from dtcomm.launch.ranks import run_ranks
 from tests.stress import DETAILS
@@ -150,7 +148,7 @@ def piece(ranks: int, seed: str, count: int, way: Way, seconds: float = PIECE_SE
 def blank(ranks: int) -> dict[str, Any]:
     """Return the row of a number of ranks that has not begun."""
     sums = {"pieces": 0, "operations": 0, "compared": 0, "exact": 0, "seconds": 0.0}
-    return {"ranks": ranks, **sums, "ways": {}, "commits": [], "wrong": [], "mass": {}}
+    return {"ranks": ranks, **sums, "ways": {}, "wrong": [], "mass": {}}
 
 
 def advance(row: dict[str, Any], seed: int, count: int) -> None:
@@ -173,9 +171,6 @@ def advance(row: dict[str, Any], seed: int, count: int) -> None:
     row["wrong"] += result["wrong"]
     row["seconds"] = round(row["seconds"] + time.monotonic() - started, 1)
     row["ways"] = dict(Counter(row["ways"]) + Counter({way.name: count}))
-    commit = str(machine.describe()["commit"])
-    if commit not in row["commits"]:
-        row["commits"].append(commit)
     for text in result["wrong"][:5]:
         print(f"    {text}")
     print(
@@ -186,7 +181,7 @@ def advance(row: dict[str, Any], seed: int, count: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run what is missing, print, write the file after each piece; return what was written."""
+    """Run, print, write the file after each piece; return what was written."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -194,20 +189,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no piece after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--new", action="store_true", help="start again instead of continuing after the file's pieces"
-    )
     parser.add_argument("--json", help="where to write instead of build/stress/bit_identity.json")
     options = parser.parse_args(arguments)
     path = Path(options.json or DETAILS / "bit_identity.json")
-    rows: dict[int, dict[str, Any]] = {}
-    if path.exists() and not options.new:
-        before = json.loads(path.read_text())
-        if before["seed"] != options.seed:
-            parser.error(f"--seed: {path} has operations of seed {before['seed']}; use that seed, or --new")
-        rows = {row["ranks"]: row for row in before["rows"]}
-    for ranks in options.ranks:
-        rows.setdefault(ranks, blank(ranks))
+    rows = {ranks: blank(ranks) for ranks in options.ranks}
     deadline = time.monotonic() + options.minutes * 60
     while time.monotonic() < deadline:
         # In turn, so that every number of ranks has run some when the time is over.
@@ -217,9 +202,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         row = min(behind, key=lambda candidate: candidate["operations"])
         advance(row, options.seed, min(PIECE, options.operations - row["operations"]))
         result = summary(rows, options.seed)
-        output.write("bit_identity", result, str(path), timed=False)
+        report.write(str(path), result)
     result = summary(rows, options.seed)
-    print(output.write("bit_identity", result, str(path), timed=False), result["verdict"])
+    print(report.write(str(path), result), result["verdict"])
     return result
 
 
@@ -227,7 +212,6 @@ def summary(rows: dict[int, dict[str, Any]], seed: int) -> dict[str, Any]:
     """Return the contents of the result file."""
     ordered = [rows[ranks] for ranks in sorted(rows)]
     return {
-        "machine": machine.describe(),
         "seed": seed,
         "operations": sum(row["operations"] for row in ordered),
         "rows": ordered,

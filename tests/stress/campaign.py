@@ -1,7 +1,7 @@
 """The fault campaign: a rank dies, stops, pauses, starves or makes a wrong call in each phase; the others report it.
 
 python -m tests.stress.campaign [--phase P ...] [--action A ...] [--transport T ...] [--world-size N ...] [--repeat 20]
-[--seed 0] [--repetition I ...] [--jobs 4] [--rounds 1000] [--list] [--json FILE]
+[--seed 0] [--repetition I ...] [--jobs 4] [--minutes M] [--rounds 1000] [--list] [--json FILE]
 
 A case passes if every survivor ends with the right error, which names the right rank and pid, in time, if its next
 call raises at once, and if nothing is left behind: no thread, descriptor, child, shared mapping, process, file or key
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from bench.common import machine, output
+from bench.common import report
 from dtcomm.launch import fork_server, process_pool
 from dtcomm.launch.ranks import RankOutcome, RankTimeout, RunningRanks, run_ranks, spawn_ranks
 from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
@@ -349,6 +349,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=4, help="cases at once")
     parser.add_argument("--rounds", type=int, default=0, help="then create and destroy so many communicators")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after so long")
     parser.add_argument("--list", action="store_true", help="print phases, actions and the number of cases")
     parser.add_argument("--json", help="where to write instead of build/stress/campaign.json")
     return parser.parse_args(arguments)
@@ -395,6 +396,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                     print(
                         f"\n{case.command(options.seed)}", *verdict.complaints[:3], sep="\n    ", flush=True
                     )
+                if time.monotonic() - start > 60 * options.minutes:
+                    break
         children = forked_children(log)
         if children:
             left["processes"] = children
@@ -407,7 +410,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print_table(rows)
     failed = sum(row["failed"] for row in rows)
     result = {
-        "machine": machine.describe(),
         "seed": options.seed,
         "jobs": options.jobs,
         "cases": len(results),
@@ -418,7 +420,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "verdict": "MISS" if failed or left else "PASS",
     }
-    path = output.write("campaign", result, options.json or DETAILS / "campaign.json", timed=False)
+    path = report.write(options.json or DETAILS / "campaign.json", result)
     print(
         f"{len(results)} cases, {failed} failed, {result['minutes']} minutes, left behind: {left or 'nothing'}"
     )

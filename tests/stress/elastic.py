@@ -2,8 +2,6 @@
 
 python -m tests.stress.elastic [--minutes 30] [--ranks 3] [--pause 1 4] [--method diloco|streaming] [--json FILE]
 
-`python -m tests.stress elastic` runs it for 30 minutes and keeps what it counted.
-
 The first rank is never killed: it says whether training goes on, and whether memory, descriptors or threads grow. Of
 the others one is killed (SIGKILL), or leaves (SIGTERM), a pause after all take part, also while it joins, and another
 one starts.
@@ -28,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.common import machine, output
+from bench.common import report
 from dtcomm.elastic import Coordinator
 from tests.stress import DETAILS
 from tests.stress.elastic_rank import OPTIONS
@@ -215,7 +213,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     first = next(iter(logs.values()), [])
     pauses = sorted(after["at"] - before["at"] for before, after in itertools.pairwise(first))
     result = {
-        "machine": machine.describe(),
         "method": options.method,
         "minutes": round((time.time() - started) / 60, 2),
         "ranks": options.ranks,
@@ -239,7 +236,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     }
     print(json.dumps({key: value for key, value in result.items() if key != "machine"}, indent=1))
     print(
-        output.write("elastic", result, options.json or DETAILS / "elastic.json", timed=False),
+        report.write(options.json or DETAILS / "elastic.json", result),
         result["verdict"],
     )
     return result

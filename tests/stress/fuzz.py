@@ -18,10 +18,10 @@ import sys
 import time
 from typing import Any
 
-from bench.common import conditions, machine, output
+from bench.common import report
 from tests.stress import DETAILS
 
-FUZZER = conditions.ROOT / "build" / "fuzz" / "fuzz_payloads_test"
+FUZZER = report.ROOT / "build" / "fuzz" / "fuzz_payloads_test"
 _TOTAL = re.compile(
     r"(?P<payloads>\d+) payloads, (?P<combinations>\d+) combinations, (?P<kernels>\d+) kernels"
 )
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--json", help="where to write instead of build/stress/fuzz.json")
     options = parser.parse_args(arguments)
-    subprocess.run(["make", "-s", "fuzzer"], cwd=conditions.ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["make", "-s", "fuzzer"], cwd=report.ROOT, check=True, stdout=subprocess.DEVNULL)
     started = time.monotonic()
     share = -(-options.payloads // options.jobs)
     processes = {seed: start(seed, share) for seed in range(options.seed, options.seed + options.jobs)}
@@ -84,7 +84,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
                 sums[key] += count
     lossless = families.get("lossless", {"payloads": 0})["payloads"]
     result = {
-        "machine": machine.describe(),
         "seconds": round(time.monotonic() - started, 1),
         "seeds": list(processes),
         "payloads": sum(run["payloads"] for run in runs),
@@ -97,7 +96,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "verdict": "MISS" if failures else "PASS",
     }
     print("\n".join(failures) or f"{result['payloads']:,} payloads in {result['seconds']} s, no fault")
-    print(output.write("fuzz", result, options.json or DETAILS / "fuzz.json", timed=False), result["verdict"])
+    print(report.write(options.json or DETAILS / "fuzz.json", result), result["verdict"])
     return result
 
 

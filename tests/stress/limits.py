@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from bench.common import output
+from bench.common import report
 from dtcomm.launch.ranks import run_ranks
 
 MANY_ELEMENTS = 2**31 + 1027
@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append({"case": title, "wrong": wrong, "seconds": round(time.monotonic() - start, 1)})
             print(f"{title}: {'; '.join(wrong) or 'right'} ({rows[-1]['seconds']} s)", flush=True)
     if options.json:
-        output.write("limits", {"rows": rows}, options.json, timed=False)
+        report.write(options.json, {"rows": rows})
     return sum(len(row["wrong"]) for row in rows)  # type: ignore[misc, arg-type]
 
 

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from bench.common import machine, output
+from bench.common import report as results
 from tests.stress import DETAILS
 from tests.support.rendezvous_scenarios import Run, report
 
@@ -61,14 +61,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         f"{options.seeds} seeds, {found['steps']} steps: {found['calls']}; {len(found['wrong'])} seeds failed"
     )
     result = {
-        "machine": machine.describe(),
         "seconds": round(time.monotonic() - started, 1),
         **found,
         "wrong": [{"seed": seed, "what": sentences} for seed, sentences in found["wrong"].items()],
         "verdict": "MISS" if found["wrong"] else "PASS",
     }
     print(
-        output.write("rendezvous", result, options.json or DETAILS / "rendezvous.json", timed=False),
+        results.write(options.json or DETAILS / "rendezvous.json", result),
         result["verdict"],
     )
     return result

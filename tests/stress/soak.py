@@ -1,6 +1,7 @@
 """Run random operations for a long time, with new subgroups, and ranks that are killed and restarted by torchrun.
 
-python -m tests.stress.soak [--minutes 30 | --kills K] [--ranks 3] [--life 20 180] [--pause 0.5] [--json FILE]
+python -m tests.stress.soak [--minutes 30 | --kills K] [--ranks 3] [--life 20 180] [--pause 0.5] [--seed 0]
+[--json FILE]
 
 torchrun --max-restarts keeps the ranks alive; of each incarnation one rank kills itself (SIGKILL) after a random
 time, and the others must raise an error that names it. Incarnations take turns with Gloo and dtcomm as the group's
@@ -20,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.common import machine, output
+from bench.common import report
 from tests.stress import DETAILS
 from tests.stress.soak_rank import POOL, ROUND, Life
 
@@ -107,6 +108,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--life", type=float, nargs=2, default=[20.0, 180.0], help="least and most seconds of one"
     )
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between rounds")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="where to write instead of build/stress/soak.json")
     options = parser.parse_args(arguments)
     started = time.time()
@@ -124,6 +126,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             pause=options.pause,
             shortest=options.life[0],
             longest=options.life[1],
+            seed=options.seed,
         )
         command += [name, json.dumps(vars(life))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -153,7 +156,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     print("\n".join(bad) or "no complaints")
     result = {
-        "machine": machine.describe(),
         "minutes": round(minutes, 2),
         "ranks": options.ranks,
         "incarnations": incarnations,
@@ -167,7 +169,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     columns = ("incarnation", "rank", "victim", "backend", "operations", "growth", "ended", "error")
     runs = [{name: run[name] for name in columns} for run in runs]
     print(
-        output.write("soak", {**result, "runs": runs}, options.json or DETAILS / "soak.json", timed=False),
+        report.write(options.json or DETAILS / "soak.json", {**result, "runs": runs}),
         result["verdict"],
     )
     return result

@@ -50,6 +50,7 @@ class Life:
         pause: Seconds between two rounds.
         shortest: Least seconds of an incarnation.
         longest: Most seconds of an incarnation.
+        seed: Of the operations, the victims and the moments.
     """
 
     until: float
@@ -57,6 +58,7 @@ class Life:
     pause: float
     shortest: float
     longest: float
+    seed: int = 0
 
     def kill_after(self, incarnation: int, chance: random.Random) -> float | None:
         """Return after how many seconds a rank of the incarnation kills itself; None: it runs to the end."""
@@ -86,13 +88,13 @@ def main(folder: str, settings: str) -> int:
     # In every second incarnation the calls of torch.distributed go through the backend too.
     backend = ("gloo", "dtcomm")[incarnation % 2]
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    chance = random.Random(incarnation)
+    chance = random.Random(f"{life.seed}/{incarnation}")
     victim, after = chance.randrange(ranks), life.kill_after(incarnation, chance)
     if rank == victim and after is not None:
         timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
-    operations = sequence(incarnation, ranks, POOL)
+    operations = sequence(f"{life.seed}/{incarnation}", ranks, POOL)
     with open(Path(folder) / f"{incarnation:04d}.{rank}.jsonl", "w", buffering=1) as log:
 
         def say(**words: Any) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.common import machine, output
+from bench.common import report
 from dtcomm.launch import fork_server
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from tests.stress import DETAILS
@@ -152,7 +152,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             f"{world_size} ranks: {', '.join(f'{number} {verdict}' for verdict, number in sorted(count.items()))}"
         )
     result = {
-        "machine": machine.describe(),
         "torch": torch.__version__,
         "counts": counts,
         "faults": faults,
@@ -161,7 +160,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "verdict": "MISS" if faults else "PASS",
     }
     print(
-        output.write("torch_suite", result, options.json or DETAILS / "torch_suite.json", timed=False),
+        report.write(options.json or DETAILS / "torch_suite.json", result),
         result["verdict"],
     )
     return result

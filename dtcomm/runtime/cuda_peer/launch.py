@@ -25,8 +25,7 @@ from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 from dtcomm.schedule.lower import steps
 from dtcomm.schedule.program import Program, Reduce, Send
 
-#: Whether a run of the fused kernels between several GPUs is kept in bench/results/gpu_peers.json; a test holds the two
-#: together. Until then only DTCOMM_RUNTIME=peer uses the kernels.
+#: Whether the fused kernels have run between several GPUs. Until then only DTCOMM_RUNTIME=peer uses them.
 RAN_BETWEEN_GPUS = False
 
 COLLECTIVES = {"all_reduce": 0, "reduce_scatter": 1, "all_gather": 2, "all_to_all": 3}

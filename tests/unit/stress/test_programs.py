@@ -1,245 +1,82 @@
-"""The parts of the stress programs reach the goals, and a short run cannot pass for a full one."""
+"""python -m tests.stress: the commands of the programs, the seed, the exit status, and how to repeat a failure."""
 
 from __future__ import annotations
 
-import ast
-import json
-import re
+import importlib
 import subprocess
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+import sys
+from typing import Any
 
 import pytest
 
-from bench import pages, reliability
-from bench.common import conditions
-from bench.reliability import Counts, Entry, Kept
 from tests.stress import __main__ as command
 from tests.stress import fuzz
-from tests.stress.campaign_cases import ACTIONS, PHASES, TRANSPORTS, WORLD_SIZES, cases
-from tests.stress.programs import PROGRAMS, Program
+from tests.stress.__main__ import PROGRAMS
 
 
-def kept(parts: int = 2) -> Kept:
-    return Kept(
-        program="fuzz", what="noise", command="run", goal={"payloads": 20}, parts=parts, planned_seconds=90
-    )
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Record the commands instead of running them; the soak fails."""
+    commands: list[list[str]] = []
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(words[1:])
+        return subprocess.CompletedProcess(words, int("tests.stress.soak" in words))
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    return commands
 
 
-def entry(part: int, payloads: float = 10, commit: str = "aaaa", failures: tuple[str, ...] = ()) -> Entry:
-    return Entry(
-        part=part,
-        command="run",
-        seconds=3.0,
-        counts={"payloads": payloads},
-        failures=list(failures),
-        commit=commit,
-        processor="a processor",
-        date="2026-01-01",
-    )
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_accepts_its_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = PROGRAMS[name]
+    module = importlib.import_module(f"tests.stress.{program.module}")
+    parsed: list[Any] = []
+
+    def parse(parser: Any, arguments: list[str]) -> None:
+        parsed.append(original(parser, arguments))
+        raise KeyboardInterrupt
+
+    original = module.argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(module.argparse.ArgumentParser, "parse_args", parse)
+    for seconds in (5.0, 340.0):
+        with pytest.raises(KeyboardInterrupt):
+            module.main(program.command(12345, seconds, "file.json")[2:])
+    assert [options.json for options in parsed] == ["file.json"] * 2
+    if hasattr(parsed[0], "minutes"):
+        assert [options.minutes for options in parsed] == [pytest.approx(5 / 60, abs=0.01), 5.67]
+    assert 12345 in vars(parsed[0]).values() or name in ("torch_suite", "limits")
 
 
-def test_parts_add_up_to_a_pass() -> None:
-    result = kept()
-    assert result.verdict == "not run"
-    result.add(entry(1))
-    assert (result.verdict, result.missing("aaaa")) == ("**1 of 2 parts**", [2])
-    result.add(entry(2))
-    assert (result.verdict, result.counts, result.missing("aaaa")) == ("passed", {"payloads": 20}, [])
+def test_a_failing_program_is_named_with_its_command(
+    runs: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--minutes", "8", "--seed", "7"]) == 1
+    assert [words[1] for words in runs] == [f"tests.stress.{program.module}" for program in PROGRAMS.values()]
+    shown = capsys.readouterr().out
+    assert "to repeat it: python -m tests.stress.soak --seed 7 --minutes 1.0" in shown
+    assert f"seed 7: {len(PROGRAMS) - 1} of {len(PROGRAMS)} programs passed; failed: ['soak']" in shown
 
 
-def test_a_short_run_passes_nothing_and_is_replaced_by_a_full_one() -> None:
-    result = kept(parts=1)
-    result.add(entry(0, payloads=1000))  # however much it counted
-    assert (result.verdict, result.complete) == ("**short run only**", False)
-    text = reliability.page(result.as_dict())
-    assert "**short run only**" in text and "**The full runs are not complete**: `fuzz`" in text
-    result.add(entry(1, payloads=20))
-    assert (result.verdict, result.counts) == ("passed", {"payloads": 20})
-    assert "not complete" not in reliability.page(result.as_dict())
+def test_each_run_has_a_new_seed_and_one_program_has_all_the_time(runs: list[list[str]]) -> None:
+    for _ in range(2):
+        assert command.main(["--minutes", "3", "--program", "operations"]) == 0
+    first, second = runs
+    assert first[first.index("--minutes") + 1] == "3.0"
+    assert first[first.index("--seed") + 1] != second[second.index("--seed") + 1]
 
 
-def test_benchmarks_and_documents_do_not_make_a_tested_tree_another_one(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        done = subprocess.run(
-            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
+def test_a_program_that_hangs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(words: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(words, timeout)
 
-    def commit(path: str) -> str:
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("text")
-        git("add", "-A")
-        git("commit", "-qm", "message")
-        return git("rev-parse", "--short", "HEAD")
-
-    git("init", "-q")
-    tested = [commit(path) for path in ("dtcomm/codecs/int8.py", "tests/stress/soak.py", "csrc/a.cpp")]
-    untested = ("bench/soak.py", "docs/page.md", "tests/stress/README.md", "tests/stress/programs.py")
-    soak = PROGRAMS["soak"].tested
-    for path in (*untested, "dtcomm/cli/demo/train.py", "tests/stress/campaign.py"):
-        assert commit(path) not in tested
-        assert conditions.code_commit(tmp_path, soak) == tested[-1]
-    codec = commit("csrc/codec/b.h")  # the fuzzer tests codecs and kernels alone
-    engine = commit("csrc/engine/a.cpp")
-    assert conditions.code_commit(tmp_path, soak) == engine
-    assert conditions.code_commit(tmp_path, PROGRAMS["fuzz"].tested) == codec
-    for part in ("measure/netns.py", "ddp/state.py", "tp/layers.py"):  # what it does not import
-        assert commit(f"dtcomm/{part}") != conditions.code_commit(tmp_path, soak) == engine
-    layer = conditions.code_commit(tmp_path, PROGRAMS["elastic"].tested)
-    assert layer not in (engine, conditions.code_commit(tmp_path, PROGRAMS["soak"].tested))
-    (tmp_path / "bench/soak.py").write_text("changed")
-    assert not conditions.changed_files(tmp_path, reliability.TESTED)
-    (tmp_path / "csrc/a.cpp").write_text("changed")
-    assert conditions.changed_files(tmp_path, reliability.TESTED) == ["csrc/a.cpp"]
+    monkeypatch.setattr(command.subprocess, "run", run)
+    assert command.main(["--program", "fuzz"]) == 1
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_imports_only_parts_that_its_counts_depend_on(program: Program) -> None:
-    # dtcomm imports what its names stand for when they are first used.
-    used = ["dtcomm.collectives", "dtcomm.kernels.ops", *(f"tests.stress.{name}" for name in program.modules)]
-    files = _imported_files(used)
-    assert not files & {"tests/support/autotune_simulation.py", "tests/support/import_rules.py"}
-    parts = {path.removeprefix("dtcomm/") for path in files if path.startswith("dtcomm/")}
-
-    def imported(names: Iterable[str]) -> set[str]:
-        return {name for name in names if any(f"{path}/".startswith(f"{name}/") for path in parts)}
-
-    elastic = set(reliability.ELASTIC) if program.code is reliability.TESTED_WITH_ELASTIC else set()
-    assert imported(["collectives", "codecs", "runtime"]) == {"collectives", "codecs", "runtime"}
-    assert not imported(reliability.NOT_IMPORTED)
-    assert imported(reliability.ELASTIC) == elastic
-
-
-def _imported_files(modules: list[str]) -> set[str]:
-    """Return the files of the repository that modules import, directly or through others, also in functions."""
-    files: set[str] = set()
-    pending = list(modules)
-    while pending:
-        name = pending.pop()
-        base = conditions.ROOT / name.replace(".", "/")
-        path = next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.exists()), None)
-        if path is None or (file := path.relative_to(conditions.ROOT).as_posix()) in files:
-            continue
-        files.add(file)
-        pending += [".".join(name.split(".")[:length]) for length in range(1, name.count(".") + 1)]
-        for node in _run_nodes(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                pending += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                pending += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Attribute) and (written := ast.unparse(node)).startswith("dtcomm."):
-                pending.append(written)  # dtcomm.ddp, which is imported when it is used
-    return files
-
-
-def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree except those below ``if TYPE_CHECKING``."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
-            yield from _run_nodes(child)
-
-
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_names_the_modules_that_it_uses(program: Program) -> None:
-    def imports(module: str) -> set[str]:
-        text = (conditions.ROOT / f"tests/stress/{module}.py").read_text()
-        names = {
-            name
-            for line in re.findall(r"^from tests.stress import (.*)$", text, re.M)
-            for name in line.split(", ")
-        }
-        names |= set(re.findall(r"^from tests\.stress\.(\w+) import", text, re.M))
-        return {name for name in names if (conditions.ROOT / f"tests/stress/{name}.py").exists()}
-
-    used = set(program.modules)
-    while more := {name for module in used for name in imports(module)} - used:
-        used |= more
-    assert used == set(program.modules)
-
-
-def test_parts_of_two_commits_are_not_added() -> None:
-    result = kept()
-    result.add(entry(1))
-    result.add(entry(2, commit="bbbb"))
-    assert (result.counts, result.missing("bbbb")) == ({"payloads": 10}, [1])
-
-
-def test_a_full_run_that_is_too_small_does_not_pass() -> None:
-    result = kept(parts=1)
-    result.add(entry(1, payloads=19))
-    assert not result.complete and result.verdict == "**1 of 1 parts**"
-    assert "19 (95 %)" in reliability.page(result.as_dict())
-
-
-def test_failures_are_shown_and_their_part_runs_again() -> None:
-    result = kept()
-    result.add(entry(1, failures=("seed 1 ended with status -11",)))
-    result.add(entry(2))
-    assert (result.verdict, result.missing("aaaa")) == ("**1 failed**", [1])
-    assert "failed: seed 1 ended with status -11" in reliability.page(result.as_dict())
-    result.add(entry(1))
-    assert result.verdict == "passed"
-
-
-def test_a_file_gives_the_same_result_back(tmp_path: Path) -> None:
-    result = kept()
-    result.add(entry(2))
-    reliability.write(result, tmp_path / "fuzz.json")
-    assert reliability.read(tmp_path / "fuzz.json") == result
-
-
-def _value(arguments: tuple[str, ...], option: str) -> list[int]:
-    values = arguments[arguments.index(option) + 1 :]
-    end = next((i for i, text in enumerate(values) if text.startswith("-")), len(values))
-    return [int(text) for text in values[:end]]
-
-
-def test_the_parts_reach_the_goals() -> None:
-    def reached(name: str, option: str) -> int:
-        return sum(sum(_value(part.arguments, option)) for part in PROGRAMS[name].parts)
-
-    goals = {name: program.goal for name, program in PROGRAMS.items()}
-    assert reached("fuzz", "--payloads") == goals["fuzz"]["payloads"] == 10_000_000
-    assert reached("operations", "--operations") == goals["operations"]["operations"] == 600_000
-    assert reached("soak", "--minutes") == goals["soak"]["minutes"] == 30
-    assert reached("rendezvous", "--seeds") == goals["rendezvous"]["seeds"]
-    repetitions = [
-        number for part in PROGRAMS["campaign"].parts for number in _value(part.arguments, "--repetition")
-    ]
-    assert sorted(repetitions) == list(range(20))
-    without_ucx = [name for name in TRANSPORTS if name != "ucx"]
-    actions = list(dict.fromkeys(action for of_phase in ACTIONS.values() for action in of_phase))
-    drawn = list(cases(list(PHASES), actions, without_ucx, list(WORLD_SIZES), repetitions, 0))
-    assert len(drawn) == goals["campaign"]["cases"] == 10_260
-    suite = [part.arguments for part in PROGRAMS["torch_suite"].parts]
-    assert [(_value(call, "--world-size"), _value(call, "--share")) for call in suite] == [
-        ([ranks], [share, 4]) for ranks in (2, 3, 4) for share in (1, 2, 3, 4)
-    ]
-
-
-def test_no_two_parts_repeat_each_other() -> None:
-    for program in PROGRAMS.values():
-        calls = [part.arguments for part in program.parts]
-        assert len(set(calls)) == len(calls)
-    seeds = [_value(part.arguments, "--seed")[0] for part in PROGRAMS["fuzz"].parts]
-    assert len({seed + job for seed in seeds for job in range(2)}) == 2 * len(seeds)
-
-
-def test_every_program_has_a_place_on_the_page() -> None:
-    assert tuple(PROGRAMS) == reliability.NAMES
-    (programs,) = [programs for _, marks, _, programs in pages.PAGES if marks == "reliability"]
-    assert programs == tuple(f"reliability/{name}" for name in PROGRAMS)
-
-
-def test_goals_of_kept_results_are_those_of_the_programs() -> None:
-    for name, program in PROGRAMS.items():
-        result = reliability.read(reliability.FOLDER / f"{name}.json")
-        assert (result.goal, result.parts) == (program.goal, len(program.parts)), (
-            f"python -m tests.stress {name}"
-        )
+def test_the_programs_are_listed(runs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(PROGRAMS) and not runs
 
 
 def test_counts_of_the_fuzzer() -> None:
@@ -251,56 +88,11 @@ def test_counts_of_the_fuzzer() -> None:
         "kernels": 4,
         "families": {"none": {"payloads": 9, "rejected": 0}, "topk": {"payloads": 11, "rejected": 5}},
     }
-    with pytest.raises(ValueError, match="no counts in its output: 'ERROR: AddressSanitizer'"):
+    with pytest.raises(ValueError, match="fuzz_payloads_test"):
         fuzz.parse_output("ERROR: AddressSanitizer")
 
 
-def test_counts_of_torchs_suite() -> None:
-    rows = [
-        {"ranks": 2, "verdict": "passed", "gloo": {"verdict": "passed"}},
-        {"ranks": 2, "verdict": "passed", "gloo": {"verdict": "failed"}},
-        {"ranks": 2, "verdict": "failed", "gloo": {"verdict": "passed"}},
-        {"ranks": 2, "verdict": "skipped"},
-    ]
-    counts, failures = PROGRAMS["torch_suite"].counts({"rows": rows, "faults": ["a fault"]})
-    expected: Counts = {
-        "tests": 4,
-        "2 ranks: tests": 4,
-        "2 ranks: Gloo passes": 2,
-        "2 ranks: dtcomm passes": 2,
-        "2 ranks: Gloo alone passes": 1,
-        "2 ranks: dtcomm alone passes": 1,
-        "2 ranks: both skip": 1,
-        "2 ranks: both fail": 0,
-    }
-    assert (counts, failures) == (expected, ["a fault"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing"], "NAME: nothing is unknown; expected one of fuzz, operations"),
-        (["--parts", "1"], "--parts: needs the name of one program"),
-        (["soak", "--parts", "2"], r"--parts: \[2\] do not exist; soak has parts 1 to 1"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main(arguments)
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_nothing_is_kept_of_a_changed_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.conditions, "changed_files", lambda **_: ["dtcomm/work.py"])
-    with pytest.raises(SystemExit, match=r"nothing would be kept.*dtcomm/work.py"):
-        command.main(["limits"])
-
-
 @pytest.mark.slow
-def test_a_part_runs_in_a_process_and_is_kept_elsewhere(tmp_path: Path) -> None:
-    assert command.main(["rendezvous", "--short", "--out", str(tmp_path)]) == 0
-    document = json.loads((tmp_path / "rendezvous.json").read_text(encoding="utf-8"))
-    assert reliability.from_dict(document).verdict == "**short run only**"
-    assert document["entries"][0]["counts"]["seeds"] == 200
+def test_a_program_runs_in_a_process() -> None:
+    arguments = ["--program", "rendezvous", "--minutes", "0.02"]
+    assert subprocess.run([sys.executable, "-m", "tests.stress", *arguments], check=False).returncode == 0

@@ -4,7 +4,7 @@ This code is independent of the codecs: a format is a list of the values of its 
 a block's largest element. A block's error is the integral of the squared distance to the nearest value over the density
 of the elements, conditional on the largest one, averaged over the density of that one.
 
-Published values that tests/unit/quality compares this with: J. Max, "Quantizing for minimum distortion", IRE
+Published values that test_codec_errors.py compares this with: J. Max, "Quantizing for minimum distortion", IRE
 Transactions on Information Theory 6, 1960 (tables I and II); the signal-to-noise ratio of block-scaled integers in
 Chen et al., "INT v.s. FP: A Comprehensive Study of Fine-Grained Low-bit Quantization Formats", arXiv:2510.25602,
 2025, theorem 1; and C. Shannon's rate-distortion bound for a Gaussian source, 1959: no format of R bits has a
@@ -167,3 +167,48 @@ def top_error(ratio: float) -> float:
 def random_error(ratio: float) -> float:
     """Return the error of a random share `ratio`, scaled up to be unbiased."""
     return math.sqrt(1 / ratio - 1)
+
+
+def _scaled(
+    values: Array, block: int, rule: Callable[[Array], Callable[[float], float]] = to_largest
+) -> float:
+    return block_error(values, block, rule(values))
+
+
+def _at_random(values: Array, block: int) -> float:
+    return block_error(values, block, to_largest(values), random_distortion)
+
+
+#: Relative L2 error on Gaussian data by spec. A rotation leaves Gaussian data Gaussian, so it changes no error.
+EXPECTED: dict[str, Callable[[], float]] = {
+    "none": lambda: 0.0,
+    "lossless": lambda: 0.0,
+    "fp16": lambda: cast_error(FP16),
+    "bf16": lambda: cast_error(BF16),
+    "bf16:round=stochastic": lambda: math.sqrt(random_distortion(BF16, float(BF16[-1]))),
+    **{f"int{bits}": lambda bits=bits: _scaled(INT[bits], 32) for bits in range(8, 1, -1)},
+    "int8:block=256": lambda: _scaled(INT[8], 256),
+    "int4:block=128": lambda: _scaled(INT[4], 128),
+    **{f"int{bits}:round=stochastic": lambda bits=bits: _at_random(INT[bits], 32) for bits in (8, 4)},
+    **{f"int{bits}:symmetric=false": lambda bits=bits: range_error(bits, 32) for bits in (8, 4)},
+    **{f"int{bits}:rotate=hadamard": lambda bits=bits: _scaled(INT[bits], 32) for bits in (4, 3)},
+    **{f"int{bits}:block=128,rotate=hadamard": lambda bits=bits: _scaled(INT[bits], 128) for bits in (4, 3)},
+    "fp8_e4m3": lambda: _scaled(E4M3, 128),
+    "fp8_e4m3:round=stochastic": lambda: _at_random(E4M3, 128),
+    "fp8_e5m2": lambda: _scaled(E5M2, 128),
+    "fp8_e3m4": lambda: _scaled(E3M4, 128),
+    "fp8_e3m4:round=stochastic": lambda: _at_random(E3M4, 128),
+    "mxfp8": lambda: _scaled(E4M3, 32, to_power),
+    "mxfp8:element=e5m2": lambda: _scaled(E5M2, 32, to_power),
+    "mxfp4": lambda: _scaled(E2M1, 32, to_power),
+    "mxfp4:rotate=hadamard": lambda: _scaled(E2M1, 32, to_power),
+    "nvfp4": lambda: block_error(E2M1, 16, to_e4m3(E2M1, 4096)),
+    "sign": lambda: sign_error(256),
+    "sign:rotate=hadamard": lambda: sign_error(256),
+    "topk": lambda: top_error(41 / 4096),
+    "topk:ratio=0.1": lambda: top_error(410 / 4096),
+    "topk:ratio=0.1,values=int8": lambda: top_error(410 / 4096),  # int8 adds a hundredth
+    "randk": lambda: random_error(41 / 4096),
+    "randk:ratio=0.1": lambda: random_error(410 / 4096),
+    "randk:positions=shared": lambda: random_error(41 / 4096),
+}

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from bench import quality
-from bench.common import pages, theory
 from dtcomm.cli.codecs import main as codecs_command
 from dtcomm.cli.codecs.measure import NUMEL, Error, Sample, bits_per_element, distributions, measure_error
-from dtcomm.codecs import Codec, codec, names
+from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
 from tests.unit.codecs.cases import codecs_with_option_sets
+from tests.unit.kernels import codec_error_theory as theory
 
 SAMPLES = {sample.name: sample for sample in distributions()}
 USUAL = codecs_command.default_codecs()
@@ -93,10 +90,10 @@ def test_simulated_blocks_agree_with_the_integral() -> None:
 # --- the codecs, held against the theory --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", quality.EXPECTED)
+@pytest.mark.parametrize("spec", theory.EXPECTED)
 def test_measured_errors_equal_the_expected_ones(spec: str) -> None:
     """Within 3 %: a scale in bf16 costs int8 1 %, with a zero point 4 %; the sample moves the rest less, but randk."""
-    expected = quality.EXPECTED[spec][0]()
+    expected = theory.EXPECTED[spec]()
     assert relative_l2(spec) == pytest.approx(
         expected,
         rel={"randk": 0.1, "int8:symmetric=false": 0.05}.get(spec.removesuffix(":positions=shared"), 0.03),
@@ -217,55 +214,6 @@ def test_randomized_codecs_are_unbiased(tested: Codec) -> None:
     standard_error = projections.std(dim=0) / math.sqrt(keys)
     assert (projections.mean(dim=0).abs() <= 5 * standard_error + 1e-6 * n).all()
     assert (standard_error > 0).all() or tested.layout().kept == tested.granularity  # which draws everything
-
-
-# --- the tables of docs/results/codecs.md -----------------------------------------------------------------
-
-
-def result() -> dict[str, Any]:
-    return quality.measure([codec("none"), codec("int8"), codec("lossless")], numel=4096)
-
-
-def test_format_of_the_tables() -> None:
-    rows = [
-        {"name": "memcpy", "bytes": 1024, "gb_per_s": 30.04},
-        {"name": "memcpy", "bytes": 4096, "gb_per_s": 12.0},
-        {"name": "int8 encode", "bytes": 1024, "gb_per_s": 20.0},
-    ]
-    lines = quality.page(result(), {"rows": rows}).splitlines()
-    assert lines[0].startswith("| codec | bits per element | error, Gaussian |") and lines[1].startswith(
-        "|---|---:"
-    )
-    assert lines[2] == "| `none` | 32 | 0 | 0 | 0 | 0 | 30; 12 | 30; 12 |"
-    assert lines[3].startswith("| `int8` | 8.5 | 0.005") and len({line.count("|") for line in lines[:5]}) == 1
-    assert lines[3].endswith("| 20 | not measured |") and lines[4].endswith("| not measured | not measured |")
-    assert lines[5] == "" and lines[9].startswith("| `int8` | 0.005") and "255 levels" in lines[9]
-
-
-def test_tables_replace_the_text_between_the_markers(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    begin, end = "<!-- quality:begin -->", "<!-- quality:end -->"
-    page.write_text(f"head\n{begin}\nold\n{end}\ntail\n")
-    for _ in range(2):
-        assert pages.fill(page, "quality", "new").read_text() == f"head\n{begin}\nnew\n{end}\ntail\n"
-    page.write_text("no marks")
-    with pytest.raises(ValueError, match="quality:begin"):
-        pages.fill(page, "quality", "new")
-
-
-def test_the_document_has_the_current_errors() -> None:
-    """The document has the errors measured now: a change of a format must change it too."""
-    text = (pages.DOCS / "results/codecs.md").read_text(encoding="utf-8")
-    inside = text.partition("<!-- quality:begin -->")[2].partition("<!-- quality:end -->")[0]
-    rows = {}
-    for line in inside.strip().split("\n\n")[0].splitlines()[2:]:
-        cells = [cell.strip() for cell in line.strip("|\n").split("|")]
-        rows[cells[0].strip("`")] = cells[1:]
-    assert set(rows) == {str(tested) for tested in USUAL} and set(names()) <= set(rows)
-    for tested in USUAL:
-        assert float(rows[str(tested)][0]) == pytest.approx(bits_per_element(tested), rel=1e-3)
-        for column, sample in enumerate(SAMPLES, 1):
-            assert float(rows[str(tested)][column]) == pytest.approx(relative_l2(tested, sample), rel=6e-3)
 
 
 def test_the_relative_error_of_zeros_is_none() -> None:
