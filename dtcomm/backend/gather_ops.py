@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import collectives
-from dtcomm.backend.process_group_base import ProcessGroupBase, is_async, root_rank, unsupported_reason
-from dtcomm.backend.tensor_views import (
+from dtcomm.backend.process_group_base import (
+    ProcessGroupBase,
     as_sendable,
     copy_back_of,
     copy_to_tensors,
     flatten,
+    is_async,
     joined_view,
     require_alike,
+    root_rank,
+    unsupported_reason,
 )
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.work import Work

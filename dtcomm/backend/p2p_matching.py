@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm.backend.tensor_views import copy_to_tensors, flatten, shares_memory
+from dtcomm.backend.process_group_base import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
 from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
 from dtcomm.runtime.communicator import Communicator

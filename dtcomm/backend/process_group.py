@@ -22,8 +22,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import collectives
-from dtcomm.backend import join_handles
-from dtcomm.backend.fallback_backends import CPU, CUDA, FallbackBackends, FallbackCounts
+from dtcomm.backend.fallback_backends import (
+    CPU,
+    CUDA,
+    FallbackBackends,
+    FallbackCounts,
+    complete_join_handles,
+)
 from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
 from dtcomm.backend.reduce_ops import ReduceOps
@@ -46,7 +51,7 @@ def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
     if backend_options is not None:
         raise TypeError(f"pg_options: the backend dtcomm has none, got {type(backend_options).__name__}")
     _install_monitored_barrier()
-    join_handles.install()
+    complete_join_handles()
     return DtcommProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id)
     )
