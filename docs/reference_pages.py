@@ -36,7 +36,7 @@ OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
     "Guard and compressors": (
         "dtcomm.compress.guard.Guard",
         "dtcomm.compress.powersgd.PowerSGD",
-        "dtcomm.compress.dgc.DGC",
+        "dtcomm.compress.feedback.DGC",
     ),
     "Collectives": ("dtcomm",),
 }

@@ -1,7 +1,7 @@
 """The state that error feedback keeps from step to step on one rank, by parameter name.
 
 It consists of residuals (`residuals`), or of references (`ef21`) or of what a user's own feedback keeps (`feedback`),
-and with DGC of velocities (`dgc`).
+and with DGC of velocities (`feedback`).
 `ErrorState.prepare` turns a gradient into what a collective averages, `ErrorState.finish` stores what the encoding lost
 once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of the tests call them.
 """
@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.bucket_layout import Segment
-from dtcomm.compress.dgc import DGC, Velocities, common_momentum
-from dtcomm.compress.ef21 import References
-from dtcomm.compress.feedback import Feedback, FeedbackStates
+from dtcomm.compress.bucket import Segment
+from dtcomm.compress.feedback import DGC, Feedback, FeedbackStates, References, Velocities, common_momentum
 from dtcomm.compress.residuals import Residuals, average_states
 from dtcomm.compress.spec import Scheme
 from dtcomm.streams import record_streams

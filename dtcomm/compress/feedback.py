@@ -1,16 +1,27 @@
-"""Compressors with state of a user's own: `Feedback` is what a user writes, `FeedbackStates` keeps its tensors.
+"""What takes the place of residuals, by parameter: a user's own feedback, EF21 and DIANA, and DGC.
 
-The codec says how bytes look; a `Feedback` says what is encoded, and what becomes of the mean that arrives.
+The codec says how bytes look; a feedback says what is encoded, and what becomes of the mean that arrives.
+
+- `Feedback` is what a user writes, `FeedbackStates` keeps its tensors.
+- `References`: EF21 and DIANA, which send differences to a reference that all ranks share.
+- `DGC` and `Velocities`: Deep Gradient Compression, top-k sparsification with momentum correction.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from dtcomm.codecs import TopK
+from dtcomm.codecs.base import FLOAT_TYPES, option
+from dtcomm.codecs.sparse import VALUES
+from dtcomm.codecs.spec import options_of
+from dtcomm.compress.residuals import flat_copies
 from dtcomm.streams import match_device
 
 State = dict[str, torch.Tensor]
@@ -198,3 +209,300 @@ class FeedbackStates:
                 raise TypeError(
                     f"feedback: {argument}[{key!r}] of {self._feedback} for {name} is {what}; expected a float32 tensor"
                 )
+
+
+class References:
+    """The local and the shared estimates of EF21 and DIANA on one rank, by parameter: fp32 [numel], zeros at first.
+
+    Every rank keeps an estimate h_i of its own gradient, and all ranks keep their mean h. A rank sends C(g_i - h_i);
+    the gradient becomes h + mean C(g_i - h_i), and both estimates move by ``rate`` times what arrived. The errors
+    shrink with the differences, whereas error feedback makes up for them later.
+
+    - rate 1: EF21 (Richtarik, Sokolov, Fatkhullin 2021, arXiv:2106.05203), for biased codecs such as topk.
+    - rate below 1: DIANA (Mishchenko, Gorbunov, Takac, Richtarik 2019, arXiv:1901.09269), for unbiased codecs, that is
+      with stochastic rounding. The rate should be at most 1 / (1 + the codec's relative variance).
+
+    What arrived of a rank is what it sent less what its encodings lost, those of sums included, so that h stays the
+    mean of all h_i.
+
+    Args:
+        rate: The step of the estimates, above 0 and at most 1.
+
+    Raises:
+        ValueError: The rate is out of range.
+    """
+
+    def __init__(self, rate: float = 1.0) -> None:
+        if not 0 < rate <= 1:
+            raise ValueError(f"feedback: rate is {rate!r}; valid: above 0, at most 1")
+        self.rate = rate
+        self._local: dict[str, torch.Tensor] = {}
+        self._shared: dict[str, torch.Tensor] = {}
+
+    def begin(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tensor to average in place, and what the collective adds to it."""
+        local = _estimate(self._local, name, gradient)
+        _estimate(self._shared, name, gradient)
+        minus_local = local.neg()
+        # The estimate moves before the collective, which overwrites the gradient; `finish` subtracts what was lost.
+        local.lerp_(gradient.float(), self.rate)
+        # Sums stay fp32: the rounding of a 16-bit mean would be missing from the shared estimate for good.
+        return (gradient if gradient.dtype == torch.float32 else gradient.float()), minus_local
+
+    def finish(self, name: str, gradient: torch.Tensor, mean: torch.Tensor, lost: torch.Tensor) -> None:
+        """Update both estimates and the gradient.
+
+        Args:
+            name: The parameter.
+            gradient: Becomes the estimate of the mean gradient.
+            mean: The mean over ranks of what arrived.
+            lost: What the encodings of this rank lost.
+        """
+        shared = _estimate(self._shared, name, gradient)
+        result = shared + mean
+        shared.add_(mean, alpha=self.rate)
+        self._local[name].sub_(lost, alpha=self.rate)
+        gradient.copy_(result)
+        finite = torch.isfinite(result).all()  # the same on all ranks, which hold the same bits
+        if not finite.is_cpu or not finite:  # the host does not wait for a device
+            for estimate in (shared, self._local[name]):
+                estimate.masked_fill_(~finite, 0.0)
+
+    def get(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the local and the shared estimate, or None before the first step."""
+        return self._local.get(name), self._shared.get(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._local
+
+    def scale(self, factor: float) -> None:
+        """Multiply every estimate by ``factor``."""
+        for estimate in (*self._local.values(), *self._shared.values()):
+            estimate.mul_(factor)
+
+    def reset(self, name: str) -> None:
+        """Start the parameter's estimates from zero; to be called on all ranks in the same step."""
+        self._local.pop(name, None)
+        self._shared.pop(name, None)
+
+    def nbytes(self) -> int:
+        """Return the bytes of all estimates."""
+        return sum(4 * estimate.numel() for estimate in (*self._local.values(), *self._shared.values()))
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return copies on the CPU."""
+        return {
+            side: {name: estimate.to("cpu", copy=True) for name, estimate in estimates.items()}
+            for side, estimates in (("local", self._local), ("shared", self._shared))
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, torch.Tensor]], *, same_world_size: bool
+    ) -> None:
+        """Load a rank's own state; with another number of ranks the local estimates start as the shared one."""
+        self._shared = flat_copies(state.get("shared", {}), "reference")
+        self._local = flat_copies(state.get("local" if same_world_size else "shared", {}), "reference")
+
+
+def _estimate(estimates: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
+    estimate = estimates.get(name)
+    if estimate is None:
+        estimate = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
+    elif estimate.numel() != like.numel():
+        raise ValueError(
+            f"the reference of {name!r} has {estimate.numel()} elements, its gradient {like.numel()}: "
+            "was the state saved from another model?"
+        )
+    estimate = estimates[name] = match_device(estimate, like)
+    return estimate
+
+
+DGC_NAME = "dgc"
+FIRST_RATIO = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGC:
+    """Deep Gradient Compression (Lin et al. 2018, arXiv:1712.01887), a compressor.
+
+    It sends the `ratio` largest elements of every granule of 4096, with momentum on each rank.
+
+    - Momentum correction: every rank applies momentum to its own gradients, ``u = m u + g``, and accumulates the
+      velocity instead of the gradient, ``v = v + u``.
+    - Local clipping: a gradient is clipped before it is added, to the bound over sqrt(ranks).
+    - Momentum factor masking: u is set to zero where v was sent.
+    - Warm-up: the share of elements that is sent falls from a quarter to `ratio`, by factors of four.
+
+    The optimizer must have no momentum of its own; parameters that travel uncompressed get the same momentum here. The
+    spec is ``dgc:ratio=0.001,momentum=0.9,clip=1.0,warmup=400,values=fp16``.
+
+    Attributes:
+        ratio: The share of elements that is sent, above 0 and at most 1. Default 0.001.
+        momentum: The momentum, 0 or more and below 1. Default 0.9.
+        clip: The norm to which a parameter's gradient is clipped, over sqrt(ranks), on each rank. DDP reduces bucket by
+            bucket, so the bound holds for a parameter and not for the whole model. Default 0: no clipping.
+        warmup: The number of steps in which the ratio falls from 0.25 to ``ratio``. Default 0.
+        values: The codec of the values: bf16, fp16, fp32 or int8 to int2. Default bf16.
+
+    Example:
+        >>> from dtcomm.compress.feedback import DGC
+        >>> str(DGC(ratio=0.01, warmup=40).at(step=0))
+        'dgc:ratio=0.25'
+    """
+
+    ratio: float = option(default=0.001, valid="a number above 0, at most 1")
+    momentum: float = option(default=0.9, valid="0 or more, below 1")
+    clip: float = option(default=0.0, valid="0 (not at all) or a norm")
+    warmup: int = option(default=0, valid="0 or more steps")
+    values: str = option(default="bf16", valid=VALUES)
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "momentum": 0 <= self.momentum < 1,
+            "clip": self.clip >= 0,
+            "warmup": self.warmup >= 0,
+        }
+        for name, valid in bounds.items():
+            if not valid:
+                field = next(field for field in dataclasses.fields(self) if field.name == name)
+                raise ValueError(
+                    f"{DGC_NAME}: option {name!r} is {getattr(self, name)}; valid: {field.metadata['valid']}"
+                )
+        TopK(ratio=self.ratio, values=self.values)  # validates both
+
+    @property
+    def topk(self) -> TopK:
+        """The codec of the payload."""
+        return TopK(ratio=self.ratio, values=self.values)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of gradients that can be compressed."""
+        return FLOAT_TYPES
+
+    def lossless(self, dtype: torch.dtype) -> bool:
+        """Return False: DGC loses something of every dtype."""
+        return False
+
+    def warmup_stage(self, step: int) -> int:
+        """Return how often the ratio has fallen at a step of the warm-up."""
+        last = 0
+        while FIRST_RATIO / 4**last > self.ratio:
+            last += 1
+        return last if step >= self.warmup else last * step // self.warmup
+
+    def at(self, step: int) -> DGC:
+        """Return the compressor with the ratio of a step and without warm-up."""
+        warming_up = step < self.warmup
+        ratio = max(self.ratio, FIRST_RATIO / 4 ** self.warmup_stage(step)) if warming_up else self.ratio
+        return dataclasses.replace(self, ratio=ratio, warmup=0)
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"{DGC_NAME}:{','.join(changed)}" if changed else DGC_NAME
+
+    @staticmethod
+    def parse(spec: str) -> DGC:
+        """Parse the output of ``str``; ValueError names the option that is wrong."""
+        name, colon, rest = spec.strip().partition(":")
+        if name != DGC_NAME or (colon and not rest):
+            raise ValueError(f"compressor: {spec!r}; valid: {DGC_NAME}:OPTION=VALUE,…")
+        return DGC(**options_of(DGC_NAME, rest, {field.name: field for field in dataclasses.fields(DGC)}))
+
+
+def common_momentum(schemes: Iterable[object]) -> float | None:
+    """Return the momentum that every parameter gets if one of ``schemes`` is DGC, else None.
+
+    Raises:
+        ValueError: The schemes have different momenta.
+    """
+    momenta = {scheme.momentum for scheme in schemes if isinstance(scheme, DGC)}
+    if len(momenta) > 1:
+        raise ValueError(f"dgc: momenta {sorted(momenta)} in one model; valid: one")
+    return momenta.pop() if momenta else None
+
+
+class Velocities:
+    """The momentum of one rank's own gradients: ``name -> fp32 tensor [numel]``."""
+
+    def __init__(self) -> None:
+        self._velocities: dict[str, torch.Tensor] = {}
+
+    def update(
+        self,
+        name: str,
+        gradient: torch.Tensor,
+        momentum: float,
+        max_norm: float,
+        used: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute ``u = momentum u + gradient`` in place, with the gradient clipped to ``max_norm`` (0: not clipped).
+
+        Args:
+            name: The parameter.
+            gradient: Its gradient, flat.
+            momentum: The momentum.
+            max_norm: The bound of the gradient's norm; 0 for none.
+            used: A bool tensor without dimensions; u stays as it is where it is False. None: True.
+
+        Returns:
+            u, and whether it was updated: a bool tensor without dimensions on the gradient's device. u stays as it is
+            if the gradient holds NaN or Inf.
+        """
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        has_update = norm < float("inf")
+        if used is not None:
+            has_update = has_update & used
+        velocity = self._of(name, gradient)
+        if not gradient.is_cpu:  # the host does not wait for the device
+            term = gradient.float() * (max_norm / norm).clamp(max=1.0) if max_norm else gradient
+            torch.where(has_update, momentum * velocity + term, velocity, out=velocity)
+        elif has_update:  # in place: fewer passes over memory
+            scale = min(1.0, max_norm / float(norm)) if max_norm and norm > 0 else 1.0
+            velocity.mul_(momentum).add_(gradient, alpha=scale)
+        return velocity, has_update
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return u as it is, or None before the first update."""
+        return self._velocities.get(name)
+
+    def _of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        velocity = self._velocities.get(name)
+        if velocity is None:
+            velocity = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
+        elif velocity.numel() != gradient.numel():
+            raise ValueError(
+                f"the velocity of {name!r} has {velocity.numel()} elements, its gradient {gradient.numel()}: "
+                "was the state saved from another model?"
+            )
+        velocity = self._velocities[name] = match_device(velocity, gradient)
+        return velocity
+
+    def mask(self, name: str, was_sent: torch.Tensor) -> None:
+        """Set u to zero where ``was_sent`` (bool [numel]) is True."""
+        self._velocities[name].masked_fill_(was_sent, 0)
+
+    def scale(self, factor: float) -> None:
+        """Multiply every velocity by ``factor``."""
+        for velocity in self._velocities.values():
+            velocity.mul_(factor)
+
+    def reset(self, name: str) -> None:
+        """Start the parameter's velocity from zero."""
+        self._velocities.pop(name, None)
+
+    def nbytes(self) -> int:
+        """Return the bytes of all velocities."""
+        return sum(4 * velocity.numel() for velocity in self._velocities.values())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return copies on the CPU."""
+        return {name: velocity.to("cpu", copy=True) for name, velocity in self._velocities.items()}
+
+    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace all velocities with copies of ``tensors``."""
+        self._velocities = {name: tensor.detach().flatten().clone() for name, tensor in tensors.items()}

@@ -1,6 +1,6 @@
 """The guard: limits beyond which compression counts as harmful, the actions, and the ladder of finer schemes.
 
-A `Guard` is what users configure. `dtcomm.compress.guard_monitor` compares what ranks measure with its limits.
+A `Guard` is what users configure. `dtcomm.compress.monitor` compares what ranks measure with its limits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dtcomm.codecs import Codec, Integer, codec
-from dtcomm.compress.dgc import DGC
+from dtcomm.compress.feedback import DGC
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import DtcommError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from dtcomm.collectives.group_ops import expected_call
-from dtcomm.compress.bucket_layout import NONE, BucketLayout
+from dtcomm.compress.bucket import NONE, BucketLayout
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import Payoff
 from dtcomm.compress.spec import LevelCodecs, wire_codec

@@ -3,6 +3,7 @@
 DDP, FSDP, `ShardedOptimizer`, tensor and context parallelism and `LocalSGD` count differently, but all of them fill in
 the same `Report`: one `Row` for each combination of codec, dtype and reason, one `MessageRow` for each bucket, module
 or layer, and totals. `Report` alone makes text, plain values and metrics of them. Bytes are those that this rank sent.
+`GroupTraffic` counts what operations without a state of their own send over a process group.
 """
 
 from __future__ import annotations
@@ -10,15 +11,28 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar
 
-from dtcomm.compress.gradient_sketch import Fidelity
-from dtcomm.compress.traffic import MessageRow, Row, Traffic, format_error
+import torch
+import torch.distributed as dist
+
+from dtcomm.compress.measurements import Fidelity
+from dtcomm.compress.traffic import (
+    MessageRow,
+    Row,
+    Traffic,
+    format_error,
+    group_traffic,
+    message_rows,
+    total_seconds,
+)
 from dtcomm.profiling.metrics import Metric
 from dtcomm.profiling.tables import format_bytes, format_table, rich_group, rich_table
+from dtcomm.work import Work
 
 MAX_MESSAGES_SHOWN = 16
 LEGEND_WIDTH = 118
@@ -152,6 +166,31 @@ class Report:
     notes: tuple[str, ...] = ()
     uncompressed: str = ""
     payoff: Payoff | None = None
+
+    @classmethod
+    def of_traffic(
+        cls,
+        traffic: Sequence[tuple[str, Traffic]],
+        message_events: Mapping[tuple[str, str], dict[str, int]] | None = None,
+        **rest: Any,
+    ) -> Report:
+        """Return the report of an integration that counts by module and kind of collective.
+
+        Args:
+            traffic: (name of the module, counters) pairs.
+            message_events: (module, what is communicated) → counts of the guard's events. Default: none.
+            rest: The attributes that do not follow from the counters.
+        """
+        rows = group_traffic(traffic)
+        totals: dict[str, Any] = {
+            "messages": sum(row.calls for row in rows),
+            "wire_bytes": sum(row.wire_bytes for row in rows),
+            "plain_bytes": sum(row.plain_bytes for row in rows),
+            "seconds": total_seconds(counters.seconds for _, counters in traffic),
+            "rows": rows,
+            "by_message": message_rows(traffic, message_events),
+        }
+        return cls(**totals, **rest)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: everything that the text says, and more."""
@@ -447,3 +486,104 @@ def _format_feedback(feedback: bool | str) -> str:
 
 def _format_memory(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in sizes.items())
+
+
+Key = tuple[str, str, str, str]  # name of the message, what, codec, dtype
+
+
+class GroupTraffic(Reporting):
+    """Counts what an integration sends over a process group on this rank, from now on; ``str()`` gives one line.
+
+    A subclass is one integration. Its operations call `record`, which counts in all of the subclass's objects for the
+    group.
+
+    Args:
+        group: Process group. None is the default group.
+
+    Raises:
+        RuntimeError: No process group is initialized.
+    """
+
+    integration: ClassVar[str]
+    _live: ClassVar[weakref.WeakSet[GroupTraffic]]
+
+    def __init_subclass__(cls) -> None:
+        cls._live = weakref.WeakSet()
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group_name = group_name(group)
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._traffic: dict[Key, Traffic] = {}
+        self._live.add(self)
+
+    @classmethod
+    def is_counting(cls) -> bool:
+        """Return whether there is an object that counts."""
+        return len(cls._live) > 0
+
+    @classmethod
+    def record(
+        cls,
+        group_name: str,
+        message: str,
+        what: str,
+        codec: str,
+        dtype: torch.dtype,
+        numel: int,
+        work: Work,
+    ) -> None:
+        """Count a completed operation in every object of its group.
+
+        Args:
+            group_name: The name of the group.
+            message: The name of the message in reports.
+            what: What was sent, such as ``"tokens"``.
+            codec: The codec.
+            dtype: The dtype in which it would travel uncompressed.
+            numel: Elements that this rank sent.
+            work: The handle.
+        """
+        key = (message, what, codec, str(dtype).removeprefix("torch."))
+        for state in list(cls._live):
+            if state.group_name == group_name:
+                traffic = state._traffic.setdefault(key, Traffic(codec=codec, what=what, dtype=key[3]))
+                traffic.numel += numel
+                traffic.add(work, numel * dtype.itemsize)
+
+    def report(self) -> Report:
+        """Return what was sent on this rank since the state was made. Nothing is communicated.
+
+        Returns:
+            A row for each kind of message, with its codec. Bytes are those that this rank sent; what it sends to itself
+            does not count.
+        """
+        counted = [(key[0], replace(traffic)) for key, traffic in self._traffic.items()]
+        return Report.of_traffic(
+            counted,
+            integration=self.integration,
+            rank=self._rank,
+            world_size=self._ranks,
+            policy=str(self),
+            feedback=False,
+            steps=None,
+            residual_bytes=0,
+        )
+
+    def __str__(self) -> str:
+        parts = {f"{traffic.what} {traffic.codec}" for traffic in self._traffic.values()}
+        return ", ".join(sorted(parts)) or "nothing sent yet"
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """Return the name of a group; None is the default group.
+
+    Raises:
+        RuntimeError: No process group is initialized.
+    """
+    named = dist.group.WORLD if group is None else group
+    if named is None:
+        raise RuntimeError(
+            "group: no process group is initialized; call torch.distributed.init_process_group"
+        )
+    name: str = named.group_name
+    return name

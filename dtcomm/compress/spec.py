@@ -16,8 +16,8 @@ import torch
 from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
-from dtcomm.compress import dgc, powersgd
-from dtcomm.compress.dgc import DGC
+from dtcomm.compress.feedback import DGC, DGC_NAME
+from dtcomm.compress.powersgd import NAME as POWERSGD_NAME
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 
@@ -72,9 +72,9 @@ class LevelCodecs:
 Scheme: TypeAlias = Codec | LevelCodecs | PowerSGD | DGC
 
 #: Parsers of the compressors, by the name that their specs start with.
-COMPRESSORS: dict[str, Callable[[str], PowerSGD | DGC]] = {powersgd.NAME: PowerSGD.parse, dgc.NAME: DGC.parse}
+COMPRESSORS: dict[str, Callable[[str], PowerSGD | DGC]] = {POWERSGD_NAME: PowerSGD.parse, DGC_NAME: DGC.parse}
 #: The option that names the codec of what a sparse or low-rank scheme sends.
-INNER_CODEC_OPTIONS = {"topk": "values", "randk": "values", dgc.NAME: "values", powersgd.NAME: "factors"}
+INNER_CODEC_OPTIONS = {"topk": "values", "randk": "values", DGC_NAME: "values", POWERSGD_NAME: "factors"}
 
 
 def parse_scheme(spec: str | Scheme) -> Scheme:

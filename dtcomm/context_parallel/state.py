@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtcomm.compress.group_traffic import GroupTraffic
+from dtcomm.compress.report import GroupTraffic
 from dtcomm.context_parallel.layout import GroupOrMesh, process_group_of
 from dtcomm.context_parallel.settings import Settings
 from dtcomm.work import Work

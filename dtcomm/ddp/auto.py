@@ -36,7 +36,7 @@ from dtcomm import env
 from dtcomm.codecs import codec
 from dtcomm.collectives import all_reduce, info
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.compress.dgc import DGC
+from dtcomm.compress.feedback import DGC
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import CodecChoice, Policy, default_policy
 from dtcomm.compress.powersgd import PowerSGD

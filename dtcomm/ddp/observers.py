@@ -1,4 +1,5 @@
-"""What is attached to a `Reducer`: the guard, "auto", the timeline and the recorder of step times.
+"""What is attached to a `Reducer`: the guard, "auto", the timeline, the recorder of step times and
+the check that all ranks have registered the hook.
 
 `dtcomm.ddp.State` makes them; the reducer calls them in order.
 """
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 import statistics
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,11 +22,13 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.collectives import Work
-from dtcomm.compress.guard_monitor import Monitor
+from dtcomm.collectives.announcement import Announcement
+from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.report import describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, group_rows
 from dtcomm.ddp.auto import Tuner
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
+from dtcomm.errors import CollectiveMismatch
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.streams import AsyncHostCopy, Streams
 
@@ -337,3 +341,40 @@ def _last_end(step: Sequence[BucketRecord]) -> float:
 
 def _median_ms(seconds: Iterable[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 4)
+
+
+# DDP's constructor has just made the ranks wait for each other, so they register at nearly the same time.
+REGISTRATION_LIMIT_S = 20.0
+_POLL_S = 0.05
+
+
+class RegistrationObserver(ReducerObserver):
+    """Announces that this rank has registered the hook, and requires it of all ranks in the first backward pass.
+
+    A rank without the hook runs other collectives, and the others would wait.
+
+    Args:
+        group: The process group of the model.
+        reducer: The reducer that it is attached to.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._announcement = Announcement(group, "ddp")
+
+    def begin_pass(self, step: int, streams: Streams) -> None:
+        """Wait until all ranks have registered the hook.
+
+        Raises:
+            CollectiveMismatch: Some rank has not within `REGISTRATION_LIMIT_S`.
+        """
+        deadline = time.monotonic() + REGISTRATION_LIMIT_S
+        while missing := self._announcement.missing():
+            if time.monotonic() >= deadline:
+                raise CollectiveMismatch(
+                    f"dtcomm.ddp: {missing} did not register the hook for this model within "
+                    f"{REGISTRATION_LIMIT_S:g} s of this rank's first backward pass; call dtcomm.ddp.compress on every "
+                    "rank"
+                )
+            time.sleep(_POLL_S)
+        self._reducer.detach(self)

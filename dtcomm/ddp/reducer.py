@@ -14,15 +14,14 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm, all_reduce
 from dtcomm.collectives._sparse_tensors import start_stages, sum_stages
-from dtcomm.compress.bucket_averager import BucketAverager
-from dtcomm.compress.bucket_layout import BucketLayout
-from dtcomm.compress.error_sample import ErrorSample, GradientMeasurement, l2_norm
+from dtcomm.compress.bucket import BucketAverager, BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback
-from dtcomm.compress.guard_monitor import Monitor
+from dtcomm.compress.measurements import ErrorSample, GradientMeasurement, l2_norm
+from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.compress.traffic import total_seconds
-from dtcomm.ddp.bucket_layouts import BucketLayouts, Chooser, SparseLayout
+from dtcomm.ddp.layouts import BucketLayouts, Chooser, SparseLayout
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
 from dtcomm.streams import Streams, record_streams, streams_of

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm
-from dtcomm.compress.bucket_averager import NONE
-from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.bucket import NONE, BucketLayout
 from dtcomm.compress.checkpoint import (
     VERSION,
     has_options,
@@ -28,10 +27,9 @@ from dtcomm.compress.checkpoint import (
     require_matching_sizes,
     select_share,
 )
-from dtcomm.compress.dgc import DGC, common_momentum
-from dtcomm.compress.feedback import Feedback
+from dtcomm.compress.feedback import DGC, Feedback, common_momentum
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.guard_monitor import make_monitor
+from dtcomm.compress.monitor import make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
@@ -40,18 +38,18 @@ from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.auto import BASELINE, ProcessGroupConsensus, Tuner
 from dtcomm.ddp.balance import BalancedSampler, BalanceObserver
-from dtcomm.ddp.bucket_layouts import Chooser, FixedPolicy, SparseLayout
+from dtcomm.ddp.layouts import Chooser, FixedPolicy, SparseLayout
 from dtcomm.ddp.observers import (
     GuardObserver,
     LossScaleObserver,
     RecorderObserver,
+    RegistrationObserver,
     StepRecorder,
     TimelineObserver,
     TunerObserver,
     UncompressedObserver,
 )
 from dtcomm.ddp.reducer import Reducer
-from dtcomm.ddp.registration import RegistrationObserver
 from dtcomm.profiling import Metric, Timeline
 from dtcomm.tp.sharded_module import shard_groups
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import dtcomm
 from dtcomm.collectives import barrier, recv, release, send
 from dtcomm.compress.checkpoint import VERSION
-from dtcomm.compress.guard_monitor import GuardMonitor
+from dtcomm.compress.monitor import GuardMonitor
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.elastic.member import Member

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, Reduc
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
-from dtcomm.compress.error_sample import ErrorSample
+from dtcomm.compress.measurements import ErrorSample
 from dtcomm.compress.traffic import Traffic
 from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.spec import CompressionSpec

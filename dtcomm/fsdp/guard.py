@@ -2,7 +2,7 @@
 
 In every ``sample_every``-th step each rank measures the errors of its gradients' encodings, and of the encoding of its
 own shard of the parameters. In every step sketches of the gradients before and after their reduction are added up
-(`dtcomm.compress.gradient_sketch`). Before the next forward pass, if there is something to compare, the ranks average
+(`dtcomm.compress.measurements`). Before the next forward pass, if there is something to compare, the ranks average
 the measurements, a few floats, so that all ranks take the same decisions. Gradients and parameters of a module are
 guarded apart.
 """
@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
-from dtcomm.compress.error_sample import ErrorSample, l2_norm
-from dtcomm.compress.gradient_sketch import Fidelity, GradientSketch
 from dtcomm.compress.guard import Event, Guard
-from dtcomm.compress.guard_monitor import make_monitor
+from dtcomm.compress.measurements import ErrorSample, Fidelity, GradientSketch, l2_norm
+from dtcomm.compress.monitor import make_monitor
 from dtcomm.fsdp.spec import CompressionSpec
 from dtcomm.streams import AsyncHostCopy
 

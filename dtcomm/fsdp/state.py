@@ -18,7 +18,7 @@ from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, sele
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
 from dtcomm.compress.residuals import FORMS
-from dtcomm.compress.traffic import Traffic, group_traffic, message_rows, total_seconds
+from dtcomm.compress.traffic import Traffic, group_traffic, total_seconds
 from dtcomm.fsdp.buffer_pool import BufferPool
 from dtcomm.fsdp.flat_layout import FlatLayout
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
@@ -112,10 +112,11 @@ class State(Reporting):
         if self.buffers.unshared_reason:
             self.add_note(self.buffers.unshared_reason)
         traffic = self._traffic()
-        rows = group_traffic(traffic)
         residual_bytes = 0 if self._residuals is None else self._residuals.nbytes()
         rank, world_size = rank_and_size(self.group)
-        report = Report(
+        report = Report.of_traffic(
+            traffic,
+            self._events_by_message(),
             integration=self.integration,
             rank=rank,
             world_size=world_size,
@@ -123,18 +124,12 @@ class State(Reporting):
             feedback=self.gradients.prefix or False,
             steps=max(0, self._steps()),
             earlier_steps=self._earlier_steps,
-            messages=sum(row.calls for row in rows),
-            wire_bytes=sum(row.wire_bytes for row in rows),
-            plain_bytes=sum(row.plain_bytes for row in rows),
-            seconds=total_seconds(counters.seconds for _, counters in traffic),
             residual_bytes=residual_bytes,
             memory={
                 "residuals": residual_bytes,
                 "references": sum(reference.nbytes for reference in self.references.values()),
                 "shared buffers": self.buffers.nbytes(),
             },
-            rows=rows,
-            by_message=message_rows(traffic, self._events_by_message()),
             modules={
                 name: {kind: replace(counters) for kind, counters in kinds.items()}
                 for name, kinds in self._modules.items()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dtcomm.arguments import require_int, suggest
-from dtcomm.compress.bucket_layout import BucketLayout
+from dtcomm.compress.bucket import BucketLayout
 
 PATTERNS = ("strided", "sequential")
 #: A number of fragments, or the shell patterns of the parameters of each of them.

@@ -18,15 +18,13 @@ import torch.distributed as dist
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm, broadcast
-from dtcomm.compress.bucket_averager import NONE, BucketAverager
-from dtcomm.compress.bucket_layout import BucketLayout, build_layout
+from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
-from dtcomm.compress.dgc import DGC
-from dtcomm.compress.error_sample import ErrorSample, l2_norm
 from dtcomm.compress.error_state import ErrorState, PendingGradient
-from dtcomm.compress.feedback import Feedback
+from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.guard_monitor import Monitor, make_monitor
+from dtcomm.compress.measurements import ErrorSample, l2_norm
+from dtcomm.compress.monitor import Monitor, make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
 from dtcomm.compress.powersgd import Factors

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm, all_reduce_coalesced
-from dtcomm.compress.bucket_averager import NONE
-from dtcomm.compress.bucket_layout import BucketLayout, build_layout
+from dtcomm.compress.bucket import NONE, BucketLayout, build_layout
 from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.traffic import total_seconds
 from dtcomm.local_sgd.islands import local_shard

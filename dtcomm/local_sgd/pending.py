@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from dtcomm.collectives import Work
-from dtcomm.compress.bucket_layout import BucketLayout
-from dtcomm.compress.error_sample import ErrorSample, GradientMeasurement
+from dtcomm.compress.bucket import BucketLayout
 from dtcomm.compress.error_state import PendingGradient
+from dtcomm.compress.measurements import ErrorSample, GradientMeasurement
 from dtcomm.compress.stage_scheduler import Stages
 from dtcomm.local_sgd.fragments import Fragment
 

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from dtcomm.codecs import RandK, codec, parse_levels
-from dtcomm.compress.bucket_averager import BucketAverager
-from dtcomm.compress.bucket_layout import BucketLayout, build_layout
-from dtcomm.compress.dgc import DGC
+from dtcomm.compress.bucket import BucketAverager, BucketLayout, build_layout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
-from dtcomm.compress.feedback import Feedback
+from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.policy import CodecChoice, Policy, as_policy
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng, local_tasks, ops

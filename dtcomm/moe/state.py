@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from dtcomm.compress.group_traffic import GroupTraffic, group_name
+from dtcomm.compress.report import GroupTraffic, group_name
 from dtcomm.work import Work
 
 

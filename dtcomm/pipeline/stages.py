@@ -17,7 +17,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from dtcomm._message_codec import message_codec, require_accurate
 from dtcomm.codecs import Codec
-from dtcomm.compress.sample_references import SampleReferences
+from dtcomm.compress.residuals import SampleReferences
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import (
     MESSAGES,

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from dtcomm.collectives import all_gather
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
-from dtcomm.compress.residuals import Residuals
-from dtcomm.compress.sample_references import SampleReferences
+from dtcomm.compress.residuals import Residuals, SampleReferences
 from dtcomm.compress.traffic import Traffic, group_traffic, message_rows
 from dtcomm.pipeline.exchange import Exchange
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
 from dtcomm.compress.guard import Guard
-from dtcomm.compress.guard_monitor import GuardMonitor
+from dtcomm.compress.monitor import GuardMonitor
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.cuda_peer import memory

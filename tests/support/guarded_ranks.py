@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dtcomm.compress.dgc import common_momentum
+from dtcomm.compress.feedback import common_momentum
 from dtcomm.compress.guard import Guard
-from dtcomm.compress.guard_monitor import GuardMonitor
+from dtcomm.compress.monitor import GuardMonitor
 from dtcomm.measure.simulated_ranks import SimulatedRanks
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.bucket_layout import Member, Segment
+from dtcomm.compress.bucket import Member, Segment
 from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
 from dtcomm.ddp.auto import PLAIN_DDP, UNCOMPRESSED, ProcessGroupConsensus, Tuner
 from dtcomm.launch.ranks import run_ranks

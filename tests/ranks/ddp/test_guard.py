@@ -10,9 +10,9 @@ import torch
 
 from dtcomm import ddp
 from dtcomm.codecs import codec
-from dtcomm.compress.error_sample import ErrorSample
 from dtcomm.compress.guard import CompressionHarmful, Guard, finer, residual_limit
-from dtcomm.compress.guard_monitor import GuardMonitor
+from dtcomm.compress.measurements import ErrorSample
+from dtcomm.compress.monitor import GuardMonitor
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 from dtcomm.launch.ranks import run_ranks

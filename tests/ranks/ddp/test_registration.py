@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dtcomm import ddp
-from dtcomm.ddp import registration
+from dtcomm.ddp import observers
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import backward, wrapped
@@ -21,7 +21,7 @@ def register_on_some_ranks(rank: int, world_size: int, hooked: tuple[int, ...]) 
         return ""
     state = ddp.compress(model, "int8")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CollectiveMismatch) as error:
-        patch.setattr(registration, "LIMIT_S", 0.3)
+        patch.setattr(observers, "REGISTRATION_LIMIT_S", 0.3)
         backward(model, rank, 0)
     assert state.error is error.value and first.error is None
     return str(error.value)
@@ -48,7 +48,7 @@ def register_late(rank: int, world_size: int) -> tuple[int, bool]:
         backward(model, rank, step)
     observed = state._reducer._callbacks["begin_pass"]
     return state.steps, any(
-        isinstance(callback.__self__, registration.RegistrationObserver) for callback in observed
+        isinstance(callback.__self__, observers.RegistrationObserver) for callback in observed
     )
 
 

@@ -213,7 +213,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"feedback: 'ef22'; valid: True, .*, or a dtcomm\.ddp\.Feedback"):
         ErrorState("ef22")
     with pytest.raises(ValueError, match=r"feedback: .*EF21 object.* does not go with dgc"):
-        ErrorState(EF21(), schemes=[dtcomm.compress.dgc.DGC()])
+        ErrorState(EF21(), schemes=[dtcomm.compress.feedback.DGC()])
     with pytest.raises(ValueError, match="valid: True"):
         ErrorState(EF21)  # type: ignore[arg-type]
     assert str(Momentum(0.9)) == "Momentum(momentum=0.9)" and str(EF21()) == "EF21()"

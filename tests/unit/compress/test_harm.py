@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dtcomm.compress.gradient_sketch import SKETCH_SIZE, GradientSketch, compare_sketches
 from dtcomm.compress.guard import CompressionHarmful, Guard
-from dtcomm.compress.guard_monitor import GuardMonitor
+from dtcomm.compress.measurements import SKETCH_SIZE, GradientSketch, compare_sketches
+from dtcomm.compress.monitor import GuardMonitor
 from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.support.guarded_ranks import GuardedRanks
 

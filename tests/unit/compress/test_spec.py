@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.dgc import DGC
+from dtcomm.compress.feedback import DGC
 from dtcomm.compress.guard import cosine_limit, finer, residual_limit, send_interval
 from dtcomm.compress.policy import choose_for
 from dtcomm.compress.spec import LevelCodecs, parse_scheme

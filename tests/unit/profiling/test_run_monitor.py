@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtcomm.compress.gradient_sketch import Fidelity
+from dtcomm.compress.measurements import Fidelity
 from dtcomm.compress.report import Report
 from dtcomm.compress.traffic import Row
 from dtcomm.profiling import (

@@ -1,7 +1,7 @@
 """Monitors: what a rank measures for the guard, and what all ranks decide from the averages.
 
 In every step sketches of the gradients before compression and of their mean after it are added up
-(`dtcomm.compress.gradient_sketch`); the cosine and the norms of the sums over a window say whether compression does
+(`dtcomm.compress.measurements`); the cosine and the norms of the sums over a window say whether compression does
 harm. On every ``sample_every``-th step an `ErrorSample` measures what an encoding loses of a gradient, on some of its
 elements; the reports read it too.
 
@@ -29,8 +29,6 @@ import torch.distributed as dist
 from dtcomm.codecs import codec
 from dtcomm.collectives import all_reduce
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.compress.error_sample import ErrorSample, GradientMeasurement, is_nonfinite
-from dtcomm.compress.gradient_sketch import SKETCH_SIZE, Fidelity, GradientSketch, compare_sketches
 from dtcomm.compress.guard import (
     CompressionHarmful,
     Event,
@@ -39,6 +37,15 @@ from dtcomm.compress.guard import (
     finer,
     residual_limit,
     send_interval,
+)
+from dtcomm.compress.measurements import (
+    SKETCH_SIZE,
+    ErrorSample,
+    Fidelity,
+    GradientMeasurement,
+    GradientSketch,
+    compare_sketches,
+    is_nonfinite,
 )
 from dtcomm.compress.spec import Scheme
 from dtcomm.streams import copy_to_device

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.bucket_layout import BucketLayout, build_layout
+from dtcomm.compress.bucket import BucketLayout, build_layout
 from dtcomm.compress.policy import default_policy
 from dtcomm.compress.report import Report, format_bytes
 from dtcomm.compress.traffic import ParameterTotals, group_rows

@@ -13,11 +13,10 @@ import torch
 from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.codecs import codec
-from dtcomm.compress.bucket_averager import BucketAverager
-from dtcomm.compress.bucket_layout import BucketLayout, Member, Segment, build_layout
-from dtcomm.compress.dgc import DGC
+from dtcomm.compress.bucket import BucketAverager, BucketLayout, Member, Segment, build_layout
+from dtcomm.compress.feedback import DGC
 from dtcomm.compress.guard import Event
-from dtcomm.compress.guard_monitor import Monitor
+from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme
