@@ -105,7 +105,6 @@ $(INSTALLED): pyproject.toml | $(NATIVE)
 	$(PY) -m pip install -q --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Users need it only for `dtcomm perf --device emulator`.
 emulator: $(EMULATOR)  ## compile _emulator, which runs the CUDA kernels' source on this CPU
 
 $(EMULATOR): $(NATIVE)

@@ -13,9 +13,9 @@ import sys
 
 # name -> (module of dtcomm.cli, one line of help)
 COMMANDS = {
-    "perf": ("perf.main", "measure collectives like nccl-tests, also those of torch.distributed"),
-    "demo": ("demo.main", "train a small language model on two ranks with compressed gradients"),
-    "codecs": ("codecs.main", "measure the size, error and speed of each codec"),
+    "perf": ("perf", "measure collectives like nccl-tests, also those of torch.distributed"),
+    "demo": ("demo", "train a small language model on two ranks with compressed gradients"),
+    "codecs": ("codecs", "measure the size, error and speed of each codec"),
     "plan": ("plan.main", "predict collectives and training steps on a given system"),
     "trace": ("trace", "merge the ranks' timelines of a training run and summarize them"),
     "tp": (
@@ -23,8 +23,8 @@ COMMANDS = {
         "tensor parallelism: propose a plan for a model (inspect), choose a codec for each layer (calibrate)",
     ),
     "coordinator": ("coordinator", "serve the ranks of a training run whose ranks come and go"),
-    "tune": ("tune.main", "measure this machine and write the table that algorithm=auto uses"),
-    "doctor": ("doctor.main", "check this machine and run a self-test of the engine"),
+    "tune": ("tune", "measure this machine and write the table that algorithm=auto uses"),
+    "doctor": ("doctor", "check this machine and run a self-test of the engine"),
 }
 
 EXTRAS = ("rich", "matplotlib")  # of the extra `cli`

@@ -57,7 +57,7 @@ def test_every_file_is_covered() -> None:
         ("dtcomm/ddp.py", "import rich"),
         ("dtcomm/ddp.py", "import dtcomm"),
         ("dtcomm/ddp.py", "from dtcomm import all_reduce"),
-        ("dtcomm/cli/perf/main.py", "import pandas"),
+        ("dtcomm/cli/perf/__init__.py", "import pandas"),
         ("dtcomm/errors.py", "from dtcomm.env import KERNEL"),
         ("dtcomm/env.py", "import torch"),
         ("dtcomm/__init__.py", "import rich"),
@@ -86,7 +86,10 @@ def test_planted_python_violations_are_reported(path: str, text: str) -> None:
             "import importlib\nimportlib.import_module(name)\nfrom dtcomm import __version__",
         ),
         ("dtcomm/launch/worker.py", "def f():\n    import dtcomm"),
-        ("dtcomm/cli/demo/main.py", "import matplotlib.pyplot\nfrom dtcomm.launch.ranks import run_ranks"),
+        (
+            "dtcomm/cli/demo/__init__.py",
+            "import matplotlib.pyplot\nfrom dtcomm.launch.ranks import run_ranks",
+        ),
     ],
 )
 def test_allowed_python_imports_are_accepted(path: str, text: str) -> None:

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli._plot import GREY, INK, styled_pyplot
+from dtcomm.cli._common import GREY, INK, styled_pyplot
 from dtcomm.cli.codecs.measure import CodecRow
 from dtcomm.kernels import available, current
 from dtcomm.measure import device as device_info

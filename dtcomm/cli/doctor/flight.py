@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtcomm.cli.doctor import torch_format
-
 #: Collectives whose recorded size is that of one rank's shard.
 SHARDED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 
@@ -95,23 +93,6 @@ def report(directory: str, *, as_json: bool) -> int:
     for diagnosis in sorted(diagnoses, key=lambda diagnosis: diagnosis.healthy):  # failures first
         _print(diagnosis)
     return 0 if healthy else 1
-
-
-def write_for_torch(directory: str) -> int:
-    """Write the records to ``directory/torch`` in the format of torch's Flight Recorder; return 2 if there are none."""
-    records, unreadable = load(Path(directory))
-    if not records:
-        return _no_records(directory, unreadable)
-    folder = Path(directory) / "torch"
-    paths = torch_format.write(records, folder)
-    for line in unreadable:
-        print(f"note  {line}")
-    absent = sorted({rank for record in records for c in record["communicators"] for rank in c["ranks"]})
-    absent = [rank for rank in absent if rank not in {record["rank"] for record in records}]
-    incomplete = " --allow-incomplete-ranks" if absent else ""
-    print(f"{len(paths)} dumps in {folder}" + (f"; no records of {format_ranks(absent)}" if absent else ""))
-    print(f"python -m torch.distributed.flight_recorder.fr_trace {folder}{incomplete}")
-    return 0
 
 
 def _no_records(directory: str, unreadable: list[str]) -> int:

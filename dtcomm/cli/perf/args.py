@@ -13,23 +13,19 @@ from pathlib import Path
 import torch
 
 from dtcomm import algorithms
-from dtcomm.cli import _sizes
-from dtcomm.cli._codecs import split_codecs
+from dtcomm.cli import _common
+from dtcomm.cli._common import split_codecs
 from dtcomm.cli.perf import placement
 from dtcomm.cli.perf.backends import BACKEND_HELP, PEERS, backend_names, find_backend, mpi
 from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
-from dtcomm.cli.perf.placement import CPU, CUDA, EMULATOR
+from dtcomm.cli.perf.placement import CPU, CUDA
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
-from dtcomm.measure import published
 from dtcomm.measure.exact_inputs import OPS
-from dtcomm.runtime.cuda_peer.launch import MAX_RANKS, why_not
-from dtcomm.runtime.types import OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, verify
 from dtcomm.schedule import parse as parse_schedule
 
 CHOOSERS = ("auto", "direct")  # values of --algorithm that choose an algorithm themselves
-VIRTUAL = "virtual"  # name of the backend of virtual ranks in the table
 
 EPILOG = """\
 reading the table
@@ -50,8 +46,7 @@ on GPUs
   times are between CUDA events on the stream, and the host waits once per batch; -C reports the CPU time of queueing
   instead. With -G time is a graph replay's divided by its calls (-n, or fewer if a sum in place would overflow).
   moved is what moved the bytes: fused (dtcomm's kernels over peer memory), nccl, gloo (through host memory), symm_mem;
-  the reason why it is not fused is printed below the table. floor, of virtual ranks, is the share of the memory floor:
-  the time a device copy takes for the bytes that all ranks must read and write, over the kernel's time.
+  the reason why it is not fused is printed below the table.
 differences from nccl-tests: -w is 5, -a is 3 (max), -g and -t are --nproc.
 exit status: 0; 1 if a value is wrong; 2 if an argument is wrong or a rank failed.
 """
@@ -71,11 +66,7 @@ class Variant:
 
     def why_unsupported(self, collective: str, datatype: str, op: str) -> str | None:
         """Return why this variant cannot run ``op`` on ``datatype``, or None if it can."""
-        if self.backend == VIRTUAL:
-            reason = _why_no_fused_kernel(collective, self, datatype, op)
-        else:
-            reason = find_backend(self.backend).why_unsupported(collective, datatype, op)
-        if reason:
+        if reason := find_backend(self.backend).why_unsupported(collective, datatype, op):
             return reason
         layout = codec(self.codec)
         if DTYPES[datatype] not in layout.dtypes:
@@ -115,8 +106,6 @@ class PerfOptions:
     nproc: int
     device: str
     device_reason: str
-    virtual: int
-    published: bool
     cudagraph: int
     pin: bool | None
     timeout: float
@@ -128,7 +117,7 @@ class PerfOptions:
 
     @property
     def on_device(self) -> bool:
-        """Whether tensors are on a GPU or in its emulator."""
+        """Whether tensors are on a GPU."""
         return self.device != CPU
 
     @property
@@ -139,9 +128,7 @@ class PerfOptions:
     @property
     def sizes(self) -> list[int]:
         """Sizes in bytes."""
-        if self.published:
-            return list(published.SIZES)
-        return _sizes.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
+        return _common.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
 
 
 def parse(argv: list[str]) -> PerfOptions:
@@ -185,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=_HelpFormatter,
     )
-    size, count = _sizes.size_argument, _sizes.count_argument
+    size, count = _common.size_argument, _common.count_argument
     add = command.add_argument
     add("collective", nargs="?", choices=tuple(COLLECTIVES), help="with --schedule: default, the schedule's")
     add("-b", "--minbytes", type=size(0), default="32M", metavar="SIZE", help="smallest size (1K, 64M, ...)")
@@ -276,12 +263,6 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=placement.DEVICES,
         help="where the tensors are (cuda if torch sees a GPU and all named backends have CUDA tensors, else "
         "cpu)")  # fmt: skip
-    add("--virtual", type=count(1), default=0, metavar="N",
-        help="N virtual ranks on one GPU, each call one launch of the fused kernels, with its share of the memory "
-        "floor; --device emulator runs their source on the CPU")  # fmt: skip
-    add("--published", action="store_true",
-        help="measure the sizes of published tables of all_reduce instead of -b to -e; with --virtual their times "
-        "are printed below ours")  # fmt: skip
     add("--nproc", type=count(1), metavar="N",
         help="local ranks to start, unless torchrun started this process (2, or the ranks of --schedule; with "
         "GPUs one for each)")  # fmt: skip
@@ -318,16 +299,14 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
             raise ValueError(f"collective: expected one of {', '.join(COLLECTIVES)}, or --schedule")
         namespace.collective = schedule.collective
     collective = COLLECTIVES[namespace.collective]
-    if namespace.published and namespace.collective != "all_reduce":
-        raise ValueError(f"--published: the tables are of all_reduce, not {namespace.collective}")
     if namespace.minbytes > namespace.maxbytes:
         raise ValueError(f"-b {namespace.minbytes} is larger than -e {namespace.maxbytes}")
     # Raises if the sizes do not grow.
-    _sizes.series(namespace.minbytes, namespace.maxbytes, namespace.stepbytes, namespace.stepfactor)
+    _common.series(namespace.minbytes, namespace.maxbytes, namespace.stepbytes, namespace.stepfactor)
     compare = tuple(dict.fromkeys(_split_commas(namespace.compare)))
     if unknown := set(compare) - set(PEERS):
         raise ValueError(f"--compare {sorted(unknown)[0]!r} is not one of {', '.join(PEERS)}")
-    device, device_reason = _choose_device(namespace, compare, schedule)
+    device, device_reason = _choose_device(namespace, compare)
     if namespace.nproc is None:
         namespace.nproc = _default_ranks(device) if schedule is None else schedule.ranks
     variants = tuple(_variants(namespace, schedule, compare, device))
@@ -402,7 +381,7 @@ def _variants(
     namespace: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...], device: str
 ) -> list[Variant]:
     names = _backend_names(namespace, device)
-    if compare and names != [VIRTUAL] and not any(find_backend(name).supports_codecs for name in names):
+    if compare and not any(find_backend(name).supports_codecs for name in names):
         raise ValueError(f"--compare {compare[0]}: --backend {','.join(names)} does not measure dtcomm")
     names += [name for name in compare if name not in names]
     codecs = [str(codec(spec)) for spec in split_codecs(namespace.codec or ["none"])]
@@ -417,7 +396,7 @@ def _variants(
             raise ValueError(f"--algorithm {str(error).removeprefix('algorithm: ')}") from None
     variants: list[Variant] = []
     for name in names:
-        if name != VIRTUAL and not find_backend(name).supports_codecs:
+        if not find_backend(name).supports_codecs:
             variants.append(Variant(backend=name, algorithm="own"))
             continue
         for spec in codecs:
@@ -430,22 +409,14 @@ def _variants(
     return list(dict.fromkeys(variants))
 
 
-def _choose_device(
-    namespace: argparse.Namespace, compare: tuple[str, ...], schedule: Schedule | None
-) -> tuple[str, str]:
+def _choose_device(namespace: argparse.Namespace, compare: tuple[str, ...]) -> tuple[str, str]:
     """Return the device and, if it was not named, why it was chosen; ValueError names an argument that conflicts."""
-    if namespace.virtual:
-        return _device_of_virtual_ranks(namespace, compare, schedule), ""
     device, reason = namespace.device, ""
     names = [*_split_commas(namespace.backend), *compare]
     if device is None:
         device, reason = _default_device(names)
-    if device == EMULATOR:
-        raise ValueError("--device emulator: needs --virtual N; valid without it: cpu, cuda")
     if device == CUDA and not placement.cuda_available():
-        raise ValueError(
-            "--device cuda: torch sees no CUDA device; valid: cpu, and emulator with --virtual N"
-        )
+        raise ValueError("--device cuda: torch sees no CUDA device; valid: cpu")
     for name in names:
         if device not in find_backend(name).devices:
             argument = "--compare" if name in compare else "--backend"
@@ -454,50 +425,12 @@ def _choose_device(
                 f"{argument} {name}: has no {device} tensors; valid for {device}: {', '.join(valid)}"
             )
     if namespace.cudagraph and device != CUDA:
-        raise ValueError(
-            f"-G {namespace.cudagraph}: CUDA graphs need --device cuda or --virtual N, not {device}"
-        )
+        raise ValueError(f"-G {namespace.cudagraph}: CUDA graphs need --device cuda, not {device}")
     if namespace.cudagraph and namespace.blocking:
         raise ValueError(
             f"-z 1: not possible with -G {namespace.cudagraph}; a graph has no barrier between calls"
         )
     return device, reason
-
-
-def _device_of_virtual_ranks(
-    namespace: argparse.Namespace, compare: tuple[str, ...], schedule: Schedule | None
-) -> str:
-    """Return the device of virtual ranks; ValueError names an argument that conflicts with --virtual."""
-    if not 2 <= namespace.virtual <= MAX_RANKS:
-        raise ValueError(f"--virtual {namespace.virtual}: expected 2 to {MAX_RANKS} ranks")
-    device: str = namespace.device or CUDA
-    if device == CPU:
-        raise ValueError(
-            "--device cpu: virtual ranks need a GPU or the kernels' emulator; valid: cuda, emulator"
-        )
-    if device == CUDA and not placement.cuda_available():
-        raise ValueError(
-            f"--virtual {namespace.virtual}: torch sees no CUDA device; --device emulator runs the kernels' source on "
-            "the CPU, where times are not those of a device"
-        )
-    for argument, value in (
-        ("--backend", namespace.backend),
-        ("--compare", compare),
-        ("--nproc", namespace.nproc),
-        ("--pin", namespace.pin),
-    ):
-        if value:
-            raise ValueError(
-                f"{argument}: not valid with --virtual, which measures the fused kernels in one process"
-            )
-    if namespace.agg_iters != 1 or namespace.blocking:
-        raise ValueError("--virtual: is measured without -m and -z")
-    valid = algorithms.collectives()
-    if namespace.collective not in valid:
-        raise ValueError(f"--virtual: {namespace.collective} has no fused kernel; valid: {', '.join(valid)}")
-    if schedule is not None and schedule.ranks != namespace.virtual:
-        raise ValueError(f"--virtual {namespace.virtual}: --schedule is for {schedule.ranks} ranks")
-    return device
 
 
 def _default_device(names: list[str]) -> tuple[str, str]:
@@ -515,16 +448,4 @@ def _default_ranks(device: str) -> int:
 
 def _backend_names(namespace: argparse.Namespace, device: str) -> list[str]:
     """Return the named backends, by default dtcomm's."""
-    if namespace.virtual:
-        return [VIRTUAL]
     return _split_commas(namespace.backend) or ["dtcomm" if device == CUDA else "native"]
-
-
-def _why_no_fused_kernel(collective: str, variant: Variant, datatype: str, op: str) -> str | None:
-    """Return why virtual ranks have no kernel for the variant, or None if they have one."""
-    name = "one_shot" if variant.algorithm in CHOOSERS else variant.algorithm
-    schedule = variant.schedule or algorithms.build(name, collective, 2)
-    tensor = TensorSpec(1, DTYPES[datatype], codec(variant.codec))
-    spec = OpSpec(collective, "sum" if op == "none" else op, (tensor,), name)
-    reason = why_not(spec, schedule.ranks, schedule)
-    return f"--virtual: {reason}" if reason else None

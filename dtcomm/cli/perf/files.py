@@ -15,8 +15,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from dtcomm.cli._plot import styled_pyplot
-from dtcomm.cli._sizes import format_size
+from dtcomm.cli._common import format_size, styled_pyplot
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow, average_bandwidths
 
@@ -73,7 +72,6 @@ def _config(report: PerfReport) -> dict[str, Any]:
         "report_cputime": options.report_cputime,
         "ranks": len(report.ranks),
         "device": options.device,
-        "virtual_ranks": options.virtual,
         "graph_replays": options.cudagraph,
         "devices": [vars(rank) for rank in report.ranks],
         "backends": report.backends,
@@ -114,7 +112,6 @@ def _measured(report: PerfReport, row: PerfRow, measured: Measurement) -> dict[s
         "cpu_time" if report.options.report_cputime else "time": seconds * 1e6,
         "alg_bw": algorithm,
         "bus_bw": bus,
-        "of_floor": _finite(measured.memory_floor_share),
         "nwrong": None if check is None else check.wrong,
         "max_error": None if check is None else _finite(check.max_error),
         "mean_error": None if check is None else _finite(check.mean_error),

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dtcomm.measure import device as device_info
 from dtcomm.measure.device import Clock, make_clock
 
-CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"
-DEVICES = (CPU, CUDA, EMULATOR)
+CPU, CUDA = "cpu", "cuda"
+DEVICES = (CPU, CUDA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def place_rank(kind: str) -> Placement:
     if kind != CUDA:
         return CpuPlacement()
     if not cuda_available():
-        raise ValueError("--device cuda: torch sees no CUDA device; valid: cpu, and emulator with --virtual")
+        raise ValueError("--device cuda: torch sees no CUDA device; valid: cpu")
     place = GpuPlacement(int(os.environ.get("LOCAL_RANK", dist.get_rank())))
     ids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ids, place.id)

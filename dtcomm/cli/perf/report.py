@@ -22,13 +22,10 @@ class Measurement:
     Attributes:
         timing: Times.
         check: Result of the checks, summed over the ranks; None with -c 0.
-        memory_floor_share: Time of a copy of as many bytes as the operation must move, over the operation's time; None
-            if the bytes are not known.
     """
 
     timing: Timing
     check: CheckResult | None
-    memory_floor_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

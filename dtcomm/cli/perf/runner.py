@@ -1,7 +1,7 @@
 """What one rank of ``dtcomm perf`` does: measure and check every size, type and variant in turn.
 
 `run` is the entry point on every rank. It calls `measure_rows`, which calls `_measure_row` for each line of the table;
-`CaseBench` times and checks one case on one backend. `dtcomm.cli.perf.virtual` uses the same loop for virtual ranks.
+`CaseBench` times and checks one case on one backend.
 """
 
 from __future__ import annotations
@@ -79,10 +79,7 @@ def run(options: PerfOptions, listener: ProgressListener, place: Placement | Non
         options=options, ranks=placement.gather_rank_info(device), gpus=placement.gather_gpus(place)
     )
     if place.shared_gpu:
-        report.warnings.append(
-            f"{place.shared_gpu}: NCCL is unavailable and their kernels are serialised; --virtual N measures the fused "
-            "kernels alone"
-        )
+        report.warnings.append(f"{place.shared_gpu}: NCCL is unavailable and their kernels are serialised")
     try:
         report.backends = {name: backends[name].describe() for name in options.backends}
         for name, backend in backends.items():

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import dtcomm
-from dtcomm.cli._sizes import format_size
+from dtcomm.cli._common import format_size
 from dtcomm.cli.perf.args import PerfOptions
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.report import (
@@ -23,7 +23,6 @@ from dtcomm.cli.perf.report import (
     unexpected_transports,
 )
 from dtcomm.codecs import codec
-from dtcomm.measure.published import published_line
 
 _TRANSPORT_WIDTH = len("fused:double_tree")  # the column's width
 
@@ -84,8 +83,6 @@ def _column_heads(options: PerfOptions) -> list[str]:
 
 def _dtcomm_heads(options: PerfOptions) -> list[tuple[str, str]]:
     heads = [("    wire", "     (B)")]
-    if options.virtual:
-        heads.append(("  floor", "       "))
     if options.on_device:
         heads.append(("moved".rjust(_TRANSPORT_WIDTH), " " * _TRANSPORT_WIDTH))
     if _lossy(options):
@@ -107,9 +104,6 @@ def format_row(options: PerfOptions, row: PerfRow, ranks: int) -> str:
         _measurement_cells(options, row, measured, ranks) for measured in (row.out_of_place, row.in_place)
     ]
     cells.append(f"{'N/A' if row.wire_bytes is None else row.wire_bytes:>8}")
-    if options.virtual:
-        share = row.primary.memory_floor_share
-        cells.append(f"{'N/A' if share is None else format_fixed(share, 7):>7}")
     if options.on_device:
         cells.append(f"{'N/A' if row.transport is None else row.transport.name:>{_TRANSPORT_WIDTH}}")
     if _lossy(options):
@@ -136,11 +130,6 @@ def format_footer(report: PerfReport) -> list[str]:
         f"# {variant} used {transport.name}: {transport.reason}"
         for variant, transport in unexpected_transports(report)
     ]
-    if report.options.virtual and report.options.collective == "all_reduce":
-        sizes = dict.fromkeys(row.size for row in report.rows)
-        lines += [
-            f"# Published, {format_size(size)}: {line}" for size in sizes if (line := published_line(size))
-        ]
     return [*lines, "#", f"# Collective test concluded: {report.options.collective}"]
 
 

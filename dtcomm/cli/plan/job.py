@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli._plot import COLOURS, styled_pyplot
+from dtcomm.cli._common import COLOURS, styled_pyplot
 from dtcomm.cli.plan.job_options import WAN_CODECS, JobOptions
 from dtcomm.cli.plan.options import PlanOptions, count_name
 from dtcomm.planner.job import AXES, JobPlan, JobStep, SiteMethod, across_sites, search

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtcomm import algorithms, codecs
-from dtcomm.cli._codecs import split_codecs
-from dtcomm.cli._sizes import count_argument, parse_size, series, size_argument
+from dtcomm.cli._common import count_argument, parse_size, series, size_argument, split_codecs
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.cli.plan import job_options
 from dtcomm.cli.plan.links import USAGE, LinksOptions, rates_of

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli._plot import COLOURS, GREY, INK, styled_pyplot
+from dtcomm.cli._common import COLOURS, GREY, INK, styled_pyplot
 from dtcomm.cli.plan.options import PlanOptions, count_name
 from dtcomm.cli.plan.training import Training
 from dtcomm.planner.hardware import System

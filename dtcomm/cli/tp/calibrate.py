@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtcomm.cli._plot import COLOURS, styled_pyplot
+from dtcomm.cli._common import COLOURS, styled_pyplot
 from dtcomm.cli.tp.model_argument import call_function
 from dtcomm.tp.calibrate import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.tp.hf_transformers import from_folder

@@ -1,0 +1,242 @@
+"""Command ``dtcomm tune``: measure this machine, or this job, and write the table that ``algorithm="auto"`` uses.
+
+`dtcomm.cli.tune.measure` is what a rank does; `dtcomm.planner.cost_model.Table` is the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtcomm import algorithms, codecs, env
+from dtcomm.cli._common import LAUNCHER, size_argument, split_codecs
+from dtcomm.cli.perf.args import add_import_argument, import_modules
+from dtcomm.cli.tune.measure import GroupResult, TuneOptions, measure_group
+from dtcomm.errors import DtcommError
+from dtcomm.launch.ranks import RankError, run_ranks
+from dtcomm.planner import parse as parse_table
+from dtcomm.planner.cost_model import Table
+
+COLUMNS = 9  # of sizes in the printed table
+EPILOG = """\
+Without torchrun, local ranks are started: 2, then 4 (--nproc). Under torchrun the ranks of the job are measured, on any
+number of hosts. The table holds times by collective, algorithm, codec and size, the rates of codecs, and link
+parameters derived from them. It is read when a communicator is created; all ranks use rank 0's. Results of other
+numbers of ranks and hosts stay in the file. DTCOMM_TUNE=off disables the table."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return 0, or 2 if a rank failed or an argument is wrong."""
+    options = _parse(argv)
+    launched = all(name in os.environ for name in LAUNCHER)
+    begun = time.time()
+    writes = not launched or os.environ["RANK"] == "0"
+    try:
+        path = options.output or _default_path()
+        earlier = _read_rows(path) if writes and not options.fresh else []
+        results = _measure_as_rank(options) if launched else _measure_local_ranks(options)
+        if not writes:
+            return 0
+        document = _merged(earlier, results, time.time() - begun)
+        parse_table(json.dumps(document))  # never write a table that cannot be read
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except (ValueError, TypeError, OSError, DtcommError, RankError) as error:
+        print(f"dtcomm tune: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    else:
+        _show(results, path, time.time() - begun)
+    return 0
+
+
+def measure_rank(rank: int, world_size: int, options: TuneOptions) -> list[dict[str, Any]] | None:
+    """Measure as one of the started ranks; rank 0 returns the results."""
+    import_modules(options.imports)
+    return measure_group(options)
+
+
+def _measure_local_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    begun = time.time()
+    for at, ranks in enumerate(options.nproc):
+        # Time that one number of ranks did not use, or exceeded, changes the time of the next.
+        left = max(0.0, options.seconds - (time.time() - begun)) / (len(options.nproc) - at)
+        least = 0.5 * options.seconds / len(options.nproc)
+        rank_options = replace(_options(options, max(left, least)), begun=time.time())
+        results += run_ranks(
+            measure_rank, ranks, rank_options, timeout=None, fresh=True, env={"DTCOMM_TUNE": "off"}
+        )[0]
+    return results
+
+
+def _measure_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
+    os.environ["DTCOMM_TUNE"] = "off"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    try:
+        return measure_group(_options(options, options.seconds)) or []
+    finally:
+        dist.destroy_process_group()
+
+
+def _options(namespace: argparse.Namespace, seconds: float) -> TuneOptions:
+    return TuneOptions(
+        collectives=tuple(
+            namespace.collective or ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+        ),
+        codecs=tuple(split_codecs(namespace.codec or ("none", "int8"))),
+        largest=namespace.maxbytes,
+        seconds=seconds,
+        imports=tuple(namespace.imports),
+        quiet=namespace.json or not sys.stderr.isatty(),
+    )
+
+
+def _default_path() -> Path:
+    setting = env.get("DTCOMM_TUNE")
+    return Path(setting) if setting not in ("", "off") else env.tune_file()
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of an earlier table; ValueError if the file is not a table, which must not be overwritten."""
+    if not path.exists():
+        return []
+    measured: list[dict[str, Any]] = parse_table(path.read_text(encoding="utf-8")).as_dict()["measured"]
+    return measured
+
+
+def _merged(earlier: list[dict[str, Any]], results: list[GroupResult], seconds: float) -> dict[str, Any]:
+    """Return the table: the results, and earlier rows of other groups and of placements that were not seen now."""
+    table = Table().as_dict()
+    measured = {(result["ranks"], result["hosts"]) for result in results}
+    rows = [row for result in results for row in result["measured"]]
+    seen = {_key(row) for row in rows}
+    kept = [
+        row
+        for row in earlier
+        if (row["ranks"], row["hosts"]) not in measured or (row["placement"] and _key(row) not in seen)
+    ]
+    last = results[-1]
+    table.update(
+        source=f"dtcomm tune on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
+        seconds=round(seconds, 1),
+        machine={"node": platform.node(), "cores": os.cpu_count(), "processor": _processor()},
+        rates=last["rates"],
+        measured=[*kept, *rows],
+    )
+    for result in results:
+        table["links"].update(result["links"])
+    return table
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("collective", "algorithm", "codec", "ranks", "hosts", "placement"))
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _show(results: list[GroupResult], path: Path, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table as Shown
+
+    console = Console()
+    console = Console(width=max(console.width, 118))
+    for result in results:
+        shown = Shown(
+            title=f"{result['ranks']} ranks on {result['hosts']} host(s): the fastest algorithm, in us",
+            title_justify="left",
+        )
+        sizes = sorted({size for row in result["measured"] for size, _ in row["points_us"]})
+        shown.add_column("collective", no_wrap=True)
+        shown.add_column("codec", no_wrap=True)
+        shown.add_column("cores", no_wrap=True)
+        step = -(-len(sizes) // COLUMNS)
+        sizes = sorted({*sizes[::-step]})
+        for size in sizes:
+            shown.add_column(_size(size), justify="right")
+        kinds: dict[tuple[str, str, str], dict[int, dict[str, float]]] = {}
+        for row in result["measured"]:
+            by_size = kinds.setdefault((row["collective"], row["codec"], row["placement"]), {})
+            for size, time_us in row["points_us"]:
+                by_size.setdefault(size, {})[row["algorithm"]] = time_us
+        for kind, by_size in kinds.items():
+            cells = []
+            for size in sizes:
+                best = min(known, key=lambda name: known[name]) if (known := by_size.get(size, {})) else ""
+                cells.append(f"{known[best]:,.0f}\n{best}" if best else "-")
+            shown.add_row(*kind, *cells)
+        console.print(shown)
+    console.print(f"Wrote {path} in {seconds:.0f} s; algorithm=auto uses it from now on.", soft_wrap=True)
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="dtcomm tune",
+        description="Measure this machine, or this job, and write the table that algorithm=auto uses.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--nproc", metavar="N", type=int, nargs="+", default=[2, 4], help="local ranks to start (default 2 4)"
+    )
+    add(
+        "--output",
+        "-o",
+        metavar="FILE",
+        type=Path,
+        help="default: the file that DTCOMM_TUNE names, else one in the user's cache folder",
+    )
+    add("--seconds", metavar="S", type=float, default=45.0, help="approximate total time (default 45)")
+    add("--collective", metavar="NAME", action="append", choices=algorithms.collectives(),
+        help="only this one; may be repeated (default: those with a choice of algorithms)")  # fmt: skip
+    add("--codec", metavar="SPEC", action="append", help="repeated or a,b (default none and int8)")
+    add(
+        "-e",
+        "--maxbytes",
+        metavar="SIZE",
+        type=size_argument(1024),
+        default=64 << 20,
+        help="largest size (default 64M)",
+    )
+    add_import_argument(add)
+    add("--fresh", action="store_true", help="drop earlier results from the file")
+    add("--json", action="store_true", help="print the table as JSON")
+    options = parser.parse_args(argv)
+    try:
+        import_modules(options.imports)
+    except ValueError as error:
+        parser.error(str(error))
+    if any(ranks < 2 for ranks in options.nproc):
+        parser.error(f"--nproc {min(options.nproc)}: expected at least 2 ranks")
+    if options.seconds <= 0:
+        parser.error(f"--seconds {options.seconds:g}: expected more than 0")
+    for spec in split_codecs(options.codec or ()):
+        try:
+            codecs.codec(spec)
+        except ValueError as error:
+            parser.error(str(error))
+    return options

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtcomm.cli.demo import main as demo_command
+from dtcomm.cli import demo as demo_command
 from dtcomm.cli.demo import train as demo
 from dtcomm.cli.demo.train import Settings
 from dtcomm.codecs import codec

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 import dtcomm
+from dtcomm.cli import doctor as doctor_command
 from dtcomm.cli.doctor import checks, network
-from dtcomm.cli.doctor import main as doctor_command
 from dtcomm.kernels import ops
 from dtcomm.launch import ranks
 from dtcomm.launch.ranks import run_ranks

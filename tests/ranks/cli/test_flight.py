@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import dtcomm
 import dtcomm.collectives as C
-from dtcomm.cli.doctor import main as doctor_command
+from dtcomm.cli import doctor as doctor_command
 from dtcomm.cli.doctor.flight import diagnose, format_bytes, format_ranks
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks

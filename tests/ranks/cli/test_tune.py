@@ -12,7 +12,7 @@ import torch
 
 import dtcomm
 from dtcomm import env, planner
-from dtcomm.cli.tune import main as tune_command
+from dtcomm.cli import tune as tune_command
 from dtcomm.cli.tune import measure as tune_measure
 from dtcomm.cli.tune.measure import BenchmarkCase, CaseSamples, _curves, lower_quartile
 from dtcomm.launch.ranks import run_ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from dtcomm.cli.codecs import main as codecs_command
+from dtcomm.cli import codecs as codecs_command
 from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.codecs import report
 from dtcomm.cli.codecs.measure import OnDevice, Sample

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from dtcomm.cli.doctor import main as doctor_command
+from dtcomm.cli import doctor as doctor_command
 from dtcomm.cli.doctor import network
 from dtcomm.cli.doctor.checks import Check
 from dtcomm.cli.doctor.network import LinkResult, diagnose

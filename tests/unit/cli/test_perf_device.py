@@ -41,13 +41,12 @@ def test_gpus_are_measured_by_default_if_torch_sees_them() -> None:
     assert parse("all_reduce --nproc 2 --device cuda").nproc == 2
     peers = parse("all_reduce --compare nccl,symm_two_shot,symm_one_shot -d bfloat16")
     assert peers.backends == ["dtcomm", "nccl", "symm_two_shot", "symm_one_shot"]
-    assert parse("all_reduce --virtual 8").nproc == 4 and parse("all_reduce --virtual 8").virtual == 8
 
 
 def test_the_cpu_is_measured_without_a_gpu() -> None:
     options = parse("all_reduce")
     assert (options.device, options.device_reason, options.nproc) == ("cpu", "", 2)
-    assert not options.on_device and parse("all_reduce --virtual 2 --device emulator").on_device
+    assert not options.on_device
 
 
 def error_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -60,23 +59,11 @@ def error_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--device cuda", "--device cuda: torch sees no CUDA device; valid: cpu, and emulator"),
+        ("--device cuda", "--device cuda: torch sees no CUDA device; valid: cpu"),
         ("--device tpu", "--device: invalid choice: 'tpu'"),
-        ("--device emulator", "--device emulator: needs --virtual N; valid without it: cpu, cuda"),
         ("--backend nccl", "--backend nccl: has no cpu tensors; valid for cpu: dtcomm, native, "),
         ("--compare nccl", "--compare nccl: has no cpu tensors; valid for cpu: gloo, mpi"),
-        ("-G 3", "-G 3: CUDA graphs need --device cuda or --virtual N, not cpu"),
-        ("--virtual 2", "--virtual 2: torch sees no CUDA device; --device emulator runs"),
-        ("--virtual 9 --device emulator", "--virtual 9: expected 2 to 8 ranks"),
-        ("--virtual 2 --device cpu", "--device cpu: virtual ranks need a GPU or the kernels' emulator"),
-        ("--virtual 2 --device emulator --backend gloo", "--backend: not valid with --virtual"),
-        ("--virtual 2 --device emulator --nproc 2", "--nproc: not valid with --virtual"),
-        ("--virtual 2 --device emulator -m 2", "--virtual: is measured without -m and -z"),
-        (
-            "--virtual 2 --device emulator --codec topk:ratio=0.1",
-            "--virtual: codec topk:ratio=0.1 of float32",
-        ),
-        ("--virtual 2 --device emulator -d int32", "--virtual: codec none of int32 has no fused kernel"),
+        ("-G 3", "-G 3: CUDA graphs need --device cuda, not cpu"),
     ],
 )
 def test_invalid_combinations_of_flags_are_refused(
@@ -95,8 +82,6 @@ def test_calls_that_gpus_do_not_support_are_refused(capsys: pytest.CaptureFixtur
     assert "-d half: symm_one_shot takes float, bfloat16" in error_of(
         "all_reduce -d half --backend symm_one_shot", capsys
     )
-    assert "sendrecv has no fused kernel" in error_of("sendrecv --virtual 2", capsys)
-    assert "--virtual" in error_of("all_reduce --virtual 2 --compare nccl", capsys)
 
 
 def test_reasons_why_nccl_or_symmetric_memory_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtcomm.cli.codecs import main as codecs_command
+from dtcomm.cli import codecs as codecs_command
 from dtcomm.cli.codecs.measure import NUMEL, Error, Sample, bits_per_element, distributions, measure_error
 from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import counter_rng

@@ -1,10 +1,38 @@
-"""Byte counts as people write them (1K, 64M, 1.5G; K is 1024, as in nccl-tests) and argparse types for them."""
+"""What several commands share: lists of codecs, byte counts as people write them, and the style of plots.
+
+Sizes have a unit K, M, G or T (1K, 64M, 1.5G), where K is 1024 as in nccl-tests.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+#: What torchrun sets; with these a command runs as one rank of a job.
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def split_codecs(texts: Iterable[str]) -> list[str]:
+    """Return the codec specs of flags that may be repeated and hold several specs, separated by commas.
+
+    A comma also separates the options of a codec: what looks like ``name=value`` belongs to the codec before it.
+
+    Example:
+        >>> split_codecs(["int8,int4:block=128,spikes=1", "none"])
+        ['int8', 'int4:block=128,spikes=1', 'none']
+    """
+    specs: list[str] = []
+    for text in texts:
+        for number, part in enumerate(text.split(",")):
+            if number and re.match(r"\w+=", part):
+                specs[-1] += f",{part}"
+            else:
+                specs.append(part.strip())
+    return specs
+
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -67,3 +95,37 @@ def series(smallest: int, largest: int, step: int, factor: int) -> list[int]:
             raise ValueError(f"sizes do not grow from {sizes[-1]}")
         sizes.append(size)
     return sizes
+
+
+INK = "#2b2b33"
+GREY = "#8a8a94"
+#: Grey for the baseline, then colours that are distinguishable with colour blindness.
+COLOURS = ("#9a9aa4", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9")
+
+STYLE: dict[Any, Any] = {
+    "font.size": 10.5,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e8e8ec",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+
+
+@contextmanager
+def styled_pyplot() -> Iterator[Any]:
+    """Yield matplotlib's pyplot in this style; it draws to files, so that no display is needed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        yield pyplot
