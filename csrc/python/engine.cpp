@@ -78,58 +78,11 @@ void bind_work(py::module_& module) {
       "Waits for the ticket of a finished work; None after stop().");
 }
 
-// A call that is made any number of times with the same tensors. It holds their addresses only.
-class BoundCall {
- public:
-  BoundCall(std::shared_ptr<Communicator> communicator, std::shared_ptr<Plan> plan, std::shared_ptr<CallCounter> calls,
-            std::uintptr_t in, std::uintptr_t out, std::uintptr_t residual)
-      : communicator_(std::move(communicator)),
-        plan_(std::move(plan)),
-        calls_(std::move(calls)),
-        tensors_(tensor_pointers(in, out, residual)) {
-    make_call(plan_, {tensors_}, 0);  // refuses a plan of several tensors
-  }
-
-  std::uint64_t run() {
-    return without_gil([&] { return communicator_->run(next_call()); });
-  }
-
-  std::shared_ptr<Work> submit() {
-    return without_gil([&] {
-      std::shared_ptr<Work> work = communicator_->submit(next_call());
-      work->communicator = communicator_;
-      return work;
-    });
-  }
-
- private:
-  Call next_call() const {
-    Call call = make_call(plan_, {tensors_}, calls_->next());
-    locate_input(call);
-    return call;
-  }
-
-  std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Plan> plan_;
-  std::shared_ptr<CallCounter> calls_;
-  TensorPointers tensors_;
-};
-
 void bind_call_counter(py::module_& module) {
   py::class_<CallCounter, std::shared_ptr<CallCounter>>(module, "CallCounter")
       .def(py::init<>())
       .def("next", &CallCounter::next)
       .def_property_readonly("value", &CallCounter::value);
-}
-
-void bind_bound_call(py::module_& module) {
-  py::class_<BoundCall>(module, "NativeBoundCall")
-      .def(py::init<std::shared_ptr<Communicator>, std::shared_ptr<Plan>, std::shared_ptr<CallCounter>, std::uintptr_t,
-                    std::uintptr_t, std::uintptr_t>(),
-           py::arg("communicator"), py::arg("plan"), py::arg("calls"), py::arg("input"), py::arg("output"),
-           py::arg("residual"))
-      .def("run", &BoundCall::run)
-      .def("submit", &BoundCall::submit);
 }
 
 std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32_t max_boxes, std::size_t slot_bytes,
@@ -437,7 +390,6 @@ void bind_engine(py::module_& module) {
   bind_work(module);
   bind_communicator(module);
   bind_call_counter(module);
-  bind_bound_call(module);
   bind_crc32c(module);
   bind_ucx(module);
   py::class_<EmulatedNic, std::shared_ptr<EmulatedNic>>(module, "EmulatedNic")

@@ -9,8 +9,7 @@ PYBIND11_MODULE(_C, module) {
   dtcomm::python::bind_fused(module);
   dtcomm::python::bind_plan(module);
   dtcomm::python::bind_engine(module);
-  dtcomm::python::bind_warm_calls(module);
-  dtcomm::python::bind_warm_kernels(module);
+  dtcomm::python::bind_repeated_calls(module);
   dtcomm::python::bind_simulated_world(module);
   dtcomm::python::bind_latency(module);
   dtcomm::python::bind_build_info(module);

@@ -234,6 +234,34 @@ def parse_levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
     return codec(inside), codec(between)
 
 
+def has_variable_length(spec: str | Codec) -> bool:
+    """Return whether a codec, or a codec of one level of a spec, has payloads of variable length.
+
+    Args:
+        spec: A spec of one or two levels, or a codec.
+
+    Returns:
+        Whether the length of a payload depends on the data.
+    """
+    inside, between = parse_levels(spec)
+    return inside.variable_length or (between is not None and between.variable_length)
+
+
+def require_fixed_length(codec: Codec, collective: str) -> None:
+    """Raise ValueError if the engine cannot run a collective with the codec, because its payloads vary in length.
+
+    Args:
+        codec: The codec.
+        collective: What errors call the operation.
+    """
+    if codec.variable_length:
+        raise ValueError(
+            f"codec: {str(codec)!r} cannot be used here ({collective}): the length of its payloads depends on the "
+            "data, and this operation works in pieces of a fixed size; it is valid in broadcast, all_gather, gather, "
+            "scatter, all_to_all, send and recv, and dtcomm.encode"
+        )
+
+
 def options_of(name: str, rest: str, options: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
     """The values of the options in ``key=value,…``. Raises ValueError, which names the part that is wrong."""
     values: dict[str, Any] = {}

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives._arguments import (
-    Algorithm,
-    CoalescedOptions,
-    Group,
-    Op,
+from dtcomm.collectives._call import start
+from dtcomm.collectives._options import Algorithm, Group, Op, Options, documented
+from dtcomm.collectives.checks import (
     in_memory,
     require_no_overlap,
     require_pair,
     require_residual,
     require_same_device,
-    require_tensor,
 )
-from dtcomm.collectives._dispatch import make_plan, start
+from dtcomm.collectives.planning import Request, make_plan
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import get_communicator_for
-from dtcomm.runtime.types import Buffers, Plan
+from dtcomm.runtime.types import Buffers
 from dtcomm.work import CompositeWork, Work
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 Specs = str | Codec | Sequence[str | Codec]
 Residuals = Sequence[Tensor | None] | None
@@ -38,18 +31,7 @@ BUCKET_BYTES = 25 * 2**20
 MIN_SEPARATE_BYTES = 2**20
 
 
-@overload
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Op = "sum", *, async_op: Literal[True], **options: Unpack[CoalescedOptions]
-) -> Work: ...
-
-
-@overload
-def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Op = "sum", *, async_op: bool = False, **options: Unpack[CoalescedOptions]
-) -> Work | None: ...
-
-
+@documented()
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Op = "sum",
@@ -72,33 +54,9 @@ def all_reduce_coalesced(
     Args:
         tensors: Dense tensors on one device; sizes and dtypes may differ from tensor to tensor. They are overwritten
             with the results.
-        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
-            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
             tensor.
-        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_reduce")``; ``"direct"`` for the one
-            or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
-            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
-        group: The process group; None is the default group.
-        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
-            work is done.
-        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
-            call.
-        residuals: Error feedback: for each tensor an fp32 tensor with as many elements as the tensor, or None. See
-            ``residual`` of `all_reduce`. None means no feedback.
         bucket_bytes: The most bytes of tensors in one message, at least 1; a larger tensor has a message of its own.
-        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
-            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
-
-    Returns:
-        None when the result is complete, or a ``Work`` if ``async_op``.
-
-    Raises:
-        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
-        CollectiveMismatch: If the ranks call different operations.
-        CollectiveTimeout: If a rank does not take part within the group's timeout.
-        PeerLost: If a rank died.
-        PayloadCorrupt: If a checksum does not match.
 
     Example:
         Average all gradients of a model::
@@ -111,7 +69,6 @@ def all_reduce_coalesced(
     tensor_residuals = _residual_per_tensor(residuals, len(tensors))
     segments = []
     for index, (tensor, spec, residual) in enumerate(zip(tensors, specs, tensor_residuals, strict=True)):
-        require_tensor(tensor, f"tensors[{index}]")
         memory = in_memory(tensor, f"tensors[{index}]")
         require_same_device(tensor, tensors[0], f"tensors[{index}]", "tensors[0]")
         if residual is not None:
@@ -119,30 +76,11 @@ def all_reduce_coalesced(
         nbytes = tensor.numel() * tensor.element_size()
         buffers = Buffers(memory, memory, residual)
         segments.append(_Segment(tensor.numel(), tensor.dtype, spec, buffers, tensor, nbytes))
-    call = _CoalescedCall(communicator, "all_reduce", op, algorithm, checksum, seed, async_op)
-    return call.run(segments, bucket_bytes)
+    options = Options(algorithm=algorithm, group=group, async_op=async_op, seed=seed, checksum=checksum)
+    return _run_buckets(communicator, "all_reduce", op, _buckets(segments, bucket_bytes), options)
 
 
-@overload
-def all_gather_coalesced(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CoalescedOptions],
-) -> Work: ...
-
-
-@overload
-def all_gather_coalesced(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    *,
-    async_op: bool = False,
-    **options: Unpack[CoalescedOptions],
-) -> Work | None: ...
-
-
+@documented(whole="the input")
 def all_gather_coalesced(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -166,29 +104,7 @@ def all_gather_coalesced(
         inputs: This rank's contributions. Sizes and dtypes may differ from tensor to tensor.
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
             tensor.
-        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("all_gather")``; ``"direct"`` for the one
-            or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
-            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
-        group: The process group; None is the default group.
-        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
-            work is done.
-        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
-            call.
-        residuals: Error feedback: for each tensor an fp32 tensor with as many elements as the input, or None. See
-            ``residual`` of `all_gather`. None means no feedback.
         bucket_bytes: The most bytes of outputs in one message, at least 1; a larger tensor has a message of its own.
-        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
-            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
-
-    Returns:
-        None when the result is complete, or a ``Work`` if ``async_op``.
-
-    Raises:
-        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
-        CollectiveMismatch: If the ranks call different operations.
-        CollectiveTimeout: If a rank does not take part within the group's timeout.
-        PeerLost: If a rank died.
-        PayloadCorrupt: If a checksum does not match.
 
     Example:
         Gather the shards of two parameters::
@@ -197,32 +113,11 @@ def all_gather_coalesced(
     """
     communicator = get_communicator_for(group, outputs[0] if outputs else None, "outputs[0]")
     segments = _segments_of_pairs(communicator, outputs, inputs, "output", codec, residuals)
-    call = _CoalescedCall(communicator, "all_gather", "sum", algorithm, checksum, seed, async_op)
-    return call.run(segments, bucket_bytes)
+    options = Options(algorithm=algorithm, group=group, async_op=async_op, seed=seed, checksum=checksum)
+    return _run_buckets(communicator, "all_gather", "sum", _buckets(segments, bucket_bytes), options)
 
 
-@overload
-def reduce_scatter_coalesced(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    op: Op = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[CoalescedOptions],
-) -> Work: ...
-
-
-@overload
-def reduce_scatter_coalesced(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    op: Op = "sum",
-    *,
-    async_op: bool = False,
-    **options: Unpack[CoalescedOptions],
-) -> Work | None: ...
-
-
+@documented(whole="the input")
 def reduce_scatter_coalesced(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
@@ -246,33 +141,9 @@ def reduce_scatter_coalesced(
         outputs: This rank's shard of each result; see `reduce_scatter`.
         inputs: One tensor for each output, with a shard for every rank in rank order. Sizes and dtypes may differ from
             tensor to tensor.
-        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
-            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
         codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or a sequence with one for each
             tensor.
-        algorithm: The algorithm's name, one of ``dtcomm.algorithms.available("reduce_scatter")``; ``"direct"`` for the
-            one or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
-            `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.
-        group: The process group; None is the default group.
-        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
-            work is done.
-        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
-            call.
-        residuals: Error feedback: for each tensor an fp32 tensor with as many elements as the input, or None. See
-            ``residual`` of `reduce_scatter`. None means no feedback.
         bucket_bytes: The most bytes of inputs in one message, at least 1; a larger tensor has a message of its own.
-        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
-            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
-
-    Returns:
-        None when the result is complete, or a ``Work`` if ``async_op``.
-
-    Raises:
-        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
-        CollectiveMismatch: If the ranks call different operations.
-        CollectiveTimeout: If a rank does not take part within the group's timeout.
-        PeerLost: If a rank died.
-        PayloadCorrupt: If a checksum does not match.
 
     Example:
         Keep the shards of two gradients::
@@ -281,8 +152,8 @@ def reduce_scatter_coalesced(
     """
     communicator = get_communicator_for(group, outputs[0] if outputs else None, "outputs[0]")
     segments = _segments_of_pairs(communicator, outputs, inputs, "input", codec, residuals, op)
-    call = _CoalescedCall(communicator, "reduce_scatter", op, algorithm, checksum, seed, async_op)
-    return call.run(segments, bucket_bytes)
+    options = Options(algorithm=algorithm, group=group, async_op=async_op, seed=seed, checksum=checksum)
+    return _run_buckets(communicator, "reduce_scatter", op, _buckets(segments, bucket_bytes), options)
 
 
 class _Segment(NamedTuple):
@@ -301,64 +172,46 @@ class _Segment(NamedTuple):
     separate: bool = False
 
 
-class _CoalescedCall(NamedTuple):
-    """What all messages of a coalesced call have in common; the fields are arguments of `make_plan` and `start`."""
+def _run_buckets(
+    communicator: Communicator,
+    collective: str,
+    op: Op,
+    buckets: Sequence[Sequence[_Segment]],
+    options: Options,
+) -> Work | None:
+    """Send a message for every bucket; each segment has its own codec and residual.
 
-    communicator: Communicator
-    collective: str
-    op: Any
-    algorithm: Algorithm
-    checksum: bool | None
-    seed: int | None
-    async_op: bool
-
-    def run(self, segments: Sequence[_Segment], bucket_bytes: int) -> Work | None:
-        """Send a message for every bucket.
-
-        All messages are queued before the first one is complete, so that each starts to encode and send while the last
-        pieces of the previous one are on their way.
-        """
-        if not self.async_op:
-            self.communicator.connect()
-        # All plans come first: an error in one message must not leave others under way.
-        messages = [(self._plan(bucket), bucket) for bucket in _buckets(segments, bucket_bytes)]
-        queued = self.async_op or len(messages) > 1  # only queued operations start ahead of time
-        works = [
-            start(
-                self.communicator,
-                plan,
-                [segment.buffers for segment in bucket],
-                [segment.output for segment in bucket],
-                self.seed,
-                queued,
-            )
-            for plan, bucket in messages
-        ]
-        started = [work for work in works if work is not None]
-        if not self.async_op:
-            for work in started:
-                work.wait()
-            return None
-        if len(started) == 1:
-            return started[0]
-        return CompositeWork(started, [segment.output for segment in segments])
-
-    def _plan(self, bucket: Sequence[_Segment]) -> Plan:
-        # By columns: a generator for each would take a call for each tensor, in every message.
-        numels, dtypes, specs, *_ = zip(*bucket, strict=True) if bucket else ((), (), ())
-        key = (self.collective, numels, dtypes, self.op, specs, self.algorithm, self.checksum)
-        plan = self.communicator.plans.get(key)
-        if plan is not None:
-            return plan
-        return make_plan(
-            self.communicator,
-            key,
-            self.collective,
-            list(zip(numels, dtypes, specs, strict=True)),
-            self.algorithm,
-            op=self.op,
-            checksum=self.checksum,
+    All messages are queued before the first one is complete, so that each starts to encode and send while the last
+    pieces of the previous one are on their way.
+    """
+    if not options.async_op:
+        communicator.connect()
+    # All plans come first: an error in one message must not leave others under way.
+    plans = []
+    for bucket in buckets:
+        parts = tuple((segment.numel, segment.dtype, segment.spec) for segment in bucket)
+        feedback = any(segment.buffers.residual is not None for segment in bucket)
+        request = Request(collective, parts, op, options.algorithm, options.checksum, feedback=feedback)
+        plans.append(communicator.plans.get(request) or make_plan(communicator, request))
+    queued = options.async_op or len(buckets) > 1  # only queued operations start ahead of time
+    works = [
+        start(
+            communicator,
+            plan,
+            [segment.buffers for segment in bucket],
+            [segment.output for segment in bucket],
+            options._replace(async_op=queued),
         )
+        for plan, bucket in zip(plans, buckets, strict=True)
+    ]
+    started = [work for work in works if work is not None]
+    if not options.async_op:
+        for work in started:
+            work.wait()
+        return None
+    if len(started) == 1:
+        return started[0]
+    return CompositeWork(started, [segment.output for bucket in buckets for segment in bucket])
 
 
 def _segments_of_pairs(

@@ -2,48 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 from torch import Tensor
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives._arguments import Group, Op, SendOptions
-from dtcomm.collectives._dispatch import parse_text
+from dtcomm.collectives._options import Group, Op, documented
 from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
+from dtcomm.collectives.planning import parse_text
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator_cache import get_communicator
 from dtcomm.schedule import Schedule
 from dtcomm.work import Work
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-
-@overload
-def run(
-    schedule: Schedule | str,
-    tensor: Tensor | None,
-    input: Tensor | None = None,
-    op: Op = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[SendOptions],
-) -> Work: ...
-
-
-@overload
-def run(
-    schedule: Schedule | str,
-    tensor: Tensor | None,
-    input: Tensor | None = None,
-    op: Op = "sum",
-    *,
-    async_op: bool = False,
-    **options: Unpack[SendOptions],
-) -> Work | None: ...
-
-
+@documented(
+    whole="the input",
+    ScheduleError="If the schedule is wrong. The message names rank, step and chunk.",
+)
 def run(
     schedule: Schedule | str,
     tensor: Tensor | None,
@@ -68,31 +45,9 @@ def run(
         tensor: The tensor of all_reduce, broadcast and reduce, which is worked on in place; for the other collectives
             the output, None on ranks that have none.
         input: The input of the collectives that are not in place; None for the others.
-        op: ``"sum"``, ``"avg"``, ``"min"`` or ``"max"``, or torch's ``ReduceOp`` of these. avg divides the fp32 sum
-            once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.
-        codec: The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
-            inside hosts and B between them.
-        group: The process group; None is the default group.
-        async_op: If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
-            work is done.
-        seed: The key of stochastic rounding and of random positions, the same on all ranks; None is the number of the
-            call.
         residual: Error feedback: an fp32 tensor with as many elements as the input. It is added to this rank's
             contribution and then overwritten with the error of encoding it. None means no feedback. A schedule that
             encodes a chunk more than once on a rank does not allow it.
-        checksum: If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
-            the variable DTCOMM_CHECKSUM. It is the same on all ranks.
-
-    Returns:
-        None when the result is complete, or a ``Work`` if ``async_op``.
-
-    Raises:
-        TypeError, ValueError: If an argument is not valid. The message names it; nothing has been started.
-        ScheduleError: If the schedule is wrong. The message names rank, step and chunk.
-        CollectiveMismatch: If the ranks call different operations.
-        CollectiveTimeout: If a rank does not take part within the group's timeout.
-        PeerLost: If a rank died.
-        PayloadCorrupt: If a checksum does not match.
 
     Example:
         Sum over three ranks by a schedule that relays chunk 0 through rank 1::

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
-from dtcomm.collectives._dispatch import require_algorithm
-from dtcomm.collectives.group_ops import level_shares
+from dtcomm.collectives.groups import level_shares
+from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.feedback import DGC
 from dtcomm.compress.measurements import GradientSketch
 from dtcomm.compress.policy import CodecChoice

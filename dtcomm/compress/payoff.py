@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from dtcomm.collectives.group_ops import expected_call
+from dtcomm.collectives.groups import expected_call
 from dtcomm.compress.bucket import NONE, BucketLayout
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.report import Payoff

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.collectives import Work
-from dtcomm.collectives.announcement import Announcement
+from dtcomm.collectives.groups import Announcement
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.report import describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, group_rows

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type
 
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm, all_reduce
-from dtcomm.collectives._sparse_tensors import start_stages, sum_stages
+from dtcomm.collectives.sparse import start_stages, sum_stages
 from dtcomm.compress.bucket import BucketAverager, BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import Feedback

@@ -16,7 +16,7 @@ from torchft.process_group import ProcessGroupWrapper
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse_codec
 from dtcomm.collectives import all_reduce, release
-from dtcomm.collectives._arguments import op_name
+from dtcomm.collectives.checks import op_name
 from dtcomm.work import TorchWork
 
 NONE = parse_codec("none")

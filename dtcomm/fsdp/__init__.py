@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
-from dtcomm.collectives._dispatch import require_algorithm
+from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.report import Report

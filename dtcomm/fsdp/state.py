@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
-from dtcomm.collectives.group_ops import expected_call
+from dtcomm.collectives.groups import expected_call
 from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed

@@ -20,7 +20,7 @@ from dtcomm.kernels.types import Combine
 # What depends only on a codec, a size and a type: parsing a spec takes longer than encoding a kilobyte.
 _formats: dict[tuple[Codec | str, int, torch.dtype], tuple[Codec, int]] = {}
 _MOST_FORMATS = 4096
-_MOST_WARM_BYTES = 1 << 20  # of a tensor: above, checks take no time beside the kernel
+_MOST_REPEATED_BYTES = 1 << 20  # of a tensor: above, checks take no time beside the kernel
 
 
 def encode(
@@ -34,7 +34,7 @@ def encode(
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.encode`."""
     plain = residual is None and decoded is None
-    if plain and out is not None and _C.encode_warm(codec, x, key, offset, out):
+    if plain and out is not None and _C.encode_repeated(codec, x, key, offset, out):
         return out
     given = codec
     x = checks.tensor("x", x)
@@ -68,7 +68,7 @@ def decode(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`dtcomm.kernels.ops.decode`."""
-    if out is not None and _C.decode_warm(codec, payload, numel, dtype, out):
+    if out is not None and _C.decode_repeated(codec, payload, numel, dtype, out):
         return out
     given = codec
     numel = checks.count("numel", numel)
@@ -244,7 +244,7 @@ def _keep(given: Codec | str, codec: Codec, tensor: torch.Tensor, payload: torch
 
     Not for large tensors, which are written around the cache, and not where payloads have to be validated.
     """
-    small = tensor.numel() * tensor.itemsize < _MOST_WARM_BYTES
+    small = tensor.numel() * tensor.itemsize < _MOST_REPEATED_BYTES
     if tensor.is_cpu and small and not codec.in_python and not codec.stores_positions:
         _C.keep_format(given, codec.native_bytes, tensor, ELEMENT_TYPES[tensor.dtype], payload)
 

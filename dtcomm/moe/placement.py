@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.collectives import all_gather
-from dtcomm.collectives.group_ops import host_groups
+from dtcomm.collectives.groups import host_groups
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe import agreement
 from dtcomm.moe.hops import constant, unique_destinations

@@ -20,7 +20,7 @@ from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
 from dtcomm.runtime.connection import Connection
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
-from dtcomm.runtime.plan_cache import PlanCache
+from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.process_groups import group_timeout, position
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Runtime
 from dtcomm.schedule import Schedule

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm.errors import CommunicatorClosed
-from dtcomm.runtime import warm_calls
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.native.runtime import close_all
+from dtcomm.runtime.plans import forget_repeated
 from dtcomm.runtime.process_groups import inherited, position, require_group
 from dtcomm.work import completion
 
@@ -253,7 +253,7 @@ def _after_fork() -> None:
     _lock = threading.RLock()
     world: Any = c10d._world
     inherited.update(id(group) for group in world.pg_map)
-    warm_calls.forget()
+    forget_repeated()
     _abandoned.extend(_cache.values())
     _cache.clear()
 

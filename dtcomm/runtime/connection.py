@@ -16,7 +16,7 @@ import torch
 
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError
 from dtcomm.runtime.bootstrap.store_exchange import Deadline
-from dtcomm.runtime.plan_cache import PlanCache
+from dtcomm.runtime.plans import PlanCache
 from dtcomm.streams import Streams
 from dtcomm.work import DeferredWork, Work, completion
 

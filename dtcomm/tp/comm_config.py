@@ -18,8 +18,8 @@ from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.collectives import Algorithm
-from dtcomm.collectives._dispatch import require_algorithm
-from dtcomm.collectives.group_ops import compression_pays
+from dtcomm.collectives.groups import compression_pays
+from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.spec import AUTO, COMPRESSORS
 from dtcomm.profiling.tables import format_bytes
 

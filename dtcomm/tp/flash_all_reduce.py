@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from dtcomm.collectives import Work, all_gather, all_reduce, all_to_all
-from dtcomm.collectives.reduce_ops import supports_two_shot_symmetric
+from dtcomm.collectives.groups import supports_two_shot_symmetric
 from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import EpilogueTask, epilogue_task
 from dtcomm.kernels.epilogue import epilogue as apply_epilogue

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from dtcomm.codecs import Codec
-from dtcomm.collectives._arguments import require_no_overlap, require_tensor
-from dtcomm.collectives._device_group import DeviceGroup
+from dtcomm.collectives.checks import require_no_overlap, require_tensor
+from dtcomm.collectives.groups import DeviceGroup
 from dtcomm.tp.comm_config import (
     NONE,
     SMALL_MESSAGE_BYTES,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtcomm.collectives.group_ops import expected_call
+from dtcomm.collectives.groups import expected_call
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
 from dtcomm.compress.traffic import Traffic, group_traffic, message_rows
 from dtcomm.tp.comm_config import NONE, CallKind, CommConfig

@@ -159,7 +159,7 @@ def test_importing_dtcomm_loads_no_optional_library() -> None:
 
 
 # Packages whose circles are being removed.
-KNOWN_CIRCLES = ("dtcomm.collectives", "dtcomm.runtime", "dtcomm.kernels.triton")
+KNOWN_CIRCLES = ("dtcomm.runtime", "dtcomm.kernels.triton")
 
 
 def test_no_modules_import_each_other() -> None:

@@ -13,11 +13,12 @@ import torch
 from dtcomm import _C, env
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import DtcommError
-from dtcomm.runtime import flight_recorder, warm_calls
+from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
 from dtcomm.runtime.native import copy_policy, threads
 from dtcomm.runtime.native.copy_policy import Variants
+from dtcomm.runtime.plans import forget_repeated
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.work import NativeWork, Work, completion, release_completed
@@ -211,7 +212,7 @@ class NativeRuntime:
 
             if self.codec_thread is None:
                 self.codec_thread = OrderedThread("dtcomm-python-codecs")
-                warm_calls.forget()  # from now on native operations may have to queue behind the thread
+                forget_repeated()  # from now on native operations may have to queue behind the thread
             return PythonCodecOperation(self, self.codec_thread, spec, schedule, self.rank)
         return self.prepare_native(spec, schedule)
 
@@ -409,38 +410,6 @@ class NativeOperation:
         if self._runtime.codec_thread is not None:
             return None
         return self._native, self._plan, self._runtime.call_failed
-
-    def bind(
-        self, buffers: Buffers, outputs: Sequence[torch.Tensor], calls: _C.CallCounter
-    ) -> tuple[Callable[[], int], Callable[[], Work]]:
-        """Return ``run`` and ``submit`` for tensors that stay the same. ``calls`` counts them and gives their seeds.
-
-        They hold the tensors' addresses; the caller keeps the tensors.
-        """
-        bound = _C.NativeBoundCall(self._native, self._plan, calls, *buffers.pointers())
-        run_bound, runtime = bound.run, self._runtime
-
-        def run() -> int:
-            thread = runtime.codec_thread
-            if thread is not None and thread.busy:
-                thread.drain()
-            try:
-                return run_bound()
-            except DtcommError as error:
-                runtime.call_failed(error)
-                raise
-
-        def submit() -> Work:
-            thread = runtime.codec_thread
-            if thread is not None and thread.busy:
-                return self.submit([buffers], outputs, calls.next())
-            try:
-                return NativeWork(bound.submit(), buffers, outputs, runtime.record_failure)
-            except DtcommError as error:
-                runtime.record_failure(error)
-                raise
-
-        return run, submit
 
     def submit(
         self,

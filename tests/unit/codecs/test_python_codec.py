@@ -118,7 +118,7 @@ def test_wrong_specs_are_explained() -> None:
     ):
         codecs.codec("natual")
     with pytest.raises(ValueError, match="op: min is valid with codecs none, fp16 and bf16, got natural"):
-        dtcomm.collectives._arguments.require_dtype("min", torch.float32, codecs.codec("natural"))
+        dtcomm.collectives.checks.require_dtype("min", torch.float32, codecs.codec("natural"))
 
 
 def truncated(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.collectives._arguments import require_auditable
+from dtcomm.collectives.checks import require_auditable
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import local_tasks
 from dtcomm.measure.virtual_ranks import Simulation

@@ -15,6 +15,7 @@ from dtcomm.collectives import (
     broadcast,
     custom_schedule,
     gather_ops,
+    groups,
     reduce_ops,
     reduce_scatter,
 )
@@ -24,7 +25,7 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel
 from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
-from dtcomm.runtime.plan_cache import PlanCache
+from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.emulate import emulate_all_reduce
@@ -123,7 +124,7 @@ def test_collective_calls_and_layers_use_fused_kernels(monkeypatch: pytest.Monke
     """``all_reduce(epilogue=…)`` and the two-step sum, from the callers' functions down, on threads."""
     ranks, dtype = 3, torch.bfloat16
     of_thread = threading.local()
-    for module in (reduce_ops, gather_ops):
+    for module in (reduce_ops, gather_ops, groups):
         monkeypatch.setattr(module, "get_communicator_for", lambda *_: of_thread.communicator)
     monkeypatch.setattr(custom_schedule, "get_communicator", lambda _: of_thread.communicator)
     fused, reference = [RankTensors(ranks, dtype) for _ in range(2)], RankTensors(ranks, dtype)
@@ -147,7 +148,7 @@ def test_collective_calls_and_layers_use_fused_kernels(monkeypatch: pytest.Monke
         with not_recording():
             assert torch.equal(whole, 9 * torch.arange(900.0) + 9) and torch.equal(part, whole[300:600])
         assert runtime.info()["operations"] == 6 and runtime.info()["elsewhere"] == {}
-        assert not reduce_ops.supports_two_shot_symmetric(fused[1].sums[rank], codec("mxfp4"))
+        assert not groups.supports_two_shot_symmetric(fused[1].sums[rank], codec("mxfp4"))
 
     assert CheckedPeers(ranks).run(work) == []
     run_by_engine(reference, "two_shot", "int4")

@@ -9,11 +9,10 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
-from dtcomm.runtime import plan_cache
 from dtcomm.runtime.communicator import SingleRankRuntime
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
-from dtcomm.runtime.plan_cache import PlanCache
+from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
 PIECE_BYTES, SLOT_BYTES = 256 << 10, 512 << 10
@@ -50,8 +49,8 @@ def test_ranks_agree_on_the_pieces_of_unequal_shards(spec: str) -> None:
 
 
 def test_plans_beyond_the_bound_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MAX_BYTES", 1000)
-    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
+    monkeypatch.setattr("dtcomm.runtime.plans.MAX_BYTES", 1000)
+    monkeypatch.setattr("dtcomm.runtime.plans.MAX_PLANS", 3)
     plans = [SingleRankRuntime(), SingleRankRuntime()]
     cache = PlanCache()
     for key in range(3):

@@ -6,7 +6,7 @@ collective and codec ``none``. Where that collective has shards of one size they
 lengths must be known before the bytes move, so there is no asynchronous form, but of all_gather: that waits for the
 lengths alone, and its payloads arrive while the caller goes on.
 
-The public functions call this module when they find no plan for a call: none is ever stored for these codecs.
+The public functions call this module once they have checked their tensors.
 """
 
 from __future__ import annotations
@@ -18,52 +18,28 @@ from torch import Tensor
 
 from dtcomm import codecs
 from dtcomm.codecs import Codec
-from dtcomm.collectives._arguments import Algorithm, Group, require_dtype, require_tensor
+from dtcomm.collectives._call import Call, exchange_splits, run_internal, run_message
+from dtcomm.collectives._options import Group, Options
+from dtcomm.collectives.checks import require_dtype, require_tensor
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels.ops import decode, encode
+from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator_cache import get_communicator_of_pair
 from dtcomm.work import CompositeWork, Work
 
 SEND, HAVE = ("sends", "expects"), ("has", "has")
-VALID = "broadcast, all_gather, gather, scatter, all_to_all, send and recv, and dtcomm.encode"
 
 
-def has_variable_length(spec: str | Codec) -> bool:
-    """Return whether a codec, or a codec of one level of a spec, has payloads of variable length."""
-    inside, between = codecs.parse_levels(spec)
-    return inside.variable_length or (between is not None and between.variable_length)
-
-
-def require_fixed_length(codec: Codec, collective: str) -> None:
-    """Raise ValueError if the engine cannot run ``collective`` with the codec, because its payloads vary in length."""
-    if codec.variable_length:
-        raise ValueError(
-            f"codec: {str(codec)!r} cannot be used here ({collective}): the length of its payloads depends on the "
-            f"data, and this operation works in pieces of a fixed size; it is valid in {VALID}"
-        )
-
-
-def all_gather(
-    output: Tensor,
-    input: Tensor,
-    ranks: int,
-    spec: str | Codec,
-    algorithm: Algorithm,
-    group: Group,
-    async_op: bool,
-    residual: Tensor | None,
-    checksum: bool | None,
-) -> Work | None:
+def all_gather(output: Tensor, input: Tensor, ranks: int, options: Options) -> Work | None:
     """`dtcomm.all_gather`."""
-    from dtcomm.collectives import gather_ops
-
-    codec = _codec_of(spec, input, False, residual)
+    codec = _codec_of(input, options._replace(async_op=False))
     buffer, payload = _encode(codec, input)
-    lengths = _gather_lengths(codec, payload, input, ranks, group)
+    lengths = _gather_lengths(codec, payload, input, ranks, options.group)
     most = max(lengths)
     payloads = buffer.new_empty(ranks * most)
-    work = gather_ops.all_gather(
-        payloads, buffer[:most], algorithm=algorithm, group=group, checksum=checksum, async_op=True
-    )
+    call = Call("all_gather", buffer[:most], payloads)
+    work = run_internal(call, options.uncompressed(options.algorithm, async_op=True))
+    assert work is not None  # because of async_op
 
     def decode_payloads() -> None:
         shards = output.view(-1).view(ranks, -1)
@@ -71,59 +47,35 @@ def all_gather(
             _decode(codec, whole[:length], shard)
 
     decoded = CompositeWork([work], [output], decode_payloads)
-    if async_op:
+    if options.async_op:
         return decoded
     decoded.wait()
     return None
 
 
-def broadcast(
-    tensor: Tensor,
-    src: int,
-    is_source: bool,
-    ranks: int,
-    spec: str | Codec,
-    algorithm: Algorithm,
-    group: Group,
-    async_op: bool,
-    residual: Tensor | None,
-    checksum: bool | None,
-) -> None:
+def broadcast(tensor: Tensor, root: int, communicator: Communicator, options: Options) -> None:
     """`dtcomm.broadcast`; ``tensor`` is contiguous."""
-    from dtcomm.collectives import gather_ops
-
-    codec = _codec_of(spec, tensor, async_op, residual)
+    is_source = root == communicator.rank
+    codec = _codec_of(tensor, options)
     payload = _encode(codec, tensor)[1] if is_source else tensor.new_empty(0, dtype=torch.uint8)
     # The source, too, learns how many elements the others expect, so that all ranks raise the same error.
-    lengths = _gather_lengths(codec, payload, tensor, ranks, group, HAVE)
+    lengths = _gather_lengths(codec, payload, tensor, communicator.size, options.group, HAVE)
     if not is_source:
         payload = tensor.new_empty(max(lengths), dtype=torch.uint8)
-    gather_ops.broadcast(payload, src, algorithm=algorithm, group=group, checksum=checksum)
+    run_internal(Call("broadcast", payload, payload, root=root), options.uncompressed(options.algorithm))
     if not is_source:
         _decode(codec, payload, tensor)
 
 
-def gather(
-    tensor: Tensor,
-    output: Tensor | None,
-    dst: int,
-    ranks: int,
-    spec: str | Codec,
-    algorithm: Algorithm,
-    group: Group,
-    async_op: bool,
-    residual: Tensor | None,
-    checksum: bool | None,
-) -> None:
+def gather(tensor: Tensor, output: Tensor | None, root: int, ranks: int, options: Options) -> None:
     """`dtcomm.gather`; ``output`` holds the tensors of all ranks, on the destination."""
-    from dtcomm.collectives import gather_ops
-
-    codec = _codec_of(spec, tensor, async_op, residual)
+    codec = _codec_of(tensor, options)
     buffer, payload = _encode(codec, tensor)
-    lengths = _gather_lengths(codec, payload, tensor, ranks, group)
+    lengths = _gather_lengths(codec, payload, tensor, ranks, options.group)
     most = max(lengths)
     payloads = None if output is None else buffer.new_empty(ranks * most)
-    gather_ops.gather(buffer[:most], payloads, dst, algorithm=algorithm, group=group, checksum=checksum)
+    call = Call("gather", buffer[:most], payloads, root=root)
+    run_internal(call, options.uncompressed(options.algorithm))
     if output is None:
         return
     assert payloads is not None
@@ -132,22 +84,11 @@ def gather(
 
 
 def scatter(
-    tensor: Tensor,
-    source: Tensor | None,
-    src: int,
-    rank: int,
-    ranks: int,
-    spec: str | Codec,
-    algorithm: Algorithm,
-    group: Group,
-    async_op: bool,
-    residual: Tensor | None,
-    checksum: bool | None,
+    tensor: Tensor, source: Tensor | None, root: int, communicator: Communicator, options: Options
 ) -> None:
     """`dtcomm.scatter`; ``source`` holds the tensors of all ranks, on the source."""
-    from dtcomm.collectives import gather_ops
-
-    codec = _codec_of(spec, tensor, async_op, residual)
+    rank, ranks = communicator.rank, communicator.size
+    codec = _codec_of(tensor, options)
     encoded = []
     announced = torch.zeros(ranks + 1, dtype=torch.int64)
     announced[ranks] = tensor.numel()
@@ -155,7 +96,7 @@ def scatter(
         encoded = [_encode(codec, shard)[1] for shard in source.view(-1).view(ranks, -1)]
         announced[:ranks] = torch.tensor([payload.numel() for payload in encoded])
     announcements = torch.empty(ranks, ranks + 1, dtype=torch.int64)
-    gather_ops.all_gather(announcements, announced, group=group)
+    run_internal(Call("all_gather", announced, announcements), Options(group=options.group))
     # Only the source's lengths are not zero. All ranks compare all numbers of elements, so that all raise an error.
     sizes = torch.stack([announcements[:, :ranks].amax(0), announcements[:, ranks]], 1)
     lengths = _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, _members(ranks), HAVE)
@@ -167,7 +108,7 @@ def scatter(
             row[: payload.numel()] = payload
         payloads = payloads.view(-1)
     own = tensor.new_empty(most, dtype=torch.uint8)
-    gather_ops.scatter(own, payloads, src, algorithm=algorithm, group=group, checksum=checksum)
+    run_internal(Call("scatter", payloads, own, root=root), options.uncompressed(options.algorithm))
     _decode(codec, own[: lengths[rank]], tensor.view(-1))
 
 
@@ -176,22 +117,17 @@ def all_to_all(
     input: Tensor,
     sent: Sequence[int],
     received: Sequence[int],
-    spec: str | Codec,
-    algorithm: Algorithm,
-    group: Group,
-    async_op: bool,
-    residual: Tensor | None,
-    checksum: bool | None,
+    communicator: Communicator,
+    options: Options,
 ) -> None:
     """`dtcomm.all_to_all` of ``sent`` elements for each rank and ``received`` ones from each rank."""
-    from dtcomm.collectives import alltoall
-
-    codec = _codec_of(spec, input, async_op, residual)
+    codec = _codec_of(input, options)
     payloads = [_encode(codec, shard)[1] for shard in torch.split(input.view(-1), list(sent))]
     lengths = [payload.numel() for payload in payloads]
     # Both ends of a pair learn what the other one sends and expects, so that both raise an error.
+    announced = torch.tensor(list(zip(lengths, sent, received, strict=True)))
     arriving = torch.empty(len(lengths), 3, dtype=torch.int64)
-    alltoall.all_to_all(arriving, torch.tensor(list(zip(lengths, sent, received, strict=True))), group=group)
+    run_internal(Call("all_to_all", announced, arriving), Options(group=options.group))
     peers = _members(len(lengths))
     sizes = _checked(codec, arriving[:, :2].tolist(), received, input.dtype, peers)
     for expected, numel, peer in zip(arriving[:, 2].tolist(), sent, peers, strict=True):
@@ -200,53 +136,39 @@ def all_to_all(
                 f"{peer} expects {expected} elements of {input.dtype}, this rank sends {numel}"
             )
     whole = input.new_empty(sum(sizes), dtype=torch.uint8)
-    alltoall.all_to_all(
-        whole,
-        torch.cat(payloads),
-        sizes,
-        lengths,
-        algorithm=algorithm,
-        group=group,
-        checksum=checksum,
-    )
+    splits = exchange_splits(communicator, lengths, sizes, options.group)
+    call = Call("all_to_all", torch.cat(payloads), whole, splits=splits)
+    run_internal(call, options.uncompressed(options.algorithm))
     shards = torch.split(output.view(-1), list(received))
     for shard, payload in zip(shards, torch.split(whole, sizes), strict=True):
         _decode(codec, payload, shard)
 
 
-def message(
-    tensor: Tensor,
-    peer: int,
-    sends: bool,
-    spec: str | Codec,
-    group: Group,
-    async_op: bool,
-    residual: Tensor | None,
-    checksum: bool | None,
-) -> None:
-    """`dtcomm.send` or `dtcomm.recv`; ``tensor`` is contiguous."""
-    from dtcomm.collectives import p2p
-
-    codec = _codec_of(spec, tensor, async_op, residual)
+def message(tensor: Tensor, peer: int, argument: str, options: Options) -> None:
+    """`dtcomm.send` if ``argument``, what errors call the peer, is "dst", or `dtcomm.recv`; for a contiguous tensor."""
+    sends = argument == "dst"
+    codec = _codec_of(tensor, options)
+    communicator = get_communicator_of_pair(options.group, peer, argument, sends)
     if sends:
         _, payload = _encode(codec, tensor)
-        p2p.send(torch.tensor([payload.numel(), tensor.numel()]), peer, group=group)
-        p2p.send(payload, peer, group=group, checksum=checksum)
+        sizes = torch.tensor([payload.numel(), tensor.numel()])
+        run_message(communicator, sizes, True, Options())
+        run_message(communicator, payload, True, options.uncompressed())
         return
     sizes = torch.empty(2, dtype=torch.int64)
-    p2p.recv(sizes, peer, group=group)
+    run_message(communicator, sizes, False, Options())
     (length,) = _checked(codec, [sizes.tolist()], [tensor.numel()], tensor.dtype, [f"rank {peer}"])
     payload = tensor.new_empty(length, dtype=torch.uint8)
-    p2p.recv(payload, peer, group=group, checksum=checksum)
+    run_message(communicator, payload, False, options.uncompressed())
     _decode(codec, payload, tensor.view(-1))
 
 
-def _codec_of(spec: str | Codec, tensor: Tensor, async_op: bool, residual: Tensor | None) -> Codec:
+def _codec_of(tensor: Tensor, options: Options) -> Codec:
     """Return the codec; raise for arguments that it does not take."""
-    codec, between = codecs.parse_levels(spec)
+    codec, between = codecs.parse_levels(options.codec)
     if between is not None:
         raise ValueError(
-            f"codec: {spec!r} has two levels; 'lossless' has one, as its payloads are not encoded again"
+            f"codec: {options.codec!r} has two levels; 'lossless' has one, as its payloads are not encoded again"
         )
     require_tensor(tensor, "tensor")
     require_dtype("sum", tensor.dtype, codec)
@@ -254,12 +176,12 @@ def _codec_of(spec: str | Codec, tensor: Tensor, async_op: bool, residual: Tenso
         raise ValueError(
             f"tensor: codec {str(codec)!r} has kernels for the CPU only, got a tensor on {tensor.device}"
         )
-    if async_op:
+    if options.async_op:
         raise ValueError(
             f"async_op: codec {str(codec)!r} has no asynchronous form, because the ranks exchange the lengths of their "
             "payloads first; pass False"
         )
-    if residual is not None:
+    if options.residual is not None:
         raise ValueError(f"residual: codec {str(codec)!r} loses nothing; pass None")
     return codec
 
@@ -278,10 +200,9 @@ def _gather_lengths(
     codec: Codec, payload: Tensor, tensor: Tensor, ranks: int, group: Group, verbs: tuple[str, str] = SEND
 ) -> list[int]:
     """Return the lengths of all ranks' payloads."""
-    from dtcomm.collectives import gather_ops
-
     sizes = torch.empty(ranks, 2, dtype=torch.int64)
-    gather_ops.all_gather(sizes, torch.tensor([payload.numel(), tensor.numel()]), group=group)
+    own = torch.tensor([payload.numel(), tensor.numel()])
+    run_internal(Call("all_gather", own, sizes), Options(group=group))
     return _checked(codec, sizes.tolist(), ranks * [tensor.numel()], tensor.dtype, _members(ranks), verbs)
 
 

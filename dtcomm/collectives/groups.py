@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from dtcomm import algorithms, planner
 from dtcomm.codecs import Codec, codec, parse_levels
-from dtcomm.collectives._arguments import Group
-from dtcomm.collectives._dispatch import levels
-from dtcomm.collectives.reduce_ops import all_reduce
+from dtcomm.collectives._call import Call, run, run_internal
+from dtcomm.collectives._options import Group, Options
+from dtcomm.collectives.planning import levels
 from dtcomm.runtime import flight_recorder
+from dtcomm.runtime.bootstrap.store_exchange import name_ranks
+from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import (
     device_communicators,
     existing_communicator,
     get_communicator,
     get_communicator_for,
+    get_communicator_for_device,
     pair_communicators,
 )
 from dtcomm.runtime.native.copy_policy import empty_shared
-from dtcomm.runtime.process_groups import require_group
-from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
+from dtcomm.runtime.process_groups import group_store, require_group
+from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, parse
 from dtcomm.schedule.ir import trace
 from dtcomm.work import Work
-
-
-@overload
-def barrier(*, async_op: Literal[True], group: Group = None) -> Work: ...
-
-
-@overload
-def barrier(*, async_op: bool = False, group: Group = None) -> Work | None: ...
 
 
 def barrier(*, group: Group = None, async_op: bool = False) -> Work | None:
@@ -57,9 +54,8 @@ def barrier(*, group: Group = None, async_op: bool = False) -> Work | None:
 
             dtcomm.barrier()
     """
-    return all_reduce(
-        torch.zeros(1, dtype=torch.uint8), "max", algorithm="one_shot", group=group, async_op=async_op
-    )
+    flag = torch.zeros(1, dtype=torch.uint8)
+    return run_internal(Call("all_reduce", flag, flag, "max"), Options("none", "one_shot", group, async_op))
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, group: Group = None) -> torch.Tensor:
@@ -182,6 +178,41 @@ def compression_pays(
     )
 
 
+def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = None) -> bool:
+    """Return whether ``all_reduce(tensor, codec=codec, algorithm="two_shot_symmetric")`` can run.
+
+    Only fused kernels over peer memory encode the owner's contribution to its own chunk. All ranks get the same answer.
+
+    Args:
+        tensor: A tensor like the one to be reduced.
+        codec: The codec of the messages.
+        group: The process group; None is the default group.
+    """
+    communicator = get_communicator_for(group, tensor, "tensor")
+    communicator.connect()
+    return not why_no_fused_kernel(communicator, tensor.numel(), tensor.dtype, codec, TWO_SHOT_SYMMETRIC)
+
+
+def why_no_fused_kernel(
+    communicator: Communicator, numel: int, dtype: torch.dtype, codec: Codec, algorithm: str
+) -> str:
+    """Return why fused kernels do not serve a sum; empty if they do.
+
+    Args:
+        communicator: The ranks, which are connected.
+        numel: Elements of the tensor.
+        dtype: The dtype of the tensor.
+        codec: The codec of the messages.
+        algorithm: ``"one_shot"``, ``"two_shot"``, ``"two_shot_symmetric"``, or ``"direct"`` for one of the first two.
+    """
+    if communicator.runtime.name != "peer":
+        return communicator.runtime_reason
+    from dtcomm.runtime.cuda_peer.launch import why_not
+
+    name = "two_shot" if algorithm == "direct" else algorithm
+    return why_not(OpSpec("all_reduce", "sum", (TensorSpec(numel, dtype, codec),), name), communicator.size)
+
+
 class ExpectedCall(NamedTuple):
     """What one call costs: seconds, bytes that this rank sends, and where the seconds come from."""
 
@@ -289,3 +320,80 @@ def host_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, .
     communicator = get_communicator_for(group, tensor, "tensor")
     communicator.connect()
     return communicator.groups
+
+
+class DeviceGroup:
+    """The ranks of a group, connected for tensors of a device.
+
+    All ranks make it together. After `dtcomm.release` its next call connects the ranks again.
+
+    Args:
+        group: Process group; None is the default group.
+        device: The CPU or a CUDA device.
+
+    Attributes:
+        rank: This rank in the group.
+        size: Number of ranks.
+    """
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        communicator = self._communicator()
+        communicator.connect()
+        self.rank, self.size = communicator.rank, communicator.size
+
+    @property
+    def runtime(self) -> tuple[str, str]:
+        """The name of what executes operations, and why."""
+        communicator = self._communicator()
+        communicator.connect()
+        return communicator.runtime.name, communicator.runtime_reason
+
+    def sum_into(self, out: Tensor, inp: Tensor, codec: Codec, algorithm: str) -> None:
+        """Write the sum of all ranks' ``inp`` to ``out``; both are contiguous, and may be one tensor."""
+        run(self._communicator(), Call("all_reduce", inp, out), Options(codec, algorithm))
+
+    def why_uncompressed(self, codec: Codec, numel: int, dtype: torch.dtype) -> str:
+        """Return the planner's reason not to compress a sum; empty if compressing it pays. Equal on all ranks."""
+        communicator = self._communicator()
+        communicator.connect()
+        verdict = planner.compression_pays(
+            codec, numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
+        )
+        return "" if verdict.pays else verdict.reason
+
+    def why_no_fused_kernel(self, codec: Codec, numel: int, dtype: torch.dtype, algorithm: str) -> str:
+        """Return why fused CUDA kernels do not serve a sum; empty if they do. Equal on all ranks."""
+        communicator = self._communicator()
+        communicator.connect()
+        return why_no_fused_kernel(communicator, numel, dtype, codec, algorithm)
+
+    def _communicator(self) -> Communicator:
+        return get_communicator_for_device(self._group, self._device)
+
+
+class Announcement:
+    """Says in the group's store that this rank has reached a point of the program, and sees which ranks have.
+
+    Args:
+        group: The ranks that are expected to reach it.
+        name: The name of the point. The nth announcement of a rank under a name belongs to the nth of every other rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._store = group_store(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        counter = f"dtcomm/announced/{name}/{dist.get_rank(group)}"
+        number = self._store.add(counter, 1)
+        self._keys = [f"dtcomm/announced/{name}/{rank}/{number}" for rank in range(len(self._ranks))]
+        self._store.set(f"{counter}/{number}", "")
+
+    def missing(self) -> str:
+        """Return the global ranks that have not reached the point yet, as text; empty if all have."""
+        if self._store.check(self._keys):
+            return ""
+        # Ranks may arrive between the two looks.
+        missing = [
+            rank for rank, key in zip(self._ranks, self._keys, strict=True) if not self._store.check([key])
+        ]
+        return name_ranks(missing) if missing else ""

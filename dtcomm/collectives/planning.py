@@ -1,23 +1,20 @@
-"""The path from checked arguments to a running operation: make a plan once, then start it.
+"""The plan of an operation: which algorithm runs it, in how many stages, and what the runtime prepares for it.
 
-Every collective looks up its plan in ``communicator.plans`` by what the call looks like. If there is none, `make_plan`
-chooses the algorithm and stores the plan; `start` runs it. While the ranks are not connected, the plan is a
-`DeferredPlan`.
+A call looks up its plan in ``communicator.plans`` by a `Request`. If there is none, `make_plan` chooses the algorithm
+and stores the plan. While the ranks are not connected, the plan is a `DeferredPlan`.
 """
 
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, planner
 from dtcomm.codecs import Codec
-from dtcomm.collectives._arguments import Algorithm, Group, op_name, require_dtype
 from dtcomm.collectives._multi_stage import (
     MultiStagePlan,
     PrepareStage,
@@ -26,12 +23,11 @@ from dtcomm.collectives._multi_stage import (
     SplitPlan,
     Stage,
 )
-from dtcomm.collectives._variable_length import require_fixed_length
-from dtcomm.kernels.local_tasks import LocalTask
-from dtcomm.runtime import warm_calls
+from dtcomm.collectives._options import Algorithm, Group, NamedSchedule, Op
+from dtcomm.collectives.checks import op_name, require_auditable, require_dtype
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.connection import Connection
-from dtcomm.runtime.plan_cache import PlanCache
+from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, PreparedPlan, TensorSpec
 from dtcomm.schedule import Schedule, parse, verify
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
@@ -41,19 +37,9 @@ from dtcomm.work import CompositeWork, Work
 parse_text = functools.lru_cache(maxsize=64)(parse)
 
 
-class NamedSchedule(NamedTuple):
-    """A verified schedule of the user's, with the name by which ranks compare it."""
-
-    name: str
-    schedule: Schedule
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> NamedSchedule:
-        """Return the schedule under a name made of a checksum of its text."""
-        return cls(f"schedule {zlib.crc32(str(schedule).encode()):08x}", schedule)
-
-
-def require_algorithm(algorithm: Algorithm, group: Group = None, collective: str = "all_reduce") -> None:
+def require_algorithm(
+    algorithm: Algorithm | NamedSchedule, group: Group = None, collective: str = "all_reduce"
+) -> None:
     """Raise now what a collective without a root, over a group, would raise for ``algorithm``.
 
     Integrations call it where they are given the algorithm, long before the first call.
@@ -61,143 +47,83 @@ def require_algorithm(algorithm: Algorithm, group: Group = None, collective: str
     _custom_schedule(algorithm, collective, dist.get_world_size(group), root=0)
 
 
-def make_plan(
-    communicator: Communicator,
-    key: Hashable,
-    collective: str,
-    parts: Sequence[tuple[int, torch.dtype, str | Codec]],
-    algorithm: Algorithm | NamedSchedule,
-    *,
-    op: Any = "sum",
-    root: int = 0,
-    splits: tuple[int, ...] = (),
-    checksum: bool | None = None,
-    audit: bool = False,
-    purpose: str = "",
-) -> Plan:
-    """Check the arguments that do not depend on memory, choose the algorithm, and store the plan under ``key``.
+class Request(NamedTuple):
+    """What distinguishes calls that need different plans; it is the key of the plan in ``communicator.plans``.
 
-    If the ranks are not connected yet, the returned plan chooses the algorithm when they are.
-
-    Args:
-        communicator: The ranks that take part.
-        key: What distinguishes calls that need different plans.
+    Attributes:
         collective: The collective's name.
         parts: For each tensor its number of elements (of the whole tensor or of one shard, as in `TensorSpec`), its
             dtype and its codec.
-        algorithm: The caller's choice.
         op: The caller's reduction.
+        algorithm: The caller's choice.
+        checksum: Whether payloads carry a checksum; None: the value of DTCOMM_CHECKSUM.
         root: The rank in the communicator that is the root of a rooted collective.
         splits: The unequal shards of an all_to_all; see `OpSpec`.
-        checksum: Whether payloads carry a checksum; None: the value of DTCOMM_CHECKSUM.
+        feedback: Whether a tensor has a residual.
         audit: Whether the sum is checked.
         purpose: Names the stage of a larger operation that this one is, for errors.
     """
+
+    collective: str
+    parts: tuple[tuple[int, torch.dtype, str | Codec], ...]
+    op: Op
+    algorithm: Algorithm | NamedSchedule
+    checksum: bool | None
+    root: int = 0
+    splits: tuple[int, ...] = ()
+    feedback: bool = False
+    audit: bool = False
+    purpose: str = ""
+
+
+def make_plan(communicator: Communicator, request: Request) -> Plan:
+    """Check the arguments that do not depend on memory, choose the algorithm, and store the plan under the request.
+
+    If the ranks are not connected yet, the returned plan chooses the algorithm when they are.
+    """
+    checksum = request.checksum
     if checksum is None:
         checksum = communicator.checksum
     elif not isinstance(checksum, bool):
         raise TypeError(f"checksum: expected True, False or None, got {checksum!r}")
-    op = op_name(op)
+    op = op_name(request.op)
     tensors = []
-    for numel, dtype, spec in parts:
+    for numel, dtype, spec in request.parts:
         inside, between = codecs.parse_levels(spec)
         for codec in (inside, between or inside):
-            require_fixed_length(codec, collective)
+            codecs.spec.require_fixed_length(codec, request.collective)
             require_dtype(op, dtype, codec)
         tensors.append(TensorSpec(numel, dtype, inside, between))
-    custom = _custom_schedule(algorithm, collective, communicator.size, root)
-    name = custom.name if custom is not None else str(algorithm)
-    request = OpSpec(collective, op, tuple(tensors), name, root, splits, checksum, purpose)
+        if request.audit:
+            require_auditable(spec)
+    custom = _custom_schedule(request.algorithm, request.collective, communicator.size, request.root)
+    name = custom.name if custom is not None else str(request.algorithm)
+    spec_of_all = OpSpec(
+        request.collective, op, tuple(tensors), name, request.root, request.splits, checksum, request.purpose
+    )
     # The list, and not a generator: every tensor is checked.
-    needs_agreement = [_needs_agreement(part) for part in tensors] if collective in REDUCING else []
+    needs_agreement = [_needs_agreement(part) for part in tensors] if request.collective in REDUCING else []
 
     def make(plans: PlanCache) -> Plan:
         prepared: list[PreparedPlan] = []
 
         def prepare(stage: OpSpec) -> Plan:
-            prepared.append(_prepare(communicator, custom, stage))
+            prepared.append(_prepare(communicator, custom, stage, request.feedback))
             return prepared[-1]
 
         plan: Plan
         if any(needs_agreement) and communicator.size > 1:
-            stages = _multi_stage_plan(prepare, request, communicator.rank, communicator.size, audit)
+            stages = _multi_stage_plan(
+                prepare, spec_of_all, communicator.rank, communicator.size, request.audit
+            )
             plan = StagesOfCommunicator(communicator, stages)
         else:
-            plan = prepare(request)
-        if splits:
-            plan = PlanOfSplits(splits, plan.run, plan.submit)
-        plans.keep(key, plan, sum(stage.table_bytes for stage in prepared))
+            plan = prepare(spec_of_all)
+        plans.keep(request, plan, sum(stage.table_bytes for stage in prepared))
         return plan
 
     connection = communicator.connection
-    return make(communicator.plans) if connection is None else DeferredPlan(connection, key, make)
-
-
-def start(
-    communicator: Communicator,
-    plan: Plan,
-    buffers: Sequence[Buffers],
-    outputs: Sequence[torch.Tensor],
-    seed: int | None,
-    async_op: bool,
-    epilogue: LocalTask | None = None,
-    warm: tuple[Any, ...] | None = None,
-) -> Work | None:
-    """Run the plan on these tensors, or queue it if ``async_op``; ``epilogue`` is applied to the result.
-
-    ``warm`` are the arguments by which `warm_calls.start` may run the same operation from the next call on.
-    """
-    key = communicator.next_seed(seed)
-    hooks = None if epilogue is None else OpHooks(after=(epilogue,))
-    work = None
-    if async_op:
-        work = plan.submit(buffers, outputs, key, hooks)
-    else:
-        plan.run(buffers, key, hooks)
-    if warm is not None:
-        warm_calls.keep(warm, communicator, plan, buffers[0])
-    return work
-
-
-class PlanWithoutFeedback:
-    """A plan whose schedule encodes a chunk more than once on a rank, so that no residual could hold all its errors.
-
-    Args:
-        plan: The plan.
-        reason: What the schedule does, for the error.
-    """
-
-    def __init__(self, plan: PreparedPlan, reason: str) -> None:
-        self._plan, self._reason = plan, reason
-        self.table_bytes = plan.table_bytes
-
-    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
-        """Run the plan; ValueError if there is a residual."""
-        self._require_no_residual(buffers)
-        return self._plan.run(buffers, seed, hooks)
-
-    def submit(
-        self,
-        buffers: Sequence[Buffers],
-        outputs: Sequence[torch.Tensor],
-        seed: int,
-        hooks: OpHooks | None = None,
-    ) -> Work:
-        """Queue the plan; ValueError if there is a residual."""
-        self._require_no_residual(buffers)
-        return self._plan.submit(buffers, outputs, seed, hooks)
-
-    def _require_no_residual(self, buffers: Sequence[Buffers]) -> None:
-        if any(part.residual is not None for part in buffers):
-            raise ValueError(f"residual: {self._reason}; error feedback needs at most one encoding of each")
-
-
-class PlanOfSplits(NamedTuple):
-    """A plan with the splits that it was made for. They may change with every call, so only the last plan is kept."""
-
-    splits: tuple[int, ...]
-    run: Callable[[Sequence[Buffers], int, OpHooks | None], int]
-    submit: Callable[[Sequence[Buffers], Sequence[torch.Tensor], int, OpHooks | None], Work]
+    return make(communicator.plans) if connection is None else DeferredPlan(connection, request, make)
 
 
 class DeferredPlan:
@@ -205,7 +131,7 @@ class DeferredPlan:
 
     Args:
         connection: What connects the ranks.
-        key: See `make_plan`.
+        key: The key of the plan in the cache.
         make: Makes the plan and stores it in the cache that is passed.
     """
 
@@ -232,9 +158,7 @@ class DeferredPlan:
     def _plan(self) -> Plan:
         plans = self._connection.plans
         plan = plans.get(self._key)
-        if plan is None or isinstance(plan, PlanOfSplits):
-            plan = self._make(plans)
-        return plan
+        return self._make(plans) if plan is None else plan
 
 
 class StagesOfCommunicator:
@@ -311,10 +235,13 @@ def _custom_schedule(
     return NamedSchedule.of(schedule)
 
 
-def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: OpSpec) -> PreparedPlan:
+def _prepare(
+    communicator: Communicator, custom: NamedSchedule | None, request: OpSpec, feedback: bool
+) -> PreparedPlan:
     """Choose the algorithm of one operation and return the runtime's plan of it.
 
-    ``request.algorithm`` is what the caller asked for: a name, "auto" or "direct", or the name of ``custom``.
+    ``request.algorithm`` is what the caller asked for: a name, "auto" or "direct", or the name of ``custom``. With
+    ``feedback`` the schedule may encode each chunk once on a rank: no residual could hold the errors of several.
     """
     if custom is None or request.algorithm != custom.name:
         algorithm = _choose_algorithm(communicator, request)
@@ -327,12 +254,15 @@ def _prepare(communicator: Communicator, custom: NamedSchedule | None, request: 
             )
         # Ranks may have registered different builders under one name.
         custom = NamedSchedule(f"{algorithm} ({NamedSchedule.of(schedule).name})", schedule)
-    plan = communicator.runtime.prepare(request._replace(algorithm=custom.name), custom.schedule)
-    encodings = verify(custom.schedule).encodings
-    (rank, chunk), times = max(encodings.items(), key=lambda item: item[1], default=((0, 0), 0))
-    if times <= 1:
-        return plan
-    return PlanWithoutFeedback(plan, f"rank {rank} encodes chunk {chunk} {times} times in {custom.name}")
+    if feedback:
+        encodings = verify(custom.schedule).encodings
+        (rank, chunk), times = max(encodings.items(), key=lambda item: item[1], default=((0, 0), 0))
+        if times > 1:
+            raise ValueError(
+                f"residual: rank {rank} encodes chunk {chunk} {times} times in {custom.name}; error feedback needs at "
+                "most one encoding of each"
+            )
+    return communicator.runtime.prepare(request._replace(algorithm=custom.name), custom.schedule)
 
 
 def _alternative(communicator: Communicator, request: OpSpec, algorithm: str) -> tuple[str, Schedule] | None:

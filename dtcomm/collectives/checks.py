@@ -1,4 +1,4 @@
-"""Argument checks of the collectives, and the types of their arguments.
+"""Argument checks of the collectives.
 
 Every public function of `dtcomm.collectives` calls these before anything starts. Messages name the argument, what was
 given and what is valid.
@@ -7,62 +7,14 @@ given and what is valid.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dtcomm.codecs import Codec, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.types import OPS
-from dtcomm.schedule import Schedule
-
-Group = dist.ProcessGroup | None
-Algorithm = str | Schedule
-"""What the argument ``algorithm`` takes: a name, or a schedule or its text."""
-Op = str | dist.ReduceOp | dist.ReduceOp.RedOpType
-
-
-class ReceiveOptions(TypedDict, total=False):
-    """Keyword arguments of ``recv``, for the overloads that distinguish ``async_op=True``."""
-
-    codec: str | Codec
-    group: Group
-    checksum: bool | None
-
-
-class SendOptions(ReceiveOptions, total=False):
-    """Keyword arguments of calls in which this rank encodes and the algorithm is fixed: ``send`` and ``run``."""
-
-    seed: int | None
-    residual: torch.Tensor | None
-
-
-class Options(SendOptions, total=False):
-    """Keyword arguments of every collective of one tensor."""
-
-    algorithm: Algorithm
-
-
-class AllReduceOptions(Options, total=False):
-    """Keyword arguments of ``all_reduce``."""
-
-    audit: bool
-    epilogue: LocalTask | None
-
-
-class CoalescedOptions(TypedDict, total=False):
-    """Keyword arguments of the collectives of several tensors."""
-
-    codec: str | Codec | Sequence[str | Codec]
-    algorithm: Algorithm
-    group: Group
-    seed: int | None
-    residuals: Sequence[torch.Tensor | None] | None
-    bucket_bytes: int
-    checksum: bool | None
-
 
 _TORCH_OPS: dict[Any, str] = {
     dist.ReduceOp.SUM: "sum",
@@ -125,11 +77,12 @@ def in_memory(tensor: torch.Tensor, argument: str) -> torch.Tensor:
     """Return the tensor in memory order, as a contiguous tensor; elementwise reductions may take any order.
 
     Raises:
+        TypeError: If it is not a tensor, or of a dtype that cannot be sent.
         ValueError: If the elements overlap or leave gaps, or the device is neither the CPU nor CUDA.
     """
-    if tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
-        return tensor
     require_tensor(tensor, argument)
+    if tensor.is_cpu and tensor.is_contiguous():
+        return tensor
     if not tensor.is_cpu and not tensor.is_cuda:
         raise ValueError(f"{argument}: is on {tensor.device}; valid: tensors on the CPU and on CUDA devices")
     if not _is_dense(tensor):

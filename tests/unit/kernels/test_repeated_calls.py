@@ -40,8 +40,8 @@ def test_arguments_are_checked_in_every_call() -> None:
     for _ in range(3):
         dtcomm.encode("int8", x, out=payload)
         dtcomm.decode("int8", payload, 100, out=out)
-    assert _C.encode_warm("int8", x, 0, 0, payload)
-    assert _C.decode_warm("int8", payload, 100, torch.float32, out)
+    assert _C.encode_repeated("int8", x, 0, 0, payload)
+    assert _C.decode_repeated("int8", payload, 100, torch.float32, out)
     with pytest.raises(ValueError, match="out: 100 elements in codec 'int8' are"):
         dtcomm.encode("int8", x, out=payload[1:])
     with pytest.raises(TypeError, match="out: expected uint8"):

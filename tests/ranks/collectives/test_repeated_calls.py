@@ -12,7 +12,7 @@ import torch.distributed as dist
 import dtcomm
 from dtcomm.errors import CollectiveMismatch, PeerLost
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime import warm_calls
+from dtcomm.runtime import plans
 from dtcomm.runtime.communicator import Communicator
 
 RUNS = 5
@@ -208,7 +208,7 @@ def queue_behind_python(rank: int, ranks: int) -> None:
     x = torch.ones(8)
     for _ in range(3):
         dtcomm.all_reduce(x.fill_(1.0))
-    codec = dtcomm.codecs.custom("test_warm_half", scale, unscale, lambda numel: 2 * numel)
+    codec = dtcomm.codecs.custom("test_repeated_half", scale, unscale, lambda numel: 2 * numel)
     for _ in range(3):
         work = dtcomm.all_reduce(x.fill_(1.0), codec=codec, async_op=True)
         dtcomm.all_reduce(x)
@@ -222,7 +222,7 @@ def test_calls_behind_a_codec_in_python() -> None:
 
 def test_nothing_is_known_without_a_process_group() -> None:
     x = torch.ones(4)
-    arguments = ("all_reduce", None, x, x, "sum", "none", "auto", None)
-    assert warm_calls.start(arguments, False) is False
+    arguments = (None, x, x, "all_reduce", "sum", "none", "auto", None, False)
+    assert plans.run_repeated(arguments, False) is False
     with pytest.raises(TypeError, match="expected a tuple and a bool"):
-        warm_calls.start([], False)  # type: ignore[arg-type]
+        plans.run_repeated([], False)

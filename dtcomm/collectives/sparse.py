@@ -27,13 +27,13 @@ from torch import Tensor
 
 from dtcomm.codecs import Codec, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.collectives._arguments import Algorithm, Group, Op, op_name, require_auditable, require_dtype
-from dtcomm.collectives._dispatch import make_plan, require_algorithm, start
-from dtcomm.collectives._variable_length import require_fixed_length
+from dtcomm.codecs.spec import require_fixed_length
+from dtcomm.collectives._call import Call, run_internal
+from dtcomm.collectives._options import Group, Op, Options
+from dtcomm.collectives.checks import op_name, require_auditable, require_dtype
+from dtcomm.collectives.planning import require_algorithm
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.communicator_cache import get_communicator_for
-from dtcomm.runtime.types import Buffers
 from dtcomm.streams import record_streams
 from dtcomm.work import CompositeWork, Work
 
@@ -44,44 +44,21 @@ Stages = Generator[Work, None, None]
 SumRows = Callable[[Tensor], Work]  # starts the dense sum of stage 3, in place
 
 
-def all_reduce(
-    tensor: Tensor,
-    op: Op,
-    codec: str | Codec,
-    algorithm: Algorithm,
-    group: Group,
-    async_op: bool,
-    seed: int | None,
-    residual: Tensor | None,
-    checksum: bool | None,
-    audit: bool,
-    epilogue: LocalTask | None,
-) -> Work | None:
+def all_reduce(tensor: Tensor, op: Op, options: Options) -> Work | None:
     """`dtcomm.all_reduce` of a sparse COO tensor."""
-    from dtcomm.collectives import reduce_ops
-
-    inside, between = _require_supported(tensor, op, codec, residual, audit, epilogue)
-    require_algorithm(algorithm, group)
-    if algorithm == "auto" and (between is None or between == inside):
-        algorithm = "direct"  # "auto" may choose a ring, which does not add in rank order
+    inside, between = _require_supported(tensor, op, options)
+    require_algorithm(options.algorithm, options.group)
+    if options.algorithm == "auto" and (between is None or between == inside):
+        # "auto" may choose a ring, which does not add in rank order
+        options = options._replace(algorithm="direct")
 
     def sum_rows(rows: Tensor) -> Work:
-        work = reduce_ops.all_reduce(
-            rows,
-            op,
-            codec=codec,
-            algorithm=algorithm,
-            group=group,
-            async_op=True,
-            seed=seed,
-            checksum=checksum,
-            audit=audit,
-        )
+        work = run_internal(Call("all_reduce", rows, rows, op), options._replace(async_op=True))
         assert work is not None  # because of async_op
         return work
 
-    work = start_stages(sum_stages(tensor, sum_rows, group, checksum), tensor)
-    if async_op:
+    work = start_stages(sum_stages(tensor, sum_rows, options.group, options.checksum), tensor)
+    if options.async_op:
         return work
     work.wait()
     return None
@@ -138,14 +115,7 @@ def sum_stages(tensor: Tensor, sum_rows: SumRows, group: Group, checksum: bool |
         tensor.copy_(torch.sparse_coo_tensor(indices, rows, shape, check_invariants=False, is_coalesced=True))
 
 
-def _require_supported(
-    tensor: Tensor,
-    op: Op,
-    spec: str | Codec,
-    residual: Tensor | None,
-    audit: bool,
-    epilogue: LocalTask | None,
-) -> tuple[Codec, Codec | None]:
+def _require_supported(tensor: Tensor, op: Op, options: Options) -> tuple[Codec, Codec | None]:
     """Return the codecs of a call; raise for what a sparse tensor does not go with."""
     if not tensor.is_cpu and not tensor.is_cuda:
         raise ValueError(f"tensor: is on {tensor.device}; valid: tensors on the CPU and on CUDA devices")
@@ -161,31 +131,26 @@ def _require_supported(
             f"op: {op_name(op)} is valid with dense tensors; a sparse tensor takes sum and avg, to which an entry that "
             "a rank does not have contributes zero"
         )
-    if residual is not None:
+    if options.residual is not None:
         raise ValueError(
             "residual: error feedback is valid with dense tensors: the entries of a sparse tensor change from call to "
             "call; pass None"
         )
-    if epilogue is not None:
+    if options.epilogue is not None:
         raise ValueError("epilogue: is valid with dense tensors; pass None")
-    inside, between = parse_levels(spec)
+    inside, between = parse_levels(options.codec)
     for codec in (inside, between or inside):
         require_fixed_length(codec, "all_reduce")
         require_dtype(op_name(op), tensor.dtype, codec)
-    if audit:
-        require_auditable(spec)
+    if options.audit:
+        require_auditable(options.codec)
     return inside, between
 
 
 def _gather(output: Tensor, input: Tensor, group: Group, checksum: bool | None, purpose: str) -> Work:
     """Start an all_gather that has a name of its own in errors, where another rank calls something else."""
-    communicator = get_communicator_for(group, input, "tensor")
-    key = (purpose, input.numel(), input.dtype, checksum)
-    plan = communicator.plans.get(key)
-    if plan is None:
-        parts = [(input.numel(), input.dtype, "none")]
-        plan = make_plan(communicator, key, "all_gather", parts, "auto", checksum=checksum, purpose=purpose)
-    work = start(communicator, plan, [Buffers(input, output)], [output], None, True)
+    call = Call("all_gather", input, output, purpose=purpose)
+    work = run_internal(call, Options(group=group, async_op=True, checksum=checksum))
     assert work is not None  # because it is asynchronous
     return work
 
