@@ -38,9 +38,11 @@ build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in p
 test: build $(DEV_DEPS) $(EMULATOR)  ## the tests; .ci/run adds the slow ones, sanitizers, the CUDA build, emulated devices and documents
 	$(PYTEST) -n 2 -m "not slow" tests/unit tests/cuda $(ARGS)
 	$(PYTEST) -n 3 --dist loadfile -m "not slow" tests/ranks $(ARGS)
+	$(PYTEST) -n 3 --dist loadfile -m "not slow" tests/extensions $(ARGS)
 
 test-slow: build $(DEV_DEPS) $(EMULATOR)  ## the tests that take long: compilers, training with frameworks, restarts
-	$(PYTEST) -n 2 --dist loadfile -m slow tests $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m slow --ignore tests/extensions tests $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m slow tests/extensions $(ARGS)
 
 test-fast: build $(DEV_DEPS) $(EMULATOR)  ## the tests that start no processes and are not marked slow
 	$(PYTEST) -n 2 -m "not slow" tests/unit $(ARGS)

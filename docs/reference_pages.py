@@ -26,19 +26,19 @@ OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
     "FSDP and ZeRO": ("dtcomm.fsdp.compress", "dtcomm.fsdp.ShardedOptimizer"),
     "Tensor parallelism": ("dtcomm.tp",),
     "Local SGD": ("dtcomm.local_sgd",),
-    "Elastic training": ("dtcomm.elastic",),
     "Context parallelism": ("dtcomm.context_parallel",),
     "Experts": ("dtcomm.moe",),
     "Pipeline stages": ("dtcomm.pipeline",),
     "Axes of a mesh": ("dtcomm.mesh",),
-    "Batch normalization": ("dtcomm.batch_norm",),
-    "Monitoring": ("dtcomm.profiling.RunMonitor", "dtcomm.profiling.MetricsServer"),
     "Guard and compressors": (
         "dtcomm.compress.guard.Guard",
         "dtcomm.compress.powersgd.PowerSGD",
         "dtcomm.compress.feedback.DGC",
     ),
     "Collectives": ("dtcomm",),
+    "Extension: elastic training": ("dtcomm.extensions.elastic",),
+    "Extension: calibration": ("dtcomm.extensions.calibrate",),
+    "Extension: extras": ("dtcomm.extensions.extras",),
 }
 # The functions whose words are compared in one table.
 INTEGRATIONS = (
@@ -295,7 +295,7 @@ def parsers() -> list[argparse.ArgumentParser]:
 
     with mock.patch.object(argparse.ArgumentParser, "__init__", record):
         for name, (module, _) in COMMANDS.items():
-            command = importlib.import_module(f"dtcomm.cli.{module}")
+            command = importlib.import_module(module)
             before = len(made)
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
                 command.main(["--help"])

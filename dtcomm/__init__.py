@@ -3,8 +3,8 @@
 The collectives are functions of this module: ``dtcomm.all_reduce`` and so on, with the argument order of
 torch.distributed and a ``codec``. ``dtcomm.codec`` parses a codec's spec, ``dtcomm.encode`` and ``dtcomm.decode`` apply
 one to a tensor, and ``dtcomm.info`` describes how a group communicates. Integrations are submodules: ``dtcomm.ddp``,
-``dtcomm.fsdp``, ``dtcomm.tp``, ``dtcomm.context_parallel``, ``dtcomm.moe``, ``dtcomm.pipeline``, ``dtcomm.local_sgd``,
-``dtcomm.batch_norm``, ``dtcomm.elastic`` and ``dtcomm.backend``; ``dtcomm.mesh`` combines them.
+``dtcomm.fsdp``, ``dtcomm.tp``, ``dtcomm.context_parallel``, ``dtcomm.moe``, ``dtcomm.pipeline``, ``dtcomm.local_sgd``
+and ``dtcomm.backend``; ``dtcomm.mesh`` combines them. ``dtcomm.extensions`` has what the core does not need.
 """
 
 import importlib
@@ -79,14 +79,13 @@ _HOMES = {"codec": "dtcomm.codecs", "decode": "dtcomm.kernels.ops", "encode": "d
 _SUBMODULES = (
     "algorithms",
     "backend",
-    "batch_norm",
     "codecs",
     "collectives",
     "compress",
     "context_parallel",
     "ddp",
-    "elastic",
     "errors",
+    "extensions",
     "frameworks",
     "fsdp",
     "kernels",
@@ -95,7 +94,6 @@ _SUBMODULES = (
     "mesh",
     "moe",
     "pipeline",
-    "planner",
     "profiling",
     "schedule",
     "tp",

@@ -123,7 +123,7 @@ VARIABLES: dict[str, Variable] = {
     "DTCOMM_SECRET": Variable(
         default="",
         meaning="A secret that all ranks share, such as the output of `openssl rand -hex 32`. Connections of the native"
-        " engine between hosts, and those to a coordinator of `dtcomm.elastic`, are refused to callers that do not know"
+        " engine between hosts, and those to a `dtcomm coordinator`, are refused to callers that do not know"
         " it. It is never sent, printed or logged. Empty: no secret",
     ),
     "DTCOMM_CHECK": Variable(

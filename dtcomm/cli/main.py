@@ -11,20 +11,26 @@ import os
 import signal
 import sys
 
-# name -> (module of dtcomm.cli, one line of help)
+# name -> (module, one line of help)
 COMMANDS = {
-    "perf": ("perf", "measure collectives like nccl-tests, also those of torch.distributed"),
-    "demo": ("demo", "train a small language model on two ranks with compressed gradients"),
-    "codecs": ("codecs", "measure the size, error and speed of each codec"),
-    "plan": ("plan.main", "predict collectives and training steps on a given system"),
-    "trace": ("trace", "merge the ranks' timelines of a training run and summarize them"),
+    "perf": ("dtcomm.cli.perf", "measure collectives like nccl-tests, also those of torch.distributed"),
+    "demo": ("dtcomm.cli.demo", "train a small language model on two ranks with compressed gradients"),
+    "codecs": ("dtcomm.cli.codecs", "measure the size, error and speed of each codec"),
+    "plan": (
+        "dtcomm.extensions.jobs.command.main",
+        "predict collectives and training steps on a given system",
+    ),
+    "trace": ("dtcomm.cli.trace", "merge the ranks' timelines of a training run and summarize them"),
     "tp": (
-        "tp.main",
+        "dtcomm.extensions.calibrate.command",
         "tensor parallelism: propose a plan for a model (inspect), choose a codec for each layer (calibrate)",
     ),
-    "coordinator": ("coordinator", "serve the ranks of a training run whose ranks come and go"),
-    "tune": ("tune", "measure this machine and write the table that algorithm=auto uses"),
-    "doctor": ("doctor", "check this machine and run a self-test of the engine"),
+    "coordinator": (
+        "dtcomm.extensions.elastic.command",
+        "serve the ranks of a training run whose ranks come and go",
+    ),
+    "tune": ("dtcomm.cli.tune", "measure this machine and write the table that algorithm=auto uses"),
+    "doctor": ("dtcomm.cli.doctor", "check this machine and run a self-test of the engine"),
 }
 
 EXTRAS = ("rich", "matplotlib")  # of the extra `cli`
@@ -45,9 +51,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dtcomm: {name!r} is not a command; valid: {valid}", file=sys.stderr)
         return 2
     try:
-        command = importlib.import_module(f"dtcomm.cli.{COMMANDS[name][0]}")
+        command = importlib.import_module(COMMANDS[name][0])
         return int(command.main(arguments[1:]))
     except ModuleNotFoundError as error:
+        if (error.name or "").startswith("dtcomm.extensions"):
+            print(f"dtcomm {name}: {error.name} is missing in this installation of dtcomm", file=sys.stderr)
+            return 2
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise

@@ -28,17 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.feedback import Feedback
-from dtcomm.compress.frozen_variance import FrozenVariance
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.ddp.auto import parse_candidates
-from dtcomm.ddp.balance import BalancedSampler
 from dtcomm.ddp.state import DEFAULT_GUARD, State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 
-__all__ = ["BalancedSampler", "Feedback", "FrozenVariance", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["Feedback", "Guard", "State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

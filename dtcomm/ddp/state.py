@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.auto import BASELINE, ProcessGroupConsensus, Tuner
-from dtcomm.ddp.balance import BalancedSampler, BalanceObserver
 from dtcomm.ddp.layouts import Chooser, FixedPolicy, SparseLayout
 from dtcomm.ddp.observers import (
     GuardObserver,
@@ -49,7 +48,7 @@ from dtcomm.ddp.observers import (
     TunerObserver,
     UncompressedObserver,
 )
-from dtcomm.ddp.reducer import Reducer
+from dtcomm.ddp.reducer import Reducer, ReducerObserver
 from dtcomm.profiling import Metric, Timeline
 from dtcomm.tp.sharded_module import shard_groups
 
@@ -233,20 +232,13 @@ class State(Reporting):
         """
         self._reducer.set_samples(samples, total)
 
-    def balance(self, sampler: BalancedSampler) -> None:
-        """Let a sampler size batches by the speed of this rank's steps, and weight gradients by its sizes.
-
-        Call it once on every rank. Each batch of the sampler must have one backward pass with communication.
+    def attach_observer(self, make: Callable[[Reducer], ReducerObserver]) -> None:
+        """Let an observer follow the backward passes.
 
         Args:
-            sampler: The batch sampler of the training data, over the same group.
-
-        Raises:
-            TypeError: ``sampler`` is not a `BalancedSampler`.
+            make: Returns the observer of a reducer.
         """
-        if not isinstance(sampler, BalancedSampler):
-            raise TypeError(f"sampler: expected a dtcomm.ddp.BalancedSampler, got {type(sampler).__name__}")
-        self._reducer.attach(BalanceObserver(sampler, self._reducer))
+        self._reducer.attach(make(self._reducer))
 
     def retune(self) -> None:
         """Let "auto" choose again, from the next step on: the link or the model has changed. Call it on every rank.

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from dtcomm.arguments import require_int, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
-from dtcomm.compress.frozen_variance import FrozenVariance
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
@@ -48,24 +47,6 @@ from dtcomm.tp.sharded_module import shard_groups
 MIB = 2**20
 _DEFAULT_GUARD = Guard()
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
-
-
-class _ShardedFrozenVariance(FrozenVariance):
-    """`FrozenVariance` of shards of buckets: the floors are still shares of the means of whole parameters."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        warmup: int,
-        buckets: Sequence[OptimizerBucket],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(optimizer, warmup)
-        self._buckets = {id(bucket.master_shard): bucket for bucket in buckets}
-        self._group = group
-
-    def _floors(self, parameter: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
-        return self._buckets[id(parameter)].parameter_means(variance, self._group) * self.floor
 
 
 class _BucketKey(NamedTuple):
@@ -118,9 +99,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         sample_every: As `dtcomm.fsdp.compress` takes it; `step` ends a step. Default: 50.
         allow_inaccurate: Accept codecs that destroy what they are applied to, as `dtcomm.fsdp.compress` does. Default:
             False.
-        variance_warmup: Steps in which gradients travel uncompressed, and after which the second moment of Adam or
-            AdamW is frozen (`dtcomm.ddp.FrozenVariance`, that of 1-bit Adam, arXiv:2102.02888). Use it with coarse
-            codecs of the gradients: ``int2``, ``sign``, ``topk``. 0: never. Default: 0.
         **options: Options of the optimizer, such as ``lr``.
 
     Raises:
@@ -156,13 +134,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         guard: Guard | None = _DEFAULT_GUARD,
         sample_every: int = 50,
         allow_inaccurate: bool = False,
-        variance_warmup: int = 0,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
             raise ValueError(f"stage: expected 1 or 2, got {stage!r}; stage 3 is FSDP (dtcomm.fsdp.compress)")
         require_int("bucket_bytes", bucket_bytes, 1)
-        require_int("variance_warmup", variance_warmup, 0)
         if not isinstance(allow_inaccurate, bool):
             raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
         _require_options(optimizer, options)
@@ -196,9 +172,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             self._buckets += buckets
             shard_groups.append({**parameter_group, "params": [bucket.master_shard for bucket in buckets]})
         self._inner = optimizer(shard_groups, **options)
-        if variance_warmup:
-            self._inner = _ShardedFrozenVariance(self._inner, variance_warmup, self._buckets, group)
-            self._compression.warming_up = True
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._sync, self._callback_queued = True, False
@@ -210,6 +183,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             for index, parameter in enumerate(bucket.parameters):
                 hook = self._gradient_hook(bucket, index)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def wrap(
+        self, wrap: Callable[[torch.optim.Optimizer, Sequence[OptimizerBucket]], torch.optim.Optimizer]
+    ) -> None:
+        """Replace the optimizer of the shards by one that wraps it; call it before the first step.
+
+        While an attribute ``warming_up`` of the wrapper is true, gradients travel uncompressed.
+
+        Args:
+            wrap: Returns the wrapper of the optimizer and of the buckets, whose shards are its parameters.
+        """
+        self._inner = wrap(self._inner, self._buckets)
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self._update_warmup()
 
     def _make_buckets(
         self, parameters: Sequence[tuple[str, torch.nn.Parameter]], number: int, bucket_bytes: int
@@ -372,9 +359,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         return loss
 
     def _update_warmup(self) -> None:
-        """Compress gradients from the step on in which the variance is frozen."""
-        if isinstance(self._inner, FrozenVariance):
-            self._compression.warming_up = self._inner.warming_up
+        """Leave gradients uncompressed while a wrapper of the optimizer says that it warms up."""
+        self._compression.warming_up = bool(getattr(self._inner, "warming_up", False))
 
     def _start_gather(self, bucket: OptimizerBucket) -> Callable[[], None]:
         """Start the all-gather of a bucket's parameters; the returned function finishes it."""

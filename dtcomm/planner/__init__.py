@@ -1,15 +1,12 @@
-"""The planner: predicts what a collective costs, and chooses algorithms.
+"""The planner: chooses algorithms, and predicts whether a codec pays.
 
 `select` is what ``algorithm="auto"`` calls, and `compression_pays` what latency paths ask. Both read a `Table` of
 constants and measurements (`cost_model`), which ``dtcomm tune`` writes. `plan_links` groups ranks by the rates of their
-links and says on which of these a codec pays. ``dtcomm plan`` predicts collectives and
-training steps on hardware that need not exist: `hardware` describes it, `estimate` and `sweep` predict collectives by
-`traffic_profile` or NCCL's own model (`nccl_model`), `training_model` predicts training steps and memory, on CPU ranks
-with `core_costs`, and the package `job` searches the layouts of whole jobs.
+links and says on which of these a codec pays. `dtcomm.extensions.jobs` predicts on hardware that need not exist.
 """
 
-from dtcomm.planner.cost_model import Measured, Table, parse, predict
-from dtcomm.planner.hardware import Topology
+from dtcomm.planner.cost_model import Measured, Table, Topology, parse, predict
+from dtcomm.planner.links import LinkPlan, LinkRates, levels_of, plan_links
 from dtcomm.planner.select_algorithm import (
     CHOOSERS,
     Decision,
@@ -19,7 +16,6 @@ from dtcomm.planner.select_algorithm import (
     explain,
     select,
 )
-from dtcomm.planner.uneven_links import LinkPlan, LinkRates, levels_of, plan_links
 
 __all__ = [
     "CHOOSERS",

@@ -10,20 +10,73 @@ import functools
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from dtcomm.codecs.base import Codec
-from dtcomm.planner.hardware import Topology
-from dtcomm.schedule.ir import Schedule
+from dtcomm.schedule.ir import Schedule, Transfer
 from dtcomm.schedule.simulate import ComputeCost, LinkCost, simulate
 
 VERSION = 1
 NEAR, FAR = "near", "far"
 PLACEMENTS = ("", NEAR, FAR)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which rank is on which host.
+
+    Attributes:
+        host_of: The host of each rank; hosts are numbered in the order of their first ranks.
+    """
+
+    host_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        seen = 0
+        for rank, host in enumerate(self.host_of):
+            if not 0 <= host <= seen:
+                raise ValueError(f"host_of: rank {rank} is on host {host}, but only {seen} came before it")
+            seen = max(seen, host + 1)
+        if not self.host_of:
+            raise ValueError("host_of: at least one rank is needed")
+
+    @classmethod
+    def of(cls, names: Sequence[Hashable]) -> Topology:
+        """Return the topology of ranks whose hosts have these names (or other identifiers)."""
+        numbers: dict[Hashable, int] = {}
+        return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names))
+
+    @classmethod
+    def even(cls, ranks: int, hosts: int = 1) -> Topology:
+        """Return ``ranks`` ranks on ``hosts`` hosts, in blocks of almost equal size."""
+        if not 1 <= hosts <= ranks:
+            raise ValueError(f"hosts: must be 1..{ranks} for {ranks} ranks, got {hosts}")
+        return cls(tuple(rank * hosts // ranks for rank in range(ranks)))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.host_of)
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return max(self.host_of) + 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks on each host."""
+        return tuple(
+            tuple(rank for rank, at in enumerate(self.host_of) if at == host) for host in range(self.hosts)
+        )
+
+    def level(self, transfer: Transfer) -> int:
+        """Return the level that a transfer crosses: 0 inside a host, 1 between hosts."""
+        return int(self.host_of[transfer.src] != self.host_of[transfer.dst])
 
 
 @dataclass(frozen=True, kw_only=True)

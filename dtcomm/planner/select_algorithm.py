@@ -31,8 +31,7 @@ import torch
 from dtcomm import algorithms
 from dtcomm.codecs.base import Codec
 from dtcomm.codecs.spec import codec
-from dtcomm.planner.cost_model import Table, measured_bytes, parse, predict
-from dtcomm.planner.hardware import Topology
+from dtcomm.planner.cost_model import Table, Topology, measured_bytes, parse, predict
 from dtcomm.schedule.ir import REDUCING
 from dtcomm.schedule.verify import verify
 

@@ -336,7 +336,7 @@ def parse_codec(spec: object, argument: str = "codec") -> Codec:
     valid = f"valid codecs: {', '.join(names())}"
     if name == AUTO:
         reason = (
-            "'auto' is for the gradients of dtcomm.ddp.compress; here dtcomm.tp.calibrate (or `dtcomm tp calibrate`) "
+            "'auto' is for the gradients of dtcomm.ddp.compress; here dtcomm.extensions.calibrate "
             "measures which codec each layer tolerates and writes a plan, and latency=True sends sums uncompressed "
             "where that is predicted to be faster"
         )

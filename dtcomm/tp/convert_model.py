@@ -76,7 +76,7 @@ def compress(
         exclude: Shell patterns of layers, or of modules with all that they contain, that are cut over the ranks but
             communicate uncompressed, such as ``"lm_head"`` or ``["*.0.*", "*.down_proj"]``. Default: none.
         feedback: False or ``"auto"``: activations have no error feedback. Default: False.
-        guard: None: `dtcomm.tp.calibrate` measures the harm before, and the guards of `dtcomm.ddp.compress` and
+        guard: None: `dtcomm.extensions.calibrate` measures the harm before, and the guards of `dtcomm.ddp.compress` and
             `dtcomm.fsdp.compress` watch the loss while the model trains. Default: None.
         allow_inaccurate: Accept codecs in ``spec`` and ``backward_codec`` that lose more than 20 % (relative error) of
             Gaussian numbers. A plan's codecs are not checked: calibration measured them. Default: False.
@@ -154,7 +154,7 @@ def _require_options(
         )
     if guard is not None:
         raise ValueError(
-            "guard: tensor parallelism has none: dtcomm.tp.calibrate (or `dtcomm tp calibrate`) measures the harm to "
+            "guard: tensor parallelism has none: dtcomm.extensions.calibrate measures the harm to "
             "each layer before, and the guard= of dtcomm.ddp.compress and dtcomm.fsdp.compress watches the loss in "
             "training; valid: None"
         )
@@ -165,8 +165,8 @@ def _require_accurate(codec: Codec, argument: str) -> None:
     if error > MAX_ERROR:
         raise ValueError(
             f"{argument}: {codec} loses {error:.0%} of the activations (relative error; the limit is {MAX_ERROR:.0%}), "
-            "and nothing sends that later; use 4 bits or more, or a plan in which dtcomm.tp.calibrate has found the "
-            "layers that tolerate it; allow_inaccurate=True allows it"
+            "and nothing sends that later; use 4 bits or more, or a plan of dtcomm.extensions.calibrate with "
+            "the layers that tolerate it; allow_inaccurate=True allows it"
         )
 
 

@@ -2,7 +2,7 @@
 
 A plan maps name patterns to kinds of layers. It can be passed as a mapping, as the name of a built-in plan (`PLANS`),
 or as a file that ``dtcomm tp calibrate`` wrote, in which every layer has its own codec. `dtcomm.tp.compress` and
-`dtcomm.tp.emulate` resolve plans with `resolve_plan`.
+`dtcomm.extensions.calibrate.emulate` resolve plans with `resolve_plan`.
 """
 
 from __future__ import annotations
@@ -147,14 +147,18 @@ def read_plan(plan: Plan | str | Path | None, model_type: str = "") -> Plan:
     if plan is None:
         if model_type not in PLANS:
             raise ValueError(
-                f"plan: no built-in plan for models of type {model_type!r}; pass a plan, or a name: {', '.join(PLANS)}"
+                f"plan: no built-in plan for models of type {model_type!r}; pass a name: {', '.join(PLANS)}, or a plan "
+                "that dtcomm.extensions.calibrate.propose_plan finds"
             )
         return PLANS[model_type]
     if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
         return _load(Path(plan))
     if isinstance(plan, str):
         if plan not in PLANS:
-            raise ValueError(f"plan: unknown {plan!r}; valid: {', '.join(PLANS)}, a .json file, or patterns")
+            raise ValueError(
+                f"plan: unknown {plan!r}; valid: {', '.join(PLANS)}, patterns, or a plan or .json file of "
+                "dtcomm.extensions.calibrate"
+            )
         return PLANS[plan]
     return plan
 

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtcomm.codecs import Codec, Exact
+from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.kernels.epilogue import supports_epilogue
 from dtcomm.tp import functional
 from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
 from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, Norm
-from dtcomm.tp.invariant_sum import row_linear_in_terms
 from dtcomm.tp.row_linear import row_linear
 from dtcomm.tp.sharded_module import ShardedModule
 
@@ -177,9 +176,6 @@ class RowParallelLinear(_ParallelLinear):
         sequence_dim: The dimension of the sequence. Default: 1.
         chunks: Multiply the tokens in this many chunks, so that the sum of one chunk is communicated while the next is
             multiplied; ``"auto"`` chooses the number (`dtcomm.tp.row_linear`). Default: 1.
-        terms: Add up this many partial products in codec ``exact``, so that the result has the same bits on every
-            number of ranks that divides ``terms`` (`dtcomm.tp.invariant_sum`); it must divide ``in_features``. 0: one
-            partial product for each rank. Default: 0.
         transposed: Store the weight as [in_features, out_features], as GPT-2's Conv1D does. Default: False.
         algorithm: Algorithm of the sum, see `CommConfig`. Default: ``"auto"``.
         latency: Send small messages uncompressed where that is predicted to be faster; ``layer.comm.traffic`` counts
@@ -209,7 +205,6 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         chunks: int | str = 1,
-        terms: int = 0,
         transposed: bool = False,
         algorithm: Algorithm = "auto",
         latency: bool = True,
@@ -220,9 +215,6 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(
             make_comm_config(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
         )
-        if terms:
-            self._check_terms(terms, in_features, sequence_parallel)
-        self.terms = terms
         if chunks != "auto" and (
             not isinstance(chunks, int) or chunks < 1 or (chunks > 1 and sequence_parallel)
         ):
@@ -235,18 +227,6 @@ class RowParallelLinear(_ParallelLinear):
         self._register_weight(out_features, columns, 1, device, dtype)
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
-
-    def _check_terms(self, terms: int, in_features: int, sequence_parallel: bool) -> None:
-        if not isinstance(self.comm.codec, Exact):
-            raise ValueError(f"terms: needs codec='exact', got {str(self.comm.codec)!r}")
-        if sequence_parallel:
-            raise ValueError("terms: not with sequence_parallel; valid: 0")
-        if terms < 0 or terms % self.comm.world_size or in_features % terms:
-            raise ValueError(
-                f"terms: {terms}; valid: 0, or a multiple of the {self.comm.world_size} ranks that divides in_features "
-                f"({in_features})"
-            )
-        self.comm.codec.digits(terms)  # raises if the integers are too narrow
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x W' + b``, plus the residual stream if one is passed, added in the pass that decodes the sum.
@@ -281,10 +261,6 @@ class RowParallelLinear(_ParallelLinear):
             x = functional.split_to_ranks(x, self.comm)
         if self.sequence_dim is not None:
             y = functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.comm, self.sequence_dim)
-        elif self.terms:
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            y = row_linear_in_terms(x, self.matrix, self.comm, self.terms)
         elif torch.compiler.is_compiling():
             y = functional.reduce_from_ranks(F.linear(x, self.matrix), self.comm)
         elif not torch.is_autocast_enabled(x.device.type) and supports_epilogue(

@@ -11,13 +11,13 @@ import torch
 
 import dtcomm.collectives as C
 from dtcomm import tp
+from dtcomm.extensions.calibrate.emulate import emulate_all_reduce
 from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import FusedEpilogue
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
-from dtcomm.tp.emulate import emulate_all_reduce
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME
 from tests.support.host_sync_trace import trace
 from tests.unit.runtime.fused_epilogue_cases import (

@@ -1,4 +1,4 @@
-"""Kill ranks of `dtcomm.elastic` at random moments, and start others that join, while the rest train on.
+"""Kill ranks of `dtcomm.extensions.elastic` at random moments, and start others that join, while the rest train on.
 
 python -m tests.stress.elastic [--minutes 30] [--ranks 3] [--pause 1 4] [--method diloco|streaming] [--json FILE]
 
@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common import report
-from dtcomm.elastic import Coordinator
+from dtcomm.extensions.elastic import Coordinator
 from tests.stress import DETAILS
 from tests.stress.elastic_rank import OPTIONS
 from tests.stress.soak import MOST_GROWTH, left_behind

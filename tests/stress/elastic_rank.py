@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtcomm.elastic import ElasticLocalSGD
+from dtcomm.extensions.elastic import ElasticLocalSGD
 from tests.stress.soak_rank import resource_usage
 
 WIDTH = 64

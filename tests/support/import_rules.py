@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-ANY = frozenset({"*"})
+ANY = frozenset({"*"})  # every part but `extensions`
 LEAVES = frozenset({"errors", "env", "arguments"})
 
 
@@ -67,13 +67,13 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         "_autograd planner profiling compress collectives codecs kernels streams work", "torch transformers"
     ),
     "context_parallel": _INTEGRATION,
-    "batch_norm": _INTEGRATION,
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
     # Several integrations on one device mesh.
     "mesh": _may("tp collectives", "torch"),
     "local_sgd": _may("frameworks tp compress collectives kernels streams work", "torch"),
-    "elastic": (ANY, frozenset({"torch", "torchft"})),
+    # Not part of the core: no other part may import it. `dtcomm.cli.main` loads its commands by name.
+    "extensions": (ANY, frozenset({"torch", "rich", "matplotlib", "torchft"})),
     "backend": _may("_compilation compress collectives runtime codecs kernels streams work", "torch"),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
@@ -130,6 +130,8 @@ def _python_reason(part: str, name: str) -> str:
     if not parts or parts[0] not in PYTHON_RULES:
         return "" if allowed == ANY else "modules of the package may not import `dtcomm` itself"
     other = parts[0]
+    if other == "extensions" != part:
+        return "the core may not import extensions"
     if other == part or other in allowed or allowed == ANY or (other in LEAVES and part not in LEAVES):
         return ""
     return f"`{part}` may not import `{other}`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,9 @@ def test_every_file_is_covered() -> None:
         ("dtcomm/errors.py", "from dtcomm.env import KERNEL"),
         ("dtcomm/env.py", "import torch"),
         ("dtcomm/__init__.py", "import rich"),
+        ("dtcomm/tp/layers.py", "from dtcomm.extensions import extras"),
+        ("dtcomm/cli/main.py", "from dtcomm.extensions.elastic import command"),
+        ("dtcomm/launch/worker.py", "import importlib\nimportlib.import_module('dtcomm.extensions.jobs')"),
         ("dtcomm/newcomer/file.py", ""),
         ("dtcomm/newcomer.py", ""),
     ],
@@ -156,6 +160,37 @@ def test_importing_dtcomm_loads_no_optional_library() -> None:
     added = set(run.stdout.split())
     assert "dtcomm" in added
     assert not added & {"triton", "rich", "matplotlib", "hypothesis", "pytest"}
+
+
+def test_the_core_needs_no_extension(tmp_path: Path) -> None:
+    """All modules of the core can be imported from a copy of the package that has no extensions."""
+    copy = tmp_path / "dtcomm"
+    shutil.copytree(
+        ROOT / "dtcomm",
+        copy,
+        ignore=shutil.ignore_patterns("__pycache__", "extensions"),
+        copy_function=os.symlink,
+    )
+    code = (
+        "import importlib, pkgutil, sys, dtcomm\n"
+        "for module in pkgutil.walk_packages(dtcomm.__path__, 'dtcomm.'):\n"
+        "    try:\n"
+        "        module.name.endswith('__main__') or importlib.import_module(module.name)\n"
+        "    except ImportError as error:\n"  # of optional libraries and builds
+        "        if 'extensions' in str(error): raise\n"
+        "print(dtcomm.__path__[-1], len([name for name in sys.modules if name.startswith('dtcomm.')]))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stderr
+    path, modules = run.stdout.split()
+    assert path == str(copy) and int(modules) > 100
 
 
 # Packages whose circles are being removed.

@@ -17,10 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 import dtcomm.ddp
 import dtcomm.fsdp
 import dtcomm.tp
-from dtcomm.batch_norm import SyncBatchNorm
 from dtcomm.launch.ranks import run_ranks
 
 INPUTS = (2, 5, 3)  # of each rank
+
+
+class SyncBatchNorm(nn.BatchNorm1d):
+    """A layer that would average statistics over the ranks."""
+
+    process_group = None
 
 
 def make_model() -> nn.Module:

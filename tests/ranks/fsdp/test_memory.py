@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dtcomm import fsdp
+from dtcomm.extensions.jobs.training_model import ModelSize, rank_memory
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.planner.training_model import ModelSize, rank_memory
 
 WIDTH, LAYERS = 768, 6
 NUMEL = LAYERS * WIDTH * (WIDTH + 1)

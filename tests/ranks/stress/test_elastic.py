@@ -1,4 +1,4 @@
-"""A short campaign that kills and starts ranks of `dtcomm.elastic`."""
+"""A short campaign that kills and starts ranks of `dtcomm.extensions.elastic`."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import dtcomm
 from dtcomm import tp
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
+from dtcomm.extensions.calibrate.emulate import emulate_all_reduce
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional, row_linear
 from dtcomm.tp.comm_config import CommConfig
-from dtcomm.tp.emulate import emulate_all_reduce
 from dtcomm.tp.flash_all_reduce import Epilogue, FlashAllReduce, flash_all_reduce
 
 SPECS = [

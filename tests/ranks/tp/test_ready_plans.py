@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dtcomm import tp
+from dtcomm.extensions.calibrate import propose_plan
+from dtcomm.extensions.calibrate.emulate import emulate, restore
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.tp.emulate import emulate, restore
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 pytest.importorskip("transformers", reason="pip install transformers")
@@ -63,7 +64,7 @@ def compare_proposals(rank: int, ranks: int, families: tuple[str, ...]) -> None:
     """Plans that `propose_plan` found for families without a ready one."""
     for family in families:
         dense, model = tiny_model(family), tiny_model(family)
-        state = tp.compress(model, None, "none", tp.propose_plan(model, ranks).plan)
+        state = tp.compress(model, None, "none", propose_plan(model, ranks).plan)
         expected, logits = dense(TOKENS).logits, model(TOKENS).logits
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5, msg=family)
         expected.square().mean().backward()

@@ -13,9 +13,9 @@ from dtcomm import algorithms
 from dtcomm.algorithms import registry
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
+from dtcomm.extensions.jobs.hardware import find_system
+from dtcomm.extensions.jobs.sweep import run_sweep
 from dtcomm.planner import Measured, Table, select
-from dtcomm.planner.hardware import find_system
-from dtcomm.planner.sweep import run_sweep
 from dtcomm.schedule import Builder, Schedule, verify
 
 

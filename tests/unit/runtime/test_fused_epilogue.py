@@ -20,6 +20,7 @@ from dtcomm.collectives import (
     reduce_scatter,
 )
 from dtcomm.collectives import run as run_schedule
+from dtcomm.extensions.calibrate.emulate import emulate_all_reduce
 from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
@@ -28,7 +29,6 @@ from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import CommConfig
-from dtcomm.tp.emulate import emulate_all_reduce
 from dtcomm.tp.flash_all_reduce import Epilogue, Norm, flash_all_reduce
 from tests.support.op_recorder import not_recording
 from tests.support.stream_checker import RecordedStreams

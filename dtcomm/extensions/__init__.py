@@ -1,0 +1,26 @@
+"""Extensions: parts that use the core and that the core does not know.
+
+- `jobs` predicts collectives, training steps and whole jobs on hardware that need not exist: ``dtcomm plan``.
+- `elastic` trains with ranks that come and go: ``dtcomm coordinator``.
+- `calibrate` makes plans of tensor parallelism: ``dtcomm tp``.
+- `extras` has a run monitor, a metrics server, a balanced sampler, batch normalization, an optimizer for coarse codecs
+  and sums with the same bits on every number of ranks.
+
+An extension imports any part of dtcomm and no other extension. No part of the core imports an extension; a command of
+the command line is loaded by its name when it is called.
+"""
+
+import importlib
+from types import ModuleType
+
+_PACKAGES = ("calibrate", "elastic", "extras", "jobs")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _PACKAGES:
+        return importlib.import_module(f"dtcomm.extensions.{name}")
+    raise AttributeError(f"module 'dtcomm.extensions' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES})

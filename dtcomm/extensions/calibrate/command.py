@@ -1,0 +1,307 @@
+"""Command ``dtcomm tp``: proposes a plan for a model (``inspect``), or measures a codec for each layer (``calibrate``).
+
+Both write plan files for `dtcomm.tp.compress`. ``inspect`` makes the model on the meta device, so a model of any size
+is inspected without its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtcomm.cli._common import COLOURS, styled_pyplot
+from dtcomm.extensions.calibrate.calibration import CANDIDATES, Batch, Calibration, calibrate
+from dtcomm.extensions.calibrate.propose import propose_plan
+from dtcomm.profiling.tables import format_table
+from dtcomm.tp.hf_transformers import from_config, from_folder
+from dtcomm.tp.layer_plan import PLANS
+
+INSPECT_HELP = """\
+MODEL is one of
+  a folder with a model of transformers, of which config.json is read and nothing is downloaded,
+  a model type of transformers, such as llama or olmo2, with the sizes of its default configuration,
+  package.module:function: a function without arguments that returns a torch.nn.Module."""
+CALIBRATE_HELP = """\
+MODEL is a folder with a causal language model of transformers and its tokenizer, or package.module:function: a function
+without arguments that returns a model, batches and, if there is no ready plan, a plan (name pattern -> kind of layer).
+Batches are tokens [batch, length], or pairs of inputs and targets."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; return 0, or 2 if an argument or a file is wrong."""
+    parser = argparse.ArgumentParser(prog="dtcomm tp")
+    commands = parser.add_subparsers(required=True, metavar="{inspect,calibrate}")
+    _add_inspect(commands)
+    _add_calibrate(commands)
+    options = parser.parse_args(argv)
+    try:
+        return int(options.run(options))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"dtcomm tp {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def call_function(text: str) -> Any:
+    """Return what the function of ``package.module:function`` returns; modules of the current folder are found too.
+
+    Raises:
+        ValueError: There is no such module or function.
+    """
+    module, _, function = text.partition(":")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"MODEL: {text}: {error}") from None
+    return make()
+
+
+def _wrote(path: Path) -> None:
+    print(f"Wrote {path}: dtcomm.tp.compress(model, mesh, plan={str(path)!r})", file=sys.stderr)
+
+
+# --- inspect --------------------------------------------------------------------------------------------------
+
+
+def _add_inspect(commands: Any) -> None:
+    command: argparse.ArgumentParser = commands.add_parser(
+        "inspect",
+        help="propose a plan for a model",
+        description="Propose which layers of a model can be cut over the ranks, and say why the others cannot.",
+        epilog=INSPECT_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=inspect, command="inspect")
+    command.add_argument(
+        "model", metavar="MODEL", help="a folder, a model type or package.module:function; see below"
+    )
+    command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
+    command.add_argument(
+        "--vocabulary", action="store_true", help="cut the embedding and the output layer too"
+    )
+    command.add_argument(
+        "--out", type=Path, help="write a plan file, for dtcomm.tp.compress(model, mesh, plan=...)"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Print the plan that is proposed for a model, and write it."""
+    proposal = propose_plan(make_model(options.model), options.ranks, vocabulary=options.vocabulary)
+    if options.out is not None:
+        proposal.write(options.out)
+    print(json.dumps(proposal.to_dict(), indent=1) if options.json else proposal)
+    if options.out is not None:
+        _wrote(options.out)
+    return 0
+
+
+def make_model(text: str) -> nn.Module:
+    """Return the model that MODEL names, on the meta device.
+
+    Raises:
+        RuntimeError: transformers is needed and not installed.
+        ValueError: There is no such model.
+    """
+    with torch.device("meta"):
+        if ":" in text:
+            model = call_function(text)
+            if not isinstance(model, nn.Module):
+                raise ValueError(f"MODEL: {text} returned {type(model).__name__}; expected a torch.nn.Module")
+            return model
+        return from_config(text)
+
+
+# --- calibrate ------------------------------------------------------------------------------------------------
+
+
+def _add_calibrate(commands: Any) -> None:
+    command: argparse.ArgumentParser = commands.add_parser(
+        "calibrate",
+        help="measure each layer in each codec and write a plan",
+        description="Measure the error of each codec in each layer of a model and write a plan file.",
+        epilog=CALIBRATE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run_calibration, command="calibrate")
+    command.add_argument(
+        "model", metavar="MODEL", help="a folder of transformers, or package.module:function; see below"
+    )
+    command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
+    command.add_argument(
+        "--plan", help=f"kinds of layers: {', '.join(PLANS)} or a .json file (default: by the model's type)"
+    )
+    command.add_argument(
+        "--codecs", nargs="+", default=list(CANDIDATES), help=f"candidates ({' '.join(CANDIDATES)})"
+    )
+    command.add_argument(
+        "--budget", type=float, default=1.0, help="largest increase of perplexity, in percent (1)"
+    )
+    command.add_argument(
+        "--text", type=Path, help="for a folder: the text to measure on (default: the source of Python)"
+    )
+    command.add_argument("--batches", type=int, default=4, help="number of batches to measure on (4)")
+    command.add_argument("--batch-size", type=int, default=4, help="for a folder: rows of a batch (4)")
+    command.add_argument("--length", type=int, default=128, help="for a folder: tokens per row (128)")
+    command.add_argument(
+        "--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)"
+    )
+    command.add_argument(
+        "--json", metavar="FILE", help="write all figures as JSON; - writes to standard output"
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the divergence of the logits for each layer and codec"
+    )
+    command.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run_calibration(options: argparse.Namespace) -> int:
+    """Measure the layers of a model, write the plan, and show the figures."""
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeError("--plot needs matplotlib: pip install matplotlib")
+    model, batches, plan = _load(options)
+    with _progress(options.quiet or options.json == "-") as progress:
+        calibration = calibrate(
+            model,
+            batches,
+            options.ranks,
+            options.plan or plan,
+            codecs=options.codecs,
+            budget=options.budget / 100,
+            progress=progress,
+        )
+    calibration.write(options.out)
+    if options.json is not None:
+        layers = {
+            name: {"kind": entry.kind, "codec": entry.codec} for name, entry in calibration.layers.items()
+        }
+        text = json.dumps({**calibration.to_dict(), "layers": layers}, indent=1) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(options.json).write_text(text, encoding="utf-8")
+    if options.json != "-":
+        show(calibration)
+    if options.plot is not None:
+        plot(calibration, options.plot)
+        print(f"Wrote {options.plot}", file=sys.stderr)
+    _wrote(options.out)
+    return 0
+
+
+def _load(options: argparse.Namespace) -> tuple[nn.Module, Sequence[Batch], Any]:
+    if ":" not in options.model:
+        text = options.text.read_text(encoding="utf-8") if options.text else _python_source()
+        sizes = {"batches": options.batches, "size": options.batch_size, "length": options.length}
+        model, batches = from_folder(options.model, text, **sizes)
+        return model, batches, None
+    result = call_function(options.model)
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise ValueError(
+            f"MODEL: {options.model} returned {type(result).__name__}; expected model, batches[, plan]"
+        )
+    batches = list(result[1])[: options.batches]
+    if not all(isinstance(batch, (torch.Tensor, tuple)) for batch in batches):
+        raise ValueError(
+            f"MODEL: {options.model}: returned other batches; expected tensors or pairs of inputs and targets"
+        )
+    return result[0], batches, result[2] if len(result) == 3 else None
+
+
+def _python_source() -> str:
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
+    return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Any:
+    """Yield a function of (done, total) that shows progress on a terminal."""
+    ignore: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
+    if quiet or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield ignore
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def plan_summary(calibration: Calibration) -> list[str]:
+    """Return sentences that describe the plan."""
+    change = calibration.plan_error
+    sentences = [
+        f"{calibration.ranks} ranks, {calibration.tokens} tokens, "
+        f"uncompressed perplexity {calibration.perplexity:.4f}; with the plan "
+        f"{100 * change.perplexity:+.3f} % (budget {100 * calibration.budget:g} %), logits diverge by "
+        f"{change.divergence:.3g} nats per token.",
+        f"{calibration.mean_bits:.2f} bits per element on the wire, mean over layers; "
+        f"{calibration.bits['none']:g} uncompressed.",
+    ]
+    spent = {name: calibration.bits[str(calibration.layers[name].codec)] for name in calibration.errors}
+    widest = [name for name, bits in spent.items() if bits == max(spent.values())]
+    if not calibration.high_precision and len(widest) < len(spent):
+        sentences.append(f"Widest codec, for the most sensitive layers: {', '.join(widest)}.")
+    if calibration.high_precision:
+        sentences.append(f"Kept at high precision: {', '.join(calibration.high_precision)}.")
+    return sentences
+
+
+def show(calibration: Calibration) -> None:
+    """Print errors and changes of perplexity of each layer in each codec, the chosen codecs, and a summary."""
+    specs = [spec for spec in calibration.bits if spec != "none"]
+    head = ["layer", *(f"{spec} ({calibration.bits[spec]:.3g} bits)" for spec in specs), "plan"]
+    rows = [
+        [
+            name,
+            *(
+                f"{100 * errors[spec].relative:.2g} % / {100 * errors[spec].perplexity:+.2g} %"
+                for spec in specs
+            ),
+            str(calibration.layers[name].codec),
+        ]
+        for name, errors in calibration.errors.items()
+    ]
+    print("relative error of a layer's output / change of perplexity, only that layer compressed")
+    print("\n".join([*format_table(head, rows, left=(0, len(head) - 1)), *plan_summary(calibration)]))
+
+
+def plot(calibration: Calibration, path: Path) -> None:
+    """Plot the divergence of the logits for each layer and codec, with rings around the plan's choices."""
+    names = list(calibration.errors)
+    with styled_pyplot() as pyplot:
+        figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.28 * len(names)), layout="constrained")
+        for colour, spec in zip(COLOURS[1:] * 3, [spec for spec in calibration.bits if spec != "none"]):
+            values = [max(calibration.errors[name][spec].divergence, 1e-9) for name in names]
+            axes.scatter(values, range(len(names)), s=26, color=colour, label=spec, zorder=3)
+            chosen: list[Any] = [
+                (value, at)
+                for at, (name, value) in enumerate(zip(names, values, strict=True))
+                if calibration.layers[name].codec == spec
+            ]
+            if chosen:
+                across, down = zip(*chosen, strict=True)
+                axes.scatter(across, down, s=110, facecolors="none", edgecolors=colour, zorder=3)
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.grid(visible=True)
+        axes.set_xlabel("divergence of the logits, nats per token, only that layer compressed")
+        axes.set_title(
+            f"rings: the plan within {100 * calibration.budget:g} % of perplexity, {calibration.ranks} ranks"
+        )
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)

@@ -1,0 +1,37 @@
+"""Tools beside a training run: monitoring, unlike ranks, and layers and optimizers for special cases.
+
+- `RunMonitor` reports model FLOPs, shares of axes and slow ranks; `MetricsServer` serves ``metrics()`` to Prometheus.
+- `BalancedSampler` sizes each rank's batches by its speed; `balance` connects it to the state of a DDP model.
+- `FrozenVariance` keeps Adam's second moment after a warm-up, for coarse codecs; `freeze_variance` does so for a
+  `dtcomm.fsdp.ShardedOptimizer`.
+- `SyncBatchNorm` sums the statistics of all ranks in a codec.
+- `InvariantRowParallelLinear` gives the same bits on every number of ranks.
+"""
+
+from dtcomm.extensions.extras.balanced_sampler import BalancedSampler, balance
+from dtcomm.extensions.extras.batch_norm import SyncBatchNorm
+from dtcomm.extensions.extras.frozen_variance import FrozenVariance, freeze_variance
+from dtcomm.extensions.extras.invariant_sum import InvariantRowParallelLinear
+from dtcomm.extensions.extras.metrics_server import MetricsServer
+from dtcomm.extensions.extras.model_flops import count_flops, peak_flops, transformer_flops
+from dtcomm.extensions.extras.run_monitor import AxisShare, RunMonitor, RunReport
+from dtcomm.extensions.extras.stragglers import RankSpeed, Straggler, find_stragglers
+
+__all__ = [
+    "AxisShare",
+    "BalancedSampler",
+    "FrozenVariance",
+    "InvariantRowParallelLinear",
+    "MetricsServer",
+    "RankSpeed",
+    "RunMonitor",
+    "RunReport",
+    "Straggler",
+    "SyncBatchNorm",
+    "balance",
+    "count_flops",
+    "find_stragglers",
+    "freeze_variance",
+    "peak_flops",
+    "transformer_flops",
+]

@@ -1,0 +1,336 @@
+"""Whole jobs for ``dtcomm plan``: runs the search, and prints the winner, the candidates and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dtcomm.cli._common import COLOURS, styled_pyplot
+from dtcomm.extensions.jobs import AXES, JobPlan, JobStep, SiteMethod, across_sites, search
+from dtcomm.extensions.jobs.command.job_options import WAN_CODECS, JobOptions
+from dtcomm.extensions.jobs.command.options import PlanOptions, count_name
+from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, size_name, time_name
+
+WIDTH = 146
+AXIS_NAMES = {
+    "dp": "gradients (dp)",
+    "params": "parameters (params)",
+    "tp": "tensor (tp)",
+    "pp": "pipeline (pp)",
+    "cp": "context (cp)",
+    "ep": "experts (ep)",
+}
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "residuals", "activations", "buffers")
+ASSUMPTIONS = (
+    "matrix products and attention reach the shares of the peak that were fitted to published runs",
+    "stages are as equal as whole layers allow, the output matrix is divided among them, experts are balanced",
+    "context parallelism is ring attention; sums of tensor parallelism and tokens to experts overlap with nothing",
+    "a token goes to a rank or another host once; the codec of ep is that of tokens, outputs and gradients are in bf16",
+    "optimizer: Adam in fp32 with an fp32 copy of 16-bit parameters; gradients are kept in fp32",
+    "6 % of a device's memory is left for the allocator and for libraries",
+    "what a codec does to the training is not part of the estimate: see docs/guides/codecs.md",
+)
+
+
+def plan_job(options: PlanOptions) -> int:
+    """Search, print, and write what was asked for; return 0, 1 if nothing fits, or 2 if an argument is wrong."""
+    chosen = options.job
+    assert chosen is not None
+    try:
+        plan = search(chosen.job, options.codecs, chosen.fixed)
+    except ValueError as error:
+        print(f"dtcomm plan: {error}", file=sys.stderr)
+        return 2
+    methods: list[SiteMethod] = []
+    if chosen.wide_area is not None and plan.winner is not None:
+        specs = options.codecs if options.codecs != ["int8"] else WAN_CODECS
+        methods = across_sites(plan.winner, chosen.wide_area, specs)
+    if options.json is not None:
+        text = json.dumps(as_dict(plan, chosen, methods), indent=1, allow_nan=False) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(options.json).write_text(text)
+    if options.json != "-":
+        print_job(plan, chosen, methods)
+    if options.plot is not None:
+        if plan.winner is None:
+            print("dtcomm plan: --plot: nothing fits, so nothing is plotted", file=sys.stderr)
+        else:
+            plot(plan, chosen, methods, options.plot)
+            print(f"Wrote {options.plot}", file=sys.stderr)
+    return 0 if plan.winner is not None else 1
+
+
+def candidates(plan: JobPlan, top: int) -> list[JobStep]:
+    """Return the winner and the next best layouts, with codecs or without them."""
+    rows = [*plan.steps[:top]]
+    if plan.compressed and plan.compressed[0].seconds < (
+        plan.steps[0].seconds if plan.steps else float("inf")
+    ):
+        rows += plan.compressed[: max(1, top // 2)]
+    return sorted(rows, key=lambda step: (step is not plan.winner, step.seconds))[: top + 1]
+
+
+def verdict(plan: JobPlan) -> str:
+    """Return why the winner wins, in one sentence."""
+    step = plan.winner
+    if step is None:
+        need = min(plan.misfits, key=lambda misfit: misfit.total, default=None)
+        device = plan.job.system.device
+        least = f"; the least is {size_name(round(need.total))} with {need.layout}" if need else ""
+        return f"no layout fits in {size_name(device.memory_bytes)} of {device.name}{least}: use more hosts"
+    loss = {
+        "recomputation": step.recompute,
+        "the bubble": step.bubble,
+        "the optimizer": step.optimizer,
+        **{f"exposed {AXIS_NAMES[axis]}": step.exposed[axis] for axis in AXES},
+    }
+    ranked = sorted(((value / step.seconds, name) for name, value in loss.items()), reverse=True)
+    costs = (
+        ", ".join(f"{share:.0%} {name}" for share, name in ranked if share >= 0.005)
+        or "nothing but computing"
+    )
+    text = f"{step.layout}: {time_name(step.seconds)} a step, MFU {step.mfu:.1%}; beside computing: {costs}"
+    others = [other for other in plan.steps if other is not step and other.layout.codecs == ()]
+    if step.layout.codecs:
+        text += f"; codecs gain {plan.speedup:.2f}x over the best layout without them"
+    elif plan.compressed and plan.speedup > 1:
+        text += (
+            f"; codecs would gain {plan.speedup:.2f}x, within the error of the estimate ({MIN_SPEEDUP:g}x)"
+        )
+    else:
+        text += "; no codec makes it faster"
+    if others and not step.layout.codecs:
+        text += f"; the next layout ({others[0].layout}) takes {others[0].seconds / step.seconds:.2f} times as long"
+    return text
+
+
+def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -> dict[str, Any]:
+    """Return JSON values; times in milliseconds, memory in bytes."""
+    job, model = plan.job, plan.job.model
+    wide = options.wide_area
+    return {
+        "version": 1,
+        "model": {
+            "name": model.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+            "flops_per_token": model.flops_per_token(job.seq),
+        },
+        "system": job.system.as_dict(),
+        "batch": job.batch,
+        "seq": job.seq,
+        "dtype": str(job.dtype).removeprefix("torch."),
+        "fixed": options.fixed,
+        "winner": None if plan.winner is None else plan.winner.as_dict(),
+        "candidates": [step.as_dict() for step in candidates(plan, options.top)],
+        "codec_speedup": None if not plan.steps else round(plan.speedup, 4),
+        "tried": {"possible": plan.tried[0], "fit": plan.tried[1]},
+        "misfits": [misfit.as_dict() for misfit in plan.misfits],
+        "findings": [{"name": finding.name, "text": finding.text} for finding in plan.findings],
+        "verdict": verdict(plan),
+        "assumptions": list(ASSUMPTIONS),
+        "across_sites": None
+        if wide is None
+        else {
+            "sites": wide.sites,
+            "gbytes": wide.port.gbytes,
+            "rtt_ms": wide.rtt_ms,
+            "every": wide.every,
+            "methods": [method.as_dict() for method in methods],
+        },
+    }
+
+
+def print_job(
+    plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], console: Console | None = None
+) -> None:
+    """Print the plan."""
+    console = console or Console()
+    if console.width < WIDTH:
+        console = Console(width=WIDTH, file=console.file)
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    job, model, system = plan.job, plan.job.model, plan.job.system
+    active = f" ({count_name(model.active_parameters)} active)" if model.experts else ""
+    line(
+        f"{model.name}: {count_name(model.parameters)} parameters{active}, "
+        f"{model.layers} layers of width {model.hidden}"
+    )
+    line(
+        f"{job.batch:,} sequences of {job.seq:,} tokens a step, {str(job.dtype).removeprefix('torch.')}, on "
+        f"{system.ranks} x {system.device.name}: {system.hosts} host(s) of {system.per_host}, {system.name}"
+    )
+    if system.leaf_hosts:
+        line(
+            f"{system.leaf_hosts} hosts below a leaf switch, oversubscription {system.oversubscription:g} above"
+        )
+    line(f"{plan.tried[0]:,} layouts are possible, {plan.tried[1]:,} fit in memory")
+    if plan.winner is not None:
+        console.print(_candidates_table(plan, candidates(plan, options.top)))
+        console.print(_axes_table(plan.winner))
+        console.print(_memory_table(candidates(plan, options.top)))
+    for misfit in plan.misfits:
+        line(
+            f"does not fit: {misfit.stage} needs at least {size_name(round(misfit.total))} ({misfit.layout}), "
+            f"{size_name(round(misfit.part_bytes))} of it for {misfit.part}",
+            "yellow",
+        )
+    for finding in plan.findings:
+        line(f"anti-pattern: {finding.name}: {finding.text}", "yellow")
+    if options.wide_area is not None and methods:
+        console.print(_sites_table(methods, options))
+    line("assumed, not measured:", "dim")
+    for text in ASSUMPTIONS:
+        line(f"- {text}", "dim")
+    line(f"verdict: {verdict(plan)}", "bold")
+    if methods:
+        best, plain = methods[0], next(m for m in methods if m.method == "DDP" and m.codec == "none")
+        line(
+            f"across sites: {best.method} with {best.codec}: {time_name(best.seconds)} a step, "
+            f"{size_name(round(best.bytes_per_step))} a step from each site; DDP without a codec takes "
+            f"{time_name(plain.seconds)}, {plain.seconds / best.seconds:.1f} times as long",
+            "bold",
+        )
+
+
+def _candidates_table(plan: JobPlan, steps: Sequence[JobStep]) -> Table:
+    table = Table(title="candidates, the winner first", title_justify="left")
+    table.add_column("layout", overflow="fold")
+    for name in ("step", "MFU", "exposed", "bubble", "recompute", "efficiency", "tokens/s", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for step in steps:
+        table.add_row(
+            str(step.layout),
+            time_name(step.seconds),
+            f"{step.mfu:.1%}",
+            f"{step.exposed_total / step.seconds:.1%}",
+            f"{step.bubble_share:.1%}",
+            f"{step.recompute / step.seconds:.1%}",
+            f"{step.efficiency:.1%}",
+            f"{step.tokens_per_second:,.0f}",
+            size_name(round(step.memory.total)),
+            style="bold" if step is plan.winner else None,
+        )
+    return table
+
+
+def _axes_table(step: JobStep) -> Table:
+    table = Table(title="communication of the winner", title_justify="left")
+    table.add_column("axis", no_wrap=True)
+    table.add_column("codec", no_wrap=True)
+    for name in ("communication", "exposed", "of the step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for axis in AXES:
+        if step.communication[axis]:
+            table.add_row(
+                AXIS_NAMES[axis],
+                step.layout.codec(axis),
+                time_name(step.communication[axis]),
+                time_name(step.exposed[axis]),
+                f"{step.exposed[axis] / step.seconds:.1%}",
+            )
+    if not table.rows:
+        table.add_row("none", "-", "-", "-", "-")
+    return table
+
+
+def _memory_table(steps: Sequence[JobStep]) -> Table:
+    table = Table(
+        title="memory of a rank, and its activations without and with recomputation", title_justify="left"
+    )
+    table.add_column("layout", overflow="fold")
+    for name in (*MEMORY_PARTS, "total", "kept", "recomputed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for step in steps:
+        memory = step.memory
+        sizes = [getattr(memory, name) for name in MEMORY_PARTS]
+        sizes += [memory.total, memory.activations_kept, memory.activations_full]
+        table.add_row(str(step.layout), *(size_name(round(size)) if size else "-" for size in sizes))
+    return table
+
+
+def _sites_table(methods: Sequence[SiteMethod], options: JobOptions) -> Table:
+    wide = options.wide_area
+    assert wide is not None
+    table = Table(
+        title=f"across {wide.sites} sites: {wide.port.gbytes * 8:.3g} Gbit/s each way, {wide.rtt_ms:g} ms, "
+        f"H = {wide.every}",
+        title_justify="left",
+    )
+    for name in ("method", "codec"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step", "exposed", "sent a step", "hidden from"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for method in methods:
+        table.add_row(
+            method.method,
+            method.codec,
+            time_name(method.seconds),
+            time_name(method.exposed),
+            size_name(round(method.bytes_per_step)),
+            "-" if method.peak_gbit is None else f"{method.peak_gbit:.3g} Gbit/s",
+        )
+    return table
+
+
+def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path: Path) -> None:
+    """Draw what the step of each candidate consists of, and its memory; or the steps across sites."""
+    steps = candidates(plan, options.top)[::-1]
+    labels = [str(step.layout).replace(", micro-batch", "\nmicro-batch") for step in steps]
+    with styled_pyplot() as pyplot:
+        figure, (left, right) = pyplot.subplots(
+            1, 2, figsize=(14, 1.6 + 0.6 * max(len(steps), len(methods))), sharey=not methods
+        )
+        parts = [
+            ("computing", [step.compute - step.recompute for step in steps]),
+            ("recomputation", [step.recompute for step in steps]),
+            ("bubble", [step.bubble for step in steps]),
+            ("optimizer", [step.optimizer for step in steps]),
+            *((f"exposed {axis}", [step.exposed[axis] for step in steps]) for axis in AXES),
+        ]
+        _stacked(left, labels, [part for part in parts if any(part[1])], "seconds of a step")
+        if methods:
+            names = [f"{method.method}, {method.codec}" for method in methods[::-1]]
+            inside = methods[0].seconds - methods[0].exposed
+            bars = [
+                ("inside a site", [inside] * len(methods)),
+                ("exposed", [m.exposed for m in methods[::-1]]),
+            ]
+            _stacked(right, names, bars, "seconds of a step across sites")
+        else:
+            memory = [(name, [getattr(step.memory, name) / 2**30 for step in steps]) for name in MEMORY_PARTS]
+            _stacked(right, labels, [part for part in memory if any(part[1])], "GiB of a rank")
+            right.axvline(plan.job.system.device.memory_gib, color=COLOURS[3], linestyle="--", linewidth=1)
+        model, system = plan.job.model, plan.job.system
+        figure.suptitle(
+            f"{model.name} on {system.ranks} x {system.device.name}, {plan.job.batch} x {plan.job.seq} tokens"
+        )
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+
+def _stacked(
+    axes: Any, labels: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], name: str
+) -> None:
+    begin = [0.0] * len(labels)
+    places = range(len(labels))
+    for at, (part, values) in enumerate(parts):
+        colour = COLOURS[at % len(COLOURS)]
+        axes.barh(
+            places, values, left=begin, label=part, color=colour, hatch="//" if at >= len(COLOURS) else None
+        )
+        begin = [start + value for start, value in zip(begin, values)]
+    axes.set_yticks(list(places), labels)
+    axes.set_xlabel(name)
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)

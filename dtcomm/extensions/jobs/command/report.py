@@ -1,0 +1,373 @@
+"""Output of ``dtcomm plan``: tables and verdicts, a plot, and the memory tables of ``--memory``.
+
+The plot of a collective shows bus bandwidth and speed-up against size, that of a training step its time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dtcomm.cli._common import COLOURS, GREY, INK, styled_pyplot
+from dtcomm.extensions.jobs.command.options import PlanOptions, count_name
+from dtcomm.extensions.jobs.command.training import Training
+from dtcomm.extensions.jobs.hardware import System
+from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name, time_name
+from dtcomm.extensions.jobs.training_model import ModelSize, RankMemory, memory_table
+
+WIDTH = 146  # least columns; a narrower terminal wraps the lines
+
+
+MOST_SIZES = 8  # of a step's messages that are printed
+
+
+def print_plan(sweeps: Sequence[Sweep], training: Training | None, console: Console | None = None) -> None:
+    """Print the estimates of a collective, or those of a training step, its messages first."""
+    console = console or Console()
+    if console.width < WIDTH:
+        console = Console(width=WIDTH, file=console.file)
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    line(_header(sweeps[0], training))
+    if training is None:
+        console.print(_collectives_table(sweeps[0].rows, {}))
+    else:
+        for messages in training.messages:
+            largest = sorted(messages.counts, key=lambda size: size * messages.counts[size])[-MOST_SIZES:]
+            shown: Counter[int] = Counter()
+            for size in largest:
+                shown[messages.fastest["none", size].nbytes] += messages.counts[size]
+            rows = [row for row in messages.sweep.rows if row.best.nbytes in shown]
+            console.print(_collectives_table(rows, shown, f"{messages.sweep.collective}: messages of a step"))
+            if len(largest) < len(messages.counts):
+                line(
+                    f"and {len(messages.counts) - len(largest)} other sizes with fewer bytes (--json has all)"
+                )
+        console.print(_training_table(training))
+        for note in training.notes:
+            line(note, "dim")
+    skipped = sorted({name for sweep in sweeps for name in sweep.skipped})
+    if skipped:
+        line(f"not estimated because the schedule is too large: {', '.join(skipped)}")
+    assumptions = sweeps[0].assumptions if training is None else training.assumptions
+    if assumptions:
+        line("assumed, not measured:", "dim")
+        for text in assumptions:
+            line(f"- {text}", "dim")
+    if training is None:
+        for text in sweeps[0].verdicts:
+            line(f"verdict: {text}", "bold")
+        return
+    for text in training.warnings:
+        line(f"warning: {text}", "yellow")
+    line(f"verdict: {training.verdict}", "bold")
+
+
+def _header(sweep: Sweep, training: Training | None) -> str:
+    system = sweep.system
+    inside, between = system.inside, system.between
+    memory = f", {size_name(system.device.memory_bytes)} a rank" if system.device.memory_bytes else ""
+    lines = [
+        f"{sweep.collective} of {str(sweep.dtype).removeprefix('torch.')}"
+        if training is None
+        else training.title,
+        f"on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name} "
+        f"({system.device.name}{memory})",
+        f"inside {inside.gbytes:.4g} GB/s a rank, {inside.latency_us:g} us"
+        + (
+            f"; between {system.nics} x {between.gbytes:.4g} GB/s a host, {between.latency_us:g} us"
+            if system.hosts > 1
+            else ""
+        ),
+    ]
+    if training is not None:
+        lines.append(training.computing)
+    if sweep.table.measured and not system.device.generation:
+        lines.append(f"measured times: {sweep.table.source}{_placement_note(sweep)}")
+    return "\n".join(lines)
+
+
+def _placement_note(sweep: Sweep) -> str:
+    known = {measured.placement for measured in sweep.table.measured if measured.hosts == 1}
+    if not sweep.placement or sweep.placement in known:
+        return f"; the CPUs are {sweep.placement} now" if sweep.placement else ""
+    return f"; the CPUs are {sweep.placement} now, which was not measured: run `dtcomm tune` again to add these times"
+
+
+def _collectives_table(
+    rows: Sequence[SweepRow], counts: Mapping[int, int], title: str | None = None
+) -> Table:
+    """Return a table of estimates, with a column of how often each size is sent if ``counts`` has that."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("size", justify="right", no_wrap=True)
+    if counts:
+        table.add_column("times", justify="right", no_wrap=True)
+    table.add_column("codec", no_wrap=True)
+    table.add_column("algorithm", overflow="fold")  # long names are folded, not numbers
+    for name in ("time", "algbw GB/s", "busbw GB/s", "speed-up", "sent", "encoded"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("runs on; what takes the time")
+    last = None
+    for row in rows:
+        estimate = row.best
+        if last not in (None, estimate.nbytes):
+            table.add_section()
+        again = last == estimate.nbytes
+        faster = f"{row.speedup:.2f}x"
+        table.add_row(
+            "" if again else size_name(estimate.nbytes),
+            *([] if not counts else ["" if again else f"{counts[estimate.nbytes]:,}"]),
+            estimate.codec,
+            estimate.algorithm,
+            time_name(estimate.seconds),
+            f"{estimate.algbw:.2f}",
+            f"{estimate.busbw:.2f}",
+            faster if estimate.codec == "none" else f"[{'green' if row.speedup > 1 else 'red'}]{faster}[/]",
+            size_name(estimate.wire_bytes),
+            f"{estimate.encodings}x" if estimate.encodings else "-",
+            f"nccl {estimate.detail}" if estimate.engine == "nccl" else estimate.detail,
+        )
+        last = estimate.nbytes
+    return table
+
+
+def _training_table(training: Training) -> Table:
+    table = Table()
+    sharded = training.strategy == "FSDP"
+    for name in ("gradients", "parameters") if sharded else ("codec",):
+        table.add_column(name, no_wrap=True)
+    checked = any(row.memory is not None for row in training.rows)
+    for name in (
+        *("step", "communication", "hidden", "scaling"),
+        *(["MFU"] if training.flops is not None else []),
+        *("speed-up", "residuals", "buffers"),
+        *(["memory of a rank"] if checked else []),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in training.rows:
+        cells = [row.codec, *([row.parameters] if sharded else [])]
+        cells += [time_name(row.step.seconds), time_name(row.step.communication)]
+        cells += [f"{row.step.hidden:.0%}", f"{row.step.efficiency:.1%}"]
+        cells += [] if row.mfu is None else [f"{row.mfu:.1%}"]
+        cells += [
+            f"{row.speedup:.2f}x",
+            size_name(row.residual_bytes) if row.residual_bytes else "-",
+            size_name(row.buffer_bytes) if row.buffer_bytes else "-",
+        ]
+        if row.memory is not None:
+            total = size_name(round(row.memory.total))
+            cells.append(f"[red]{total}: does not fit[/red]" if row.fits is False else total)
+        table.add_row(*cells)
+    return table
+
+
+def plot(sweeps: Sequence[Sweep], training: Training | None, path: Path) -> None:
+    """Write the plot of a collective or of a training step, in the format of the path's extension."""
+    panels = 2 if training is None else 1
+    with styled_pyplot() as pyplot:
+        figure, axes = pyplot.subplots(
+            1, panels, figsize=(1 + 5 * panels, 4.8), layout="constrained", squeeze=False
+        )
+        if training is None:
+            lines = _plot_lines(sweeps[0])
+            _plot_bandwidth(axes[0][0], lines)
+            _plot_speedups(axes[0][1], sweeps[0], lines)
+        else:
+            _plot_steps(axes[0][0], training)
+        system = sweeps[0].system
+        what = sweeps[0].collective if training is None else f"{training.strategy} step"
+        figure.suptitle(
+            f"{what} on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name}",
+            x=0.01,
+            ha="left",
+            fontsize=12,
+        )
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+
+def _plot_lines(sweep: Sweep) -> dict[str, list[SweepRow]]:
+    # One line for each codec, or for each codec and algorithm if several algorithms were requested.
+    several = len({(row.best.nbytes, row.best.codec) for row in sweep.rows}) < len(sweep.rows)
+    lines: dict[str, list[SweepRow]] = {}
+    for row in sweep.rows:
+        name = f"{row.best.codec}, {row.best.algorithm}" if several else row.best.codec
+        lines.setdefault(name, []).append(row)
+    return lines
+
+
+def _line_style(index: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": "os^Dv*P"[index % 7],
+        "markersize": 4,
+        "linewidth": 1.8,
+    }
+
+
+def _plot_bandwidth(axes: Any, lines: dict[str, list[SweepRow]]) -> None:
+    for index, (name, rows) in enumerate(lines.items()):
+        axes.plot(
+            [row.best.nbytes for row in rows],
+            [row.best.busbw for row in rows],
+            label=name,
+            **_line_style(index),
+        )
+    axes.set_yscale("log")
+    axes.set_ylabel("bus bandwidth, GB/s of uncompressed bytes")
+    axes.set_title("predicted bus bandwidth")
+    axes.legend(frameon=False, fontsize=8.5)
+    _size_axis(axes)
+
+
+def _plot_speedups(axes: Any, sweep: Sweep, lines: dict[str, list[SweepRow]]) -> None:
+    for index, (name, rows) in enumerate(lines.items()):
+        if rows[0].best.codec != "none":
+            axes.plot(
+                [row.best.nbytes for row in rows],
+                [row.speedup for row in rows],
+                label=name,
+                **_line_style(index),
+            )
+    axes.axhline(1, color=GREY, linewidth=1)
+    axes.axhspan(1 / MIN_SPEEDUP, MIN_SPEEDUP, color="#ececf0", zorder=0)
+    low, high = axes.get_xlim()
+    for spec, size in sweep.break_even.items():
+        if size is not None and low < size < high:
+            axes.axvline(size, color=GREY, linewidth=0.8, linestyle=":")
+            axes.text(
+                size, axes.get_ylim()[1], f" {spec} from {size_name(size)}", fontsize=7.5, color=INK, va="top",
+                rotation=90, ha="right",
+            )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("speed-up over the fastest without a codec")
+    axes.set_title("speed-up (grey: within the estimates' error)")
+    _size_axis(axes)
+
+
+def _size_axis(axes: Any) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: size_name(int(value)) if value >= 1 else "")
+    axes.tick_params(axis="x", labelrotation=30)
+    axes.set_xlabel("size of the tensor")
+    axes.grid(which="major")
+
+
+def _plot_steps(axes: Any, training: Training) -> None:
+    names = [row.label.replace(" with ", "\nwith ") for row in training.rows]
+    compute = [row.step.compute * 1e3 for row in training.rows]
+    exposed = [(row.step.seconds - row.step.compute) * 1e3 for row in training.rows]
+    axes.bar(names, compute, color=COLOURS[0], label="compute")
+    axes.bar(names, exposed, bottom=compute, color=COLOURS[3], label="waiting for the network")
+    for index, row in enumerate(training.rows):
+        axes.text(
+            index,
+            row.step.seconds * 1e3,
+            f"{row.step.efficiency:.0%}",
+            ha="center",
+            va="bottom",
+            fontsize=8.5,
+        )
+    axes.set_ylim(top=1.25 * max(row.step.seconds for row in training.rows) * 1e3)
+    axes.set_ylabel("ms per step")
+    axes.set_title(textwrap.fill(f"scaling efficiency: {training.title}", 64), fontsize=8.5)
+    axes.legend(frameon=False, fontsize=8.5)
+
+
+MEMORY_COLUMNS = ("parameters", "optimizer", "gradients", "passing", "residuals", "references", "total")
+MEMORY_NOTE = (
+    "passing: gathered units during their computation, their gradients, and DDP's buckets. references: the peers' copy "
+    "of the parameters, only with delta:. Activations, the engine's buffers and what NCCL allocates come on top."
+)
+
+
+def estimate_memory(options: PlanOptions) -> int:
+    """Print the table or write the JSON; return 0."""
+    assert options.memory is not None
+    system = options.system
+    rows = memory_table(options.memory, system.ranks)
+    if options.json is not None:
+        text = json.dumps(memory_as_dict(options.memory, system, rows), indent=1) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+            return 0
+        Path(options.json).write_text(text)
+    print_memory(options.memory, system, rows)
+    return 0
+
+
+def memory_as_dict(model: ModelSize, system: System, rows: list[RankMemory]) -> dict[str, Any]:
+    """Return JSON values: bytes on one rank, bytes per parameter, and whether that fits (None: not known)."""
+    capacity = system.device.memory_bytes
+    return {
+        "version": 1,
+        "params": model.params,
+        "layers": model.layers,
+        "itemsize": model.itemsize,
+        "states": model.states,
+        "system": system.as_dict(),
+        "ranks": system.ranks,
+        "results": [
+            {
+                **row.as_dict(),
+                "per_parameter": round(row.total / model.params, 4),
+                "fits": row.total <= capacity if capacity else None,
+            }
+            for row in rows
+        ],
+        "assumptions": [MEMORY_NOTE],
+    }
+
+
+def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> None:
+    """Print the table."""
+    console = Console()
+    if console.width < WIDTH:
+        console = Console(width=WIDTH, file=console.file)
+    capacity = system.device.memory_bytes
+    available = f", which have {size_name(capacity)} each" if capacity else ", whose memory is not known"
+    console.print(
+        f"{count_name(model.params)} parameters of {model.itemsize} bytes in {model.layers} layers, {model.states} "
+        f"states of the optimizer for each, on {system.ranks} ranks ({system.device.name}){available}: GiB on a rank",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table()
+    for name in ("stage", "residuals kept", "parameters sent"):
+        table.add_column(name, no_wrap=True)
+    for name in (*MEMORY_COLUMNS, "bytes/param"):
+        table.add_column(name, justify="right")
+    if capacity:
+        table.add_column("fits", no_wrap=True)
+    last = ""
+    for row in rows:
+        if last and last != row.stage:
+            table.add_section()
+        fits = row.total <= capacity
+        table.add_row(
+            row.stage if row.stage != last else "",
+            row.feedback,
+            "delta:" if row.delta else "whole" if row.stage != "ddp" else "-",
+            *(_gibibytes(getattr(row, name)) for name in MEMORY_COLUMNS),
+            f"{row.total / model.params:.2f}",
+            *(["[green]yes[/green]" if fits else "[red]no[/red]"] if capacity else []),
+        )
+        last = row.stage
+    console.print(table)
+    console.print(MEMORY_NOTE, style="dim", highlight=False)
+
+
+def _gibibytes(size: float) -> str:
+    if not size:
+        return "-"
+    return f"{size / 2**30:,.0f}" if size >= 100 * 2**30 else f"{size / 2**30:.3g}"

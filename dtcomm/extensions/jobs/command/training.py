@@ -1,0 +1,574 @@
+"""Training steps for ``dtcomm plan``: estimated from the size of a model, or replayed from the record of a run.
+
+A step consists of messages, whose estimates are a `Sweep` in the dtype and at the sizes of the step. Its times, its
+memory and its one verdict are computed from these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dtcomm.codecs import codec as parse
+from dtcomm.codecs.base import Codec
+from dtcomm.compress.spec import needs_feedback
+from dtcomm.extensions.jobs import core_costs
+from dtcomm.extensions.jobs.command.options import PlanOptions, TrainingModel, count_name
+from dtcomm.extensions.jobs.estimate import Estimate, candidates
+from dtcomm.extensions.jobs.hardware import System
+from dtcomm.extensions.jobs.sweep import (
+    MIN_SPEEDUP,
+    Sweep,
+    requested_algorithms,
+    size_name,
+    time_name,
+    with_none,
+)
+from dtcomm.extensions.jobs.training_model import (
+    BACKWARD_SHARE,
+    Bucket,
+    ModelSize,
+    RankMemory,
+    TrainingStep,
+    even_buckets,
+    parse_record,
+    rank_memory,
+    replay,
+    replay_sharded,
+)
+from dtcomm.planner.cost_model import Table
+from dtcomm.planner.links import read_json
+
+MAX_BUCKETS = 1_000_000  # more would take minutes to replay
+STAGES = {"DDP": "ddp", "FSDP": "fsdp"}
+#: What dtcomm.fsdp sums lossy gradients with, so that none is encoded again at every hop.
+FSDP_SUMS = ("one_shot", "hierarchical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """The messages of one collective in a step.
+
+    ``counts`` maps each size in bytes to the number of such messages, and ``fastest`` (codec, size) to the estimate.
+    ``core_seconds`` (codec, size) are those of a core that a message takes.
+    """
+
+    sweep: Sweep
+    counts: Mapping[int, int]
+    fastest: Mapping[tuple[str, int], Estimate]
+    core_seconds: Mapping[tuple[str, int], float]
+
+    def seconds(self, codec: Codec, nbytes: int) -> float:
+        """Return the time of a message while its rank computes."""
+        busy = self.core_seconds[str(codec), nbytes] * self.sweep.system.ranks_per_core
+        return max(self.fastest[str(codec), nbytes].seconds, busy)
+
+    def delay(self, codec: Codec, nbytes: int) -> float:
+        """Return the seconds by which a message delays the computing on its rank's cores."""
+        return self.core_seconds[str(codec), nbytes] / core_costs.cores_per_rank(self.sweep.system)
+
+    def replay(
+        self, codec: Codec, buckets: Sequence[Bucket], rest: float, delays: bool = True
+    ) -> TrainingStep:
+        """Return the step; ``delays`` says whether messages delay computing."""
+        return replay(
+            buckets,
+            rest,
+            lambda bucket: self.seconds(codec, bucket.nbytes),
+            lambda bucket: self.delay(codec, bucket.nbytes) if delays else 0.0,
+        )
+
+    def buffer_bytes(self, codec: Codec) -> int:
+        return max(self.fastest[str(codec), size].memory_bytes for size in self.counts)
+
+    def main_algorithm(self, codec: Codec) -> str:
+        """Return the algorithm of the size that most of the bytes are in."""
+        size = max(self.counts, key=lambda nbytes: nbytes * self.counts[nbytes])
+        return self.fastest[str(codec), size].algorithm
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        return [
+            {"collective": self.sweep.collective, "size": size, "count": count}
+            for size, count in self.counts.items()
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """One codec: the step, its speed-up over ``none``, and the bytes of residuals and buffers on a rank.
+
+    ``parameters`` is the codec of the parameters that FSDP gathers. ``memory`` is None for a record, which does not say
+    what the model and the optimizer keep. ``fits`` is None if the memory of the rank or of the device is not known.
+    ``mfu`` counts the whole step; it is None without FLOPs.
+    """
+
+    codec: str
+    parameters: str
+    step: TrainingStep
+    speedup: float
+    residual_bytes: int
+    buffer_bytes: int
+    memory: RankMemory | None = None
+    fits: bool | None = None
+    mfu: float | None = None
+
+    @property
+    def label(self) -> str:
+        """The codecs in words."""
+        if self.parameters == "none":
+            return self.codec
+        if self.codec == "none":
+            return f"{self.parameters} parameters alone"
+        return f"{self.codec} with {self.parameters} parameters"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "codec": self.codec,
+            "parameters": self.parameters,
+            "step_ms": round(self.step.seconds * 1e3, 4),
+            "compute_ms": round(self.step.compute * 1e3, 4),
+            "communication_ms": round(self.step.communication * 1e3, 4),
+            "overlap": round(self.step.hidden, 4),
+            "scaling_efficiency": round(self.step.efficiency, 4),
+            "mfu": None if self.mfu is None else round(self.mfu, 4),
+            "speedup": round(self.speedup, 4),
+            "residual_bytes": self.residual_bytes,
+            "buffer_bytes": self.buffer_bytes,
+            "memory": None if self.memory is None else self.memory.as_dict(),
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Estimates of a training step.
+
+    ``kind`` is model or record, ``strategy`` DDP or FSDP; ``error`` is the relative error of the replay, if the record
+    has the measured times. ``verdict`` is the one answer to whether a codec pays in this step.
+    """
+
+    kind: str
+    strategy: str
+    title: str
+    computing: str
+    gradient_bytes: int
+    flops: float | None
+    messages: list[Messages]
+    rows: list[TrainingRow]
+    verdict: str
+    warnings: list[str]
+    assumptions: list[str]
+    error: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "title": self.title,
+            "computing": self.computing,
+            "gradient_bytes": self.gradient_bytes,
+            "flops": self.flops,
+            "messages": [row for messages in self.messages for row in messages.as_dicts()],
+            "rows": [row.as_dict() for row in self.rows],
+            "replay_error": None if self.error is None else round(self.error, 5),
+            "notes": list(self.notes),
+        }
+
+
+def of_model(options: PlanOptions, table: Table, placement: str) -> Training:
+    """Estimate a step of DDP (all_reduce) or of FSDP (reduce_scatter)."""
+    assert options.model is not None
+    if options.collective == "reduce_scatter":
+        return _fsdp_step(options, options.model, table, placement)
+    return _ddp_step(options, options.model, table, placement)
+
+
+def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placement: str) -> Training:
+    seconds = model.compute_seconds(options.system.device)
+    count = model.params * model.dtype.itemsize / model.bucket_bytes
+    if count > MAX_BUCKETS:
+        raise ValueError(
+            f"--model: {count_name(model.params)} parameters in buckets of {size_name(model.bucket_bytes)} are "
+            f"{count_name(count)} messages; give a larger bucket=, so that there are at most {MAX_BUCKETS:,}"
+        )
+    buckets, rest = even_buckets(model.params, model.dtype.itemsize, seconds, model.bucket_bytes)
+    messages = _ddp_messages(options, buckets, model.dtype, table, placement)
+    codecs = with_none(options.codecs)
+    steps = {
+        (codec, codecs[0]): (messages.replay(codec, buckets, rest), messages.buffer_bytes(codec))
+        for codec in codecs
+    }
+    assumptions = [
+        f"gradients become ready evenly over the last {BACKWARD_SHARE:.0%} of the computing, in buckets of "
+        f"{size_name(model.bucket_bytes)} that are sent one after the other",
+        *_core_notes(options.system, hook=True),
+        *_algorithm_notes(messages, codecs, model.dtype),
+    ]
+    return _training_of_model(options, model, "DDP", [messages], steps, assumptions)
+
+
+def _fsdp_step(options: PlanOptions, model: TrainingModel, table: Table, placement: str) -> Training:
+    compute = model.compute_seconds(options.system.device)
+    unit_bytes = max(1, int(model.params / model.layers)) * model.dtype.itemsize
+    codecs, parameter_codec = with_none(options.codecs), parse(options.parameters)
+    none = codecs[0]
+
+    def names(collective: str, codec: Codec) -> tuple[str, ...]:
+        valid = candidates(collective, codec, options.system)
+        lossy_sum = collective == "reduce_scatter" and not codec.lossless(model.dtype)
+        return tuple(name for name in valid if name in FSDP_SUMS) if lossy_sum else valid
+
+    def estimated(collective: str, sent: Sequence[Codec], count: int) -> Messages:
+        return _messages(
+            Sweep(
+                system=options.system,
+                collective=collective,
+                table=table,
+                dtype=model.dtype,
+                placement=placement,
+            ),
+            {unit_bytes: count},
+            {codec: names(collective, codec) for codec in sent},
+        )
+
+    reductions = estimated("reduce_scatter", codecs, model.layers)
+    gathers = estimated("all_gather", list(dict.fromkeys((none, parameter_codec))), 2 * model.layers)
+    pairs = [(none, none), *((codec, parameter_codec) for codec in codecs)]
+    steps: dict[tuple[Codec, Codec], tuple[TrainingStep, int]] = {}
+    for codec, gathered in pairs:
+        step = replay_sharded(
+            model.layers,
+            compute * (1 - BACKWARD_SHARE) / model.layers,
+            compute * BACKWARD_SHARE / model.layers,
+            gathers.seconds(gathered, unit_bytes),
+            reductions.seconds(codec, unit_bytes),
+            gathers.delay(gathered, unit_bytes),
+            reductions.delay(codec, unit_bytes),
+        )
+        steps[codec, gathered] = step, max(gathers.buffer_bytes(gathered), reductions.buffer_bytes(codec))
+    assumptions = [
+        f"the model consists of {model.layers} equal layers (layers= sets another number): each is gathered before "
+        "its forward and its backward, one layer ahead, and its gradients are reduce-scattered after its backward; "
+        "these collectives take place one after the other",
+        *_core_notes(options.system, hook=False),
+    ]
+    return _training_of_model(options, model, "FSDP", [reductions, gathers], steps, assumptions)
+
+
+def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
+    """Replay the recorded buckets of a run of DDP on another system."""
+    assert options.record is not None
+    path = options.record
+    record = parse_record(read_json(path), str(path))
+    notes = []
+    error = record.error
+    if error is None:
+        notes.append(
+            "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
+        )
+    else:
+        notes.append(
+            f"replayed with its own times the step takes {time_name(record.replayed().seconds)}; it took "
+            f"{time_name(record.step)}: an error of {error:+.1%}"
+        )
+    if record.ranks and record.ranks != options.system.ranks:
+        notes.append(f"recorded on {record.ranks} ranks, replayed on {options.system.ranks}")
+    messages = _ddp_messages(options, record.buckets, options.dtype, table, placement)
+    codecs = with_none(options.codecs)
+    total = sum(bucket.nbytes for bucket in record.buckets)
+    rows: list[TrainingRow] = []
+    for codec in codecs:
+        # When buckets are ready is recorded with what communication takes of the cores.
+        step = messages.replay(codec, record.buckets, record.rest, delays=False)
+        rows.append(
+            TrainingRow(
+                codec=str(codec),
+                parameters="none",
+                step=step,
+                speedup=rows[0].step.seconds / step.seconds if rows else 1.0,
+                residual_bytes=0 if codec.lossless(options.dtype) else 4 * (total // options.dtype.itemsize),
+                buffer_bytes=messages.buffer_bytes(codec),
+            )
+        )
+    assumptions = [
+        "buckets are ready when they were in the record, and are sent one after the other",
+        "memory is not checked, because a record does not say what the model and the optimizer keep",
+        *_algorithm_notes(messages, codecs, options.dtype),
+        *messages.sweep.assumptions,
+    ]
+    return Training(
+        kind="record",
+        strategy="DDP",
+        title=f"DDP step of {path.name}: {len(record.buckets)} buckets of {str(options.dtype).removeprefix('torch.')} "
+        f"gradients ({size_name(total)}), recorded with {record.codec}",
+        computing=f"computing: {time_name(rows[0].step.compute)} a step, as recorded",
+        gradient_bytes=total,
+        flops=None,
+        messages=[messages],
+        rows=rows,
+        verdict=_verdict(rows, options.system, ""),
+        warnings=[],
+        assumptions=assumptions,
+        error=error,
+        notes=tuple(notes),
+    )
+
+
+def _ddp_messages(
+    options: PlanOptions, buckets: Sequence[Bucket], dtype: torch.dtype, table: Table, placement: str
+) -> Messages:
+    sweep = Sweep(
+        system=options.system, collective="all_reduce", table=table, dtype=dtype, placement=placement
+    )
+    none, *codecs = with_none(options.codecs)
+    # --algorithm is that of the codecs: without one, DDP sends as it always does.
+    names = {none: candidates("all_reduce", none, options.system)}
+    names |= {codec: requested_algorithms(sweep, codec, options.algorithms) for codec in codecs}
+    counts = Counter(bucket.nbytes for bucket in buckets)
+    return _messages(sweep, counts, names, core_costs.bucket_seconds(options.system))
+
+
+def _messages(
+    sweep: Sweep, counts: Mapping[int, int], names: Mapping[Codec, Sequence[str]], hook_seconds: float = 0.0
+) -> Messages:
+    fastest: dict[tuple[str, int], Estimate] = {}
+    for nbytes in counts:
+        first = len(sweep.rows)
+        sweep.add_rows([nbytes], names)
+        fastest |= {(row.best.codec, nbytes): row.best for row in sweep.rows[first:]}
+        for codec in names:
+            if (str(codec), nbytes) not in fastest:
+                raise ValueError(
+                    f"{codec}: none of the algorithms of {sweep.collective} can carry it or be estimated for "
+                    f"{sweep.system.ranks} ranks"
+                )
+    core_seconds = {
+        (str(codec), nbytes): hook_seconds
+        + core_costs.message_seconds(sweep.system, fastest[str(codec), nbytes], codec, sweep.dtype)
+        for codec in names
+        for nbytes in counts
+    }
+    return Messages(sweep=sweep, counts=counts, fastest=fastest, core_seconds=core_seconds)
+
+
+def _training_of_model(
+    options: PlanOptions,
+    model: TrainingModel,
+    strategy: str,
+    messages: list[Messages],
+    steps: Mapping[tuple[Codec, Codec], tuple[TrainingStep, int]],
+    assumptions: list[str],
+) -> Training:
+    system, dtype = options.system, str(model.dtype).removeprefix("torch.")
+    size = ModelSize(
+        params=model.params,
+        layers=model.layers,
+        itemsize=model.dtype.itemsize,
+        bucket_bytes=model.bucket_bytes,
+    )
+    capacity = system.device.memory_bytes
+    peak = system.device.peak_flops(model.compute_type) if model.flops is not None else 0.0
+    rows: list[TrainingRow] = []
+    for (codec, parameters), (step, buffer_bytes) in steps.items():
+        # Without feedback= the defaults of `dtcomm.ddp.compress` and `dtcomm.fsdp.compress`.
+        default = "fp32" if strategy == "DDP" or needs_feedback(codec) else "none"
+        kept = "none" if codec.lossless(model.dtype) else model.feedback or default
+        memory = rank_memory(size, system.ranks, STAGES[strategy], kept)
+        rows.append(
+            TrainingRow(
+                codec=str(codec),
+                parameters=str(parameters),
+                step=step,
+                speedup=rows[0].step.seconds / step.seconds if rows else 1.0,
+                residual_bytes=round(memory.residuals),
+                buffer_bytes=buffer_bytes,
+                memory=memory,
+                fits=memory.total <= capacity if capacity else None,
+                mfu=None if model.flops is None else model.flops / (peak * step.seconds),
+            )
+        )
+    advice = _memory_advice(size, system, strategy, rows)
+    computing = f"computing: {time_name(rows[0].step.compute)} a step"
+    if model.flops is None:
+        computing += " (step_ms)"
+    else:
+        computing += (
+            f" = 6 x {count_name(model.params)} parameters x {count_name(model.tokens or 0)} tokens of a rank "
+            f"({_flops_name(model.flops)}) at an MFU of {model.utilization:.0%} of {peak / 1e12:g} TFLOP/s "
+            f"({system.device.name}, {model.compute_type}, dense)"
+        )
+        if model.mfu is None:
+            assumptions.append(
+                f"an MFU of {model.utilization:.0%} while nothing waits for the network is typical of large language "
+                "models; mfu= sets another"
+            )
+        if model.compute is None and model.dtype == torch.float32:
+            assumptions.append("matrix products are computed in tf32; compute=bf16 or fp32 sets another type")
+    assumptions.append(
+        "the time of the optimizer's step is left out, and so is what a codec does to the training"
+    )
+    memory_note = (
+        "memory counts 2 fp32 values of the optimizer (Adam) for each parameter; activations, the messages' buffers "
+        "and what NCCL allocates come on top"
+    )
+    if not capacity:
+        memory_note += (
+            f"; it is not compared, because the memory of the device {system.device.name} is not known"
+        )
+    assumptions.append(memory_note)
+    assumptions += dict.fromkeys(line for part in messages for line in part.sweep.assumptions)
+    total = sum(nbytes * count for nbytes, count in messages[0].counts.items())
+    gathered = "uncompressed" if options.parameters == "none" else f"with {options.parameters}"
+    sent = f", parameters gathered {gathered}" if strategy == "FSDP" else ""
+    return Training(
+        kind="model",
+        strategy=strategy,
+        title=f"{strategy} step of {count_name(model.params)} parameters: {dtype} gradients ({size_name(total)}){sent}",
+        computing=computing,
+        gradient_bytes=total,
+        flops=model.flops,
+        messages=messages,
+        rows=rows,
+        verdict=_verdict(rows, system, advice),
+        warnings=_memory_warnings(rows, system, strategy),
+        assumptions=assumptions,
+    )
+
+
+def _flops_name(flops: float) -> str:
+    for unit, scale in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)):
+        if flops >= scale:
+            return f"{flops / scale:.4g} {unit}"
+    return f"{flops / 1e9:.4g} GFLOP"
+
+
+def _core_notes(system: System, hook: bool) -> list[str]:
+    """Say what communication is taken to cost CPU ranks."""
+    if system.device.generation or system.ranks == 1:
+        return []
+    bucket = f" and {core_costs.BUCKET_SECONDS * 1e3:g} ms for each bucket" if hook else ""
+    byte_ns = core_costs.BYTE_SECONDS * 1e9
+    bytes_sent = f", {byte_ns:g} ns for each byte sent or received" if system.hosts > 1 else ""
+    number = core_costs.cores_per_rank(system)
+    cores = f"{number:g} core{'s' if number != 1 else ''}"
+    return [
+        f"communication takes {core_costs.ELEMENT_SECONDS * 1e9:g} ns of a core for each element that is encoded "
+        f"or decoded"
+        f"{bytes_sent}{bucket}; a rank has {cores} for it and for computing (--cores)"
+    ]
+
+
+def _algorithm_notes(messages: Messages, codecs: Sequence[Codec], dtype: torch.dtype) -> list[str]:
+    """Say which ``algorithm=`` the messages assume of DDP's hook, whose default is two_shot for lossy codecs."""
+    chosen: dict[str, list[str]] = {}
+    for codec in codecs:
+        if not codec.lossless(dtype) and messages.sweep.system.ranks > 1:
+            chosen.setdefault(messages.main_algorithm(codec), []).append(str(codec))
+    return [
+        f"{', '.join(specs)}: with dtcomm.ddp.compress(..., algorithm={name!r}), which is not its default"
+        for name, specs in chosen.items()
+        if name != "two_shot"
+    ]
+
+
+def _verdict(rows: Sequence[TrainingRow], system: System, advice: str) -> str:
+    """Return the answer to whether a codec pays in this step, and in the memory of this system."""
+    none, *others = rows
+    speedups = ", ".join(f"{row.label} {row.speedup:.2f}x" for row in others)
+    if none.fits is False:
+        alone = f". Its time alone would be: {speedups}" if others else ""
+        return f"this step does not fit in memory, with or without a codec: {advice}{alone}"
+    if not others:
+        return f"the step takes {time_name(none.step.seconds)} without a codec; none was given to compare"
+    by_gain = sorted(others, key=lambda row: -row.speedup)
+    paying = [row for row in by_gain if row.speedup > MIN_SPEEDUP]
+    fitting = [row for row in paying if row.fits is not False]
+    if fitting:
+        best = fitting[0]
+        rest = [
+            f"{row.label} {row.speedup:.2f}x" + (" (does not fit in memory)" if row.fits is False else "")
+            for row in others
+            if row is not best
+        ]
+        gain = f"{time_name(best.step.seconds)} a step instead of {time_name(none.step.seconds)}, {best.speedup:.2f}x"
+        return "; ".join([f"{best.label} pays: {gain}", *([", ".join(rest)] if rest else [])])
+    if paying:
+        best = paying[0]
+        return f"{best.label} would make the step {best.speedup:.2f}x faster, but does not fit in memory: {advice}"
+    limit = none.step.seconds / none.step.compute if none.step.compute else 1.0
+    if system.ranks == 1:
+        reason = "one rank sends nothing"
+    elif by_gain[0].speedup < 1 / MIN_SPEEDUP:
+        reason = "its messages take longer with a codec than without"
+    elif limit <= MIN_SPEEDUP:
+        reason = (
+            f"{none.step.hidden:.0%} of the {time_name(none.step.communication)} of communication is hidden behind "
+            f"computing; a step without any communication would be {limit:.2f}x as fast"
+        )
+    else:
+        reason = f"a gain below {MIN_SPEEDUP - 1:.0%} is within the error of the estimates"
+    return f"no codec pays in this step ({speedups}): {reason}"
+
+
+def _memory_advice(size: ModelSize, system: System, strategy: str, rows: Sequence[TrainingRow]) -> str:
+    """Return what to do about a step that does not fit in memory; empty if it fits with every codec."""
+    capacity = system.device.memory_bytes
+    if all(row.fits is not False for row in rows):
+        return ""
+    if rows[0].fits:
+        smaller = [
+            (rank_memory(size, system.ranks, STAGES[strategy], form).total, form)
+            for form in ("bf16", "int8", "loco" if strategy == "FSDP" else "none", "none")
+        ]
+        total, form = next((total, form) for total, form in smaller if total <= capacity)
+        how = "turn error feedback off" if form == "none" else f"keep its residuals in {form}"
+        return f"{how} (feedback={form} needs {size_name(round(total))} on each rank)"
+    if strategy == "DDP":
+        total = rank_memory(size, system.ranks, "fsdp").total
+        if total <= capacity:
+            return (
+                f"shard it with FSDP, which needs {size_name(round(total))} on each rank "
+                "(`dtcomm plan reduce_scatter --model …`)"
+            )
+    ranks = system.ranks
+    while ranks < 2**16:
+        ranks += system.ranks
+        total = rank_memory(size, ranks, "fsdp").total
+        if total <= capacity:
+            return (
+                f"FSDP fits from {ranks} ranks on ({size_name(round(total))} on each); on fewer, split the layers too, "
+                "with tensor parallelism (dtcomm.tp)"
+            )
+    return (
+        "its gathered layers alone are too large for FSDP: use more layers, or split them with tensor parallelism "
+        "(dtcomm.tp)"
+    )
+
+
+def _memory_warnings(rows: Sequence[TrainingRow], system: System, strategy: str) -> list[str]:
+    """Return a sentence for each amount of memory that does not fit, with its parts."""
+    needs: dict[RankMemory, list[str]] = {}
+    for row in rows:
+        if row.fits is False and row.memory is not None:
+            needs.setdefault(row.memory, []).append(row.label)
+    passing = "buckets" if strategy == "DDP" else "gathered layers"
+    warnings = []
+    for memory, codecs in needs.items():
+        parts = {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            passing: memory.passing,
+            "optimizer": memory.optimizer,
+            "residuals of error feedback": memory.residuals,
+        }
+        listed = ", ".join(f"{name} {size_name(round(size))}" for name, size in parts.items() if size)
+        which = ", ".join(f"with {label}" if label != "none" else "without a codec" for label in codecs)
+        warnings.append(
+            f"{strategy} {which} does not fit in memory: each rank needs {size_name(round(memory.total))} ({listed}) "
+            f"of {size_name(system.device.memory_bytes)} ({system.device.name})"
+        )
+    return warnings

@@ -1,0 +1,476 @@
+"""Hardware as the planner sees it: ports, devices and systems.
+
+`Port` is one network or memory port, by name or by its figures. `System` is a number of hosts of equal ranks, which
+``dtcomm plan`` describes by a name, from a file, or from its links.
+
+``gbytes`` of a port is what reaches the application in each direction at once, in GB/s (1e9). For NVLink and PCIe these
+are the rates that NCCL plans with (src/graph/topo.h: 20.0, 20.0, 20.6 and 40.1 GB/s a lane of NVLink 2 to 5, and 6, 12
+or 18 lanes; 12 GB/s for PCIe 3 x16, doubling with each generation). For InfiniBand and RoCE they are the line rate less
+headers and acknowledgements (NVIDIA expects 46 to 48 GB/s of an NDR port). For Ethernet of up to 50 Gbit/s they are
+what TCP leaves of the line with frames of 1500 bytes. ``latency`` is one way, from one application to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from dtcomm.arguments import suggest
+from dtcomm.codecs.base import Codec
+
+
+def not_one_of(name: object, valid: Iterable[str]) -> str:
+    """Return the message for a name that is not valid: the valid ones, and the one that was probably meant."""
+    names = list(valid)
+    return f"{name!r} is not one of {', '.join(names)}{suggest(str(name).lower(), names)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """One port.
+
+    Args:
+        kind: nvlink, pcie, rdma, tcp or memory.
+        gbytes: GB/s (1e9) in each direction at once.
+        latency_us: Microseconds one way.
+        message_us: Microseconds that each message occupies the port in addition to its bytes.
+    """
+
+    kind: str
+    gbytes: float
+    latency_us: float
+    message_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: {not_one_of(self.kind, KINDS)}")
+        if not self.gbytes > 0:
+            raise ValueError(f"gbytes: must be over 0, got {self.gbytes}")
+        for name in ("latency_us", "message_us"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.gbytes * 1e9
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+
+KINDS = ("nvlink", "pcie", "rdma", "tcp", "memory")
+_TCP_SHARE = 1448 / 1538  # the user's share of the bits on an Ethernet
+_RDMA_SHARE = 0.96
+
+
+def _nvlink(lanes: int, gbytes: float) -> Port:
+    return Port(kind="nvlink", gbytes=round(lanes * gbytes, 3), latency_us=1.0)
+
+
+def _rdma(gbit: float, latency_us: float) -> Port:
+    return Port(kind="rdma", gbytes=gbit / 8 * _RDMA_SHARE, latency_us=latency_us, message_us=0.5)
+
+
+def _tcp(gbit: float) -> Port:
+    return Port(kind="tcp", gbytes=round(gbit / 8 * _TCP_SHARE, 4), latency_us=30.0, message_us=10.0)
+
+
+PORTS: dict[str, Port] = {
+    "nvlink2": _nvlink(6, 20.0),
+    "nvlink3": _nvlink(12, 20.0),
+    "nvlink4": _nvlink(18, 20.6),
+    "nvlink5": _nvlink(18, 40.1),
+    "pcie3": Port(kind="pcie", gbytes=12.0, latency_us=1.5),
+    "pcie4": Port(kind="pcie", gbytes=24.0, latency_us=1.5),
+    "pcie5": Port(kind="pcie", gbytes=48.0, latency_us=1.5),
+    "edr": _rdma(100, 1.5),
+    "hdr": _rdma(200, 1.5),
+    "ndr": _rdma(400, 1.5),
+    "xdr": _rdma(800, 1.5),
+    "1gbit": _tcp(1),
+    "10gbit": _tcp(10),
+    "25gbit": _tcp(25),
+    "50gbit": _tcp(50),
+    # Faster lines are filled only by bypassing the kernel (RoCE).
+    "100gbit": _rdma(100, 3.0),
+    "200gbit": _rdma(200, 3.0),
+    "400gbit": _rdma(400, 3.0),
+    "800gbit": _rdma(800, 3.0),
+    # Ranks of a host that share memory. `dtcomm tune` measures the actual machine.
+    "memory": Port(kind="memory", gbytes=100.0, latency_us=0.5),
+}
+ALIASES = {"pcie": "pcie4", "infiniband": "ndr", "ib": "ndr", "shm": "memory", "nvlink": "nvlink4"}
+
+
+def find_port(name_or_fields: str | Mapping[str, Any]) -> Port:
+    """Return a port by its name (``nvlink4``, ``400gbit``, or any other number of gbit) or from its fields.
+
+    Raises:
+        ValueError: If there is no such port. The message lists the names.
+    """
+    if isinstance(name_or_fields, Mapping):
+        known = {field.name for field in fields(Port)}
+        if unknown := sorted(set(name_or_fields) - known):
+            raise ValueError(f"link: {not_one_of(unknown[0], sorted(known))}")
+        try:
+            return Port(**name_or_fields)
+        except TypeError as error:
+            raise ValueError(f"link: {error}") from None
+    name = ALIASES.get(name_or_fields.lower(), name_or_fields.lower())
+    if name in PORTS:
+        return PORTS[name]
+    number = name.removesuffix("gbit")
+    if number != name:
+        try:
+            gbit = float(number)
+            return _tcp(gbit) if gbit <= 50 else _rdma(gbit, 3.0)
+        except ValueError:
+            pass
+    names = [*PORTS, "or a number of gbit"]
+    raise ValueError(f"link: {not_one_of(name_or_fields, names)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A processor that encodes and sums.
+
+    Args:
+        name: Its name. memory_gbytes: GB/s of its memory. generation: The GPU generation whose constants NCCL plans
+            with: volta, ampere, hopper, blackwell; empty for a CPU.
+        launch_us: Microseconds that a collective costs besides its messages, as 8-byte rows of published tables show.
+        kernel_us: Microseconds of launching a kernel.
+        reach: The share of the memory bandwidth that kernels reach.
+        rates: (codec, encode, decode) in GB/s of fp32, for codecs whose rate is not that of the memory.
+        memory_gib: GiB that a rank's tensors can use; 0 if that is not known.
+        tflops: (type, TFLOP/s) of matrix products, dense, by the type in which they are computed.
+    """
+
+    name: str
+    memory_gbytes: float
+    generation: str = ""
+    launch_us: float = 0.0
+    kernel_us: float = 0.0
+    reach: float = 0.8
+    rates: tuple[tuple[str, float, float], ...] = ()
+    memory_gib: float = 0.0
+    tflops: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that a rank's tensors can use; 0 if that is not known."""
+        return int(self.memory_gib * 2**30)
+
+    def peak_flops(self, compute: str) -> float:
+        """Return the peak FLOP/s of matrix products in ``compute``: fp32, tf32, bf16 or fp16.
+
+        Raises:
+            ValueError: If it is not known for this device.
+        """
+        peaks = dict(self.tflops)
+        if not peaks:
+            raise ValueError(f"no peak FLOP/s is known for the device {self.name}")
+        if compute not in peaks:
+            raise ValueError(f"compute: {not_one_of(compute, peaks)}")
+        return peaks[compute] * 1e12
+
+    def work(self, codec: Codec) -> tuple[float, float]:
+        """Return the seconds per element to encode, and to decode and sum."""
+        for spec, encode, decode in self.rates:
+            if spec == str(codec):
+                return 4 / (encode * 1e9), 4 / (decode * 1e9)
+        numel = codec.granularity * 256
+        wire_bytes = codec.wire_bytes(numel) / numel
+        seconds = (4 + wire_bytes) / (self.memory_gbytes * self.reach * 1e9)
+        return seconds, seconds
+
+
+def _peaks(fp32: float, tf32: float, half: float) -> tuple[tuple[str, float], ...]:
+    return (("fp32", fp32), ("tf32", tf32), ("bf16", half), ("fp16", half))
+
+
+# Peak TFLOP/s are NVIDIA's for the SXM boards (data sheets of the A100, H100 and H200, and of the HGX B200), without
+# sparsity: where a data sheet has only figures with sparsity (H100, H200, B200), they are halved. fp32 is that of the
+# CUDA cores, the others are of tensor cores. Memory is what is left for tensors of the 80, 80, 141 and 180 GB that the
+# data sheets name: about what torch reports as a device's total capacity. The V100's (32 GB) tensor cores have fp16
+# alone. Boards for PCIe slots are those of the same data sheets.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(
+            name="a100",
+            memory_gbytes=2039,
+            generation="ampere",
+            launch_us=22.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(19.5, 156, 312),
+        ),
+        Device(
+            name="h100",
+            memory_gbytes=3350,
+            generation="hopper",
+            launch_us=3.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(67, 494.7, 989.4),
+        ),
+        Device(
+            name="h200",
+            memory_gbytes=4800,
+            generation="hopper",
+            launch_us=3.0,
+            kernel_us=4.0,
+            memory_gib=139,
+            tflops=_peaks(67, 494.7, 989.4),
+        ),
+        Device(
+            name="b200",
+            memory_gbytes=8000,
+            generation="blackwell",
+            launch_us=10.0,
+            kernel_us=4.0,
+            memory_gib=178,
+            tflops=_peaks(75, 1100, 2250),
+        ),
+        Device(
+            name="v100",
+            memory_gbytes=900,
+            generation="volta",
+            launch_us=22.0,
+            kernel_us=5.0,
+            memory_gib=31,
+            tflops=(("fp32", 15.7), ("fp16", 125)),
+        ),
+        Device(
+            name="v100-pcie",
+            memory_gbytes=900,
+            generation="volta",
+            launch_us=22.0,
+            kernel_us=5.0,
+            memory_gib=31,
+            tflops=(("fp32", 14), ("fp16", 112)),
+        ),
+        Device(
+            name="a100-pcie",
+            memory_gbytes=1935,
+            generation="ampere",
+            launch_us=22.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(19.5, 156, 312),
+        ),
+        Device(
+            name="h100-pcie",
+            memory_gbytes=2000,
+            generation="hopper",
+            launch_us=3.0,
+            kernel_us=4.0,
+            memory_gib=79,
+            tflops=_peaks(51, 378, 756),
+        ),
+        # One core that works half in its cache: about an EPYC's. `dtcomm tune` measures the actual machine.
+        Device(
+            name="cpu",
+            memory_gbytes=40.0,
+            rates=(("none", 30.0, 30.0), ("int8", 29.0, 29.0), ("int4", 24.0, 24.0)),
+        ),
+    )
+}
+#: The device that a link's name implies.
+BY_LINK = {
+    "nvlink2": "v100",
+    "nvlink3": "a100",
+    "nvlink4": "h100",
+    "nvlink5": "b200",
+    "pcie": "a100",
+    "memory": "cpu",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A number of equal hosts.
+
+    Args:
+        name: The system's name.
+        device: The device of each rank.
+        inside: Each rank's port to the other ranks of its host.
+        between: One of the host's ports to other hosts.
+        hosts: The number of hosts.
+        per_host: Ranks on each host.
+        nics: Ports of each host to other hosts.
+        cores: Cores of a host, shared by its CPU ranks; 0 means one for each rank.
+        leaf_hosts: Hosts whose ports meet at the same leaf switches; 0 means all of them.
+        oversubscription: By how much the links above the leaf switches are too few, 1 if they are not.
+    """
+
+    name: str
+    device: Device
+    inside: Port
+    between: Port
+    hosts: int = 1
+    per_host: int = 8
+    nics: int = 1
+    cores: int = 0
+    leaf_hosts: int = 0
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "per_host", "nics"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.leaf_hosts < 0:
+            raise ValueError(f"leaf_hosts: must be at least 0, got {self.leaf_hosts}")
+        if not self.oversubscription >= 1:
+            raise ValueError(f"oversubscription: must be at least 1, got {self.oversubscription}")
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.hosts * self.per_host
+
+    @property
+    def engine(self) -> str:
+        """What moves uncompressed tensors: nccl for GPUs; for CPU ranks memory inside a host, gloo between hosts."""
+        if self.device.generation:
+            return "nccl"
+        return "memory" if self.hosts == 1 else "gloo"
+
+    @property
+    def ranks_per_core(self) -> float:
+        """How many ranks share a core."""
+        return max(1.0, self.per_host / self.cores) if self.cores else 1.0
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second that leave a host, and as many that enter it at the same time."""
+        return self.nics * self.between.bandwidth / self._above_leaves
+
+    @property
+    def rank_bandwidth(self) -> float:
+        """Bytes per second of the host's bandwidth that one rank can use: it has ports of its own, or shares one."""
+        return max(1, self.nics // self.per_host) * self.between.bandwidth / self._above_leaves
+
+    @property
+    def _above_leaves(self) -> float:
+        return self.oversubscription if self.leaf_hosts and self.hosts > self.leaf_hosts else 1.0
+
+    def resized(self, hosts: int, per_host: int) -> System:
+        """Return the same system with other numbers of hosts and ranks."""
+        return replace(self, hosts=hosts, per_host=per_host)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a description, for JSON."""
+        return {
+            "name": self.name,
+            "device": self.device.name,
+            "device_memory_bytes": self.device.memory_bytes or None,
+            "hosts": self.hosts,
+            "per_host": self.per_host,
+            "ranks": self.ranks,
+            "nics": self.nics,
+            "engine": self.engine,
+            "inside": self.inside.as_dict(),
+            "between": self.between.as_dict(),
+        }
+
+
+def _node(name: str, inside: str, between: str, nics: int = 8) -> System:
+    return System(
+        name=name, device=DEVICES[name], inside=find_port(inside), between=find_port(between), nics=nics
+    )
+
+
+#: Nodes of 8 GPUs: with NVLink and a network port for each (the V100's have four), or in PCIe slots with two ports;
+#: and this machine.
+SYSTEMS = {
+    "a100": _node("a100", "nvlink3", "hdr"),
+    "h100": _node("h100", "nvlink4", "ndr"),
+    "h200": _node("h200", "nvlink4", "ndr"),
+    "b200": _node("b200", "nvlink5", "ndr"),
+    "v100": _node("v100", "nvlink2", "edr", nics=4),
+    "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
+    "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2),
+    "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
+    "local": System(
+        name="local",
+        device=DEVICES["cpu"],
+        inside=find_port("memory"),
+        between=find_port("10gbit"),
+        per_host=2,
+    ),
+}
+
+
+FABRIC_KEYS = ("leaf_hosts", "oversubscription")
+
+
+def find_system(name: str) -> System:
+    """Return one of `SYSTEMS`, in any case; ValueError lists the names."""
+    if name.lower() not in SYSTEMS:
+        raise ValueError(f"system: {not_one_of(name, SYSTEMS)}")
+    return SYSTEMS[name.lower()]
+
+
+def find_device(name: str) -> Device:
+    """Return one of `DEVICES`, in any case; ValueError lists the names."""
+    if name.lower() not in DEVICES:
+        raise ValueError(f"device: {not_one_of(name, DEVICES)}")
+    return DEVICES[name.lower()]
+
+
+def system_from_links(inside: str, between: str, device: str | None = None, nics: int = 1) -> System:
+    """Return a system of hosts described by its links.
+
+    Args:
+        inside: The link of each rank inside its host.
+        between: The link of each port between hosts.
+        device: The device's name; None takes the one that ``inside`` implies.
+        nics: Ports of each host to other hosts.
+    """
+    port_inside, port_between = find_port(inside), find_port(between)
+    if device is None:
+        implied = [BY_LINK[link] for link in (inside.lower(), port_inside.kind) if link in BY_LINK]
+        device = implied[0] if implied else {"nvlink": "h100"}.get(port_inside.kind, "cpu")
+    name = f"{inside} inside, {between} between"
+    return System(name=name, device=find_device(device), inside=port_inside, between=port_between, nics=nics)
+
+
+def system_from_dict(description: Mapping[str, Any]) -> System:
+    """Return the system that a JSON file describes.
+
+    For example ``{"device": "h100", "hosts": 4, "per_host": 8, "nics": 8, "inside": "nvlink4", "between": {"kind":
+    "rdma", "gbytes": 48, "latency_us": 2}}``. A link is a name or its figures. ``system`` names a system to start from.
+    """
+    known = (
+        "name",
+        "system",
+        "device",
+        "hosts",
+        "per_host",
+        "nics",
+        "cores",
+        "inside",
+        "between",
+        *FABRIC_KEYS,
+    )
+    if unknown := sorted(set(description) - set(known)):
+        raise ValueError(f"topology: {not_one_of(unknown[0], known)}")
+    base = find_system(str(description["system"])) if "system" in description else SYSTEMS["local"]
+    changes: dict[str, Any] = {"name": str(description.get("name", "from a file"))}
+    if "device" in description:
+        changes["device"] = find_device(str(description["device"]))
+    for side in ("inside", "between"):
+        if side in description:
+            changes[side] = find_port(description[side])
+    if "oversubscription" in description:
+        changes["oversubscription"] = float(description["oversubscription"])
+    for count in ("hosts", "per_host", "nics", "cores", "leaf_hosts"):
+        if count in description:
+            if not isinstance(description[count], int) or isinstance(description[count], bool):
+                raise ValueError(f"{count}: expected a whole number, got {description[count]!r}")
+            changes[count] = description[count]
+    return replace(base, **changes)
