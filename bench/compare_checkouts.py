@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.common import report
+from bench.common.harness import Timing, iterations
 from bench.common.pool import RankFailed, collect
-from bench.common.stats import Timing, iterations
 from dtcomm import codecs
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ import torch.distributed as dist
 
 from bench.common import report
 from bench.common.budget import Budget
+from bench.common.harness import Timing
 from bench.common.pool import Pool
-from bench.common.stats import Timing
-from bench.common.torch_rank import GlooRank, new_store_file
+from bench.common.ranks import Rank
 
 CODECS = ("none", "bf16", "int8")
 EMPTY = "none, dtcomm.empty"
@@ -35,7 +36,7 @@ REPETITIONS = 9
 CHECKED_BYTES = 16 << 20  # of the tensor whose result is compared between numbers of threads
 
 
-class ThreadsRank(GlooRank):
+class ThreadsRank(Rank):
     """A rank with a communicator for each number of threads.
 
     Args:
@@ -62,7 +63,7 @@ class ThreadsRank(GlooRank):
             collectives.all_reduce(torch.ones(1), group=self._groups[count])
         self._tensors: dict[bool, torch.Tensor] = {}
 
-    def measure(self, codec: str, nbytes: int, count: int, calls: int) -> float:
+    def measure_threads(self, codec: str, nbytes: int, count: int, calls: int) -> float:
         """Return the seconds of a call on this rank."""
         tensor = self._tensor(codec, nbytes)
         self._call(tensor, codec, count)
@@ -98,7 +99,10 @@ def compare(
     rows: list[dict[str, Any]] = []
     wrong: list[str] = []
     names = [name for codec in codecs for name in ((codec, EMPTY) if codec == "none" else (codec,))]
-    with Pool(ThreadsRank, ranks, store_file=new_store_file(), counts=counts) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="dtcomm-bench-") as folder,
+        Pool(ThreadsRank, ranks, store_file=f"{folder}/store", counts=counts) as pool,
+    ):
         for name in names:
             digests = {count: pool.call("digest", codec=name, count=count) for count in counts}
             wrong += [
@@ -118,7 +122,7 @@ def compare(
                     break
                 begin = time.monotonic()
                 for name, count in contestants:
-                    seconds = pool.call("measure", codec=name, nbytes=nbytes, count=count, calls=1)
+                    seconds = pool.call("measure_threads", codec=name, nbytes=nbytes, count=count, calls=1)
                     times[name, count].append(max(seconds))
                 longest = max(longest, time.monotonic() - begin)
             timings = {contestant: Timing.of(series) for contestant, series in times.items()}
