@@ -9,7 +9,7 @@ decodes the sum. The backward pass is that of the uncompressed function.
 ``chunks="auto"`` uses one chunk inside a host, whose cores both compute and move the bytes, and between hosts as many
 as leave each chunk a payload of `MIN_CHUNK_BYTES`, but at most `MAX_CHUNKS`: small products are less efficient, and a
 core that computes also sends. Where the link is so fast that the sum takes less time than the product, one chunk is
-quicker (docs/results/axes.md).
+quicker (docs/results/sites.md).
 """
 
 from __future__ import annotations
