@@ -2,7 +2,7 @@
 
 CPU ranks compute and communicate on the same cores, so computing waits for what communication takes of them, also where
 the link itself is hidden. The constants were fitted to DDP's steps of an MLP of 25 M parameters and a click model of
-1 M, on a Xeon with a core for each rank. docs/results/workloads.md has the error on models that were not used. GPUs
+1 M, on a Xeon with a core for each rank. docs/results/training.md has the error on models that were not used. GPUs
 have cores of their own for this, and nothing is counted.
 """
 
