@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,9 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm.errors import DtcommError, PeerLost
+from dtcomm.runtime.bootstrap.processes import has_ended
 from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.torchdist.fault_attribution import GRACE_SECONDS
+from dtcomm.runtime.torchdist.faults import GRACE_SECONDS
 from dtcomm.work import TorchWork
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -213,17 +213,8 @@ def dead_ranks(communicator: Communicator) -> list[str]:
     if communicator.hosts > 1:
         return []
     return [
-        name
-        for name in communicator.names
-        if (match := _PID.search(name)) and not _is_running(match.group(1))
+        name for name in communicator.names if (match := _PID.search(name)) and has_ended(int(match.group(1)))
     ]
-
-
-def _is_running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def peer_lost_error(communicator: Communicator | None, cause: RuntimeError) -> DtcommError:

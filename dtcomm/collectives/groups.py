@@ -16,7 +16,7 @@ from dtcomm.collectives._call import Call, run, run_internal
 from dtcomm.collectives._options import Group, Options
 from dtcomm.collectives.planning import levels
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.bootstrap.store_exchange import name_ranks
+from dtcomm.runtime.bootstrap.rendezvous import name_ranks
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.communicator_cache import (
     device_communicators,

@@ -25,8 +25,7 @@ from dtcomm.collectives._multi_stage import (
 )
 from dtcomm.collectives._options import Algorithm, Group, NamedSchedule, Op
 from dtcomm.collectives.checks import op_name, require_auditable, require_dtype
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.connection import Connection
+from dtcomm.runtime.communicator import Communicator, Connecting
 from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, Plan, PreparedPlan, TensorSpec
 from dtcomm.schedule import Schedule, parse, verify
@@ -135,7 +134,7 @@ class DeferredPlan:
         make: Makes the plan and stores it in the cache that is passed.
     """
 
-    def __init__(self, connection: Connection, key: Hashable, make: Callable[[PlanCache], Plan]) -> None:
+    def __init__(self, connection: Connecting, key: Hashable, make: Callable[[PlanCache], Plan]) -> None:
         self._connection = connection
         self._key = key
         self._make = make

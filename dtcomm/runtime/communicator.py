@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,49 @@ import torch.distributed as dist
 from dtcomm import _C, env
 from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
-from dtcomm.runtime.bootstrap.store_exchange import Deadline
-from dtcomm.runtime.connection import Connection
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.runtime.plans import PlanCache
-from dtcomm.runtime.process_groups import group_timeout, position
+from dtcomm.runtime.process_groups import position
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, Runtime
 from dtcomm.schedule import Schedule
-from dtcomm.streams import HostStreams, streams_of
-from dtcomm.work import CompositeWork
+from dtcomm.work import CompositeWork, Work
+
+
+class Bootstrap(Protocol):
+    """How the ranks agree on a runtime; the attributes are known once ``join`` has returned or raised."""
+
+    names: list[str]
+    groups: tuple[tuple[int, ...], ...]
+    tuning_table: str
+    links: str
+    reason: str
+    epoch: int
+    runtime: Runtime | None
+
+    def join(self) -> None:
+        """Agree on a runtime with all ranks."""
+
+
+class Connecting(Protocol):
+    """What connects the ranks of a communicator, and takes its operations until then."""
+
+    plans: PlanCache
+
+    def wait(self) -> None:
+        """Connect the ranks, or wait until another thread has done so."""
+
+    def start(self, outputs: Sequence[torch.Tensor], start: Callable[[], Work]) -> Work:
+        """Start an operation now if the ranks are connected, else as soon as they are."""
+
+    def cancel(self) -> bool:
+        """Stop connecting; False if the ranks are connected already."""
 
 
 class Communicator:
     """The ranks of one process group and the runtime that executes their operations.
 
-    Making one waits for no other rank. `connect` does, and until then ``connection`` takes the operations.
+    Making one waits for no other rank. Who makes one of several ranks gives it a ``connection``, which takes the
+    operations until the ranks are connected.
 
     Attributes:
         rank, size: This rank and the number of ranks, within the group.
@@ -52,7 +79,6 @@ class Communicator:
         name: Distinguishes it from the group's other communicators; equal on all ranks.
         members: The group ranks that take part, in order; None: all.
         device: The device of the tensors; None: the CPU.
-        failed: Called if the ranks could not be connected: later calls need another communicator.
     """
 
     def __init__(
@@ -61,7 +87,6 @@ class Communicator:
         name: str,
         members: Sequence[int] | None = None,
         device: torch.device | None = None,
-        failed: Callable[[Communicator], None] | None = None,
     ) -> None:
         self.device = device
         all_ranks = dist.get_process_group_ranks(group)
@@ -77,7 +102,7 @@ class Communicator:
         self.plans = PlanCache()
         self.runtime: Runtime = SingleRankRuntime()
         self.runtime_reason = "one rank: nothing to move"
-        self.connection: Connection | None = None
+        self.connection: Connecting | None = None
         self.groups: tuple[tuple[int, ...], ...] = ((0,),)
         self.tuning_table = ""
         self.links = ""
@@ -87,19 +112,6 @@ class Communicator:
         if self.size > 1:
             self.runtime_reason = "the ranks are not connected yet"
             flight_recorder.add(self)
-
-            def connect(deadline: Deadline) -> None:
-                try:
-                    self._join(self._bootstrap(group, name, members is not None, deadline))
-                except BaseException:
-                    if failed is not None:
-                        failed(self)
-                    raise
-
-            streams = HostStreams() if device is None else streams_of(device)
-            self.connection = Connection(
-                lambda: group_timeout(group), streams, connect, self._connected, lambda: self.runtime.close()
-            )
 
     def connect(self) -> None:
         """Wait until the ranks are connected; all of them have to call this or a collective.
@@ -114,16 +126,8 @@ class Communicator:
         if connection is not None:
             connection.wait()
 
-    def _bootstrap(
-        self, group: dist.ProcessGroup, name: str, is_pair: bool, deadline: Deadline
-    ) -> CpuBootstrap:
-        if self.device is None:
-            return CpuBootstrap(self.rank, self.ranks, group, name, deadline)
-        from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
-
-        return CudaBootstrap(self.device, self.rank, self.ranks, group, name, deadline, is_pair)
-
-    def _join(self, bootstrap: CpuBootstrap) -> None:
+    def join(self, bootstrap: Bootstrap) -> None:
+        """Let the ranks agree on a runtime, and take it; raises what the bootstrap raises."""
         try:
             try:
                 bootstrap.join()
@@ -139,7 +143,7 @@ class Communicator:
             flight_recorder.failed(error)
             raise
 
-    def _connected(self) -> None:
+    def connected(self) -> None:
         """Let calls use the runtime directly from now on."""
         assert self.connection is not None
         if self._timeout is not None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm.errors import CommunicatorClosed
+from dtcomm.runtime.bootstrap.connector import connector
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.native.runtime import close_all
 from dtcomm.runtime.plans import forget_repeated
@@ -133,7 +134,7 @@ def get_communicator_of_pair(
                 raise ValueError(f"{argument}: rank {peer} is this rank itself")
             low, high = sorted((own, other))
             name = f"{purpose}{low}-{high}/{'up' if sends == (own == low) else 'down'}"
-            communicator = Communicator(target, name, (low, high), device, entry.forget)
+            communicator = _new(target, entry, name, (low, high), device)
             entry.pairs[key] = communicator
         return communicator
 
@@ -212,11 +213,25 @@ def release(group: dist.ProcessGroup | None = None) -> None:
     _drop(lambda entry: entry.reference() is target or entry.reference() not in groups)
 
 
+def _new(
+    group: dist.ProcessGroup,
+    entry: GroupEntry,
+    name: str,
+    members: tuple[int, int] | None = None,
+    device: torch.device | None = None,
+) -> Communicator:
+    """A communicator and, if it has several ranks, what connects them later."""
+    communicator = Communicator(group, name, members, device)
+    if communicator.size > 1:
+        communicator.connection = connector(communicator, group, name, members is not None, entry.forget)
+    return communicator
+
+
 def _make(group: dist.ProcessGroup) -> Communicator:
     entry = group_entry(group)
     with _lock:
         if entry.communicator is None:
-            entry.communicator = Communicator(group, "cpu", failed=entry.forget)
+            entry.communicator = _new(group, entry, "cpu")
         return entry.communicator
 
 
@@ -227,7 +242,7 @@ def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
         with _lock:
             communicator = entry.devices.get(device)
             if communicator is None:
-                communicator = Communicator(group, device.type, device=device, failed=entry.forget)
+                communicator = _new(group, entry, device.type, device=device)
                 entry.devices[device] = communicator
     return communicator
 

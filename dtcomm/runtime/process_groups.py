@@ -1,9 +1,10 @@
-"""Properties of torch.distributed groups: whether one can be used, its store, its timeout, positions of ranks."""
+"""Properties of torch.distributed groups: whether one is usable, its store, timeout, deadline and ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm.errors import DtcommError
+from dtcomm.errors import CommunicatorClosed, DtcommError
 
 _STORE_CONNECT_SECONDS = 30.0
 
@@ -73,6 +74,32 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     return dist.default_pg_timeout
+
+
+class Deadline:
+    """The end of a call that may wait ``timeout`` from now on.
+
+    Attributes:
+        cancelled: Why another thread no longer wants the result of the call; empty as long as it does.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout_s = timeout.total_seconds()
+        self.cancelled = ""
+        self._end = time.monotonic() + self.timeout_s
+
+    def left_s(self) -> float:
+        """Seconds until the deadline; 0 once it has passed."""
+        return max(0.0, self._end - time.monotonic())
+
+    def cancel(self, reason: str) -> None:
+        """End the call now."""
+        self._end, self.cancelled = 0.0, reason
+
+    def require_wanted(self) -> None:
+        """CommunicatorClosed if another thread no longer wants the result of the call."""
+        if self.cancelled:
+            raise CommunicatorClosed(self.cancelled)
 
 
 def group_store(group: dist.ProcessGroup) -> c10d.Store:

@@ -34,7 +34,7 @@ from typing import Any, TextIO, cast
 from bench.common import report
 from dtcomm.launch import fork_server, process_pool
 from dtcomm.launch.ranks import RankOutcome, RankTimeout, RunningRanks, run_ranks, spawn_ranks
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL
+from dtcomm.runtime.bootstrap.rendezvous import PROTOCOL
 from tests.stress import DETAILS
 from tests.stress.campaign_cases import (
     ACTIONS,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import dtcomm
 from dtcomm.launch.ranks import send_to_parent
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
-from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
+from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.runtime import NativeRuntime
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime

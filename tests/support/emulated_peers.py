@@ -139,7 +139,7 @@ def communicator_of_emulated_peers(nvlink: bool = True) -> Communicator:
     )  # type: ignore[method-assign]
     group = require_group(None)
     entry = communicator_cache.group_entry(group)
-    communicator = Communicator(group, "as_on_gpus", device=torch.device("cpu"))
+    communicator = communicator_cache._new(group, entry, "as_on_gpus", device=torch.device("cpu"))
     communicator.connect()
     entry.communicator = communicator
     return communicator

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from dtcomm.errors import PeerLost
-from dtcomm.runtime.bootstrap import rendezvous, store_exchange
+from dtcomm.runtime.bootstrap import rendezvous
 
 _MOST_STEPS = 50_000  # of one run; ranks that need more never end
 _STALL_CHANCE = 0.01  # that a rank is not scheduled for a while, at each step
@@ -238,8 +238,8 @@ def simulated(scheduler: Scheduler, knows: Callable[[int, int], bool]) -> Iterat
                 raise PeerLost(f"rank {rank} is gone: its process ended")
 
     with (
-        mock.patch.object(store_exchange, "time", scheduler),
         mock.patch.object(rendezvous, "time", scheduler),
-        mock.patch.object(rendezvous.peer_processes, "require_alive", require_alive),
+        mock.patch.object(rendezvous, "time", scheduler),
+        mock.patch.object(rendezvous.processes, "require_alive", require_alive),
     ):
         yield

@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 from dtcomm.errors import CollectiveTimeout, DtcommError
-from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
-from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange
+from dtcomm.runtime.bootstrap.rendezvous import Rendezvous, StoreExchange
+from dtcomm.runtime.process_groups import Deadline
 from tests.support.interleaved_ranks import InterleavedStore, Scheduler, Task, simulated
 
 TIMEOUTS = (0.02, 0.05, 0.12)  # seconds
@@ -196,7 +196,7 @@ class Run:
         return len(self.store.keys)
 
     def _call(self, task: Task, number: int, fault: int | None, timeout: float) -> Call:
-        """Make a communicator of a group as `dtcomm.runtime.bootstrap.cpu` does: in two rounds, or three."""
+        """Make a communicator of a group as `dtcomm.runtime.bootstrap.cpu` does: in two rounds or three."""
         members = self.what.groups[number]
         earlier = sum(call.rank == task.rank and call.group == number for call in self.calls)
         call = Call(task.rank, number, earlier, fault)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dtcomm.runtime.bootstrap import ucx
+from dtcomm.runtime.bootstrap import between_hosts
 
 
 def why_no_ucx() -> str:
     """Return why the engine cannot use UCX, or an empty string."""
     try:
-        ucx.open_library()
+        between_hosts.open_ucx()
     except RuntimeError as error:
         return f"{error}; on Debian and Ubuntu: apt-get install libucx-dev, and build again"
     return ""

@@ -138,10 +138,10 @@ def cuda() -> Check:
 
 def ucx() -> Check:
     """Report whether ranks of different hosts can use UCX, and its transports and devices."""
-    from dtcomm.runtime.bootstrap import ucx as bootstrap
+    from dtcomm.runtime.bootstrap import between_hosts
 
     try:
-        library = bootstrap.open_library()
+        library = between_hosts.open_ucx()
     except RuntimeError as error:
         return Check(name="ucx", summary=f"between hosts TCP: {error}", details={"available": False})
     details = {"available": True, "version": library.version, "devices": library.devices}
@@ -159,7 +159,7 @@ def _version(number: int) -> str:
 
 def cores(ranks: int) -> Check:
     """Check whether each of ``ranks`` ranks has a core."""
-    from dtcomm.runtime.native.threads import usable_cores
+    from dtcomm.runtime.native.copy_policy import usable_cores
 
     usable, total = usable_cores(), os.cpu_count() or 1
     oversubscribed = ranks > usable

@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d as c10d
 from dtcomm import env
 from dtcomm.cli.doctor.checks import FAIL, NOTE, OK, Check
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap import wide_area
-from dtcomm.runtime.bootstrap.store_exchange import host_id
+from dtcomm.runtime.bootstrap import between_hosts
+from dtcomm.runtime.bootstrap.rendezvous import host_id
 from dtcomm.runtime.process_groups import group_store, require_group
 
 SLOW = 2.0  # times the bandwidth or latency of the best link of the same kind
@@ -287,8 +287,8 @@ def _several_connections(results: Sequence[LinkResult]) -> str:
     if max(counts) <= 1:
         return ""
     needed = [
-        wide_area.connections(
-            2e-3 * result.latency_us, wide_area.buffer_bytes(), wide_area.rate_gbit(result.least_gbit)
+        between_hosts.connections(
+            2e-3 * result.latency_us, between_hosts.buffer_bytes(), between_hosts.rate_gbit(result.least_gbit)
         )
         for result in results
     ]

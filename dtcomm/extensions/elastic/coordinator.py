@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dtcomm import env
 from dtcomm.arguments import require_int
 from dtcomm.extensions.elastic.protocol import COORDINATOR, HEAD, MEMBER, PROTOCOL, Seal, split_head
-from dtcomm.runtime.bootstrap.authentication import WRONG_SECRET, nonce, prove, secret
+from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
 
 _log = logging.getLogger("dtcomm")
 

@@ -23,7 +23,7 @@ from dtcomm.extensions.elastic.protocol import (
     parse_address,
     split_head,
 )
-from dtcomm.runtime.bootstrap.authentication import WRONG_SECRET, nonce, prove, secret
+from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
 
 _CONNECT_SECONDS = 30.0  # for one attempt
 _PING_SECONDS = 2.0

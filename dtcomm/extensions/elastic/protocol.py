@@ -1,6 +1,6 @@
 """What a coordinator and its members send to each other.
 
-A message is a JSON object behind its length and an HMAC (`dtcomm.runtime.bootstrap.authentication`). The coordinator
+A message is a JSON object behind its length and an HMAC (`dtcomm.runtime.bootstrap.tcp`). The coordinator
 begins with its nonce. The member answers with its own nonce and its facts; the key of this message is made of the
 secret and the coordinator's nonce, the key of all later ones of the secret and both nonces. Direction and number are
 part of each HMAC, so that messages cannot be repeated.
@@ -26,7 +26,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from dtcomm.runtime.bootstrap.authentication import PROOF_BYTES, is_proof, prove
+from dtcomm.runtime.bootstrap.tcp import PROOF_BYTES, is_proof, prove
 
 PROTOCOL = 2
 MAX_MESSAGE = 1 << 20

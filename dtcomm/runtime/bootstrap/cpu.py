@@ -23,15 +23,13 @@ from dtcomm import env
 from dtcomm.errors import CollectiveTimeout, DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.bootstrap import gloo, peer_processes, ucx, wide_area
-from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
-from dtcomm.runtime.bootstrap.restoration import ConnectionKeeper
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange, host_id, require_equal
+from dtcomm.runtime.bootstrap import between_hosts, processes
+from dtcomm.runtime.bootstrap.reconnect import ConnectionKeeper
+from dtcomm.runtime.bootstrap.rendezvous import PROTOCOL, Rendezvous, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
-from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
+from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES, local_ranks, threads_per_rank, usable_cores
 from dtcomm.runtime.native.runtime import NativeRuntime
-from dtcomm.runtime.native.threads import local_ranks, threads_per_rank, usable_cores
-from dtcomm.runtime.process_groups import group_store, group_timeout, private_store
+from dtcomm.runtime.process_groups import Deadline, group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 from dtcomm.streams import HostStreams, Streams
 
@@ -140,7 +138,7 @@ class CpuBootstrap:
         return {
             "host": host_id(),
             "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
-            "process": peer_processes.own(),
+            "process": processes.own(),
             "protocol": PROTOCOL,
             "variables": env.shared(),
             "links": env.links_text() if self.rank == 0 else "",
@@ -150,7 +148,7 @@ class CpuBootstrap:
         require_equal(infos, "protocol", "the version of dtcomm")
         require_equal(infos, "variables", "DTCOMM_ variables")
         self.names = [info["name"] for info in infos]
-        peer_processes.remember(self.ranks, self.names, [info["process"] for info in infos])
+        processes.remember(self.ranks, self.names, [info["process"] for info in infos])
         self.links = infos[0]["links"]
         hosts: dict[str, list[int]] = {}
         for rank, info in enumerate(infos):
@@ -164,15 +162,14 @@ class CpuBootstrap:
         why_closed: str,
         on_failure: contextlib.ExitStack,
     ) -> tuple[NativeRuntime, Infos]:
-        """Tell all ranks how to reach this one; returns this rank's engine and every rank's info."""
-        timeout_s = self._timeout.total_seconds()
+        """Tell all ranks how to reach this one; returns this rank's engine and every rank's info.
+
+        The ranks ask each other first for all that the sizes of the engine's memory depend on, so each makes it once.
+        """
         world_size = dist.get_world_size() if dist.is_initialized() else self.size
-        native = NativeRuntime(self.rank, self.size, timeout_s)
-        on_failure.callback(native.close)
         infos = exchange.all_gather(
             {
                 **self._base_info(),
-                "address": native.address(),
                 "listener": {"closed": why_closed} if listener is None else listener.info(),
                 "machine": emulated_link.machine(),
                 "cores": sorted(os.sched_getaffinity(0)),
@@ -187,31 +184,25 @@ class CpuBootstrap:
                 "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
             )
         self.tuning_table = infos[0]["table"]
-        threads = min(self._threads(infos, ranks) for ranks in self.groups)
         # Sockets and ranks with several threads have pieces of another size, so the shared memory is too.
-        sockets = self._uses_sockets()
-        if sockets or threads > 1:
-            native.close()
-            native = NativeRuntime(
-                self.rank, self.size, timeout_s, SOCKET_SLOT_BYTES if sockets else None, threads
-            )
-            on_failure.callback(native.close)
-            path = self._round_trips(infos) if sockets else {}
-            addresses = exchange.all_gather({"address": native.address(), "ucx": _ucx_offer(native), **path})
-            for info, address in zip(infos, addresses, strict=True):
-                info.update(address)
-        if sockets and not self._uses_ucx(infos) and not emulated_link.links():
-            longest_ms = max(max(info["round_trips"]) for info in infos)
-            if wide_area.is_far(longest_ms):
-                # All ranks come here. Pieces have another size again.
-                native.close()
-                slot_bytes = wide_area.slot_bytes(longest_ms, self._fastest_gbit(infos))
-                native = NativeRuntime(self.rank, self.size, timeout_s, slot_bytes, threads, wide_area=True)
-                on_failure.callback(native.close)
-                addresses = exchange.all_gather({"address": native.address()})
-                for info, address in zip(infos, addresses, strict=True):
-                    info.update(address)
-            native.round_trip_ms = longest_ms
+        slot_bytes, longest_ms = None, 0.0
+        if self._uses_sockets():
+            slot_bytes = SOCKET_SLOT_BYTES
+            library, missing = _open_ucx()
+            _extend(infos, exchange.all_gather({"ucx_missing": missing, **self._round_trips(infos)}))
+            if not self._uses_ucx(infos) and not emulated_link.links():
+                longest_ms = max(max(info["round_trips"]) for info in infos)
+        is_far = between_hosts.is_far(longest_ms)
+        if is_far:
+            slot_bytes = between_hosts.slot_bytes(longest_ms, self._fastest_gbit(infos))
+        threads = min(self._threads(infos, ranks) for ranks in self.groups)
+        native = NativeRuntime(
+            self.rank, self.size, self._timeout.total_seconds(), slot_bytes, threads, wide_area=is_far
+        )
+        on_failure.callback(native.close)
+        native.round_trip_ms = longest_ms
+        offer = _ucx_offer(native, library, missing) if self._uses_sockets() else {}
+        _extend(infos, exchange.all_gather({"address": native.address(), "ucx": offer}))
         return native, infos
 
     def _round_trips(self, infos: Infos) -> dict[str, Any]:
@@ -222,11 +213,11 @@ class CpuBootstrap:
             for host, rank in enumerate(first)
             if self.rank not in self.groups[host] and "closed" not in infos[rank]["listener"]
         }
-        measured = dict(zip(probed, wide_area.round_trip_ms(list(probed.values())), strict=True))
+        measured = dict(zip(probed, between_hosts.round_trip_ms(list(probed.values())), strict=True))
         return {
             "round_trips": [measured.get(host, 0.0) for host in range(len(self.groups))],
-            "gbit": [wide_area.measured_gbit(infos[rank]["host"]) for rank in first],
-            "buffer_bytes": wide_area.buffer_bytes(),
+            "gbit": [between_hosts.measured_gbit(infos[rank]["host"]) for rank in first],
+            "buffer_bytes": between_hosts.buffer_bytes(),
         }
 
     def _fastest_gbit(self, infos: Infos) -> float:
@@ -237,7 +228,7 @@ class CpuBootstrap:
                 max(infos[rank]["gbit"][here] for rank in self.groups[there]))
             for here in hosts for there in hosts if here < there
         ]  # fmt: skip
-        return max((wide_area.rate_gbit(gbit) for gbit in known), default=wide_area.REACHED_GBIT)
+        return max((between_hosts.rate_gbit(gbit) for gbit in known), default=between_hosts.REACHED_GBIT)
 
     def _connections(self, infos: Infos, peer: int) -> int:
         """How many connections carry the payloads to a peer; the same answer on both."""
@@ -247,12 +238,12 @@ class CpuBootstrap:
         own, other = infos[self.rank], infos[peer]
         there, here = host[peer], host[self.rank]
         round_trip_ms = max(own["round_trips"][there], other["round_trips"][here])
-        gbit = wide_area.rate_gbit(own["gbit"][there], other["gbit"][here])
-        return wide_area.connections(round_trip_ms, min(own["buffer_bytes"], other["buffer_bytes"]), gbit)
+        gbit = between_hosts.rate_gbit(own["gbit"][there], other["gbit"][here])
+        return between_hosts.connections(round_trip_ms, min(own["buffer_bytes"], other["buffer_bytes"]), gbit)
 
     def _uses_ucx(self, infos: Infos) -> bool:
-        """Whether all ranks offer UCX, so that payloads go through it; the same answer on all ranks."""
-        return env.get("DTCOMM_TRANSPORT") == "ucx" or all("address" in info["ucx"] for info in infos)
+        """Whether all ranks have opened UCX, so that payloads go through it; the same answer on all ranks."""
+        return env.get("DTCOMM_TRANSPORT") == "ucx" or all(info["ucx_missing"] is None for info in infos)
 
     def _threads(self, infos: Infos, ranks: Sequence[int]) -> int:
         """With how many threads the ranks of a host may work; the same answer on all ranks."""
@@ -297,8 +288,8 @@ class CpuBootstrap:
             native.attach(addresses, self.names, affinities, _ranks_of_host(infos, host), sockets, host)
             self._several = {peer: len(fds) for peer, fds in sockets.items() if len(fds) > 1}
             native.remote_hosts = {peer: infos[peer]["host"] for peer in sockets}
-            native.remember_rate = wide_area.remember
-            native.connections = max(map(wide_area.payload_connections, sockets.values()), default=0)
+            native.remember_rate = between_hosts.remember
+            native.connections = max(map(between_hosts.payload_connections, sockets.values()), default=0)
         except (OSError, RuntimeError) as error:
             self._require_alive(error)
             return f"cannot map the memory of a peer: {error}"
@@ -336,7 +327,7 @@ class CpuBootstrap:
     def _require_alive(self, error: Exception | None = None) -> None:
         """PeerLost if a rank has died, to be called where that may be the cause of an error."""
         grace_s = 0.0 if isinstance(error, _PeerFailed) else min(_GRACE_S, self._deadline.left_s())
-        peer_processes.require_alive(self.ranks, grace_s)
+        processes.require_alive(self.ranks, grace_s)
 
     def _connect(
         self,
@@ -353,7 +344,7 @@ class CpuBootstrap:
                 return f"{self.names[rank]} cannot be connected to: {info['closed']}"
         assert listener is not None
         check = self._failure_check(exchange)
-        counts = {peer: wide_area.sockets(self._connections(infos, peer)) for peer in peers}
+        counts = {peer: between_hosts.sockets(self._connections(infos, peer)) for peer in peers}
         return listener.connect(self.rank, peers, self.names, self._deadline.left_s(), check, counts)
 
     def _failure_check(self, exchange: StoreExchange) -> Callable[[], None]:
@@ -424,10 +415,10 @@ class CpuBootstrap:
         wait_records = c10d.PrefixStore(self._prefix, self._store)
         timeout_s = self._timeout.total_seconds()
         # Looked up here: the runtime may outlive the default group that its ranks belong to.
-        processes = peer_processes.of(self.ranks)
+        known = processes.of(self.ranks)
 
         def has_ended(peer: int) -> bool:
-            process = processes[peer]
+            process = known[peer]
             return process is not None and process.has_ended()
 
         transport = GlooTransport(group, self.names, timeout_s, wait_records, streams, has_ended)
@@ -468,7 +459,9 @@ class CpuBootstrap:
     def _connect_gloo(self, store: c10d.Store, flags: c10d.Store) -> Any:
         assert self._exchange is not None
         check = self._exchange.check
-        backend = gloo.connect(store, flags, self.rank, self.size, self._timeout, self._deadline, check)
+        backend = processes.connect_gloo(
+            store, flags, self.rank, self.size, self._timeout, self._deadline, check
+        )
         self._require_connected(backend is not None)
         return backend
 
@@ -484,16 +477,30 @@ class CpuBootstrap:
             )
 
 
-def _ucx_offer(native: NativeRuntime) -> dict[str, Any]:
-    """How peers reach this rank through UCX, or under "missing" why they do not; empty if UCX is not wanted."""
-    forced = env.get("DTCOMM_TRANSPORT") == "ucx"
+def _extend(infos: Infos, answers: Infos) -> None:
+    for info, answer in zip(infos, answers, strict=True):
+        info.update(answer)
+
+
+def _open_ucx() -> tuple[between_hosts.Ucx | None, str | None]:
+    """UCX, or why this rank does not offer it; the reason is empty if UCX is not wanted, None if there is UCX."""
     try:
-        if forced:
-            library = ucx.open_library()
-        elif env.get("DTCOMM_TRANSPORT") == "auto":
-            library = ucx.open_for_rdma()
-        else:
-            return {"missing": ""}
+        if env.get("DTCOMM_TRANSPORT") == "ucx":
+            return between_hosts.open_ucx(), None
+        if env.get("DTCOMM_TRANSPORT") == "auto":
+            return between_hosts.open_ucx_for_rdma(), None
+    except RuntimeError as error:
+        return None, str(error)
+    return None, ""
+
+
+def _ucx_offer(
+    native: NativeRuntime, library: between_hosts.Ucx | None, missing: str | None
+) -> dict[str, Any]:
+    """How peers reach this rank through UCX, or under "missing" why they do not."""
+    if library is None:
+        return {"missing": missing}
+    try:
         address = native.native.make_ucx_address()
     except RuntimeError as error:
         return {"missing": str(error)}

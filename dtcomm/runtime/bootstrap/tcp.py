@@ -1,12 +1,16 @@
 """TCP connections between ranks that share no memory; once made, they belong to the native engine.
 
-A caller says who it is and proves that it knows DTCOMM_SECRET, and the listener proves the same (`authentication`).
+A caller says who it is and proves that it knows DTCOMM_SECRET, and the listener proves the same, by HMAC-SHA256 of the
+standard library. Proofs keep strangers out; they do not encrypt. Without a secret the key is empty, and a proof is no
+more than a checksum.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import hmac
 import logging
 import os
 import secrets
@@ -19,17 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dtcomm import env
-from dtcomm.runtime.bootstrap.authentication import (
-    NONCE_BYTES,
-    PROOF_BYTES,
-    WRONG_SECRET,
-    is_proof,
-    nonce,
-    prove,
-    secret,
-)
 
 _log = logging.getLogger("dtcomm")
+
+PROOF_BYTES = 32
+NONCE_BYTES = 16
+WRONG_SECRET = "it has another DTCOMM_SECRET"
+
+_LENGTH = struct.Struct("<I")
 
 # magic, the listener's token, the caller's rank, which of its connections this is, how often it was made anew,
 # whether it only asks to be called, a nonce
@@ -52,7 +53,7 @@ _Key = tuple[int, int]  # a peer, and which of the connections to it
 class Hello(NamedTuple):
     """What a caller says. ``generation`` and ``asks`` are 0 and false while a communicator is made.
 
-    ``asks``: the other end is to call, as this generation of the connection is lost (see `restoration`).
+    ``asks``: the other end is to call, as this generation of the connection is lost (see `reconnect`).
     """
 
     rank: int
@@ -415,3 +416,32 @@ def _interface_address(name: str) -> str:
         if interface == name and scope == "00":  # global
             return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     return ""
+
+
+def secret() -> bytes:
+    """The shared secret; empty if DTCOMM_SECRET is not set."""
+    return env.get("DTCOMM_SECRET").encode()
+
+
+def nonce() -> bytes:
+    """Random bytes, so that a proof of an earlier connection is of no use."""
+    return os.urandom(NONCE_BYTES)
+
+
+def prove(key: bytes, *parts: bytes) -> bytes:
+    """Return the HMAC of the parts, each of which is preceded by its length.
+
+    Example:
+        >>> len(prove(b"secret", b"listener", b"0"))
+        32
+    """
+    code = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        code.update(_LENGTH.pack(len(part)))
+        code.update(part)
+    return code.digest()
+
+
+def is_proof(proof: bytes, key: bytes, *parts: bytes) -> bool:
+    """Return whether ``proof`` is that of the parts; the time that it takes tells nothing about the key."""
+    return hmac.compare_digest(proof, prove(key, *parts))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import _C
-from dtcomm.runtime.bootstrap.store_exchange import StoreExchange
+from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
 from dtcomm.runtime.cuda_peer.launch import blocks_of
 
 SYMMETRIC, IPC = "symmetric memory", "CUDA IPC"

@@ -1,4 +1,4 @@
-"""Which copies the native engine makes, and how large the pieces are that it copies.
+"""Which copies the native engine makes, how large the pieces are, and with how many threads a rank works.
 
 Normally a sender copies into a slot of shared memory and the receiver out of it, piece by piece. With *zero copy* peers
 work on the callers' tensors themselves, if all of them were made by :func:`empty_shared`. With *single copy* receivers
@@ -8,7 +8,10 @@ tensors are not shared the engine falls back to slots. ``native.runtime`` and ``
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -17,6 +20,7 @@ from dtcomm.runtime.emulated_link import Link
 from dtcomm.runtime.types import GEOMETRY, OpSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
 
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SLOT_BYTES = 512 * 1024  # of a rank with one thread
 MAX_SLOT_SCALE = 4  # slots of ranks with several threads are so many times as large at most
 SLOTS = 8  # of the engine: so many pieces of a message are sent before its receiver has come
@@ -260,3 +264,62 @@ def link_slot_bytes(link: Link) -> int:
     while slot < MAX_SLOT_BYTES and slot * link.ns_per_byte < 2 * link.latency_ns:
         slot *= 2
     return slot
+
+
+def usable_cores() -> int:
+    """Return the cores this process may use, from its affinity and the container's CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def local_ranks(ranks: int, world_size: int) -> int:
+    """Return how many ranks this host has at least, as far as a rank knows it by itself.
+
+    Args:
+        ranks: The ranks of the communicator.
+        world_size: All ranks of the job.
+    """
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if value.isdecimal():
+        return int(value)
+    return world_size if ranks < world_size else 1
+
+
+def cores_per_rank(affinities: Sequence[Collection[int]], ranks: int, machine: int) -> float:
+    """Return how many cores a rank of a host has for itself; less than 1 where ranks take turns.
+
+    The ranks of a communicator do not know where the others of the host may run. Where their own cores overlap, the
+    others are assumed to run on the same ones, and where they do not, to have cores of their own.
+
+    Args:
+        affinities: The cores that each rank of the communicator on this host may run on.
+        ranks: All ranks of the host, also those of other communicators.
+        machine: All cores of the host.
+
+    Example:
+        Two of four ranks on a machine with two cores::
+
+            assert cores_per_rank([{0, 1}, {0, 1}], ranks=4, machine=2) == 0.5
+    """
+    cores = len(set[int]().union(*affinities))
+    overlap = sum(map(len, affinities)) > cores
+    return min(cores / (max(ranks, len(affinities)) if overlap else len(affinities)), machine / ranks)
+
+
+def threads_per_rank(affinities: Sequence[Collection[int]], usable: int, ranks: int) -> int:
+    """Return with how many threads a rank of a host works.
+
+    Args:
+        affinities: The cores that each rank of the communicator on this host may run on.
+        usable: The cores that they may use together, as far as a CPU quota limits them.
+        ranks: All ranks of the host, also those of other communicators.
+    """
+    chosen = int(env.get("DTCOMM_THREADS"))
+    if chosen:
+        return chosen
+    cores = min(usable, len(set[int]().union(*affinities)))
+    return max(1, min(cores // ranks, *map(len, affinities)))

@@ -16,7 +16,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
-from dtcomm.runtime.native import copy_policy, threads
+from dtcomm.runtime.native import copy_policy
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.plans import forget_repeated
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
@@ -168,13 +168,13 @@ class NativeRuntime:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
         # Ranks that share a core make progress only if they yield; polling a socket takes longer than polling memory.
         machine = os.cpu_count() or 1
-        shares_cores = threads.cores_per_rank(affinities, len(affinities), machine) < 1
+        shares_cores = copy_policy.cores_per_rank(affinities, len(affinities), machine) < 1
         spins = 32 if sockets else 64 if shares_cores else 1000
         self.native.set_wait_policy(
             int(env.get("DTCOMM_SPINS")) or spins,
             float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shares_cores else YIELD_US),
         )
-        cores_per_rank = threads.cores_per_rank(affinities, ranks_of_host, machine)
+        cores_per_rank = copy_policy.cores_per_rank(affinities, ranks_of_host, machine)
         self.native.set_cores_per_rank(cores_per_rank)
         if self.threads > 1 and cores_per_rank < self.threads:
             _C.share_cores()

@@ -26,15 +26,15 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.stream_runtime import StreamRuntime
-from dtcomm.runtime.torchdist import watch
-from dtcomm.runtime.torchdist.arithmetic import Arithmetic
-from dtcomm.runtime.torchdist.fault_attribution import MAX_TAG
+from dtcomm.runtime.torchdist import faults
+from dtcomm.runtime.torchdist.faults import MAX_TAG
 from dtcomm.runtime.torchdist.rounds import (
     ALL_GATHER,
     ALL_TO_ALL,
     HOST_LOOKAHEAD,
     MESSAGES,
     WHOLE,
+    Arithmetic,
     Payload,
     RoundsPlan,
     host_message_bytes,
@@ -167,7 +167,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
                 if (op := self._running) is not None:
                     self._give_up(op, CommunicatorClosed(_RELEASED))
                 return
-        watch.forget(self)
+        faults.forget(self)
         self._transport.close()
 
     def info(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
     def _serve_one(self, op: QueuedOp) -> None:
         timer = PhaseTimer() if takes_phase_times() else None
         self._running = op
-        watch.watch(self)
+        faults.watch(self)
         try:
             self._streams.wait(op.inputs_ready)
             event = self._perform(op.plan, op.buffers, op.seed, op.hooks, op.entry, timer)

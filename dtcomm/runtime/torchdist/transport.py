@@ -22,9 +22,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C
 from dtcomm.errors import DtcommError, PayloadCorrupt
-from dtcomm.runtime.bootstrap.store_exchange import disagreement
+from dtcomm.runtime.bootstrap.rendezvous import disagreement
 from dtcomm.runtime.flight_recorder import FlightEntry
-from dtcomm.runtime.torchdist.fault_attribution import FaultAttribution, connection_error
+from dtcomm.runtime.torchdist.faults import FaultAttribution, connection_error
 from dtcomm.streams import Streams
 
 CHECKSUM = struct.Struct("<I")  # CRC32C

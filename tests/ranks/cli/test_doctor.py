@@ -18,7 +18,7 @@ from dtcomm.kernels import ops
 from dtcomm.launch import ranks
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime import emulated_link
-from dtcomm.runtime.native import threads
+from dtcomm.runtime.native import copy_policy
 
 
 def _report(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -152,7 +152,7 @@ def test_unused_fused_kernels_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_more_ranks_than_cores_are_noted() -> None:
-    usable = threads.usable_cores()
+    usable = copy_policy.usable_cores()
     assert not checks.cores(usable).details["oversubscribed"]
     assert checks.cores(usable + 1).status == "note"
 

@@ -39,7 +39,8 @@ def communicator_of_fake_device(backend: str) -> Communicator:
     cuda.CudaBootstrap._private_backend = _gloo
     group = require_group(None)
     entry = communicator_cache.group_entry(group)
-    communicator = Communicator(group, f"as_on_a_device/{backend}", device=torch.device("cpu"))
+    name = f"as_on_a_device/{backend}"
+    communicator = communicator_cache._new(group, entry, name, device=torch.device("cpu"))
     communicator.connect()
     entry.communicator = communicator
     assert isinstance(communicator.runtime, TorchDistRuntime)

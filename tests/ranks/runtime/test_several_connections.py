@@ -16,7 +16,7 @@ import torch
 import dtcomm.collectives as C
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
-from dtcomm.runtime.bootstrap import wide_area
+from dtcomm.runtime.bootstrap import between_hosts
 from dtcomm.runtime.bootstrap.tcp import Listener
 from tests.ranks.runtime.test_sockets import broadcast_and_leave, reduce_unequal_sizes, reduce_until_failure
 from tests.unit.runtime.every_collective import calls
@@ -33,7 +33,7 @@ def compare_with_one(rank: int, world_size: int, round_trip_ms: float) -> dict[s
     for connections, milliseconds in (("1", 0.0), ("3", round_trip_ms)):
         os.environ["DTCOMM_CONNECTIONS"] = connections
         measure = mock.patch.object(
-            wide_area, "round_trip_ms", lambda peers, to_each=milliseconds: [to_each] * len(peers)
+            between_hosts, "round_trip_ms", lambda peers, to_each=milliseconds: [to_each] * len(peers)
         )
         with measure:
             results[connections] = calls(rank, world_size, specs=("none", "int8"), sizes=(1, 200_001))
@@ -56,7 +56,7 @@ def test_same_bits_and_bytes_as_with_one_connection(round_trip_ms: float) -> Non
 def number_of_connections(rank: int, world_size: int, variables: dict[str, str], round_trip_ms: float) -> int:
     os.environ.update(variables)
     os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
-    with mock.patch.object(wide_area, "round_trip_ms", lambda peers: [round_trip_ms * rank] * len(peers)):
+    with mock.patch.object(between_hosts, "round_trip_ms", lambda peers: [round_trip_ms * rank] * len(peers)):
         C.all_reduce(torch.ones(10))
     return int(C.info()["connections"])
 
@@ -64,7 +64,7 @@ def number_of_connections(rank: int, world_size: int, variables: dict[str, str],
 def test_the_number_follows_the_longer_one_of_what_the_ends_measured() -> None:
     assert run_ranks(number_of_connections, 2, {}, 0.1) == [1, 1]
     far = run_ranks(number_of_connections, 2, {}, 50.0)
-    assert far == [far[0]] * 2 and far[0] >= wide_area.MIN_FAR_CONNECTIONS
+    assert far == [far[0]] * 2 and far[0] >= between_hosts.MIN_FAR_CONNECTIONS
     assert run_ranks(number_of_connections, 2, {"DTCOMM_CONNECTIONS": "1"}, 50.0) == [1, 1]
     assert run_ranks(number_of_connections, 2, {"DTCOMM_LINK": "10gbit,50us"}, 50.0) == [1, 1]
 
@@ -73,9 +73,9 @@ def number_after_a_measurement(rank: int, world_size: int) -> list[int]:
     """The connections of two communicators; between the two rank 1 measures 20 Gbit/s."""
     os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
     numbers = []
-    with mock.patch.object(wide_area, "round_trip_ms", lambda peers: [40.0] * len(peers)):
+    with mock.patch.object(between_hosts, "round_trip_ms", lambda peers: [40.0] * len(peers)):
         for measured in (0.0, 20.0 * rank):
-            with mock.patch.object(wide_area, "measured_gbit", lambda host, gbit=measured: gbit):
+            with mock.patch.object(between_hosts, "measured_gbit", lambda host, gbit=measured: gbit):
                 C.all_reduce(torch.ones(10))
                 numbers.append(int(C.info()["connections"]))
             C.release()
@@ -84,7 +84,7 @@ def number_after_a_measurement(rank: int, world_size: int) -> list[int]:
 
 def test_later_communicators_take_the_rate_that_one_end_has_measured() -> None:
     first, second = run_ranks(number_after_a_measurement, 2)
-    assert first == second and first[0] < first[1] == wide_area.MAX_CONNECTIONS
+    assert first == second and first[0] < first[1] == between_hosts.MAX_CONNECTIONS
 
 
 def differ_in_the_variable(rank: int, world_size: int) -> str:

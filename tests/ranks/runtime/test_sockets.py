@@ -19,7 +19,7 @@ from dtcomm import _C, algorithms, env
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
-from dtcomm.runtime.bootstrap import ucx
+from dtcomm.runtime.bootstrap import between_hosts
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import Variants
@@ -375,7 +375,7 @@ def test_info_lists_the_devices_and_lanes_of_ucx(chosen: str, transports: set[st
 
 def reduce_with_one_library(rank: int, world_size: int, transport: str) -> str:
     os.environ.update({"DTCOMM_HOST_ID": f"host {rank}", "DTCOMM_TRANSPORT": transport})
-    missing = mock.patch.object(ucx, "open_library", side_effect=RuntimeError("UCX is not installed"))
+    missing = mock.patch.object(between_hosts, "open_ucx", side_effect=RuntimeError("UCX is not installed"))
     with missing if rank == 1 else contextlib.nullcontext():
         try:
             C.all_reduce(torch.ones(10))
@@ -396,10 +396,12 @@ def test_ucx_has_to_be_installed_on_all_ranks() -> None:
 
 def reduce_beside_rdma(rank: int, world_size: int, devices: list[str]) -> str:
     os.environ["DTCOMM_HOST_ID"] = f"host {rank}"
-    found = ucx.Ucx(ucx.open_library().version, devices if rank == 1 else ["rc_verbs/mlx5_0:1"])
+    found = between_hosts.Ucx(
+        between_hosts.open_ucx().version, devices if rank == 1 else ["rc_verbs/mlx5_0:1"]
+    )
     with (
-        mock.patch.object(ucx, "open_library", lambda: found),
-        mock.patch.object(ucx, "_RDMA_DEVICES", Path("/")),
+        mock.patch.object(between_hosts, "open_ucx", lambda: found),
+        mock.patch.object(between_hosts, "_RDMA_DEVICES", Path("/")),
     ):
         C.all_reduce(torch.ones(10))
     return f"{C.info()['transport']}: {C.info().get('no_ucx')}"

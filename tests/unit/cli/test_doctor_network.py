@@ -117,7 +117,7 @@ def test_links_that_miss_what_is_expected_are_failures() -> None:
 def test_several_connections_between_hosts_are_reported(
     counts: tuple[int, int], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network.wide_area, "buffer_bytes", lambda: 4 * 2**20)
+    monkeypatch.setattr(network.between_hosts, "buffer_bytes", lambda: 4 * 2**20)
     results = [
         LinkResult(ranks=pair, level="between", gbit=(1.0, 1.0), latency_us=40_000.0, connections=count)
         for pair, count in zip([(0, 1), (0, 2)], counts, strict=True)

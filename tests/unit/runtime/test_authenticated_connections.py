@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dtcomm.runtime.bootstrap import tcp
-from dtcomm.runtime.bootstrap.authentication import is_proof, prove
+from dtcomm.runtime.bootstrap.tcp import is_proof, prove
 
 NAMES = ["rank 0 (host a, pid 1)", "rank 1 (host b, pid 2)"]
 _own = threading.local()

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from dtcomm.errors import CollectiveTimeout, PeerLost
-from dtcomm.runtime.torchdist.fault_attribution import FaultAttribution
+from dtcomm.runtime.torchdist.faults import FaultAttribution
 
 NAMES = ["rank 0", "rank 1", "rank 2"]
 

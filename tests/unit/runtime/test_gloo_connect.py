@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from dtcomm.errors import DtcommError, PeerLost
-from dtcomm.runtime.bootstrap import gloo
-from dtcomm.runtime.bootstrap.store_exchange import Deadline
+from dtcomm.runtime.bootstrap import processes
+from dtcomm.runtime.process_groups import Deadline
 
 FAILURE = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:51866.\nstack"
 
@@ -26,7 +26,9 @@ def broken_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def connect(check: Any) -> Any:
     store = dist.HashStore()
-    return gloo.connect(store, store, 0, 2, timedelta(seconds=5), Deadline(timedelta(seconds=5)), check)
+    return processes.connect_gloo(
+        store, store, 0, 2, timedelta(seconds=5), Deadline(timedelta(seconds=5)), check
+    )
 
 
 def test_a_failed_connection_is_an_error_of_dtcomm() -> None:
@@ -54,7 +56,7 @@ def test_a_rank_whose_own_system_call_failed_does_not_wait_for_the_errors_of_oth
         raise RuntimeError("[enforce fail at tcp/device.cc:186] rv != -1. -1 vs -1. Too many open files")
 
     monkeypatch.setattr(dist, "ProcessGroupGloo", fail)
-    monkeypatch.setattr(gloo, "_GRACE_S", 30.0)
+    monkeypatch.setattr(processes, "_GLOO_GRACE_S", 30.0)
     started = time.monotonic()
     with pytest.raises(DtcommError, match=r"^Gloo could not connect the ranks: .*Too many open files$"):
         connect(lambda: None)

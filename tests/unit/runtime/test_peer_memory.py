@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_memory
 
-from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange
+from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
 from dtcomm.runtime.cuda_peer import memory
 from dtcomm.runtime.cuda_peer.memory import IPC, SYMMETRIC, LocalBuffer, PeerBuffers
+from dtcomm.runtime.process_groups import Deadline
 
 RANKS = 3
 NAMES = [f"rank {rank}" for rank in range(RANKS)]

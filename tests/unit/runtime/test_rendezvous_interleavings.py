@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dtcomm.runtime.bootstrap import peer_processes
-from dtcomm.runtime.bootstrap.rendezvous import Rendezvous
-from dtcomm.runtime.bootstrap.store_exchange import PROTOCOL, Deadline, StoreExchange
+from dtcomm.runtime.bootstrap import processes
+from dtcomm.runtime.bootstrap.rendezvous import PROTOCOL, Rendezvous, StoreExchange
+from dtcomm.runtime.process_groups import Deadline
 from tests.stress.rendezvous import run_seeds
 from tests.support.interleaved_ranks import InterleavedStore
 from tests.support.rendezvous_scenarios import report
@@ -73,7 +73,7 @@ class OthersComeAtTheLastMoment(dist.HashStore):  # type: ignore[misc, name-defi
 
 
 def test_a_rank_does_not_time_out_where_another_has_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_processes, "require_alive", lambda ranks: None)
+    monkeypatch.setattr(processes, "require_alive", lambda ranks: None)
     store = OthersComeAtTheLastMoment("/1/0")  # rank 0's key of the second round
     results: dict[int, Any] = {}
 

@@ -17,8 +17,8 @@ import torch
 
 from dtcomm import _C
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.runtime.bootstrap import restoration, tcp
-from dtcomm.runtime.bootstrap.restoration import ConnectionKeeper
+from dtcomm.runtime.bootstrap import reconnect, tcp
+from dtcomm.runtime.bootstrap.reconnect import ConnectionKeeper
 from tests.unit.runtime.test_parallel_connections import (
     CUTS,
     NUMEL,
@@ -168,7 +168,7 @@ def test_new_connections_carry_payloads(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_connection_that_only_one_rank_has_lost_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank with the lower number does not call: it asks for a call, and the other ends what still looks alive."""
-    monkeypatch.setattr(restoration, "ASK_S", 0.05)
+    monkeypatch.setattr(reconnect, "ASK_S", 0.05)
     with pair(
         [None, None, 0, None], relay_of=lambda limit: HalfOpen() if limit == 0 else Relay(limit)
     ) as made:

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from dtcomm.errors import CollectiveTimeout
-from dtcomm.runtime.bootstrap.store_exchange import Deadline, StoreExchange
+from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
+from dtcomm.runtime.process_groups import Deadline
 
 
 class LateStore(dist.HashStore):  # type: ignore[misc, name-defined]

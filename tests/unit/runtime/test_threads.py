@@ -14,7 +14,7 @@ import torch
 from dtcomm import _C, env
 from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import Simulation, run_simulated
-from dtcomm.runtime.native import copy_policy, threads
+from dtcomm.runtime.native import copy_policy
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.unit.runtime.simulated_cases import (
@@ -111,10 +111,10 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 def test_container_quota_limits_the_usable_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, cores: int
 ) -> None:
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(threads, "CPU_QUOTA", tmp_path / "cpu.max")
-    threads.CPU_QUOTA.write_text(quota)
-    assert threads.usable_cores() == cores
+    monkeypatch.setattr(copy_policy.os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(copy_policy, "CPU_QUOTA", tmp_path / "cpu.max")
+    copy_policy.CPU_QUOTA.write_text(quota)
+    assert copy_policy.usable_cores() == cores
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_container_quota_limits_the_usable_cores(
 def test_threads_are_the_cores_of_each_rank(
     affinities: list[range], usable: int, ranks: int, expected: int
 ) -> None:
-    assert threads.threads_per_rank(affinities, usable, ranks) == expected
+    assert copy_policy.threads_per_rank(affinities, usable, ranks) == expected
     with mock.patch.dict(os.environ, DTCOMM_THREADS="3"):
-        assert threads.threads_per_rank(affinities, usable, ranks) == 3
+        assert copy_policy.threads_per_rank(affinities, usable, ranks) == 3
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_threads_are_the_cores_of_each_rank(
 def test_ranks_take_turns_where_they_have_less_than_a_core(
     affinities: list[range], ranks: int, machine: int, expected: float
 ) -> None:
-    assert threads.cores_per_rank(affinities, ranks, machine) == expected
+    assert copy_policy.cores_per_rank(affinities, ranks, machine) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_ranks_of_other_communicators_count(
     monkeypatch: pytest.MonkeyPatch, value: str, ranks: int, expected: int
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    assert threads.local_ranks(ranks, 16) == expected
+    assert copy_policy.local_ranks(ranks, 16) == expected
 
 
 @pytest.mark.parametrize("value", ["-1", "two", "257", "1.5"])

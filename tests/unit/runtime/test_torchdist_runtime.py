@@ -15,9 +15,9 @@ import torch
 
 from dtcomm.codecs import codec
 from dtcomm.errors import CommunicatorClosed, DtcommError, PeerLost
+from dtcomm.runtime.torchdist.faults import forget, watch
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage, Transport
-from dtcomm.runtime.torchdist.watch import forget, watch
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.streams import HostStreams
 from tests.unit.algorithms.every_algorithm import build

@@ -17,7 +17,7 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveTimeout, PayloadCorrupt, PeerLost
-from dtcomm.runtime.bootstrap import ucx
+from dtcomm.runtime.bootstrap import between_hosts
 from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
@@ -34,7 +34,7 @@ class Rank:
     """Rank 0 of two, which calls a one_shot all_reduce; the test plays rank 1 through a socket and UCX."""
 
     def __init__(self, numel: int, timeout_s: float, peer_connects: bool = True) -> None:
-        ucx.open_library()
+        between_hosts.open_ucx()
         self.native = _C.NativeCommunicator(
             rank=0, ranks=2, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, yield_us=50.0
         )
@@ -197,8 +197,8 @@ def test_closing_does_not_wait_for_a_peer_that_never_connected() -> None:
 STARVED = """
 import contextlib, os, resource
 from dtcomm import _C
-from dtcomm.runtime.bootstrap import ucx
-ucx.open_library()
+from dtcomm.runtime.bootstrap import between_hosts
+between_hosts.open_ucx()
 peer = _C.UcxPeer(7)
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -219,8 +219,8 @@ print("endpoints:", len([_C.UcxPeer(8) for _ in range(3)]))
 CONNECTING = """
 import sys, time
 from dtcomm import _C
-from dtcomm.runtime.bootstrap import ucx
-ucx.open_library()
+from dtcomm.runtime.bootstrap import between_hosts
+between_hosts.open_ucx()
 peer = _C.UcxPeer(9)
 end = time.monotonic() + 20
 try:
@@ -265,7 +265,10 @@ def test_library_of_a_wheel_is_found(tmp_path: Path) -> None:
     (library := tmp_path / "libucx" / "lib" / "libucp.so.0").parent.mkdir(parents=True)
     library.touch()
     (tmp_path / "libucx" / "__init__.py").touch()
-    with mock.patch.object(sys, "path", [str(tmp_path)]), mock.patch.object(ucx._C, "open_ucx") as opened:
+    with (
+        mock.patch.object(sys, "path", [str(tmp_path)]),
+        mock.patch.object(between_hosts._C, "open_ucx") as opened,
+    ):
         opened.return_value = ("1.17.0", ["rc_mlx5/mlx5_0:1", "tcp/eth0"])
-        assert ucx.open_library().rdma_devices == ["rc_mlx5/mlx5_0:1"]
+        assert between_hosts.open_ucx().rdma_devices == ["rc_mlx5/mlx5_0:1"]
     opened.assert_called_once_with(["libucp.so.0", str(library)])

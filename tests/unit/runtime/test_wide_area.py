@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from dtcomm import env
-from dtcomm.runtime.bootstrap import wide_area
+from dtcomm.runtime.bootstrap import between_hosts
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES
 
@@ -23,23 +23,23 @@ def without_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("round_trip_ms", [0.0, 0.1, 1.0, 1.9])
 def test_ranks_of_a_site_have_one_connection_and_the_usual_slots(round_trip_ms: float) -> None:
-    assert wide_area.connections(round_trip_ms, 4 * MIB) == 1
-    assert not wide_area.is_far(round_trip_ms)
-    assert wide_area.slot_bytes(round_trip_ms) == SOCKET_SLOT_BYTES
+    assert between_hosts.connections(round_trip_ms, 4 * MIB) == 1
+    assert not between_hosts.is_far(round_trip_ms)
+    assert between_hosts.slot_bytes(round_trip_ms) == SOCKET_SLOT_BYTES
 
 
 def test_connections_hold_the_bytes_of_a_round_trip() -> None:
-    assert wide_area.connections(75, 4 * MIB) == 12  # 47 MB at 5 Gbit/s
-    assert wide_area.connections(75, 64 * MIB) == wide_area.MIN_FAR_CONNECTIONS
-    assert wide_area.connections(300, 4 * MIB) == wide_area.MAX_CONNECTIONS
-    counts = [wide_area.connections(ms, 4 * MIB) for ms in range(2, 200)]
+    assert between_hosts.connections(75, 4 * MIB) == 12  # 47 MB at 5 Gbit/s
+    assert between_hosts.connections(75, 64 * MIB) == between_hosts.MIN_FAR_CONNECTIONS
+    assert between_hosts.connections(300, 4 * MIB) == between_hosts.MAX_CONNECTIONS
+    counts = [between_hosts.connections(ms, 4 * MIB) for ms in range(2, 200)]
     assert counts == sorted(counts)
-    assert [wide_area.slot_bytes(ms) // MIB for ms in (5, 20, 75, 300)] == [2, 4, 16, 16]
+    assert [between_hosts.slot_bytes(ms) // MIB for ms in (5, 20, 75, 300)] == [2, 4, 16, 16]
 
 
 def test_the_variable_forces_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_CONNECTIONS", "3")
-    assert wide_area.connections(0.0, 4 * MIB) == 3 and wide_area.connections(75, 4 * MIB) == 3
+    assert between_hosts.connections(0.0, 4 * MIB) == 3 and between_hosts.connections(75, 4 * MIB) == 3
     for wrong in ("65", "-1", "two"):
         monkeypatch.setenv("DTCOMM_CONNECTIONS", wrong)
         with pytest.raises(ValueError, match=r"DTCOMM_CONNECTIONS=.*a whole number from 0 to 64"):
@@ -47,8 +47,8 @@ def test_the_variable_forces_the_number(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sockets_of_payloads_are_all_but_the_first_of_several() -> None:
-    assert [wide_area.sockets(count) for count in (1, 2, 8)] == [1, 3, 9]
-    assert [wide_area.payload_connections([0] * wide_area.sockets(n)) for n in (1, 2, 8)] == [1, 2, 8]
+    assert [between_hosts.sockets(count) for count in (1, 2, 8)] == [1, 3, 9]
+    assert [between_hosts.payload_connections([0] * between_hosts.sockets(n)) for n in (1, 2, 8)] == [1, 2, 8]
 
 
 def test_round_trips_are_measured_and_those_to_closed_ports_are_zero() -> None:
@@ -56,10 +56,12 @@ def test_round_trips_are_measured_and_those_to_closed_ports_are_zero() -> None:
         closed_port = gone.getsockname()[1]
         gone.close()
         answering = {"address": "127.0.0.1", "port": server.getsockname()[1]}
-        times = wide_area.round_trip_ms([answering, {"address": "127.0.0.1", "port": closed_port}, answering])
+        times = between_hosts.round_trip_ms(
+            [answering, {"address": "127.0.0.1", "port": closed_port}, answering]
+        )
     assert 0 < times[0] < 1000 and times[1] == 0 and 0 < times[2] < 1000
-    assert wide_area.round_trip_ms([]) == []
-    assert wide_area.buffer_bytes() > 64 * 1024
+    assert between_hosts.round_trip_ms([]) == []
+    assert between_hosts.buffer_bytes() > 64 * 1024
 
 
 def test_both_ends_order_their_connections_alike() -> None:
@@ -68,7 +70,7 @@ def test_both_ends_order_their_connections_alike() -> None:
     with ExitStack() as stack:
         listeners = [Listener() for _ in names]
         infos = [listener.info() for listener in listeners]
-        probes = wide_area.round_trip_ms(infos)  # callers that leave at once
+        probes = between_hosts.round_trip_ms(infos)  # callers that leave at once
         assert all(ms > 0 for ms in probes)
 
         def connect(rank: int) -> dict[int, list[int]]:
@@ -95,13 +97,13 @@ def test_both_ends_order_their_connections_alike() -> None:
 
 
 def test_a_measured_rate_takes_the_place_of_the_assumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide_area, "_measured_gbit", {})
-    assert wide_area.rate_gbit(0.0, 0.0) == wide_area.REACHED_GBIT
-    assert wide_area.rate_gbit(0.8, 0.0) == wide_area.rate_gbit(0.0, 0.8) == 1.0
-    assert wide_area.connections(75, 4 * MIB, 1.0) == wide_area.MIN_FAR_CONNECTIONS
-    assert wide_area.connections(75, 4 * MIB, 10.0) == wide_area.MAX_CONNECTIONS
-    assert [wide_area.slot_bytes(75, gbit) // MIB for gbit in (1.0, 2.0, 5.0, 10.0)] == [2, 4, 16, 16]
-    wide_area.remember("a host", 1e8)
-    wide_area.remember("a host", 0.0)  # not measured
-    assert wide_area.measured_gbit("a host") == pytest.approx(0.8)
-    assert wide_area.measured_gbit("another host") == 0
+    monkeypatch.setattr(between_hosts, "_measured_gbit", {})
+    assert between_hosts.rate_gbit(0.0, 0.0) == between_hosts.REACHED_GBIT
+    assert between_hosts.rate_gbit(0.8, 0.0) == between_hosts.rate_gbit(0.0, 0.8) == 1.0
+    assert between_hosts.connections(75, 4 * MIB, 1.0) == between_hosts.MIN_FAR_CONNECTIONS
+    assert between_hosts.connections(75, 4 * MIB, 10.0) == between_hosts.MAX_CONNECTIONS
+    assert [between_hosts.slot_bytes(75, gbit) // MIB for gbit in (1.0, 2.0, 5.0, 10.0)] == [2, 4, 16, 16]
+    between_hosts.remember("a host", 1e8)
+    between_hosts.remember("a host", 0.0)  # not measured
+    assert between_hosts.measured_gbit("a host") == pytest.approx(0.8)
+    assert between_hosts.measured_gbit("another host") == 0

@@ -20,7 +20,7 @@ def last():
 atexit.register(last)
 from dtcomm.runtime import communicator_cache
 from dtcomm.work import completion
-from dtcomm.runtime.torchdist import watch
+from dtcomm.runtime.torchdist import faults
 
 {thread}
 print("main ends", flush=True)
@@ -63,8 +63,8 @@ class Busy:
         if exiting.is_set():
             print("native code", flush=True)
 
-watch.LOOK_S = 0.01
-watch.watch(Busy())
+faults.LOOK_S = 0.01
+faults.watch(Busy())
 time.sleep(0.1)
 """
 

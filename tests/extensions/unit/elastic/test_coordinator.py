@@ -17,7 +17,7 @@ from dtcomm.extensions.elastic import member as member_module
 from dtcomm.extensions.elastic.coordinator import Coordinator
 from dtcomm.extensions.elastic.member import Member
 from dtcomm.extensions.elastic.protocol import MEMBER, PROTOCOL, Seal, Verdict, parse_address, split_head
-from dtcomm.runtime.bootstrap.authentication import prove
+from dtcomm.runtime.bootstrap.tcp import prove
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("secret")

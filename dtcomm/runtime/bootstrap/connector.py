@@ -1,4 +1,7 @@
-"""The connection of a communicator's ranks, and the operations that are issued before it is complete.
+"""How a communicator's ranks are connected, and the operations that are issued before they are.
+
+`dtcomm.runtime.communicator_cache` gives each communicator of several ranks what `connector` returns. The first call
+that needs the ranks makes them meet: `CpuBootstrap` or `CudaBootstrap` chooses a runtime, and the communicator gets it.
 
 Connecting takes all ranks of the communicator. Ranks use their groups for the first time in different orders, so a rank
 that starts an asynchronous operation must not wait for the others: the operation is deferred, a thread connects the
@@ -13,11 +16,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError
-from dtcomm.runtime.bootstrap.store_exchange import Deadline
+from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
+from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.plans import PlanCache
-from dtcomm.streams import Streams
+from dtcomm.runtime.process_groups import Deadline, group_timeout
+from dtcomm.streams import HostStreams, Streams, streams_of
 from dtcomm.work import DeferredWork, Work, completion
 
 _GRACE_SECONDS = 0.5
@@ -185,3 +191,43 @@ class Connection:
     def _fail(self) -> Work:
         self._raise_error()
         raise AssertionError("called without an error")
+
+
+def connector(
+    communicator: Communicator,
+    group: dist.ProcessGroup,
+    name: str,
+    is_pair: bool,
+    failed: Callable[[Communicator], None] = lambda communicator: None,
+) -> Connection:
+    """What connects the ranks of a communicator, once a call needs them; it waits for no other rank itself.
+
+    Args:
+        communicator: The communicator of several ranks.
+        group: Its process group.
+        name: Distinguishes it from the group's other communicators; equal on all ranks.
+        is_pair: Whether it is of two ranks that send and receive.
+        failed: Called if the ranks could not be connected: later calls need another communicator.
+    """
+    rank, ranks, device = communicator.rank, communicator.ranks, communicator.device
+
+    def connect(deadline: Deadline) -> None:
+        try:
+            if device is None:
+                communicator.join(CpuBootstrap(rank, ranks, group, name, deadline))
+                return
+            # Imported here: groups of CPU tensors need none of it.
+            from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
+
+            communicator.join(CudaBootstrap(device, rank, ranks, group, name, deadline, is_pair))
+        except BaseException:
+            failed(communicator)
+            raise
+
+    return Connection(
+        lambda: group_timeout(group),
+        HostStreams() if device is None else streams_of(device),
+        connect,
+        communicator.connected,
+        lambda: communicator.runtime.close(),
+    )

@@ -18,13 +18,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtcomm import _C
-from dtcomm.runtime.bootstrap.authentication import PROOF_BYTES, WRONG_SECRET, is_proof, secret
 from dtcomm.runtime.bootstrap.tcp import (
+    PROOF_BYTES,
+    WRONG_SECRET,
     Caller,
     Hello,
     Listener,
     answer,
     configure,
+    is_proof,
+    secret,
     start_connecting,
     with_proof,
 )

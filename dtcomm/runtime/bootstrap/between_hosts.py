@@ -1,4 +1,4 @@
-"""How far away other hosts are, and how many connections and bytes under way the links to them take.
+"""What carries payloads between hosts: how many TCP connections, with how many bytes under way, or UCX.
 
 One TCP connection carries at most a socket buffer of bytes in a round trip: with Linux's usual 4 MiB and 75 ms that is
 0.4 Gbit/s, whatever the link's rate. To far ranks the engine therefore has several connections. How many follows from
@@ -6,21 +6,26 @@ the measured round trip, the kernel's limit and the rate of the link. Nothing is
 communicator takes a rate that most links do not exceed, and while its connections are busy the engine notes what they
 carry together (`remember`). Communicators that are made later to the same host, as after ranks have joined or left,
 take that rate. The ranks exchange what they remember with what they exchange anyway, so both ends count alike.
+
+UCX (https://openucx.org), which the native engine opens at run time, serves where it finds RDMA devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import importlib.util
 import math
+import os
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dtcomm import env
+from dtcomm import _C, env
 from dtcomm.runtime.native.copy_policy import SLOTS, SOCKET_SLOT_BYTES
 
 FAR_MS = 2.0  # round trips below are those of a site's own network, where one connection is enough
@@ -33,6 +38,16 @@ _PROBE_SECONDS = 2.0
 _USUAL_BUFFER_BYTES = 4 * 2**20
 _measured_gbit: dict[str, float] = {}  # by host
 _RTT_OFFSET = 68  # of tcpi_rtt in struct tcp_info: microseconds, 32 bits
+
+_LIBRARY = "libucp.so.0"
+_WHEEL = "libucx"  # the package that wheels such as libucx-cu12 install
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd")  # rc_mlx5/mlx5_0:1 and the like
+# UCX reads these when its library is opened. Its handlers of fatal signals would replace those of Python and torch.
+_QUIET = {"UCX_HANDLE_ERRORS": "none"}
+# UCX reads these whenever a communicator is made. It connects over TCP while it makes an endpoint. If the peer closes
+# its listening socket at that moment, UCX ends this process by an assertion, unless it connects without blocking.
+_KEPT = {"UCX_TCP_CONN_NB": "y"}
 
 
 def round_trip_ms(listeners: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -157,3 +172,63 @@ def slot_bytes(round_trip_ms: float, gbit: float = REACHED_GBIT) -> int:
 
 def _bytes_in(round_trip_ms: float, gbit: float) -> float:
     return gbit * 1e9 / 8 * round_trip_ms / 1e3
+
+
+class Ucx(NamedTuple):
+    """UCX as it was opened: its version, and the transports and devices that it may use, such as "tcp/eth0"."""
+
+    version: str
+    devices: list[str]
+
+    @property
+    def rdma_devices(self) -> list[str]:
+        """The devices that move data without the kernel."""
+        return [name for name in self.devices if name.split("/")[0].split("_")[0] in _RDMA_TRANSPORTS]
+
+
+def open_ucx() -> Ucx:
+    """Open the system's UCX, else that of the package ``libucx``.
+
+    Returns:
+        What was opened, now or earlier in this process.
+
+    Raises:
+        RuntimeError: If there is none, or dtcomm was built without its headers.
+    """
+    for name, value in _KEPT.items():
+        os.environ.setdefault(name, value)
+    with _defaults(_QUIET):
+        return Ucx(*_C.open_ucx([_LIBRARY, *_library_of_wheel()]))
+
+
+def open_ucx_for_rdma() -> Ucx:
+    """Open UCX if it can use an RDMA device.
+
+    Raises:
+        RuntimeError: If there is no such device or no UCX.
+    """
+    # UCX has threads and takes over parts of malloc: a process that cannot gain from it does not open it.
+    if not _RDMA_DEVICES.is_dir() or not any(_RDMA_DEVICES.iterdir()):
+        raise RuntimeError("no RDMA device")
+    library = open_ucx()
+    if not library.rdma_devices:
+        raise RuntimeError(f"UCX {library.version} uses no RDMA device, only {', '.join(library.devices)}")
+    return library
+
+
+def _library_of_wheel() -> list[str]:
+    spec = importlib.util.find_spec(_WHEEL)
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    return [str(path) for folder in folders if (path := Path(folder) / "lib" / _LIBRARY).exists()]
+
+
+@contextlib.contextmanager
+def _defaults(variables: dict[str, str]) -> Iterator[None]:
+    """Set those environment variables that are not set, for a moment."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

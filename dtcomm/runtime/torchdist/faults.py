@@ -1,15 +1,21 @@
-"""Finds the rank that caused a timeout or a lost connection, by following wait records in the group's store.
+"""Faults over torch.distributed: which rank caused one, and a thread that notices it early.
 
 Before a rank gives up it records in the store which rank it waited for. A rank that waits for a rank that has given up
-itself is held up by the rank at the end of that chain.
+itself is held up by the rank at the end of that chain (`FaultAttribution`).
+
+Gloo fails a message that it is just writing or reading only at the timeout, also where the other rank has died. So a
+thread looks at runtimes whose messages the host waits for, while operations run (`watch`).
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +29,14 @@ STORE_SECONDS = (
 )
 T = TypeVar("T")
 _KINDS: dict[str, type[DtcommError]] = {"timeout": CollectiveTimeout, "lost": PeerLost}
+
+LOOK_S = 0.25
+MAX_LOOK_S = 5.0  # much longer than a look at a store that does not answer
+
+_log = logging.getLogger("dtcomm")
+_lock = threading.Lock()
+_looking = threading.RLock()  # held while the thread refers to runtimes
+_watched: set[Watched] = set()
 
 
 class FaultAttribution:
@@ -126,3 +140,69 @@ def _store_of(group: Any) -> Any:
         return group.get_group_store()
     except (AttributeError, RuntimeError):  # a backend without a group, or a torch that does not tell
         return None
+
+
+class Watched(Protocol):
+    """What is looked at."""
+
+    def busy(self) -> bool:
+        """Whether an operation is running."""
+
+    def look(self) -> None:
+        """Look at the running operation."""
+
+
+def watch(runtime: Watched) -> None:
+    """Call ``look`` of a runtime, which is busy, every quarter of a second as long as it is."""
+    if runtime in _watched:
+        return
+    with _lock:
+        starts = not _watched
+        _watched.add(runtime)
+    if starts:
+        threading.Thread(target=_look, name="dtcomm-watch", daemon=True).start()
+
+
+def forget(runtime: Watched) -> None:
+    """Look at a runtime no more; returns when the thread does not refer to it.
+
+    Otherwise the thread could be the last to refer to the runtime's group and store. The destructor of a FileStore
+    whose file has been removed meanwhile waits for the file until the store's timeout and holds the interpreter's lock.
+    """
+    with _lock:
+        _watched.discard(runtime)
+    if _looking.acquire(timeout=MAX_LOOK_S):
+        _looking.release()
+
+
+def _look() -> None:
+    while True:
+        time.sleep(LOOK_S)
+        with completion.running_native(), _looking:  # looks use the store, whose functions are native
+            busy = _look_at_all()
+        if not busy:
+            return
+
+
+def _look_at_all() -> bool:
+    """Look at all watched runtimes; whether one of them is still busy."""
+    for runtime in list(_watched):
+        try:
+            runtime.look()
+        except Exception:  # the others are looked at all the same
+            _log.exception("looking at an operation that runs over a process group failed")
+    with _lock:
+        idle = [runtime for runtime in _watched if not runtime.busy()]
+        _watched.difference_update(idle)
+        # One that has become busy just before has found itself watched.
+        _watched.update(runtime for runtime in idle if runtime.busy())
+        return bool(_watched)
+
+
+def _after_fork() -> None:
+    global _lock, _looking
+    _lock, _looking = threading.Lock(), threading.RLock()
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
