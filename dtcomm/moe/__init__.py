@@ -6,9 +6,9 @@ Example::
     outputs = [expert(part) for expert, part in zip(local_experts, route.split(tokens))]
     y = dtcomm.moe.combine(torch.cat(outputs), route, weights)
 
-`MoE` is a layer of these: a router, experts and their communication. Experts are distributed evenly and in order: of n
-ranks, rank r holds the experts ``r * num_experts / n`` to ``(r + 1) * num_experts / n - 1``. This is the all-to-all
-scheme of GShard (Lepikhin et al. 2020, arXiv:2006.16668), with or without a capacity.
+Experts are distributed evenly and in order: of n ranks, rank r holds the experts ``r * num_experts / n`` to ``(r + 1) *
+num_experts / n - 1``. This is the all-to-all scheme of GShard (Lepikhin et al. 2020, arXiv:2006.16668), with or without
+a capacity. examples/moe.py has a layer of these: a router with its losses, experts and their communication.
 
 Tokens travel in fp8 and results in bf16 by default. Both functions are differentiable; each one's gradient travels the
 other's way, in ``backward_codec``. Between ranks on several hosts a token travels once to each host that has some of
@@ -19,30 +19,22 @@ send and to receive, which the size of its result depends on. `combine` and the 
 `dispatch_padded` and `combine_padded` never wait, so they can be captured in graphs: every rank sends ``capacity`` rows
 to every expert, and the counts stay on the device.
 
-`load_balancing_loss` and `router_z_loss` train the router; `State` counts what is sent.
+`State` counts what is sent.
 """
 
 from dtcomm.moe.dispatch import Route, combine, dispatch
 from dtcomm.moe.encoded_rows import EncodedRows
-from dtcomm.moe.layer import MoE, RouterStatistics, auxiliary_loss, expert_parameters
-from dtcomm.moe.losses import expert_capacity, load_balancing_loss, router_z_loss
-from dtcomm.moe.padded import PaddedRoute, combine_padded, dispatch_padded
+from dtcomm.moe.padded import combine_padded, dispatch_padded
+from dtcomm.moe.route import expert_capacity
 from dtcomm.moe.state import State
 
 __all__ = [
     "EncodedRows",
-    "MoE",
-    "PaddedRoute",
     "Route",
-    "RouterStatistics",
     "State",
-    "auxiliary_loss",
     "combine",
     "combine_padded",
     "dispatch",
     "dispatch_padded",
     "expert_capacity",
-    "expert_parameters",
-    "load_balancing_loss",
-    "router_z_loss",
 ]

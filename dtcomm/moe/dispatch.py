@@ -12,12 +12,21 @@ from dtcomm._autograd import autograd_apply
 from dtcomm._compilation import exclude_from_compilation
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.moe import agreement
-from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows, gradient_edge
+from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import Carried, Hop, make_hop, one_hot, sum_slots, unique_destinations, with_zero_row
-from dtcomm.moe.losses import count_choices
 from dtcomm.moe.placement import Counts, Hosts, gather_tables
-from dtcomm.moe.settings import RowCodecs, make_codecs
+from dtcomm.moe.route import (
+    HEADER,
+    check_headers,
+    checked_choices,
+    count_choices,
+    deliver,
+    make_header,
+    positions_of_choices,
+    require_capacity,
+    require_weights,
+)
+from dtcomm.moe.state import RowCodecs, make_codecs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +102,10 @@ class Route:
         for hop in reversed(self.hops):
             rows = hop.collect(rows, what, codec)
         return rows
+
+    def sum_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Send the gradients of the experts' rows back and return the sum for each token of this rank."""
+        return self.collect(self.sum_rows(gradient), "gradients of tokens", self.codecs.backward)
 
 
 @overload
@@ -189,12 +202,9 @@ def dispatch(
         y = dtcomm.moe.combine(run_experts(tokens, route.counts), route, scores.softmax(-1))
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    agreement.require_choices(x, experts, num_experts, world_size)
+    choices = checked_choices(x, experts, num_experts, priorities, world_size)
     if capacity is not None:
-        agreement.require_capacity(capacity)
-    choices = (experts if experts.ndim == 2 else experts[:, None]).to(torch.int64)
-    choices_shape = (len(x), choices.shape[1])
-    agreement.require_weights("priorities", priorities, choices_shape)
+        require_capacity(capacity)
     codecs = make_codecs(codec, combine_codec, backward_codec, allow_inaccurate)
     hosts = Hosts.of(x, group)
     by_hosts = hosts.has_two_levels if hierarchical is None else hierarchical
@@ -207,13 +217,13 @@ def dispatch(
     destinations = unique_destinations(torch.where(kept, positions, world_size), world_size)
     host_destinations = unique_destinations(hosts.hosts_of(destinations), hosts.count)
     tables = [
-        agreement.make_header(x, choices, capacity, by_hosts, codecs),
+        make_header(x, choices, capacity, by_hosts, codecs),
         count_choices(torch.where(kept, chosen, num_experts).reshape(-1), num_experts + 1)[:num_experts],
         one_hot(destinations, world_size).sum(0),
         one_hot(host_destinations, hosts.count).sum(0),
     ]
     lists = gather_tables(torch.cat(tables), world_size, num_experts, group)
-    agreement.check_headers([row[: agreement.HEADER] for row in lists], rank, num_experts, group)
+    check_headers([row[:HEADER] for row in lists], rank, num_experts, group)
     counts = Counts(lists, num_experts, world_size, hosts)
 
     carried = Carried("tokens", codecs.dispatch, x.shape[1], x.dtype)
@@ -254,7 +264,7 @@ def dispatch(
     pair_index, pair_slots = _expand(local, sources if by_hosts else None, sum(rows))
     route = Route(
         counts=tuple(rows),
-        choices_shape=choices_shape,
+        choices_shape=(len(x), choices.shape[1]),
         dropped=kept.numel() - kept.sum(),
         codecs=codecs,
         hops=hops,
@@ -264,18 +274,7 @@ def dispatch(
         rank=rank,
         group=group,
     )
-    payload = arrived.payload(pair_index // choices_shape[1])
-    if encoded:
-        edge = autograd_apply(_Dispatched, x, gradient_edge((sum(rows), x.shape[1]), x), route)
-        return EncodedRows(
-            payload=payload,
-            codec=codecs.dispatch,
-            features=x.shape[1],
-            dtype=x.dtype,
-            gradient_edge=edge,
-        ), route
-    decoded = decode_rows(payload, codecs.dispatch, x.shape[1], x.dtype)
-    return autograd_apply(_Dispatched, x, decoded, route), route
+    return deliver(x, arrived.payload(pair_index // choices.shape[1]), route, encoded), route
 
 
 @exclude_from_compilation
@@ -307,27 +306,12 @@ def combine(outputs: torch.Tensor, route: Route, weights: torch.Tensor | None = 
             f"outputs: expected [{sum(route.counts)}, features], one row for each row that dispatch returned, "
             f"got {tuple(outputs.shape)}"
         )
-    agreement.require_weights("weights", weights, route.choices_shape)
+    require_weights("weights", weights, route.choices_shape)
     if weights is not None:
         row_weights = autograd_apply(_Weights, weights.float().view(route.choices_shape), route)
         outputs = outputs * row_weights[:, None].to(outputs.dtype)
     combined: torch.Tensor = autograd_apply(_Combined, outputs, route)
     return combined
-
-
-class _Dispatched(torch.autograd.Function):
-    """Connects rows that have arrived to the tokens, in the graph of gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, route: Route) -> torch.Tensor:
-        ctx.route = route
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        route: Route = ctx.route
-        arrived = route.sum_rows(gradient)
-        return route.collect(arrived, "gradients of tokens", route.codecs.backward), None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -373,7 +357,7 @@ def _kept(
     if capacity is None:
         return torch.ones_like(chosen, dtype=torch.bool)
     flat = chosen.reshape(-1)
-    positions = agreement.positions_of_choices(flat, count_choices(flat, num_experts), priorities)
+    positions = positions_of_choices(flat, count_choices(flat, num_experts), priorities)
     return (positions < capacity).view_as(chosen)
 
 

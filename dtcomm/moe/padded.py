@@ -14,14 +14,22 @@ from dtcomm._compilation import exclude_from_compilation
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.moe import agreement
-from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows, gradient_edge
+from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import sum_slots, with_zero_row
-from dtcomm.moe.losses import count_choices
-from dtcomm.moe.placement import Hosts
-from dtcomm.moe.relays import Relays
-from dtcomm.moe.settings import RowCodecs, make_codecs
-from dtcomm.moe.state import record
+from dtcomm.moe.placement import Hosts, Relays
+from dtcomm.moe.route import (
+    HEADER,
+    check_headers,
+    checked_choices,
+    count_choices,
+    deliver,
+    make_header,
+    mismatch,
+    positions_of_choices,
+    require_capacity,
+    require_weights,
+)
+from dtcomm.moe.state import RowCodecs, make_codecs, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +92,17 @@ class PaddedRoute:
             return self.relays.exchange(blocks, exchange).view_as(payload)
         one_each = [1] * self.world_size
         return exchange(blocks, one_each, one_each, "all ranks, padded").view_as(payload)
+
+    def give_back(self, rows: torch.Tensor, what: str, codec: Codec) -> torch.Tensor:
+        """Send the experts' rows back; return them in the order in which they were sent, and a row of zeros."""
+        payload = encode_rows(self.by_rank(rows), codec, self.rank)
+        returned = self.exchange(payload, what, codec, rows.shape[2], rows.dtype)
+        return decode_rows(returned, codec, rows.shape[2], rows.dtype, zero_row=True)
+
+    def sum_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Send the gradients of the experts' rows back and return the sum for each token of this rank."""
+        returned = self.give_back(gradient, "gradients of tokens", self.codecs.backward)
+        return sum_slots(returned, self.slots.view(self.choices_shape))
 
     def by_expert(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows ordered by rank, expert and slot as [local experts, ranks * capacity, ...]."""
@@ -168,17 +187,18 @@ def dispatch_padded(
         combine_codec: Codec of the experts' outputs, in `combine_padded`. Default: ``"bf16"``; ``"none"`` if ``codec``
             is.
         backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
-        hierarchical: Whether rows travel first between hosts, to one rank of each, and then inside them, as
-            `dtcomm.moe.relays` says: the same rows and the same bytes between hosts, in fewer messages. Default: False,
-            they travel directly.
+        hierarchical: Whether rows travel first between hosts, to one rank of each, and then inside them: the same rows
+            and the same bytes between hosts, in fewer messages. Default: False, they travel directly.
         encoded: Whether the rows are returned as they arrived. Default: False, they are decoded.
         group: Process group. Default: all ranks.
         allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
 
     Returns:
         The rows for this rank's experts, [local experts, ranks * capacity, features], and the route, for
-        `PaddedRoute.mask` and `combine_padded`. Rows of an expert are ordered by their rank and then by token, or by
-        priority. With ``encoded`` they are `EncodedRows`.
+        `combine_padded`. Rows of an expert are ordered by their rank and then by token, or by priority. With
+        ``encoded`` they are `EncodedRows`. The route's ``mask``, bool [local experts, ranks * capacity], says which
+        rows are in use; its ``counts``, int64 [local experts, ranks], says how many; ``dropped`` counts this rank's
+        pairs that exceeded the capacity.
 
     Raises:
         TypeError, ValueError: An argument is not valid; the message names it.
@@ -193,24 +213,21 @@ def dispatch_padded(
         y = dtcomm.moe.combine_padded(torch.bmm(rows, expert_weights), route, scores.softmax(-1))
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    agreement.require_choices(x, experts, num_experts, world_size)
-    agreement.require_capacity(capacity)
+    choices = checked_choices(x, experts, num_experts, priorities, world_size)
+    require_capacity(capacity)
     if not isinstance(hierarchical, bool):
         raise TypeError(f"hierarchical: expected a bool, got {type(hierarchical).__name__}")
-    choices = (experts if experts.ndim == 2 else experts[:, None]).to(torch.int64)
-    choices_shape = (len(x), choices.shape[1])
-    agreement.require_weights("priorities", priorities, choices_shape)
     codecs = make_codecs(codec, combine_codec, backward_codec, allow_inaccurate)
     flat = choices.reshape(-1).clamp(0, num_experts - 1)
     counts = count_choices(flat, num_experts)
-    positions = agreement.positions_of_choices(flat, counts, priorities)
+    positions = positions_of_choices(flat, counts, priorities)
     total = num_experts * capacity
     slots = torch.where(positions < capacity, flat * capacity + positions, total)
-    header = agreement.make_header(x, choices, capacity, hierarchical, codecs)
+    header = make_header(x, choices, capacity, hierarchical, codecs)
     received_counts = _exchange_counts(header, counts.clamp(max=capacity), rank, num_experts, group)
     route = PaddedRoute(
         capacity=capacity,
-        choices_shape=choices_shape,
+        choices_shape=(len(x), choices.shape[1]),
         counts=received_counts.t().contiguous(),
         slots=slots,
         world_size=world_size,
@@ -224,18 +241,7 @@ def dispatch_padded(
     tokens = torch.arange(len(flat), device=x.device) // choices.shape[1]
     sent = payload[-1:].repeat(total + 1, 1).index_copy_(0, slots, payload.index_select(0, tokens))[:total]
     arrived = route.by_expert(route.exchange(sent, "tokens", codecs.dispatch, x.shape[1], x.dtype))
-    if encoded:
-        shape = (*arrived.shape[:2], x.shape[1])
-        edge = autograd_apply(_Dispatched, x, gradient_edge(shape, x), route)
-        return EncodedRows(
-            payload=arrived,
-            codec=codecs.dispatch,
-            features=x.shape[1],
-            dtype=x.dtype,
-            gradient_edge=edge,
-        ), route
-    decoded = decode_rows(arrived, codecs.dispatch, x.shape[1], x.dtype)
-    return autograd_apply(_Dispatched, x, decoded, route), route
+    return deliver(x, arrived, route, encoded), route
 
 
 @exclude_from_compilation
@@ -266,27 +272,12 @@ def combine_padded(
             f"outputs: expected [{local_experts}, {rows}, features], one row for each row that dispatch_padded "
             f"returned, got {tuple(outputs.shape)}"
         )
-    agreement.require_weights("weights", weights, route.choices_shape)
+    require_weights("weights", weights, route.choices_shape)
     returned: torch.Tensor = autograd_apply(_Returned, outputs, route)
     results = returned.view(*route.choices_shape, outputs.shape[2])
     if weights is not None:
         results = results * weights.view(*route.choices_shape, 1).to(results.dtype)
     return results.sum(1)
-
-
-class _Dispatched(torch.autograd.Function):
-    """Connects rows that have arrived to the tokens, in the graph of gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, route: PaddedRoute) -> torch.Tensor:
-        ctx.route = route
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        route: PaddedRoute = ctx.route
-        returned = _return(gradient, "gradients of tokens", route.codecs.backward, route)
-        return sum_slots(returned, route.slots.view(route.choices_shape)), None, None
 
 
 class _Returned(torch.autograd.Function):
@@ -295,8 +286,7 @@ class _Returned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, route: PaddedRoute) -> torch.Tensor:
         ctx.route = route
-        returned = _return(rows, "outputs", route.codecs.combine, route)
-        return returned.index_select(0, route.slots)
+        return route.give_back(rows, "outputs", route.codecs.combine).index_select(0, route.slots)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -307,13 +297,6 @@ class _Returned(torch.autograd.Function):
         sent = payload[-1:].repeat(total + 1, 1).index_copy_(0, route.slots, payload[:-1])[:total]
         arrived = route.exchange(sent, "gradients of outputs", codec, features, gradient.dtype)
         return decode_rows(route.by_expert(arrived), codec, features, gradient.dtype), None
-
-
-def _return(rows: torch.Tensor, what: str, codec: Codec, route: PaddedRoute) -> torch.Tensor:
-    """Send the experts' rows back; return them in the order in which they were sent, and a row of zeros."""
-    payload = encode_rows(route.by_rank(rows), codec, route.rank)
-    returned = route.exchange(payload, what, codec, rows.shape[2], rows.dtype)
-    return decode_rows(returned, codec, rows.shape[2], rows.dtype, zero_row=True)
 
 
 def _exchange_counts(
@@ -330,14 +313,14 @@ def _exchange_counts(
     try:
         all_to_all(received, sent, group=group)
     except CollectiveMismatch as error:
-        raise agreement.mismatch(num_experts, error) from None
-    headers = received[:, : agreement.HEADER]
+        raise mismatch(num_experts, error) from None
+    headers = received[:, :HEADER]
     if header.is_cpu:
-        agreement.check_headers(headers.tolist(), rank, num_experts, group)
+        check_headers(headers.tolist(), rank, num_experts, group)
     else:
         torch._assert_async(
             (headers[:, :-2] == header[:-2]).all(), "dispatch_padded: the ranks pass different arguments"
         )
         in_range = ((headers[:, -2] >= 0) & (headers[:, -1] < num_experts)).all()
         torch._assert_async(in_range, f"experts: expected 0 to {num_experts - 1}")
-    return received[:, agreement.HEADER :]
+    return received[:, HEADER:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from dtcomm.moe.agreement import positions_of_choices
 from dtcomm.moe.hops import make_hop, sum_slots, unique_destinations, with_zero_row
 
 
@@ -33,11 +32,3 @@ def test_sums_are_in_fp32_in_the_order_of_the_columns_and_host_by_host() -> None
     assert sum_slots(rows, torch.tensor([[0, 2, 1, 3]]), begins).item() == 2.0
     small = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
     assert sum_slots(small, torch.tensor([[0, 1, 2]])).item() == 258.0  # bf16 would round 257 to 256
-
-
-def test_positions_among_the_choices_of_an_expert() -> None:
-    experts = torch.tensor([1, 0, 1, 1, 0])
-    counts = torch.tensor([2, 3])
-    assert positions_of_choices(experts, counts, None).tolist() == [0, 0, 1, 2, 1]
-    priorities = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.9])
-    assert positions_of_choices(experts, counts, priorities).tolist() == [1, 1, 0, 2, 0]

@@ -1,4 +1,4 @@
-"""What ranks tell each other before rows travel: that they pass the same things, and how many rows go where.
+"""What both forms of a dispatch do: check arguments, compare them between ranks, limit and deliver rows.
 
 A rank whose arguments differ from those of the others would send rows that they cannot read. So every exchange of
 counts begins with a header, and all ranks raise the same error, which names the argument.
@@ -6,15 +6,20 @@ counts begins with a header, and all ranks raise the same error, which names the
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from dtcomm._autograd import autograd_apply
+from dtcomm.arguments import require_int
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.moe.settings import RowCodecs
+from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, gradient_edge
+from dtcomm.moe.state import RowCodecs
 
 #: Fields of a header that are equal on all ranks, with the argument that an error names.
 EQUAL_FIELDS = {
@@ -101,8 +106,18 @@ def mismatch(num_experts: int, error: CollectiveMismatch) -> CollectiveMismatch:
     )
 
 
-def require_choices(x: torch.Tensor, experts: torch.Tensor, num_experts: int, world_size: int) -> None:
-    """Raise ValueError if the arguments of a dispatch do not fit each other."""
+def checked_choices(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    num_experts: int,
+    priorities: torch.Tensor | None,
+    world_size: int,
+) -> torch.Tensor:
+    """Return the experts of each token, int64 [tokens, choices], if the arguments of a dispatch fit each other.
+
+    Raises:
+        ValueError: They do not. The experts' numbers are not checked, because the host would wait for the device.
+    """
     if x.ndim != 2 or not x.shape[1]:
         raise ValueError(f"x: expected [tokens, features], got {tuple(x.shape)}")
     if x.dtype not in FLOAT_TYPES:
@@ -124,6 +139,9 @@ def require_choices(x: torch.Tensor, experts: torch.Tensor, num_experts: int, wo
             f"experts: expected 1 to {num_experts} choices a token, as there are {num_experts} experts, "
             f"got {experts.shape[1]}"
         )
+    choices = (experts if experts.ndim == 2 else experts[:, None]).to(torch.int64)
+    require_weights("priorities", priorities, (len(x), choices.shape[1]))
+    return choices
 
 
 def require_capacity(capacity: object) -> None:
@@ -162,3 +180,82 @@ def positions_of_choices(
         0, experts.index_select(0, order)
     )
     return torch.empty_like(positions).scatter_(0, order, positions)
+
+
+def expert_capacity(tokens: int, num_experts: int, *, choices: int = 1, factor: float = 1.25) -> int:
+    """Return how many rows one rank may send to one expert: ``factor`` times what it sends if all experts are equal.
+
+    Args:
+        tokens: Number of tokens of a rank.
+        num_experts: Number of experts on all ranks together.
+        choices: Number of experts of a token. Default: 1.
+        factor: The capacity factor of Switch Transformer. Default: 1.25.
+
+    Returns:
+        ``ceil(factor * tokens * choices / num_experts)``, at least 1.
+
+    Raises:
+        TypeError, ValueError: An argument is not valid; the message names it.
+
+    Example:
+        >>> import dtcomm
+        >>> dtcomm.moe.expert_capacity(1024, 64, choices=2)
+        40
+    """
+    require_int("tokens", tokens, 0)
+    require_int("num_experts", num_experts, 1)
+    require_int("choices", choices, 1)
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor: expected a positive number, got {factor!r}")
+    return max(1, math.ceil(factor * tokens * choices / num_experts))
+
+
+def count_choices(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return how often each expert occurs, int64. `torch.bincount` would wait for a CUDA device."""
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, experts.to(torch.int64), torch.ones_like(experts, dtype=torch.int64))
+
+
+class GradientRoute(Protocol):
+    """A route back to the tokens."""
+
+    @property
+    def codecs(self) -> RowCodecs:
+        """The codecs of tokens, outputs and gradients."""
+
+    def sum_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Send the gradients of the experts' rows back and return the sum for each token of this rank."""
+
+
+class _Dispatched(torch.autograd.Function):
+    """Connects rows that have arrived to the tokens, in the graph of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, route: GradientRoute) -> torch.Tensor:
+        ctx.route = route
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.route.sum_gradients(gradient), None, None
+
+
+def deliver(
+    x: torch.Tensor, payload: torch.Tensor, route: GradientRoute, encoded: bool
+) -> torch.Tensor | EncodedRows:
+    """Return the rows for this rank's experts, decoded or as they arrived, connected to the tokens for autograd.
+
+    Args:
+        x: This rank's tokens.
+        payload: uint8 [..., rows, bytes], the rows for this rank's experts.
+        route: Their route.
+        encoded: Whether the rows stay encoded.
+    """
+    codec, features = route.codecs.dispatch, x.shape[1]
+    if not encoded:
+        rows: torch.Tensor = autograd_apply(
+            _Dispatched, x, decode_rows(payload, codec, features, x.dtype), route
+        )
+        return rows
+    edge = autograd_apply(_Dispatched, x, gradient_edge((*payload.shape[:-1], features), x), route)
+    return EncodedRows(payload=payload, codec=codec, features=features, dtype=x.dtype, gradient_edge=edge)
