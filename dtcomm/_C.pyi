@@ -64,20 +64,25 @@ def repeat_kernel(
 ) -> None: ...
 
 # csrc/python/epilogue.cpp
-def epilogue(
-    kernel: str,
-    codec: bytes,
-    runs: list[tuple[int, int]],
-    features: int,
-    dtype: int,
-    bias: int,
-    residual: int,
-    out: int,
-    weight: int,
-    eps: float,
-    norm_out: int,
-    quantized: tuple[int, int, int, bool],
-) -> None: ...
+class Epilogue:
+    def __init__(
+        self,
+        *,
+        features: int,
+        dtype: int,
+        out: int,
+        bias: int,
+        addend: int,
+        weight: int,
+        eps: float,
+        norm_out: int,
+        codes: int,
+        scales: int,
+        groups: int,
+        to_int8: bool,
+    ) -> None: ...
+
+def epilogue(kernel: str, codec: bytes, runs: list[tuple[int, int]], call: Epilogue) -> None: ...
 
 # csrc/python/low_rank.cpp
 def project_rows(
@@ -113,7 +118,7 @@ def expand(
     left: int,
     right: int,
 ) -> None: ...
-def orthonormalise(kernel: str, vectors: int, count: int, n: int, key: int) -> None: ...
+def orthonormalize(kernel: str, vectors: int, count: int, n: int, key: int) -> None: ...
 
 # csrc/python/local_tasks.cpp
 AUDIT_OK: int
@@ -122,18 +127,7 @@ AUDIT_RUN: int
 class NativeTask:
     def run(self, kernel: str) -> None: ...
 
-def task_epilogue(
-    numel: int,
-    features: int,
-    dtype: int,
-    bias: int,
-    residual: int,
-    out: int,
-    weight: int,
-    eps: float,
-    norm_out: int,
-    quantized: tuple[int, int, int, bool],
-) -> NativeTask: ...
+def task_epilogue(numel: int, call: Epilogue) -> NativeTask: ...
 def task_measure_exponents(
     codec: bytes, local: int, dtype: int, residual: int, numel: int, exponents: int
 ) -> NativeTask: ...

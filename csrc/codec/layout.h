@@ -9,21 +9,15 @@
 
 #include "codec/codec.h"
 #include "codec/float_bits.h"
+#include "codec/granules.h"
 #include "core/types.h"
 
 namespace dtcomm {
 
-constexpr std::size_t kGranule = 1024;
-constexpr std::size_t kSparseGranule = 4096;
 constexpr std::size_t kAlign = 16;
-constexpr std::size_t kSmallestBlock = 16, kLargestBlock = 4096;
-constexpr std::size_t kNvfp4Block = 16, kNvfp4Granule = 4096;
-constexpr unsigned kVariableGranuleShift = 12;
-constexpr std::size_t kVariableGranule = std::size_t{1} << kVariableGranuleShift;
-constexpr std::size_t kRandkHead = 8;      // the key that the positions come from
-constexpr std::size_t kPositionBits = 12;  // of a position within a sparse granule
+constexpr std::size_t kRandkHead = 8;  // the key that the positions come from
 
-DTCOMM_HD std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+constexpr DTCOMM_HD std::size_t aligned(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 struct Layout {
   std::size_t granule;      // elements
@@ -38,37 +32,39 @@ struct Layout {
   std::size_t position_bits;  // 12: a list of positions; 1: a bitmap of the granule; 0: they come from the head
   std::size_t trailer;        // bytes behind the codes of a dense granule: its own scale
 
-  DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) >> block_shift; }
-  DTCOMM_HD std::size_t zeros_at(std::size_t elements) const { return blocks(elements) * field_bytes; }
-  DTCOMM_HD std::size_t outliers_at(std::size_t elements) const { return blocks(elements) * field_bytes * fields; }
-  DTCOMM_HD std::size_t codes_at(std::size_t elements) const {
+  constexpr DTCOMM_HD std::size_t blocks(std::size_t elements) const { return (elements + block - 1) >> block_shift; }
+  constexpr DTCOMM_HD std::size_t zeros_at(std::size_t elements) const { return blocks(elements) * field_bytes; }
+  constexpr DTCOMM_HD std::size_t outliers_at(std::size_t elements) const {
+    return blocks(elements) * field_bytes * fields;
+  }
+  constexpr DTCOMM_HD std::size_t codes_at(std::size_t elements) const {
     return blocks(elements) * (field_bytes * fields + outlier_bytes);
   }
-  DTCOMM_HD std::size_t dense(std::size_t elements) const {
+  constexpr DTCOMM_HD std::size_t dense(std::size_t elements) const {
     return codes_at(elements) + (blocks(elements) * block * code_bits + 7) / 8;
   }
 
   // Sparse codecs, of a granule of `elements` >= 1 elements: how many are kept, and the bytes of their values.
-  DTCOMM_HD std::size_t kept_of(std::size_t elements) const {
+  constexpr DTCOMM_HD std::size_t kept_of(std::size_t elements) const {
     return (kept * elements + kSparseGranule - 1) / kSparseGranule;
   }
-  DTCOMM_HD std::size_t values(std::size_t elements) const {
-    const std::size_t count = kept_of(elements), whole = (count - 1) / kGranule;
-    return whole * aligned(dense(kGranule)) + dense(count - whole * kGranule);
+  constexpr DTCOMM_HD std::size_t values(std::size_t elements) const {
+    const std::size_t count = kept_of(elements), whole = (count - 1) / kValueGranule;
+    return whole * aligned(dense(kValueGranule)) + dense(count - whole * kValueGranule);
   }
-  DTCOMM_HD std::size_t positions(std::size_t elements) const {
+  constexpr DTCOMM_HD std::size_t positions(std::size_t elements) const {
     return ((position_bits == 1 ? elements : kept_of(elements) * position_bits) + 7) / 8;
   }
 
   // Bytes of a granule that holds `elements` elements, without and with the padding.
-  DTCOMM_HD std::size_t used(std::size_t elements) const {
+  constexpr DTCOMM_HD std::size_t used(std::size_t elements) const {
     return kept ? head + values(elements) + positions(elements) : dense(elements) + trailer;
   }
-  DTCOMM_HD std::size_t bytes(std::size_t elements) const { return aligned(used(elements)); }
+  constexpr DTCOMM_HD std::size_t bytes(std::size_t elements) const { return aligned(used(elements)); }
 };
 
 // The codec of a sparse codec's values.
-DTCOMM_HD Codec values_of(const Codec& codec) {
+constexpr DTCOMM_HD Codec values_of(const Codec& codec) {
   Codec values;
   values.block = 0;
   if (codec.element == Element::integer) {
@@ -84,11 +80,12 @@ DTCOMM_HD Codec values_of(const Codec& codec) {
   return values;
 }
 
-DTCOMM_HD std::size_t scale_bytes(Scale scale) { return scale == Scale::bf16 ? 2 : 4; }
+constexpr DTCOMM_HD std::size_t scale_bytes(Scale scale) { return scale == Scale::bf16 ? 2 : 4; }
 
-DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, 0, bits, 0, 0, 0, 0, 0}; }
+constexpr DTCOMM_HD Layout cast_layout(std::size_t bits) { return {kGranule, 1, 0, 0, 0, bits, 0, 0, 0, 0, 0}; }
 
-DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::size_t fields, std::size_t bits) {
+constexpr DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::size_t fields,
+                                        std::size_t bits) {
   const std::size_t positions = codec.block <= 256 ? 2 : 4;
   unsigned shift = 0;
   while (codec.block >> shift > 1) ++shift;
@@ -97,11 +94,11 @@ DTCOMM_HD Layout block_layout(const Codec& codec, std::size_t field_bytes, std::
   return {granule, codec.block, shift, field_bytes, fields, bits, outlier_bytes, 0, 0, 0, 0};
 }
 
-DTCOMM_HD Layout integer_layout(const Codec& codec) {
+constexpr DTCOMM_HD Layout integer_layout(const Codec& codec) {
   return block_layout(codec, scale_bytes(codec.scale), codec.symmetric ? 1 : 2, codec.bits);
 }
 
-DTCOMM_HD Layout nvfp4_layout(const Codec& codec) {
+constexpr DTCOMM_HD Layout nvfp4_layout(const Codec& codec) {
   Layout layout = block_layout(codec, 1, 1, 4);
   layout.granule = kNvfp4Granule;
   layout.trailer = sizeof(float);
@@ -109,13 +106,13 @@ DTCOMM_HD Layout nvfp4_layout(const Codec& codec) {
 }
 
 // The codes have `bits` bits in the mean. What the granule has once lies at their end, and in the padding.
-DTCOMM_HD Layout variable_layout(const Codec& codec) {
+constexpr DTCOMM_HD Layout variable_layout(const Codec& codec) {
   Layout layout = block_layout(codec, 1, 1, codec.bits);
   layout.granule = kVariableGranule;
   return layout;
 }
 
-DTCOMM_HD Layout sparse_layout(const Codec& codec) {
+constexpr DTCOMM_HD Layout sparse_layout(const Codec& codec) {
   Layout layout =
       codec.element == Element::integer ? integer_layout(codec) : cast_layout(codec.element == Element::fp32 ? 32 : 16);
   layout.granule = kSparseGranule;
@@ -128,7 +125,7 @@ DTCOMM_HD Layout sparse_layout(const Codec& codec) {
   return layout;
 }
 
-DTCOMM_HD Layout layout_of(const Codec& codec, DType dtype) {
+constexpr DTCOMM_HD Layout layout_of(const Codec& codec, DType dtype) {
   switch (codec.family) {
     case Family::integer:
       return integer_layout(codec);
@@ -149,9 +146,28 @@ DTCOMM_HD Layout layout_of(const Codec& codec, DType dtype) {
       return sparse_layout(codec);
     case Family::none:
       return cast_layout(8 * size_of(dtype));
-    default:
+    case Family::fp16:
+    case Family::bf16:
       return cast_layout(16);
   }
+  return {};  // no family: check_codec refuses the number
+}
+
+// The most blocks of a whole granule of a family, over its widths of codes and its blocks from `smallest` on.
+constexpr std::size_t most_blocks(Family family, std::size_t smallest = kSmallestBlock) {
+  std::size_t most = 0;
+  for (unsigned bits = 1; bits <= 8; ++bits) {
+    for (std::size_t block = smallest; block <= kLargestBlock; block *= 2) {
+      Codec codec;
+      codec.family = family;
+      codec.bits = static_cast<std::uint8_t>(bits);
+      codec.block = static_cast<std::uint32_t>(block);
+      const Layout layout = layout_of(codec, DType::f32);
+      const std::size_t blocks = layout.blocks(layout.granule);
+      most = blocks > most ? blocks : most;
+    }
+  }
+  return most;
 }
 
 // The default codecs' full granules as structs: the wire format, byte for byte.

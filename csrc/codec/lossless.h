@@ -5,9 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "codec/granules.h"
+
 namespace dtcomm {
 
-constexpr std::size_t kLosslessGranule = 4096;
 constexpr std::size_t kLosslessHead = 16, kLosslessGranuleHead = 4;  // bytes of a payload's head and of a granule's
 constexpr unsigned kWidestExponentCode = 4;                          // bits
 constexpr unsigned kPlainExponents = 8;  // the width that stands for exponents that are stored as they are

@@ -53,7 +53,8 @@ Status check_sparse(const Codec& codec) {
     case Element::fp32:
       return Status();
     case Element::integer:
-      if (codec.block > kGranule) return Status::error("codec: blocks of nested values have at most 1024 elements");
+      if (codec.block > kValueGranule)
+        return Status::error("codec: blocks of nested values have at most 1024 elements");
       return check_integer(codec);
     default:
       return Status::error("codec: values are bf16, fp16, fp32 or integer");
@@ -123,9 +124,8 @@ Status check_codec(const Codec& codec) {
     case Family::topk:
     case Family::randk:
       return check_sparse(codec);
-    default:
-      return Status::error("codec: unknown family");
   }
+  return Status::error("codec: unknown family");
 }
 
 Status check_payload(const Codec& codec, const std::uint8_t* payload, std::size_t numel) {

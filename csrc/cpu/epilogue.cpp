@@ -144,10 +144,10 @@ class Rows {
   // To `n` sums in `row`, which are those at `at` of the tensor, and into `out`, where they may lie.
   void add(float* row, std::size_t at, std::size_t n) const {
     const float* const bias = call_.bias ? bias_.data() + at % call_.features : nullptr;
-    const float* const residual = call_.residual ? cast_.view(call_.residual, at, n, other_.data()) : nullptr;
-    if (bias && residual) {
-      for (std::size_t i = 0; i < n; ++i) row[i] = canonical((row[i] + bias[i]) + residual[i]);
-    } else if (const float* const term = bias ? bias : residual) {
+    const float* const addend = call_.addend ? cast_.view(call_.addend, at, n, other_.data()) : nullptr;
+    if (bias && addend) {
+      for (std::size_t i = 0; i < n; ++i) row[i] = canonical((row[i] + bias[i]) + addend[i]);
+    } else if (const float* const term = bias ? bias : addend) {
       for (std::size_t i = 0; i < n; ++i) row[i] = canonical(row[i] + term[i]);
     }
     cast_.narrow(row, n, call_.out, at);
@@ -229,7 +229,7 @@ void StreamedEpilogue::arrived(const Kernels& kernels, std::size_t at, std::size
   const std::size_t features = call_.features;
   while (n != 0) {
     const std::size_t row = at / features, take = std::min(n, features - at % features);
-    if (call_.bias || call_.residual) state_->rows.add(state_->rows.sums(at, take), at, take);
+    if (call_.bias || call_.addend) state_->rows.add(state_->rows.sums(at, take), at, take);
     if (call_.has_norm()) {
       missing_[row] -= take;
       if (missing_[row] == 0) {

@@ -1,4 +1,5 @@
-// The epilogue of a summed activation: decode, add bias, add the residual stream and take the RMS norm, in one pass.
+// The epilogue of a summed activation: decode, add bias, add the stream that layers add to, and take the RMS norm, in
+// one pass.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +19,8 @@ struct PayloadRun {
 
 // The runs, joined, are rows of `features` elements. Tensors are of `dtype` (f32, f16 or bf16); all but `out` may be
 // null:
-//   y        = (decoded + bias[column]) + residual, each sum in fp32
-//   out      = y, rounded to `dtype` (may be the residual)
+//   y        = (decoded + bias[column]) + addend, each sum in fp32
+//   out      = y, rounded to `dtype` (may be the addend)
 //   norm_out = out * (1 / sqrt(mean of out squared + eps)) * weight[column], products in fp32, rounded once
 //   codes    = norm_out / scale, rounded to nearest even to e4m3 or int8, for each of `groups` equal parts of a row
 //   scales   = the largest magnitude of the part / the largest number (448 or 127); 0 and codes 0 where that is 0; a
@@ -29,7 +30,7 @@ struct Epilogue {
   std::size_t features = 0;
   DType dtype = DType::f32;
   const void* bias = nullptr;
-  const void* residual = nullptr;
+  const void* addend = nullptr;  // the stream that the layers of a transformer add to
   void* out = nullptr;
   const void* weight = nullptr;
   float eps = 0;
@@ -46,7 +47,7 @@ struct Epilogue {
 void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<PayloadRun>& runs, const Epilogue& call);
 
 // The same for a sum that an operation writes to `out` piece by piece. The operation reports each element once, in any
-// order, while it is in the cache: bias and residual are added then, and the norm of a row is taken with its last
+// order, while it is in the cache: bias and addend are added then, and the norm of a row is taken with its last
 // element. The bytes are those of `epilogue` with codec none. Bias and weight are read when the first element arrives.
 class StreamedEpilogue {
  public:

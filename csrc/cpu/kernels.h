@@ -65,7 +65,7 @@ struct LowRank {
   void (*expand)(const Matrix& matrix, const float* left, const float* right, void* out, float* residual);
   // Modified Gram-Schmidt, twice, on `count` vectors of n elements in order. A vector that depends on those before it
   // is replaced by a random one, or by zeros if there is no other direction. Vectors with NaN or Inf stay.
-  void (*orthonormalise)(float* vectors, std::size_t count, std::size_t n, std::uint64_t key);
+  void (*orthonormalize)(float* vectors, std::size_t count, std::size_t n, std::uint64_t key);
 };
 
 // What a rank contributes to a sum, in fp32: `numel` elements of `dtype` (f32, f16 or bf16) plus a residual, if given.

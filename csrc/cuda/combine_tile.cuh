@@ -19,9 +19,9 @@ constexpr int kBatchWords = 32, kAnyBatchWords = 16;
 //   kHasMinMax      it serves min and max
 //   kCanRotate      blocks may be rotated; rotates() says whether they are
 //   kHasPadding     payloads may end with padding
-//   Raw, load, decode  a vec8 of a payload as it is loaded, by all lanes together, and as floats; two steps, so that
-//   the
-//                   loads of several payloads overlap
+//   Raw             a vec8 of a payload as it is loaded
+//   load, decode    by all lanes together: a payload's vec8 as Raw, and Raw as floats; two steps, so that the loads of
+//                   several payloads overlap
 //   encode          called by all lanes together; writes scale and codes, and what they decode to
 //                   `Whole` of both: the granule has all its elements, and so the vec8 all of its own; kSpecialized
 //   group()         lanes that share a block

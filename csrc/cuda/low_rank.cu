@@ -18,9 +18,9 @@ struct Batch {
 
 // One block for each multiprocessor: there are few matrices, and registers hold the loads in flight.
 __global__ void __launch_bounds__(kMaxBlockThreads, 1)
-    orthonormalise_kernel(const __grid_constant__ Batch<Vectors> batch) {
+    orthonormalize_kernel(const __grid_constant__ Batch<Vectors> batch) {
   __shared__ GramSchmidtShared shared;
-  orthonormalise_block(WarpLanes(), shared, batch.items[blockIdx.x]);
+  orthonormalize_block(WarpLanes(), shared, batch.items[blockIdx.x]);
 }
 
 __global__ void __launch_bounds__(kMaxBlockThreads) check_finite_kernel(const __grid_constant__ Batch<Factors> batch) {
@@ -50,8 +50,8 @@ Status launch_batches(void (*kernel)(Batch<Item>), const Item* items, std::size_
 
 }  // namespace
 
-Status orthonormalise(const Vectors* of, std::size_t count, void* stream) {
-  return launch_batches(orthonormalise_kernel, of, count, stream);
+Status orthonormalize(const Vectors* of, std::size_t count, void* stream) {
+  return launch_batches(orthonormalize_kernel, of, count, stream);
 }
 
 Status check_finite(const Factors* of, std::size_t count, void* stream) {

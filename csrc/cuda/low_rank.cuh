@@ -160,7 +160,7 @@ DTCOMM_DEVICE float subtract_projections(const Lanes& lanes, GramSchmidtShared& 
 
 // Makes the vectors orthonormal, by a thread block of kMaxBlockThreads.
 template <class Lanes>
-DTCOMM_DEVICE void orthonormalise_block(const Lanes& lanes, GramSchmidtShared& shared, const Vectors& of) {
+DTCOMM_DEVICE void orthonormalize_block(const Lanes& lanes, GramSchmidtShared& shared, const Vectors& of) {
   constexpr float kDependentBelow = 0x1p-18f;  // of a vector's length: a remainder below it is rounding error
   constexpr int kAttempts = 4;
   DTCOMM_LOOP

@@ -21,9 +21,9 @@ struct Vectors {
 // The most matrices that one kernel launch takes: their descriptions are kernel arguments.
 constexpr std::size_t kMaxVectors = 64;
 
-// LowRank::orthonormalise of `count` matrices, with one kernel for every kMaxVectors. An error holds CUDA's reason
+// LowRank::orthonormalize of `count` matrices, with one kernel for every kMaxVectors. An error holds CUDA's reason
 // why a kernel was not queued.
-Status orthonormalise(const Vectors* of, std::size_t count, void* stream);
+Status orthonormalize(const Vectors* of, std::size_t count, void* stream);
 
 // The factors of a matrix, their sizes in elements, and the flag that is set if all elements are finite.
 struct Factors {

@@ -133,7 +133,7 @@ auto with_mx(const Codec& codec, const Use& use) {
 inline bool is_sparse(const Codec& codec) { return codec.family == Family::topk || codec.family == Family::randk; }
 
 inline Part part_of(const Layout& layout, const Layout& nested, std::size_t n) {
-  const std::size_t kept = layout.kept_of(n), last = (kept - 1) / kGranule * kGranule;
+  const std::size_t kept = layout.kept_of(n), last = (kept - 1) / kValueGranule * kValueGranule;
   return {static_cast<std::uint32_t>(kept), static_cast<std::uint32_t>(last),
           static_cast<std::uint32_t>(layout.head + layout.values(n)), granule_shape_of(nested, kept - last)};
 }
@@ -148,8 +148,8 @@ inline Sparse sparse_family(const Codec& codec, const KernelParams& call) {
   family.wire = wire_of(values, DType::f32);
   family.head = static_cast<std::uint32_t>(layout.head);
   family.position_bits = static_cast<std::uint32_t>(layout.position_bits);
-  family.nested_bytes = static_cast<std::uint32_t>(nested.bytes(kGranule));
-  family.nested = granule_shape_of(nested, kGranule);
+  family.nested_bytes = static_cast<std::uint32_t>(nested.bytes(kValueGranule));
+  family.nested = granule_shape_of(nested, kValueGranule);
   family.whole = part_of(layout, nested, kSparseGranule);
   family.tail = part_of(layout, nested, call.tail.n);
   return family;
@@ -171,12 +171,19 @@ auto with_family(const Codec& codec, DType dtype, const Use& use) {
       return use(Variable{log2_of(codec.block)});
     case Family::sign:
       return use(blocks_of<Sign>(codec, IntegerRules()));
-    default: {
+    case Family::none:
+    case Family::fp16:
+    case Family::bf16: {
       const DType wire = wire_of(codec, dtype);
       if (wire == DType::f32) return use(Cast<DType::f32>());
       return wire == DType::f16 ? use(Cast<DType::f16>()) : use(Cast<DType::bf16>{codec.stochastic != 0});
     }
+    case Family::topk:
+    case Family::randk:
+    case Family::exact:
+      break;
   }
+  __builtin_trap();  // no dense family of this device; can_run said so
 }
 
 }  // namespace dtcomm::cuda

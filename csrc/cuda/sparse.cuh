@@ -35,8 +35,8 @@ template <class Lanes>
 DTCOMM_DEVICE void decode_values(const Lanes& lanes, const Sparse& family, const Part& part, const std::uint8_t* values,
                                  std::uint32_t i, float (&v)[kVec8]) {
   if (family.integers()) {
-    const std::uint32_t granule = i / kGranule, at = i % kGranule;
-    const GranuleShape& shape = granule * kGranule == part.last ? part.shape : family.nested;
+    const std::uint32_t granule = i / kValueGranule, at = i % kValueGranule;
+    const GranuleShape& shape = granule * kValueGranule == part.last ? part.shape : family.nested;
     const bool present = i < part.kept;
     family.integer.decode(family.integer.template load<false>(lanes, shape, values + granule * family.nested_bytes,
                                                               present ? at : shape.stored),
@@ -154,17 +154,17 @@ DTCOMM_DEVICE void encode_values(const Lanes& lanes, const KernelParams& params,
     }
     return;
   }
-  const std::uint32_t granule = i / kGranule;
-  const bool last = granule * kGranule == part.last;
+  const std::uint32_t granule = i / kValueGranule;
+  const bool last = granule * kValueGranule == part.last;
   const GranuleShape& shape = last ? part.shape : family.nested;
   Vec8Position pos = {};
   pos.first = first + i;
-  pos.at = granule * kGranule <= part.last ? i % kGranule : i;
+  pos.at = granule * kValueGranule <= part.last ? i % kValueGranule : i;
   pos.present = live;
   std::uint8_t* to = values + granule * family.nested_bytes;
   family.integer.template encode<true, false>(lanes, params, shape, pos, live, v, to, decoded);
   const std::uint32_t pad = shape.used + pos.at / kVec8;
-  if (!last && granule * kGranule < part.last && pad < shape.bytes) to[pad] = 0;
+  if (!last && granule * kValueGranule < part.last && pad < shape.bytes) to[pad] = 0;
   DTCOMM_UNROLL
   for (int j = 0; j < kVec8; ++j) decoded[j] = canonical(decoded[j]);
 }

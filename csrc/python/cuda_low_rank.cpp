@@ -19,14 +19,14 @@ namespace {
 // The address of the vectors, their number, their length and the key.
 using Numbers = std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 
-void orthonormalise(const std::vector<Numbers>& vectors, std::uintptr_t stream) {
+void orthonormalize(const std::vector<Numbers>& vectors, std::uintptr_t stream) {
   std::vector<cuda::Vectors> of;
   for (const auto& [first, count, n, key] : vectors) {
     check_aligned("vectors", first, sizeof(float));
     of.push_back({pointer<float>(first), count, n, key});
   }
   // A full queue blocks.
-  without_gil([&] { raise_if_not_queued(cuda::orthonormalise(of.data(), of.size(), pointer<void>(stream))); });
+  without_gil([&] { raise_if_not_queued(cuda::orthonormalize(of.data(), of.size(), pointer<void>(stream))); });
 }
 
 // The addresses of both factors, their sizes in elements, and the address of the bool.
@@ -70,7 +70,7 @@ void expand(std::uintptr_t gradient, int dtype, std::uintptr_t residual, std::ui
 
 void bind_cuda_low_rank(py::module_& module) {
   module.attr("MAX_VECTORS") = cuda::kMaxVectors;
-  module.def("orthonormalise", &orthonormalise, py::arg("vectors"), py::arg("stream"),
+  module.def("orthonormalize", &orthonormalize, py::arg("vectors"), py::arg("stream"),
              "Gram-Schmidt of each of `vectors` (address, count, elements, key), queued on the stream of the current "
              "device. One kernel for MAX_VECTORS matrices.");
   module.def("check_finite", &check_finite, py::arg("factors"), py::arg("stream"),

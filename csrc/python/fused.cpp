@@ -9,7 +9,7 @@ namespace py = pybind11;
 
 void bind_fused(py::module_& module) {
   module.attr("MAX_RANKS") = cuda::kMaxRanks;
-  module.attr("MAX_BLOCKS") = cuda::kMaxBlocks;
+  module.attr("MAX_BLOCKS") = cuda::kMaxThreadBlocks;
   module.attr("MISSING_OFFSET") = cuda::kMissingOffset;
   module.attr("PAD_BYTES") = cuda::kPadBytes;
   module.def(

@@ -59,10 +59,10 @@ void bind_low_rank(py::module_& module) {
             [](const LowRank& passes, const Matrix& matrix, const Outputs& outputs, const float* left,
                const float* right) { passes.expand(matrix, left, right, outputs.gradient, outputs.residual); });
   module.def(
-      "orthonormalise",
+      "orthonormalize",
       [](const char* kernel, std::uintptr_t vectors, std::size_t count, std::size_t n, std::uint64_t key) {
         const LowRank& passes = kernels_of(kernel).low_rank;
-        without_gil([&] { passes.orthonormalise(pointer<float>(vectors), count, n, key); });
+        without_gil([&] { passes.orthonormalize(pointer<float>(vectors), count, n, key); });
       },
       py::arg("kernel"), py::arg("vectors"), py::arg("count"), py::arg("n"), py::arg("key"));
 }

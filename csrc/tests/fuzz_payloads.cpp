@@ -30,8 +30,6 @@ using namespace dtcomm::tests;
 
 constexpr std::size_t kBufferBytes = kMostElements * 8 + 4096;
 constexpr std::size_t kMostPayloads = 3;
-const char* const kNames[kFamilies] = {"none", "fp16", "bf16",  "integer", "float8", "mx",
-                                       "sign", "topk", "randk", "exact",   "nvfp4",  "intv"};
 
 struct Buffers {
   GuardedBuffer payloads[kMostPayloads]{GuardedBuffer(kBufferBytes), GuardedBuffer(kBufferBytes),
@@ -269,10 +267,11 @@ int main(int count, char** arguments) {
   const auto start = std::chrono::steady_clock::now();
   double elapsed = 0;
   // The families with most options come up more often.
-  std::vector<int> families{0, 1, 2, 3, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7, 8, 8, 9, 10, 10, 11, 11};
+  std::vector<int> families{3, 3, 4, 5, 6, 7, 7, 8, 10, 11};
+  for (int i = 0; i < kFamilies; ++i) families.push_back(i);
   const char* only = option(count, arguments, "--family");
   for (int i = 0; only && i < kFamilies; ++i) {
-    if (std::strcmp(only, kNames[i]) == 0) families.assign(1, i);
+    if (std::strcmp(only, family_name(static_cast<Family>(i))) == 0) families.assign(1, i);
   }
   if (only && families.size() > 1) {
     std::fprintf(stderr, "--family %s: unknown\n", only);
@@ -292,8 +291,8 @@ int main(int count, char** arguments) {
   std::printf("%" PRIu64 " payloads, %" PRIu64 " combinations, %zu kernels, seed %" PRIu64 ", %.1f s\n", counts.total,
               counts.calls, tables.size(), seed, elapsed);
   for (int i = 0; i < kFamilies; ++i) {
-    std::printf("  %-8s %10" PRIu64 " decoded, %" PRIu64 " rejected\n", kNames[i], counts.payloads[i],
-                counts.rejected[i]);
+    std::printf("  %-8s %10" PRIu64 " decoded, %" PRIu64 " rejected\n", family_name(static_cast<Family>(i)),
+                counts.payloads[i], counts.rejected[i]);
   }
   std::printf("  %-8s %10" PRIu64 " decoded, %" PRIu64 " rejected\n", "lossless", counts.lossless,
               counts.lossless_refused);

@@ -14,6 +14,37 @@ constexpr std::size_t kMostElements = 9000;  // more than two granules of any co
 
 constexpr int kFamilies = 12;
 
+// A new family is a compile error here; kFamilies above counts it.
+inline const char* family_name(Family family) {
+  switch (family) {
+    case Family::none:
+      return "none";
+    case Family::fp16:
+      return "fp16";
+    case Family::bf16:
+      return "bf16";
+    case Family::integer:
+      return "integer";
+    case Family::float8:
+      return "float8";
+    case Family::mx:
+      return "mx";
+    case Family::sign:
+      return "sign";
+    case Family::topk:
+      return "topk";
+    case Family::randk:
+      return "randk";
+    case Family::exact:
+      return "exact";
+    case Family::nvfp4:
+      return "nvfp4";
+    case Family::variable:
+      return "intv";
+  }
+  return nullptr;
+}
+
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}

@@ -6,15 +6,12 @@ bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is re
 """
 
 from dtcomm.codecs.base import Codec, Layout
-from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
-from dtcomm.codecs.integer import Integer, Sign
-from dtcomm.codecs.lossless import Lossless
+from dtcomm.codecs.cast import Bf16, Exact, Fp16, Lossless, Uncompressed
+from dtcomm.codecs.integer import Integer, Sign, VariableInteger
 from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
 from dtcomm.codecs.python_codec import PythonCodec
-from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
 from dtcomm.codecs.spec import codec, custom, names, parse_levels
-from dtcomm.codecs.variable import VariableInteger
 
 __all__ = [
     "Bf16",

@@ -7,7 +7,7 @@ import dataclasses
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,7 +27,11 @@ ELEMENT_TYPES: dict[torch.dtype, int] = {
 
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-GRANULE, SPARSE_GRANULE = 1024, 4096
+# Elements of a granule; csrc/codec/granules.h has the same.
+GRANULE = 1024  # of casts and of blocks; a larger block is a granule of its own
+SPARSE_GRANULE = 4096
+VALUE_GRANULE = GRANULE  # of the kept values of a sparse granule: a payload of their own codec
+NVFP4_GRANULE = VARIABLE_GRANULE = LOSSLESS_GRANULE = 4096
 ALIGN = 16
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 4096
 BLOCKS = f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK}"
@@ -118,8 +122,8 @@ class Layout:
     def values(self, numel: int) -> int:
         """Bytes of the values of a sparse granule of `numel` elements."""
         count = self.kept_of(numel)
-        whole = (count - 1) // GRANULE
-        return whole * aligned(self.dense(GRANULE)) + self.dense(count - whole * GRANULE)
+        whole = (count - 1) // VALUE_GRANULE
+        return whole * aligned(self.dense(VALUE_GRANULE)) + self.dense(count - whole * VALUE_GRANULE)
 
     def positions(self, numel: int) -> int:
         """Bytes of the positions of a sparse granule of `numel` elements."""
@@ -186,17 +190,11 @@ class Codec(abc.ABC):
     # Capabilities, which callers ask for instead of the class.
     elementwise: ClassVar[bool] = False  # the bytes of an element do not depend on its neighbours
     sparse: ClassVar[bool] = False  # only a part of the elements is sent; option `values` is their codec
-    stores_positions: ClassVar[bool] = (
-        False  # payloads hold positions, which a corrupt payload may have wrong
-    )
-    reproducible: ClassVar[bool] = (
-        False  # sums have the same bits in any order of additions, and can be audited
-    )
+    stores_positions: ClassVar[bool] = False  # payloads hold positions, which a corrupt one may have wrong
+    reproducible: ClassVar[bool] = False  # sums have the same bits in any order of additions; can be audited
     blocks_compete: ClassVar[bool] = False  # a block's codes depend on the other blocks of its granule
     has_cuda_kernel: ClassVar[bool] = True  # `dtcomm._cuda` encodes and decodes it
-    variable_length: ClassVar[bool] = (
-        False  # the length of a payload depends on the data; `wire_bytes` is its bound
-    )
+    variable_length: ClassVar[bool] = False  # payloads' lengths depend on the data; `wire_bytes` is the bound
 
     @property
     @abc.abstractmethod
@@ -209,7 +207,7 @@ class Codec(abc.ABC):
 
     @property
     def in_python(self) -> bool:
-        """Whether functions on torch tensors encode and decode it, as in `RunsInTorch`: no layout and no kernel."""
+        """Whether torch encodes and decodes it: it has no layout and no kernel."""
         return False
 
     @property
@@ -308,19 +306,6 @@ class Codec(abc.ABC):
         (field,) = (field for field in dataclasses.fields(self) if field.name == option)
         value = _text(getattr(self, option))
         return ValueError(f"{self.name}: option {option!r} is {value}; valid: {field.metadata['valid']}")
-
-
-class RunsInTorch(Protocol):
-    """A codec that functions on torch tensors encode and decode; each chunk of a collective's schedule is one call."""
-
-    def payload_bytes(self, numel: int) -> int:
-        """The size of a payload without its padding; 0 for no elements."""
-
-    def encode(self, x: torch.Tensor, key: int) -> torch.Tensor:
-        """The payload, uint8 [payload_bytes(n)], of an fp32 tensor [n] with n ≥ 1."""
-
-    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """The fp32 tensor [numel] of a payload without padding."""
 
 
 def pack(

@@ -10,6 +10,7 @@ import torch
 from dtcomm.codecs.base import (
     BLOCKS,
     ELEMENTS,
+    NVFP4_GRANULE,
     SCALE_BYTES,
     SCALES,
     Codec,
@@ -20,7 +21,7 @@ from dtcomm.codecs.base import (
 )
 
 MX_BLOCK = 32
-NVFP4_BLOCK, NVFP4_GRANULE = 16, 4096
+NVFP4_BLOCK = 16
 
 
 @dataclass(frozen=True, kw_only=True)

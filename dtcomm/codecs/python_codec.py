@@ -1,6 +1,6 @@
 """Codecs written in Python: a user's functions on torch tensors. `dtcomm.codecs.custom` checks and registers them.
 
-`dtcomm.kernels.python_codec` runs them; the runtimes move their payloads as bytes.
+`dtcomm.kernels.eager` runs them; the runtimes move their payloads as bytes.
 """
 
 from __future__ import annotations

@@ -26,12 +26,7 @@ from dtcomm.codecs.integer import Integer
 POSITIONS = ("own", "shared")
 SCOPES = ("granule", "tensor")
 POSITION_BYTES = 4  # with scope=tensor
-# With scope=tensor: the type of values, the type of their codes, and the code of NaN.
-_VALUE_TYPES = {
-    "bf16": (torch.bfloat16, torch.int16, 0x7FC0),
-    "fp16": (torch.float16, torch.int16, 0x7E00),
-    "fp32": (torch.float32, torch.int32, 0x7FC00000),
-}
+VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # with scope=tensor
 RANDK_HEAD = 8  # bytes of the key from which a granule's positions are drawn
 INTEGERS = tuple(f"int{bits}" for bits in range(8, 1, -1))
 CASTS: dict[str, Codec] = {"bf16": Bf16(), "fp16": Fp16(), "fp32": Uncompressed()}
@@ -114,7 +109,7 @@ class TopK(_Sparse):
 
     With ``scope=tensor`` the elements are the largest of everything that is encoded together: of the whole tensor with
     ``one_shot``, of a rank's chunk with other algorithms. That keeps more of gradients whose large elements lie close
-    together. Positions then take 32 bits, and torch sorts and sends, without a kernel.
+    together. Positions then take 32 bits, and torch selects the elements (dtcomm.kernels.tensor_topk).
 
     Options:
         ratio: The part of the elements that is sent, above 0 and at most 1. Default 0.01.
@@ -170,32 +165,10 @@ class TopK(_Sparse):
             raise ValueError(
                 f"numel: {numel}; valid with scope=tensor: less than 2**31, because of the positions"
             )
-        value_bytes = _VALUE_TYPES[self.values][0].itemsize
-        return self._kept_of_tensor(numel) * (POSITION_BYTES + value_bytes) if numel else 0
+        return self.kept_of_tensor(numel) * (POSITION_BYTES + VALUE_BYTES[self.values]) if numel else 0
 
-    def encode(self, x: torch.Tensor, key: int) -> torch.Tensor:
-        """With ``scope=tensor``: the payload of an fp32 tensor [n]; positions, ascending, then values."""
-        magnitudes = x.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
-        # Numbers that all differ: the larger magnitude first, of equal ones the smaller index.
-        ranking = (magnitudes << 32) - torch.arange(x.numel(), device=x.device)
-        kept = self._kept_of_tensor(x.numel())
-        positions = ranking.topk(kept, sorted=False).indices.sort().values
-        values = x[positions]
-        dtype, integers, nan = _VALUE_TYPES[self.values]
-        # Conversions give a NaN other bits in a vector.
-        codes = torch.where(values.isnan(), nan, values.to(dtype).view(integers))
-        return torch.cat([positions.int().view(torch.uint8), codes.view(torch.uint8)])
-
-    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """With ``scope=tensor``: the fp32 tensor of a payload; values at positions outside it are ignored."""
-        split = POSITION_BYTES * self._kept_of_tensor(numel)
-        positions = payload[:split].view(torch.int32).long()
-        values = payload[split:].clone().view(_VALUE_TYPES[self.values][0]).float()
-        outside = (positions < 0) | (positions >= numel)
-        decoded = torch.zeros(numel + 1, device=payload.device)
-        return decoded.scatter_(0, torch.where(outside, numel, positions), values)[:numel]
-
-    def _kept_of_tensor(self, numel: int) -> int:
+    def kept_of_tensor(self, numel: int) -> int:
+        """With ``scope=tensor``: how many of `numel` elements are sent."""
         return max(1, round(self.ratio * numel))
 
     def _require_kernel(self) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 from dtcomm.arguments import suggest
 from dtcomm.codecs.base import GRANULE, Codec
-from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
-from dtcomm.codecs.integer import Integer, Sign
-from dtcomm.codecs.lossless import Lossless
+from dtcomm.codecs.cast import Bf16, Exact, Fp16, Lossless, Uncompressed
+from dtcomm.codecs.integer import Integer, Sign, VariableInteger
 from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
 from dtcomm.codecs.python_codec import (
     DecodeFunction,
@@ -21,9 +20,7 @@ from dtcomm.codecs.python_codec import (
     probe,
     takes_key,
 )
-from dtcomm.codecs.reproducible import Exact
 from dtcomm.codecs.sparse import RandK, TopK
-from dtcomm.codecs.variable import VariableInteger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -206,13 +206,13 @@ def low_rank_stages(
         assert work is not None  # because of async_op
         return work
 
-    def orthonormalise(sides: list[tuple[LowRankTask, torch.Tensor]]) -> None:
-        low_rank.orthonormalise_all([side for _, side in sides], [_key(task.name) for task, _ in sides])
+    def orthonormalize(sides: list[tuple[LowRankTask, torch.Tensor]]) -> None:
+        low_rank.orthonormalize_all([side for _, side in sides], [_key(task.name) for task, _ in sides])
 
     by_rows = [not task.scheme.alternate or step % 2 == 0 for task in tasks]
     matrices = list(zip(tasks, lefts, rights, by_rows, strict=True))
     first, second = [], []
-    orthonormalise(
+    orthonormalize(
         [(task, right if rows else left) for task, left, right, rows in matrices if task.scheme.alternate]
     )
     for task, left, right, rows in matrices:
@@ -223,7 +223,7 @@ def low_rank_stages(
             low_rank.project_columns(task.gradient, task.residual, left, right)
             first.append((task, right))
     yield average(first, True)
-    orthonormalise([(task, left) for task, left, _, _ in matrices if not task.scheme.alternate])
+    orthonormalize([(task, left) for task, left, _, _ in matrices if not task.scheme.alternate])
     for task, left, right, _ in matrices:
         if not task.scheme.alternate:
             low_rank.project_columns(task.gradient, task.residual, left, right)

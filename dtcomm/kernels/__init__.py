@@ -4,14 +4,14 @@ Modules:
     ops: The public verbs encode, decode, reduce, reduce_encode, and quantize.
     eager: What the verbs do outside `torch.compile`: check the arguments, choose a kernel, run it.
     custom_ops: The verbs as `torch.library` operators, for `torch.compile` and `torch.export`.
+    calls: The record of one kernel call, and the checks of its arguments.
     dispatch: Which kernel runs a call.
     cpu, cuda, triton, reference: The kernels. All give the same bytes.
-    python_codec: Runs codecs that are written in Python.
-    local_tasks, local_tasks_torch: Rank-local work before and after sums in an agreed representation.
-    low_rank, low_rank_torch: The passes of PowerSGD over one matrix.
-    epilogue: What is fused behind a reduction: bias, residual stream and RMS norm.
+    tensor_topk: Codec `topk:scope=tensor`, in torch.
+    local_tasks: Rank-local work before and after sums in an agreed representation.
+    low_rank: The passes of PowerSGD over one matrix.
+    epilogue: What is fused behind a reduction: bias, a stream that is added, and RMS norm.
     counter_rng: The random numbers of stochastic rounding.
-    checks, types: Argument checks, and the record of one kernel call.
 """
 
 from dtcomm.kernels.dispatch import available, current, use

@@ -15,7 +15,7 @@ GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 def mix32(h: Any) -> Any:
-    """Hash 32-bit words (a Python int or an array of uint32) by a bijection that spreads every bit."""
+    """Hash 32-bit words (an int, an array of uint32, or a tensor of int64) by a bijection that spreads every bit."""
     h = h ^ (h >> 16)
     h = (h * 0x7FEB352D) & _M
     h = h ^ (h >> 15)

@@ -13,7 +13,7 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import dispatch
-from dtcomm.kernels.types import OPERATIONS, Combine
+from dtcomm.kernels.calls import OPERATIONS, Combine
 
 # Outputs of at least this size are written around the cache. With a 32 MB L3 cache and a reader that comes next,
 # ordinary stores are up to twice as fast at 8 MB and below; streaming stores are 1.2 to 1.4 times as fast at 32 MB.
@@ -88,11 +88,11 @@ def expand(
     _C.expand(*_matrix(gradient, residual, left, right), left.data_ptr(), right.data_ptr())
 
 
-def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-    """:func:`dtcomm.kernels.low_rank.orthonormalise_all`."""
+def orthonormalize(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+    """:func:`dtcomm.kernels.low_rank.orthonormalize_all`."""
     for tensor, key in zip(vectors, keys, strict=True):
         count, n = tensor.shape
-        _C.orthonormalise(dispatch.native_kernel(), tensor.data_ptr(), count, n, key)
+        _C.orthonormalize(dispatch.native_kernel(), tensor.data_ptr(), count, n, key)
 
 
 def _matrix(

@@ -13,18 +13,7 @@ import torch
 from dtcomm import _cuda
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels.low_rank_torch import project_columns, project_rows
-from dtcomm.kernels.types import OPERATIONS, Combine
-
-__all__ = [
-    "combine",
-    "decode",
-    "expand",
-    "factors_finite",
-    "orthonormalise",
-    "project_columns",
-    "project_rows",
-]
+from dtcomm.kernels.calls import OPERATIONS, Combine
 
 
 def combine(call: Combine) -> None:
@@ -76,12 +65,12 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
         )
 
 
-def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-    """:func:`dtcomm.kernels.low_rank.orthonormalise_all`, in one launch per 64 tensors."""
+def orthonormalize(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+    """:func:`dtcomm.kernels.low_rank.orthonormalize_all`, in one launch per 64 tensors."""
     device = _device_of(*vectors)
     arguments = [(tensor.data_ptr(), *_shape(tensor), key) for tensor, key in zip(vectors, keys, strict=True)]
     with torch.cuda.device(device):
-        _cuda.orthonormalise(arguments, torch.cuda.current_stream(device).cuda_stream)
+        _cuda.orthonormalize(arguments, torch.cuda.current_stream(device).cuda_stream)
 
 
 def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:

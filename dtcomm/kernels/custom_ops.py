@@ -21,7 +21,7 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.kernels import checks, eager
+from dtcomm.kernels import calls, eager
 
 
 @torch.library.custom_op("dtcomm::encode", mutates_args=())
@@ -203,7 +203,7 @@ def _(codec: str, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 @decode.register_fake
 def _(codec: str, payload: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    checks.element_type("dtype", parse(codec), dtype)
+    calls.element_type("dtype", parse(codec), dtype)
     return payload.new_empty(numel, dtype=dtype)
 
 
@@ -218,7 +218,7 @@ def _(
     op: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    checks.element_type("dtype", parse(codec), dtype)
+    calls.element_type("dtype", parse(codec), dtype)
     return _first_term(payloads, local).new_empty(numel, dtype=dtype)
 
 
@@ -249,7 +249,7 @@ def _(*_: Any, **__: Any) -> None:
 
 @quantize.register_fake
 def _(codec: str, x: torch.Tensor, key: int = 0, offset: int = 0) -> torch.Tensor:
-    checks.element_type("x", parse(codec), x.dtype)
+    calls.element_type("x", parse(codec), x.dtype)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -263,7 +263,7 @@ quantize.register_autograd(_straight_through)
 def _fake_payload(spec: str, like: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """An empty payload. Its size may be symbolic, so `wire_bytes`, which needs a number, cannot compute it."""
     codec = parse(spec)
-    checks.element_type("x", codec, dtype)
+    calls.element_type("x", codec, dtype)
     if codec.in_python:
         return like.new_empty(codec.wire_bytes(int(numel), dtype), dtype=torch.uint8)
     layout = codec.layout(dtype)
@@ -388,5 +388,5 @@ def _spec(codec: Codec | str) -> str:
 
 def _signed(name: str, word: int) -> int:
     """The signed integer with the bits of an unsigned one of 64 bits, for the schemas of torch."""
-    word = checks.uint64(name, word)
+    word = calls.uint64(name, word)
     return word - 2**64 if word >= 2**63 else word

@@ -19,7 +19,7 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.kernels import triton
-from dtcomm.kernels.types import DeviceKernels
+from dtcomm.kernels.calls import DeviceKernels
 
 REFERENCE, CUDA, TRITON = "reference", "cuda", "triton"
 PYTHON = "python"  # the functions of a codec written in Python, whatever kernel is forced for other codecs

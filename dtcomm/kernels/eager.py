@@ -1,21 +1,25 @@
 """The verbs outside `torch.compile`: check the arguments, choose the kernel, run it in one pass over memory.
 
 `ops` documents the verbs and calls this module; so do the operators of `custom_ops` when a compiled graph runs.
-`run_combine` and `run_decode` take checked calls.
+`run_combine` and `run_decode` take checked calls. Behind them are two kinds of codecs that no kernel of `dispatch` runs
+as a call: those of variable length, and those that are written in Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
-from dtcomm import _C
-from dtcomm.codecs import Codec
+from dtcomm import _C, errors
+from dtcomm.codecs import Codec, PythonCodec, TopK
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, cpu, dispatch, lossless, python_codec, reference
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels import calls, counter_rng, cpu, dispatch, reference, tensor_topk
+from dtcomm.kernels.calls import Combine
+from dtcomm.kernels.reference import lossless as reference_lossless
+from dtcomm.kernels.reference.floats import bytes_of
 
 # What depends only on a codec, a size and a type: parsing a spec takes longer than encoding a kilobyte.
 _formats: dict[tuple[Codec | str, int, torch.dtype], tuple[Codec, int]] = {}
@@ -37,11 +41,11 @@ def encode(
     if plain and out is not None and _C.encode_repeated(codec, x, key, offset, out):
         return out
     given = codec
-    x = checks.tensor("x", x)
+    x = calls.tensor("x", x)
     numel, dtype = x.numel(), x.dtype
     codec, payload_bytes = _format(codec, "x", numel, dtype)
     if codec.variable_length:
-        return lossless.encode(codec, x, residual, out, decoded)
+        return _encode_lossless(codec, x, residual, out, decoded)
     payload = _payload_out(out, codec, numel, payload_bytes, x)
     call = Combine(
         codec=codec,
@@ -49,10 +53,10 @@ def encode(
         dtype=dtype,
         local=x,
         residual=_residual(residual, numel, dtype, x),
-        key=checks.uint64("key", key),
-        offset=checks.uint64("offset", offset),
+        key=calls.uint64("key", key),
+        offset=calls.uint64("offset", offset),
         payload_out=payload,
-        out=None if decoded is None else checks.floats("decoded", decoded, numel, dtype, like=x),
+        out=None if decoded is None else calls.floats("decoded", decoded, numel, dtype, like=x),
     )
     _run(call, "x", x)
     if plain:
@@ -71,16 +75,16 @@ def decode(
     if out is not None and _C.decode_repeated(codec, payload, numel, dtype, out):
         return out
     given = codec
-    numel = checks.count("numel", numel)
+    numel = calls.count("numel", numel)
     codec, payload_bytes = _format(codec, "dtype", numel, dtype)
     if codec.variable_length:
-        return lossless.decode(codec, payload, numel, dtype, out)
-    payload = checks.payload("payload", payload, codec, numel, payload_bytes)
-    checks.require_valid_payload(codec, [payload], numel)
+        return _decode_lossless(codec, payload, numel, dtype, out)
+    payload = calls.payload("payload", payload, codec, numel, payload_bytes)
+    calls.require_valid_payload(codec, [payload], numel)
     if out is None:
         out = payload.new_empty(numel, dtype=dtype)
     else:
-        checks.floats("out", out, numel, dtype, like=payload)
+        calls.floats("out", out, numel, dtype, like=payload)
     if numel == 0:
         return out
     run_decode(dispatch.kernel_for(codec, "payload", payload), codec, payload, numel, dtype, out)
@@ -104,7 +108,7 @@ def reduce(
     if out is None:
         out = first.new_empty(numel, dtype=call.dtype)
     else:
-        checks.floats("out", out, numel, call.dtype, *_accumulator_types(call.dtype), like=first)
+        calls.floats("out", out, numel, call.dtype, *_accumulator_types(call.dtype), like=first)
     _run(call._replace(out=out), name, first)
     return out
 
@@ -130,12 +134,12 @@ def reduce_encode(
     )
     dtype = call.dtype
     if decoded is not None:
-        checks.floats("decoded", decoded, numel, dtype, *_accumulator_types(dtype), like=first)
+        calls.floats("decoded", decoded, numel, dtype, *_accumulator_types(dtype), like=first)
     payload = _payload_out(out, call.codec, numel, payload_bytes, first)
     call = call._replace(
         residual=_residual(residual, numel, dtype, first),
-        key=checks.uint64("key", key),
-        offset=checks.uint64("offset", offset),
+        key=calls.uint64("key", key),
+        offset=calls.uint64("offset", offset),
         payload_out=payload,
         out=decoded,
     )
@@ -148,7 +152,7 @@ def run_combine(kernel: str, call: Combine) -> None:
     if kernel == dispatch.REFERENCE:
         reference.combine(call)
     elif kernel == dispatch.PYTHON:
-        python_codec.combine(call)
+        _combine_in_torch(call)
     elif kernel in dispatch.CUDA_KERNELS:
         dispatch.load_backend(kernel).combine(call)
     else:
@@ -162,7 +166,7 @@ def run_decode(
     if kernel == dispatch.REFERENCE:
         reference.decode(codec, payload, numel, dtype, out)
     elif kernel == dispatch.PYTHON:
-        python_codec.decode(codec, payload, numel, out)
+        _decode_in_torch(codec, payload, numel, out)
     elif kernel in dispatch.CUDA_KERNELS:
         dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
     else:
@@ -185,7 +189,7 @@ def _reduction(
 
     `floats` is the output that states the type of the reduced tensor if neither `dtype` nor `local` does.
     """
-    numel = checks.count("numel", numel)
+    numel = calls.count("numel", numel)
     if dtype is None:
         known = [tensor.dtype for tensor in (local, floats) if isinstance(tensor, torch.Tensor)]
         dtype = known[0] if known else torch.float32
@@ -198,16 +202,16 @@ def _reduction(
     if not payloads and local is None:
         raise ValueError("payloads: expected at least one payload or a local tensor, got none")
     last = len(payloads)
-    position = last if position is None else checks.count("position", position)
+    position = last if position is None else calls.count("position", position)
     if position > last:
         raise ValueError(f"position: expected 0 to {last}, got {position}")
     first: torch.Tensor | None = None
     checked = []
     for i, payload in enumerate(payloads):
-        checked.append(checks.payload(f"payloads[{i}]", payload, codec, numel, payload_bytes, first))
+        checked.append(calls.payload(f"payloads[{i}]", payload, codec, numel, payload_bytes, first))
         first = checked[0]
     if local is not None:
-        checks.floats("local", local, numel, dtype, *_accumulator_types(dtype), like=first)
+        calls.floats("local", local, numel, dtype, *_accumulator_types(dtype), like=first)
     call = Combine(
         codec=codec,
         numel=numel,
@@ -215,8 +219,8 @@ def _reduction(
         payloads=tuple(checked),
         local=local,
         position=position,
-        divisor=checks.divisor(divisor, dtype),
-        op=checks.operation(codec, op),
+        divisor=calls.divisor(divisor, dtype),
+        op=calls.operation(codec, op),
     )
     if first is not None:
         return call, "payloads[0]", first, payload_bytes
@@ -230,7 +234,7 @@ def _format(codec: Codec | str, argument: str, numel: int, dtype: torch.dtype) -
         return _formats[codec, numel, dtype]
     except (KeyError, TypeError):  # TypeError: an argument of a wrong type, without a hash
         parsed = parse(codec)
-    checks.element_type(argument, parsed, dtype)
+    calls.element_type(argument, parsed, dtype)
     known = parsed, parsed.wire_bytes(numel, dtype)
     if not parsed.in_python:  # the functions of a codec written in Python decide anew
         if len(_formats) >= _MOST_FORMATS:
@@ -253,7 +257,7 @@ def _run(call: Combine, name: str, first: torch.Tensor) -> None:
     """Run `call` on the device of its argument `first`, which is called `name`."""
     if call.numel == 0:
         return
-    checks.require_valid_payload(call.codec, call.payloads, call.numel)
+    calls.require_valid_payload(call.codec, call.payloads, call.numel)
     run_combine(dispatch.kernel_for(call.codec, name, first), call)
 
 
@@ -269,7 +273,7 @@ def _residual(
         return None
     if dtype not in FLOAT_TYPES:
         raise TypeError(f"residual: {dtype} is summed as itself and loses nothing; expected None")
-    return checks.floats("residual", residual, numel, torch.float32, like=like)
+    return calls.floats("residual", residual, numel, torch.float32, like=like)
 
 
 def _payload_out(
@@ -277,4 +281,120 @@ def _payload_out(
 ) -> torch.Tensor:
     if out is None:
         return like.new_empty(payload_bytes, dtype=torch.uint8)
-    return checks.payload("out", out, codec, numel, payload_bytes, like)
+    return calls.payload("out", out, codec, numel, payload_bytes, like)
+
+
+def _encode_lossless(
+    codec: Codec,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    decoded: torch.Tensor | None,
+) -> torch.Tensor:
+    """The payload of a codec of variable length: a tensor of its own or the beginning of `out`."""
+    if residual is not None:
+        raise ValueError(f"residual: codec {str(codec)!r} loses nothing; expected None")
+    numel, bound = x.numel(), codec.wire_bytes(x.numel(), x.dtype)
+    if decoded is not None:
+        calls.floats("decoded", decoded, numel, x.dtype, like=x)
+    if out is not None:
+        calls.payload("out", out, codec, numel, bound, like=x)
+    kernel = dispatch.kernel_for(codec, "x", x)
+    memory = x.new_empty(bound, dtype=torch.uint8) if out is None else out
+    if kernel == dispatch.REFERENCE:
+        payload = torch.from_numpy(reference_lossless.encode(bytes_of(x), x.itemsize))
+        memory[: payload.numel()] = payload
+        length = payload.numel()
+    else:
+        length = _C.encode_lossless(kernel, x.data_ptr(), numel, x.itemsize, memory.data_ptr())
+    if decoded is not None and decoded is not x:
+        decoded.view(-1).copy_(x.detach().view(-1))
+    # A copy, because torch.save stores all of the memory that a view has a part of.
+    return memory[:length].clone() if out is None else memory[:length]
+
+
+def _decode_lossless(
+    codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor:
+    """`payload` has the length that its encoding gave it."""
+    payload = calls.tensor("payload", payload)
+    bound = codec.wire_bytes(numel, dtype)
+    if payload.dtype != torch.uint8:
+        raise TypeError(f"payload: expected uint8, got {payload.dtype}")
+    if payload.numel() > bound:
+        raise ValueError(
+            f"payload: {numel} elements of {dtype} in codec {str(codec)!r} are at most {bound} bytes, "
+            f"got {payload.numel()}"
+        )
+    if out is None:
+        out = payload.new_empty(numel, dtype=dtype)
+    else:
+        calls.floats("out", out, numel, dtype, like=payload)
+    kernel = dispatch.kernel_for(codec, "payload", payload)
+    error = ""
+    if kernel == dispatch.REFERENCE:
+        try:
+            bytes_of(out)[:] = reference_lossless.decode(payload.numpy(), numel, dtype.itemsize)
+        except ValueError as reason:
+            error = str(reason)
+    else:
+        error = _C.decode_lossless(
+            kernel, payload.data_ptr(), payload.numel(), numel, dtype.itemsize, out.data_ptr()
+        )
+    if error:
+        raise errors.PayloadCorrupt(f"payload in codec {str(codec)!r} {error}")
+    return out
+
+
+def _combine_in_torch(call: Combine) -> None:
+    """Run one call of a codec that is written in Python, on the current stream, with the arithmetic of `reference`."""
+    codec, numel = cast(TopK | PythonCodec, call.codec), call.numel
+    # Outputs may be inference tensors, which only inference mode writes.
+    with torch.inference_mode():
+        terms = [_decoded(codec, payload, numel) for payload in call.payloads]
+        local = None if call.local is None else call.local.reshape(-1).float()
+        residual = None if call.residual is None else call.residual.view(-1)
+        if residual is not None:
+            local = residual if local is None else local + residual
+        if local is not None:
+            terms.insert(call.position, local)
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        if call.divisor != 1:
+            # A tensor, because CUDA multiplies by the reciprocal of a number.
+            total = total / total.new_full((1,), float(call.divisor))
+        if call.payload_out is None:
+            if call.out is not None:
+                call.out.view(-1).copy_(total)
+            if residual is not None:
+                residual.zero_()
+            return
+        size = codec.payload_bytes(numel)
+        call.payload_out[:size].copy_(_encoded(codec, total, counter_rng.absorb(call.key, call.offset)))
+        call.payload_out[size:].zero_()
+        if residual is None and call.out is None:
+            return
+        decoded = _decoded(codec, call.payload_out, numel)
+        if residual is not None:
+            error = (total - decoded) * call.divisor
+            residual.copy_(torch.where(error.isfinite(), error, residual))
+        if call.out is not None:
+            call.out.view(-1).copy_(decoded)
+
+
+def _decode_in_torch(codec: Codec, payload: torch.Tensor, numel: int, out: torch.Tensor) -> None:
+    """`out` <- the `numel` elements of the payload."""
+    with torch.inference_mode():
+        out.view(-1).copy_(_decoded(cast(TopK | PythonCodec, codec), payload, numel))
+
+
+def _encoded(codec: TopK | PythonCodec, x: torch.Tensor, key: int) -> torch.Tensor:
+    return tensor_topk.encode(codec, x) if isinstance(codec, TopK) else codec.encode(x, key)
+
+
+def _decoded(codec: TopK | PythonCodec, payload: torch.Tensor, numel: int) -> torch.Tensor:
+    payload = payload[: codec.payload_bytes(numel)]
+    return (
+        tensor_topk.decode(codec, payload, numel) if isinstance(codec, TopK) else codec.decode(payload, numel)
+    )

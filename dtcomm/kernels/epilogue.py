@@ -1,15 +1,15 @@
-"""The epilogue of a summed activation: decode, add the bias, add the residual stream, take its RMS norm.
+"""The epilogue of a summed activation: decode, add the bias, add the stream that layers add to, take its RMS norm.
 
 As separate operators these are four passes over memory. Here a row is decoded into the cache and everything else is
 done there, and the normed row may be left quantized for the matrix product that follows. On CUDA tensors Triton adds
-bias and residual in one pass, takes the norm in a second one and quantizes it in a third one, with the same bits as on
+bias and addend in one pass, takes the norm in a second one and quantizes it in a third one, with the same bits as on
 the CPU. `dtcomm.tp` calls this module; an all-reduce takes an :class:`EpilogueTask`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,8 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import checks, dispatch, ops, triton
+from dtcomm.kernels import calls, dispatch, ops, triton
+from dtcomm.kernels.calls import EpilogueCall
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.kernels.reference import epilogue as reference
 
@@ -85,13 +86,13 @@ def epilogue(
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     norm_out: torch.Tensor | None = None,
     quantized: Quantized | None = None,
 ) -> torch.Tensor:
-    """Decode payloads into ``out``, add bias and residual, and take the RMS norm of the result.
+    """Decode payloads into ``out``, add bias and addend, and take the RMS norm of the result.
 
     All tensors have the type of ``out`` and are on its device. Sums and products are taken in fp32; ``out`` and
     ``norm_out`` are each rounded once.
@@ -101,7 +102,7 @@ def epilogue(
         runs: Pairs of a payload and its number of elements. Joined, they are the elements of ``out``.
         out: fp32, fp16 or bf16 [..., features].
         bias: [features], added to every row.
-        residual: Of the shape of ``out``, added after the bias; may be ``out`` itself.
+        addend: The stream that layers add to; of the shape of ``out``, added after the bias; may be ``out`` itself.
         weight: [features], multiplied into the norm; needs ``norm_out`` or ``quantized``.
         eps: Added to the mean square of a row before the root is taken.
         norm_out: Of the shape of ``out``; receives each row over the root of its mean square.
@@ -126,40 +127,26 @@ def epilogue(
                 [2., 3., 4.]])
     """
     which = parse(codec)
-    _check(which, out, bias, residual, weight, norm_out, quantized)
+    call = _checked(which, out, bias, addend, weight, eps, norm_out, quantized)
     if sum(numel for _, numel in runs) != out.numel():
         raise ValueError(
             f"runs: hold {sum(numel for _, numel in runs)} elements, out {tuple(out.shape)} has {out.numel()}"
         )
     payloads = [
-        checks.payload(f"runs[{at}]", payload, which, numel, which.wire_bytes(numel, out.dtype))
+        calls.payload(f"runs[{at}]", payload, which, numel, which.wire_bytes(numel, out.dtype))
         for at, (payload, numel) in enumerate(runs)
     ]
     for payload, (_, numel) in zip(payloads, runs, strict=True):
-        checks.require_valid_payload(which, [payload], numel)
+        calls.require_valid_payload(which, [payload], numel)
     if out.numel() == 0:
         return out
     if _by_triton(out):
-        sums = _decoded(which, runs, out, bias is not None or residual is not None)
-        triton.run_epilogue(sums, out, bias, residual, weight, eps, norm_out, _pair(quantized))
-        return out
-    if dispatch.current() == dispatch.REFERENCE:
-        reference.epilogue(which, runs, out, bias, residual, weight, eps, norm_out, _pair(quantized))
-        return out
-    _C.epilogue(
-        dispatch.native_kernel(),
-        which.native(),
-        [(payload.data_ptr(), numel) for payload, (_, numel) in zip(payloads, runs, strict=True)],
-        out.shape[-1],
-        ELEMENT_TYPES[out.dtype],
-        _address(bias),
-        _address(residual),
-        out.data_ptr(),
-        _address(weight),
-        eps,
-        _address(norm_out),
-        _addresses(quantized),
-    )
+        triton.run_epilogue(_decoded(which, runs, call), call)
+    elif dispatch.current() == dispatch.REFERENCE:
+        reference.epilogue(which, runs, call)
+    else:
+        addresses = [(payload.data_ptr(), numel) for payload, (_, numel) in zip(payloads, runs, strict=True)]
+        _C.epilogue(dispatch.native_kernel(), which.native(), addresses, _native(call))
     return out
 
 
@@ -174,52 +161,28 @@ class EpilogueTask(LocalTask):
         fallback: Runs the task without the engine.
         codec: The codec of the sum: uncompressed.
         tensors: All tensors of the task.
-        out: The sum, which becomes ``out + bias + residual``.
-        bias: One element for each column of ``out``, or None.
-        residual: A tensor of the shape of ``out``, or None.
-        weight: The weight of the RMS norm, one element for each column, or None for no norm.
-        eps: The epsilon of the RMS norm.
-        norm_out: Receives the normed sum, or None.
-        quantized: Receives the normed sum in 8 bits, or None.
+        call: The tensors of the epilogue.
     """
 
-    out: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    weight: torch.Tensor | None
-    eps: float
-    norm_out: torch.Tensor | None
-    quantized: Quantized | None
+    call: EpilogueCall
 
     def __call__(self) -> None:
-        if not _by_triton(self.out):
+        out = self.call.out
+        if not _by_triton(out):
             super().__call__()
-        elif self.out.numel():
-            triton.run_epilogue(
-                self.out,
-                self.out,
-                self.bias,
-                self.residual,
-                self.weight,
-                self.eps,
-                self.norm_out,
-                _pair(self.quantized),
-            )
+        elif out.numel():
+            triton.run_epilogue(out, self.call)
 
     def norm(self) -> EpilogueTask | None:
-        """The norm alone, for kernels that add bias and residual themselves; None if there is no norm."""
-        if self.norm_out is None and self.quantized is None:
-            return None
-        return epilogue_task(
-            self.out, weight=self.weight, eps=self.eps, norm_out=self.norm_out, quantized=self.quantized
-        )
+        """The norm alone, for kernels that add bias and addend themselves; None if there is no norm."""
+        return _task(replace(self.call, bias=None, addend=None)) if self.call.has_norm else None
 
 
 def epilogue_task(
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     norm_out: torch.Tensor | None = None,
@@ -228,12 +191,12 @@ def epilogue_task(
     """The epilogue of the sum that an operation leaves in ``out``, as a task for that operation.
 
     The native engine runs it on each piece of the sum while that is in the cache. A fused all-reduce on CUDA devices
-    adds bias and residual in its own kernel.
+    adds bias and addend in its own kernel.
 
     Args:
         out: The tensor that the operation writes; fp32, fp16 or bf16 [..., features].
         bias: [features], added to every row.
-        residual: Of the shape of ``out``, added after the bias; must not be ``out``.
+        addend: The stream that layers add to; of the shape of ``out``, added after the bias; must not be ``out``.
         weight: [features], multiplied into the norm; needs ``norm_out`` or ``quantized``.
         eps: Added to the mean square of a row before the root is taken.
         norm_out: Of the shape of ``out``; receives each row over the root of its mean square.
@@ -254,52 +217,26 @@ def epilogue_task(
         Leave the normed sum in fp8 for the next matrix product::
 
             x = empty_quantized(y)
-            task = epilogue_task(y, residual=stream, weight=norm.weight, quantized=x)
+            task = epilogue_task(y, addend=stream, weight=norm.weight, quantized=x)
             dtcomm.all_reduce(y, codec="int8", epilogue=task)
     """
-    _check(UNCOMPRESSED, out, bias, residual, weight, norm_out, quantized)
-    others = (bias, residual, weight, norm_out, *(_pair(quantized) or ()))
+    return _task(_checked(UNCOMPRESSED, out, bias, addend, weight, eps, norm_out, quantized))
 
+
+def _task(call: EpilogueCall) -> EpilogueTask:
     def by_reference() -> None:
+        out = call.out
         payload = torch.zeros(UNCOMPRESSED.wire_bytes(out.numel(), out.dtype), dtype=torch.uint8)
         sums = out.view(-1).view(torch.uint8)
         payload[: sums.numel()] = sums
-        reference.epilogue(
-            UNCOMPRESSED,
-            [(payload, out.numel())],
-            out,
-            bias,
-            residual,
-            weight,
-            eps,
-            norm_out,
-            _pair(quantized),
-        )
+        reference.epilogue(UNCOMPRESSED, [(payload, out.numel())], call)
 
-    native = _C.task_epilogue(
-        out.numel(),
-        out.shape[-1] or 1,
-        ELEMENT_TYPES[out.dtype],
-        _address(bias),
-        _address(residual),
-        out.data_ptr(),
-        _address(weight),
-        eps,
-        _address(norm_out),
-        _addresses(quantized),
-    )
     return EpilogueTask(
-        native=native,
+        native=_C.task_epilogue(call.out.numel(), _native(call)),
         fallback=by_reference,
         codec=UNCOMPRESSED,
-        tensors=(out, *others),
-        out=out,
-        bias=bias,
-        residual=residual,
-        weight=weight,
-        eps=eps,
-        norm_out=norm_out,
-        quantized=quantized,
+        tensors=(call.out, call.bias, call.addend, call.weight, call.norm_out, call.codes, call.scales),
+        call=call,
     )
 
 
@@ -325,12 +262,11 @@ def _by_triton(out: torch.Tensor) -> bool:
     return not out.is_cpu or dispatch.current() == dispatch.TRITON
 
 
-def _decoded(
-    codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], out: torch.Tensor, adds: bool
-) -> torch.Tensor:
+def _decoded(codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], call: EpilogueCall) -> torch.Tensor:
     """The decoded runs: in a temporary tensor if something is added before rounding, else in ``out``."""
-    dtype = torch.float32 if adds and codec.name != "none" else out.dtype
-    sums = torch.empty(out.numel(), dtype=dtype, device=out.device) if adds else out.view(-1)
+    out = call.out
+    dtype = torch.float32 if call.adds and codec.name != "none" else out.dtype
+    sums = torch.empty(out.numel(), dtype=dtype, device=out.device) if call.adds else out.view(-1)
     at = 0
     for payload, numel in runs:
         ops.decode(codec, payload, numel, dtype, out=sums[at : at + numel])
@@ -338,49 +274,58 @@ def _decoded(
     return sums
 
 
-def _check(
+def _checked(
     codec: Codec,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    addend: torch.Tensor | None,
     weight: torch.Tensor | None,
+    eps: float,
     norm_out: torch.Tensor | None,
     quantized: Quantized | None,
-) -> None:
-    checks.floats("out", out, out.numel(), *FLOAT_TYPES)
-    checks.element_type("out", codec, out.dtype)
+) -> EpilogueCall:
+    """The arguments as one value. Raises TypeError or ValueError, which name the argument."""
+    calls.floats("out", out, out.numel(), *FLOAT_TYPES)
+    calls.element_type("out", codec, out.dtype)
     if out.ndim == 0:
         raise ValueError("out: expected [..., features], got no dimension")
     for name, tensor in (("bias", bias), ("weight", weight)):
         if tensor is not None:
-            checks.floats(name, tensor, out.shape[-1], out.dtype, like=out)
-    for name, tensor in (("residual", residual), ("norm_out", norm_out)):
+            calls.floats(name, tensor, out.shape[-1], out.dtype, like=out)
+    for name, tensor in (("addend", addend), ("norm_out", norm_out)):
         if tensor is not None:
-            checks.floats(name, tensor, out.numel(), out.dtype, like=out)
+            calls.floats(name, tensor, out.numel(), out.dtype, like=out)
     if weight is not None and norm_out is None and quantized is None:
         raise ValueError("weight: needs norm_out or quantized, which were not given")
-    if quantized is not None:
-        values, scales = quantized.values, quantized.scales
-        checks.floats("quantized.values", values, out.numel(), *QUANTIZED_TYPES, like=out)
-        features, groups = out.shape[-1], scales.shape[-1] if scales.ndim else 0
-        if groups < 1 or features % groups:
-            raise ValueError(
-                f"quantized.scales: {groups} scales for a row do not divide its {features} features"
-            )
-        rows = out.numel() // features if features else 0
-        checks.floats("quantized.scales", scales, rows * groups, torch.float32, like=out)
-
-
-def _pair(quantized: Quantized | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return None if quantized is None else (quantized.values, quantized.scales)
-
-
-def _addresses(quantized: Quantized | None) -> tuple[int, int, int, bool]:
-    """The addresses of values and scales, the scales of a row, and whether values are int8; zeros for None."""
+    call = EpilogueCall(out=out, bias=bias, addend=addend, weight=weight, eps=eps, norm_out=norm_out)
     if quantized is None:
-        return 0, 0, 1, False
+        return call
     values, scales = quantized.values, quantized.scales
-    return values.data_ptr(), scales.data_ptr(), scales.shape[-1], values.dtype == torch.int8
+    calls.floats("quantized.values", values, out.numel(), *QUANTIZED_TYPES, like=out)
+    features, groups = out.shape[-1], scales.shape[-1] if scales.ndim else 0
+    if groups < 1 or features % groups:
+        raise ValueError(f"quantized.scales: {groups} scales for a row do not divide its {features} features")
+    rows = out.numel() // features if features else 0
+    calls.floats("quantized.scales", scales, rows * groups, torch.float32, like=out)
+    return replace(call, codes=values, scales=scales)
+
+
+def _native(call: EpilogueCall) -> _C.Epilogue:
+    codes, scales = call.codes, call.scales
+    return _C.Epilogue(
+        features=call.out.shape[-1] or 1,
+        dtype=ELEMENT_TYPES[call.out.dtype],
+        out=call.out.data_ptr(),
+        bias=_address(call.bias),
+        addend=_address(call.addend),
+        weight=_address(call.weight),
+        eps=call.eps,
+        norm_out=_address(call.norm_out),
+        codes=_address(codes),
+        scales=_address(scales),
+        groups=1 if scales is None else scales.shape[-1],
+        to_int8=codes is not None and codes.dtype == torch.int8,
+    )
 
 
 def _address(tensor: torch.Tensor | None) -> int:

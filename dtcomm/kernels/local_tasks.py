@@ -6,8 +6,8 @@ the sum and scatter them after it. `dtcomm.collectives` makes these tasks.
 
 Every function here returns a :class:`LocalTask`. Tasks on CPU tensors run in the C++ kernels (csrc/cpu/kernels.h,
 ``LocalKernels``), called directly or by the engine between two operations; with the reference kernels they run in
-numpy. Tasks on CUDA tensors run in torch (``local_tasks_torch``) and never wait for the device. All give the same
-bits. Tensors are contiguous, on one device and of the right size: callers have checked them and keep them alive
+numpy. Tasks on CUDA tensors run in torch (the second half of this module) and never wait for the device. All give the
+same bits. Tensors are contiguous, on one device and of the right size: callers have checked them and keep them alive
 until the task has run.
 """
 
@@ -23,13 +23,16 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs import Codec, Exact, RandK
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels import counter_rng, dispatch, local_tasks_torch
+from dtcomm.kernels import counter_rng, dispatch
 from dtcomm.kernels.reference import reproducible, sparse
 from dtcomm.kernels.reference.floats import Floats, canonical, get, put
+from dtcomm.kernels.reference.reproducible import NAN_BLOCK
+from dtcomm.kernels.reference.sparse import ROUNDS, positions
 
 ALL_RANKS = 0xFFFFFFFF  # the rank number in keys that all ranks share
 AUDIT_OK = _C.AUDIT_OK
 AUDIT_RUN = _C.AUDIT_RUN
+_MASK32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,7 @@ def measure_exponents(
             codec.native(), *_contribution(x, residual), exponents.data_ptr()
         ),
         reference=lambda: _store(exponents, reproducible.measure(codec, _sum_of(x, residual))),
-        device=partial(local_tasks_torch.measure_exponents, codec, x, residual, exponents),
+        device=partial(measure_exponents_in_torch, codec, x, residual, exponents),
     )
 
 
@@ -128,7 +131,7 @@ def quantize_to_exponents(
             codec.native(), ranks, *_contribution(x, residual), exponents.data_ptr(), codes.data_ptr()
         ),
         reference=reference,
-        device=partial(local_tasks_torch.quantize_to_exponents, codec, ranks, x, residual, exponents, codes),
+        device=partial(quantize_to_exponents_in_torch, codec, ranks, x, residual, exponents, codes),
     )
 
 
@@ -162,7 +165,7 @@ def dequantize(
             0 if verdict is None else verdict.data_ptr(),
         ),
         reference=reference,
-        device=partial(local_tasks_torch.dequantize, codec, ranks, codes, exponents, divisor, out, verdict),
+        device=partial(dequantize_in_torch, codec, ranks, codes, exponents, divisor, out, verdict),
     )
 
 
@@ -173,7 +176,7 @@ def audit_checksums(codec: Exact, codes: torch.Tensor, sums: torch.Tensor) -> Lo
         (codes, sums),
         native=lambda: _C.task_audit_checksums(codec.bits, codes.data_ptr(), codes.numel(), sums.data_ptr()),
         reference=lambda: _store(sums, reproducible.audit(codes.numpy()).view(np.int64)),
-        device=partial(local_tasks_torch.audit_checksums, codes, sums),
+        device=partial(audit_checksums_in_torch, codes, sums),
     )
 
 
@@ -192,7 +195,7 @@ def audit_verdict(
     wrong run counts, exponents before checksums.
     """
     compare = partial(
-        local_tasks_torch.audit_verdict,
+        audit_verdict_in_torch,
         codec,
         expected_sums,
         actual_sums,
@@ -254,9 +257,7 @@ def gather_values(
             0 if value_residual is None else value_residual.data_ptr(),
         ),
         reference=reference,
-        device=partial(
-            local_tasks_torch.gather_values, codec, key, offset, x, residual, values, value_residual
-        ),
+        device=partial(gather_values_in_torch, codec, key, offset, x, residual, values, value_residual),
     )
 
 
@@ -281,7 +282,7 @@ def scatter_values(
             out.data_ptr(),
         ),
         reference=lambda: put(out, sparse.scatter(codec, key, offset, scaled, get(values), out.numel())),
-        device=partial(local_tasks_torch.scatter_values, codec, key, offset, scaled, values, out),
+        device=partial(scatter_values_in_torch, codec, key, offset, scaled, values, out),
     )
 
 
@@ -298,7 +299,7 @@ def restore_residual(
         reference=lambda: put(
             residual, sparse.restore_residual(codec, key, offset, get(value_residual), get(residual))
         ),
-        device=partial(local_tasks_torch.restore_residual, codec, key, offset, value_residual, residual),
+        device=partial(restore_residual_in_torch, codec, key, offset, value_residual, residual),
     )
 
 
@@ -318,3 +319,202 @@ def _sum_of(x: torch.Tensor, residual: torch.Tensor | None) -> Floats:
 
 def _store(tensor: torch.Tensor, values: reproducible.Codes) -> None:
     tensor.numpy()[:] = values
+
+
+# The tasks on CUDA tensors, as operators of torch: the CPU's bits, without waiting for the device.
+
+
+def measure_exponents_in_torch(
+    codec: Exact, x: torch.Tensor, residual: torch.Tensor | None, exponents: torch.Tensor
+) -> None:
+    """:func:`measure_exponents`."""
+    size = _rows(_tensor_sum(x, residual), codec.block).view(torch.int32) & 0x7FFFFFFF
+    top = size.amax(1)
+    measured = torch.where((top > 0) & (top >> 23 == 0), 1, top >> 23)
+    exponents.copy_(torch.where(top >= 0x7F800000, NAN_BLOCK, measured))
+
+
+def quantize_to_exponents_in_torch(
+    codec: Exact,
+    ranks: int,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    exponents: torch.Tensor,
+    codes: torch.Tensor,
+) -> None:
+    """:func:`quantize_to_exponents`."""
+    digits = codec.digits(ranks)
+    largest = 2.0**digits - 1
+    total, unit = _tensor_sum(x, residual).double(), _units(codec, digits, exponents, x.numel())
+    bad = _in_nan_block(codec, exponents, x.numel())
+    integers = torch.where(bad, 0.0, (total / unit).clamp(-largest, largest).round())
+    codes.copy_(integers)
+    if residual is not None:
+        residual.copy_(torch.where(bad, residual, (total - integers * unit).float()))
+
+
+def dequantize_in_torch(
+    codec: Exact,
+    ranks: int,
+    codes: torch.Tensor,
+    exponents: torch.Tensor,
+    divisor: int,
+    out: torch.Tensor,
+    verdict: torch.Tensor | None,
+) -> None:
+    """:func:`dequantize`."""
+    unit = _units(codec, codec.digits(ranks), exponents, out.numel())
+    values = (codes.double() * unit / divisor).float()
+    values = torch.where(_in_nan_block(codec, exponents, out.numel()), float("nan"), values).to(out.dtype)
+    out.copy_(values if verdict is None else torch.where(verdict == AUDIT_OK, values, out))
+
+
+def audit_checksums_in_torch(codes: torch.Tensor, sums: torch.Tensor) -> None:
+    """:func:`audit_checksums`."""
+    weights = counter_rng.mix32(torch.arange(codes.numel(), device=codes.device)) * 2 + 1
+    terms = weights * codes.long()
+    sums.copy_(_rows(terms, AUDIT_RUN).sum(1))
+
+
+def audit_verdict_in_torch(
+    codec: Exact,
+    expected_sums: torch.Tensor,
+    actual_sums: torch.Tensor,
+    exponents: torch.Tensor,
+    exponents_again: torch.Tensor,
+    verdict: torch.Tensor,
+) -> None:
+    """:func:`audit_verdict`."""
+    differ = _rows((exponents != exponents_again).int(), max(1, AUDIT_RUN // codec.block)).any(1)
+    runs = 2 * torch.arange(expected_sums.numel(), device=expected_sums.device)
+    # A block that is larger than a run counts for the run in which it begins, as in the C++ kernel.
+    missing = max(0, expected_sums.numel() - differ.numel())
+    differ = torch.nn.functional.pad(differ, (0, missing))[: expected_sums.numel()]
+    checksums = torch.where(expected_sums != actual_sums, runs, AUDIT_OK)
+    wrong = torch.where(differ, runs + 1, checksums)
+    verdict.copy_(torch.cat([wrong, wrong.new_full((1,), AUDIT_OK)]).amin().reshape(1))
+
+
+def gather_values_in_torch(
+    codec: RandK,
+    key: int,
+    offset: int,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    values: torch.Tensor,
+    value_residual: torch.Tensor | None,
+) -> None:
+    """:func:`gather_values`."""
+    indices = _value_indices(codec, key, offset, x)
+    floats = x.float()
+    total = _tensor_sum(x, residual)
+    finite = torch.isfinite(_rows(total, codec.layout().granule)).all(1)
+    taken = floats.index_select(0, indices)
+    values.copy_(torch.where(_per_value(codec, finite, x.numel()), taken, float("nan")))
+    if residual is not None and value_residual is not None:
+        value_residual.copy_(residual.index_select(0, indices))
+        residual.copy_(torch.where(_per_element(codec, finite, x.numel()), total, residual))
+
+
+def scatter_values_in_torch(
+    codec: RandK, key: int, offset: int, scaled: bool, values: torch.Tensor, out: torch.Tensor
+) -> None:
+    """:func:`scatter_values`."""
+    numel, layout = out.numel(), codec.layout()
+    whole = numel // layout.granule
+    firsts = values[: whole * layout.kept].view(whole, layout.kept)[:, 0]
+    scaled_values = values
+    if scaled:
+        factor = torch.full_like(values, layout.granule / layout.kept)
+        if rest := numel % layout.granule:
+            factor[whole * layout.kept :] = rest / layout.kept_of(rest)
+        scaled_values = values * factor
+    if numel % layout.granule:
+        firsts = torch.cat([firsts, values[whole * layout.kept :][:1]])
+    result = torch.zeros(numel, dtype=torch.float32, device=out.device)
+    result.index_copy_(0, _value_indices(codec, key, offset, out), scaled_values)
+    bad = _per_element(codec, torch.isnan(firsts), numel)
+    out.copy_(torch.where(bad, float("nan"), result))
+
+
+def restore_residual_in_torch(
+    codec: RandK, key: int, offset: int, value_residual: torch.Tensor, residual: torch.Tensor
+) -> None:
+    """:func:`restore_residual`."""
+    residual.index_copy_(0, _value_indices(codec, key, offset, residual), value_residual)
+
+
+def _tensor_sum(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    return x.float() if residual is None else x.float() + residual
+
+
+def _rows(x: torch.Tensor, length: int) -> torch.Tensor:
+    """`x` in rows of `length` elements, padded with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.numel() % length)).view(-(-x.numel() // length), length)
+
+
+def _units(codec: Exact, digits: int, exponents: torch.Tensor, numel: int) -> torch.Tensor:
+    """The unit of each element, a power of two made from its bits."""
+    units = (exponents.long() - 126 - digits + 1023 << 52).view(torch.float64)
+    return _repeat_rows(units, codec.block, numel)
+
+
+def _in_nan_block(codec: Exact, exponents: torch.Tensor, numel: int) -> torch.Tensor:
+    return _repeat_rows(exponents == NAN_BLOCK, codec.block, numel)
+
+
+def _per_element(codec: RandK, granules: torch.Tensor, numel: int) -> torch.Tensor:
+    """A property of each granule, for each of its elements."""
+    return _repeat_rows(granules, codec.layout().granule, numel)
+
+
+def _per_value(codec: RandK, granules: torch.Tensor, numel: int) -> torch.Tensor:
+    """A property of each granule, for each of its kept values."""
+    return _repeat_rows(granules, codec.layout().kept, codec.kept_in(numel))
+
+
+def _repeat_rows(rows: torch.Tensor, length: int, numel: int) -> torch.Tensor:
+    """Each element repeated `length` times, cut to `numel` elements."""
+    return rows[:, None].expand(-1, length).reshape(-1)[:numel]
+
+
+def _value_indices(codec: RandK, key: int, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """The indices of the kept values of a tensor like `like`, in order: `positions` of all granules at once."""
+    layout, numel = codec.layout(), like.numel()
+    whole, rest = divmod(numel, layout.granule)
+    bits = layout.granule.bit_length() - 1  # whole granules have 2**bits elements, so no position is outside
+    first = counter_rng.absorb(key, counter_rng.GOLDEN_RATIO)
+    starts = torch.arange(whole, device=like.device) * layout.granule
+    keys = _absorb(_signed(first) + starts + offset)
+    low, high = keys & _MASK32, keys >> 32 & _MASK32
+    mix = counter_rng.mix32
+    words: list[torch.Tensor] = [
+        mix((low + mix((high + j) & _MASK32)) & _MASK32)[:, None] for j in range(ROUNDS + 1)
+    ]
+    indices = torch.arange(layout.kept, device=like.device).expand(whole, layout.kept)
+    for word in words[:ROUNDS]:
+        indices = indices * (word & 0xFFFF | 1) + (word >> 16) & (1 << bits) - 1
+        indices = indices ^ indices >> (bits + 1) // 2
+    indices = (indices + (words[ROUNDS] * layout.granule >> 32)) % layout.granule
+    result = (indices + starts[:, None]).flatten()
+    if not rest:
+        return result
+    last_key = counter_rng.absorb(first, offset + whole * layout.granule)
+    last = torch.from_numpy(positions(last_key, rest, layout.kept_of(rest))) + whole * layout.granule
+    return torch.cat([result, _to_device(last, like)])
+
+
+def _to_device(host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`host` on the device of `like`, copied without waiting for it."""
+    return host.to(like.device) if like.is_cpu else host.pin_memory().to(like.device, non_blocking=True)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _absorb(h: torch.Tensor) -> torch.Tensor:
+    """`counter_rng.absorb` of one word that was added already, in 64 bits that wrap."""
+    h = (h ^ (h >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    return h ^ (h >> 31 & (1 << 33) - 1)

@@ -15,8 +15,8 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.kernels import dispatch
+from dtcomm.kernels.calls import Combine
 from dtcomm.kernels.eager import run_combine, run_decode
-from dtcomm.kernels.types import Combine
 from dtcomm.measure.device import Clock, time_calls
 
 

@@ -66,7 +66,7 @@ class Epilogue(NamedTuple):
             for tensor in (self.bias, self.residual, None if norm is None else norm.weight)
         )
         eps = 0.0 if norm is None else norm.eps
-        return epilogue_task(y, bias=bias, residual=residual, weight=weight, eps=eps, norm_out=normed)
+        return epilogue_task(y, bias=bias, addend=residual, weight=weight, eps=eps, norm_out=normed)
 
 
 class EpilogueResult(NamedTuple):
@@ -155,7 +155,7 @@ class FlashAllReduce:
             payloads,
             out,
             bias=epilogue.bias,
-            residual=epilogue.residual,
+            addend=epilogue.residual,
             weight=None if norm is None else norm.weight,
             eps=0.0 if norm is None else norm.eps,
             norm_out=normed,

@@ -120,7 +120,7 @@ def test_low_rank_passes_match_cpu(rank: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(on_gpu[2].cpu(), left, rtol=1e-3, atol=1e-3)
     on_gpu[2][-1] = on_gpu[2][0]  # a linearly dependent row is replaced
     with forbid_synchronization():
-        low_rank.orthonormalise(on_gpu[2], 5)
+        low_rank.orthonormalize(on_gpu[2], 5)
         low_rank.project_columns(on_gpu[0], on_gpu[1], on_gpu[2], on_gpu[3])
     torch.testing.assert_close(on_gpu[2] @ on_gpu[2].t(), torch.eye(rank, device="cuda"), rtol=0, atol=1e-5)
     left, right = on_gpu[2].cpu(), on_gpu[3].cpu()
@@ -140,10 +140,10 @@ def test_low_rank_kernels_match_cpu_bits(rank: int) -> None:
     cpu[-1][rank // 2, 7] = torch.nan
     cpu += [torch.randn(rank, 20 + at) for at in range(60)]  # more than one kernel takes
     gpu, keys = [tensor.cuda() for tensor in cpu], list(range(len(cpu)))
-    low_rank.orthonormalise_all(cpu, keys)
+    low_rank.orthonormalize_all(cpu, keys)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        low_rank.orthonormalise_all(gpu, keys)
+        low_rank.orthonormalize_all(gpu, keys)
     with forbid_synchronization():
         graph.replay()
     assert all(map(same, cpu, gpu))

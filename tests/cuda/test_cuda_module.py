@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtcomm import codecs
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.calls import Combine
 
 _cuda = pytest.importorskip("dtcomm._cuda", reason="_cuda was not built: no nvcc, or DTCOMM_CUDA=0")
 
@@ -113,14 +113,14 @@ def test_low_rank_calls_refuse_wrong_arguments(change: dict[str, Any], message: 
     with pytest.raises(ValueError, match=message):
         expand(**change)
     with pytest.raises(ValueError, match="vectors: must be aligned to 4"):
-        _cuda.orthonormalise([(66, 1, 1, 0)], 0)
+        _cuda.orthonormalize([(66, 1, 1, 0)], 0)
     with pytest.raises(ValueError, match="right: must be aligned to 4"):
         _cuda.check_finite([(64, 66, 1, 1, 64)], 0)
 
 
 def test_empty_calls_queue_nothing() -> None:
     expand(rows=0)
-    _cuda.orthonormalise([], 0)
+    _cuda.orthonormalize([], 0)
     _cuda.check_finite([], 0)
     combine(numel=0)
 
@@ -135,7 +135,7 @@ def test_tensors_must_be_on_one_device() -> None:
         cuda.decode(codecs.codec("int8"), x.to("meta"), 8, x.dtype, x)
     for call in (
         lambda: cuda.expand(x, None, x, x),
-        lambda: cuda.orthonormalise([x], [0]),
+        lambda: cuda.orthonormalize([x], [0]),
         lambda: cuda.factors_finite([x], [x]),
     ):
         with pytest.raises(ValueError, match="all on one CUDA device"):
@@ -165,6 +165,6 @@ def test_calls_without_a_device_raise_the_cuda_error(spec: str) -> None:
     with pytest.raises(RuntimeError, match="CUDA"):
         expand(dtype=len(spec) % 3)
     with pytest.raises(RuntimeError, match="CUDA"):
-        _cuda.orthonormalise([(64, 1, 1, 0)] * 65, 0)
+        _cuda.orthonormalize([(64, 1, 1, 0)] * 65, 0)
     with pytest.raises(RuntimeError, match="CUDA"):
         _cuda.check_finite([(64, 64, 1, 1, 64)], 0)

@@ -11,7 +11,7 @@ import torch
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import cpu, dispatch
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.calls import Combine
 from tests.unit.codecs import cases
 from tests.unit.kernels.inputs import KINDS, SIZES, floats
 

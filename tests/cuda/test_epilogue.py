@@ -44,10 +44,10 @@ def test_epilogue_matches_cpu_bits(rows: int, features: int, dtype: torch.dtype)
     x, stream = (torch.randn(rows, features, generator=dice).to(dtype) for _ in "ab")
     bias, weight = (torch.randn(features, generator=dice).to(dtype) for _ in "ab")
     for spec in ("int8", "fp8_e4m3"):
-        for terms in ((), ("bias",), ("residual",), ("bias", "residual")):
+        for terms in ((), ("bias",), ("addend",), ("bias", "addend")):
             results = []
             for device in ("cpu", "cuda"):
-                tensors = {"bias": bias.to(device), "residual": stream.to(device)}
+                tensors = {"bias": bias.to(device), "addend": stream.to(device)}
                 operands = {name: tensors[name] for name in terms}
                 payload = ops.encode(spec, x.view(-1).to(device))
                 out, normed, normed_again = (
@@ -74,7 +74,7 @@ def test_fused_epilogue_matches_engine(algorithm: str, ranks: int) -> None:
         ]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
         virtual.run(plan, sums, sums, epilogues=epilogues)
-        run_by_engine(reference, algorithm, spec, ("bias", "residual"))
+        run_by_engine(reference, algorithm, spec, ("bias", "addend"))
         same(bits(sums), reference.sums)
     virtual.check()
 

@@ -78,7 +78,7 @@ def quantized_norms(rank: int, device: str) -> list[torch.Tensor]:
         for group in (None, 128):
             y = activations(rank, 33).to(device)
             x = empty_quantized(y, values, group)
-            task = epilogue_task(y, residual=stream, weight=weight, quantized=x)
+            task = epilogue_task(y, addend=stream, weight=weight, quantized=x)
             dtcomm.all_reduce(y, codec="int8", algorithm="two_shot", epilogue=task)
             tensors += [y.cpu(), x.values.cpu().view(torch.uint8), x.scales.cpu()]
     return tensors

@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dtcomm import streams as runtime_streams
-from dtcomm.kernels import cpu, dispatch, low_rank, low_rank_torch
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels import cpu, dispatch, low_rank
+from dtcomm.kernels.calls import Combine
 from tests.support.op_recorder import WAITS, accesses, not_recording
 from tests.support.stream_checker import RecordedStreams
 
@@ -287,17 +287,14 @@ class _Kernels:
         with not_recording():
             cpu.decode(dispatch.native_kernel(), codec, payload.host, numel, dtype, out.host)
 
-    project_rows = staticmethod(low_rank_torch.project_rows)
-    project_columns = staticmethod(low_rank_torch.project_columns)
-
     @staticmethod
-    def orthonormalise(vectors: Sequence[Any], keys: Sequence[int]) -> None:
+    def orthonormalize(vectors: Sequence[Any], keys: Sequence[int]) -> None:
         checker = _checker()
         for matrix, key in zip(vectors, keys, strict=True):
             if checker is not None:
                 checker.access(matrix.host, True)
             with not_recording():
-                low_rank.orthonormalise(matrix.host, key)
+                low_rank.orthonormalize(matrix.host, key)
 
     @staticmethod
     def factors_finite(lefts: Sequence[Any], rights: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtcomm.kernels import cpu
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.calls import Combine
 
 # Operators that copy a value to the host.
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "bincount")

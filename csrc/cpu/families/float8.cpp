@@ -8,14 +8,14 @@ namespace {
 template <class E>
 struct Float8Format {
   using Element = E;
-  static constexpr std::size_t kMaxBlocks = DTCOMM_ISA::kMaxBlocks, kMaxBlock = kLargestBlock;
+  static constexpr std::size_t kMostScales = kMostBlocks, kMaxBlock = kLargestBlock;
 
   static std::size_t block(const CodecParams& params) { return params.codec.block; }
 
   static bool encode_blocks(const CodecParams& params, const float* x, std::size_t blocks, const EncodeArgs& args,
                             std::uint8_t* fields, std::uint8_t* codes, const ErrorTarget* error) {
     const std::size_t block = params.codec.block;
-    float scales[kMaxBlocks], inverse[kMaxBlocks];
+    float scales[kMostScales], inverse[kMostScales];
     const auto scale_four = [&](std::size_t b, const std::uint32_t top[4]) {
       const IntegerRules rules = params.rules;
 #pragma GCC unroll 1

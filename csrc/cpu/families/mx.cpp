@@ -7,11 +7,12 @@ namespace dtcomm::DTCOMM_ISA {
 namespace {
 
 constexpr std::size_t kBlock = 32;
+static_assert(most_blocks(Family::mx, kBlock) == kGranule / kBlock, "a granule has as many scales");
 
 template <class E>
 struct MxFormat {
   using Element = E;
-  static constexpr std::size_t kMaxBlocks = kGranule / kBlock, kMaxBlock = kBlock;
+  static constexpr std::size_t kMostScales = kGranule / kBlock, kMaxBlock = kBlock;
 
   static constexpr std::size_t block(const CodecParams&) { return kBlock; }
 
@@ -19,7 +20,7 @@ struct MxFormat {
                             std::uint8_t* fields, std::uint8_t* codes, const ErrorTarget* error) {
     Blocks at;
     measure<kBlock>(x, blocks, kBlock, at);
-    std::uint32_t scales[DTCOMM_ISA::kMaxBlocks];
+    std::uint32_t scales[kMostScales];
     for (std::size_t b = 0; b < blocks; ++b) scales[b] = mx_scale<E>(at.top[b]);
     for (std::size_t b = 0; b < blocks; ++b) at.inverse[b] = mx_inverse(scales[b]);
     for (std::size_t b = 0; b < blocks; ++b) fields[b] = static_cast<std::uint8_t>(scales[b]);

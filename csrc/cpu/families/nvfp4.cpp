@@ -11,6 +11,7 @@ namespace dtcomm::DTCOMM_ISA {
 namespace {
 
 constexpr std::size_t kBlock = kNvfp4Block, kBlocks = kNvfp4Granule / kBlock;
+static_assert(most_blocks(Family::nvfp4, kBlock) == kBlocks, "a granule has kBlocks blocks");
 
 // A granule's values as operands of `transform`, added to another granule's values.
 struct Nvfp4Run {
@@ -32,9 +33,9 @@ struct Nvfp4Kernels : DecodingFamily<Nvfp4Kernels> {
     float last[kBlock] = {};
     __builtin_memcpy(last, x + cut.whole * kBlock, cut.rest * sizeof(float));
     std::uint32_t tops[kBlocks];
-    for (std::size_t b = 0; b < cut.whole; b += kMaxBlocks) {
+    for (std::size_t b = 0; b < cut.whole; b += kMostBlocks) {
       Blocks part;
-      const std::size_t count = smaller(kMaxBlocks, cut.whole - b);
+      const std::size_t count = smaller(kMostBlocks, cut.whole - b);
       measure<kBlock>(x + b * kBlock, count, kBlock, part);
       __builtin_memcpy(tops + b, part.top, count * sizeof(tops[0]));
     }

@@ -13,7 +13,7 @@ void encode_blocks(const Codec& codec, const float* x, std::size_t blocks, float
                    std::uint8_t* fields, std::uint8_t* codes) {
   const std::size_t block = codec.block;
   alignas(kLine) float room[kLargestBlock / 2];
-  float scales[kMaxBlocks];
+  float scales[kMostBlocks];
   for (std::size_t b = 0; b < blocks; ++b) scales[b] = folded_parts(x + b * block, block, room);
   for (std::size_t b = 0; b < blocks; ++b) scales[b] = sign_scale(scales[b], share, codec.scale);
   store_fields(codec.scale, scales, blocks, fields);
@@ -46,7 +46,7 @@ struct SignKernels : DecodingFamily<SignKernels> {
     const BlockCut cut(params.layout, n);
     const std::size_t block = params.codec.block;
     const std::uint8_t* codes = from + cut.codes;
-    float scales[kMaxBlocks];
+    float scales[kMostBlocks];
     load_fields(params.codec.scale, from, cut.blocks, scales);
     for (std::size_t b = 0, at = 0; at < n; ++b, at += block) {
       const float scale = canonical(scales[b]);
@@ -58,7 +58,7 @@ struct SignKernels : DecodingFamily<SignKernels> {
   static bool add_pair(const CodecParams& params, const std::uint8_t* first, const std::uint8_t* second, std::size_t n,
                        float* to, bool stream) {
     const BlockCut cut(params.layout, n);
-    float scales[kMaxBlocks];
+    float scales[kMostBlocks];
     load_fields(params.codec.scale, second, cut.blocks, scales);
     const SignRun other{second + cut.codes, scales, __builtin_ctzll(params.codec.block)};
     if (stream && kDirect) {

@@ -55,8 +55,7 @@ void encode_topk(const CodecParams& params, const float* x, std::size_t n, const
 
 // Encodes a whole granule of which few elements are sent, in two passes over its terms: the first finds a bound, which
 // also shows that every error will be finite; the second writes the sum to the residual and looks for what reaches the
-// bound. Only the sent values are then
-// subtracted from it.
+// bound. Only the sent values are then subtracted from it.
 bool encode_topk_with_feedback(const CodecParams& params, const void* local, DType dtype, std::size_t n,
                                float* residual, const EncodeArgs& args, std::uint8_t* to) {
   const std::size_t k = params.layout.kept_of(n);

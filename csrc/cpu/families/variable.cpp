@@ -10,7 +10,8 @@ namespace dtcomm::DTCOMM_ISA {
 
 namespace {
 
-constexpr std::size_t kMostBlocks = kVariableGranule / kSmallestBlock;
+constexpr std::size_t kMostVariableBlocks = kVariableGranule / kSmallestBlock;
+static_assert(most_blocks(Family::variable) == kMostVariableBlocks, "the smallest blocks are the most");
 #if !defined(DTCOMM_VECTORS)
 constexpr std::size_t kStep = kGroup;
 #endif
@@ -32,7 +33,7 @@ struct VariableCut {
 
 // The largest magnitudes of blocks, and their largest elements as signed integers.
 struct Tops {
-  std::int32_t top[kMostBlocks], most[kMostBlocks];
+  std::int32_t top[kMostVariableBlocks], most[kMostVariableBlocks];
 };
 
 inline void measure_block(const float* x, std::size_t n, std::int32_t& top, std::int32_t& most) {
@@ -61,7 +62,7 @@ inline std::uint32_t widths_at(const std::uint32_t* keys, std::size_t blocks, un
 
 // The least level at which the widths do not exceed the budget.
 inline std::uint32_t find_level(const VariableCut& cut, const std::uint8_t* bytes) {
-  std::uint32_t keys[kMostBlocks];
+  std::uint32_t keys[kMostVariableBlocks];
   for (std::size_t b = 0; b < cut.blocks; ++b) {
     const std::uint32_t field = bytes[b] & (kFlipped - 1);
     keys[b] = field == kZeroField || field == kNaNField ? 0 : cut.rule.key(field, static_cast<std::uint32_t>(b));

@@ -10,13 +10,15 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-constexpr std::size_t kMaxBlocks = kGranule / kSmallestBlock;
+static_assert(most_blocks(Family::integer) <= kMostBlocks && most_blocks(Family::float8) <= kMostBlocks &&
+                  most_blocks(Family::mx, 32) <= kMostBlocks && most_blocks(Family::sign) <= kMostBlocks,
+              "the blocks of a granule fit into arrays of kMostBlocks elements");
 
 struct Blocks {
-  std::uint32_t top[kMaxBlocks];  // bits of the largest magnitude
-  float zero[kMaxBlocks];
-  float scale[kMaxBlocks];
-  float inverse[kMaxBlocks];
+  std::uint32_t top[kMostBlocks];  // bits of the largest magnitude
+  float zero[kMostBlocks];
+  float scale[kMostBlocks];
+  float inverse[kMostBlocks];
 };
 
 #if defined(__AVX2__)
@@ -72,7 +74,7 @@ inline void measure(const float* x, std::size_t blocks, std::size_t length, Bloc
 
 // The smallest and the largest element of whole blocks, in the order of float_order (codec/outliers.h).
 struct Ranges {
-  std::int32_t least[kMaxBlocks], most[kMaxBlocks];
+  std::int32_t least[kMostBlocks], most[kMostBlocks];
 };
 
 #if defined(__AVX2__)

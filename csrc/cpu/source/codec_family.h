@@ -89,7 +89,8 @@ extern const FamilyKernels kTopkFamily;
 extern const FamilyKernels kRandkFamily;
 extern const FamilyKernels kExactFamily;
 
-// The table of a family; nullptr for casts, which cast.h does inline.
+// The table of a family; nullptr for casts, which cast.h does inline. A number that is no family ends the process: as a
+// cast it would be written past the end of its payload.
 inline const FamilyKernels* family_kernels(Family family) {
   switch (family) {
     case Family::integer:
@@ -110,9 +111,12 @@ inline const FamilyKernels* family_kernels(Family family) {
       return &kRandkFamily;
     case Family::exact:
       return &kExactFamily;
-    default:
+    case Family::none:
+    case Family::fp16:
+    case Family::bf16:
       return nullptr;
   }
+  __builtin_trap();
 }
 
 // A codec with what is the same for all granules of a call.

@@ -27,13 +27,12 @@ inline const void* copied_term(const Codec& codec, const Combine& call) {
 }
 
 struct Scratch {
-  alignas(kLine) float sum[kLargestBlock];
-  alignas(kLine) float term[kLargestBlock];
-  alignas(kLine) float decoded[kLargestBlock];
+  alignas(kLine) float sum[kLargestGranule];
+  alignas(kLine) float term[kLargestGranule];
+  alignas(kLine) float decoded[kLargestGranule];
   alignas(kLine) std::uint8_t payload[kSparseGranule * sizeof(float) + kSparseGranule / 8 + kLine];
 };
-static_assert(kSparseGranule <= kLargestBlock, "a granule of every codec has room");
-static_assert(kGranule * sizeof(float) + kGranule / kSmallestBlock * 20 <= sizeof(Scratch::payload), "in bytes, too");
+static_assert(kGranule * sizeof(float) + kMostBlocks * 20 <= sizeof(Scratch::payload), "a granule has room");
 
 // local + residual of the granule that starts at element `at`.
 inline const float* local_floats(const Combine& call, std::size_t at, std::size_t n, float* scratch) {
@@ -107,83 +106,145 @@ inline void store_error(const CodecParams& params, const Combine& call, std::siz
 // The memory of a local term of the granule at element `at`; empty if there is none.
 inline PrefetchRange prefetch_range(const void* term, DType dtype, std::size_t at, std::size_t numel) {
   if (!term || at >= numel) return {};
-  return {element(term, at, dtype), size_of(dtype), smaller(kLargestBlock, numel - at)};
+  return {element(term, at, dtype), size_of(dtype), smaller(kLargestGranule, numel - at)};
 }
 
-// Whether a call is the sum of two payloads and nothing else, into fp32 that can be written directly.
-inline bool adds_two_payloads(const Combine& call) {
-  const bool only = call.count == 2 && !has_local(call) && !call.payload_out && !call.residual_out && call.out;
+// What remains to be said of a granule's encoding besides its floats.
+inline EncodeArgs encode_args(const Combine& call, std::size_t at, std::size_t n) {
+  return {call.key, call.offset + at, call.residual_out != nullptr,
+          prefetch_range(call.local, call.local_dtype, at + n, call.numel),
+          prefetch_range(call.residual_in, DType::f32, at + n, call.numel)};
+}
+
+inline void* out_at(const Combine& call, std::size_t at) {
+  return call.out ? const_cast<std::uint8_t*>(element(call.out, at, call.out_dtype)) : nullptr;
+}
+
+// use(first element, elements, where the granule starts in a payload) for each granule.
+template <class Use>
+inline void each_granule_of(const Layout& layout, std::size_t numel, const Use& use) {
+  std::size_t payload_at = 0;
+  for (std::size_t at = 0; at < numel; at += layout.granule) {
+    const std::size_t n = smaller(layout.granule, numel - at);
+    use(at, n, payload_at);
+    payload_at += layout.bytes(n);
+  }
+}
+
+// The sum of a granule goes to `out`; the residual, of which nothing is left, becomes zero.
+inline void reduce_granule(const CodecParams& params, const Combine& call, std::size_t at, std::size_t n,
+                           std::size_t payload_at, Scratch& scratch) {
+  const float* const sum = sum_granule(params, call, at, n, payload_at, scratch);
+  if (call.out) {
+    put_terms(params, call.out_dtype, sum, n, out_at(call, at), call.stream_out, scratch.sum, scratch.decoded);
+  }
+  if (call.residual_out) __builtin_memset(unaligned<float>(call.residual_out) + at, 0, n * sizeof(float));
+}
+
+// The encoding of `sum` goes to the payload, its error to the residual, and what it decodes to, to `out`. `copied`
+// holds the bytes of the payload where the call copies its only term.
+inline void encode_sum(const CodecParams& params, const Combine& call, std::size_t at, std::size_t n,
+                       std::size_t payload_at, const float* sum, const std::uint8_t* copied, Scratch& scratch) {
+  std::uint8_t* const target = call.payload_out + payload_at;
+  std::uint8_t* const payload = call.stream_payload ? scratch.payload : target;
+  const EncodeArgs args = encode_args(call, at, n);
+  const std::size_t bytes = params.layout.bytes(n);
+  const bool with_error =
+      call.residual_out && params.family && !params.codec.rotate && params.family->encode_with_error;
+  if (with_error) {
+    const float* const old = (call.residual_in ? call.residual_in : call.residual_out) + at;
+    params.family->encode_with_error(params, sum, n, args, payload,
+                                     {static_cast<float>(call.divisor), old, call.residual_out + at});
+  } else if (copied) {
+    const std::size_t used = params.layout.used(n);
+    __builtin_memcpy(payload, copied + at * size_of(call.dtype), used);
+    __builtin_memset(payload + used, 0, bytes - used);
+  } else {
+    encode_granule<false>(params, sum, params.floats(n), args, payload);
+  }
+  void* const out = out_at(call, at);
+  if (call.residual_out && !with_error) {
+    const float* const decoded = floats_of(params, payload, params.floats(n), scratch.decoded);
+    store_error(params, call, at, n, sum, decoded, scratch.term);
+    if (out) put_terms(params, call.out_dtype, decoded, n, out, call.stream_out, scratch.decoded, scratch.term);
+  } else if (out) {
+    decode_into(params, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);
+  }
+  if (call.stream_payload) stream_copy(target, payload, bytes);
+}
+
+// Whether a call is the sum of two payloads and nothing else, into fp32 that can be written directly, and the family
+// adds pairs.
+inline bool adds_pairs(const CodecParams& params, const Combine& call) {
+  if (!params.family || !params.family->add_pair || params.codec.rotate || params.codec.spikes) return false;
+  const bool only = call.count == 2 && !has_local(call) && !call.residual_out && call.out;
   const bool writable = !call.stream_out || reinterpret_cast<std::uintptr_t>(call.out) % kLine == 0;
   return only && writable && call.divisor == 1 && call.op == ReduceOp::sum && call.out_dtype == DType::f32;
 }
 
+// Whether a cast can be written around the cache: nothing has to be read back from the payload.
+inline bool writes_around_cache(const CodecParams& params, const Combine& call) {
+  const bool aligned = reinterpret_cast<std::uintptr_t>(call.payload_out) % kLine == 0;
+  return call.stream_payload && aligned && !params.family && !call.out && !call.residual_out;
+}
+
+// Whether the sum is computed in the residual: with error feedback and a sparse codec most of it stays there.
+inline bool sums_in_residual(const CodecParams& params, const Combine& call) {
+  return params.family && params.family->encode_with_feedback && call.count == 0 && call.local && call.residual_in &&
+         call.residual_in == call.residual_out && call.divisor == 1 && !call.out;
+}
+
+inline void reduce_granules(const CodecParams& params, const Combine& call, Scratch& scratch) {
+  each_granule_of(params.layout, call.numel, [&](std::size_t at, std::size_t n, std::size_t payload_at) {
+    reduce_granule(params, call, at, n, payload_at, scratch);
+  });
+}
+
+inline void add_pairs(const CodecParams& params, const Combine& call, Scratch& scratch) {
+  each_granule_of(params.layout, call.numel, [&](std::size_t at, std::size_t n, std::size_t payload_at) {
+    float* const to = static_cast<float*>(call.out) + at;
+    const bool added = params.family->add_pair(params, call.payloads[0] + payload_at, call.payloads[1] + payload_at, n,
+                                               to, call.stream_out);
+    if (!added) reduce_granule(params, call, at, n, payload_at, scratch);
+  });
+}
+
+inline void encode_around_cache(const CodecParams& params, const Combine& call, Scratch& scratch) {
+  each_granule_of(params.layout, call.numel, [&](std::size_t at, std::size_t n, std::size_t payload_at) {
+    const float* const sum = sum_granule(params, call, at, n, payload_at, scratch);
+    encode_granule<true>(params, sum, n, encode_args(call, at, n), call.payload_out + payload_at);
+  });
+}
+
+inline void encode_in_residual(const CodecParams& params, const Combine& call, Scratch& scratch) {
+  each_granule_of(params.layout, call.numel, [&](std::size_t at, std::size_t n, std::size_t payload_at) {
+    const void* const local = element(call.local, at, call.local_dtype);
+    const bool done = params.family->encode_with_feedback(params, local, call.local_dtype, n, call.residual_out + at,
+                                                          encode_args(call, at, n), call.payload_out + payload_at);
+    if (done) return;
+    const float* const sum = sum_granule(params, call, at, n, payload_at, scratch);
+    encode_sum(params, call, at, n, payload_at, sum, nullptr, scratch);
+  });
+}
+
+inline void encode_granules(const CodecParams& params, const Combine& call, Scratch& scratch) {
+  const auto* copied = static_cast<const std::uint8_t*>(copied_term(params.codec, call));
+  each_granule_of(params.layout, call.numel, [&](std::size_t at, std::size_t n, std::size_t payload_at) {
+    const float* const sum = sum_granule(params, call, at, n, payload_at, scratch);
+    encode_sum(params, call, at, n, payload_at, sum, copied, scratch);
+  });
+}
+
 inline void combine_granules(const Codec& codec, const Combine& call) {
   const CodecParams params(codec, call.dtype);
-  const auto* copied = static_cast<const std::uint8_t*>(copied_term(codec, call));
-  // Write around the cache if nothing has to be read back from the payload.
-  const bool aligned = reinterpret_cast<std::uintptr_t>(call.payload_out) % kLine == 0;
-  const bool direct = call.stream_payload && aligned && !params.family && !copied && !call.out && !call.residual_out;
-  // With error feedback and a sparse codec most of the sum stays in the residual, so it is computed there.
-  const bool in_place = params.family && params.family->encode_with_feedback && call.payload_out && call.count == 0 &&
-                        call.local && call.residual_in && call.residual_in == call.residual_out && call.divisor == 1 &&
-                        !call.out;
-  const bool plain = params.family && !codec.rotate;
-  const bool add_pair = plain && !codec.spikes && params.family->add_pair && adds_two_payloads(call);
   Scratch scratch;
-  std::size_t payload_at = 0;
-  for (std::size_t at = 0; at < call.numel; at += params.layout.granule) {
-    const std::size_t n = smaller(params.layout.granule, call.numel - at);
-    const std::size_t bytes = params.layout.bytes(n);
-    if (add_pair && params.family->add_pair(params, call.payloads[0] + payload_at, call.payloads[1] + payload_at, n,
-                                            static_cast<float*>(call.out) + at, call.stream_out)) {
-      payload_at += bytes;
-      continue;
-    }
-    const EncodeArgs args{call.key, call.offset + at, call.residual_out != nullptr,
-                          prefetch_range(call.local, call.local_dtype, at + n, call.numel),
-                          prefetch_range(call.residual_in, DType::f32, at + n, call.numel)};
-    std::uint8_t* const target = call.payload_out ? call.payload_out + payload_at : nullptr;
-    if (in_place && params.family->encode_with_feedback(params, element(call.local, at, call.local_dtype),
-                                                        call.local_dtype, n, call.residual_out + at, args, target)) {
-      payload_at += bytes;
-      continue;
-    }
-    const float* sum = sum_granule(params, call, at, n, payload_at, scratch);
-    void* out = call.out ? const_cast<std::uint8_t*>(element(call.out, at, call.out_dtype)) : nullptr;
-    if (!call.payload_out) {
-      if (out) put_terms(params, call.out_dtype, sum, n, out, call.stream_out, scratch.sum, scratch.decoded);
-      if (call.residual_out) __builtin_memset(unaligned<float>(call.residual_out) + at, 0, n * sizeof(float));
-      payload_at += bytes;
-      continue;
-    }
-    if (direct) {
-      encode_granule<true>(params, sum, n, args, target);
-      payload_at += bytes;
-      continue;
-    }
-    std::uint8_t* payload = call.stream_payload ? scratch.payload : target;
-    const bool with_error = call.residual_out && plain && params.family->encode_with_error;
-    if (with_error) {
-      const float* old = (call.residual_in ? call.residual_in : call.residual_out) + at;
-      params.family->encode_with_error(params, sum, n, args, payload,
-                                       {static_cast<float>(call.divisor), old, call.residual_out + at});
-    } else if (copied) {
-      const std::size_t used = params.layout.used(n);
-      __builtin_memcpy(payload, copied + at * size_of(call.dtype), used);
-      __builtin_memset(payload + used, 0, bytes - used);
-    } else {
-      encode_granule<false>(params, sum, params.floats(n), args, payload);
-    }
-    if (call.residual_out && !with_error) {
-      const float* decoded = floats_of(params, payload, params.floats(n), scratch.decoded);
-      store_error(params, call, at, n, sum, decoded, scratch.term);
-      if (out) put_terms(params, call.out_dtype, decoded, n, out, call.stream_out, scratch.decoded, scratch.term);
-    } else if (out) {
-      decode_into(params, payload, n, call.out_dtype, out, call.stream_out, scratch.decoded, scratch.term);
-    }
-    if (call.stream_payload) stream_copy(target, payload, bytes);
-    payload_at += bytes;
+  if (!call.payload_out) {
+    if (adds_pairs(params, call)) return add_pairs(params, call, scratch);
+    return reduce_granules(params, call, scratch);
   }
+  if (sums_in_residual(params, call)) return encode_in_residual(params, call, scratch);
+  if (writes_around_cache(params, call) && !copied_term(codec, call)) return encode_around_cache(params, call, scratch);
+  encode_granules(params, call, scratch);
 }
 
 // Runs a call that only copies. Returns false, with nothing done, if the call is not one.
@@ -246,13 +307,10 @@ inline void decode(const Codec& codec, const std::uint8_t* payload, std::size_t 
   } else {
     const CodecParams params(codec, dtype);
     Scratch scratch;
-    std::size_t payload_at = 0;
-    for (std::size_t at = 0; at < numel; at += params.layout.granule) {
-      const std::size_t n = smaller(params.layout.granule, numel - at);
+    each_granule_of(params.layout, numel, [&](std::size_t at, std::size_t n, std::size_t payload_at) {
       void* to = const_cast<std::uint8_t*>(element(out, at, out_dtype));
       decode_into(params, payload + payload_at, n, out_dtype, to, stream, scratch.decoded, scratch.term);
-      payload_at += params.layout.bytes(n);
-    }
+    });
   }
   if (stream) stream_fence();
 }

@@ -13,8 +13,8 @@
 namespace dtcomm::DTCOMM_ISA {
 
 struct Fields {
-  float scale[kMaxBlocks];
-  float zero[kMaxBlocks];
+  float scale[kMostBlocks];
+  float zero[kMostBlocks];
 };
 
 // The scales and zero points of a granule's blocks. A block with one that is not finite decodes to the canonical NaN.

@@ -15,7 +15,7 @@ constexpr Kernels kernel_table(const char* name, bool (*supported)()) {
           supported,
           combine,
           decode,
-          {project_rows, project_columns, expand, orthonormalise},
+          {project_rows, project_columns, expand, orthonormalize},
           {measure_exponents, quantize_to_exponents, dequantize, audit_checksums, gather_values, scatter_values,
            restore_residual},
           {encode_lossless, decode_lossless}};

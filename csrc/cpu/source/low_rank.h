@@ -213,7 +213,7 @@ inline void scale_to(float* x, std::size_t n, float by) {
   for (std::size_t i = 0; i < n; ++i) x[i] = x[i] / by;
 }
 
-inline void orthonormalise(float* vectors, std::size_t count, std::size_t n, std::uint64_t key) {
+inline void orthonormalize(float* vectors, std::size_t count, std::size_t n, std::uint64_t key) {
   const ScopedFpEnv environment;
   constexpr float kRounding = 0x1p-18f;  // what is left of a vector is rounding if it is shorter than this part of it
   for (std::size_t k = 0; k < count; ++k) {

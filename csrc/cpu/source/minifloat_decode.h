@@ -200,10 +200,10 @@ inline __attribute__((always_inline)) bool all_normal(const std::uint8_t* codes)
 // to = the sum of two granules' numbers. False where a scale is so large that the general way is needed: nothing was
 // done. The loops over blocks are a good part of the work: they stay simple.
 template <class F, bool Stream>
-inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&scales)[2][kMaxBlocks],
+inline bool add_minifloats(const std::uint8_t* const (&codes)[2], const float (&scales)[2][kMostBlocks],
                            std::size_t blocks, std::size_t block, std::size_t n, float* to) {
   const int shift = __builtin_ctzll(block);
-  [[maybe_unused]] float up[2][kMaxBlocks];
+  [[maybe_unused]] float up[2][kMostBlocks];
   std::uint32_t worst = 0;
   for (int j = 0; j < 2; ++j) {
 #pragma GCC unroll 1
@@ -281,7 +281,7 @@ inline __attribute__((always_inline)) void for_each_minifloat(const std::uint8_t
   std::size_t at = 0;
 #if defined(DTCOMM_VECTORS)
   if constexpr (F::kSign == 7) {
-    float by[kMaxBlocks];
+    float by[kMostBlocks];
     const std::size_t blocks = n >> shift;
     bool usual = true;
     if constexpr (Block == 32) {  // without branches, which compilers vectorize: that pays for many blocks

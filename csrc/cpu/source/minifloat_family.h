@@ -10,7 +10,7 @@ namespace dtcomm::DTCOMM_ISA {
 
 // One family with one element format. `Format` provides:
 //   Element                                          the format of a code: E4m3, E5m2 or E2m1
-//   kMaxBlocks, kMaxBlock                            blocks of a granule, elements of a block
+//   kMostScales, kMaxBlock                           scales of a granule, elements of a block, at most
 //   block(params)                                    elements of a block
 //   encode_blocks(params, x, blocks, args, fields, codes, error)
 //       whole blocks into scales and codes; whether the error was stored, for which `error` is a target or nullptr
@@ -54,7 +54,7 @@ struct MinifloatFamily : DecodingFamily<MinifloatFamily<Format>> {
   static inline __attribute__((always_inline)) void decode_with(const CodecParams& params, const std::uint8_t* from,
                                                                 std::size_t n, float* to, const Finish& finish) {
     const BlockCut cut(params.layout, n);
-    float scales[Format::kMaxBlocks];
+    float scales[Format::kMostScales];
     Format::load_scales(params, from, cut.blocks, scales);
     Format::template for_each<Stream>(params, from + cut.codes, scales, n, to, finish);
   }
@@ -63,7 +63,7 @@ struct MinifloatFamily : DecodingFamily<MinifloatFamily<Format>> {
                        float* to, bool stream) {
     const BlockCut cut(params.layout, n);
     const std::uint8_t* const codes[2] = {first + cut.codes, second + cut.codes};
-    float scales[2][kMaxBlocks];
+    float scales[2][kMostBlocks];
     Format::load_scales(params, first, cut.blocks, scales[0]);
     Format::load_scales(params, second, cut.blocks, scales[1]);
     const auto run = stream ? add_minifloats<Element, kDirect> : add_minifloats<Element, false>;

@@ -9,7 +9,7 @@
 
 namespace dtcomm::DTCOMM_ISA {
 
-constexpr std::size_t kMaxOutliers = 2 * kGranule / kSmallestBlock;
+constexpr std::size_t kMaxOutliers = 2 * kMostBlocks;
 
 // The outliers of a granule, two per block, in the order of the payload section.
 struct GranuleOutliers {
@@ -47,7 +47,7 @@ inline __attribute__((always_inline)) std::uint32_t first_equal(const float* x, 
 inline bool extract_finite_outliers(const float* x, std::size_t blocks, const Ranges& ranges, float* rest,
                                     GranuleOutliers& outliers) {
   bool finite = true;
-  std::int32_t bits[2][kMaxBlocks];
+  std::int32_t bits[2][kMostBlocks];
   for (std::size_t b = 0; b < blocks; ++b) {
     finite &= ranges.least[b] > kLowestOrder && ranges.most[b] < kHighestOrder;
     bits[0][b] = bits_of_order(ranges.least[b]);

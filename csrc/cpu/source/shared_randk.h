@@ -26,7 +26,7 @@ inline void each_granule(const Codec& codec, std::uint64_t key, std::uint64_t of
 }
 
 // Adds the elements to the residual and returns true if all sums are finite; else changes nothing.
-inline bool owe_granule(const float* x, std::size_t n, float* residual) {
+inline bool add_to_residual(const float* x, std::size_t n, float* residual) {
   alignas(kLine) float sum[kSparseGranule];
   std::uint32_t largest = 0;
   for (std::size_t i = 0; i < n; ++i) {
@@ -41,24 +41,24 @@ inline bool owe_granule(const float* x, std::size_t n, float* residual) {
 }
 
 inline void gather_values(const Codec& codec, std::uint64_t key, std::uint64_t offset, const Contribution& from,
-                          float* values, float* owed) {
+                          float* values, float* value_residual) {
   const ScopedFpEnv environment;
   alignas(kLine) float scratch[kSparseGranule];
-  each_granule(codec, key, offset, from.numel,
-               [&](KeptElements& kept, std::size_t at, std::size_t n, std::size_t value_at) {
-                 const auto* local = static_cast<const std::uint8_t*>(from.local) + at * size_of(from.dtype);
-                 const float* x = widen(from.dtype, local, n, scratch);
-                 float* const residual = from.residual ? from.residual + at : nullptr;
-                 for (std::size_t i = 0; residual && i < kept.count; ++i) {
-                   unaligned<float>(owed)[value_at + i].value = unaligned<float>(residual)[kept.position[i]].value;
-                 }
-                 const bool finite = owe_granule(x, n, residual);
-                 const float nan = float_of(kNaN32);
-                 for (std::size_t i = 0; i < kept.count; ++i) {
-                   const float value = unaligned<float>(x)[kept.position[i]].value;
-                   unaligned<float>(values)[value_at + i].value = finite ? value : nan;
-                 }
-               });
+  each_granule(
+      codec, key, offset, from.numel, [&](KeptElements& kept, std::size_t at, std::size_t n, std::size_t value_at) {
+        const auto* local = static_cast<const std::uint8_t*>(from.local) + at * size_of(from.dtype);
+        const float* x = widen(from.dtype, local, n, scratch);
+        float* const residual = from.residual ? from.residual + at : nullptr;
+        for (std::size_t i = 0; residual && i < kept.count; ++i) {
+          unaligned<float>(value_residual)[value_at + i].value = unaligned<float>(residual)[kept.position[i]].value;
+        }
+        const bool finite = add_to_residual(x, n, residual);
+        const float nan = float_of(kNaN32);
+        for (std::size_t i = 0; i < kept.count; ++i) {
+          const float value = unaligned<float>(x)[kept.position[i]].value;
+          unaligned<float>(values)[value_at + i].value = finite ? value : nan;
+        }
+      });
 }
 
 inline void scatter_values(const Codec& codec, std::uint64_t key, std::uint64_t offset, bool scaled,
@@ -79,11 +79,11 @@ inline void scatter_values(const Codec& codec, std::uint64_t key, std::uint64_t 
   });
 }
 
-inline void restore_residual(const Codec& codec, std::uint64_t key, std::uint64_t offset, const float* owed,
+inline void restore_residual(const Codec& codec, std::uint64_t key, std::uint64_t offset, const float* value_residual,
                              std::size_t numel, float* residual) {
   each_granule(codec, key, offset, numel, [&](KeptElements& kept, std::size_t at, std::size_t, std::size_t value_at) {
     for (std::size_t i = 0; i < kept.count; ++i) {
-      unaligned<float>(residual + at)[kept.position[i]].value = unaligned<float>(owed)[value_at + i].value;
+      unaligned<float>(residual + at)[kept.position[i]].value = unaligned<float>(value_residual)[value_at + i].value;
     }
   });
 }

@@ -20,20 +20,21 @@ struct KeptElements {
 inline void encode_values(const CodecParams& params, const float* values, std::size_t count, std::uint64_t key,
                           std::uint64_t index, std::uint8_t* to) {
   const CodecParams nested(values_of(params.codec), DType::f32);
-  const std::size_t granule = nested.layout.bytes(kGranule);
-  for (; count > kGranule; count -= kGranule, values += kGranule, index += kGranule, to += granule) {
-    encode_granule<false>(nested, values, kGranule, {key, index, false}, to);
+  const std::size_t granule = nested.layout.bytes(kValueGranule);
+  for (; count > kValueGranule;
+       count -= kValueGranule, values += kValueGranule, index += kValueGranule, to += granule) {
+    encode_granule<false>(nested, values, kValueGranule, {key, index, false}, to);
   }
-  std::uint8_t last[kGranule * sizeof(float) + kGranule];
+  std::uint8_t last[kValueGranule * sizeof(float) + kValueGranule];
   encode_granule<false>(nested, values, count, {key, index, false}, last);
   __builtin_memcpy(to, last, nested.layout.used(count));
 }
 
 inline void decode_values(const CodecParams& params, const std::uint8_t* from, std::size_t count, float* values) {
   const CodecParams nested(values_of(params.codec), DType::f32);
-  const std::size_t granule = nested.layout.bytes(kGranule);
-  for (std::size_t at = 0; at < count; at += kGranule, from += granule) {
-    decode_granule<false>(nested, from, smaller(kGranule, count - at), values + at);
+  const std::size_t granule = nested.layout.bytes(kValueGranule);
+  for (std::size_t at = 0; at < count; at += kValueGranule, from += granule) {
+    decode_granule<false>(nested, from, smaller(kValueGranule, count - at), values + at);
   }
   for (std::size_t i = 0; i < count; ++i) values[i] = canonical(values[i]);
 }

@@ -15,8 +15,8 @@
 
 namespace dtcomm::cuda {
 
-constexpr int kMaxRanks = 8;          // of a host
-constexpr unsigned kMaxBlocks = 160;  // thread blocks of a rank; GPUs of 2026 have up to 148 multiprocessors
+constexpr int kMaxRanks = 8;                // of a host
+constexpr unsigned kMaxThreadBlocks = 160;  // thread blocks of a rank; GPUs of 2026 have up to 148 multiprocessors
 constexpr unsigned kSignalStages = 5, kCounters = 3;
 
 // For a program it only determines how chunks lie in the tensors: a broadcast counts as all_reduce, a gather as
@@ -31,8 +31,9 @@ enum class Algorithm : unsigned { two_shot = 0, one_shot = 1, program = 2 };
 struct SignalPad {
   std::uint32_t missing_rank;      // written by this rank: 0, or 1 + the rank that did not come in time
   std::uint32_t reported_missing;  // written by a peer: 0, or 1 + the rank that the peer misses
-  std::uint32_t signals[kSignalStages][kMaxBlocks][kMaxRanks];  // the last index is the rank that signals
-  std::uint32_t epoch[kCounters][kMaxBlocks];  // written by this rank: sections or steps completed, over all calls
+  std::uint32_t signals[kSignalStages][kMaxThreadBlocks][kMaxRanks];  // the last index is the rank that signals
+  std::uint32_t epoch[kCounters]
+                     [kMaxThreadBlocks];  // written by this rank: sections or steps completed, over all calls
 };
 constexpr std::size_t kPadBytes = (sizeof(SignalPad) + 127) / 128 * 128;
 constexpr std::size_t kMissingOffset = offsetof(SignalPad, missing_rank);
@@ -41,7 +42,7 @@ constexpr std::size_t kMissingOffset = offsetof(SignalPad, missing_rank);
 // call does not write what the previous one still reads.
 struct PeerBufferLayout {
   int ranks = 2;
-  unsigned blocks = 16;              // the most thread blocks of a call, up to kMaxBlocks
+  unsigned blocks = 16;              // the most thread blocks of a call, up to kMaxThreadBlocks
   std::uint64_t slot_bytes = 32768;  // for one section's payload; a multiple of 16
   std::uint64_t box_bytes = 0;       // for the payloads of programs; 0: programs cannot run
 };

@@ -73,8 +73,8 @@ std::string number(std::uint64_t value) { return std::to_string(value); }
 Status check_memory(const FusedSpec& spec) {
   const PeerBufferLayout& layout = spec.buffer_layout;
   if (layout.ranks != spec.ranks) return Status::error("buffer_layout: is of " + number(layout.ranks) + " ranks");
-  if (layout.blocks < 1 || layout.blocks > kMaxBlocks)
-    return Status::error("buffer_layout: blocks must be 1 to " + number(kMaxBlocks));
+  if (layout.blocks < 1 || layout.blocks > kMaxThreadBlocks)
+    return Status::error("buffer_layout: blocks must be 1 to " + number(kMaxThreadBlocks));
   if (layout.slot_bytes % kAlign || layout.box_bytes % kAlign)
     return Status::error("buffer_layout: bytes must be multiples of 16");
   if (spec.blocks < 1 || spec.blocks > layout.blocks) {

@@ -123,12 +123,12 @@ void run_on_kernels(const Scenario& scenario, std::vector<Tensors>& ranks, const
     after.features = scenario.features;
     after.dtype = shape.dtype;
     after.bias = scenario.bias ? bias : nullptr;
-    after.residual = scenario.addend ? ranks[r].addend.data() : nullptr;
+    after.addend = scenario.addend ? ranks[r].addend.data() : nullptr;
     after.out = ranks[r].output.data();
     if (two && shape.rounds_sum) {
       Bytes rounded(wire_bytes(Codec{}, numel, shape.dtype));
       Epilogue sum = after;
-      sum.bias = sum.residual = nullptr;
+      sum.bias = sum.addend = nullptr;
       sum.out = rounded.data();
       epilogue(cpu, shape.codec, runs, sum);
       epilogue(cpu, Codec{}, {{rounded.data(), numel}}, after);

@@ -33,8 +33,8 @@ struct FiniteShared {
   cuda::WarpMaxima maxima;
 };
 
-void orthonormalise(const EmulatedWarp& lanes, cuda::GramSchmidtShared& shared, const cuda::Vectors& of, unsigned) {
-  cuda::orthonormalise_block(lanes, shared, of);
+void orthonormalize(const EmulatedWarp& lanes, cuda::GramSchmidtShared& shared, const cuda::Vectors& of, unsigned) {
+  cuda::orthonormalize_block(lanes, shared, of);
 }
 
 void check_finite(const EmulatedWarp& lanes, FiniteShared& shared, const cuda::Factors& of, unsigned) {
@@ -43,9 +43,9 @@ void check_finite(const EmulatedWarp& lanes, FiniteShared& shared, const cuda::F
 
 }  // namespace
 
-int orthonormalise_emulated(const cuda::Vectors* of, std::size_t count, MemoryObserver* observer, int hidden_barrier) {
+int orthonormalize_emulated(const cuda::Vectors* of, std::size_t count, MemoryObserver* observer, int hidden_barrier) {
   launch<cuda::GramSchmidtShared>(
-      of, count, observer, hidden_barrier, orthonormalise, [&](MemoryObserver& active, unsigned block) {
+      of, count, observer, hidden_barrier, orthonormalize, [&](MemoryObserver& active, unsigned block) {
         active.shared(of[block].first, of[block].count * of[block].n * sizeof(float), "vectors", block);
       });
   return scheduler().barriers();

@@ -8,8 +8,8 @@
 
 namespace dtcomm::cuda_emulated {
 
-// cuda::orthonormalise. Returns how many barriers the last thread block came to; see combine_emulated.
-int orthonormalise_emulated(const cuda::Vectors* of, std::size_t count, emulator::MemoryObserver* observer = nullptr,
+// cuda::orthonormalize. Returns how many barriers the last thread block came to; see combine_emulated.
+int orthonormalize_emulated(const cuda::Vectors* of, std::size_t count, emulator::MemoryObserver* observer = nullptr,
                             int hidden_barrier = -1);
 
 // cuda::judge.

@@ -49,17 +49,17 @@ Floats vectors_of(Kind kind, std::size_t count, std::size_t n) {
 bool same(const Floats& a, const Floats& b) { return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0; }
 
 // All kinds of one size in one launch.
-bool orthonormalises(const LowRank& cpu, std::size_t count, std::size_t n) {
+bool orthonormalizes(const LowRank& cpu, std::size_t count, std::size_t n) {
   std::vector<Floats> emulated, expected;
   for (const Kind kind : kKinds) emulated.push_back(vectors_of(kind, count, n));
   expected = emulated;
   std::vector<cuda::Vectors> calls;
   for (Floats& vectors : emulated) calls.push_back({vectors.data(), count, n, 0x9876543210ULL + calls.size()});
-  orthonormalise_emulated(calls.data(), calls.size());
+  orthonormalize_emulated(calls.data(), calls.size());
   for (std::size_t i = 0; i < emulated.size(); ++i) {
-    cpu.orthonormalise(expected[i].data(), count, n, calls[i].key);
+    cpu.orthonormalize(expected[i].data(), count, n, calls[i].key);
     if (same(emulated[i], expected[i])) continue;
-    std::printf("FAILED: orthonormalise of %zu x %zu, kind %zu\n", count, n, i);
+    std::printf("FAILED: orthonormalize of %zu x %zu, kind %zu\n", count, n, i);
     return false;
   }
   return true;
@@ -155,7 +155,7 @@ bool low_rank_tests() {
       // Of many vectors no more than are needed: every direction that is missing is drawn four times.
       if (count > 4 && n != 17 && n != 100 && n != 3841) continue;
       if (count > 8 && n == 17) continue;
-      if (!orthonormalises(cpu, count, n)) return false;
+      if (!orthonormalizes(cpu, count, n)) return false;
       ++calls;
     }
   }

@@ -190,7 +190,7 @@ void low_rank_case(const Kernels& kernels, std::uint64_t seed) {
   kernels.low_rank.project_rows(matrix, right.data(), left.data());
   make_nan_canonical(left);
   print("left", left);
-  kernels.low_rank.orthonormalise(left.data(), rank, rows, random.next());
+  kernels.low_rank.orthonormalize(left.data(), rank, rows, random.next());
   make_nan_canonical(left);
   print("orthonormal", left);
   kernels.low_rank.project_columns(matrix, left.data(), right.data());

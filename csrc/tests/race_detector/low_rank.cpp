@@ -11,11 +11,11 @@ namespace dtcomm::race_detector {
 namespace {
 
 // Two or three vectors, one of which is zero and is replaced by a random one. Returns the barriers of the block.
-int orthonormalise(Detector& detector, std::size_t count, std::size_t n, int left_out) {
+int orthonormalize(Detector& detector, std::size_t count, std::size_t n, int left_out) {
   std::vector<float> vectors(count * n);
   for (std::size_t i = 0; i < vectors.size(); ++i) vectors[i] = i < n ? 0 : static_cast<float>(i % 7) - 2;
   const cuda::Vectors call = {vectors.data(), count, n, 5};
-  return cuda_emulated::orthonormalise_emulated(&call, 1, &detector, left_out);
+  return cuda_emulated::orthonormalize_emulated(&call, 1, &detector, left_out);
 }
 
 // Factors of which one is not finite, so that both are overwritten after they were read.
@@ -37,15 +37,15 @@ bool low_rank_tests() {
   }
   constexpr std::size_t kShort = 40, kLong = 4000;  // a piece of products, and two
   for (const std::size_t n : {kShort, kLong}) {
-    orthonormalise(detector, n == kShort ? 3 : 2, n, -1);
+    orthonormalize(detector, n == kShort ? 3 : 2, n, -1);
     const std::vector<Race> races = detector.take();
     if (races.empty()) continue;
-    std::printf("FAILED: orthonormalise of %zu\n  %s\n", n, detector.describe(races[0]).c_str());
+    std::printf("FAILED: orthonormalize of %zu\n  %s\n", n, detector.describe(races[0]).c_str());
     return false;
   }
   int barriers = 0, detected = 0, left_out = 0;
   do {
-    barriers = orthonormalise(detector, 2, kLong, left_out);
+    barriers = orthonormalize(detector, 2, kLong, left_out);
     detected += !detector.take().empty();
   } while (++left_out < barriers);
   std::printf("%d of %d barriers of Gram-Schmidt, left out one by one, are a race\n", detected, barriers);

@@ -4,7 +4,7 @@ It is slow and assumes the thread's default floating-point environment (round to
 module runs whole calls: casts in one go, every other codec granule by granule, and option rotate=hadamard.
 
 The functions for a granule are `encode` and `decode` of the module that the codec names (`Codec.reference`):
-`integer`, `variable`, `minifloat`, `sparse` or `reproducible`.
+`integer`, `minifloat`, `sparse` or `reproducible`.
 
     encode(codec, x, key, index, feedback): The bytes of one granule without its padding. `index` is the index of its
         first element in the caller's tensor; `feedback` states that the error goes to a residual.
@@ -24,7 +24,8 @@ import torch
 
 from dtcomm.codecs import Codec, Uncompressed
 from dtcomm.kernels import counter_rng
-from dtcomm.kernels.reference import integer, minifloat, reproducible, sparse, variable
+from dtcomm.kernels.calls import Combine
+from dtcomm.kernels.reference import integer, minifloat, reproducible, sparse
 from dtcomm.kernels.reference.floats import (
     JOIN,
     Bytes,
@@ -37,7 +38,6 @@ from dtcomm.kernels.reference.floats import (
     put,
     widen,
 )
-from dtcomm.kernels.types import Combine
 
 __all__ = ["combine", "decode", "rotate", "rotate_back", "rotates"]
 
@@ -51,7 +51,7 @@ class GranuleFunctions(Protocol):
 
 _MODULES: Mapping[str, GranuleFunctions] = {
     module.__name__.rpartition(".")[2]: cast(GranuleFunctions, module)
-    for module in (integer, minifloat, reproducible, sparse, variable)
+    for module in (integer, minifloat, reproducible, sparse)
 }
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ROTATION_SEED = 8135563  # seed of the signs; docs/reference/wire-format.md says why this one

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dtcomm.codecs import Codec
+from dtcomm.kernels.calls import EpilogueCall
 from dtcomm.kernels.reference import decode
 from dtcomm.kernels.reference.floats import NAN, get, put
 from dtcomm.kernels.reference.minifloat import FORMATS
@@ -17,19 +18,9 @@ LANES = 16
 E4M3_NAN = 127
 
 
-def epilogue(
-    codec: Codec,
-    runs: Sequence[tuple[torch.Tensor, int]],
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    norm_out: torch.Tensor | None,
-    quantized: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:
+def epilogue(codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], call: EpilogueCall) -> None:
     """:func:`dtcomm.kernels.epilogue.epilogue`."""
-    parts = []
+    out, parts = call.out, []
     for payload, numel in runs:
         part = torch.empty(numel)
         if out.dtype != torch.float32 and codec.name == "none":
@@ -40,24 +31,24 @@ def epilogue(
             decode(codec, payload, numel, torch.float32, part)
         parts.append(part.numpy())
     y: Any = np.concatenate(parts).reshape(-1, out.shape[-1])
-    if bias is not None:
-        y = y + get(bias)
-    if residual is not None:
-        y = y + get(residual).reshape(y.shape)
+    if call.bias is not None:
+        y = y + get(call.bias)
+    if call.addend is not None:
+        y = y + get(call.addend).reshape(y.shape)
     put(out, y.reshape(-1))
-    if norm_out is None and quantized is None:
+    if not call.has_norm:
         return
     y = get(out).reshape(y.shape)
     mean = squares(y) / np.float32(out.shape[-1])
-    scale = np.float32(1) / np.sqrt(mean + np.float32(eps))
+    scale = np.float32(1) / np.sqrt(mean + np.float32(call.eps))
     with np.errstate(invalid="ignore"):  # an infinite element has the mean Inf: Inf times 0 is NaN
         y = y * scale[:, None]
-    if weight is not None:
-        y = y * get(weight)
-    norm = torch.empty_like(out) if norm_out is None else norm_out
+    if call.weight is not None:
+        y = y * get(call.weight)
+    norm = torch.empty_like(out) if call.norm_out is None else call.norm_out
     put(norm, y.reshape(-1))
-    if quantized is not None:
-        quantize(get(norm), *quantized)
+    if call.codes is not None and call.scales is not None:
+        quantize(get(norm), call.codes, call.scales)
 
 
 def quantize(x: Any, values: torch.Tensor, scales: torch.Tensor) -> None:

@@ -10,10 +10,10 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from dtcomm.codecs.lossless import HEAD_BYTES
+from dtcomm.codecs.base import LOSSLESS_GRANULE as GRANULE
+from dtcomm.codecs.cast import LOSSLESS_HEAD_BYTES as HEAD_BYTES
 from dtcomm.kernels.reference.floats import Bytes
 
-GRANULE = 4096
 WIDTHS = (1, 2, 3, 4)  # bits of a code
 PLAIN = 8  # the width that stands for exponents without codes
 VERBATIM, CODED = 0, 1

@@ -51,14 +51,14 @@ def expand(
     put(gradient, product.reshape(-1))
 
 
-def orthonormalise(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+def orthonormalize(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
     """Modified Gram-Schmidt on the rows of each tensor, in order, twice."""
     with np.errstate(all="ignore"):
         for tensor, key in zip(vectors, keys, strict=True):
-            _orthonormalise(tensor.numpy(), key)
+            _orthonormalize(tensor.numpy(), key)
 
 
-def _orthonormalise(rows: Floats, key: int) -> None:
+def _orthonormalize(rows: Floats, key: int) -> None:
     n = rows.shape[1]
     for k, row in enumerate(rows):
         top = magnitude(row).max()

@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 
 from dtcomm.codecs import Codec, Integer, RandK, TopK
+from dtcomm.codecs.base import VALUE_GRANULE
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.reference import integer
 from dtcomm.kernels.reference.floats import INFINITY, NAN, Bytes, Floats, canonical, magnitude, narrow, widen
 
 Positions = npt.NDArray[np.int64]
-VALUE_GRANULE = 1024  # elements of a granule of the values
 ROUNDS = 5
 _M32, _M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 

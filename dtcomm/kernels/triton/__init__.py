@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dtcomm.codecs import Codec, Float8, Integer
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.calls import Combine, EpilogueCall
 
 __all__ = ["combine", "decode", "installed", "interpreted", "rules_of", "run_epilogue", "supports"]
 
@@ -51,27 +51,18 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
     launch.decode(codec, payload, numel, dtype, out)
 
 
-def run_epilogue(
-    sums: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    norm_out: torch.Tensor | None,
-    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """``out`` <- (sums + bias) + residual, ``norm_out`` <- its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``.
+def run_epilogue(sums: torch.Tensor, call: EpilogueCall) -> None:
+    """``out`` <- (sums + bias) + addend, and its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``.
 
     ``sums`` is fp32 or of the type of ``out``, and may be ``out``. Raises RuntimeError if Triton is not installed.
     """
     if not installed():
         raise RuntimeError(
-            f"out: on {out.device}, where Triton adds bias and residual; install it (pip install dtcomm[triton])"
+            f"out: on {call.out.device}, where Triton adds bias and addend; install it (pip install dtcomm[triton])"
         )
-    from dtcomm.kernels.triton import epilogue
+    from dtcomm.kernels.triton import launch
 
-    epilogue.run_epilogue(sums, out, bias, residual, weight, eps, norm_out, quantized)
+    launch.run_epilogue(sums, call)
 
 
 class Rules(NamedTuple):

@@ -12,9 +12,17 @@ import triton
 import triton.language as tl
 
 from dtcomm.codecs import Bf16, Codec, Fp16
+from dtcomm.kernels.calls import Combine, EpilogueCall
 from dtcomm.kernels.triton import rules_of
-from dtcomm.kernels.triton.combine_kernels import combine_blocks, combine_casts
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.triton.kernels import (
+    LANES,
+    ROWS,
+    add_terms,
+    combine_blocks,
+    combine_casts,
+    norm_rows,
+    quantize_groups,
+)
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Elements per program: enough loads in flight per thread, and enough programs for small tensors.
@@ -119,3 +127,36 @@ def on_device(device: torch.device) -> Iterator[None]:
     else:
         with np.errstate(all="ignore"):
             yield
+
+
+def run_epilogue(sums: torch.Tensor, call: EpilogueCall) -> None:
+    """``out`` [..., features] <- (sums + bias) + addend, then its norm, on torch's current stream."""
+    out = call.out
+    features, numel = out.shape[-1], out.numel()
+    options: dict[str, Any] = {"enable_fp_fusion": False}
+    with on_device(out.device):
+        if call.adds:
+            grid = (-(-numel // TILE),)
+            add_terms[grid](sums, call.bias, call.addend, out, numel, features, TILE, num_warps=4, **options)
+        if not call.has_norm:
+            return
+        norm_out = torch.empty_like(out) if call.norm_out is None else call.norm_out
+        rows = numel // features
+        norm_rows[(-(-rows // ROWS),)](
+            out, call.weight, norm_out, rows, features, call.eps, ROWS, LANES, num_warps=2, **options
+        )
+        if call.codes is not None and call.scales is not None:
+            groups = call.scales.numel()
+            codes, to_int8 = call.codes.view(torch.uint8), call.codes.dtype == torch.int8
+            quantize_groups[(-(-groups // ROWS),)](
+                norm_out,
+                codes,
+                call.scales,
+                groups,
+                numel // groups,
+                to_int8,
+                ROWS,
+                LANES,
+                num_warps=2,
+                **options,
+            )

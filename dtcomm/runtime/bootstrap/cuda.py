@@ -63,7 +63,7 @@ class CudaBootstrap(CpuBootstrap):
         )
         self._read_base_info(infos)
         require_equal(infos, "backend", f"the group's backend for {self._device.type}")
-        # Each rank orthogonalizes PowerSGD's factors itself, so all must do it to the same bits.
+        # Each rank orthonormalizes PowerSGD's factors itself, so all must do it to the same bits.
         require_equal(
             infos, "factors", "what serves factors of low rank: cuda where dtcomm._cuda is built, else torch"
         )

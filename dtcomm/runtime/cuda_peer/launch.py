@@ -17,7 +17,7 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import ScheduleError
-from dtcomm.kernels.types import OPERATIONS
+from dtcomm.kernels.calls import OPERATIONS
 from dtcomm.runtime.types import GEOMETRY, TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.inboxes import Inbox, plan_inboxes, verify_inboxes

@@ -212,10 +212,10 @@ def split_epilogue(
     """Split the steps after a sum into the epilogue that its kernel applies, and the remaining steps."""
     if not (plan.fuses_epilogue and len(buffers) == 1 and steps and isinstance(steps[0], EpilogueTask)):
         return [], list(steps)
-    first, output = steps[0], buffers[0].output
+    first, output = steps[0].call, buffers[0].output
     if output is None or first.out.data_ptr() != output.data_ptr() or first.out.numel() != output.numel():
         return [], list(steps)
-    if first.bias is None and first.residual is None:
+    if not first.adds:
         return [], list(steps)
-    norm = first.norm()
-    return [FusedEpilogue(first.bias, first.residual)], [*([norm] if norm else []), *steps[1:]]
+    norm = steps[0].norm()
+    return [FusedEpilogue(first.bias, first.addend)], [*([norm] if norm else []), *steps[1:]]

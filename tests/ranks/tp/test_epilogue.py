@@ -42,7 +42,7 @@ def all_reduce_with_epilogue(
     norms = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
     types = [(torch.float8_e4m3fn, torch.int8)[rank % 2] for rank in range(ranks)]
     quantized = [empty_quantized(norms[0], values, group=50) for values in types]
-    arguments = {"bias": bias, "residual": residual, "weight": weight, "eps": 1e-5}
+    arguments = {"bias": bias, "addend": residual, "weight": weight, "eps": 1e-5}
     selected = {name: arguments[name] for name in parts}
     operations = []
     for tensor, normed, in_8_bits in zip(tensors, norms, quantized, strict=True):
@@ -68,7 +68,7 @@ def all_reduce_with_epilogue(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("algorithm", algorithms.available("all_reduce"))
 def test_an_epilogue_applied_in_pieces_equals_one_pass(algorithm: str, dtype: torch.dtype) -> None:
-    all_parts = ("bias", "residual", "weight", "eps")
+    all_parts = ("bias", "addend", "weight", "eps")
     for spec, shared in (("int8", False), ("int4:block=64", False), ("none", False), ("none", True)):
         options = {"shared": shared, "seed": 3}
         expected = all_reduce_with_epilogue(3, spec, algorithm, dtype, parts=(), **options)
@@ -78,7 +78,7 @@ def test_an_epilogue_applied_in_pieces_equals_one_pass(algorithm: str, dtype: to
 
 
 def test_single_operations_on_every_kernel() -> None:
-    operands = {"bias": torch.randn(33), "residual": torch.randn(5, 33), "weight": torch.randn(33)}
+    operands = {"bias": torch.randn(33), "addend": torch.randn(5, 33), "weight": torch.randn(33)}
     total = torch.randn(5, 33)
     for name, tensor in operands.items():
         results = []
@@ -102,7 +102,7 @@ def check_among_ranks(rank: int, ranks: int) -> None:
         sums = [tensor.clone() for tensor in tensors]
         works = [
             dtcomm.all_reduce(
-                tensor, codec=spec, async_op=True, epilogue=epilogue_task(tensor, residual=stream)
+                tensor, codec=spec, async_op=True, epilogue=epilogue_task(tensor, addend=stream)
             )
             for tensor, stream in zip(tensors, streams, strict=True)
         ]
@@ -110,7 +110,7 @@ def check_among_ranks(rank: int, ranks: int) -> None:
             work.wait()
             dtcomm.all_reduce(total, codec=spec)
             assert torch.equal(tensor, total + stream)
-            dtcomm.all_reduce(total, codec=spec, epilogue=epilogue_task(total, residual=stream))
+            dtcomm.all_reduce(total, codec=spec, epilogue=epilogue_task(total, addend=stream))
 
 
 def test_concurrent_sums_apply_their_own_epilogues() -> None:
@@ -122,6 +122,6 @@ def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="bias: expected 8 elements, got 7"):
         epilogue_task(torch.zeros(3, 8), bias=torch.zeros(7))
     with pytest.raises(TypeError, match=r"residual: expected float32, got torch.bfloat16"):
-        epilogue_task(torch.zeros(3, 8), residual=torch.zeros(3, 8, dtype=torch.bfloat16))
+        epilogue_task(torch.zeros(3, 8), addend=torch.zeros(3, 8, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="weight: needs norm_out"):
         epilogue_task(torch.zeros(3, 8), weight=torch.zeros(8))

@@ -22,7 +22,7 @@ def results(rank: int, ranks: int) -> list[torch.Tensor]:
         terms = [torch.randn(40, FEATURES, generator=generator).to(dtype) for _ in range(ranks)]
         for async_op in (False, True):
             y, normed, stream = terms[rank].clone(), torch.empty(40, FEATURES, dtype=dtype), terms[0] * 2
-            epilogue = epilogue_task(y, bias=bias, residual=stream, weight=weight, norm_out=normed)
+            epilogue = epilogue_task(y, bias=bias, addend=stream, weight=weight, norm_out=normed)
             work = C.all_reduce(y, codec="int8", algorithm="two_shot", async_op=async_op, epilogue=epilogue)
             if work is not None:
                 work.wait()

@@ -12,8 +12,8 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import available, reference, use
+from dtcomm.kernels.calls import Combine
 from dtcomm.kernels.ops import decode, encode, reduce, reduce_encode
-from dtcomm.kernels.types import Combine
 from tests.unit.codecs.cases import codecs_with_option_sets
 from tests.unit.kernels.inputs import floats
 from tests.unit.kernels.test_memory import GuardedMemory, combine

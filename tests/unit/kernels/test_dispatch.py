@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dtcomm import _C
 from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import available, current, dispatch, ops, reference, use
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.calls import Combine
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_every_kernel_gives_the_references_bytes(spec: str) -> None:
             out, normed = (torch.empty(rows, features, dtype=dtype) for _ in range(2))
             with use(kernel):
                 epilogue(
-                    tested, runs, out, bias=bias, residual=residual, weight=weight, eps=1e-5, norm_out=normed
+                    tested, runs, out, bias=bias, addend=residual, weight=weight, eps=1e-5, norm_out=normed
                 )
                 decoded = epilogue(tested, runs, torch.empty_like(out))
             results[kernel] = out, normed, decoded
@@ -129,8 +129,8 @@ def test_values_are_those_of_torch() -> None:
 def test_the_residual_may_be_the_result() -> None:
     x, stream = torch.randn(4, 64), torch.randn(4, 64)
     payload = ops.encode("int8", x)
-    expected = epilogue("int8", [(payload, 256)], torch.empty(4, 64), residual=stream)
-    assert torch.equal(epilogue("int8", [(payload, 256)], stream, residual=stream), expected)
+    expected = epilogue("int8", [(payload, 256)], torch.empty(4, 64), addend=stream)
+    assert torch.equal(epilogue("int8", [(payload, 256)], stream, addend=stream), expected)
 
 
 def test_errors_name_the_wrong_argument() -> None:

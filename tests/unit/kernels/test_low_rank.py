@@ -32,7 +32,7 @@ def passes(
     low_rank.project_rows(gradient, residual, right, p)
     low_rank.project_columns(gradient, residual, left, q)
     basis = p.clone()
-    low_rank.orthonormalise(basis, key=5)
+    low_rank.orthonormalize(basis, key=5)
     low_rank.expand(gradient, residual, left, right)
     return [p, q, basis, gradient] + ([] if residual is None else [residual])
 
@@ -74,7 +74,7 @@ def test_linearly_dependent_rows_are_replaced(kernel: str) -> None:
     row = torch.randn(50, generator=generator)
     vectors = torch.stack([torch.zeros(50), row * 1e30, row, row * 1e-30, torch.zeros(50), row * 3])
     with use(kernel):
-        low_rank.orthonormalise(vectors, key=1)
+        low_rank.orthonormalize(vectors, key=1)
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(6), rtol=0, atol=1e-6)
     torch.testing.assert_close(vectors[1], row / row.norm(), rtol=0, atol=0.5)
 
@@ -83,22 +83,22 @@ def test_linearly_dependent_rows_are_replaced(kernel: str) -> None:
 def test_vectors_beyond_the_dimension_become_zeros(kernel: str) -> None:
     vectors = torch.ones(4, 2)
     with use(kernel):
-        low_rank.orthonormalise(vectors)
+        low_rank.orthonormalize(vectors)
     torch.testing.assert_close(vectors[:2] @ vectors[:2].T, torch.eye(2), rtol=0, atol=1e-6)
     assert not vectors[2:].any()
 
 
 @pytest.mark.parametrize("kernel", available())
-def test_rows_with_inf_are_not_orthonormalised(kernel: str) -> None:
+def test_rows_with_inf_are_not_orthonormalized(kernel: str) -> None:
     vectors = torch.randn(3, 20)
     vectors[1, 4] = float("inf")
     with use(kernel):
-        low_rank.orthonormalise(vectors)
+        low_rank.orthonormalize(vectors)
     assert vectors[1, 4] == float("inf") and not torch.isfinite(vectors[1:]).all()
 
 
 @pytest.mark.parametrize("kernel", available())
-def test_orthonormalise_all_equals_single_calls(kernel: str) -> None:
+def test_orthonormalize_all_equals_single_calls(kernel: str) -> None:
     """Every tensor has its own key; one has no elements."""
     dice = torch.Generator().manual_seed(4)
     shapes = [(3, 40), (2, 0), (1, 7), (4, 3)]
@@ -106,9 +106,9 @@ def test_orthonormalise_all_equals_single_calls(kernel: str) -> None:
     many[0][1] = 0.0
     alone = [tensor.clone() for tensor in many]
     with use(kernel):
-        low_rank.orthonormalise_all(many, [9, 8, 7, 6])
+        low_rank.orthonormalize_all(many, [9, 8, 7, 6])
         for tensor_alone, key in zip(alone, (9, 8, 7, 6)):
-            low_rank.orthonormalise(tensor_alone, key)
+            low_rank.orthonormalize(tensor_alone, key)
     assert all(map(torch.equal, many, alone))
 
 
@@ -143,8 +143,8 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="gradient"):
         low_rank.expand(gradient.long(), None, left, right)
     with pytest.raises(ValueError, match="vectors: expected 2"):
-        low_rank.orthonormalise(torch.ones(3))
+        low_rank.orthonormalize(torch.ones(3))
     with pytest.raises(ValueError, match="rights: expected 1, as many as lefts, got 2"):
         low_rank.factors_finite([left], [right, right])
     with pytest.raises(ValueError, match="keys: expected 2, as many as vectors, got 1"):
-        low_rank.orthonormalise_all([left, right], [1])
+        low_rank.orthonormalize_all([left, right], [1])

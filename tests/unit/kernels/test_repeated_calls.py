@@ -8,7 +8,7 @@ import torch
 import dtcomm
 from dtcomm import _C
 from dtcomm.kernels import cpu
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.calls import Combine
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),

@@ -29,11 +29,11 @@ class RankTensors:
         self.normed = [torch.zeros(ROWS, FEATURES, dtype=dtype) for _ in range(ranks)]
         self.quantized = [empty_quantized(self.bias.expand(ROWS, -1)) for _ in range(ranks)]
 
-    def task(self, rank: int, parts: tuple[str, ...] = ("bias", "residual", "norm")) -> OpHooks:
+    def task(self, rank: int, parts: tuple[str, ...] = ("bias", "addend", "norm")) -> OpHooks:
         step = epilogue_task(
             self.sums[rank],
             bias=self.bias if "bias" in parts else None,
-            residual=self.residuals[rank] if "residual" in parts else None,
+            addend=self.residuals[rank] if "addend" in parts else None,
             weight=self.weight if "norm" in parts else None,
             norm_out=self.normed[rank] if "norm" in parts else None,
             quantized=self.quantized[rank] if "norm" in parts else None,
@@ -43,7 +43,7 @@ class RankTensors:
 
 
 def run_by_engine(
-    tensors: RankTensors, algorithm: str, spec: str, parts: tuple[str, ...] = ("bias", "residual", "norm")
+    tensors: RankTensors, algorithm: str, spec: str, parts: tuple[str, ...] = ("bias", "addend", "norm")
 ) -> None:
     """Run one call in place."""
     ranks = len(tensors.sums)

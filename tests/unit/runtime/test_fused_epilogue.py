@@ -50,11 +50,11 @@ def test_fused_epilogue_of_virtual_ranks_matches_engine(algorithm: str, ranks: i
     virtual = VirtualRanks(ranks, slot_bytes=4096)
     for turn, spec in enumerate(SPECS):
         dtype = TYPES[turn % 3]
-        parts = (("bias",), ("residual",), ("bias", "residual"))[(turn + ranks) % 3]
+        parts = (("bias",), ("addend",), ("bias", "addend"))[(turn + ranks) % 3]
         fused, reference = RankTensors(ranks, dtype), RankTensors(ranks, dtype)
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=algorithm, op="avg")
         after = [
-            FusedEpilogue(fused.bias if "bias" in parts else None, residual if "residual" in parts else None)
+            FusedEpilogue(fused.bias if "bias" in parts else None, residual if "addend" in parts else None)
             for residual in fused.residuals
         ]
         virtual.run(plan, fused.sums, fused.sums, epilogues=after)

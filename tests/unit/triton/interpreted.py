@@ -156,7 +156,7 @@ def test_epilogue(rows: int, features: int, dtype: torch.dtype) -> None:
     )
     x[0, 0] = torch.inf if rows > 2 else 0
     payload = encode("int8", x.view(-1).nan_to_num(posinf=1.0))
-    terms = [{}, {"bias": bias}, {"bias": bias, "residual": stream}]
+    terms = [{}, {"bias": bias}, {"bias": bias, "addend": stream}]
     for arguments in terms:
         results = []
         for kernel in ("reference", "triton"):

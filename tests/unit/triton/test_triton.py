@@ -18,7 +18,7 @@ import torch
 
 from dtcomm import codecs
 from dtcomm.kernels import triton as kernels
-from dtcomm.kernels.types import Combine
+from dtcomm.kernels.calls import Combine, EpilogueCall
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -137,9 +137,10 @@ def test_compiled_code_keeps_the_numerical_rules(
 @pytest.mark.parametrize("capability", [90])
 def test_compiled_epilogue_keeps_the_numerical_rules(capability: int, compiled: list[str]) -> None:
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
-    kernels.run_epilogue(torch.zeros(x.numel()), x, x[0], x.clone(), x[0], 1e-6, x.clone())
-    quantized = torch.empty(64, 128, dtype=torch.float8_e4m3fn), torch.empty(64, 1)
-    kernels.run_epilogue(x, x, None, None, None, 1e-6, None, quantized)
+    call = EpilogueCall(out=x, bias=x[0], addend=x.clone(), weight=x[0], norm_out=x.clone())
+    kernels.run_epilogue(torch.zeros(x.numel()), call)
+    codes, scales = torch.empty(64, 128, dtype=torch.float8_e4m3fn), torch.empty(64, 1)
+    kernels.run_epilogue(x, EpilogueCall(out=x, codes=codes, scales=scales))
     assert len(compiled) == 4  # a norm without a weight, and its quantization
     for text in compiled:
         assert not re.search(r"\bfma\b|\.ftz|\.approx|div\.full|\bmad\.\w*\.?f32", text)

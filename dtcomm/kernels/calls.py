@@ -1,14 +1,102 @@
-"""Argument checks of the verbs. Errors name the argument, what was given and what is valid."""
+"""Calls of kernels: the record of a call as every kernel takes it, and the checks of its arguments.
+
+Errors of a check name the argument, what was given and what is valid.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 from dtcomm import _C, errors
 from dtcomm.codecs import Codec
-from dtcomm.kernels.types import OPERATIONS
+
+OPERATIONS = {"sum": 0, "min": 1, "max": 2}  # csrc/core/types.h's numbers
+
+
+class Combine(NamedTuple):
+    """One kernel call, with checked arguments: sum payloads and a local tensor, divide, encode, keep the error.
+
+    It mirrors ``Combine`` in csrc/cpu/kernels.h. Every part is optional: without payloads it is an encoding, without
+    ``payload_out`` a reduction. Tensors are contiguous, on one device and of the right size. It is a tuple because each
+    call makes one: a frozen dataclass of so many fields takes longer to make than a kilobyte to encode.
+
+    codec: The codec of `payloads` and `payload_out`.
+    numel: Elements of every term.
+    dtype: The type of the tensor that is encoded or reduced. `local` and `out` are of this type or float32.
+    payloads: The encoded terms, in order.
+    local: A term that is not encoded; it stands before ``payloads[position]``.
+    residual: float32, added to `local` and overwritten with the error of the encoding.
+    divisor: Divides the sum.
+    op: sum, min or max.
+    key, offset: Key of the random numbers, and the index of the first element in the caller's tensor.
+    payload_out: Receives the encoding of the result.
+    out: Receives the decoding of `payload_out`, or the result itself if there is no `payload_out`.
+    """
+
+    codec: Codec
+    numel: int
+    dtype: torch.dtype
+    payloads: tuple[torch.Tensor, ...] = ()
+    local: torch.Tensor | None = None
+    position: int = 0
+    residual: torch.Tensor | None = None
+    divisor: int = 1
+    op: str = "sum"
+    key: int = 0
+    offset: int = 0
+    payload_out: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpilogueCall:
+    """The tensors of an epilogue; it mirrors ``Epilogue`` in csrc/cpu/epilogue.h, which says what is computed.
+
+    Attributes:
+        out: The sum, [..., features], which becomes ``out + bias + addend``.
+        bias: One element for each column of ``out``, or None.
+        addend: The stream that is added, of the shape of ``out``, or None.
+        weight: The weight of the RMS norm, one element for each column, or None for no weight.
+        eps: The epsilon of the RMS norm.
+        norm_out: Receives the normed sum, or None.
+        codes: Receives the normed sum in 8 bits, or None.
+        scales: The scales of ``codes``; None without them.
+    """
+
+    out: torch.Tensor
+    bias: torch.Tensor | None = None
+    addend: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    norm_out: torch.Tensor | None = None
+    codes: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything is added to the sum."""
+        return self.bias is not None or self.addend is not None
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether the norm of the result is taken."""
+        return self.norm_out is not None or self.codes is not None
+
+
+class DeviceKernels(Protocol):
+    """A module of kernels for CUDA tensors: `dtcomm.kernels.cuda` or `dtcomm.kernels.triton`."""
+
+    def combine(self, call: Combine) -> None:
+        """Run one call."""
+
+    def decode(
+        self, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor
+    ) -> None:
+        """`out` <- the `numel` elements of the payload; `dtype` is the element type that ``none`` has there."""
 
 
 def tensor(name: str, value: object, like: torch.Tensor | None = None) -> torch.Tensor:
