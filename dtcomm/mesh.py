@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.collectives import all_reduce
 from dtcomm.tp.sharded_module import shard_groups
@@ -149,7 +150,7 @@ def flatten_axes(mesh: DeviceMesh, *names: str) -> DeviceMesh:
         raise ValueError(f"names: {names}; valid: some of {', '.join(axes)}, in this order")
     if len(names) == 1:
         return mesh[names[0]]
-    flat: DeviceMesh = mesh[names]._flatten("_".join(names))
+    flat: DeviceMesh = torch_compat.flatten_mesh(mesh[names], "_".join(names))
     return flat
 
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from dtcomm import torch_compat
+
 
 class Streams(Protocol):
     """The streams of one device, with one side stream of its own."""
@@ -174,7 +176,7 @@ def record_streams(*tensors: torch.Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and not tensor.is_cpu:
             streams = streams_of(tensor.device)
-            for memory in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            for memory in torch_compat.sparse_parts(tensor) if tensor.is_sparse else (tensor,):
                 streams.record_stream(memory)
 
 

@@ -7,7 +7,6 @@ rank. `FallbackCounts` counts what they carry out for the backend's report.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import time
@@ -19,14 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from dtcomm import torch_compat
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap.processes import has_ended
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.torchdist.faults import GRACE_SECONDS
-from dtcomm.work import TorchWork
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 _CONNECTION_ERRORS = ("connection", "closed by peer", "reset", "broken pipe", "refused")  # in Gloo's messages
@@ -129,21 +127,12 @@ class FallbackBackends:
             if device.type == "cuda" and dist.is_nccl_available() and torch.cuda.is_available():
                 name, backend_type, backend = "nccl", types.NCCL, self._make_nccl(store)
             else:
-                name, backend_type, backend = "gloo", types.GLOO, self._make_gloo(store)
+                name, backend_type = "gloo", types.GLOO
+                backend = torch_compat.make_gloo(store, self._rank, self._size, self._timeout)
             group = dist.ProcessGroup(store, self._rank, self._size)
-            group._set_default_backend(backend_type)
-            group._register_backend(device, backend_type, backend)
+            torch_compat.add_backend(group, device, backend_type, backend)
             fallback = self._fallbacks[device.type] = _Fallback(name, backend, group)
         return fallback
-
-    def _make_gloo(self, store: c10d.Store) -> Any:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_default_device(lazy_init=True)]
-        options._timeout = self._timeout
-        backend = gloo(store, self._rank, self._size, options)
-        backend._set_sequence_number_for_group()
-        return backend
 
     def _make_nccl(self, store: c10d.Store) -> Any:
         nccl: Any = c10d.ProcessGroupNCCL
@@ -230,26 +219,3 @@ def peer_lost_error(communicator: Communicator | None, cause: RuntimeError) -> D
             names = dead_ranks(communicator)
     who = " and ".join(names) if names else "a rank of the group"
     return PeerLost(f"{who} is gone ({reason})")
-
-
-def complete_join_handles() -> None:
-    """Make torch's reducer wait for the future of a handle of dtcomm instead of for the handle.
-
-    With ``join(divide_by_initial_world_size=False)`` DDP starts an all_reduce in every forward pass, which counts the
-    ranks that still have inputs, and the reducer waits for its handle in the backward pass. The reducer is written in
-    C++ and keeps only the C++ part of the handle: if Python deletes its part, the reducer waits for ever. After the
-    wait it also expects the handle's future to be complete, and the futures of dtcomm complete a little later.
-    """
-    reducer: Any = dist.Reducer  # type: ignore[attr-defined]
-    original = reducer._set_forward_pass_work_handle
-    if hasattr(original, "dtcomm"):
-        return
-
-    @functools.wraps(original)
-    def set_forward_pass_work_handle(self: Any, work: dist.Work, *args: Any, **kwargs: Any) -> None:
-        if isinstance(work, TorchWork | FallbackWork):
-            work = _create_work_from_future(work.get_future())
-        original(self, work, *args, **kwargs)
-
-    set_forward_pass_work_handle.dtcomm = True  # type: ignore[attr-defined]
-    reducer._set_forward_pass_work_handle = set_forward_pass_work_handle

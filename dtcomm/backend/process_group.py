@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import collectives
+from dtcomm import collectives, torch_compat
 from dtcomm.backend.fallback_backends import (
     CPU,
     CUDA,
     FallbackBackends,
     FallbackCounts,
-    complete_join_handles,
+    FallbackWork,
 )
 from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
@@ -51,7 +51,7 @@ def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
     if backend_options is not None:
         raise TypeError(f"pg_options: the backend dtcomm has none, got {type(backend_options).__name__}")
     _install_monitored_barrier()
-    complete_join_handles()
+    torch_compat.complete_forward_pass_handles((TorchWork, FallbackWork))
     return DtcommProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id)
     )
@@ -321,13 +321,13 @@ def _install_monitored_barrier() -> None:
     def monitored_barrier(
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        target: Any = c10d._get_default_group() if group is None else group
+        target: Any = torch_compat.group_or_raise(group)
         if target is dist.GroupMember.NON_GROUP_MEMBER or not hasattr(target, "dtcomm_monitored_barrier"):
             original(group, timeout, wait_all_ranks)
             return
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         if limit is not None:
-            c10d._check_valid_timeout(limit)
+            torch_compat.check_timeout(limit)
         target.monitored_barrier(limit, wait_all_ranks)
 
     monitored_barrier.dtcomm = True  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm._compilation import exclude_from_compilation
 from dtcomm.backend.fallback_backends import FallbackBackends
 from dtcomm.codecs.base import ELEMENT_TYPES
+from dtcomm.torch_compat import exclude_from_compilation
 from dtcomm.work import COMPLETED, CompositeWork, TorchWork, Work
 
 

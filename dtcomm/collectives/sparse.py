@@ -25,6 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from dtcomm import torch_compat
 from dtcomm.codecs import Codec, parse_levels
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.codecs.spec import require_fixed_length
@@ -87,9 +88,9 @@ def sum_stages(tensor: Tensor, sum_rows: SumRows, group: Group, checksum: bool |
         CollectiveMismatch: The ranks' tensors have different shapes, numbers of sparse dimensions or dtypes.
     """
     entries = tensor.detach().coalesce()
-    values = entries._values()
+    indices, values = torch_compat.sparse_parts(entries)
     shape, sparse_shape = tuple(entries.shape), tuple(entries.shape[: entries.sparse_dim()])
-    positions = _positions(entries._indices(), sparse_shape)
+    positions = _positions(indices, sparse_shape)
     description = [positions.numel(), ELEMENT_TYPES[entries.dtype], len(sparse_shape), len(shape), *shape]
     description += [0] * (4 + MAX_DIMENSIONS - len(description))
     announced = torch.tensor(description, device=tensor.device)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from dtcomm import torch_compat
 
 _ADVICE = (
     "let every rank take the same number of steps: stop when the first rank is out of inputs, or go on with batches "
@@ -42,11 +43,11 @@ def require_no_sync_batch_norm(model: Any) -> None:
     Raises:
         ValueError: ``join`` is active, and a layer would wait for ranks that have joined.
     """
-    config = getattr(model, "_join_config", None)
+    config = torch_compat.join_config(model)
     if config is None or not config.enable or config.throw_on_early_termination:
         return
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and hasattr(module, "process_group"):
+        if torch_compat.is_batch_norm(module) and hasattr(module, "process_group"):
             raise ValueError(
                 f"join: {name.removeprefix('module.')} is a {type(module).__name__}, which waits for all ranks in "
                 f"every forward pass; pass throw_on_early_termination=True, or {_ADVICE}"

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from dtcomm import torch_compat
 from dtcomm.context_parallel.layout import Visible
 
 QUERIES = 1024  # of one piece of the reference, which holds all scores of a piece
@@ -74,14 +75,10 @@ def forward(
     k, v = (repeat_heads(x[:, :, visible.keys], q.shape[1]) for x in (k, v))
     if _fused_on_cpu(q, v):
         q, k, v = q.float(), k.float(), v.float()
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, visible.causal, scale=scale
-        )
+        out, lse = torch_compat.flash_attention_cpu(q, k, v, 0.0, visible.causal, scale=scale)
         return out, lse
     if _fused_on_cuda(q, v):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, visible.causal, False, scale=scale
-        )[:2]
+        out, lse = torch_compat.flash_attention_cuda(q, k, v, 0.0, visible.causal, False, scale=scale)[:2]
         return out.float(), lse
     return reference_forward(q, k, v, visible.causal, scale)
 
@@ -113,13 +110,13 @@ def backward(
     k, v = (repeat_heads(x[:, :, visible.keys], q.shape[1]) for x in (k, v))
     if _fused_on_cpu(q, v):
         gradient, q, k, v, out = (x.float() for x in (gradient, q, k, v, out))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = torch_compat.flash_attention_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, visible.causal, scale=scale
         )
     elif _fused_on_cuda(q, v):
         none = torch.empty(0, device=q.device)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the random numbers of dropout
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        dq, dk, dv = torch_compat.flash_attention_cuda_backward(
             gradient, q, k, v, out, lse.contiguous(), none, none, q.shape[2], k.shape[2], 0.0, visible.causal,
             state, none, scale=scale
         )  # fmt: skip

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +34,7 @@ from dtcomm.ddp.auto import parse_candidates
 from dtcomm.ddp.state import DEFAULT_GUARD, State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
+from dtcomm.torch_compat import GradBucket
 
 __all__ = ["Feedback", "Guard", "State", "attach", "compress", "hook"]
 

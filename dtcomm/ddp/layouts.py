@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
 from dtcomm.codecs import codec
 from dtcomm.compress.bucket import BucketAverager, BucketLayout, Member, Segment, build_layout
@@ -20,6 +19,7 @@ from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import Scheme
+from dtcomm.torch_compat import GradBucket
 
 NONE = codec("none")
 

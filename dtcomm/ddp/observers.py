@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dtcomm import torch_compat
 from dtcomm.collectives import Work
 from dtcomm.collectives.groups import Announcement
 from dtcomm.compress.monitor import Monitor
@@ -118,7 +119,7 @@ class LossScaleObserver(ReducerObserver):
 
     def fetch(self) -> None:
         """Start to copy the scale to the host, before a forward pass, so that the backward pass does not wait."""
-        scale = self._scaler._scale  # None until the scaler is first used
+        scale = torch_compat.loss_scale(self._scaler)  # None until the scaler is first used
         self._fetched = None if scale is None else AsyncHostCopy(scale)
 
     def begin_pass(self, step: int, streams: Streams) -> None:

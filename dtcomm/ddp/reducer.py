@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 
+from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm, all_reduce
 from dtcomm.collectives.sparse import start_stages, sum_stages
@@ -25,6 +25,7 @@ from dtcomm.ddp.layouts import BucketLayouts, Chooser, SparseLayout
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
 from dtcomm.streams import Streams, record_streams, streams_of
+from dtcomm.torch_compat import GradBucket
 from dtcomm.work import QueuedWork, Statistics, Work
 
 
@@ -68,7 +69,7 @@ class InFlightBucket:
     def plain_bytes(self) -> int:
         """The bytes of the uncompressed buffer; of a sparse one, of the entries and values that it has now."""
         if self.buffer.is_sparse:
-            return self.buffer._indices().nbytes + self.buffer._values().nbytes
+            return sum(part.nbytes for part in torch_compat.sparse_parts(self.buffer))
         return self.buffer.numel() * self.buffer.element_size()
 
 
@@ -251,7 +252,7 @@ class Reducer:
             except Exception as error:
                 self.error = error
         try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_compute)
+            torch_compat.after_backward(self._end_compute)
         except RuntimeError:  # called outside a backward pass: errors go into the futures
             self._in_backward = False
         else:
@@ -429,7 +430,7 @@ class Reducer:
         if self.finish_before_ddp:
             self._end_pass()
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            torch_compat.after_backward(self._end_pass)
 
     def _end_pass(self) -> None:
         buckets, self._in_flight = self._in_flight, []

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.bucket import NONE, BucketLayout
@@ -50,6 +50,7 @@ from dtcomm.ddp.observers import (
 )
 from dtcomm.ddp.reducer import Reducer, ReducerObserver
 from dtcomm.profiling import Metric, Timeline
+from dtcomm.torch_compat import GradBucket
 from dtcomm.tp.sharded_module import shard_groups
 
 DEFAULT_GUARD = Guard()
@@ -428,7 +429,7 @@ class State(Reporting):
         Raises:
             RuntimeError: The model has a communication hook already.
         """
-        if getattr(model, "_comm_hooks", None):
+        if torch_compat.has_ddp_hook(model):
             raise RuntimeError(
                 "model: it has a communication hook already, which torch cannot replace; "
                 "wrap the module in a new DistributedDataParallel to compress it differently"
@@ -441,9 +442,7 @@ class State(Reporting):
 
         def divides_by_active() -> bool:
             joined: Any = joining()
-            return (
-                joined is not None and joined._join_config.enable and not joined._divide_by_initial_world_size
-            )
+            return joined is not None and torch_compat.divides_by_active_ranks(joined)
 
         self._reducer.divides_by_active = divides_by_active
         model.register_comm_hook(self, hook)

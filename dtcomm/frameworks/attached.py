@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from dtcomm import torch_compat
 from dtcomm.compress.checkpoint import Compressor
 from dtcomm.frameworks import checkpoint_files
 
@@ -152,7 +153,7 @@ class Attached(SavedWithFramework, Generic[S]):
 
     def model_is_wrapped(self, model: Any) -> None:
         """Compress a model that the framework has just wrapped, unless that has been done."""
-        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper is the outer one
+        model = torch_compat.original_module(model)  # torch.compile's wrapper is the outer one
         if not isinstance(model, torch.nn.Module) or model is self._model:
             return
         if not self._integration.accepts(model):

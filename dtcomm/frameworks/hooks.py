@@ -9,6 +9,7 @@ import functools
 import os
 from typing import Any
 
+from dtcomm import torch_compat
 from dtcomm.frameworks import checkpoint_files
 from dtcomm.frameworks.attached import SavedWithFramework
 
@@ -38,7 +39,7 @@ def add_hooks(owner: Any, saved: SavedWithFramework) -> int:
         _add_to_transformers(owner, saved)
         return int(owner.accelerator.num_processes)
     if hasattr(getattr(owner, "strategy", None), "setup"):
-        _require_no_hook(getattr(owner.strategy, "_ddp_comm_hook", None), saved)
+        _require_no_hook(torch_compat.lightning_hook(owner.strategy), saved)
         _add_to_lightning(owner, saved)
         return int(owner.world_size)
     raise TypeError(

@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm import torch_compat
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives.planning import require_algorithm
@@ -69,7 +68,8 @@ from dtcomm.fsdp.split_collectives import (
     split_module,
 )
 from dtcomm.fsdp.state import State
-from dtcomm.fsdp.units import excluded_units, find_units, parameter_groups
+from dtcomm.fsdp.units import excluded_units, find_units
+from dtcomm.torch_compat import DDPMeshInfo, FSDPMeshInfo, clean_tensor_name
 from dtcomm.tp.sharded_module import ShardedModule, placement_groups
 
 __all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "attach", "compress"]
@@ -341,7 +341,7 @@ def _attach_to_fsdp2(
         )
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     for _, module in modules:
-        for group in parameter_groups(module):
+        for group in torch_compat.fsdp2_parameter_groups(module):
             if isinstance(group.mesh_info, FSDPMeshInfo):
                 for collective in ("reduce_scatter", "all_gather"):
                     require_algorithm(state.algorithm, group.mesh_info.shard_process_group, collective)
@@ -367,7 +367,7 @@ def _attach_to_module(
     overlap: BackwardOverlap,
 ) -> None:
     """Replace the collectives of one module."""
-    groups = parameter_groups(module)
+    groups = torch_compat.fsdp2_parameter_groups(module)
     if len(groups) > 1:
         state.add_fallback(
             name, f"its parameters are in {len(groups)} groups, for which torch accepts no custom collectives"
@@ -476,7 +476,7 @@ def _attach_to_fsdp1(
         if isinstance(module, FullyShardedDataParallel):
             name = clean_tensor_name(path)
             # torch passes the hook one state for all units; replacing it tells the hook which unit calls.
-            module._comm_hook_state = _Fsdp1Unit(state, name, module.process_group)
+            torch_compat.set_fsdp1_hook_state(module, _Fsdp1Unit(state, name, module.process_group))
             state.register_layout(name, _unit_layout(name, module))
             state.on_detach(functools.partial(_remove_fsdp1_hook, weakref.ref(module)))
     state.add_note(
@@ -495,19 +495,22 @@ def _require_unmixed_units(state: State, model: FullyShardedDataParallel) -> Non
             tensor parallelism have.
     """
     for path, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
+        flat = (
+            torch_compat.fsdp1_flat_parameter(module)
+            if isinstance(module, FullyShardedDataParallel)
+            else None
+        )
+        if flat is None:
             continue
-        flat, name = module._handle.flat_param, clean_tensor_name(path)
+        name = clean_tensor_name(path)
         cut: dict[str, list[dist.ProcessGroup]] = {}
-        for own_name, info, extension in zip(
-            flat._fqns, flat._param_infos, flat._param_extensions, strict=True
-        ):
+        for own_name, (info, extension) in zip(flat.names, flat.owners, strict=True):
             layer = info.module  # its parameters are views of the flat one by now, but it knows their names
             group = layer.shard_group(info.param_name) if isinstance(layer, ShardedModule) else None
             cut[own_name] = [*placement_groups(extension), *([] if group is None else [group])]
         state.decide_alike_over(group for groups in cut.values() for group in groups)
         spec = state.spec(name, state.gradients)
-        if spec.lossless(flat.dtype) or not any(cut.values()) or all(cut.values()):
+        if spec.lossless(flat.parameter.dtype) or not any(cut.values()) or all(cut.values()):
             continue
         whole = [own_name for own_name, groups in cut.items() if not groups]
         raise ValueError(
@@ -520,7 +523,7 @@ def _require_unmixed_units(state: State, model: FullyShardedDataParallel) -> Non
 
 def _remove_fsdp1_hook(reference: weakref.ref[FullyShardedDataParallel]) -> None:
     if (module := reference()) is not None:
-        module._comm_hook = module._comm_hook_state = None
+        torch_compat.remove_fsdp1_hook(module)
 
 
 def _reduce_fsdp1_gradient(
@@ -552,8 +555,8 @@ def _reduce_fsdp1_gradient(
 
 def _unit_layout(name: str, module: FullyShardedDataParallel) -> ConcatenatedLayout | None:
     """Return the layout of a unit's gradient; None if it has no parameters, or torch pads between them."""
-    handle = module._handle
-    if handle is None or any(handle.flat_param._is_padding_mask):
+    flat = torch_compat.fsdp1_flat_parameter(module)
+    if flat is None or flat.padded:
         return None
-    names = [f"{name}.{path}" if name else path for path in handle.flat_param._fqns]
-    return concatenated_layout(list(zip(names, handle.flat_param._shapes, strict=True)))
+    names = [f"{name}.{path}" if name else path for path in flat.names]
+    return concatenated_layout(list(zip(names, flat.shapes, strict=True)))

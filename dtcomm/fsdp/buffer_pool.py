@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtcomm import torch_compat
 from dtcomm.collectives import empty
 
 # Smaller buffers cost more, in whole pages and a file descriptor, than they save.
@@ -55,4 +56,4 @@ class BufferPool:
 
 def _use_count(tensor: torch.Tensor) -> int:
     """Return the number of tensors, in Python and in autograd, that refer to the storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return torch_compat.storage_use_count(tensor)

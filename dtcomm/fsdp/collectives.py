@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from dtcomm import torch_compat
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.measurements import ErrorSample
 from dtcomm.compress.traffic import Traffic
@@ -30,6 +29,7 @@ from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.profiling.step_record import WaitInterval
 from dtcomm.profiling.timeline import profiler_range
 from dtcomm.streams import record_streams
+from dtcomm.torch_compat import AllGather, Comm, DDPMeshInfo, ReduceScatter
 from dtcomm.work import COMPLETED, TorchWork, Work
 
 MAX_PENDING = 1  # reduce-scatters of a backward pass, besides the newest one
@@ -232,7 +232,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
         reference = self.state.get_reference(self.module)
         if reference is None or reference.numel() != output.numel() or reference.dtype != output.dtype:
             return self._gather_values(output, shard, group, traffic, plain_bytes)
-        if torch._C._current_graph_task_id() != -1:
+        if torch_compat.backward_pass() != -1:
             # In the backward pass the parameters are those of the forward pass: there is nothing to send.
             output.copy_(reference)
             traffic.save(plain_bytes)
@@ -303,11 +303,11 @@ class BackwardOverlap:
 
     def add(self, work: dist.Work) -> None:
         """Add one that has started. Waits for older ones beyond `MAX_PENDING`; the end of backward waits for all."""
-        graph_task = torch._C._current_graph_task_id()
+        graph_task = torch_compat.backward_pass()
         if graph_task != self._graph_task:
             self.finish()  # a nested backward pass (checkpointing), or one after a pass that failed
             self._graph_task = graph_task
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            torch_compat.after_backward(self.finish)
         self._pending.append(work)
         while len(self._pending) > MAX_PENDING + 1:
             self._pending.pop(0).wait()
@@ -373,10 +373,14 @@ class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
 
 def result_is_only_sliced(module: FSDPModule, gradient: torch.Tensor, op: str) -> bool:
     """Return whether FSDP only slices the reduced ``gradient``, and a backward pass is running."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None or gradient.device.type != "cpu" or torch._C._current_graph_task_id() == -1:
+    group = torch_compat.fsdp2_parameter_group(module)
+    if group is None or gradient.device.type != "cpu" or torch_compat.backward_pass() == -1:
         return False
-    if op != "avg" or group._all_reduce_hook is not None or isinstance(group.mesh_info, DDPMeshInfo):
+    if (
+        op != "avg"
+        or torch_compat.fsdp2_all_reduce_hook(group) is not None
+        or isinstance(group.mesh_info, DDPMeshInfo)
+    ):
         return False
     return all(_is_only_sliced(parameter, gradient.dtype) for parameter in group.fsdp_params)
 
@@ -387,7 +391,7 @@ def _is_only_sliced(parameter: Any, reduced_dtype: torch.dtype) -> bool:
         sharded.grad is None
         and parameter.orig_dtype == reduced_dtype
         and not parameter.offload_to_cpu
-        and not getattr(sharded, "_post_accumulate_grad_hooks", None)
+        and not torch_compat.has_accumulation_hooks(sharded)
     )
 
 

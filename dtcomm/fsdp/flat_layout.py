@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from dtcomm import torch_compat
+
 
 @dataclass(frozen=True)
 class ParameterShape:
@@ -135,7 +137,7 @@ def layout_of(
 
     ``fsdp_parameters`` are the parameters of the module that it has; None (default): all.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
+    group = torch_compat.fsdp2_parameter_group(module)
     if group is None:
         return None
     parameters = []
@@ -147,7 +149,7 @@ def layout_of(
             full_name = names.get(id(fsdp_parameter.sharded_param))
             if full_name is None:
                 return None
-            parameters.append(ParameterShape(full_name, fsdp_parameter._orig_size))
+            parameters.append(ParameterShape(full_name, torch_compat.unsharded_size(fsdp_parameter)))
     return ShardedLayout(tuple(parameters))
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from dtcomm import torch_compat
 from dtcomm.arguments import require_int, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
@@ -253,7 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         def hook(_: torch.Tensor) -> None:
             if not self._callback_queued:
                 self._callback_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+                torch_compat.after_backward(self._after_backward)
             bucket.accumulate(index, keep=self.stage == 1)
             bucket.missing -= 1
             if self._sync and self.stage == 2:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
 from dtcomm.collectives.groups import expected_call
@@ -384,14 +385,14 @@ class State(Reporting):
         if module in self._excluded:
             traffic.reason = f"exclude: {self._excluded[module]}"
         self._has_fallback |= traffic.fallback
-        running_backward = torch._C._current_graph_task_id() != -1
+        running_backward = torch_compat.backward_pass() != -1
         # `ShardedOptimizer` gathers parameters after backward; its next step begins, and logs, after that.
         if self.integration != "FSDP":
             return
         if self._has_fallback and running_backward and not (self._logged or self._log_is_queued):
             # Only at the end of backward it is known what all modules did.
             self._log_is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.log_uncompressed)
+            torch_compat.after_backward(self.log_uncompressed)
 
     def log_uncompressed(self) -> None:
         """Log, once, what was asked for and is not compressed."""

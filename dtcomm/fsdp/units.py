@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 
+from dtcomm import torch_compat
 from dtcomm.arguments import suggest
 from dtcomm.fsdp.collectives import CompressedAllGather
 from dtcomm.fsdp.flat_layout import parameter_names
 from dtcomm.fsdp.guard import ROOT
+from dtcomm.torch_compat import clean_tensor_name
 
 MAX_NAMES = 8  # modules that an error lists
 
@@ -39,14 +39,6 @@ class Unit:
         return self.name or ROOT
 
 
-def parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return a module's parameter groups; up to torch 2.11 there is at most one."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
 def find_units(model: torch.nn.Module) -> list[Unit]:
     """Return the FSDP modules of a model that `fully_shard` was applied to, or of an FSDP1 root module.
 
@@ -59,18 +51,20 @@ def find_units(model: torch.nn.Module) -> list[Unit]:
         for path, module in model.named_modules():
             if isinstance(module, FullyShardedDataParallel):
                 unit = _fsdp1_unit(clean_tensor_name(path), module)
-                if module._comm_hook is not None:
+                if torch_compat.fsdp1_hook(module) is not None:
                     raise _already_compressed(unit, "has a communication hook, or is compressed already")
                 units.append(unit)
     elif isinstance(model, torch.nn.Module):
         names = parameter_names("", model)
         for path, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                groups = parameter_groups(module)
+                groups = torch_compat.fsdp2_parameter_groups(module)
                 parameters = [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
                 numel = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
                 unit = Unit(path, tuple(names.get(id(parameter), "") for parameter in parameters), numel)
-                if any(isinstance(group._all_gather_comm, CompressedAllGather) for group in groups):
+                if any(
+                    isinstance(torch_compat.fsdp2_all_gather(group), CompressedAllGather) for group in groups
+                ):
                     raise _already_compressed(unit, "is compressed already")
                 units.append(unit)
     if not units:
@@ -79,11 +73,11 @@ def find_units(model: torch.nn.Module) -> list[Unit]:
 
 
 def _fsdp1_unit(name: str, module: FullyShardedDataParallel) -> Unit:
-    if module._handle is None:
+    flat = torch_compat.fsdp1_flat_parameter(module)
+    if flat is None:
         return Unit(name, (), 0)
-    flat = module._handle.flat_param
-    parameters = tuple(f"{name}.{path}" if name else path for path in flat._fqns)
-    return Unit(name, parameters, sum(shape.numel() for shape in flat._shapes))
+    parameters = tuple(f"{name}.{path}" if name else path for path in flat.names)
+    return Unit(name, parameters, sum(shape.numel() for shape in flat.shapes))
 
 
 def _already_compressed(unit: Unit, what: str) -> RuntimeError:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from dtcomm._autograd import autograd_apply
-from dtcomm._compilation import exclude_from_compilation
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
@@ -27,6 +26,7 @@ from dtcomm.moe.route import (
     require_weights,
 )
 from dtcomm.moe.state import RowCodecs, make_codecs
+from dtcomm.torch_compat import exclude_from_compilation
 
 
 @dataclass(frozen=True, kw_only=True)

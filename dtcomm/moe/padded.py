@@ -9,8 +9,8 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
+from dtcomm import torch_compat
 from dtcomm._autograd import autograd_apply
-from dtcomm._compilation import exclude_from_compilation
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
 from dtcomm.errors import CollectiveMismatch
@@ -30,6 +30,7 @@ from dtcomm.moe.route import (
     require_weights,
 )
 from dtcomm.moe.state import RowCodecs, make_codecs, record
+from dtcomm.torch_compat import exclude_from_compilation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +319,9 @@ def _exchange_counts(
     if header.is_cpu:
         check_headers(headers.tolist(), rank, num_experts, group)
     else:
-        torch._assert_async(
+        torch_compat.assert_async(
             (headers[:, :-2] == header[:-2]).all(), "dispatch_padded: the ranks pass different arguments"
         )
         in_range = ((headers[:, -2] >= 0) & (headers[:, -1] < num_experts)).all()
-        torch._assert_async(in_range, f"experts: expected 0 to {num_experts - 1}")
+        torch_compat.assert_async(in_range, f"experts: expected 0 to {num_experts - 1}")
     return received[:, HEADER:]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from dtcomm._message_codec import message_codec, require_accurate
 from dtcomm.codecs import Codec
@@ -31,6 +30,7 @@ from dtcomm.pipeline.exchange import (
     shape_header,
 )
 from dtcomm.pipeline.state import State
+from dtcomm.torch_compat import PipelineStageBase
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 RECEIVES_AHEAD = 1  # micro-batches
@@ -48,7 +48,7 @@ class _Settings:
 
 
 def compress(
-    stages: _PipelineStageBase | Sequence[_PipelineStageBase],
+    stages: PipelineStageBase | Sequence[PipelineStageBase],
     spec: str | Codec = "int8",
     *,
     backward_codec: str | Codec | None = None,
@@ -99,7 +99,7 @@ def compress(
     if not listed:
         raise ValueError("stages: expected at least one stage")
     for stage in listed:
-        if not isinstance(stage, _PipelineStageBase):
+        if not isinstance(stage, PipelineStageBase):
             raise TypeError(
                 f"stages: expected stages of torch.distributed.pipelining, got {type(stage).__name__}"
             )
@@ -147,7 +147,7 @@ class _StageMessages:
     The methods that a schedule calls are replaced on the stage object. All of them are called as torch's are.
     """
 
-    def __init__(self, stage: _PipelineStageBase, settings: _Settings, state: State) -> None:
+    def __init__(self, stage: PipelineStageBase, settings: _Settings, state: State) -> None:
         self.traffic: dict[tuple[str, str, str], Traffic] = {}
         self.references: dict[int, SampleReferences] = {}
         self._stage, self._settings, self._state = stage, settings, state

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtcomm import torch_compat
 from dtcomm.profiling import trace
 from dtcomm.profiling.metrics import Metric, summary_metrics
 from dtcomm.profiling.step_record import MessageRecord, StepRecord
@@ -187,7 +188,7 @@ class Timeline:
         if not self.on:
             return
         self.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        torch_compat.after_backward(self.end_backward)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -205,7 +206,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 def profiler_is_active() -> bool:
     """Return whether torch.profiler or torch.autograd.profiler runs on this thread."""
-    return torch._C._autograd._profiler_enabled()
+    return torch_compat.profiler_is_active()
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
@@ -225,7 +226,7 @@ class AsyncRange:
         """End the range with ``future``; returns a future to use in its place."""
         if self._range is None:
             return future
-        chained: torch.futures.Future[T] = self._range._call_end_callbacks_on_future(future)
+        chained: torch.futures.Future[T] = torch_compat.end_with_future(self._range, future)
         self._range.__exit__(None, None, None)
         return chained
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from dtcomm import torch_compat
 from dtcomm.errors import CommunicatorClosed
 from dtcomm.runtime.bootstrap.connector import connector
 from dtcomm.runtime.communicator import Communicator
@@ -69,10 +69,9 @@ def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
 
     Raises what ``require_group`` raises.
     """
-    world: Any = c10d._world
-    target: Any = world.default_pg if group is None else group
+    target: Any = torch_compat.default_group() if group is None else group
     entry = _cache.get(id(target))
-    if entry is not None and entry.reference() is target and target in world.pg_map:
+    if entry is not None and entry.reference() is target and target in torch_compat.all_groups():
         communicator = entry.communicator
         if communicator is not None:
             return communicator
@@ -163,7 +162,7 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
 
 def existing_communicators(group: dist.ProcessGroup | None) -> list[Communicator]:
     """All communicators of a group that exist already: for the CPU, for devices and for pairs of ranks."""
-    target = c10d._world.default_pg if group is None else group
+    target = torch_compat.default_group() if group is None else group
     entry = _cache.get(id(target))
     if target is None or entry is None or entry.reference() is not target:
         return []
@@ -190,7 +189,7 @@ def sweep() -> None:
     """Close the communicators of destroyed groups."""
     if not _cache:
         return
-    groups = c10d._world.pg_map
+    groups = torch_compat.all_groups()
     _drop(
         lambda entry: entry.reference() not in groups
     )  # the reference is None once torch has freed the group
@@ -207,9 +206,8 @@ def release(group: dist.ProcessGroup | None = None) -> None:
     Example:
         >>> dtcomm.release()
     """
-    world: Any = c10d._world
-    target: Any = world.default_pg if group is None else group
-    groups = world.pg_map
+    target: Any = torch_compat.default_group() if group is None else group
+    groups = torch_compat.all_groups()
     _drop(lambda entry: entry.reference() is target or entry.reference() not in groups)
 
 
@@ -266,8 +264,7 @@ def _after_fork() -> None:
     # A child has neither the threads nor the mappings of its parent, and one of the threads may hold the lock.
     global _lock
     _lock = threading.RLock()
-    world: Any = c10d._world
-    inherited.update(id(group) for group in world.pg_map)
+    inherited.update(id(group) for group in torch_compat.all_groups())
     forget_repeated()
     _abandoned.extend(_cache.values())
     _cache.clear()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dtcomm import torch_compat
 from dtcomm.errors import CommunicatorClosed, DtcommError
 
 _STORE_CONNECT_SECONDS = 30.0
@@ -29,8 +30,7 @@ def require_group(group: Any) -> dist.ProcessGroup:
         TypeError: If it is not a process group.
         DtcommError: In a forked child of the process that made the group.
     """
-    world: Any = c10d._world
-    group = world.default_pg if group is None else group
+    group = torch_compat.default_group() if group is None else group
     if group is None:
         raise ValueError(
             "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
@@ -44,7 +44,7 @@ def require_group(group: Any) -> dist.ProcessGroup:
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(f"group: rank {dist.get_rank()} is not in this group")
         raise TypeError(f"group: expected a ProcessGroup or None, got {type(group).__name__}")
-    if group not in world.pg_map:
+    if group not in torch_compat.all_groups():
         raise ValueError("group: this process group has been destroyed")
     return group
 
@@ -104,8 +104,7 @@ class Deadline:
 
 def group_store(group: dist.ProcessGroup) -> c10d.Store:
     """The store through which the group's ranks found each other."""
-    world: Any = c10d._world
-    store: c10d.Store = world.pg_map[group][1]
+    store: c10d.Store = torch_compat.all_groups()[group][1]
     return store
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from dtcomm import torch_compat
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
@@ -188,10 +189,10 @@ def from_config(name: str | Path) -> torch.nn.Module:
         ) from None
     named = getattr(module, (getattr(config, "architectures", None) or [""])[0], None)
     if named is not None:
-        model: torch.nn.Module = named._from_config(config)
+        model: torch.nn.Module = torch_compat.transformers_model(named, config)
         return model
     for auto in (module.AutoModelForMaskedLM, module.AutoModelForCausalLM, module.AutoModel):
-        if type(config) in auto._model_mapping:
+        if torch_compat.transformers_knows(auto, config):
             model = auto.from_config(config)
             return model
     raise ValueError(f"MODEL: transformers has no model for {type(config).__name__}")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dtcomm import torch_compat
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.kernels.epilogue import supports_epilogue
@@ -344,7 +345,7 @@ class VocabParallelEmbedding(ShardedModule):
         """
         if torch.compiler.is_compiling():  # compiled code cannot raise because of a tensor's values
             in_vocabulary = (tokens >= 0) & (tokens < self.num_embeddings)
-            torch._assert_async(in_vocabulary.all(), f"tokens: expected 0 to {self.num_embeddings - 1}")
+            torch_compat.assert_async(in_vocabulary.all(), f"tokens: expected 0 to {self.num_embeddings - 1}")
         elif tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.num_embeddings:
             raise IndexError(f"tokens: expected 0 to {self.num_embeddings - 1}")
         local = tokens - self.first_token

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from dtcomm import torch_compat
 from dtcomm.collectives import all_gather
 from dtcomm.tp.comm_config import CommConfig
 
@@ -160,7 +161,11 @@ def shard_groups(parameters: Iterable[torch.Tensor]) -> list[list[dist.ProcessGr
     result = []
     for parameter in parameters:
         # torch.distributed.tensor.parallel.ddp keeps the placements of a DTensor in this attribute.
-        spec = parameter if isinstance(parameter, DTensor) else getattr(parameter, "_st_info", None)
+        spec = (
+            parameter
+            if isinstance(parameter, DTensor)
+            else torch_compat.placements_of_tensor_parallel_ddp(parameter)
+        )
         own = by_id.get(id(parameter))
         result.append([*placement_groups(spec), *([] if own is None else [own])])
     return result

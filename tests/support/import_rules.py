@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ANY = frozenset({"*"})  # every part but `extensions`
-LEAVES = frozenset({"errors", "env", "arguments"})
+LEAVES = frozenset({"errors", "env", "arguments", "torch_compat"})
 
 
 def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozenset[str]]:
@@ -20,7 +20,7 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
 
 
 _INTEGRATION = _may(
-    "_autograd _compilation _message_codec profiling compress collectives codecs kernels streams work",
+    "_autograd _message_codec profiling compress collectives codecs kernels streams work",
     "torch",
 )
 
@@ -31,8 +31,8 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "arguments": _may(),
     # One typed helper for autograd functions: a leaf.
     "_autograd": _may("", "torch"),
-    # What torch.compile leaves as it is: a leaf.
-    "_compilation": _may("", "torch"),
+    # Every private name of torch: a leaf.
+    "torch_compat": _may("", "torch"),
     "schedule": _may(),
     "algorithms": _may("schedule"),
     "codecs": _may("", "torch"),
@@ -74,7 +74,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "local_sgd": _may("frameworks tp compress collectives kernels streams work", "torch"),
     # Not part of the core: no other part may import it. `dtcomm.cli.main` loads its commands by name.
     "extensions": (ANY, frozenset({"torch", "rich", "matplotlib", "torchft"})),
-    "backend": _may("_compilation compress collectives runtime codecs kernels streams work", "torch"),
+    "backend": _may("compress collectives runtime codecs kernels streams work", "torch"),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),
     "launch": (ANY, frozenset({"torch", "numpy"})),

@@ -139,9 +139,14 @@ def _own_private_names(trees: Iterable[ast.AST]) -> set[str]:
     return {name for name in names if _PRIVATE.match(name)}
 
 
-def private_torch_names(paths: Iterable[Path], stubs: Iterable[Path] = ()) -> Iterator[str]:
-    """Yield the places that use a private name of torch: an import, or an attribute that no source of ours defines."""
-    trees = {path: ast.parse(path.read_text()) for path in paths}
+def private_torch_names(
+    paths: Iterable[Path], stubs: Iterable[Path] = (), texts: dict[Path, str] | None = None
+) -> Iterator[str]:
+    """Yield the places that use a private name of torch: an import, or an attribute that no source of ours defines.
+
+    ``texts`` replaces what some of the paths contain.
+    """
+    trees = {path: ast.parse((texts or {}).get(path) or path.read_text()) for path in paths}
     own = _own_private_names(trees.values())
     own |= _own_private_names(ast.parse(path.read_text()) for path in stubs)
     standard = {"_exit", "_asdict", "_replace", "_fields", "_make", "_getframe", "_name_", "_value_"}

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm import ddp
+from dtcomm import ddp, torch_compat
 
 #: Printable ASCII and the newline; all other characters become the last symbol.
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
@@ -253,7 +253,7 @@ def train(settings: Settings, progress: Progress | None = None) -> list[dict[str
 def _start(name: str, settings: Settings, shape: ModelShape) -> Run:
     torch.manual_seed(settings.seed)
     model = DistributedDataParallel(GPT(shape))
-    model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
+    torch_compat.time_every_ddp_step(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.05
     )
@@ -278,7 +278,7 @@ def _step(run: Run, corpus: Corpus, settings: Settings, shape: ModelShape, step:
     run.losses.append(loss.item())
     # DDP's timers, in nanoseconds of the previous step, are the same for every run: from the start of the first bucket
     # to the end of the last one, and the part of it after this rank's backward pass.
-    timers = run.model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    timers = torch_compat.ddp_times(run.model)
     if "backward_comm_time" in timers:
         run.communication.append(timers["backward_comm_time"] * 1e-9)
         run.exposed.append((timers["backward_comm_time_end"] - timers["backward_compute_time_end"]) * 1e-9)

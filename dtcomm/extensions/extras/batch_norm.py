@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from dtcomm._autograd import autograd_apply
 from dtcomm.collectives import all_gather, all_reduce
+from dtcomm.torch_compat import BatchNorm
 
 __all__ = ["SyncBatchNorm"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """torch's SyncBatchNorm on dtcomm's collectives, for tensors on the CPU and on CUDA devices.
 
     Batches may have different sizes on the ranks, 0 included. In evaluation mode, and in a job with one rank, it is
@@ -77,7 +77,7 @@ class SyncBatchNorm(_BatchNorm):
         Returns:
             The model. Parameters and buffers are the same objects as before.
         """
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+        if isinstance(module, BatchNorm) and not isinstance(module, cls):
             layer = cls(
                 module.num_features,
                 module.eps,

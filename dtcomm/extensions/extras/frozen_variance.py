@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.fsdp import ShardedOptimizer
 from dtcomm.fsdp.optimizer_bucket import OptimizerBucket
@@ -155,18 +156,18 @@ class FrozenVariance(torch.optim.Optimizer):
         entries = [self.state[parameter] for parameter in parameters]
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         if group["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))
+            gradients = list(torch_compat.foreach.neg(gradients))
         if decay and group.get("decoupled_weight_decay", isinstance(self._inner, torch.optim.AdamW)):
-            torch._foreach_mul_(parameters, 1 - rate * decay)
+            torch_compat.foreach.mul_(parameters, 1 - rate * decay)
         elif decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
-        torch._foreach_add_([entry["step"] for entry in entries], 1)
+            gradients = list(torch_compat.foreach.add(gradients, parameters, alpha=decay))
+        torch_compat.foreach.add_([entry["step"] for entry in entries], 1)
         moments = [entry["exp_avg"] for entry in entries]
-        torch._foreach_lerp_(moments, gradients, 1 - beta1)
-        denominators = torch._foreach_sqrt([entry["exp_avg_sq"] for entry in entries])
-        torch._foreach_add_(denominators, float(group["eps"]))
+        torch_compat.foreach.lerp_(moments, gradients, 1 - beta1)
+        denominators = torch_compat.foreach.sqrt([entry["exp_avg_sq"] for entry in entries])
+        torch_compat.foreach.add_(denominators, float(group["eps"]))
         sizes = [-rate / (1 - beta1 ** float(entry["step"])) for entry in entries]
-        torch._foreach_addcdiv_(parameters, moments, denominators, sizes)
+        torch_compat.foreach.addcdiv_(parameters, moments, denominators, sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, in which frozen parameters are marked."""

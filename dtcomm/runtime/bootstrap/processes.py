@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from dtcomm import torch_compat
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.process_groups import Deadline
 from dtcomm.work import completion
@@ -124,8 +125,7 @@ def require_alive(global_ranks: Sequence[int], grace_s: float = 0.0) -> None:
 
 
 def _of_default_group() -> dict[int, PeerProcess]:
-    world: Any = c10d._world
-    group = world.default_pg
+    group = torch_compat.default_group()
     return {} if group is None else _known.setdefault(group, {})  # None: another thread has destroyed it
 
 

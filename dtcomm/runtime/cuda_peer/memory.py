@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from dtcomm import _C
+from dtcomm import _C, torch_compat
 from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
 from dtcomm.runtime.cuda_peer.launch import blocks_of
 
@@ -89,12 +89,8 @@ def nvlinks_of(gpu: int, ids: Sequence[str]) -> list[str] | None:
         gpu: The index of a GPU that this process sees.
         ids: The ids of all GPUs that it sees.
     """
-    try:
-        from torch._C._autograd import DeviceType
-
-        native: Any = torch._C._distributed_c10d  # not public: it asks the driver
-        links = native._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[gpu]
-    except (ImportError, AttributeError, RuntimeError):
+    links = torch_compat.nvlinks(gpu)
+    if links is None:
         return None
     return [gpu_id for gpu_id, count in zip(ids, links, strict=False) if count]
 
@@ -206,7 +202,7 @@ def allocate(
     if kind == SYMMETRIC:
         if ranks < dist.get_world_size(group):
             raise RuntimeError("these are not all ranks of the group")
-        import torch.distributed._symmetric_memory as memory
+        memory = torch_compat.symmetric_memory()
 
         own = memory.empty(size, dtype=torch.uint8, device=device).zero_()
         info: dict[str, Any] = {"rendezvous": _rendezvous}
@@ -214,7 +210,7 @@ def allocate(
         own = torch.zeros(size, dtype=torch.uint8, device=device)
         storage: Any = own.untyped_storage()
         # A handle for each peer: torch keeps the memory until as many users as it was shared with have released it.
-        shared = [() if peer == rank else storage._share_cuda_() for peer in range(ranks)]
+        shared = [() if peer == rank else torch_compat.share_cuda(storage) for peer in range(ranks)]
         info = {"handles": [[_encode(value) for value in handle] for handle in shared]}
     torch.cuda.current_stream(device).synchronize()  # the zeros are written before a peer's first signal
     return LocalBuffer(own, info)
@@ -224,7 +220,7 @@ def map_symmetric(
     group: dist.ProcessGroup, local: LocalBuffer, infos: Sequence[dict[str, Any]], rank: int
 ) -> PeerBuffers:
     """Map symmetric memory, together with all ranks of the group. Raises RuntimeError where torch cannot."""
-    import torch.distributed._symmetric_memory as memory
+    memory = torch_compat.symmetric_memory()
 
     global _rendezvous
     counts = [info["rendezvous"] for info in infos]
@@ -262,7 +258,7 @@ def map_ipc_handles(
         _, *handle = [_decode(value) for value in info["handles"][rank]]
         if gpu_ids[peer] not in visible:
             raise RuntimeError(f"the GPU of rank {peer} is hidden from this process")
-        storage = torch.UntypedStorage._new_shared_cuda(visible.index(gpu_ids[peer]), *handle)
+        storage = torch_compat.open_shared_cuda(visible.index(gpu_ids[peer]), handle)
         buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         # A copy makes torch enable access between the two devices.
         torch.empty(1, dtype=torch.uint8, device=device).copy_(buffer[:1])

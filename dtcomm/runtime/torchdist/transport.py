@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _c10d
-from torch.distributed import distributed_c10d as c10d
 
-from dtcomm import _C
+from dtcomm import _C, torch_compat
 from dtcomm.errors import DtcommError, PayloadCorrupt
 from dtcomm.runtime.bootstrap.rendezvous import disagreement
 from dtcomm.runtime.flight_recorder import FlightEntry
@@ -124,11 +122,12 @@ class NcclTransport(Transport):
         input: torch.Tensor,
         input_sizes: Sequence[int],
     ) -> list[Any]:
-        options = _on_own_stream(_c10d.AllToAllOptions())
+        options = _on_own_stream(torch_compat.c10d_options.AllToAllOptions())
         return [self._backend.alltoall_base(output, input, list(output_sizes), list(input_sizes), options)]
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> list[Any]:
-        return [self._backend._allgather_base(output, input, _on_own_stream(_c10d.AllgatherOptions()))]
+        options = _on_own_stream(torch_compat.c10d_options.AllgatherOptions())
+        return [self._backend._allgather_base(output, input, options)]
 
     def send_recv(
         self, sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], checksum: bool, context: str
@@ -284,7 +283,7 @@ class GlooTransport(Transport):
     def close(self) -> None:
         # Dropping the group closes its connections, which wakes the ranks that wait for this one.
         group, self._group = self._group, None
-        if group is not None and group in c10d._world.pg_map:
+        if group is not None and group in torch_compat.all_groups():
             dist.destroy_process_group(group)
 
     def _receive_buffer(self, payload: torch.Tensor, checksum: bool) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from dtcomm import torch_compat
 from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed, first_error_of_any_rank
 from dtcomm.cli.perf.placement import CUDA, Placement
 from dtcomm.work import COMPLETED, CompositeWork
@@ -165,7 +166,7 @@ class _Symmetric(Backend):
         return None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        import torch.distributed._symmetric_memory as memory
+        memory = torch_compat.symmetric_memory()
 
         tensor: torch.Tensor = memory.empty(numel, dtype=dtype, device=self.place.device)
         if memory.rendezvous(tensor, self.group.group_name) is None:

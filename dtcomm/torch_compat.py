@@ -1,0 +1,527 @@
+"""Every private name of torch that dtcomm uses, in one module.
+
+A name may change with each release of torch. `NAMES` lists them with the versions on which each was checked and what
+happens without it; tests look each of them up. The functions below are the only code that uses them. What belongs to
+FSDP, pipelining and transformers is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d_options
+from torch._C._distributed_c10d import GradBucket  # dist.GradBucket, where type checkers find it
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+    from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
+
+__all__ = [
+    "NAMES",
+    "AllGather",
+    "BatchNorm",
+    "Comm",
+    "DDPMeshInfo",
+    "FSDPMeshInfo",
+    "GradBucket",
+    "PipelineStageBase",
+    "ReduceScatter",
+    "c10d_options",
+    "clean_tensor_name",
+]
+
+Function = TypeVar("Function")
+T = TypeVar("T")
+
+CHECKED = "2.13, 2.15"
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A private name of torch.
+
+    Attributes:
+        path: ``module:attribute.attribute``; where the attribute is one of instances only, the class that has it.
+        without: What happens in a torch that does not have it.
+        checked: The versions of torch on which dtcomm's tests passed with it.
+        instances: Whether only instances have it, so that it cannot be looked up on the class.
+    """
+
+    path: str
+    without: str
+    checked: str = CHECKED
+    instances: bool = False
+
+
+_C10D, _C = "torch.distributed.distributed_c10d", "torch._C"
+_FSDP1 = "torch.distributed.fsdp:FullyShardedDataParallel"
+_NO_FSDP = "dtcomm.fsdp cannot be imported"
+_NO_FSDP1 = "FSDP1 models cannot be compressed"
+
+NAMES: tuple[PrivateName, ...] = (
+    # process groups
+    PrivateName(
+        f"{_C10D}:_world.default_pg", "no collective runs; the table of repeated calls finds no group"
+    ),
+    PrivateName(
+        f"{_C10D}:_world.pg_map", "no collective runs: communicators of destroyed groups are not dropped"
+    ),
+    PrivateName(f"{_C10D}:_get_default_group", "monitored_barrier of the backend raises"),
+    PrivateName(f"{_C10D}:_check_valid_timeout", "monitored_barrier of the backend raises"),
+    PrivateName(f"{_C}._distributed_c10d:AllToAllOptions", "collectives over Gloo and NCCL raise"),
+    PrivateName(
+        "torch.distributed:Reducer._set_forward_pass_work_handle", "join() of uneven inputs may wait for ever"
+    ),
+    PrivateName(f"{_C}._distributed_c10d:_create_work_from_future", "join() of uneven inputs raises"),
+    PrivateName(
+        "torch.distributed:ProcessGroup._set_default_backend", "the backend's fallback to Gloo or NCCL raises"
+    ),
+    PrivateName(
+        "torch.distributed:ProcessGroup._register_backend", "the backend's fallback to Gloo or NCCL raises"
+    ),
+    PrivateName("torch.distributed:ProcessGroupGloo._Options", "the backend's fallback to Gloo raises"),
+    # DDP
+    PrivateName(f"{_C}._distributed_c10d:GradBucket", "dtcomm.ddp cannot be imported"),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._comm_hooks",
+        "a second hook is not refused",
+        instances=True,
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._join_config", "join() is not noticed", instances=True
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._divide_by_initial_world_size",
+        "join() raises",
+        instances=True,
+    ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._set_ddp_runtime_logging_sample_rate", "dtcomm demo raises"
+    ),
+    PrivateName("torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data", "dtcomm demo raises"),
+    PrivateName("torch.amp:GradScaler._scale", "the scale of losses is not followed", instances=True),
+    # autograd and the profiler
+    PrivateName(
+        "torch.autograd:Variable._execution_engine", "errors of hooks do not leave the backward pass"
+    ),
+    PrivateName(f"{_C}:_current_graph_task_id", "dtcomm.fsdp raises in the backward pass"),
+    PrivateName(f"{_C}._autograd:_profiler_enabled", "every step of DDP and FSDP raises"),
+    PrivateName(
+        "torch.profiler:record_function._call_end_callbacks_on_future", "ranges of the profiler raise"
+    ),
+    PrivateName(f"{_C}._dynamo:eval_frame._FrameAction", "torch.compile traces into the backend"),
+    # tensors and memory
+    PrivateName("torch:Tensor._indices", "sparse gradients raise"),
+    PrivateName("torch:Tensor._values", "sparse gradients raise"),
+    PrivateName("torch:_assert_async", "compiled layers and padded experts raise"),
+    PrivateName("torch:_foreach_lerp_", "dtcomm.extensions.extras.FrozenVariance cannot be imported"),
+    PrivateName(f"{_C}:_storage_Use_Count", "buffers of FSDP are not used again"),
+    PrivateName("torch:UntypedStorage._share_cuda_", "GPUs of one host do not share memory"),
+    PrivateName("torch:UntypedStorage._new_shared_cuda", "GPUs of one host do not share memory"),
+    PrivateName("torch.distributed._symmetric_memory:empty", "fused kernels do not run"),
+    PrivateName(f"{_C}._distributed_c10d:_detect_dma_connectivity", "NVLink is not named in dtcomm.info()"),
+    PrivateName("torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", "ring attention on CPU raises"),
+    PrivateName("torch.ops:aten._scaled_dot_product_flash_attention", "ring attention on CUDA raises"),
+    # layers and meshes
+    PrivateName("torch.nn.modules.batchnorm:_BatchNorm", "SyncBatchNorm is not noticed"),
+    PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dtcomm.mesh.flatten_axes raises"),
+    PrivateName(
+        "torch.distributed.pipelining.stage:_PipelineStageBase", "dtcomm.pipeline cannot be imported"
+    ),
+    # FSDP
+    PrivateName("torch.distributed.fsdp._common_utils:clean_tensor_name", _NO_FSDP),
+    PrivateName("torch.distributed.fsdp._fully_shard._fsdp_api:AllGather", _NO_FSDP),
+    PrivateName("torch.distributed.fsdp._fully_shard._fsdp_api:Comm", _NO_FSDP),
+    PrivateName("torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter", _NO_FSDP),
+    PrivateName("torch.distributed.fsdp._fully_shard._fsdp_common:DDPMeshInfo", _NO_FSDP),
+    PrivateName("torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo", _NO_FSDP),
+    PrivateName("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "FSDP2 models cannot be compressed"),
+    PrivateName(f"{_FSDP1}._handle", _NO_FSDP1, instances=True),
+    PrivateName(f"{_FSDP1}._comm_hook", _NO_FSDP1, instances=True),
+    PrivateName(f"{_FSDP1}._comm_hook_state", _NO_FSDP1, instances=True),
+)
+
+# --- process groups -------------------------------------------------------------------------------------------
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """Return the default group, or None where torch.distributed is not initialized."""
+    world: Any = c10d._world
+    group: dist.ProcessGroup | None = world.default_pg
+    return group
+
+
+def all_groups() -> dict[Any, Any]:
+    """Return torch's table of the groups of this process: group → (backend, store)."""
+    world: Any = c10d._world
+    groups: dict[Any, Any] = world.pg_map
+    return groups
+
+
+def group_or_raise(group: Any) -> Any:
+    """Return ``group``, or the default group for None; torch raises where there is none."""
+    return c10d._get_default_group() if group is None else group
+
+
+def check_timeout(timeout: timedelta) -> None:
+    """Raise the error that torch raises for a timeout that it does not take."""
+    c10d._check_valid_timeout(timeout)
+
+
+def add_backend(group: dist.ProcessGroup, device: torch.device, kind: Any, backend: Any) -> None:
+    """Make ``backend`` the backend of ``group``, by default and for ``device``."""
+    target: Any = group
+    target._set_default_backend(kind)
+    target._register_backend(device, kind, backend)
+
+
+def make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a Gloo backend of its own, which connects when it is first used."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    options._timeout = timeout
+    backend = gloo(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def complete_forward_pass_handles(kinds: tuple[type, ...]) -> None:
+    """Let DDP's reducer wait for the future of a handle of one of ``kinds`` instead of for the handle.
+
+    With ``join(divide_by_initial_world_size=False)`` DDP starts an all_reduce in every forward pass, which counts the
+    ranks that still have inputs, and the reducer waits for its handle in the backward pass. The reducer is written in
+    C++ and keeps only the C++ part of the handle: if Python deletes its part, the reducer waits for ever. After the
+    wait it also expects the handle's future to be complete, and the futures of dtcomm complete a little later.
+    """
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+    reducer: Any = dist.Reducer  # type: ignore[attr-defined]
+    original = reducer._set_forward_pass_work_handle
+    if hasattr(original, "dtcomm"):
+        return
+
+    @functools.wraps(original)
+    def set_forward_pass_work_handle(self: Any, work: dist.Work, *args: Any, **kwargs: Any) -> None:
+        if isinstance(work, kinds):
+            work = _create_work_from_future(work.get_future())
+        original(self, work, *args, **kwargs)
+
+    set_forward_pass_work_handle.dtcomm = True  # type: ignore[attr-defined]
+    reducer._set_forward_pass_work_handle = set_forward_pass_work_handle
+
+
+# --- DDP ------------------------------------------------------------------------------------------------------
+
+
+def has_ddp_hook(model: nn.Module) -> bool:
+    """Say whether a DDP model has a communication hook."""
+    return bool(getattr(model, "_comm_hooks", None))
+
+
+def join_config(model: Any) -> Any:
+    """Return the configuration of DDP's ``join``; None for a model without one."""
+    return getattr(model, "_join_config", None)
+
+
+def divides_by_active_ranks(model: Any) -> bool:
+    """Say whether DDP's ``join`` is active and divides by the ranks that still have inputs."""
+    return bool(model._join_config.enable and not model._divide_by_initial_world_size)
+
+
+def time_every_ddp_step(model: Any) -> None:
+    """Let DDP measure each step, not each hundredth."""
+    model._set_ddp_runtime_logging_sample_rate(1)
+
+
+def ddp_times(model: Any) -> dict[str, Any]:
+    """Return what DDP measured of the last step; times in nanoseconds."""
+    times: dict[str, Any] = model._get_ddp_logging_data()
+    return times
+
+
+def loss_scale(scaler: Any) -> torch.Tensor | None:
+    """Return the scale of a GradScaler on its device; None until the scaler is first used."""
+    scale: torch.Tensor | None = scaler._scale
+    return scale
+
+
+# --- autograd, the profiler, torch.compile --------------------------------------------------------------------
+
+
+def after_backward(callback: Callable[[], object]) -> None:
+    """Call ``callback`` at the end of the backward pass that runs; RuntimeError where none runs."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs on this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def profiler_is_active() -> bool:
+    """Say whether torch.profiler or torch.autograd.profiler runs on this thread."""
+    return torch._C._autograd._profiler_enabled()
+
+
+def end_with_future(shown: Any, future: torch.futures.Future[T]) -> torch.futures.Future[T]:
+    """End a range of the profiler with ``future``; returns a future to use in its place."""
+    chained: torch.futures.Future[T] = shown._call_end_callbacks_on_future(future)
+    return chained
+
+
+def exclude_from_compilation(function: Function) -> Function:
+    """Keep torch.compile from tracing a function and what it calls: a compiled caller has a graph break there.
+
+    ``torch.compiler.disable`` does the same but imports the compiler, which takes seconds.
+
+    Args:
+        function: A function written in Python.
+
+    Returns:
+        The same function.
+    """
+    assert isinstance(function, FunctionType)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # callers that are traced
+    frames: Any = torch._C._dynamo.eval_frame  # callers that are not
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def original_module(model: Any) -> Any:
+    """Return the module that torch.compile wrapped, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+# --- tensors and memory ---------------------------------------------------------------------------------------
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and the values of a sparse COO tensor, which need not be coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def assert_async(condition: torch.Tensor, message: str) -> None:
+    """Check a condition on the device, without making the host wait; also in compiled code."""
+    torch._assert_async(condition, message)
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """Return the number of tensors, in Python and in autograd, that refer to the storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def share_cuda(storage: Any) -> Sequence[Any]:
+    """Return a handle of CUDA memory for one other process."""
+    handle: Sequence[Any] = storage._share_cuda_()
+    return handle
+
+
+def open_shared_cuda(device: int, handle: Sequence[Any]) -> torch.UntypedStorage:
+    """Return the memory of a handle of another process."""
+    return torch.UntypedStorage._new_shared_cuda(device, *handle)
+
+
+def symmetric_memory() -> Any:
+    """Return torch's module of symmetric memory."""
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def nvlinks(gpu: int) -> Sequence[int] | None:
+    """Return the number of NVLinks from a GPU to each one that this process sees; None where it is unknown."""
+    try:
+        from torch._C._autograd import DeviceType
+
+        native: Any = torch._C._distributed_c10d  # it asks the driver
+        links: Sequence[int] = native._detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[gpu]
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    return links
+
+
+#: Operations on lists of tensors, as torch's optimizers use them.
+foreach = SimpleNamespace(
+    neg=torch._foreach_neg,
+    add=torch._foreach_add,
+    add_=torch._foreach_add_,
+    mul_=torch._foreach_mul_,
+    lerp_=torch._foreach_lerp_,
+    sqrt=torch._foreach_sqrt,
+    addcdiv_=torch._foreach_addcdiv_,
+)
+
+
+# Attention of a block with the log-sum-exp of its scores, and its gradients.
+def flash_attention_cpu(*args: Any, scale: float) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, scale=scale)
+
+
+def flash_attention_cpu_backward(*args: Any, scale: float) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, scale=scale)
+
+
+def flash_attention_cuda(*args: Any, scale: float) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention(*args, scale=scale)
+
+
+def flash_attention_cuda_backward(*args: Any, scale: float) -> Any:
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(*args, scale=scale)
+
+
+# --- layers, meshes, frameworks -------------------------------------------------------------------------------
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Say whether a module is one of torch's batch normalizations."""
+    return isinstance(module, BatchNorm)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the mesh with one axis, called ``name``, over all ranks of ``mesh``."""
+    flat: DeviceMesh = mesh._flatten(name)
+    return flat
+
+
+def placements_of_tensor_parallel_ddp(parameter: Any) -> Any:
+    """Return what torch.distributed.tensor.parallel.ddp keeps of a DTensor's placements; None without."""
+    return getattr(parameter, "_st_info", None)
+
+
+def lightning_hook(strategy: Any) -> Any:
+    """Return the communication hook of Lightning's DDP strategy, or None."""
+    return getattr(strategy, "_ddp_comm_hook", None)
+
+
+def transformers_model(model_class: Any, config: Any) -> nn.Module:
+    """Return a model of transformers with new weights."""
+    model: nn.Module = model_class._from_config(config)
+    return model
+
+
+def transformers_knows(auto_class: Any, config: Any) -> bool:
+    """Say whether an automatic class of transformers has a model for ``config``."""
+    return type(config) in auto_class._model_mapping
+
+
+# --- FSDP -----------------------------------------------------------------------------------------------------
+
+
+def fsdp2_parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return the parameter groups of an FSDP2 module; up to torch 2.11 there is at most one."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp2_parameter_group(module: FSDPModule) -> Any:
+    """Return the parameter group of an FSDP2 module that has at most one; None without parameters."""
+    state: Any = module._get_fsdp_state()
+    return state._fsdp_param_group
+
+
+def fsdp2_all_gather(group: Any) -> Any:
+    """Return what carries out the all-gathers of a parameter group."""
+    return group._all_gather_comm
+
+
+def fsdp2_all_reduce_hook(group: Any) -> Any:
+    """Return the hook between the replicas of a parameter group, or None."""
+    return group._all_reduce_hook
+
+
+def unsharded_size(fsdp_parameter: Any) -> torch.Size:
+    """Return the size of an FSDP2 parameter before it was cut."""
+    size: torch.Size = fsdp_parameter._orig_size
+    return size
+
+
+def has_accumulation_hooks(tensor: Any) -> bool:
+    """Say whether a hook runs after the gradient of ``tensor`` was accumulated."""
+    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """The flat parameter of an FSDP1 unit.
+
+    Attributes:
+        parameter: The parameter itself.
+        names: The names of the parameters in it, relative to the unit.
+        shapes: Their shapes.
+        owners: For each of them the module that had it, and what torch keeps of its placement over other axes.
+        padded: Whether torch pads between parameters.
+    """
+
+    parameter: Any
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    owners: tuple[tuple[Any, Any], ...]
+    padded: bool
+
+
+def fsdp1_flat_parameter(module: FullyShardedDataParallel) -> FlatParameter | None:
+    """Return the flat parameter of an FSDP1 unit; None for one without parameters."""
+    handle: Any = module._handle
+    if handle is None:
+        return None
+    flat = handle.flat_param
+    return FlatParameter(
+        parameter=flat,
+        names=tuple(flat._fqns),
+        shapes=tuple(flat._shapes),
+        owners=tuple(zip(flat._param_infos, flat._param_extensions, strict=True)),
+        padded=any(flat._is_padding_mask),
+    )
+
+
+def fsdp1_hook(module: FullyShardedDataParallel) -> Any:
+    """Return the communication hook of an FSDP1 unit, or None."""
+    return module._comm_hook
+
+
+def set_fsdp1_hook_state(module: FullyShardedDataParallel, state: Any) -> None:
+    """Give the hook of an FSDP1 unit a state of its own: torch passes all units the same one."""
+    module._comm_hook_state = state
+
+
+def remove_fsdp1_hook(module: FullyShardedDataParallel) -> None:
+    """Take the communication hook of an FSDP1 unit away."""
+    module._comm_hook = module._comm_hook_state = None
+
+
+_HOMES = {
+    "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "Comm": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "DDPMeshInfo": "torch.distributed.fsdp._fully_shard._fsdp_common",
+    "FSDPMeshInfo": "torch.distributed.fsdp._fully_shard._fsdp_common",
+    "PipelineStageBase": "torch.distributed.pipelining.stage",
+    "clean_tensor_name": "torch.distributed.fsdp._common_utils",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    private = f"_{name}" if name == "PipelineStageBase" else name
+    value = getattr(importlib.import_module(_HOMES[name]), private)
+    globals()[name] = value
+    return value
