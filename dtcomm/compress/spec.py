@@ -1,7 +1,8 @@
 """Compression schemes and their spec strings.
 
 A scheme is a codec, a codec for each level of a hierarchy of hosts (`LevelCodecs`), or a compressor with state of its
-own (`PowerSGD`, `DGC`). Policies, the DDP hook and `LocalSGD` parse specs here.
+own (`PowerSGD`, `DGC`). Policies, the DDP hook and `LocalSGD` parse specs here. Pipelines, experts and attention parse
+the codecs of their messages here, which are sent and not summed.
 """
 
 from __future__ import annotations
@@ -127,6 +128,40 @@ def parse_scheme(spec: str | Scheme) -> Scheme:
     return LevelCodecs(inside, between)
 
 
+def message_codec(spec: str | Codec, argument: str, messages: str) -> Codec:
+    """Return the codec that a spec describes, if messages can have it.
+
+    Args:
+        spec: The spec, or a codec.
+        argument: Name of the argument, with which error messages begin.
+        messages: What is sent and not summed, as a plural: ``"rows"``.
+
+    Raises:
+        TypeError: ``spec`` is neither a string nor a `Codec`.
+        ValueError: It is wrong, has two levels or payloads of variable length, or is for sums.
+
+    Example:
+        >>> from dtcomm.compress.spec import message_codec
+        >>> str(message_codec("int8", "codec", "rows"))
+        'int8'
+    """
+    if isinstance(spec, str) and "/" in spec:
+        raise ValueError(
+            f"{argument}: {spec!r} names a codec for each level of hosts; {messages} have one codec on all their way"
+        )
+    try:
+        parsed = codec(spec)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
+    if parsed.variable_length:
+        raise ValueError(
+            f"{argument}: {parsed} has payloads of a length that depends on the data, and {messages} have a fixed one"
+        )
+    if parsed.reproducible:
+        raise ValueError(f"{argument}: {parsed} is for sums, and {messages} are sent and not summed")
+    return parsed
+
+
 def wire_codec(scheme: Codec | DGC) -> Codec:
     """Return the codec in which the payload of a scheme travels."""
     return scheme.topk if isinstance(scheme, DGC) else scheme
@@ -143,6 +178,23 @@ def gaussian_error(scheme: Codec) -> float:
     x = torch.randn(GAUSSIAN_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu")
     decoded = ops.decode(scheme, ops.encode(scheme, x), x.numel())
     return float(torch.linalg.vector_norm(decoded - x) / torch.linalg.vector_norm(x))
+
+
+def require_accurate(codec: Codec, argument: str, carried: str, remedy: str = "") -> None:
+    """Raise ValueError for a codec that drops too much of the values, where no error feedback resends them.
+
+    Args:
+        codec: The codec.
+        argument: Name of the argument.
+        carried: What it carries: ``"tokens"``.
+        remedy: An argument with which the codec is accepted, besides ``allow_inaccurate=True``. Default: none.
+    """
+    if (error := gaussian_error(codec)) > MAX_ERROR:
+        instead = f", or {remedy}" if remedy else ""
+        raise ValueError(
+            f"{argument}: {codec} loses {error:.0%} of the {carried} (relative error; the limit is {MAX_ERROR:.0%}), "
+            f"and no error feedback resends it; use 4 bits or more{instead}; allow_inaccurate=True allows it"
+        )
 
 
 def needs_feedback(scheme: Codec) -> bool:

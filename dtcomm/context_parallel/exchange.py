@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import codec as parse
 from dtcomm.collectives import all_gather, all_to_all, recv, reduce_scatter, send
-from dtcomm.context_parallel.settings import CARRIED, Settings
-from dtcomm.context_parallel.state import record
+from dtcomm.context_parallel.state import CARRIED, Settings, record
 from dtcomm.kernels import counter_rng, ops
 from dtcomm.work import Work
 

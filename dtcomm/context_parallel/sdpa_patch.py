@@ -11,8 +11,7 @@ from torch.nn import functional
 from dtcomm.codecs import Codec
 from dtcomm.context_parallel.attention import sharded_attention, torch_attention
 from dtcomm.context_parallel.layout import GroupOrMesh, chunk_count, padded_length, require_dim, shard
-from dtcomm.context_parallel.settings import Settings, make_settings
-from dtcomm.context_parallel.state import State
+from dtcomm.context_parallel.state import Settings, State, make_settings
 
 
 @contextmanager

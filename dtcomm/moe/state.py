@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dtcomm._message_codec import message_codec, require_accurate
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.compress.report import GroupTraffic, group_name
+from dtcomm.compress.spec import message_codec, require_accurate
 from dtcomm.work import Work
 
 #: Default of what comes back, and of gradients, where the rows travel in a lossy codec.

@@ -8,7 +8,7 @@
 Compression is straight-through: a gradient is that of the activation which the next stage received.
 """
 
-from dtcomm.pipeline.links import Receiver, Sender
+from dtcomm.pipeline.exchange import Receiver, Sender
 from dtcomm.pipeline.schedules import bubble_fraction, split_layers
 from dtcomm.pipeline.stages import compress
 from dtcomm.pipeline.state import State

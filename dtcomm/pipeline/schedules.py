@@ -43,7 +43,7 @@ def bubble_fraction(schedule: Any, *, forward: float = 1.0, backward: float = 2.
 
     Raises:
         TypeError: ``schedule`` has no actions.
-        ValueError: A time is not positive, a backward pass is missing, or the actions wait for each other.
+        ValueError: A time is not positive, a backward pass is missing, or the actions are a deadlock.
 
     Example:
         >>> order = {0: ["0F0", "0F1", "0B0", "0B1"], 1: ["1F0", "1F1", "1B0", "1B1"]}  # GPipe, p = 2, m = 2
@@ -124,7 +124,7 @@ def _finish_times(
     }
     if waiting:
         texts = ", ".join(f"rank {rank} at {stage}{kind}{mb}" for rank, (stage, kind, mb) in waiting.items())
-        raise ValueError(f"schedule: its actions wait for each other: {texts}")
+        raise ValueError(f"schedule: deadlock: {texts}")
     return finished
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from dtcomm._message_codec import message_codec, require_accurate
 from dtcomm.codecs import Codec
 from dtcomm.compress.residuals import SampleReferences
+from dtcomm.compress.spec import message_codec, require_accurate
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import (
     MESSAGES,

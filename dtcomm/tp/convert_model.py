@@ -165,7 +165,7 @@ def _require_accurate(codec: Codec, argument: str) -> None:
     if error > MAX_ERROR:
         raise ValueError(
             f"{argument}: {codec} loses {error:.0%} of the activations (relative error; the limit is {MAX_ERROR:.0%}), "
-            "and nothing sends that later; use 4 bits or more, or a plan of dtcomm.extensions.calibrate with "
+            "and no error feedback resends it; use 4 bits or more, or a plan of dtcomm.extensions.calibrate with "
             "the layers that tolerate it; allow_inaccurate=True allows it"
         )
 

@@ -20,7 +20,7 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
 
 
 _INTEGRATION = _may(
-    "_autograd _message_codec profiling compress collectives codecs kernels streams work",
+    "_autograd profiling compress collectives codecs kernels streams work",
     "torch",
 )
 
@@ -52,8 +52,6 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
     "profiling": _may("planner collectives runtime streams work", "torch rich"),
     "compress": _may("profiling collectives planner kernels codecs streams work", "torch"),
-    # What pipelines, experts and attention accept as the codec of a message.
-    "_message_codec": _may("compress codecs"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
     # tp: it says which parameters are shards.

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import dtcomm
 from dtcomm import context_parallel as cp
-from dtcomm.context_parallel.settings import METHODS
+from dtcomm.context_parallel.state import METHODS
 from dtcomm.errors import PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 

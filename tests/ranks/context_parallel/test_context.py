@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from dtcomm import context_parallel as cp
 from dtcomm import ddp
 from dtcomm.cli.demo import train as demo
-from dtcomm.context_parallel.settings import METHODS
+from dtcomm.context_parallel.state import METHODS
 from dtcomm.launch.ranks import run_ranks
 
 SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=32, layers=2, width=32, heads=4)

@@ -52,7 +52,7 @@ def whole_of(stage: int, m: int) -> list[str]:
 
 
 def test_actions_that_wait_for_each_other_are_named() -> None:
-    with pytest.raises(ValueError, match=r"wait for each other: rank 0 at 0B0, rank 1 at 1B0"):
+    with pytest.raises(ValueError, match=r"schedule: deadlock: rank 0 at 0B0, rank 1 at 1B0"):
         bubble_fraction({0: ["0B0", "0F0"], 1: ["1B0", "1F0"]})
     with pytest.raises(ValueError, match="stage 0 has not as many backward passes"):
         bubble_fraction({0: ["0F0", "0F1", "0B0"]})
