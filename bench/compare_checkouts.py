@@ -1,6 +1,6 @@
 """Compare the speed of this checkout with that of another built checkout, case by case, in one run.
 
-python -m bench.compare_checkouts OTHER [--rounds 20] [--cases CASE ...] [--ranks 2] [--json FILE]
+python -m bench.compare_checkouts OTHER [--rounds 12] [--cases CASE ...] [--ranks 2] [--json FILE]
 
 The ranks of both checkouts stay alive and take turns within every round, so that a change of the machine's speed
 affects both. They are started several times (--starts), because a time also depends on which memory pages a process
@@ -8,12 +8,18 @@ gets. A ratio is this checkout's time divided by the other's in the same round: 
 
 A case is one of
 
-  all_reduce:SIZE:CODEC           an average of SIZE bytes of fp32, in place
+  all_reduce:SIZE:CODEC           an average of SIZE bytes of fp32, in place; likewise reduce_scatter, all_gather,
+                                  all_to_all, broadcast and sendrecv, where SIZE is that of the larger tensor
+  repeated:SIZE:CODEC             a hundred averages of one tensor, by all_reduce_init where a checkout has it
+  backend:COLLECTIVE:SIZE         the call of torch.distributed on backend "dtcomm"
   hook:BUCKETS:SIZE:CODEC         a step of DDP with the hook, with BUCKETS buckets of SIZE bytes
   encode:SIZE:CODEC               encode SIZE bytes of fp32, on one rank; also decode and reduce_encode
+  launches:BUCKETS:SIZE:CODEC     kernels and operators that the hook starts on tensors of a fake CUDA device: a count,
+                                  taken once with each checkout's tests/support, and no part of the mean
 
-such as hook:8:256K:int8. Without --cases several sizes of each kind are measured, and every codec; a kind alone, such
-as encode, stands for its default cases. A case that one of the checkouts does not have is reported and left out.
+such as hook:8:256K:int8. Without --cases several sizes of each kind are measured, and every codec: about three minutes
+on a machine with two free cores. A kind alone, such as encode, stands for its default cases. A case that one of the
+checkouts does not have is reported and left out.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
@@ -42,7 +49,15 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RANK_SCRIPT = ROOT / "bench" / "common" / "checkout_rank.py"
 VERBS = ("encode", "decode", "reduce_encode")
-KINDS = ("all_reduce", "hook", *VERBS)
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "sendrecv")
+LAUNCHES = "launches"
+# The fields of a case, and examples of them.
+FORMS = {kind: ["SIZE", "CODEC"] for kind in (*COLLECTIVES, "repeated", *VERBS)} | {
+    "backend": ["COLLECTIVE", "SIZE"],
+    "hook": ["BUCKETS", "SIZE", "CODEC"],
+    LAUNCHES: ["BUCKETS", "SIZE", "CODEC"],
+}
+EXAMPLES = {"BUCKETS": "8", "SIZE": "1M", "CODEC": "int8", "COLLECTIVE": "all_reduce"}
 SIDES = ("other", "this")
 TIMEOUT_S = 120.0
 
@@ -55,6 +70,7 @@ class Case:
     nbytes: int
     codec: str
     buckets: int = 1
+    call: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -64,20 +80,30 @@ class Case:
             ValueError: The kind is unknown, or the text does not have its form.
         """
         kind, _, arguments = text.partition(":")
-        if kind not in KINDS:
-            raise ValueError(f"case {text!r}: the kind {kind!r} is none of {', '.join(KINDS)}")
-        form = "hook:BUCKETS:SIZE:CODEC" if kind == "hook" else f"{kind}:SIZE:CODEC"
-        numbers, fields = form.count(":") - 1, arguments.split(":", form.count(":") - 1)
+        if kind not in FORMS:
+            raise ValueError(f"case {text!r}: the kind {kind!r} is none of {', '.join(FORMS)}")
+        form = FORMS[kind]
         try:
-            *counts, size = fields[:numbers]
-            case = cls(kind, report.parse_size(size), fields[numbers], *map(int, counts))
-        except (ValueError, IndexError):
+            fields = dict(zip(form, arguments.split(":", len(form) - 1), strict=True))
+            case = cls(
+                kind,
+                report.parse_size(fields["SIZE"]),
+                fields.get("CODEC", "none"),
+                int(fields.get("BUCKETS", 1)),
+                fields.get("COLLECTIVE", ""),
+            )
+        except ValueError:
+            example = ":".join([kind, *(EXAMPLES[word] for word in form)])
             raise ValueError(
-                f"case {text!r}: expected {form}, such as {kind}:{'8:' * (kind == 'hook')}1M:int8"
+                f"case {text!r}: expected {':'.join([kind, *form])}, such as {example}"
             ) from None
         if case.nbytes < 4 or case.buckets < 1 or not case.codec:
             raise ValueError(
                 f"case {text!r}: SIZE must be at least 4 bytes, BUCKETS at least 1, CODEC not empty"
+            )
+        if kind == "backend" and case.call not in COLLECTIVES:
+            raise ValueError(
+                f"case {text!r}: the collective {case.call!r} is none of {', '.join(COLLECTIVES)}"
             )
         return case
 
@@ -90,8 +116,8 @@ class Case:
             ),
             str(self.nbytes),
         )
-        buckets = f"{self.buckets}:" if self.kind == "hook" else ""
-        return f"{self.kind}:{buckets}{size}:{self.codec}"
+        fields = {"SIZE": size, "CODEC": self.codec, "BUCKETS": str(self.buckets), "COLLECTIVE": self.call}
+        return ":".join([self.kind, *(fields[word] for word in FORMS[self.kind])])
 
     @property
     def collective(self) -> bool:
@@ -100,17 +126,21 @@ class Case:
 
 
 def default_cases() -> list[Case]:
-    """Return all_reduce and the DDP hook at several sizes and codecs, and every codec's verbs at 1 MB."""
+    """Return all collectives and the DDP hook at several sizes and codecs, and every codec's verbs at 1 MB."""
     texts = [
         f"all_reduce:{size}:{codec}" for size in ("1K", "64K", "1M", "16M") for codec in ("none", "int8")
     ]
     texts += [f"all_reduce:1M:{codec}" for codec in ("bf16", "int4", "fp8_e4m3", "topk")]
+    texts += [f"{name}:{case}" for name in COLLECTIVES[1:] for case in ("1K:none", "1M:none", "1M:int8")]
+    texts += ["repeated:1K:none", "repeated:1K:int8"]
+    texts += [f"backend:{name}:{size}" for name in COLLECTIVES for size in ("1K", "1M")]
     texts += [
         f"hook:{buckets}:{codec}"
         for buckets in ("32:16K", "8:256K", "4:4M", "2:25M")
         for codec in ("none", "int8")
     ]
     texts += [f"hook:8:256K:{codec}" for codec in ("bf16", "int4", "topk")]
+    texts += [f"{LAUNCHES}:4:256K:{codec}" for codec in ("none", "int8", "topk", "powersgd")]
     texts += [f"{verb}:1M:{codec}" for verb in VERBS for codec in codecs.names()]
     return [Case.parse(text) for text in texts]
 
@@ -126,15 +156,15 @@ def choose_cases(texts: list[str] | None) -> list[Case]:
         return defaults
     chosen: dict[Case, None] = {}  # without repetitions
     for text in texts:
-        cases = [case for case in defaults if case.kind == text] if text in KINDS else [Case.parse(text)]
+        cases = [case for case in defaults if case.kind == text] if text in FORMS else [Case.parse(text)]
         chosen.update(dict.fromkeys(cases))
     return list(chosen)
 
 
 class Checkout:
-    """The ranks of one checkout."""
+    """The ranks of one checkout, perhaps with more environment variables."""
 
-    def __init__(self, root: Path, ranks: int, folder: str) -> None:
+    def __init__(self, root: Path, ranks: int, folder: str, **variables: str) -> None:
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         environment = {
@@ -143,6 +173,8 @@ class Checkout:
             "PYTHONSAFEPATH": "1",  # nothing is imported from the folder of the script
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONWARNINGS": "ignore",
+            **variables,
         }
         for rank in range(ranks):
             ours, theirs = Pipe()
@@ -182,6 +214,12 @@ class Checkout:
             "measure", all_ranks=together, name=str(case), calls=calls, together=together
         )
         return max(seconds)
+
+    def count_launches(self, case: Case) -> tuple[dict[str, int], str]:
+        """Return how often rank 0 started each kernel in a step, and the error if that failed."""
+        arguments: dict[str, Any] = {"buckets": case.buckets, "nbytes": case.nbytes, "codec": case.codec}
+        answers: list[tuple[dict[str, int], str]] = self.call("launches", **arguments)
+        return answers[0]
 
     def close(self) -> None:
         """End the ranks."""
@@ -286,7 +324,7 @@ def compare(
     """
     seconds: dict[Case, list[dict[str, float]]] = {}
     errors: dict[Case, str] = {}
-    starts = min(starts, rounds)
+    starts = min(starts, rounds) if cases else 0
     for start in range(starts):
         with ExitStack() as stack:
             sides = {}
@@ -304,6 +342,24 @@ def compare(
     }
 
 
+def count_launches(
+    other: Path, cases: list[Case], ranks: int
+) -> tuple[list[dict[str, Any]], dict[Case, str]]:
+    """Return what the hook starts on a fake device: a row for each case, and the errors of those without a row."""
+    counts: dict[Case, dict[str, Any]] = {case: {} for case in cases}
+    errors: dict[Case, str] = {}
+    for side, root in zip(SIDES, (other, ROOT), strict=True) if cases else ():
+        with tempfile.TemporaryDirectory(prefix="dtcomm-compare-") as folder:
+            with Checkout(root, ranks, folder, DTCOMM_RUNTIME="process_group") as checkout:
+                for case in cases:
+                    counted, error = checkout.count_launches(case)
+                    counts[case][side] = counted
+                    if error:
+                        errors.setdefault(case, f"{side} checkout: {error}")
+    rows = [{"case": str(case), **counts[case]} for case in cases if case not in errors]
+    return rows, errors
+
+
 def require_built(root: Path) -> Path:
     """Return the absolute path of a checkout.
 
@@ -317,6 +373,16 @@ def require_built(root: Path) -> Path:
     return root.resolve()
 
 
+def launch_cells(row: dict[str, Any]) -> list[str]:
+    """Return the sums of a row and how the counts differ."""
+    this, other = Counter(row["this"]), Counter(row["other"])
+
+    def more(a: Counter[str], b: Counter[str]) -> str:
+        return ", ".join(f"{count} {name}" for name, count in (a - b).items()) or "-"
+
+    return [row["case"], str(other.total()), str(this.total()), more(this, other), more(other, this)]
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Measure, print the table and write the file; return what was written."""
     parser = argparse.ArgumentParser(
@@ -325,9 +391,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "other", type=Path, metavar="OTHER", help="folder of the other checkout, built in place"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="measurements of each case on each checkout")
+    parser.add_argument("--rounds", type=int, default=12, help="measurements of each case on each checkout")
     parser.add_argument(
-        "--starts", type=int, default=4, help="how often the ranks are started; the rounds are divided"
+        "--starts", type=int, default=2, help="how often the ranks are started; the rounds are divided"
     )
     parser.add_argument(
         "--cases", nargs="+", metavar="CASE", help="cases or kinds instead of all default cases"
@@ -342,14 +408,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         other, cases = require_built(options.other), choose_cases(options.cases)
     except ValueError as error:
         parser.error(str(error))
-    measured = compare(other, cases, options.rounds, options.starts, options.ranks, options.seconds)
+    timed = [case for case in cases if case.kind != LAUNCHES]
+    counted, errors = count_launches(other, [case for case in cases if case.kind == LAUNCHES], options.ranks)
+    measured = compare(other, timed, options.rounds, options.starts, options.ranks, options.seconds)
+    errors |= measured["errors"]
     comparisons: list[Comparison] = measured["comparisons"]
     report.table(
         f"{ROOT} / {other}, {options.ranks} ranks, {options.rounds} rounds",
         ["case", "other µs", "this µs", "this / other", "quartiles"],
         [comparison.cells() for comparison in comparisons],
     )
-    for case, reason in measured["errors"].items():
+    if counted:
+        report.table(
+            "launches of a step of the hook on a fake CUDA device: kernels and operators",
+            ["case", "other", "this", "this alone", "other alone"],
+            [launch_cells(row) for row in counted],
+        )
+    for case, reason in errors.items():
         print(f"left out: {case}: {reason}")
     if comparisons:
         ratio = statistics.geometric_mean([comparison.ratio.median for comparison in comparisons])
@@ -360,7 +435,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "rounds": options.rounds,
         "starts": options.starts,
         "rows": [comparison.as_dict() for comparison in comparisons],
-        "left_out": {str(case): reason for case, reason in measured["errors"].items()},
+        "launches": counted,
+        "left_out": {str(case): reason for case, reason in errors.items()},
     }
     if options.json:
         print(report.write(options.json, result))

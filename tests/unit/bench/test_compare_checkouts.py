@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from bench import compare_checkouts
-from bench.common.checkout_rank import EqualBuckets
-from bench.compare_checkouts import VERBS, Case, Checkout, Comparison, choose_cases, default_cases
+from bench.common.checkout_rank import Bucket, EqualBuckets, counted
+from bench.compare_checkouts import (
+    COLLECTIVES,
+    FORMS,
+    VERBS,
+    Case,
+    Checkout,
+    Comparison,
+    choose_cases,
+    default_cases,
+)
 from dtcomm import codecs
 from dtcomm.compress.policy import default_policy
+from tests.support import fake_cuda_tensor
+from tests.support.stream_checker import RecordedStreams
 
 
 @pytest.mark.parametrize(
@@ -21,6 +34,10 @@ from dtcomm.compress.policy import default_policy
         ("hook:8:256K:int8", Case("hook", 262144, "int8", buckets=8)),
         ("decode:1M:topk:ratio=0.01", Case("decode", 1 << 20, "topk:ratio=0.01")),
         ("encode:1000:sign", Case("encode", 1000, "sign")),
+        ("sendrecv:1M:int8", Case("sendrecv", 1 << 20, "int8")),
+        ("repeated:1K:none", Case("repeated", 1024, "none")),
+        ("backend:all_gather:1M", Case("backend", 1 << 20, "none", call="all_gather")),
+        ("launches:4:256K:topk:ratio=0.01", Case("launches", 262144, "topk:ratio=0.01", buckets=4)),
     ],
 )
 def test_a_case_is_parsed_and_printed(text: str, case: Case) -> None:
@@ -31,13 +48,15 @@ def test_a_case_is_parsed_and_printed(text: str, case: Case) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("gather:1K:none", "the kind 'gather' is none of all_reduce, hook, encode"),
+        ("gather:1K:none", "the kind 'gather' is none of all_reduce, reduce_scatter"),
         ("all_reduce:1K", "expected all_reduce:SIZE:CODEC"),
         ("all_reduce:big:none", "expected all_reduce:SIZE:CODEC"),
         ("hook:1M:none", "expected hook:BUCKETS:SIZE:CODEC, such as hook:8:1M:int8"),
         ("hook:0:1M:none", "BUCKETS at least 1"),
         ("encode:2:none", "at least 4 bytes"),
         ("encode:1K:", "CODEC not empty"),
+        ("backend:all_reduce:1K:int8", "expected backend:COLLECTIVE:SIZE, such as backend:all_reduce:1M"),
+        ("backend:gather:1K", "the collective 'gather' is none of all_reduce"),
     ],
 )
 def test_a_wrong_case_is_refused(text: str, message: str) -> None:
@@ -51,6 +70,12 @@ def test_the_default_cases_contain_every_verb_of_every_codec() -> None:
     for verb in VERBS:
         assert {case.codec for case in cases if case.kind == verb} == set(codecs.names())
     assert choose_cases(None) == cases
+
+
+def test_the_default_cases_contain_every_kind_and_every_collective_of_the_backend() -> None:
+    cases = default_cases()
+    assert {case.kind for case in cases} == set(FORMS)
+    assert {case.call for case in cases if case.kind == "backend"} == set(COLLECTIVES)
 
 
 def test_a_kind_stands_for_its_default_cases() -> None:
@@ -126,6 +151,28 @@ def test_a_folder_without_a_built_checkout_is_refused(
     with pytest.raises(SystemExit):
         compare_checkouts.main([str(tmp_path)])
     assert "has no native module: run `make build` there first" in capsys.readouterr().err
+
+
+def test_launches_are_counted_but_views_and_empty_tensors_are_not() -> None:
+    counts: Counter[str] = Counter()
+    with counted(fake_cuda_tensor, counts), fake_cuda_tensor.fake_cuda_device(RecordedStreams()):
+        tensor = fake_cuda_tensor.to_fake_cuda(torch.zeros(64))
+        tensor.view(8, 8)
+        torch.empty_like(tensor)
+        tensor.add_(tensor.mul(2.0))
+    tensor.mul_(2.0)  # no longer counted
+    assert counts == {"mul": 1, "add_": 1}
+
+
+def test_a_launch_on_one_checkout_alone_is_named() -> None:
+    row = {"case": "launches:1:1K:none", "other": {"kernel combine": 2, "add_": 1}, "this": {"add_": 3}}
+    assert compare_checkouts.launch_cells(row) == [row["case"], "3", "3", "2 add_", "2 kernel combine"]
+
+
+def test_a_bucket_has_the_shapes_of_its_parameter() -> None:
+    bucket = Bucket(0, True, torch.zeros(8, 4), memory := torch.arange(32.0))
+    (gradient,) = bucket.gradients()
+    assert gradient.shape == (8, 4) and torch.equal(gradient.flatten(), memory)
 
 
 def test_the_default_policy_compresses_the_parameters_of_the_hook_cases() -> None:
