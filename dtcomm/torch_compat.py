@@ -507,21 +507,18 @@ def remove_fsdp1_hook(module: FullyShardedDataParallel) -> None:
     module._comm_hook = module._comm_hook_state = None
 
 
-_HOMES = {
-    "AllGather": "torch.distributed.fsdp._fully_shard._fsdp_api",
-    "Comm": "torch.distributed.fsdp._fully_shard._fsdp_api",
-    "ReduceScatter": "torch.distributed.fsdp._fully_shard._fsdp_api",
-    "DDPMeshInfo": "torch.distributed.fsdp._fully_shard._fsdp_common",
-    "FSDPMeshInfo": "torch.distributed.fsdp._fully_shard._fsdp_common",
-    "PipelineStageBase": "torch.distributed.pipelining.stage",
-    "clean_tensor_name": "torch.distributed.fsdp._common_utils",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home: Any
+    if name in ("AllGather", "Comm", "ReduceScatter"):
+        from torch.distributed.fsdp._fully_shard import _fsdp_api as home
+    elif name in ("DDPMeshInfo", "FSDPMeshInfo"):
+        from torch.distributed.fsdp._fully_shard import _fsdp_common as home
+    elif name == "clean_tensor_name":
+        from torch.distributed.fsdp import _common_utils as home
+    elif name == "PipelineStageBase":
+        from torch.distributed.pipelining import stage as home
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    private = f"_{name}" if name == "PipelineStageBase" else name
-    value = getattr(importlib.import_module(_HOMES[name]), private)
+    value = getattr(home, "_PipelineStageBase" if name == "PipelineStageBase" else name)
     globals()[name] = value
     return value

@@ -193,14 +193,9 @@ def test_the_core_needs_no_extension(tmp_path: Path) -> None:
     assert path == str(copy) and int(modules) > 100
 
 
-# Packages whose circles are being removed.
-KNOWN_CIRCLES = ("dtcomm.kernels.triton",)
-
-
 def test_no_modules_import_each_other() -> None:
     files = structure.python_files("dtcomm") + sorted((ROOT / "dtcomm").rglob("*.pyi"))
-    found = structure.circles(structure.import_graph(files))
-    assert [circle for circle in found if not circle[0].startswith(KNOWN_CIRCLES)] == []
+    assert structure.circles(structure.import_graph(files)) == []
 
 
 def test_a_circle_through_a_function_is_found() -> None:

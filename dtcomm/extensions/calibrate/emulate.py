@@ -128,6 +128,7 @@ class EmulatedLayer(nn.Module):
         backward_codec: Codec of gradients; may be changed between calls.
         algorithm: See `emulate_all_reduce`.
         name: Name of the layer in the model, for error messages.
+        config: The model's configuration, which gives the sizes of projections that are one matrix; None without one.
         sent: Number of elements summed or gathered in forward passes so far.
     """
 

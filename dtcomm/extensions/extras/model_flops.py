@@ -34,7 +34,7 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **options
 
     Example:
         >>> import torch
-        >>> from dtcomm.profiling import count_flops
+        >>> from dtcomm.extensions.extras import count_flops
         >>> count_flops(torch.nn.Linear(64, 32), torch.empty(8, 64), backward=False)
         32768
     """
@@ -89,7 +89,7 @@ def transformer_flops(
         ValueError: An argument is negative.
 
     Example:
-        >>> from dtcomm.profiling import transformer_flops
+        >>> from dtcomm.extensions.extras import transformer_flops
         >>> transformer_flops(1e9, 1000) / 1e12
         6.0
     """
@@ -122,7 +122,7 @@ def peak_flops(device: str | torch.device | None = None, dtype: str = "bf16") ->
         ValueError: The table has no such device or dtype; pass the peak as a number then.
 
     Example:
-        >>> from dtcomm.profiling import peak_flops
+        >>> from dtcomm.extensions.extras import peak_flops
         >>> peak_flops("h100") / 1e12
         989.4
     """

@@ -70,7 +70,7 @@ def find_stragglers(speeds: Sequence[RankSpeed]) -> list[Straggler]:
         The slow ranks; a rank may appear with both causes.
 
     Example:
-        >>> from dtcomm.profiling import RankSpeed, find_stragglers
+        >>> from dtcomm.extensions.extras import RankSpeed, find_stragglers
         >>> fast = RankSpeed(rank=0, samples=8, sample_s=0.01, wait_s=0.09)
         >>> slow = RankSpeed(rank=1, samples=8, sample_s=0.02, wait_s=0.01)
         >>> print(*find_stragglers([fast, slow]))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dtcomm import torch_compat
 from dtcomm.backend import fallback_backends
 from dtcomm.backend.process_group import DtcommProcessGroup
 
@@ -86,7 +87,7 @@ def test_every_operation_on_a_gpu_falls_back_and_is_reported(
     torch_stub = SimpleNamespace(device=torch.device, cuda=SimpleNamespace(is_available=lambda: True))
     monkeypatch.setattr(fallback_backends, "torch", torch_stub)
     monkeypatch.setattr(fallback_backends.FallbackBackends, "_make_nccl", lambda *_: "nccl")
-    monkeypatch.setattr(fallback_backends.FallbackBackends, "_make_gloo", lambda *_: "gloo")
+    monkeypatch.setattr(torch_compat, "make_gloo", lambda *_: "gloo")
     group = DtcommProcessGroup(dist.HashStore(), 0, 2, timedelta(seconds=5), "devices")
     with FakeTensorMode():
         tensor = torch.empty(8, device=CUDA)
