@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from dtcomm.errors import PeerLost
+from dtcomm.runtime import process_groups
 from dtcomm.runtime.bootstrap import rendezvous
 
 _MOST_STEPS = 50_000  # of one run; ranks that need more never end
@@ -239,7 +240,9 @@ def simulated(scheduler: Scheduler, knows: Callable[[int, int], bool]) -> Iterat
 
     with (
         mock.patch.object(rendezvous, "time", scheduler),
+        mock.patch.object(process_groups, "time", scheduler),
         mock.patch.object(rendezvous, "time", scheduler),
+        mock.patch.object(process_groups, "time", scheduler),
         mock.patch.object(rendezvous.processes, "require_alive", require_alive),
     ):
         yield
