@@ -58,7 +58,7 @@ class PrivateName:
     Attributes:
         path: ``module:attribute.attribute``; where the attribute is one of instances only, the class that has it.
         without: What happens in a torch that does not have it.
-        checked: The versions of torch on which dtcomm's tests passed with it.
+        checked: The versions of torch in which it was found.
         instances: Whether only instances have it, so that it cannot be looked up on the class.
     """
 
