@@ -132,7 +132,10 @@ class State(Reporting):
                 "shared buffers": self.buffers.nbytes(),
             },
             modules={
-                name: {kind: replace(counters) for kind, counters in kinds.items()}
+                name: {
+                    kind: replace(counters, relative_error=counters.fetch_error())
+                    for kind, counters in kinds.items()
+                }
                 for name, kinds in self._modules.items()
             },
             events=count_events(self.events),
