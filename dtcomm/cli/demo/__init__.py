@@ -20,6 +20,7 @@ from rich.table import Table
 
 from dtcomm.cli._common import COLOURS, split_codecs, styled_pyplot
 from dtcomm.cli.demo import train
+from dtcomm.cli.demo.train import PLAIN, Settings
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import RankError, RankTimeout, send_to_parent, spawn_ranks
 
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     console = Console(stderr=options.json)
     seeds = range(options.seed, options.seed + options.seeds)
-    runs = (train.PLAIN, *options.codecs)
+    runs = (PLAIN, *options.codecs)
     begin = time.monotonic()
     console.print(
         "A character-level GPT learns from the source of Python's standard library:\n"
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     results: dict[int, list[list[dict[str, Any]]]] = {}
     for seed in seeds:
-        settings = train.Settings(runs=runs, steps=options.steps, seed=seed)
+        settings = Settings(runs=runs, steps=options.steps, seed=seed)
         try:
             results[seed] = _train(
                 settings, options.nproc, console, f"seed {seed}: " if len(seeds) > 1 else ""
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train_rank(rank: int, world_size: int, settings: train.Settings) -> list[dict[str, Any]]:
+def train_rank(rank: int, world_size: int, settings: Settings) -> list[dict[str, Any]]:
     """Train on one rank; rank 0 sends its progress to the main process."""
     if rank:
         return train.train(settings)
@@ -73,7 +74,7 @@ def train_rank(rank: int, world_size: int, settings: train.Settings) -> list[dic
         send_to_parent(None)
 
 
-def _train(settings: train.Settings, nproc: int, console: Console, prefix: str) -> list[list[dict[str, Any]]]:
+def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> list[list[dict[str, Any]]]:
     """Train on all ranks with a progress bar for each run; return results by rank, then by run."""
     columns = (
         TextColumn(prefix + "{task.description:>9}"),
