@@ -92,7 +92,7 @@ def take_turns(
 
 
 class Results:
-    """The rows of a program.
+    """The rows of a program; prints the machine and the commit first.
 
     Attributes:
         rows: For JSON.
@@ -103,6 +103,7 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
         self._options = options
+        print(report.headline())
 
     def add(
         self,

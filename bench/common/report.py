@@ -42,6 +42,12 @@ def describe() -> dict[str, object]:
     }
 
 
+def headline() -> str:
+    """Return the machine and the commit in one line."""
+    run = describe()
+    return f"{run['cpu']}, {run['cores']} cores, {run['instruction_set']}, commit {run['commit']}, load {run['load']}"
+
+
 def commit(checkout: Path) -> str:
     """Return the short hash of a checkout's commit, with ``-dirty`` if files differ from it."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
