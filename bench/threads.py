@@ -5,7 +5,7 @@ python -m bench.threads [--ranks 2] [--threads 1 2 4] [--sizes 64M 256M] [--code
 
 The operation is an fp32 average in place, in ordinary memory and in `dtcomm.empty` (codec none). Every rank is bound
 to its share of the cores. Contestants take turns within every repetition; figures are medians of the slowest rank, with
-the quartiles and the best. ``DTCOMM_TRIALS`` is off, so every number of threads works in the same way; set
+the quartiles and the best. With ``DTCOMM_TRIALS=never`` every number of threads works in the same way; set
 ``DTCOMM_STAGING`` to compare stores. The default numbers of threads go up to the cores of each rank; on more than that,
 threads share cores. The exit status is 1 if a number of threads changes a bit of a result.
 """
@@ -54,7 +54,7 @@ class ThreadsRank(Rank):
         super().__init__(rank, ranks, store_file, pinned=False)
         from dtcomm import collectives
 
-        os.environ["DTCOMM_TRIALS"] = "off"
+        os.environ["DTCOMM_TRIALS"] = "never"
         self._collectives = collectives
         self._groups: dict[int, Any] = {}
         for count in counts:

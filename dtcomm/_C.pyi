@@ -1,6 +1,6 @@
 """The native core, as csrc/python binds it: one section per binding file."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # csrc/python/latency.cpp
@@ -187,28 +187,88 @@ class NativeProgram:
     @property
     def max_boxes(self) -> int: ...
 
-class NativePlan:
+class Variants:
+    """How the engine carries out the operations of a plan, and what it tries instead. Results do not depend on it.
+
+    Attributes:
+        piece_bytes: Bytes of input in one piece.
+        single_copy: Whether receivers copy out of the sender's memory.
+        stream_payload: Whether payloads are written into slots with non-temporal stores.
+        stream_output: Whether results are, where they were not read just before.
+        parallel: Whether this rank uses its threads.
+        threads: Threads that it may use.
+        offers: Whether the operation is a message of one rank to another. If it fits into the slots, its sender does
+            not wait for a receiver that comes late: a single copy is then an offer (``csrc/engine/offer.h``).
+        size_class: Operations with this name are tried together; empty: nothing is tried.
+        piece_sizes: Sizes to try, ``piece_bytes`` among them.
+        tries_single_copy: Whether to try both values; the same for the three below.
+        tries_alternative: Whether to try the operation's alternative algorithm.
+    """
+
+    piece_bytes: int
+    single_copy: bool
+    stream_payload: bool
+    stream_output: bool
+    parallel: bool
+    threads: int
+    offers: bool
+    size_class: str
+    piece_sizes: list[int]
+    tries_single_copy: bool
+    tries_stream_payload: bool
+    tries_stream_output: bool
+    tries_parallel: bool
+    tries_alternative: bool
+    def __init__(
+        self,
+        *,
+        piece_bytes: int = ...,
+        single_copy: bool = ...,
+        stream_payload: bool = ...,
+        stream_output: bool = ...,
+        parallel: bool = ...,
+        threads: int = ...,
+        offers: bool = ...,
+        size_class: str = ...,
+        piece_sizes: list[int] = ...,
+        tries_single_copy: bool = ...,
+        tries_stream_payload: bool = ...,
+        tries_stream_output: bool = ...,
+        tries_parallel: bool = ...,
+        tries_alternative: bool = ...,
+    ) -> None: ...
+
+class PlanSpec:
+    """What a plan is made of; the fields of ``csrc/engine/plan.h``.
+
+    Attributes:
+        segments: (elements, dtype, codec, codec between hosts) of each tensor.
+        max_boxes: Payloads of a rank for which the communicator has room.
+        alternative: A program with the same results, which ``variants`` may try.
+    """
+
+    alternative: NativeProgram | None
+    alternative_zero_copy: bool
     def __init__(
         self,
         *,
         program: NativeProgram,
         geometry: int,
         op: int,
-        average: bool,
         segments: list[tuple[int, int, bytes, bytes]],
+        variants: Variants,
         slot_bytes: int,
-        zero_copy: bool,
-        text: str,
-        max_boxes: int,
-        splits: list[int],
-        checksum: bool,
-        call_info: str,
-        variant: tuple[int, bool, bool, bool, bool, bool],
-        space: tuple[str, list[int], bool, bool, bool, bool],
-        threads: int,
-        alternative: NativeProgram | None = None,
-        alternative_zero_copy: bool = False,
+        average: bool = False,
+        text: str = "",
+        zero_copy: bool = False,
+        checksum: bool = False,
+        max_boxes: int = ...,
+        splits: list[int] = ...,
+        call_info: str = "",
     ) -> None: ...
+
+class NativePlan:
+    def __init__(self, spec: PlanSpec) -> None: ...
     @property
     def max_boxes(self) -> int: ...
     @property
@@ -241,6 +301,51 @@ class NativeWork:
     def finished_ns(self) -> int: ...
     def phase_times(self) -> list[tuple[int, int, int]]: ...
 
+class Address:
+    """How a rank is reached: its process and the memory that it shares, or sockets that are connected to it.
+
+    Attributes:
+        pid, page_fd, page_token, page_address: Its process, and where that shows that it lives.
+        region_fd, region_token: The memory in which it publishes payloads.
+        sockets: Connected to it, if its memory is not mapped; the engine owns them from now on.
+        other_host: Whether it is on another host.
+        name: How errors name it.
+    """
+
+    pid: int
+    page_fd: int
+    page_token: int
+    page_address: int
+    region_fd: int
+    region_token: int
+    sockets: list[int]
+    other_host: bool
+    name: str
+    def __init__(
+        self,
+        *,
+        pid: int = ...,
+        page_fd: int = ...,
+        page_token: int = ...,
+        page_address: int = ...,
+        region_fd: int = ...,
+        region_token: int = ...,
+        sockets: list[int] = ...,
+        other_host: bool = ...,
+        name: str = ...,
+    ) -> None: ...
+
+class FlightRecord:
+    number: int
+    text: str
+    call_info: str
+    stage: int
+    issued_ns: int
+    started_ns: int
+    finished_ns: int
+    waiting_for: int
+    waited_for: list[int]
+
 class NativeCommunicator:
     waiters_help_progress: bool
     def __init__(
@@ -256,10 +361,8 @@ class NativeCommunicator:
         between: tuple[float, float, float] = ...,
         wide_area: bool = False,
     ) -> None: ...
-    def address(self) -> tuple[int, int, int, int, int, int]: ...
-    def attach(
-        self, addresses: Sequence[tuple[Any, ...]], further_sockets: Mapping[int, Sequence[int]] = ...
-    ) -> None: ...
+    def address(self) -> dict[str, int]: ...
+    def attach(self, addresses: Sequence[Address]) -> None: ...
     def make_ucx_address(self) -> bytes: ...
     def connect_ucx(self, addresses: Sequence[bytes]) -> None: ...
     def ucx_is_connected(self) -> bool: ...
@@ -272,7 +375,7 @@ class NativeCommunicator:
     def restoring_counts(self) -> tuple[int, int]: ...
     def measured_rates(self) -> list[float]: ...
     def single_copy_error(self) -> str: ...
-    def size_classes(self) -> list[tuple[str, int, bool, bool, bool, bool, bool, float, int, bool]]: ...
+    def size_classes(self) -> list[dict[str, Any]]: ...
     def run(self, plan: NativePlan, input: int, output: int, residual: int, seed: int) -> int: ...
     def run_all(
         self,
@@ -292,10 +395,10 @@ class NativeCommunicator:
         after: list[NativeTask] = ...,
         agreed: int = 0,
     ) -> NativeWork: ...
-    def set_cores_per_rank(self, cores: float) -> None: ...
+    def set_tuning(self, cores_per_rank: float, always: bool) -> None: ...
     def set_wait_policy(self, spins: int, yield_us: float) -> None: ...
-    def flight_records(self) -> list[tuple[int, str, str, int, int, int, int, int, list[int]]]: ...
-    def peer_snapshots(self) -> list[tuple[int, str, int, int, bool, bool]]: ...
+    def flight_records(self) -> list[FlightRecord]: ...
+    def peer_snapshots(self) -> list[dict[str, Any]]: ...
     def set_timeout(self, seconds: float) -> None: ...
     def close(self) -> None: ...
     @staticmethod
@@ -361,7 +464,7 @@ def run_simulated(
     crash_after: int,
     flip_box: int,
     calls: list[list[Any]],
-) -> list[tuple[int, int, int, int]]: ...
+) -> list[tuple[int, int, int, int, list[dict[str, Any]]]]: ...
 
 # csrc/python/engine.cpp
 def set_engine_kernels(name: str) -> None: ...

@@ -165,10 +165,12 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
     ),
     "DTCOMM_TRIALS": Variable(
-        default="on",
-        meaning="Whether the native engine tries other stores, sizes of pieces and ways of copying in some of the"
-        " operations, and uses what takes the least time. off: it uses what it begins with",
-        choices=("on", "off"),
+        default="first",
+        meaning="When the native engine tries other stores, sizes of pieces and ways of copying in the operations"
+        " themselves, to use what takes the least time. first: in the first operations of each kind and size, which"
+        " then stay as they are. always: again and again, for machines whose cores move. never: it uses what it begins"
+        " with",
+        choices=("first", "always", "never"),
         shared=True,
     ),
     "DTCOMM_PIECE_KIB": Variable(

@@ -54,8 +54,12 @@ class Communicator {
   Status can_single_copy() const { return peers_.can_single_copy(); }
   // Whether threads that wait also do the progress thread's work, because there are fewer cores than threads.
   bool waiters_help_progress = false;
-  // How many cores a rank of this host has. To be set before the first operation.
-  void set_cores_per_rank(double cores) { tuner_.cores_per_rank = cores; }
+  // How many cores a rank of this host has, and whether its tuner never stops trying. To be set before the first
+  // operation.
+  void set_tuning(double cores_per_rank, bool always) {
+    tuner_.cores_per_rank = cores_per_rank;
+    tuner_.always = always;
+  }
   double cores_per_rank() const { return tuner_.cores_per_rank; }
   // To be called before the first operation. The yield time is left alone where payloads take time to arrive.
   void set_wait_policy(const WaitPolicy& policy);

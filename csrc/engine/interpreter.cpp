@@ -16,9 +16,8 @@ Interpreter::Interpreter(Transport& transport, Call call, std::uint64_t fingerpr
 // cannot have begun.
 bool Interpreter::choose_variant() {
   Transport& transport = state_.transport;
-  const VariantSpace& space = state_.plan().space();
-  if (transport.tuner && !space.size_class.empty()) {
-    const std::optional<Tuner::Choice> choice = transport.tuner->start(space, state_.number);
+  if (transport.tuner && state_.plan().has_trials()) {
+    const std::optional<Tuner::Choice> choice = transport.tuner->start(state_.plan().variants(), state_.number);
     if (!choice) {
       state_.waiting_for = 0;
       return false;
@@ -57,22 +56,24 @@ void Interpreter::record_trial(std::uint64_t end_ns) {
 
 Progress Interpreter::advance(int budget, bool ahead) {
   if (!has_variant_ && !choose_variant()) return Progress::blocked;
-  if (!ahead && state_.begin_ns == 0 && (state_.trial || state_.plan().space().message)) state_.begin_ns = now_ns();
+  Transport& transport = state_.transport;
+  const bool timed_message = state_.plan().has_trials() && state_.plan().variants().offers;
+  if (!ahead && state_.begin_ns == 0 && (state_.trial || timed_message)) state_.begin_ns = transport.now();
   if (!begun_) {
     for (const LocalTask& task : state_.call.before) task(*state_.call.kernels);
     begun_ = true;
   }
   if (!mode_ && !choose_mode()) return Progress::blocked;
-  const std::uint64_t since = state_.trial ? now_ns() : 0;
+  const std::uint64_t since = state_.trial ? transport.now() : 0;
   const Progress progress = mode_->advance(budget, ahead);
   if (state_.trial && progress != Progress::blocked) {
-    const std::uint64_t now = now_ns();
+    const std::uint64_t now = transport.now();
     state_.busy_ns += now - since;
     if (progress == Progress::done) record_trial(now);
   }
   if (progress == Progress::done) {
-    if (state_.plan().space().message) {
-      auto& begins = state_.transport.last_begins_ns;
+    if (timed_message) {
+      auto& begins = transport.last_begins_ns;
       std::copy_backward(begins.begin(), begins.end() - 1, begins.end());
       begins.front() = state_.begin_ns;
     }

@@ -44,8 +44,7 @@ PeerSet::PeerSet(const PeerSetOptions& options) : token_(random_token()) {
 PeerAddress PeerSet::address() const {
   LocalProcess& process = LocalProcess::instance();
   const auto page = reinterpret_cast<std::uintptr_t>(&process.page());
-  return {
-      static_cast<int>(getpid()), process.fd(), process.page().token, page, region_.fd(), token_, -1, {}, false, ""};
+  return {static_cast<int>(getpid()), process.fd(), process.page().token, page, region_.fd(), token_, {}, false, ""};
 }
 
 void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
@@ -53,17 +52,14 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
   // Sockets first: this object owns them from here on, whatever fails below.
   for (int peer = 0; peer < ranks; ++peer) {
     const PeerAddress& address = addresses[static_cast<std::size_t>(peer)];
-    if (address.socket < 0) continue;
-    std::vector<int> sockets{address.socket};
-    sockets.insert(sockets.end(), address.further_sockets.begin(), address.further_sockets.end());
+    if (address.sockets.empty()) continue;
     RegionLayout layout = layout_;
     layout.rank = static_cast<std::uint32_t>(peer);
     try {
-      remote_.add(peer, sockets, layout, *own_.header);
+      remote_.add(peer, address.sockets, layout, *own_.header);
     } catch (...) {
       for (auto later = addresses.begin() + peer + 1; later != addresses.end(); ++later) {
-        if (later->socket >= 0) ::close(later->socket);
-        for (const int further : later->further_sockets) ::close(further);
+        for (const int socket : later->sockets) ::close(socket);
       }
       throw;
     }
@@ -83,9 +79,9 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
     if (layout_.emulates_link) {
       links[index] = address.other_host ? between_.get() : inside_.get();
       has_latency |= links[index] != nullptr;
-      if (links[index] && address.socket >= 0) links[index]->skip_cpu_time(peer);
+      if (links[index] && !address.sockets.empty()) links[index]->skip_cpu_time(peer);
     }
-    if (address.socket >= 0) {
+    if (!address.sockets.empty()) {
       peers.push_back(remote_.find(peer)->view());
     } else {
       mixed_ = !remote_.empty();

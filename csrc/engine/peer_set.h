@@ -24,11 +24,9 @@ struct PeerAddress {
   std::uint64_t page_address = 0;  // in that process
   int region_fd = -1;
   std::uint64_t region_token = 0;
-  // Connected to it, if its memory cannot be mapped; the communicator takes ownership.
-  int socket = -1;
-  std::vector<int> further_sockets{};
-  bool other_host = false;  // it is on another host
-  std::string name;         // "rank 3 (host a, pid 17)"
+  std::vector<int> sockets;  // connected to it, if its memory cannot be mapped; the communicator takes ownership
+  bool other_host = false;   // it is on another host
+  std::string name;          // "rank 3 (host a, pid 17)"
 };
 
 struct PeerSetOptions {

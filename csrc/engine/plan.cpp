@@ -10,114 +10,115 @@
 namespace dtcomm {
 namespace {
 
-constexpr std::size_t kLargePieces = 32;           // of an operation that is large: more than there are slots
-constexpr std::size_t kLargestPiece = 512 * 1024;  // at least so many bytes count as a piece
-// From here on an operation takes milliseconds, over which short disturbances average out, so fewer rounds tell as
+// From here on an operation takes milliseconds, over which short disturbances average out, so fewer trials tell as
 // much.
 constexpr std::size_t kLongBytes = std::size_t{16} << 20;
-constexpr std::uint64_t kRoundsOfLong = 3;
-// An operation finds in the caches what the one before it has left, which was not the same if that was another variant.
-// On an Intel Xeon a single copy of 8 MiB took 1.27 ms after two operations with slots, 0.81 after three single copies.
-// From here on that is a small part of an operation.
+constexpr std::uint64_t kOperationsOfLong = 12;
+// The first operation of a candidate finds in the caches what the candidate before it has left. On an Intel Xeon a
+// single copy of 8 MiB took 1.27 ms after two operations with slots, and 0.81 ms after three single copies. From here
+// on that is a small part of an operation.
 constexpr std::size_t kBeyondCaches = std::size_t{128} << 20;
-// Messages in both directions find in the caches what the other direction has left there as well: there, single copies
-// of 16 MiB took 2.5 ms when two had been made since the slots were used, and 1.8 from the sixth on.
-constexpr std::uint64_t kRoundsOfMessages = 5, kRepeatsOfMessages = 8;
+// Messages in both directions also find what the other direction has left there: single copies of 16 MiB took 2.5 ms
+// when two had been made since the slots were used, and 1.8 ms from the sixth on.
+constexpr std::uint64_t kRepeatsOfMessages = 8;
 
 }  // namespace
 
 std::size_t Segment::granule() const { return std::lcm(granule_elements(codec), granule_elements(between)); }
 
-Plan::Plan(std::shared_ptr<const Program> program, Geometry geometry, ReduceOp op, bool average,
-           std::vector<Segment> segments, const PlanOptions& options, std::string text)
-    : program_(std::move(program)),
-      geometry_(geometry),
-      op_(op),
-      divisor_(average ? static_cast<std::size_t>(program_->ranks) : 1),
-      segments_(std::move(segments)),
-      options_(options),
-      text_(std::move(text)) {
-  throw_if_invalid(validate(options));
-  const auto ranks = static_cast<std::size_t>(program_->ranks);
+bool Variants::operator==(const Variants& other) const {
+  return Variant::operator==(other) && threads == other.threads && offers == other.offers &&
+         size_class == other.size_class && tries == other.tries && piece_sizes == other.piece_sizes;
+}
+
+void Variants::set_key() {
+  key_ = hash_bytes(mix64(piece_bytes, flags() | tries.flags() << 8 | operations_of_stage << 16 | repeats << 32),
+                    size_class.data(), size_class.size());
+  key_ = hash_bytes(key_, piece_sizes.data(), piece_sizes.size() * sizeof(std::size_t));
+}
+
+Plan::Plan(PlanSpec spec, const Variant& variant)
+    : spec_(std::move(spec)),
+      variant_(variant),
+      divisor_(spec_.average ? static_cast<std::size_t>(spec_.program->ranks) : 1) {
+  throw_if_invalid(validate());
+  const bool shards = geometry() == Geometry::scatter || geometry() == Geometry::exchange;
+  const auto ranks = static_cast<std::size_t>(program().ranks);
   std::size_t largest = 1;
   std::size_t finest = SIZE_MAX;
-  fingerprint_ = hash_bytes(static_cast<std::uint64_t>(geometry) * 257 + static_cast<std::uint64_t>(op), text_.data(),
-                            text_.size());
-  for (const Segment& segment : segments_) {
+  for (const Segment& segment : segments()) {
     largest = std::max(largest, size_of(segment.dtype));
     finest = std::min(finest, segment.granule());
-    fingerprint_ = mix64(fingerprint_, segment.numel * 16 + static_cast<std::uint64_t>(segment.dtype));
-    fingerprint_ = hash_bytes(fingerprint_, &segment.codec, sizeof(Codec));
-    fingerprint_ = hash_bytes(fingerprint_, &segment.between, sizeof(Codec));
-    const bool shards = geometry == Geometry::scatter || geometry == Geometry::exchange;
     input_bytes_ += segment.numel * size_of(segment.dtype) * (shards ? ranks : 1);
   }
-  const std::vector<std::size_t>& splits = options_.splits;
-  fingerprint_ = hash_bytes(fingerprint_, splits.data(), splits.size() * sizeof(std::size_t));
-  const VariantSpace& space = options_.space;
-  std::size_t largest_piece = kLargestPiece;
-  for (const std::size_t bytes : space.piece_bytes) largest_piece = std::max(largest_piece, bytes);
-  options_.space.large = input_bytes_ >= kLargePieces * largest_piece;
-  // Variants of a message that does not fit into the slots are messages too.
-  if (!space.size_class.empty()) options_.space.message |= options.offers;
-  if (options_.space.message) {
-    options_.space.rounds = kRoundsOfMessages;
-    options_.space.repeats = kRepeatsOfMessages;
+  Variants& variants = spec_.variants;
+  if (variants.offers) {
+    variants.repeats = kRepeatsOfMessages;
   } else if (input_bytes_ >= kLongBytes) {
-    options_.space.rounds = kRoundsOfLong;
-    if (input_bytes_ >= kBeyondCaches) options_.space.repeats = 1;
+    variants.operations_of_stage = kOperationsOfLong;
+    if (input_bytes_ >= kBeyondCaches) variants.repeats = 1;
   }
-  options_.space.set_key();
-  if (!space.size_class.empty()) fingerprint_ = mix64(fingerprint_, space.key());
-  if (segments_.empty()) {
+  variants.set_key();
+  set_fingerprint();
+  if (segments().empty()) {
     cut_pieces(1);
     return;
   }
-  const auto chunks = static_cast<std::size_t>(program_->chunks);
-  const std::size_t chunks_of_rank = geometry == Geometry::exchange ? ranks : chunks;
-  std::size_t elements = std::max(finest, options_.variant.piece_bytes / largest / chunks_of_rank / finest * finest);
+  const auto chunks = static_cast<std::size_t>(program().chunks);
+  const std::size_t chunks_of_rank = geometry() == Geometry::exchange ? ranks : chunks;
+  std::size_t elements = std::max(finest, variant_.piece_bytes / largest / chunks_of_rank / finest * finest);
   for (;;) {
     cut_pieces(elements);
-    if (box_stride_ * static_cast<std::size_t>(program_->max_boxes()) <= options.slot_bytes) {
-      options_.offers = options.offers && pieces_ <= kSlots;
-      return;
-    }
+    if (box_stride_ * static_cast<std::size_t>(max_boxes()) <= spec_.slot_bytes) return;
     if (elements <= finest) {
-      throw std::invalid_argument("algorithm: its program needs " + std::to_string(program_->max_boxes()) +
-                                  " boxes of " + std::to_string(box_stride_) + " bytes, more than a slot of " +
-                                  std::to_string(options.slot_bytes) + " bytes holds; use a direct algorithm");
+      throw std::invalid_argument("algorithm: its program needs " + std::to_string(max_boxes()) + " boxes of " +
+                                  std::to_string(box_stride_) + " bytes, more than a slot of " +
+                                  std::to_string(spec_.slot_bytes) + " bytes holds; use a direct algorithm");
     }
     elements = std::max(finest, elements / 2 / finest * finest);
   }
 }
 
-Status Plan::validate(const PlanOptions& options) const {
-  if (may_zero_copy() && segments_.size() != 1) return Status::error("zero_copy: the call must have one tensor");
-  for (const Instruction& instruction : program_->instructions) {
+// What has to be equal on all ranks, the choices among variants included.
+void Plan::set_fingerprint() {
+  fingerprint_ = hash_bytes(static_cast<std::uint64_t>(geometry()) * 257 + static_cast<std::uint64_t>(op()),
+                            text().data(), text().size());
+  for (const Segment& segment : segments()) {
+    fingerprint_ = mix64(fingerprint_, segment.numel * 16 + static_cast<std::uint64_t>(segment.dtype));
+    fingerprint_ = hash_bytes(fingerprint_, &segment.codec, sizeof(Codec));
+    fingerprint_ = hash_bytes(fingerprint_, &segment.between, sizeof(Codec));
+  }
+  fingerprint_ = hash_bytes(fingerprint_, spec_.splits.data(), spec_.splits.size() * sizeof(std::size_t));
+  if (has_trials()) fingerprint_ = mix64(fingerprint_, variants().key());
+}
+
+Status Plan::validate() const {
+  const Variants& variants = spec_.variants;
+  if (variants.tries.alternative && !spec_.alternative) return Status::error("alternative: there is no program to try");
+  if (may_zero_copy() && segments().size() != 1) return Status::error("zero_copy: the call must have one tensor");
+  for (const Instruction& instruction : program().instructions) {
     if (may_single_copy() && (instruction.op == Op::reduce || instruction.op == Op::forward)) {
       return Status::error("single_copy: every receiver must get its data from the rank that owns it");
     }
   }
-  if (options.offers && program_->ranks != 2) return Status::error("offers: of one rank to another");
-  if (options.threads < 1) return Status::error("threads: at least 1");
-  const VariantSpace& space = options.space;
-  if (!space.size_class.empty() && (space.piece_bytes.empty() || space.piece_bytes.size() > VariantSpace::kPieceSizes ||
-                                    space.initial >> VariantSpace::kPieceShift >= space.piece_bytes.size())) {
-    return Status::error("piece_bytes: 1 to " + std::to_string(VariantSpace::kPieceSizes) + " sizes to try");
+  if (variants.offers && program().ranks != 2) return Status::error("offers: of one rank to another");
+  if (variants.threads < 1) return Status::error("threads: at least 1");
+  const std::vector<std::size_t>& sizes = variants.piece_sizes;
+  if (has_trials() &&
+      (sizes.size() > kCandidates || std::find(sizes.begin(), sizes.end(), variants.piece_bytes) == sizes.end())) {
+    return Status::error("piece_sizes: at most " + std::to_string(kCandidates) + ", and piece_bytes is one of them");
   }
-  if ((space.tried & VariantSpace::kAlternative) != 0 && !options.alternative) {
-    return Status::error("alternative: there is no program to try");
-  }
-  if (!options.splits.empty() && (geometry_ != Geometry::exchange || segments_.size() != 1 ||
-                                  options.splits.size() != static_cast<std::size_t>(program_->chunks))) {
+  const auto chunks = static_cast<std::size_t>(program().chunks);
+  if (!spec_.splits.empty() &&
+      (geometry() != Geometry::exchange || segments().size() != 1 || spec_.splits.size() != chunks)) {
     return Status::error("splits: one for each chunk of an exchange of one tensor");
   }
-  if (geometry_ == Geometry::exchange && program_->chunks != program_->ranks * program_->ranks) {
+  if (geometry() == Geometry::exchange && program().chunks != program().ranks * program().ranks) {
     return Status::error("program: an exchange has a chunk for each pair of ranks");
   }
-  if (static_cast<std::size_t>(program_->max_boxes()) > options.max_boxes) {
-    return Status::error("algorithm: its program needs " + std::to_string(program_->max_boxes()) +
-                         " boxes a rank, and there are " + std::to_string(options.max_boxes) +
+  if (static_cast<std::size_t>(max_boxes()) > spec_.max_boxes) {
+    return Status::error("algorithm: its program needs " + std::to_string(max_boxes()) +
+                         " boxes a rank, and there are " + std::to_string(spec_.max_boxes) +
                          "; use a direct algorithm");
   }
   return Status();
@@ -126,13 +127,13 @@ Status Plan::validate(const PlanOptions& options) const {
 // Cuts the chunks into pieces of at least `elements` elements and lays the payloads out in the boxes. Keeps the slices
 // of the chunks that this rank handles, but counts pieces and bytes over all, since the ranks must agree on them.
 void Plan::cut_pieces(std::size_t elements) {
-  const auto chunks = static_cast<std::size_t>(program_->chunks);
-  const ChunkLayout layout{geometry_, chunks, static_cast<std::size_t>(program_->ranks), &options_.splits};
+  const auto chunks = static_cast<std::size_t>(program().chunks);
+  const ChunkLayout layout{geometry(), chunks, static_cast<std::size_t>(program().ranks), &spec_.splits};
   std::vector<SegmentShape> shapes;
-  for (const Segment& segment : segments_) shapes.push_back({segment.numel, segment.granule()});
+  for (const Segment& segment : segments()) shapes.push_back({segment.numel, segment.granule()});
   // An exchange has a chunk for each pair of ranks; the one with the most elements stands for those of other ranks.
-  const bool exchange = geometry_ == Geometry::exchange;
-  const std::vector<std::size_t>& splits = options_.splits;
+  const bool exchange = geometry() == Geometry::exchange;
+  const std::vector<std::size_t>& splits = spec_.splits;
   const auto largest = static_cast<std::size_t>(std::max_element(splits.begin(), splits.end()) - splits.begin());
   std::vector<std::vector<std::vector<Slice>>> cuts;  // [kept chunk][piece]
   pieces_ = 1;  // An empty operation takes a piece, too, so that no rank gets further ahead than there are slots.
@@ -140,7 +141,7 @@ void Plan::cut_pieces(std::size_t elements) {
   accumulator_bytes_ = 0;
   kept_chunk_.assign(chunks, kNotKept);
   for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
-    const bool kept = program_->handles_chunk[chunk];
+    const bool kept = program().handles_chunk[chunk];
     if (!kept && exchange && chunk != largest) continue;
     std::vector<std::vector<Slice>> pieces = lay_out(cut_chunk(layout, shapes, chunk, elements));
     pieces_ = std::max(pieces_, pieces.size());
@@ -168,7 +169,7 @@ std::vector<std::vector<Slice>> Plan::lay_out(const std::vector<std::vector<Elem
     std::size_t sum_bytes = 0;
     BoxSpan inside{0, 0}, between{0, 0};  // of the slice before
     for (const ElementRange& range : ranges) {
-      const Segment& segment = segments_[range.segment];
+      const Segment& segment = segments()[range.segment];
       inside = {inside.offset + inside.bytes, wire_bytes(segment.codec, range.numel, segment.dtype)};
       between = {between.offset + between.bytes, wire_bytes(segment.between, range.numel, segment.dtype)};
       slices.push_back({range.segment, range.in_offset, range.out_offset, range.numel, inside, between});
@@ -183,43 +184,31 @@ std::vector<std::vector<Slice>> Plan::lay_out(const std::vector<std::vector<Elem
   return result;
 }
 
-void VariantSpace::set_key() {
-  key_ = hash_bytes(std::uint64_t{large} << 63 | rounds << 56 | repeats << 48 | std::uint64_t{tried} << 32 | initial,
-                    size_class.data(), size_class.size());
-  key_ = hash_bytes(key_, piece_bytes.data(), piece_bytes.size() * sizeof(std::size_t));
-}
-
-std::shared_ptr<const Plan> Plan::with_variant(unsigned variant, bool trial) const {
-  if (!trial && variants_.size() > 1) {
-    variants_.erase(
-        std::remove_if(variants_.begin(), variants_.end(), [&](const auto& other) { return other.first != variant; }),
-        variants_.end());
+std::shared_ptr<const Plan> Plan::with_variant(const Variant& variant, bool trial) const {
+  const auto is_other = [&](const auto& plan) { return !(plan->variant_ == variant); };
+  if (!trial && others_.size() > 1) {
+    others_.erase(std::remove_if(others_.begin(), others_.end(), is_other), others_.end());
   }
-  if (variant == options_.space.initial) return nullptr;
-  for (const auto& [number, plan] : variants_) {
-    if (number == variant) return plan;
-  }
-  PlanOptions options = options_;
-  options.variant = options_.space.at(variant);
-  const auto& program = options.variant.alternative ? options_.alternative : program_;
-  auto plan = std::make_shared<const Plan>(program, geometry_, op_, divisor_ > 1, segments_, options, text_);
-  variants_.emplace_back(variant, plan);
-  return plan;
+  if (variant == variant_) return nullptr;
+  const auto found = std::find_if_not(others_.begin(), others_.end(), is_other);
+  if (found != others_.end()) return *found;
+  others_.push_back(std::make_shared<const Plan>(spec_, variant));
+  return others_.back();
 }
 
 std::size_t Plan::memory_bytes() const {
   return slices_.capacity() * sizeof(Slice) + first_slice_.capacity() * sizeof(std::size_t) +
-         kept_chunk_.size() * sizeof(std::uint32_t) + options_.splits.size() * sizeof(std::size_t) +
-         program_->instructions.size() * sizeof(Instruction);
+         kept_chunk_.size() * sizeof(std::uint32_t) + spec_.splits.size() * sizeof(std::size_t) +
+         program().instructions.size() * sizeof(Instruction);
 }
 
 std::size_t Plan::input_bytes_of(int rank) const {
-  const std::vector<std::size_t>& splits = options_.splits;
+  const std::vector<std::size_t>& splits = spec_.splits;
   if (splits.empty()) return input_bytes_;
-  const auto ranks = static_cast<std::size_t>(program_->ranks);
+  const auto ranks = static_cast<std::size_t>(program().ranks);
   const auto first = splits.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(rank) * ranks);
   return std::accumulate(first, first + static_cast<std::ptrdiff_t>(ranks), std::size_t{0}) *
-         size_of(segments_[0].dtype);
+         size_of(segments()[0].dtype);
 }
 
 std::size_t Plan::payload_bytes(std::size_t piece, int chunk, int level) const {

@@ -20,15 +20,15 @@
 
 namespace dtcomm {
 
-constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0008ull;
+constexpr std::uint64_t kRegionMagic = 0x6474636f6d6d0009ull;
 constexpr std::size_t kCacheLine = 64;
 constexpr std::size_t kPage = 4096;
-constexpr int kSlots = 8;          // pieces that can be in flight
-constexpr int kOpRing = 64;        // op headers kept; a peer is at most kSlots operations behind
-constexpr int kOpText = 160;       // bytes of an operation's description
-constexpr int kSizeClasses = 128;  // for which a Tuner chooses variants
-constexpr int kDecisions = 4;      // of a size class that are kept; a peer is at most one behind
-constexpr int kTrials = 512;       // whose times are kept
+constexpr int kSlots = 8;               // pieces that can be in flight
+constexpr int kOpRing = 64;             // op headers kept; a peer is at most kSlots operations behind
+constexpr int kOpText = 160;            // bytes of an operation's description
+constexpr int kSizeClasses = 128;       // for which a Tuner chooses variants
+constexpr int kTrials = 256;            // whose times are kept
+constexpr std::size_t kCandidates = 8;  // that a stage of trials compares at most
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -73,6 +73,12 @@ struct TrialTimes {
   std::atomic<bool> shared_tensor{false};  // the input lies in memory that peers can map
 };
 
+// What the tuners of the ranks tell each other; see tuner.h.
+struct alignas(kCacheLine) TunerBoard {
+  TrialTimes trials[kTrials];
+  std::atomic<std::uint64_t> decisions[kSizeClasses] = {};  // of rank 0
+};
+
 struct RegionHeader {
   std::uint64_t magic = 0;
   std::uint64_t token = 0;
@@ -89,9 +95,6 @@ struct RegionHeader {
   std::atomic<std::uint32_t> closed{0};  // this rank has destroyed its communicator
   FailureRecord failure;
   OpHeader ops[kOpRing];
-  alignas(kCacheLine) TrialTimes trials[kTrials];
-  // What rank 0 has decided; see tuner.cpp.
-  alignas(kCacheLine) std::atomic<std::uint64_t> decisions[kSizeClasses][kDecisions] = {};
   alignas(kCacheLine) OfferWords offer;
 };
 
@@ -106,7 +109,8 @@ struct RegionLayout {
 
   std::size_t flags() const { return std::size_t{kSlots} * max_boxes; }
   std::size_t stamps() const { return emulates_link ? flags() * ranks : 0; }
-  std::size_t flags_offset() const { return round_up(sizeof(RegionHeader), kCacheLine); }
+  std::size_t board_offset() const { return round_up(sizeof(RegionHeader), kCacheLine); }
+  std::size_t flags_offset() const { return board_offset() + sizeof(TunerBoard); }
   std::size_t stamps_offset() const { return flags_offset() + sizeof(BoxFlag) * flags(); }
   std::size_t data_offset() const {
     return round_up(stamps_offset() + sizeof(DeliveryStamp) * stamps(), kPage) + kRankSkew * (rank % 16);
@@ -128,6 +132,7 @@ struct ArrivedBytes {
 // copies.
 struct PeerView {
   RegionHeader* header = nullptr;
+  TunerBoard* board = nullptr;
   BoxFlag* flags = nullptr;  // [box * kSlots + slot]
   std::atomic<std::uint64_t>* pieces_done = nullptr;
   DeliveryStamp* stamps = nullptr;        // [flag * ranks + reader]; null without an emulated link

@@ -6,7 +6,6 @@
 #include <stdexcept>
 
 #include "engine/hash.h"
-#include "engine/tuner.h"
 
 namespace dtcomm {
 namespace {
@@ -239,7 +238,10 @@ std::vector<SimulationOutcome> SimulatedWorld::run(std::vector<std::vector<Call>
     if (rank.alive && !rank.blocked) everything_delivered = false;
   }
   std::vector<SimulationOutcome> outcomes;
-  for (auto& rank : ranks_) outcomes.push_back(rank->outcome);
+  for (auto& rank : ranks_) {
+    rank->outcome.choices = rank->tuner->reports();
+    outcomes.push_back(rank->outcome);
+  }
   return outcomes;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine/interpreter.h"
+#include "engine/tuner.h"
 
 namespace dtcomm {
 
@@ -29,6 +30,7 @@ struct SimulationOutcome {
   int failed_rank = -1;        // peer_lost: the rank waited for; corrupt: the rank whose payload was damaged
   std::uint64_t finished = 0;  // operations
   std::uint64_t wire_bytes = 0;
+  std::vector<SizeClassReport> choices;  // of its tuner, whose clock counts the steps of the world
 };
 
 class SimulatedWorld {

@@ -3,28 +3,24 @@
 // ranks use one thread or several. Results do not depend on it.
 //
 // Operations of the same kind and about the same size form a size class. All ranks run the same operations in the same
-// order, so they count those of a class alike. Trials take place in stages. A stage tries the values of one property,
-// in turn and several times, from the operation `begin` of its class on. Each time some operations in a row use the
-// value, until the caches hold what they hold while it is in use, and every rank writes down when it started and ended
-// the last of them.
-// Some operations later, rank 0 reads these times, decides, and publishes the decision in its region: the variant, and
-// when the next stage begins. What is better than the variant in use is compared with it once more before it replaces
-// it. From an operation of the class on that all ranks know, they use it; a rank that gets there first waits for the
-// decision.
+// order, so each rank counts those of a class for itself and all count alike. The first operations of a class are
+// spent on stages, one for each property that has several values:
 //
-// The time of an operation is that from the last rank's start to the last rank's end, so that a rank that comes late
-// does not count. That of a message is the mean time from the start of one to the start of the next, unless that is
-// much longer: where messages in both directions take turns, two copies keep sender and receiver busy at once and one
-// does not, so the message's own time says nothing of what the other direction loses. Where ranks take turns on the
-// cores, it counts as well how long they work on the operation.
+//   stage      Each candidate runs `repeats` operations in a row, so that the caches hold what they hold while it is in
+//              use. Every rank writes the times of the last of them onto its board. The candidates take turns.
+//   + kDecide  So many operations later rank 0 reads the boards of all ranks and publishes the best candidate.
+//   + kAdopt   So many operations after the stage all ranks use it, and the next stage begins. A rank that gets here
+//              before rank 0 has published waits.
 //
-// The gaps between stages double with every round of the properties, until so many operations pass that what the next
-// stage's trials will cost is at most kMaxCost of their time. Between two stages there are checks, stages in which only
-// the variant in use is timed: if it has become slower than another one was, because the machine has changed (virtual
-// cores move), these two are compared at once.
+// After the last stage the class is settled: its variant stays, and an operation costs one comparison. With `always`
+// the search begins again after kRest operations, for machines whose cores move.
+//
+// The time of an operation is that from the last rank's start to the last rank's end, so a rank that comes late does
+// not count. Messages in both directions share the cores: what one direction loses to the other is only seen in the
+// time from the start of one message to the start of the next, so that is what counts for them. Where ranks take turns
+// on the cores, their working time counts as well.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -41,9 +37,9 @@ namespace dtcomm {
 struct SizeClassReport {
   std::string name;
   Variant variant;
-  double microseconds = 0;  // of an operation, as measured by rank 0; 0: not yet, or another rank's
-  std::uint64_t trials = 0;
-  bool settled = false;  // every property has been tried
+  double microseconds = 0;   // of an operation, as measured by rank 0; 0: not yet, or another rank's
+  std::uint64_t trials = 0;  // operations of all stages
+  bool settled = false;      // every property has been tried
 };
 
 class Tuner {
@@ -52,16 +48,17 @@ class Tuner {
   Tuner(const Tuner&) = delete;
 
   double cores_per_rank = 1;  // less than 1 where ranks take turns
+  bool always = false;        // search again and again; equal on all ranks
 
-  // What the operation that starts now uses: a variant of its plan. `trial` is the number of a trial, whose times are
-  // to be recorded; `tries`: the variant is one that a stage tries.
+  // How the operation that starts now is carried out. `trial` is the number of a trial, whose times are to be recorded;
+  // `tries`: the operation belongs to a stage.
   struct Choice {
-    unsigned variant = 0;
+    Variant variant;
     bool tries = false;
     std::optional<std::uint64_t> trial;
   };
   // Nothing if rank 0 has not published its decision yet; the call is then to be repeated.
-  std::optional<Choice> start(const VariantSpace& space, std::uint64_t operation);
+  std::optional<Choice> start(const Variants& variants, std::uint64_t operation);
   struct OperationTimes {
     std::uint64_t trial, operation;
     std::uint64_t begin_ns, end_ns;
@@ -78,51 +75,30 @@ class Tuner {
     std::uint64_t number;
     std::uint64_t operation;
   };
-  // What rank 0 needs to know in order to decide.
-  struct Schedule {
-    std::array<float, 256> average_us{};  // by variant; 0: not known
-    std::uint64_t next_stage = 0;         // in which other variants are tried: the operation of this class
-    std::uint64_t operations = 0;         // of the stages since the last gap
-    double cost = 0;                      // of these stages, in operations
-    bool checked = false;                 // a check has named a challenger
-    std::uint64_t keep_until = 0;         // no check names a challenger before this operation of this class
-    std::uint64_t patience = 2;           // grows while challengers that checks name do not win
-    int stages_for_ordinary = 0;          // in which operations on shared tensors decide nothing
-  };
   struct SizeClass {
-    std::size_t index = 0;  // of its decisions
-    VariantSpace space;
-    unsigned variant = 0;        // in use
-    std::uint64_t count = 0;     // of its operations
-    std::uint64_t stage = 0;     // all stages so far
-    std::size_t properties = 0;  // that have had their stage, in turn
-    bool confirms = false;       // the stage compares the variant in use with its challenger once more
-    bool settled = false;
-    std::uint64_t begin = 0;  // of the stage, in operations of this class
-    // Of the stage, in the order of their numbers: messages in both directions, whose classes two tuners try, then use
-    // the same ones at the same time.
-    std::vector<unsigned> candidates;
-    std::vector<Trial> trials;     // of the stage
-    std::uint64_t all_trials = 0;  // operations of all stages
-    double microseconds = 0;
-    Schedule schedule;  // of rank 0
+    std::size_t index = 0;  // of its decision
+    Variants variants;
+    SizeClassReport report;    // report.variant is the one in use
+    std::uint64_t count = 0;   // of its operations
+    std::uint64_t stages = 0;  // that have ended
+    int property = 0;          // of the next stage
+    std::uint64_t begin = 0;   // of the stage, in operations of this class
+    std::uint64_t length = 0;  // of the stage, in operations
+    std::vector<Variant> candidates;
+    std::vector<Trial> trials;  // of the stage, the candidates in turn
   };
 
-  SizeClass* find(const VariantSpace& space);  // null if there are too many
-  static std::uint64_t operations_of_stage(const SizeClass& size_class);
+  SizeClass* find(const Variants& variants);  // null if there are too many
+  void begin_stage(SizeClass& size_class, std::uint64_t begin);
   void decide(SizeClass& size_class);
-  static std::uint64_t plan_gap(SizeClass& size_class, const std::vector<double>& times);
-  void publish(const SizeClass& size_class, unsigned variant, unsigned challenger, std::uint64_t begin, bool check);
   bool adopt(SizeClass& size_class);
-  static void begin_stage(SizeClass& size_class, std::uint64_t begin);
-  std::vector<double> times_of(SizeClass& size_class) const;
   std::vector<double> times_of(const SizeClass& size_class, bool shared_tensors) const;
   std::optional<double> microseconds_of(bool message, const Trial& trial, bool shared_tensor) const;
 
   Transport& transport_;
   std::unordered_map<std::uint64_t, SizeClass> classes_;  // by key
   std::uint64_t next_trial_ = 0;
-  mutable std::mutex mutex_;  // held while classes are added, changed or reported
+  mutable std::mutex mutex_;  // held while classes are added and their reports are changed or read
 };
 
 }  // namespace dtcomm

@@ -3,7 +3,7 @@
 //
 // Which side decides which copy is made:
 //
-//   - Python decides for each plan, alike on all ranks, what the operation may use: PlanOptions::zero_copy, and single
+//   - Python decides for each plan, alike on all ranks, what the operation may use: PlanSpec::zero_copy, and single
 //     copies in its variants, from the operation's size, codec and algorithm, the environment and the machine
 //     (dtcomm/runtime/native/copy_policy.py). The engine does not check any of that again.
 //   - The tuner chooses among the variants (tuner.h).

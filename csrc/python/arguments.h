@@ -44,6 +44,17 @@ inline const Kernels& kernels_of(const char* name) {
   return *kernels;
 }
 
+// The constructor of a bound struct from its fields by name; those that are not given keep their defaults.
+template <class T>
+auto from_fields() {
+  return pybind11::init([](const pybind11::kwargs& fields) {
+    T value;
+    const pybind11::object self = pybind11::cast(&value, pybind11::return_value_policy::reference);
+    for (const auto& [name, field] : fields) pybind11::setattr(self, name, field);
+    return value;
+  });
+}
+
 template <class T>
 T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);

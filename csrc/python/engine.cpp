@@ -16,6 +16,7 @@
 #include "engine/progress_thread.h"
 #include "engine/thread_pool.h"
 #include "net/ucx.h"
+#include "python/arguments.h"
 #include "python/bindings.h"
 #include "python/engine_calls.h"
 #include "python/without_gil.h"
@@ -103,37 +104,55 @@ std::shared_ptr<Communicator> make_communicator(int rank, int ranks, std::uint32
           }};
 }
 
-// (pid, page descriptor, page token, page address, region descriptor, region token, socket or -1, on another host,
-// name)
-using AddressTuple = std::tuple<int, int, std::uint64_t, std::uint64_t, int, std::uint64_t, int, bool, std::string>;
-
-// `further_sockets`, by rank, are of peers with several connections.
-void attach(Communicator& communicator, const std::vector<AddressTuple>& tuples,
-            const std::map<std::size_t, std::vector<int>>& further_sockets) {
-  std::vector<PeerAddress> addresses;
-  for (const auto& [pid, page_fd, page_token, page, region_fd, region_token, socket, other_host, name] : tuples) {
-    const auto further = further_sockets.find(addresses.size());
-    addresses.push_back({pid, page_fd, page_token, page, region_fd, region_token, socket,
-                         further == further_sockets.end() ? std::vector<int>() : further->second, other_host, name});
-  }
-  communicator.attach(addresses);
+void bind_reports(py::module_& module) {
+  py::class_<PeerAddress>(module, "Address")
+      .def(from_fields<PeerAddress>())
+      .def_readwrite("pid", &PeerAddress::pid)
+      .def_readwrite("page_fd", &PeerAddress::page_fd)
+      .def_readwrite("page_token", &PeerAddress::page_token)
+      .def_readwrite("page_address", &PeerAddress::page_address)
+      .def_readwrite("region_fd", &PeerAddress::region_fd)
+      .def_readwrite("region_token", &PeerAddress::region_token)
+      .def_readwrite("sockets", &PeerAddress::sockets)
+      .def_readwrite("other_host", &PeerAddress::other_host)
+      .def_readwrite("name", &PeerAddress::name);
+  py::class_<FlightRecord>(module, "FlightRecord")
+      .def_readonly("number", &FlightRecord::number)
+      .def_property_readonly("text", [](const FlightRecord& self) { return self.plan->text(); })
+      .def_property_readonly("call_info", [](const FlightRecord& self) { return self.plan->call_info(); })
+      .def_property_readonly("stage", [](const FlightRecord& self) { return static_cast<int>(self.stage); })
+      .def_readonly("issued_ns", &FlightRecord::issued_ns)
+      .def_readonly("started_ns", &FlightRecord::started_ns)
+      .def_readonly("finished_ns", &FlightRecord::finished_ns)
+      .def_readonly("waiting_for", &FlightRecord::waiting_for)
+      .def_property_readonly("waited_for", &FlightRecord::waited_for);
 }
 
-py::list flight_records(const Communicator& communicator) {
-  py::list list;
-  for (const FlightRecord& record : communicator.flight_records()) {
-    list.append(py::make_tuple(record.number, record.plan->text(), record.plan->call_info(),
-                               static_cast<int>(record.stage), record.issued_ns, record.started_ns, record.finished_ns,
-                               record.waiting_for, record.waited_for()));
-  }
-  return list;
+// The fields of `_C.Address` that a rank tells its peers.
+py::dict address_of(const Communicator& communicator) {
+  const PeerAddress address = communicator.address();
+  py::dict fields;
+  fields["pid"] = address.pid;
+  fields["page_fd"] = address.page_fd;
+  fields["page_token"] = address.page_token;
+  fields["page_address"] = address.page_address;
+  fields["region_fd"] = address.region_fd;
+  fields["region_token"] = address.region_token;
+  return fields;
 }
 
+// The fields of flight_recorder.PeerSnapshot.
 py::list peer_snapshots(const Communicator& communicator) {
   py::list list;
   for (const PeerSnapshot& snapshot : communicator.peer_snapshots()) {
-    list.append(py::make_tuple(snapshot.last_operation, text_of(snapshot.text), snapshot.pieces_done,
-                               snapshot.waiting_for, snapshot.alive, snapshot.closed));
+    py::dict fields;
+    fields["last"] = snapshot.last_operation;
+    fields["text"] = text_of(snapshot.text);
+    fields["pieces"] = snapshot.pieces_done;
+    fields["waiting_for"] = snapshot.waiting_for;
+    fields["alive"] = snapshot.alive;
+    fields["closed"] = snapshot.closed;
+    list.append(fields);
   }
   return list;
 }
@@ -157,14 +176,8 @@ void bind_communicator(py::module_& module) {
       .def(py::init(&make_communicator), py::kw_only(), py::arg("rank"), py::arg("ranks"), py::arg("max_boxes"),
            py::arg("slot_bytes"), py::arg("timeout_s"), py::arg("yield_us"), py::arg("inside") = LinkTuple(),
            py::arg("between") = LinkTuple(), py::arg("wide_area") = false)
-      .def("address",
-           [](const Communicator& self) {
-             const PeerAddress address = self.address();
-             return py::make_tuple(address.pid, address.page_fd, address.page_token, address.page_address,
-                                   address.region_fd, address.region_token);
-           })
-      .def("attach", &attach, py::arg("addresses"),
-           py::arg("further_sockets") = std::map<std::size_t, std::vector<int>>())
+      .def("address", &address_of)
+      .def("attach", &Communicator::attach, py::arg("addresses"))
       .def(
           "make_ucx_address", [](Communicator& self) { return py::bytes(self.make_ucx_address()); },
           "The address of this rank's endpoint of UCX. RuntimeError with the reason if UCX cannot be used.")
@@ -223,21 +236,10 @@ void bind_communicator(py::module_& module) {
           "single_copy_error", [](const Communicator& self) { return self.can_single_copy().message(); },
           "Why this rank cannot copy out of its peers' private memory; empty if it can.")
       .def(
-          "size_classes",
-          [](const Communicator& self) {
-            py::list result;
-            for (const SizeClassReport& report : self.size_classes()) {
-              const Variant& variant = report.variant;
-              result.append(py::make_tuple(report.name, variant.piece_bytes, variant.single_copy,
-                                           variant.stream_payload, variant.stream_output, variant.alternative,
-                                           variant.parallel, report.microseconds, report.trials, report.settled));
-            }
-            return result;
-          },
-          "What the tuner has chosen: (size class, piece_bytes, single_copy, stream_payload, stream_output, "
-          "alternative, parallel, microseconds, trials, settled).")
+          "size_classes", [](const Communicator& self) { return reports_of(self.size_classes()); },
+          "What the tuner has chosen, by size class.")
       .def_readwrite("waiters_help_progress", &Communicator::waiters_help_progress)
-      .def("set_cores_per_rank", &Communicator::set_cores_per_rank, py::arg("cores"))
+      .def("set_tuning", &Communicator::set_tuning, py::arg("cores_per_rank"), py::arg("always"))
       .def(
           "set_wait_policy",
           [](Communicator& self, int spins, double yield_us) { self.set_wait_policy({spins, ns_of_us(yield_us)}); },
@@ -281,7 +283,7 @@ void bind_communicator(py::module_& module) {
           },
           py::arg("plan"), py::arg("pointers"), py::arg("seed"), py::arg("before") = Tasks(),
           py::arg("after") = Tasks(), py::arg("agreed") = 0)
-      .def("flight_records", &flight_records)
+      .def("flight_records", &Communicator::flight_records)
       .def("peer_snapshots", &peer_snapshots)
       .def("close", [](Communicator& self) { without_gil([&] { self.close(); }); })
       .def_static(
@@ -388,6 +390,7 @@ void bind_engine(py::module_& module) {
         return py::buffer_info(static_cast<std::uint8_t*>(memory.data()), static_cast<py::ssize_t>(memory.bytes()));
       });
   bind_work(module);
+  bind_reports(module);
   bind_communicator(module);
   bind_call_counter(module);
   bind_crc32c(module);

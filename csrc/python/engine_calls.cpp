@@ -82,6 +82,26 @@ void locate_input(Call& call) {
   if (call.plan->may_single_copy()) call.address = reinterpret_cast<std::uintptr_t>(call.tensors[0].in);
 }
 
+py::list reports_of(const std::vector<SizeClassReport>& reports) {
+  py::list result;
+  for (const SizeClassReport& report : reports) {
+    const Variant& variant = report.variant;
+    py::dict fields;
+    fields["size_class"] = report.name;
+    fields["piece_bytes"] = variant.piece_bytes;
+    fields["single_copy"] = variant.single_copy;
+    fields["stream_payload"] = variant.stream_payload;
+    fields["stream_output"] = variant.stream_output;
+    fields["alternative"] = variant.alternative;
+    fields["parallel"] = variant.parallel;
+    fields["microseconds"] = report.microseconds;
+    fields["trials"] = report.trials;
+    fields["settled"] = report.settled;
+    result.append(fields);
+  }
+  return result;
+}
+
 py::object text_of(const std::string& text) {
   PyObject* const decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
   if (!decoded) throw py::error_already_set();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/call.h"
+#include "engine/tuner.h"
 #include "python/local_tasks.h"
 
 namespace dtcomm::python {
@@ -43,6 +44,9 @@ class CallCounter {
  private:
   std::atomic<std::uint64_t> value_{0};
 };
+
+// What a tuner has chosen, by size class, as dicts.
+pybind11::list reports_of(const std::vector<SizeClassReport>& reports);
 
 // A text that may come from another rank, which need not be valid UTF-8.
 pybind11::object text_of(const std::string& text);

@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -19,9 +18,6 @@ namespace py = pybind11;
 namespace dtcomm::python {
 namespace {
 
-// (elements, dtype, codec, codec between hosts); codecs are 16 bytes.
-using SegmentTuple = std::tuple<std::size_t, int, std::string, std::string>;
-
 Geometry geometry_of(int number) {
   if (number < 0 || number > static_cast<int>(Geometry::exchange)) {
     throw py::value_error("geometry: 0 (whole), 1 (scatter), 2 (gather) or 3 (exchange)");
@@ -29,56 +25,21 @@ Geometry geometry_of(int number) {
   return static_cast<Geometry>(number);
 }
 
-// (piece_bytes, single_copy, stream_payload, stream_output, parallel, offers)
-using VariantTuple = std::tuple<std::size_t, bool, bool, bool, bool, bool>;
-// What is tried: (size class or "", sizes of pieces, single_copy, stream_payload, stream_output, parallel)
-using SpaceTuple = std::tuple<std::string, std::vector<std::size_t>, bool, bool, bool, bool>;
-
-VariantSpace space_of(const Variant& initial, const SpaceTuple& tuple) {
-  VariantSpace space;
-  bool single_copy = false, stream_payload = false, stream_output = false, parallel = false;
-  std::tie(space.size_class, space.piece_bytes, single_copy, stream_payload, stream_output, parallel) = tuple;
-  if (space.size_class.empty()) return space;
-  const auto bits = [](bool single, bool payload, bool output, bool several_threads) {
-    return (single ? VariantSpace::kSingleCopy : 0) | (payload ? VariantSpace::kStreamPayload : 0) |
-           (output ? VariantSpace::kStreamOutput : 0) | (several_threads ? VariantSpace::kParallel : 0);
-  };
-  const auto size = std::find(space.piece_bytes.begin(), space.piece_bytes.end(), initial.piece_bytes);
-  if (size == space.piece_bytes.end()) throw py::value_error("space: its pieces lack the size of the variant");
-  space.tried = bits(single_copy, stream_payload, stream_output, parallel);
-  space.initial = static_cast<unsigned>(size - space.piece_bytes.begin()) << VariantSpace::kPieceShift |
-                  bits(initial.single_copy, initial.stream_payload, initial.stream_output, initial.parallel);
-  return space;
+ReduceOp op_of(int number) {
+  if (number < 0 || number > static_cast<int>(ReduceOp::max)) throw py::value_error("op: 0 (sum), 1 (min) or 2 (max)");
+  return static_cast<ReduceOp>(number);
 }
 
-std::shared_ptr<Plan> make_plan(std::shared_ptr<Program> program, int geometry, int op, bool average,
-                                const std::vector<SegmentTuple>& tuples, std::size_t slot_bytes, bool zero_copy,
-                                const std::string& text, std::size_t max_boxes, std::vector<std::size_t> splits,
-                                bool checksum, const std::string& call_info, const VariantTuple& variant,
-                                const SpaceTuple& space, int threads, std::shared_ptr<Program> alternative,
-                                bool alternative_zero_copy) {
+// (elements, dtype, codec, codec between hosts); codecs are 16 bytes.
+using SegmentTuple = std::tuple<std::size_t, int, std::string, std::string>;
+
+std::vector<Segment> segments_of(const std::vector<SegmentTuple>& tuples) {
   std::vector<Segment> segments;
   for (const auto& [numel, dtype, codec, between] : tuples) {
     segments.push_back(
         {numel, dtype_of(dtype), codec_of(std::string_view(codec)), codec_of(std::string_view(between))});
   }
-  if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw py::value_error("op: 0 (sum), 1 (min) or 2 (max)");
-  PlanOptions options;
-  std::tie(options.variant.piece_bytes, options.variant.single_copy, options.variant.stream_payload,
-           options.variant.stream_output, options.variant.parallel, options.offers) = variant;
-  options.threads = threads;
-  options.space = space_of(options.variant, space);
-  if (alternative) options.space.tried |= VariantSpace::kAlternative;
-  options.alternative = std::move(alternative);
-  options.alternative_zero_copy = alternative_zero_copy;
-  options.slot_bytes = slot_bytes;
-  options.zero_copy = zero_copy;
-  options.checksum = checksum;
-  options.max_boxes = max_boxes;
-  options.splits = std::move(splits);
-  options.call_info = call_info;
-  return std::make_shared<Plan>(std::move(program), geometry_of(geometry), static_cast<ReduceOp>(op), average,
-                                std::move(segments), options, text);
+  return segments;
 }
 
 // (segment, input offset, output offset, elements)
@@ -127,12 +88,66 @@ void bind_plan(py::module_& module) {
            }),
            py::arg("rank"), py::arg("ranks"), py::arg("chunks"), py::arg("boxes"), py::arg("flat"))
       .def_property_readonly("max_boxes", &Program::max_boxes);
+  const auto flag = [](bool Variant::* value) {
+    return py::cpp_function([value](const Variants& self) { return self.tries.*value; });
+  };
+  const auto set_flag = [](bool Variant::* value) {
+    return py::cpp_function([value](Variants& self, bool tries) { self.tries.*value = tries; });
+  };
+  py::class_<Variants>(module, "Variants")
+      .def(from_fields<Variants>())
+      .def_readwrite("piece_bytes", &Variants::piece_bytes)
+      .def_readwrite("single_copy", &Variants::single_copy)
+      .def_readwrite("stream_payload", &Variants::stream_payload)
+      .def_readwrite("stream_output", &Variants::stream_output)
+      .def_readwrite("parallel", &Variants::parallel)
+      .def_readwrite("threads", &Variants::threads)
+      .def_readwrite("offers", &Variants::offers)
+      .def_readwrite("size_class", &Variants::size_class)
+      .def_readwrite("piece_sizes", &Variants::piece_sizes)
+      .def_property("tries_single_copy", flag(&Variant::single_copy), set_flag(&Variant::single_copy))
+      .def_property("tries_stream_payload", flag(&Variant::stream_payload), set_flag(&Variant::stream_payload))
+      .def_property("tries_stream_output", flag(&Variant::stream_output), set_flag(&Variant::stream_output))
+      .def_property("tries_parallel", flag(&Variant::parallel), set_flag(&Variant::parallel))
+      .def_property("tries_alternative", flag(&Variant::alternative), set_flag(&Variant::alternative))
+      .def("__eq__", [](const Variants& self, const Variants& other) { return self == other; })
+      .def("__hash__", [](Variants self) {
+        self.set_key();
+        return self.key();
+      });
+  py::class_<PlanSpec>(module, "PlanSpec")
+      .def(from_fields<PlanSpec>())
+      .def_property(
+          "program", [](const PlanSpec& self) { return std::const_pointer_cast<Program>(self.program); },
+          [](PlanSpec& self, std::shared_ptr<Program> program) { self.program = std::move(program); })
+      .def_property(
+          "geometry", [](const PlanSpec& self) { return static_cast<int>(self.geometry); },
+          [](PlanSpec& self, int number) { self.geometry = geometry_of(number); })
+      .def_property(
+          "op", [](const PlanSpec& self) { return static_cast<int>(self.op); },
+          [](PlanSpec& self, int number) { self.op = op_of(number); })
+      .def_readwrite("average", &PlanSpec::average)
+      .def_property(
+          "segments", [](const PlanSpec& self) { return self.segments.size(); },
+          [](PlanSpec& self, const std::vector<SegmentTuple>& tuples) { self.segments = segments_of(tuples); })
+      .def_readwrite("text", &PlanSpec::text)
+      .def_readwrite("variants", &PlanSpec::variants)
+      .def_readwrite("slot_bytes", &PlanSpec::slot_bytes)
+      .def_readwrite("zero_copy", &PlanSpec::zero_copy)
+      .def_property(
+          "alternative", [](const PlanSpec& self) { return std::const_pointer_cast<Program>(self.alternative); },
+          [](PlanSpec& self, std::shared_ptr<Program> program) { self.alternative = std::move(program); })
+      .def_readwrite("alternative_zero_copy", &PlanSpec::alternative_zero_copy)
+      .def_readwrite("checksum", &PlanSpec::checksum)
+      .def_readwrite("max_boxes", &PlanSpec::max_boxes)
+      .def_readwrite("splits", &PlanSpec::splits)
+      .def_readwrite("call_info", &PlanSpec::call_info);
   py::class_<Plan, std::shared_ptr<Plan>>(module, "NativePlan")
-      .def(py::init(&make_plan), py::kw_only(), py::arg("program"), py::arg("geometry"), py::arg("op"),
-           py::arg("average"), py::arg("segments"), py::arg("slot_bytes"), py::arg("zero_copy"), py::arg("text"),
-           py::arg("max_boxes"), py::arg("splits"), py::arg("checksum"), py::arg("call_info"), py::arg("variant"),
-           py::arg("space"), py::arg("threads"), py::arg("alternative") = nullptr,
-           py::arg("alternative_zero_copy") = false)
+      .def(py::init([](const PlanSpec& spec) {
+             if (!spec.program) throw py::value_error("program: a plan needs one");
+             return std::make_shared<Plan>(spec);
+           }),
+           py::arg("spec"))
       .def_property_readonly("pieces", &Plan::pieces)
       .def_property_readonly("memory_bytes", &Plan::memory_bytes)
       .def_property_readonly("max_boxes", &Plan::max_boxes)

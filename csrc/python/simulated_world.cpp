@@ -59,14 +59,14 @@ void bind_simulated_world(py::module_& module) {
         py::list result;
         for (const SimulationOutcome& outcome : outcomes) {
           result.append(py::make_tuple(static_cast<int>(outcome.kind), outcome.failed_rank, outcome.finished,
-                                       outcome.wire_bytes));
+                                       outcome.wire_bytes, reports_of(outcome.choices)));
         }
         return result;
       },
       py::kw_only(), py::arg("ranks"), py::arg("seed"), py::arg("max_boxes"), py::arg("slot_bytes"), py::arg("delay"),
       py::arg("crash_rank"), py::arg("crash_after"), py::arg("flip_box"), py::arg("calls"),
-      "Runs calls[rank] on every rank in one thread. Returns (kind, failed rank, operations finished, bytes sent) of "
-      "every rank.");
+      "Runs calls[rank] on every rank in one thread. Returns (kind, failed rank, operations finished, bytes sent, what "
+      "its tuner has chosen) of every rank.");
 }
 
 }  // namespace dtcomm::python

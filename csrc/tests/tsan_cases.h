@@ -54,22 +54,30 @@ inline std::shared_ptr<const Program> two_shot(int rank, int ranks) {
       Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), ranks), flat));
 }
 
+inline PlanSpec plan_spec(std::shared_ptr<const Program> program, Geometry geometry, const Segment& segment,
+                          const std::string& text) {
+  PlanSpec spec;
+  spec.program = std::move(program);
+  spec.geometry = geometry;
+  spec.segments = {segment};
+  spec.text = text;
+  spec.variants.piece_bytes = 8 * 1024;
+  spec.slot_bytes = kSlotBytes;
+  return spec;
+}
+
 // With trials, a tuner tries variants of it; all ranks must then share memory.
 inline Call all_reduce_call(int rank, int ranks, std::vector<float>& tensor, const Codec& codec = {},
                             bool trials = false) {
   Segment segment{tensor.size(), DType::f32, codec, codec};
-  PlanOptions options;
-  options.variant.piece_bytes = 8 * 1024;
-  options.slot_bytes = kSlotBytes;
+  PlanSpec spec = plan_spec(two_shot(rank, ranks), Geometry::whole, segment, "test");
   if (trials) {
-    options.space.size_class = "all_reduce";
-    options.space.piece_bytes = {4 * 1024, options.variant.piece_bytes, 16 * 1024};
-    options.space.initial = 1 << VariantSpace::kPieceShift;
-    options.space.tried = VariantSpace::kStreamPayload | VariantSpace::kStreamOutput;
+    spec.variants.size_class = "all_reduce";
+    spec.variants.piece_sizes = {4 * 1024, spec.variants.piece_bytes, 16 * 1024};
+    spec.variants.tries.stream_payload = spec.variants.tries.stream_output = true;
   }
   Call call;
-  call.plan = std::make_shared<Plan>(two_shot(rank, ranks), Geometry::whole, ReduceOp::sum, false,
-                                     std::vector<Segment>{segment}, options, "test");
+  call.plan = std::make_shared<Plan>(spec);
   auto* data = reinterpret_cast<std::uint8_t*>(tensor.data());
   call.tensors.push_back({data, data, nullptr});
   call.kernels = find_kernels("generic");
@@ -89,14 +97,10 @@ inline Call all_gather_call(int rank, int ranks, std::vector<float>& input, std:
   }
   const auto program = std::make_shared<Program>(
       Program::parse(rank, ranks, ranks, std::vector<int>(static_cast<std::size_t>(ranks), 1), flat));
-  PlanOptions options;
-  options.variant.piece_bytes = 8 * 1024;
-  options.slot_bytes = kSlotBytes;
-  options.variant.single_copy = single_copy;
+  PlanSpec spec = plan_spec(program, Geometry::gather, {input.size(), DType::f32, codec, codec}, "all_gather");
+  spec.variants.single_copy = single_copy;
   Call call;
-  call.plan =
-      std::make_shared<Plan>(program, Geometry::gather, ReduceOp::sum, false,
-                             std::vector<Segment>{{input.size(), DType::f32, codec, codec}}, options, "all_gather");
+  call.plan = std::make_shared<Plan>(spec);
   output.assign(input.size() * static_cast<std::size_t>(ranks), -1.0f);
   call.tensors.push_back(
       {reinterpret_cast<std::uint8_t*>(input.data()), reinterpret_cast<std::uint8_t*>(output.data()), nullptr});
@@ -110,14 +114,10 @@ inline Call message_call(int rank, std::vector<float>& tensor) {
   const std::vector<std::int64_t> flat = rank == 0 ? std::vector<std::int64_t>{1, 0, 3, 0, 0, 0, 2, 0, 3, 0, 0, 1}
                                                    : std::vector<std::int64_t>{3, 0, 3, 0, 0, 0, 5, 0, 3, 0, 0, 0};
   const auto program = std::make_shared<Program>(Program::parse(rank, 2, 1, std::vector<int>{1, 0}, flat));
-  PlanOptions options;
-  options.variant.piece_bytes = 8 * 1024;
-  options.slot_bytes = kSlotBytes;
-  options.variant.single_copy = true;
-  options.offers = true;
+  PlanSpec spec = plan_spec(program, Geometry::whole, {tensor.size(), DType::f32, {}, {}}, "message");
+  spec.variants.single_copy = spec.variants.offers = true;
   Call call;
-  call.plan = std::make_shared<Plan>(program, Geometry::whole, ReduceOp::sum, false,
-                                     std::vector<Segment>{{tensor.size(), DType::f32, {}, {}}}, options, "message");
+  call.plan = std::make_shared<Plan>(spec);
   auto* const data = reinterpret_cast<std::uint8_t*>(tensor.data());
   call.tensors.push_back({rank == 0 ? data : nullptr, rank == 0 ? nullptr : data, nullptr});
   if (rank == 0) call.address = reinterpret_cast<std::uintptr_t>(data);
@@ -127,15 +127,12 @@ inline Call message_call(int rank, std::vector<float>& tensor) {
 
 // The call on three threads, in pieces that are shared out.
 inline Call parallel_call(Call call) {
-  const Plan& plan = *call.plan;
-  PlanOptions options;
-  options.variant.piece_bytes = 256 * 1024;
-  options.variant.single_copy = plan.single_copy();
-  options.variant.parallel = true;
-  options.threads = 3;
-  options.slot_bytes = kParallelSlotBytes;
-  const auto program = std::shared_ptr<const Program>(call.plan, &plan.program());
-  call.plan = std::make_shared<Plan>(program, plan.geometry(), plan.op(), false, plan.segments(), options, plan.text());
+  PlanSpec spec = call.plan->spec();
+  spec.variants.piece_bytes = 256 * 1024;
+  spec.variants.parallel = true;
+  spec.variants.threads = 3;
+  spec.slot_bytes = kParallelSlotBytes;
+  call.plan = std::make_shared<Plan>(spec);
   return call;
 }
 

@@ -166,12 +166,12 @@ Group group_of(int ranks, Reach reach = Reach::memory, std::size_t slot_bytes = 
       if (reach == Reach::memory || (reach == Reach::both && (high - low) % 2 == 0)) continue;
       int ends[2];
       connect_pair(ends);
-      seen[low][high].socket = ends[0];
-      seen[high][low].socket = ends[1];
+      seen[low][high].sockets = {ends[0]};
+      seen[high][low].sockets = {ends[1]};
       for (int further = 0; reach == Reach::several && further < 2; ++further) {
         connect_pair(ends);
-        seen[low][high].further_sockets.push_back(ends[0]);
-        seen[high][low].further_sockets.push_back(ends[1]);
+        seen[low][high].sockets.push_back(ends[0]);
+        seen[high][low].sockets.push_back(ends[1]);
       }
     }
   }

@@ -34,7 +34,7 @@ from dtcomm.runtime.cuda_peer.launch import (
     PeerBufferLayout,
     blocks_of,
 )
-from dtcomm.runtime.native.copy_policy import Variants, can_use_single_copy
+from dtcomm.runtime.native.copy_policy import can_use_single_copy
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
@@ -63,7 +63,7 @@ class Operation:
     seed: int = 0
     shared: bool = False
     single_copy: bool = False
-    variants: Variants | None = None
+    variants: _C.Variants | None = None
     hooks: OpHooks = NO_HOOKS
 
 
@@ -94,12 +94,16 @@ class Simulation:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOutcome:
-    """How a rank ended: one of ``STATUSES``, the rank it blames, completed operations and bytes sent."""
+    """How a rank ended: one of ``STATUSES``, the rank it blames, completed operations and bytes sent.
+
+    ``choices`` are what its tuner has chosen, by size class; the tuner's clock counts the steps of the simulation.
+    """
 
     status: str
     failed_rank: int
     finished: int
     wire_bytes: int
+    choices: list[dict[str, Any]]
 
 
 def run_simulated(
@@ -112,7 +116,9 @@ def run_simulated(
         for operation in rank_operations:
             shape = operation.shape
             single_copy = operation.single_copy and can_use_single_copy(shape)
-            variants = operation.variants or Variants(simulation.piece_bytes, single_copy)
+            variants = operation.variants or _C.Variants(
+                piece_bytes=simulation.piece_bytes, single_copy=single_copy
+            )
             plan = _native_plan(
                 shape,
                 operation.schedule,
@@ -137,9 +143,13 @@ def run_simulated(
     )
     return [
         SimulatedOutcome(
-            status=STATUSES[status], failed_rank=failed_rank, finished=finished, wire_bytes=wire_bytes
+            status=STATUSES[status],
+            failed_rank=failed_rank,
+            finished=finished,
+            wire_bytes=wire_bytes,
+            choices=choices,
         )
-        for status, failed_rank, finished, wire_bytes in outcomes
+        for status, failed_rank, finished, wire_bytes, choices in outcomes
     ]
 
 

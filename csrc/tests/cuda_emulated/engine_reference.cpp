@@ -41,20 +41,23 @@ std::size_t output_numel(const cuda::FusedSpec& call, int rank) {
 void run_on_engine(const Programs& programs, const Scenario& scenario, std::vector<Tensors>& ranks) {
   const cuda::FusedSpec& shape = scenario.spec;
   const LoweredSchedule& lowering = programs.of(name_of(shape.collective), scenario.algorithm, shape.ranks);
-  PlanOptions options;
-  options.variant.piece_bytes = 32 << 10;
-  options.slot_bytes = 256 << 10;
-  options.splits = shape.splits;
+  PlanSpec spec;
+  spec.geometry = cuda::geometry_of(shape.collective);
+  spec.op = shape.op;
+  spec.average = shape.divisor != 1;
+  spec.variants.piece_bytes = 32 << 10;
+  spec.slot_bytes = 256 << 10;
+  spec.splits = shape.splits;
   const std::size_t most =
       shape.splits.empty() ? shape.numel : *std::max_element(shape.splits.begin(), shape.splits.end());
+  spec.segments = {{most, shape.dtype, shape.codec, shape.codec}};
   std::vector<std::vector<dtcomm::Call>> calls(ranks.size());
   SimulationOptions world;
   world.ranks = shape.ranks;
   world.seed = scenario.seed;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
-    auto plan = std::make_shared<const Plan>(
-        lowering.programs[r], cuda::geometry_of(shape.collective), shape.op, shape.divisor != 1,
-        std::vector<Segment>{{most, shape.dtype, shape.codec, shape.codec}}, options, "");
+    spec.program = lowering.programs[r];
+    auto plan = std::make_shared<const Plan>(spec);
     world.max_boxes = std::max(world.max_boxes, static_cast<std::uint32_t>(plan->max_boxes()));
     world.slot_bytes = std::max(world.slot_bytes, plan->box_stride() * static_cast<std::size_t>(plan->max_boxes()));
     dtcomm::Call call;

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dtcomm import _C, env
+from dtcomm._C import Variants
 from dtcomm.runtime.emulated_link import Link
 from dtcomm.runtime.types import GEOMETRY, OpSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
@@ -44,41 +44,6 @@ MIN_PARALLEL_BYTES = 128 * 1024  # from here on they are tried
 MIN_PIECES = 16  # of a large message, so that most of the copies of different pieces overlap
 
 
-@dataclass(frozen=True)
-class Variants:
-    """How the engine carries out the operations of a plan, and what it tries instead.
-
-    Attributes:
-        piece_bytes: Bytes of input in one piece.
-        single_copy: Whether receivers copy out of the sender's memory.
-        stream_payload: Whether payloads are written into slots with non-temporal stores.
-        stream_output: Whether results are, where they were not read just before.
-        threads: Threads that this rank may use.
-        parallel: Whether it uses them.
-        offers: Whether the operation is a message of one rank to another. If it fits into the slots, its sender does
-            not wait for a receiver that comes late: a single copy is then an offer (``csrc/engine/offer.h``).
-        size_class: Operations with this name are tried together; empty: nothing is tried.
-        piece_sizes: Sizes to try, ``piece_bytes`` among them.
-        tries_single_copy: Whether to try both values; the same for the three below.
-        tries_alternative: Whether to try the operation's alternative algorithm.
-    """
-
-    piece_bytes: int
-    single_copy: bool = False
-    stream_payload: bool = False
-    stream_output: bool = False
-    threads: int = 1
-    parallel: bool = False
-    offers: bool = False
-    size_class: str = ""
-    piece_sizes: tuple[int, ...] = ()
-    tries_single_copy: bool = False
-    tries_stream_payload: bool = False
-    tries_stream_output: bool = False
-    tries_parallel: bool = False
-    tries_alternative: bool = False
-
-
 def slot_bytes(threads: int) -> int:
     """Bytes of a slot of ranks with ``threads`` threads: each thread works on a part of a piece."""
     scale = 1
@@ -105,40 +70,36 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads:
     piece = piece_bytes(spec, ranks, threads)
     may_parallel = threads > 1 and touched >= MIN_PARALLEL_BYTES
     chooses_threads = env.get("DTCOMM_THREADS") == "0"
-    fixed = Variants(
-        piece,
-        single_copy and copies == "on",
-        staging == "streaming",
-        touched >= STREAMED_OUTPUT_BYTES,
-        threads,
-        may_parallel and (touched >= PARALLEL_BYTES or not chooses_threads),
+    result = Variants(
+        piece_bytes=piece,
+        single_copy=single_copy and copies == "on",
+        stream_payload=staging == "streaming",
+        stream_output=touched >= STREAMED_OUTPUT_BYTES,
+        threads=threads,
+        parallel=may_parallel and (touched >= PARALLEL_BYTES or not chooses_threads),
         offers=spec.algorithm == "send",
     )
     if not trials or spec.nbytes < MIN_TRIED_BYTES:
-        return fixed
+        return result
     codecs = {str(part.codec) for part in spec.parts}
     dtypes = {str(part.dtype).removeprefix("torch.") for part in spec.parts}
-    tries_alternative = spec.alternative is not None and spec.nbytes <= MAX_ONE_SHOT_BYTES
-    return replace(
-        fixed,
-        size_class=" ".join(
-            (
-                spec.collective if spec.algorithm != "send" else "send",
-                "direct" if tries_alternative else spec.algorithm,
-                "+".join(sorted(codecs)),
-                "+".join(sorted(dtypes)),
-                f"2^{spec.nbytes.bit_length() - 1} bytes",
-            )
-        ),
-        piece_sizes=_piece_sizes(spec, ranks, piece, slot_bytes(threads)),
-        tries_single_copy=single_copy
-        and copies == "auto"
-        and not (fixed.offers and spec.nbytes < MIN_OFFERED_BYTES),
-        tries_stream_payload=staging == "auto",
-        tries_stream_output=touched >= MIN_STREAMED_OUTPUT_BYTES,
-        tries_parallel=may_parallel and chooses_threads,
-        tries_alternative=tries_alternative,
+    result.tries_alternative = spec.alternative is not None and spec.nbytes <= MAX_ONE_SHOT_BYTES
+    result.size_class = " ".join(
+        (
+            spec.collective if spec.algorithm != "send" else "send",
+            "direct" if result.tries_alternative else spec.algorithm,
+            "+".join(sorted(codecs)),
+            "+".join(sorted(dtypes)),
+            f"2^{spec.nbytes.bit_length() - 1} bytes",
+        )
     )
+    result.piece_sizes = _piece_sizes(spec, ranks, piece, slot_bytes(threads))
+    small_message = result.offers and spec.nbytes < MIN_OFFERED_BYTES
+    result.tries_single_copy = single_copy and copies == "auto" and not small_message
+    result.tries_stream_payload = staging == "auto"
+    result.tries_stream_output = touched >= MIN_STREAMED_OUTPUT_BYTES
+    result.tries_parallel = may_parallel and chooses_threads
+    return result
 
 
 def _bytes_of_tensors(spec: OpSpec, ranks: int) -> tuple[int, int]:
@@ -148,20 +109,20 @@ def _bytes_of_tensors(spec: OpSpec, ranks: int) -> tuple[int, int]:
     return spec.nbytes * (ranks if sharded_input else 1), spec.nbytes * (ranks if sharded_output else 1)
 
 
-def _piece_sizes(spec: OpSpec, ranks: int, piece: int, largest: int) -> tuple[int, ...]:
+def _piece_sizes(spec: OpSpec, ranks: int, piece: int, largest: int) -> list[int]:
     """The sizes of pieces to try."""
     if env.get("DTCOMM_PIECE_KIB") != "0":
-        return (piece,)
+        return [piece]
     total = spec.nbytes * (1 if spec.collective in CUT_AT_GRANULES else ranks)
     sizes = {piece}
     size = largest
     while size >= MIN_PIECE_BYTES and len(sizes) < PIECE_SIZES:
-        # A message that is sent at once today stays one.
+        # A piece may not be so small that the message no longer fits into the slots: its sender would have to wait.
         fits = spec.algorithm != "send" or size * SLOTS >= total or piece * SLOTS < total
         if size <= 1 << (total.bit_length() - 1) and fits:
             sizes.add(size)
         size //= 2
-    return tuple(sorted(sizes))
+    return sorted(sizes)
 
 
 def can_use_zero_copy(spec: OpSpec, min_bytes: int = 0) -> bool:
@@ -199,8 +160,8 @@ def why_no_single_copy(native: _C.NativeCommunicator, transport: str, emulates_l
 
 def why_no_trials(transport: str, emulates_link: bool) -> str:
     """Why the engine does not try variants of operations; empty if it does."""
-    if env.get("DTCOMM_TRIALS") == "off":
-        return "DTCOMM_TRIALS=off"
+    if env.get("DTCOMM_TRIALS") == "never":
+        return "DTCOMM_TRIALS=never"
     if emulates_link:
         return "a link is emulated"
     return "" if transport == "memory" else "not all ranks share memory"

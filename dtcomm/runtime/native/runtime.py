@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,7 +16,6 @@ from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.emulated_link import Link, links
 from dtcomm.runtime.flight_recorder import STAGES, FlightEntry, PeerSnapshot
 from dtcomm.runtime.native import copy_policy
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.plans import forget_repeated
 from dtcomm.runtime.types import GEOMETRY, OPS, Buffers, OpHooks, OpSpec
 from dtcomm.schedule import Schedule, lower
@@ -29,19 +27,6 @@ if TYPE_CHECKING:  # imported when there is such a codec: most processes never n
 # How long a rank yields before it sleeps. A core that ranks share goes to another rank at each yield, and a sleeper on
 # it is not always run at once when it is woken: within 1 ms most messages arrive before it sleeps.
 YIELD_US, SHARED_YIELD_US = 50.0, 1000.0
-# What the engine reports of a size class.
-CHOICE = (
-    "size_class",
-    "piece_bytes",
-    "single_copy",
-    "stream_payload",
-    "stream_output",
-    "alternative",
-    "parallel",
-    "microseconds",
-    "trials",
-    "settled",
-)
 MIN_PAYLOADS = 128  # payloads of 4 KiB fill a slot: a user's own schedule may need as many
 
 
@@ -128,13 +113,13 @@ class NativeRuntime:
             wide_area=wide_area,
         )
 
-    def address(self) -> list[int]:
-        """What a peer needs to map this rank's memory, as plain numbers."""
-        return list(self.native.address())
+    def address(self) -> dict[str, int]:
+        """What a peer needs to map this rank's memory: fields of ``_C.Address``."""
+        return self.native.address()
 
     def attach(
         self,
-        addresses: Sequence[Sequence[int]],
+        addresses: Sequence[Mapping[str, int]],
         names: Sequence[str],
         affinities: Sequence[Collection[int]],
         ranks_of_host: int,
@@ -159,10 +144,11 @@ class NativeRuntime:
         inside = range(self.ranks) if inside is None else inside
         self.native.attach(
             [
-                (*address, sockets[rank][0] if rank in sockets else -1, rank not in inside, name)
+                _C.Address(
+                    **address, sockets=list(sockets.get(rank, ())), other_host=rank not in inside, name=name
+                )
                 for rank, (address, name) in enumerate(zip(addresses, names, strict=True))
-            ],
-            {rank: list(of_rank[1:]) for rank, of_rank in sockets.items() if len(of_rank) > 1},
+            ]
         )
         if sockets:
             self.transport = "sockets" if len(sockets) == self.ranks - 1 else "memory and sockets"
@@ -175,7 +161,7 @@ class NativeRuntime:
             float(env.get("DTCOMM_YIELD_US")) or (SHARED_YIELD_US if shares_cores else YIELD_US),
         )
         cores_per_rank = copy_policy.cores_per_rank(affinities, ranks_of_host, machine)
-        self.native.set_cores_per_rank(cores_per_rank)
+        self.native.set_tuning(cores_per_rank, always=env.get("DTCOMM_TRIALS") == "always")
         if self.threads > 1 and cores_per_rank < self.threads:
             _C.share_cores()
         # With two cores a rank, the progress thread runs beside the waiting one.
@@ -227,10 +213,10 @@ class NativeRuntime:
                 piece_bytes = copy_policy.wide_area_piece_bytes(spec, self.ranks, self._slot_bytes)
             else:
                 piece_bytes = copy_policy.socket_piece_bytes(spec, self.ranks)
-            variants = replace(variants, piece_bytes=piece_bytes)
+            variants.piece_bytes = piece_bytes
         elif self._link is not None:
             scale = self._slot_bytes // copy_policy.slot_bytes(self.threads)
-            variants = replace(variants, piece_bytes=variants.piece_bytes * scale)
+            variants.piece_bytes *= scale
         # Tensors that ranks read in each other's memory would not go over an emulated link.
         uses_zero_copy = shares_memory and self._link is None
         plan = native_plan(
@@ -273,16 +259,22 @@ class NativeRuntime:
         """The last operations, oldest first."""
         return [
             FlightEntry(
-                number, text, json.loads(details), STAGES[stage], issued, started, finished, peer, peers
+                number=record.number,
+                text=record.text,
+                details=json.loads(record.call_info),
+                stage=STAGES[record.stage],
+                issued_ns=record.issued_ns,
+                started_ns=record.started_ns,
+                finished_ns=record.finished_ns,
+                waiting_for=record.waiting_for,
+                waited_for=record.waited_for,
             )
-            for number, text, details, stage, issued, started, finished, peer, peers in (
-                self.native.flight_records()
-            )
+            for record in self.native.flight_records()
         ]
 
     def peer_snapshots(self) -> list[PeerSnapshot]:
         """What shared memory shows of every rank, in rank order."""
-        return [PeerSnapshot(*snapshot) for snapshot in self.native.peer_snapshots()]
+        return [PeerSnapshot(**snapshot) for snapshot in self.native.peer_snapshots()]
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long later calls wait for the other ranks."""
@@ -333,8 +325,8 @@ class NativeRuntime:
             **in_python,
             "single_copy": self.single_copy or "process_vm_readv",
             "pulled_bytes": self.native.single_copy_bytes,
-            "trials": self.no_trials or "on",
-            "choices": [dict(zip(CHOICE, choice, strict=True)) for choice in self.native.size_classes()],
+            "trials": self.no_trials or env.get("DTCOMM_TRIALS"),
+            "choices": self.native.size_classes(),
             "operations": self.native.operations,
             "wire_bytes": self.native.wire_bytes,
         }
@@ -445,7 +437,7 @@ def native_plan(
     spec: OpSpec,
     schedule: Schedule,
     rank: int,
-    variants: Variants,
+    variants: _C.Variants,
     slot_bytes: int,
     max_payloads: int = 2**16,
     uses_zero_copy: bool | None = None,
@@ -454,12 +446,7 @@ def native_plan(
 
     ``uses_zero_copy`` None means wherever the operation can.
     """
-    alternative, alternative_zero_copy = None, False
-    if variants.tries_alternative and spec.alternative is not None:
-        name, other_schedule = spec.alternative
-        alternative = _native_program(other_schedule, rank)
-        alternative_zero_copy = copy_policy.can_use_zero_copy(spec._replace(algorithm=name))
-    return _C.NativePlan(
+    plan = _C.PlanSpec(
         program=_native_program(schedule, rank),
         geometry=GEOMETRY[spec.collective],
         op=OPS[spec.op],
@@ -468,33 +455,20 @@ def native_plan(
             (part.numel, ELEMENT_TYPES[part.dtype], part.codec.native(), part.at(1).native())
             for part in spec.parts
         ],
+        text=str(spec),
+        variants=variants,
         slot_bytes=slot_bytes,
         zero_copy=copy_policy.can_use_zero_copy(spec) if uses_zero_copy is None else uses_zero_copy,
-        text=str(spec),
+        checksum=spec.checksum,
         max_boxes=max_payloads,
         splits=list(spec.splits),
-        checksum=spec.checksum,
         call_info=json.dumps(spec.details()),
-        variant=(
-            variants.piece_bytes,
-            variants.single_copy,
-            variants.stream_payload,
-            variants.stream_output,
-            variants.parallel,
-            variants.offers,
-        ),
-        space=(
-            variants.size_class,
-            list(variants.piece_sizes),
-            variants.tries_single_copy,
-            variants.tries_stream_payload,
-            variants.tries_stream_output,
-            variants.tries_parallel,
-        ),
-        threads=variants.threads,
-        alternative=alternative,
-        alternative_zero_copy=alternative_zero_copy,
     )
+    if variants.tries_alternative and spec.alternative is not None:
+        name, other_schedule = spec.alternative
+        plan.alternative = _native_program(other_schedule, rank)
+        plan.alternative_zero_copy = copy_policy.can_use_zero_copy(spec._replace(algorithm=name))
+    return _C.NativePlan(plan)
 
 
 def _native_program(schedule: Schedule, rank: int) -> _C.NativeProgram:

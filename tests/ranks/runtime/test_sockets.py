@@ -22,7 +22,6 @@ from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.bootstrap import between_hosts
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.tcp import Listener
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.stopwatch import Stopwatch
@@ -237,7 +236,7 @@ def reduce_through_relay(
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
-        plan = native_plan(shape, schedule, rank, Variants(16 * 1024), 64 * 1024, 8, False)
+        plan = native_plan(shape, schedule, rank, _C.Variants(piece_bytes=16 * 1024), 64 * 1024, 8, False)
         pointer = tensors[rank].data_ptr()
         try:
             natives[rank].run(plan, pointer, pointer, 0, 1)

@@ -195,7 +195,7 @@ def test_engine_cuts_the_same_number_of_pieces(spec: OpSpec, ranks: int, element
     largest = max(part.dtype.itemsize for part in spec.parts)
     finest = min(part.codec.granularity for part in spec.parts)
     piece_bytes = elements * largest * (ranks if spec.collective == "all_to_all" else program.chunks)
-    plan = _C.NativePlan(
+    plan_spec = _C.PlanSpec(
         program=native,
         geometry=GEOMETRY[spec.collective],
         op=OPS[spec.op],
@@ -205,16 +205,11 @@ def test_engine_cuts_the_same_number_of_pieces(spec: OpSpec, ranks: int, element
             for part in spec.parts
         ],
         slot_bytes=2**40,
-        zero_copy=False,
-        text="",
         max_boxes=64,
         splits=list(spec.splits),
-        checksum=False,
-        call_info="",
-        variant=(piece_bytes, False, False, False, False, False),
-        space=("", [], False, False, False, False),
-        threads=1,
+        variants=_C.Variants(piece_bytes=piece_bytes),
     )
+    plan = _C.NativePlan(plan_spec)
     pieces = cut_into_pieces(spec, program.chunks, ranks, max(finest, elements // finest * finest))
     assert plan.pieces == max(
         1, len(pieces)

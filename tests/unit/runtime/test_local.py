@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm import algorithms
+from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer
 from dtcomm.schedule.ir import CUT_AT_GRANULES
@@ -197,7 +196,7 @@ def message(root: int, numel: int, rank: int, offers: bool) -> Operation:
         schedule=schedule,
         buffers=[Buffers(tensor if sends else None, None if sends else tensor)],
         single_copy=True,
-        variants=Variants(4096, single_copy=True, offers=offers),
+        variants=_C.Variants(piece_bytes=4096, single_copy=True, offers=offers),
     )
 
 
@@ -227,16 +226,16 @@ def test_a_sender_that_offers_does_not_need_the_receiver(offers: bool, finished:
 
 
 def test_ranks_adopt_variants_alike_in_every_order() -> None:
-    """Ranks that run ahead of rank 0 wait for its decisions, and pieces of any size give the same sums."""
+    """Ranks that run ahead of rank 0 wait for its decisions, pieces of any size give the same sums, and trials end."""
     for world, rng in worlds(12, salt=29):
         n = world.ranks
         part = TensorSpec(rng.choice([1500, 6000]), torch.float32, codec(rng.choice(["none", "int8"])))
         shape = OpSpec("all_reduce", "sum", (part,), rng.choice(["one_shot", "two_shot", "ring"]))
         schedule = algorithms.build(shape.algorithm, "all_reduce", n)
-        variants = Variants(
-            4096,
+        variants = _C.Variants(
+            piece_bytes=4096,
             size_class="all_reduce",
-            piece_sizes=(4096, 8192, 16384),
+            piece_sizes=[4096, 8192, 16384],
             tries_stream_payload=True,
             tries_stream_output=True,
         )
@@ -248,10 +247,38 @@ def test_ranks_adopt_variants_alike_in_every_order() -> None:
                     shape=shape, schedule=schedule, buffers=[Buffers(tensor, tensor)], variants=variants
                 )
                 calls[rank].append(operation)
-        require_finished(run_simulated(world, calls), world)
+        outcomes = run_simulated(world, calls)
+        require_finished(outcomes, world)
+        # Two stages: 4 kinds of stores in 4 rounds of 4 operations, 3 sizes in 5.
+        for outcome in outcomes:
+            (choice,) = outcome.choices
+            (first,) = outcomes[0].choices
+            assert choice["settled"] and choice["trials"] == 4 * 4 * 4 + 3 * 5 * 4, world
+            assert {**choice, "microseconds": 0} == {**first, "microseconds": 0}, world
         want = calls[0][0].buffers[0].output
         assert want is not None and (want - n * (n + 1) / 2).abs().max() < 0.1
         for rank_calls in calls:
             for operation in rank_calls:
                 output = operation.buffers[0].output
                 assert output is not None and torch.equal(output, want), world
+
+
+def test_trials_choose_what_takes_the_fewest_steps() -> None:
+    """The clock counts steps, and smaller pieces take more of them: the choice is that of the largest pieces."""
+    part = TensorSpec(16 * 1024, torch.float32, codec("none"))
+    shape = OpSpec("all_reduce", "sum", (part,), "two_shot")
+    schedule = algorithms.build("two_shot", "all_reduce", 2)
+    variants = _C.Variants(piece_bytes=4096, size_class="all_reduce", piece_sizes=[4096, 32768])
+    calls: list[list[Operation]] = [[], []]
+    for _ in range(100):
+        for rank_calls in calls:
+            tensor = torch.ones(part.numel)
+            rank_calls.append(
+                Operation(
+                    shape=shape, schedule=schedule, buffers=[Buffers(tensor, tensor)], variants=variants
+                )
+            )
+    for seed in range(5):
+        for outcome in run_simulated(Simulation(ranks=2, seed=seed), calls):
+            (choice,) = outcome.choices
+            assert (choice["settled"], choice["piece_bytes"]) == (True, 32768), seed

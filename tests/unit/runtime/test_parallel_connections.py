@@ -15,7 +15,6 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
@@ -42,13 +41,13 @@ def make(rank: int, timeout_s: float = 20.0, wide_area: bool = False) -> _C.Nati
 def plan(rank: int, numel: int, piece_bytes: int = SLOT_BYTES) -> _C.NativePlan:
     spec = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "two_shot")
     schedule = algorithms.build("two_shot", "all_reduce", 2)
-    return native_plan(spec, schedule, rank, Variants(piece_bytes), SLOT_BYTES, BOXES, False)
+    return native_plan(spec, schedule, rank, _C.Variants(piece_bytes=piece_bytes), SLOT_BYTES, BOXES, False)
 
 
 def attach(native: _C.NativeCommunicator, rank: int, fds: list[int]) -> None:
-    own, other = (*native.address(), -1, False, f"rank {rank}"), (*native.address(), fds[0], True, "")
-    addresses = [own, (*other[:-1], "rank 1")] if rank == 0 else [(*other[:-1], "rank 0"), own]
-    native.attach(addresses, {1 - rank: fds[1:]})
+    own = _C.Address(**native.address(), name=f"rank {rank}")
+    other = _C.Address(**native.address(), sockets=fds, other_host=True, name=f"rank {1 - rank}")
+    native.attach([own, other] if rank == 0 else [other, own])
 
 
 class Relay:

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from dtcomm import algorithms
+from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.runtime.communicator import SingleRankRuntime
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import OpSpec, TensorSpec
@@ -26,7 +25,7 @@ def exchange(ranks: int, numel: int, splits: tuple[int, ...] = ()) -> OpSpec:
 def test_a_rank_keeps_its_own_rows_and_columns_of_an_exchange() -> None:
     ranks, numel = 32, (256 << 20) // 4 // 32  # 256 MB on each rank
     schedule = algorithms.build("one_shot", "all_to_all", ranks)
-    plan = native_plan(exchange(ranks, numel), schedule, 5, Variants(PIECE_BYTES), SLOT_BYTES)
+    plan = native_plan(exchange(ranks, numel), schedule, 5, _C.Variants(piece_bytes=PIECE_BYTES), SLOT_BYTES)
     pairs_of_rank = 2 * ranks - 1
     assert plan.pieces * pairs_of_rank * 64 < plan.memory_bytes < plan.pieces * pairs_of_rank * 100
     assert plan.memory_bytes < 8 << 20
@@ -42,7 +41,8 @@ def test_ranks_agree_on_the_pieces_of_unequal_shards(spec: str) -> None:
         part = TensorSpec(max(splits), torch.float32, codec(spec), None)
         request = OpSpec("all_to_all", "sum", (part,), "one_shot", splits=splits)
         plans = [
-            native_plan(request, schedule, rank, Variants(PIECE_BYTES), SLOT_BYTES) for rank in range(ranks)
+            native_plan(request, schedule, rank, _C.Variants(piece_bytes=PIECE_BYTES), SLOT_BYTES)
+            for rank in range(ranks)
         ]
         assert len({plan.pieces for plan in plans}) == 1
         assert len({plan.fingerprint for plan in plans}) == 1

@@ -15,7 +15,6 @@ from dtcomm import _C, env
 from dtcomm.codecs import codec
 from dtcomm.measure.virtual_ranks import Simulation, run_simulated
 from dtcomm.runtime.native import copy_policy
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.unit.runtime.simulated_cases import (
     CASES,
@@ -49,7 +48,7 @@ def run_case(
         integers=False,
     )
     single_copy = place == "pulled" and copy_policy.can_use_single_copy(case.shape)
-    variants = Variants(PIECE, single_copy, threads=count, parallel=count > 1)
+    variants = _C.Variants(piece_bytes=PIECE, single_copy=single_copy, threads=count, parallel=count > 1)
     parts = case.shape.parts
     if between is not None:
         parts = tuple(part._replace(between=codec(between)) for part in parts)

@@ -18,7 +18,6 @@ from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveTimeout, PayloadCorrupt, PeerLost
 from dtcomm.runtime.bootstrap import between_hosts
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.ucx import requires_ucx
@@ -41,19 +40,23 @@ class Rank:
         self.tensor = torch.ones(numel)
         spec = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "one_shot")
         schedule = algorithms.build("one_shot", "all_reduce", 2)
-        self.plan = native_plan(spec, schedule, 0, Variants(SLOT_BYTES), SLOT_BYTES, BOXES, False)
+        self.plan = native_plan(
+            spec, schedule, 0, _C.Variants(piece_bytes=SLOT_BYTES), SLOT_BYTES, BOXES, False
+        )
         near, self.socket = socket.socketpair()
-        own = tuple(self.native.address())
-        self.native.attach([(*own, -1, False, "rank 0"), (*own, near.detach(), True, "rank 1")])
+        address = self.native.address()
+        own = _C.Address(**address, name="rank 0")
+        other = _C.Address(**address, sockets=[near.detach()], other_host=True, name="rank 1")
+        self.native.attach([own, other])
         self.peer = _C.UcxPeer(7)
-        address = self.native.make_ucx_address()
+        ucx_address = self.native.make_ucx_address()
         self.native.connect_ucx([b"", self.peer.address()])
         self.frames: list[tuple[int, list[int], bytes]] = []
         # UCX before 1.14 aborts if a connection ends while its answer to the request waits to be sent. Without progress
         # it does not answer.
         self.peer_progresses = peer_connects
         if peer_connects:
-            self.peer.connect(0, 1, address)
+            self.peer.connect(0, 1, ucx_address)
             self.peer.send(HELLO, [0] * 5)
             self.progress_until(self.native.ucx_is_connected)
 

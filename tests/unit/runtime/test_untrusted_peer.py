@@ -10,7 +10,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
-from dtcomm.runtime.native.copy_policy import Variants
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
@@ -51,11 +50,14 @@ class Rank:
         self.tensor = torch.ones(numel)
         spec = OpSpec("all_reduce", "sum", (TensorSpec(numel, torch.float32, codec("none")),), "one_shot")
         schedule = algorithms.build("one_shot", "all_reduce", 2)
-        self.plan = native_plan(spec, schedule, 0, Variants(16 * 1024), SLOT_BYTES, BOXES, False)
+        self.plan = native_plan(
+            spec, schedule, 0, _C.Variants(piece_bytes=16 * 1024), SLOT_BYTES, BOXES, False
+        )
 
-    def attach(self, peer: tuple[int, ...], connection: int = -1) -> None:
-        own = (*self.native.address(), -1, False, "rank 0")
-        self.native.attach([own, (*peer, connection, connection >= 0, "rank 1")])
+    def attach(self, peer: dict[str, int], sockets: Sequence[int] = ()) -> None:
+        own = _C.Address(**self.native.address(), name="rank 0")
+        other = _C.Address(**peer, sockets=list(sockets), other_host=bool(sockets), name="rank 1")
+        self.native.attach([own, other])
 
     def all_reduce(self) -> None:
         pointer = self.tensor.data_ptr()
@@ -70,7 +72,7 @@ def rank_behind_socket(timeout_s: float) -> Iterator[tuple[Rank, socket.socket]]
     near, far = socket.socketpair()
     rank = Rank(timeout_s)
     with closing(rank.native):
-        rank.attach(tuple(rank.native.address()), near.detach())
+        rank.attach(rank.native.address(), [near.detach()])
         with far:
             yield rank, far
 
@@ -178,7 +180,7 @@ def test_error_while_sending_ends_the_connection() -> None:
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     rank = Rank(LONG, numel=4000)
     with closing(rank.native), far:
-        rank.attach(tuple(rank.native.address()), near.detach())
+        rank.attach(rank.native.address(), [near.detach()])
         with pytest.raises(PeerLost, match=r"rank 1 is gone: its connection ended \(Message too long\)"):
             rank.all_reduce()
 
@@ -189,10 +191,10 @@ def test_sockets_behind_a_peer_that_cannot_be_attached_are_closed(tmp_path: Path
     )
     no_socket = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     near, far = socket.socketpair()
-    connections = [-1, no_socket, near.detach()]
+    connections = [[], [no_socket], [near.detach()]]
     with closing(native), far:
         with pytest.raises(OSError, match="epoll_ctl"):
-            native.attach([(*native.address(), fd, False, "") for fd in connections])
+            native.attach([_C.Address(**native.address(), sockets=fds) for fds in connections])
         far.settimeout(LONG)
         assert far.recv(1) == b"", "the other end was closed"
 
@@ -228,9 +230,8 @@ def rank_beside_memory(timeout_s: float) -> Iterator[tuple[Rank, mmap.mmap]]:
         rank=1, ranks=2, max_boxes=BOXES, slot_bytes=SLOT_BYTES, timeout_s=timeout_s, yield_us=50.0
     )
     with closing(rank.native), closing(peer):
-        address = tuple(peer.address())
-        rank.attach(address)
-        descriptor = os.open(f"/proc/self/fd/{address[4]}", os.O_RDWR)
+        rank.attach(peer.address())
+        descriptor = os.open(f"/proc/self/fd/{peer.address()['region_fd']}", os.O_RDWR)
         with mmap.mmap(descriptor, mmap.PAGESIZE) as memory:
             os.close(descriptor)
             yield rank, memory
@@ -240,7 +241,7 @@ def rank_beside_memory(timeout_s: float) -> Iterator[tuple[Rank, mmap.mmap]]:
 def test_impossible_rank_in_shared_memory_counts_as_none(awaited: int) -> None:
     with rank_beside_memory(0.05) as (rank, memory):
         struct.pack_into("<iIQ", memory, WAITING_FOR, awaited, 0, 2**62)
-        assert rank.native.peer_snapshots()[1][3] == -1
+        assert rank.native.peer_snapshots()[1]["waiting_for"] == -1
         with pytest.raises(CollectiveTimeout, match="waiting for rank 1, which is alive"):
             rank.all_reduce()
 
