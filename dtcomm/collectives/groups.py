@@ -98,12 +98,12 @@ def info(group: Group = None) -> dict[str, Any]:
         ``reason`` (why that one), ``ranks``, ``hosts``, and what the runtime reports, such as ``transport``,
         ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
         have chosen for each kind and size of operation, and ``trials``, the value of ``DTCOMM_TRIALS`` or why there are
-        none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between two ranks, and
-        ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with several connections
-        ``missing_connections``, how many have ended and are being made anew, and ``restored_connections``, how often
-        that has succeeded, and ``measured_gbit``, what they carried while they were busy, by host. If messages of send
-        and recv were tried, ``messages`` lists their ``choices``, with the ``peer`` (its global rank) and whether this
-        rank ``sends``. If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device; if
+        none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between two ranks,
+        and ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with several
+        connections ``missing_connections``, how many have ended and are being made anew, and
+        ``restored_connections``, how often that has succeeded, and ``measured_gbit``, what they carried while they were
+        busy, by host. If messages of send and recv were tried, ``messages`` lists their ``choices``, with the ``peer``
+        (its global rank) and whether this rank ``sends``. If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device; if
         there were calls on CUDA tensors only, the dictionary itself is that of the first device.
 
     Raises:

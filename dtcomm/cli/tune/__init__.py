@@ -33,7 +33,8 @@ EPILOG = """\
 Without torchrun, local ranks are started: 2, then 4 (--nproc). Under torchrun the ranks of the job are measured, on any
 number of hosts. The table holds times by collective, algorithm, codec and size, the rates of codecs, and link
 parameters derived from them. It is read when a communicator is created; all ranks use rank 0's. Results of other
-numbers of ranks and hosts stay in the file. DTCOMM_TUNE=off disables the table."""
+numbers of ranks and hosts stay in the file. The search of DTCOMM_TRIALS begins anew with each run. DTCOMM_TUNE=off
+disables the table."""
 
 
 def main(argv: list[str] | None = None) -> int:
