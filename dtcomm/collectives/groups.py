@@ -103,8 +103,9 @@ def info(group: Group = None) -> dict[str, Any]:
         connections ``missing_connections``, how many have ended and are being made anew, and
         ``restored_connections``, how often that has succeeded, and ``measured_gbit``, what they carried while they were
         busy, by host. If messages of send and recv were tried, ``messages`` lists their ``choices``, with the ``peer``
-        (its global rank) and whether this rank ``sends``. If there were calls on CUDA tensors, ``devices`` has the same dictionary for each device; if
-        there were calls on CUDA tensors only, the dictionary itself is that of the first device.
+        (its global rank) and whether this rank ``sends``. If there were calls on CUDA tensors, ``devices`` has the same
+        dictionary for each device; if there were calls on CUDA tensors only, the dictionary itself is that of the first
+        device.
 
     Raises:
         RuntimeError: If there is no such process group.
