@@ -35,7 +35,7 @@ def shared_region(group: Any) -> Iterator[mmap.mmap]:
     communicator = existing_communicator(group)
     assert communicator is not None
     runtime: Any = communicator.runtime
-    descriptor = os.open(f"/proc/self/fd/{runtime.native.address()[4]}", os.O_RDWR)
+    descriptor = os.open(f"/proc/self/fd/{runtime.native.address()['region_fd']}", os.O_RDWR)
     with mmap.mmap(descriptor, 0) as memory:
         os.close(descriptor)
         yield memory

@@ -63,7 +63,7 @@ def list_in_child(rank: int, world_size: int) -> int:
         )
         for rank in range(2)
     ]
-    addresses = [(*native.address(), -1, False, "") for native in natives]
+    addresses = [_C.Address(**native.address()) for native in natives]
     for native in natives:
         native.attach(addresses)
     assert len(natives[0].peer_snapshots()) == 2

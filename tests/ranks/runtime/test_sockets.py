@@ -247,7 +247,9 @@ def reduce_through_relay(
         fd = near[rank][0].detach()
         native.attach(
             [
-                (*address, fd if peer != rank else -1, True, f"rank {peer}")
+                _C.Address(
+                    **address, sockets=[fd] if peer != rank else [], other_host=True, name=f"rank {peer}"
+                )
                 for peer, address in enumerate(addresses)
             ]
         )
