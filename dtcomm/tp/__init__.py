@@ -1,6 +1,6 @@
 """Tensor parallelism with compressed communication.
 
-- Layers: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`, `ParallelMLP`, `ParallelAttention`.
+- Layers: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`.
 - `compress` replaces the layers of an existing model. `PLANS` has plans for known models;
   `dtcomm.extensions.calibrate` finds one for another, and chooses a codec for each layer.
 - Styles for torch's `parallelize_module`: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel`,
@@ -9,14 +9,12 @@
 - `dtcomm.tp.functional` has the differentiable collectives that all of them use.
 """
 
-from dtcomm.tp.blocks import ParallelAttention, ParallelMLP
 from dtcomm.tp.comm_config import CommConfig, LayerTraffic, make_comm_config
-from dtcomm.tp.convert_model import compress
+from dtcomm.tp.convert_model import State, compress
 from dtcomm.tp.inference import AllReduce, CustomAllReduce, SumChoice
 from dtcomm.tp.layer_plan import KINDS, PLANS
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import full_state_dict
-from dtcomm.tp.state import State
 from dtcomm.tp.styles import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -34,8 +32,6 @@ __all__ = [
     "CommConfig",
     "CustomAllReduce",
     "LayerTraffic",
-    "ParallelAttention",
-    "ParallelMLP",
     "PrepareModuleInput",
     "PrepareModuleOutput",
     "RowParallelLinear",

@@ -47,6 +47,16 @@ class Epilogue(NamedTuple):
     def __bool__(self) -> bool:
         return any(operation is not None for operation in self)
 
+    @property
+    def norm_weight(self) -> torch.Tensor | None:
+        """The norm's weight, or None."""
+        return None if self.norm is None else self.norm.weight
+
+    @property
+    def eps(self) -> float:
+        """The norm's epsilon; 0 without a norm."""
+        return 0.0 if self.norm is None else self.norm.eps
+
     def rows(self, start: int, stop: int) -> Epilogue:
         """Return the epilogue of the rows (tokens) ``start`` to ``stop - 1``."""
         residual = self.residual
@@ -60,13 +70,11 @@ class Epilogue(NamedTuple):
 
         A collective takes the task as its epilogue and runs it on every piece of the sum that it has decoded.
         """
-        norm = self.norm
         bias, residual, weight = (
             None if tensor is None else tensor.detach().contiguous()
-            for tensor in (self.bias, self.residual, None if norm is None else norm.weight)
+            for tensor in (self.bias, self.residual, self.norm_weight)
         )
-        eps = 0.0 if norm is None else norm.eps
-        return epilogue_task(y, bias=bias, addend=residual, weight=weight, eps=eps, norm_out=normed)
+        return epilogue_task(y, bias=bias, addend=residual, weight=weight, eps=self.eps, norm_out=normed)
 
 
 class EpilogueResult(NamedTuple):
@@ -149,15 +157,14 @@ class FlashAllReduce:
             for rank in range(self.comm.world_size)
             if self._shard_numel(rank)
         ]
-        norm = epilogue.norm
         apply_epilogue(
             self.codec,
             payloads,
             out,
             bias=epilogue.bias,
             addend=epilogue.residual,
-            weight=None if norm is None else norm.weight,
-            eps=0.0 if norm is None else norm.eps,
+            weight=epilogue.norm_weight,
+            eps=epilogue.eps,
             norm_out=normed,
         )
 

@@ -1,16 +1,20 @@
 """Layers whose weights are cut over the ranks of a group.
 
 `ColumnParallelLinear`, `RowParallelLinear` and `VocabParallelEmbedding` are Megatron-LM's layers (Shoeybi et al. 2019,
-arXiv:1909.08053), with compressed communication.
+arXiv:1909.08053), with compressed communication. `ParallelExperts` and `ReplicatedModule`, which `dtcomm.tp.compress`
+makes, run a dense module's own forward pass with the parameters of this rank, so every way in which it may be computed
+works.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from dtcomm import torch_compat
@@ -18,7 +22,7 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.kernels.epilogue import supports_epilogue
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import GroupOrMesh, make_comm_config
+from dtcomm.tp.comm_config import NONE, CommConfig, GroupOrMesh, make_comm_config
 from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, Norm
 from dtcomm.tp.row_linear import row_linear
 from dtcomm.tp.sharded_module import ShardedModule
@@ -260,27 +264,37 @@ class RowParallelLinear(_ParallelLinear):
     def _forward(self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None) -> EpilogueResult:
         if not self.input_is_parallel:
             x = functional.split_to_ranks(x, self.comm)
-        if self.sequence_dim is not None:
-            y = functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.comm, self.sequence_dim)
-        elif torch.compiler.is_compiling():
-            y = functional.reduce_from_ranks(F.linear(x, self.matrix), self.comm)
-        elif not torch.is_autocast_enabled(x.device.type) and supports_epilogue(
-            x, self.weight, self.bias, residual, norm and norm.weight
-        ):
+        if self._decodes_with_epilogue(x, residual, norm):
             return row_linear(x, self.matrix, self.comm, self.chunks, Epilogue(self.bias, residual, norm))
-        else:
-            matrix = self.matrix
-            if torch.is_autocast_enabled(x.device.type):
-                dtype = torch.get_autocast_dtype(x.device.type)
-                x, matrix = x.to(dtype), matrix.to(dtype)
-            y = row_linear(x, matrix, self.comm, self.chunks, Epilogue()).y
+        y = self._sum(x)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
         if residual is not None:
             y = y + residual
-        if norm is None:
-            return EpilogueResult(y, None)
-        return EpilogueResult(y, F.rms_norm(y, (y.shape[-1],), norm.weight, norm.eps))
+        return EpilogueResult(y, None if norm is None else F.rms_norm(y, y.shape[-1:], norm.weight, norm.eps))
+
+    def _decodes_with_epilogue(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None
+    ) -> bool:
+        """Say whether the pass that decodes the sum also adds bias and residual and takes the norm."""
+        return (
+            self.sequence_dim is None
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled(x.device.type)
+            and supports_epilogue(x, self.weight, self.bias, residual, norm and norm.weight)
+        )
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' products; with a sequence dimension this rank's part of it."""
+        if self.sequence_dim is not None:
+            return functional.reduce_scatter_to_ranks(F.linear(x, self.matrix), self.comm, self.sequence_dim)
+        if torch.compiler.is_compiling():
+            return functional.reduce_from_ranks(F.linear(x, self.matrix), self.comm)
+        matrix = self.matrix
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, matrix = x.to(dtype), matrix.to(dtype)
+        return row_linear(x, matrix, self.comm, self.chunks, Epilogue()).y
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -355,6 +369,127 @@ class VocabParallelEmbedding(ShardedModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.comm.world_size}, codec={self.comm.codec}"
+
+
+# --- modules that keep their own forward pass: experts, and norms that all heads have in common ----------------------
+
+
+class _WrappedModule(ShardedModule):
+    """A module that runs the forward pass of another one with its own parameters."""
+
+    def __init__(self, module: nn.Module, comm: CommConfig) -> None:
+        super().__init__(comm)
+        # In a tuple, so that it is no submodule: its parameters, which have no memory, are never used.
+        no_memory: dict[int, Any] = {
+            id(parameter): nn.Parameter(parameter.detach().to("meta")) for parameter in module.parameters()
+        }
+        self._dense = (copy.deepcopy(module, no_memory),)
+        self.training = module.training
+
+    def _run(self, parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the dense module's forward pass with these parameters."""
+        (dense,) = self._dense
+        dense.train(self.training)
+        return functional_call(dense, parameters, args, kwargs)
+
+    def extra_repr(self) -> str:
+        return f"{type(self._dense[0]).__name__}, ranks={self.comm.world_size}, codec={self.comm.codec}"
+
+
+class ReplicatedModule(_WrappedModule):
+    """A module that every rank has whole and applies to its own features, such as a norm of each head.
+
+    A rank's gradient of the parameters is that of its own features; the gradients are summed over the ranks,
+    uncompressed.
+
+    Args:
+        module: The module; it has parameters and no submodules.
+        comm: The settings of the communication.
+        name: Name of the module, for error messages.
+
+    Raises:
+        ValueError: The module has no parameters of its own, or submodules or buffers.
+    """
+
+    def __init__(self, module: nn.Module, comm: CommConfig, name: str) -> None:
+        if [*module.children(), *module.buffers()] or not [*module.parameters()]:
+            raise ValueError(
+                f"plan: {name} is a {type(module).__name__}; the kind replicated expects a module with parameters and "
+                "without buffers and submodules, such as a norm"
+            )
+        super().__init__(module, comm)
+        self.load_dense(dict(module.named_parameters()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output."""
+        parameters = {
+            name: functional.copy_to_ranks(parameter, self.comm)
+            for name, parameter in self.named_parameters()
+        }
+        return self._run(parameters, *args, **kwargs)
+
+
+class ParallelExperts(_WrappedModule):
+    """Experts of transformers whose hidden features are cut over the ranks: every rank has a part of every expert.
+
+    The routing is the same on all ranks. Each rank computes its features of each token's experts, and the weighted
+    outputs are summed over the ranks in ``comm.codec``.
+
+    Args:
+        module: Experts with ``gate_up_proj`` [experts, 2 * hidden, width] and ``down_proj`` [experts, width, hidden],
+            called with tokens [n, width], the experts of each token [n, k] and their weights [n, k].
+        comm: The settings of the communication.
+        name: Name of the module, for error messages.
+
+    Raises:
+        ValueError: The module is none of that kind, or its hidden features are not divisible by the number of ranks.
+    """
+
+    def __init__(self, module: nn.Module, comm: CommConfig, name: str) -> None:
+        hidden = experts_features(module, name)
+        if hidden % comm.world_size:
+            raise ValueError(
+                f"plan: {name}: the experts' {hidden} hidden features are not divisible by the {comm.world_size} ranks"
+            )
+        super().__init__(module, comm)
+        parameters = dict(module.named_parameters())
+        for parameter, dim, packed in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
+            shape = list(parameters[parameter].shape)
+            shape[dim] //= comm.world_size
+            self.register_shard(parameter, tuple(shape), dim, "meta", None, packed)
+        self.load_dense(parameters)
+        if isinstance(getattr(self._dense[0], "intermediate_dim", None), int):
+            setattr(self._dense[0], "intermediate_dim", hidden // comm.world_size)  # noqa: B010
+        # Weights are few, and what they lose changes what the router learns.
+        self._weights_comm = CommConfig(
+            codec=NONE, backward_codec=NONE, group=comm.group, group_name=comm.group_name
+        )
+
+    def forward(self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, [n, width]."""
+        tokens = functional.copy_to_ranks(tokens, self.comm)
+        weights = functional.copy_to_ranks(weights, self._weights_comm)
+        own = self._run(dict(self.named_parameters()), tokens, experts, weights)
+        return functional.reduce_from_ranks(own, self.comm)
+
+
+def experts_features(module: nn.Module, name: str) -> int:
+    """Return the hidden features of each expert of a module that `ParallelExperts` can cut.
+
+    Raises:
+        ValueError: It cannot; the message contains ``name``.
+    """
+    parameters = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
+    up, down = parameters.get("gate_up_proj", ()), parameters.get("down_proj", ())
+    if len(parameters) == 2 and len(up) == len(down) == 3 and up == (down[0], 2 * down[2], down[1]):
+        return down[2]
+    raise ValueError(
+        f"plan: {name} is a {type(module).__name__}; the kind experts expects a module with the parameters "
+        "gate_up_proj [experts, 2 * hidden, width] and down_proj [experts, width, hidden] and no others"
+    )
+
+
+# --- the initial values of dense modules -----------------------------------------------------------------------------
 
 
 def _init_linear(name: str, full: torch.Tensor, bound: float) -> None:

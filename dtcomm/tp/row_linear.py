@@ -41,11 +41,10 @@ def row_linear(
         chunks: Number of chunks of tokens, or ``"auto"``.
         epilogue: Operations after the sum.
     """
-    norm = epilogue.norm
-    norm_weight = None if norm is None else norm.weight
-    tensors = (x, weight, epilogue.bias, epilogue.residual, norm_weight)
+    tensors = (x, weight, epilogue.bias, epilogue.residual, epilogue.norm_weight)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
         return _forward(x, weight, comm, chunks, epilogue)
+    norm = epilogue.norm
     eps = None if norm is None else norm.eps
     outputs = autograd_apply(RowLinearFunction, *tensors, comm, chunks, eps)
     return EpilogueResult(outputs, None) if norm is None else EpilogueResult(*outputs)

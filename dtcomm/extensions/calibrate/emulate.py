@@ -30,7 +30,7 @@ from dtcomm.tp.layer_plan import (
     replace_module,
     resolve_plan,
 )
-from dtcomm.tp.wrapped_modules import experts_features
+from dtcomm.tp.layers import experts_features
 
 ALGORITHMS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
 

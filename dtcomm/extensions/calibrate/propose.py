@@ -31,7 +31,7 @@ from dtcomm.tp.layer_plan import (
     packed_sizes,
     write_plan,
 )
-from dtcomm.tp.wrapped_modules import experts_features
+from dtcomm.tp.layers import experts_features
 
 #: Kind of a module that every rank keeps whole and computes as before.
 WHOLE = "whole"

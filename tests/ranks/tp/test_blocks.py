@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
+from examples.tp_blocks import ParallelAttention, ParallelMLP
 
 WIDTH, HIDDEN, HEADS = 48, 96, 4
 
@@ -58,9 +59,9 @@ def compare_to_dense(rank: int, ranks: int, kind: str, options: dict[str, Any], 
     torch.manual_seed(2)
     block: nn.Module
     if kind in ("mlp", "gated"):
-        block = tp.ParallelMLP(WIDTH, HIDDEN, activation="silu", gated=kind == "gated", **options)
+        block = ParallelMLP(WIDTH, HIDDEN, activation="silu", gated=kind == "gated", **options)
     else:
-        block = tp.ParallelAttention(WIDTH, HEADS, kv_heads=int(kind), **options)
+        block = ParallelAttention(WIDTH, HEADS, kv_heads=int(kind), **options)
     # The same seed gives the dense module's shards; states are saved and loaded as dense ones.
     expected_state = dense.state_dict()
     full = tp.full_state_dict(block)
@@ -108,17 +109,17 @@ def test_compressed_blocks_are_close_to_dense_ones(kind: str) -> None:
 
 def check_refusals(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="heads: 3 is not divisible by the 2 ranks"):
-        tp.ParallelAttention(48, 3)
+        ParallelAttention(48, 3)
     with pytest.raises(ValueError, match="kv_heads: 1 is not divisible by the 2 ranks"):
-        tp.ParallelAttention(48, 4, kv_heads=1)
+        ParallelAttention(48, 4, kv_heads=1)
     with pytest.raises(ValueError, match="kv_heads: 4 heads are not divisible by 3"):
-        tp.ParallelAttention(48, 4, kv_heads=3)
+        ParallelAttention(48, 4, kv_heads=3)
     with pytest.raises(ValueError, match="heads: the width, 48, is not divisible by 5"):
-        tp.ParallelAttention(48, 5)
+        ParallelAttention(48, 5)
     with pytest.raises(ValueError, match="out_features: 49 is not divisible by the 2 ranks"):
-        tp.ParallelMLP(48, 49)
+        ParallelMLP(48, 49)
     with pytest.raises(ValueError, match="activation: 'tan'; valid: gelu"):
-        tp.ParallelMLP(48, 48, activation="tan")
+        ParallelMLP(48, 48, activation="tan")
 
 
 def test_indivisible_sizes_are_refused() -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
+from examples.tp_blocks import ParallelAttention, ParallelMLP
 
 WIDTH = 64
 
@@ -24,8 +25,8 @@ class Block(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.attention = tp.ParallelAttention(WIDTH, 4, **options)
-        self.mlp = tp.ParallelMLP(WIDTH, 128, **options)
+        self.attention = ParallelAttention(WIDTH, 4, **options)
+        self.mlp = ParallelMLP(WIDTH, 128, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.attention(self.norm(x), x)

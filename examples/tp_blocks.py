@@ -1,8 +1,15 @@
-"""Tensor-parallel transformer blocks: `ParallelMLP` and `ParallelAttention`.
+"""Transformer blocks with compressed tensor parallelism, to be copied: `ParallelMLP` and `ParallelAttention`.
 
 They are initialized, loaded and saved as their dense counterparts; `dtcomm.tp.full_state_dict` gathers the dense state.
 Each sends one sum per forward pass. Both take the residual stream, which is added in the pass that decodes the sum (see
-`RowParallelLinear`).
+`dtcomm.tp.RowParallelLinear`).
+
+    from examples.tp_blocks import ParallelAttention, ParallelMLP
+
+    attention = ParallelAttention(1024, 16, kv_heads=4, codec="int8", group=mesh)
+    mlp = ParallelMLP(1024, 4096, codec="int8", group=mesh)
+    x = attention(norm(x), residual=x)
+    x = mlp(norm(x), residual=x)
 """
 
 from __future__ import annotations
@@ -14,10 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dtcomm.codecs import Codec
-from dtcomm.collectives import Algorithm
-from dtcomm.tp.comm_config import GroupOrMesh
-from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear
+from dtcomm.tp import ColumnParallelLinear, RowParallelLinear
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -38,24 +42,11 @@ class ParallelMLP(nn.Module):
         activation: ``"gelu"``, ``"relu"`` or ``"silu"``. Default: ``"gelu"``.
         gated: Add the gate layer. Default: False.
         bias: Add biases to all layers. Default: True.
-        codec: Codec of the forward pass, as the layers take it. Default: ``"none"``.
-        backward_codec: Codec of gradients. Default: ``"none"``.
-        algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
-        chunks: Chunks of tokens of the layer ``down``, see `RowParallelLinear`. Default: 1.
-        latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
-        sequence_parallel: Input and output are this rank's part of the sequence. Default: False.
-        sequence_dim: The dimension of the sequence. Default: 1.
-        group: Process group or one-dimensional device mesh. Default: all ranks.
-        device: Device of the parameters.
-        dtype: Data type of the parameters.
+        chunks: Chunks of tokens of the layer ``down``, see `dtcomm.tp.RowParallelLinear`. Default: 1.
+        **options: Options of all layers: ``codec``, ``backward_codec``, ``group``, ``sequence_parallel`` and so on.
 
     Raises:
         ValueError: An unknown activation, or an argument that the layers do not accept.
-
-    Example::
-
-        mlp = dtcomm.tp.ParallelMLP(1024, 4096, codec="int8", group=mesh)
-        x = mlp(norm(x), residual=x)
     """
 
     def __init__(
@@ -66,32 +57,13 @@ class ParallelMLP(nn.Module):
         activation: str = "gelu",
         gated: bool = False,
         bias: bool = True,
-        codec: str | Codec = "none",
-        backward_codec: str | Codec = "none",
-        algorithm: Algorithm = "auto",
         chunks: int | str = 1,
-        latency: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-        group: GroupOrMesh = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation: {activation!r}; valid: {', '.join(ACTIVATIONS)}")
         self.activation = activation
-        options: dict[str, Any] = {
-            "codec": codec,
-            "backward_codec": backward_codec,
-            "algorithm": algorithm,
-            "latency": latency,
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim,
-            "group": group,
-            "device": device,
-            "dtype": dtype,
-        }
         self.up = ColumnParallelLinear(width, hidden, bias, **options)
         self.gate = ColumnParallelLinear(width, hidden, bias, **options) if gated else None
         self.down = RowParallelLinear(hidden, width, bias, chunks=chunks, **options)
@@ -117,24 +89,11 @@ class ParallelAttention(nn.Module):
         head_dim: Features of a head. Default: ``width / heads``.
         causal: Mask later positions. Default: True.
         bias: Add biases to all layers. Default: True.
-        codec: As of `ParallelMLP`, like the following arguments. Default: ``"none"``.
-        backward_codec: Codec of gradients. Default: ``"none"``.
-        algorithm: Algorithm of the sums. Default: ``"auto"``.
         chunks: Chunks of tokens of the layer ``o``. Default: 1.
-        latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
-        sequence_parallel: Input and output are this rank's part of the sequence. Default: False.
-        sequence_dim: The dimension of the sequence. Default: 1.
-        group: Process group or one-dimensional device mesh. Default: all ranks.
-        device: Device of the parameters.
-        dtype: Data type of the parameters.
+        **options: Options of all layers, as of `ParallelMLP`.
 
     Raises:
         ValueError: The heads are not divisible by the number of ranks, or the sizes do not fit together.
-
-    Example::
-
-        attention = dtcomm.tp.ParallelAttention(1024, 16, kv_heads=4, codec="int8", group=mesh)
-        x = attention(norm(x), residual=x)
     """
 
     def __init__(
@@ -146,16 +105,8 @@ class ParallelAttention(nn.Module):
         head_dim: int | None = None,
         causal: bool = True,
         bias: bool = True,
-        codec: str | Codec = "none",
-        backward_codec: str | Codec = "none",
-        algorithm: Algorithm = "auto",
         chunks: int | str = 1,
-        latency: bool = True,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-        group: GroupOrMesh = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         kv = heads if kv_heads is None else kv_heads
@@ -165,17 +116,6 @@ class ParallelAttention(nn.Module):
             raise ValueError(f"heads: the width, {width}, is not divisible by {heads}; pass head_dim")
         self.head_dim = width // heads if head_dim is None else head_dim
         self.causal = causal
-        options: dict[str, Any] = {
-            "codec": codec,
-            "backward_codec": backward_codec,
-            "algorithm": algorithm,
-            "latency": latency,
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim,
-            "group": group,
-            "device": device,
-            "dtype": dtype,
-        }
         self.q = ColumnParallelLinear(width, heads * self.head_dim, bias, **options)
         for name, count in (("heads", heads), ("kv_heads", kv)):
             if count % self.q.comm.world_size:
