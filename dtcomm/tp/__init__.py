@@ -1,7 +1,7 @@
 """Tensor parallelism with compressed communication.
 
 - Layers: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`.
-- `compress` replaces the layers of an existing model. `PLANS` has plans for known models;
+- `compress` replaces the layers of an existing model. It has plans for known models;
   `dtcomm.extensions.calibrate` finds one for another, and chooses a codec for each layer.
 - Styles for torch's `parallelize_module`: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel`,
   `PrepareModuleInput`, `PrepareModuleOutput`. `dtcomm.tp.hf_transformers` has styles for transformers.
@@ -9,10 +9,9 @@
 - `dtcomm.tp.functional` has the differentiable collectives that all of them use.
 """
 
-from dtcomm.tp.comm_config import CommConfig, LayerTraffic, make_comm_config
+from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.convert_model import State, compress
-from dtcomm.tp.inference import AllReduce, CustomAllReduce, SumChoice
-from dtcomm.tp.layer_plan import KINDS, PLANS
+from dtcomm.tp.inference import AllReduce, CustomAllReduce
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import full_state_dict
 from dtcomm.tp.styles import (
@@ -24,23 +23,18 @@ from dtcomm.tp.styles import (
 )
 
 __all__ = [
-    "KINDS",
-    "PLANS",
     "AllReduce",
     "ColumnParallelLinear",
     "ColwiseParallel",
     "CommConfig",
     "CustomAllReduce",
-    "LayerTraffic",
     "PrepareModuleInput",
     "PrepareModuleOutput",
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",
     "State",
-    "SumChoice",
     "VocabParallelEmbedding",
     "compress",
     "full_state_dict",
-    "make_comm_config",
 ]

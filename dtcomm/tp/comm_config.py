@@ -1,6 +1,6 @@
 """Settings of a tensor-parallel layer's communication: ranks, codecs and algorithm.
 
-Every layer, style and conversion function of `dtcomm.tp` makes one `CommConfig` with `make_comm_config`.
+Every layer, style and conversion function of `dtcomm.tp` makes one `CommConfig` with `CommConfig.of`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _unsupported(codec: Codec, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig:
-    """Communication settings that all collectives of one layer share; `make_comm_config` builds one from spec strings.
+    """Communication settings that all collectives of one layer share; `CommConfig.of` builds one from spec strings.
 
     Attributes:
         codec: Codec of what the forward pass sends.
@@ -172,6 +172,53 @@ class CommConfig:
     traffic: LayerTraffic = field(default_factory=LayerTraffic, compare=False)
     codec_specs: tuple[str, str] = field(default=("none", "none"), repr=False)
     group_name: str = field(default="", repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        spec: str | Codec = "none",
+        backward: str | Codec = "none",
+        *,
+        algorithm: Algorithm = "auto",
+        group: GroupOrMesh = None,
+        latency: bool = True,
+        traffic: LayerTraffic | None = None,
+    ) -> CommConfig:
+        """Build the settings from what users write.
+
+        Args:
+            spec: Codec of the forward pass, as a spec such as ``"int8"`` or a `Codec`. Default: uncompressed.
+            backward: Codec of the gradients. Default: uncompressed.
+            algorithm: See the class; a Schedule becomes its text. Default: ``"auto"``.
+            group: Process group, or a device mesh with one dimension. Default: all ranks.
+            latency: See the class. Default: True.
+            traffic: Counters to add to. Default: new ones.
+
+        Returns:
+            The settings.
+
+        Raises:
+            TypeError: A codec is neither a spec nor a `Codec`.
+            ValueError: A spec or the algorithm is not valid, or the mesh has more than one dimension.
+
+        Example::
+
+            comm = dtcomm.tp.CommConfig.of("int8", backward="fp8_e4m3", group=mesh["tp"])
+            y = dtcomm.tp.functional.reduce_from_ranks(x, comm)
+        """
+        process_group = process_group_of(group)
+        require_algorithm(algorithm, process_group)
+        forward_codec, backward_codec = parse_codec(spec), parse_codec(backward, "backward_codec")
+        return cls(
+            codec=forward_codec,
+            backward_codec=backward_codec,
+            algorithm=str(algorithm),
+            group=process_group,
+            latency=latency,
+            traffic=LayerTraffic() if traffic is None else traffic,
+            codec_specs=(str(forward_codec), str(backward_codec)),
+            group_name=(dist.group.WORLD if process_group is None else process_group).group_name,  # type: ignore[union-attr]
+        )
 
     @property
     def world_size(self) -> int:
@@ -262,52 +309,6 @@ def default_algorithm(world_size: int, codec: Codec, dtype: torch.dtype) -> str:
     if world_size == 2 and independent_blocks and not codec.lossless(dtype):
         return "one_shot"
     return "direct"
-
-
-def make_comm_config(
-    spec: str | Codec = "none",
-    backward: str | Codec = "none",
-    *,
-    algorithm: Algorithm = "auto",
-    group: GroupOrMesh = None,
-    latency: bool = True,
-    traffic: LayerTraffic | None = None,
-) -> CommConfig:
-    """Build a `CommConfig` from what users write.
-
-    Args:
-        spec: Codec of the forward pass, as a spec such as ``"int8"`` or a `Codec`. Default: uncompressed.
-        backward: Codec of the gradients. Default: uncompressed.
-        algorithm: See `CommConfig`; a Schedule becomes its text. Default: ``"auto"``.
-        group: Process group, or a device mesh with one dimension. Default: all ranks.
-        latency: See `CommConfig`. Default: True.
-        traffic: Counters to add to. Default: new ones.
-
-    Returns:
-        The settings.
-
-    Raises:
-        TypeError: A codec is neither a spec nor a `Codec`.
-        ValueError: A spec or the algorithm is not valid, or the mesh has more than one dimension.
-
-    Example::
-
-        comm = make_comm_config("int8", backward="fp8_e4m3", group=mesh["tp"])
-        y = dtcomm.tp.functional.reduce_from_ranks(x, comm)
-    """
-    process_group = process_group_of(group)
-    require_algorithm(algorithm, process_group)
-    forward_codec, backward_codec = parse_codec(spec), parse_codec(backward, "backward_codec")
-    return CommConfig(
-        codec=forward_codec,
-        backward_codec=backward_codec,
-        algorithm=str(algorithm),
-        group=process_group,
-        latency=latency,
-        traffic=LayerTraffic() if traffic is None else traffic,
-        codec_specs=(str(forward_codec), str(backward_codec)),
-        group_name=(dist.group.WORLD if process_group is None else process_group).group_name,  # type: ignore[union-attr]
-    )
 
 
 def parse_codec(spec: object, argument: str = "codec") -> Codec:

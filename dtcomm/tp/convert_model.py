@@ -26,7 +26,7 @@ from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompres
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
 from dtcomm.compress.traffic import Traffic, group_traffic, message_rows
 from dtcomm.compress.uneven_inputs import refuse_join
-from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, GroupOrMesh, make_comm_config, parse_codec
+from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, GroupOrMesh, parse_codec
 from dtcomm.tp.functional import compiled_traffic
 from dtcomm.tp.layer_plan import (
     PLANS,
@@ -87,9 +87,9 @@ def compress(
         model: The model; the same on all ranks.
         mesh: One-dimensional device mesh, process group, or None for all ranks.
         spec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
-        plan: Which layers to replace: a mapping from name patterns to one of `KINDS`, the name of one of `PLANS`, a
-            file that ``dtcomm tp calibrate`` wrote (its name ends in .json), which gives every layer its own codec, or
-            None for the built-in plan of ``model.config.model_type``. Default: None.
+        plan: Which layers to replace: a mapping from name patterns to one of `dtcomm.tp.layer_plan.KINDS`, the name of
+            a built-in plan, a file that ``dtcomm tp calibrate`` wrote (its name ends in .json), which gives every layer
+            its own codec, or None for the built-in plan of ``model.config.model_type``. Default: None.
         codec: The same as ``spec``, under the name that layers and styles use. Default: ``spec``.
         backward_codec: Codec of the activations' gradients. Default: ``"none"``.
         exclude: Shell patterns of layers, or of modules with all that they contain, that are cut over the ranks but
@@ -113,7 +113,7 @@ def compress(
 
     Example::
 
-        state = dtcomm.tp.compress(model, mesh, "int8")           # one of `PLANS`, by the model's type
+        state = dtcomm.tp.compress(model, mesh, "int8")           # the built-in plan, by the model's type
         dtcomm.tp.compress(model, mesh, "int4", {"*.up": "column", "*.down": "row"}, exclude="layers.0")
     """
     _require_options(spec, plan, codec, feedback, guard, allow_inaccurate)
@@ -123,7 +123,7 @@ def compress(
     if not allow_inaccurate:
         _require_accurate(forward, "spec")
         _require_accurate(backward, "backward_codec")
-    comm = make_comm_config(forward, backward, algorithm=algorithm, group=mesh)
+    comm = CommConfig.of(forward, backward, algorithm=algorithm, group=mesh)
     modules = resolve_plan(model, plan, comm.world_size)
     entries = {name: entry for name, (_, entry) in modules.items()}
     excluded = _excluded_layers(exclude, entries)
@@ -138,12 +138,12 @@ def compress(
         gradients = NONE if name in excluded else backward
         linear_options = {**options, "backward_codec": gradients, "latency": latency}
         if entry.kind == "experts":
-            settings = make_comm_config(
+            settings = CommConfig.of(
                 options["codec"], gradients, algorithm=algorithm, group=mesh, latency=latency
             )
             layers[name] = ParallelExperts(module, settings, name)
         elif entry.kind == "replicated":
-            layers[name] = ReplicatedModule(module, make_comm_config(group=mesh), name)
+            layers[name] = ReplicatedModule(module, CommConfig.of(group=mesh), name)
         else:
             layers[name] = _sharded_linear(module, entry.kind, name, chunks, config, linear_options)
     for name, layer in layers.items():
@@ -308,7 +308,7 @@ class State(Reporting):
     Attributes:
         codec: Codec of the activations of layers that have none of their own.
         backward_codec: Codec of gradients.
-        layers: Module name → kind (`KINDS`).
+        layers: Module name → kind (`dtcomm.tp.layer_plan.KINDS`).
         codecs: Module name → codec, for layers whose codec the plan specifies.
         excluded: Module name → the pattern of ``exclude=`` that leaves it uncompressed.
     """

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import collectives
 from dtcomm._autograd import autograd_apply
-from dtcomm.tp.comm_config import CommConfig, LayerTraffic, make_comm_config
+from dtcomm.tp.comm_config import CommConfig, LayerTraffic
 from dtcomm.tp.flash_all_reduce import flash_all_reduce
 
 
@@ -176,7 +176,7 @@ def _tp_collective(
     latency: bool,
     dim: int,
 ) -> torch.Tensor:
-    comm = make_comm_config(
+    comm = CommConfig.of(
         codec,
         backward_codec,
         algorithm=algorithm,

@@ -21,7 +21,7 @@ from dtcomm import torch_compat
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import CommConfig, make_comm_config, parse_codec
+from dtcomm.tp.comm_config import CommConfig, parse_codec
 from dtcomm.tp.styles import to_replicated
 
 
@@ -78,7 +78,7 @@ def register(
 
     def comm_config_for(mesh: Any) -> CommConfig:
         group = mesh if mesh.ndim == 1 else mesh["tp"]
-        return make_comm_config(forward, backward, algorithm=algorithm, group=group, latency=latency)
+        return CommConfig.of(forward, backward, algorithm=algorithm, group=group, latency=latency)
 
     names = StyleNames(f"rowwise_{name or forward}", f"colwise_{name or forward}")
     styles.register(names.rowwise, _rowwise_style(bases[0], comm_config_for, names.rowwise)())

@@ -22,7 +22,7 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.kernels.epilogue import supports_epilogue
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import NONE, CommConfig, GroupOrMesh, make_comm_config
+from dtcomm.tp.comm_config import NONE, CommConfig, GroupOrMesh
 from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, Norm
 from dtcomm.tp.row_linear import row_linear
 from dtcomm.tp.sharded_module import ShardedModule
@@ -118,7 +118,7 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            make_comm_config(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
+            CommConfig.of(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
         )
         if gather_output and sequence_parallel:
             raise ValueError(
@@ -218,7 +218,7 @@ class RowParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            make_comm_config(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
+            CommConfig.of(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
         )
         if chunks != "auto" and (
             not isinstance(chunks, int) or chunks < 1 or (chunks > 1 and sequence_parallel)
@@ -334,7 +334,7 @@ class VocabParallelEmbedding(ShardedModule):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(make_comm_config(codec, algorithm=algorithm, group=group))
+        super().__init__(CommConfig.of(codec, algorithm=algorithm, group=group))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         rows = self.comm.shard_size(num_embeddings, "num_embeddings")
         self.first_token = rows * self.comm.rank

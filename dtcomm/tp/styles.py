@@ -27,7 +27,7 @@ from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import CommConfig, make_comm_config, parse_codec
+from dtcomm.tp.comm_config import CommConfig, parse_codec
 
 Layouts = Sequence[Placement]
 
@@ -54,7 +54,7 @@ class _LinearStyle:
         self.latency = latency
 
     def _comm_config(self, mesh: DeviceMesh) -> CommConfig:
-        return make_comm_config(
+        return CommConfig.of(
             self.codec, self.backward_codec, algorithm=self.algorithm, group=mesh, latency=self.latency
         )
 
@@ -169,7 +169,7 @@ class _LayoutStyle:
     ) -> Any:
         """Return ``x`` as a DTensor with the placement ``target``; a local tensor has the placement ``source``."""
         tensor = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, (source,), run_check=False)
-        comm = make_comm_config(self.codec, self.backward_codec, algorithm=self.algorithm, group=mesh)
+        comm = CommConfig.of(self.codec, self.backward_codec, algorithm=self.algorithm, group=mesh)
         return redistribute(tensor, target, comm, argument)
 
 

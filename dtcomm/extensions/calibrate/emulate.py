@@ -122,7 +122,7 @@ class EmulatedLayer(nn.Module):
 
     Attributes:
         module: The dense layer: a linear one, an embedding, or experts.
-        kind: Its kind in the plan (`dtcomm.tp.KINDS`).
+        kind: Its kind in the plan (`dtcomm.tp.layer_plan.KINDS`).
         ranks: Number of emulated ranks.
         codec: Codec of the forward pass; may be changed between calls.
         backward_codec: Codec of gradients; may be changed between calls.

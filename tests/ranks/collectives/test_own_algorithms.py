@@ -198,7 +198,7 @@ def tensor_parallel(rank: int, n: int) -> None:
         results.append(layer(torch.ones(2, 4)).detach())
     assert results[1].allclose(results[0], atol=0.1) and results[1].equal(results[2])
     x = torch.ones(4)
-    comm = dtcomm.tp.comm_config.make_comm_config("int8", algorithm=star(n), latency=False)
+    comm = dtcomm.tp.CommConfig.of("int8", algorithm=star(n), latency=False)
     compiled = torch.compile(lambda x: dtcomm.tp.functional.reduce_from_ranks(x, comm), backend="eager")
     assert compiled(x).allclose(torch.full((4,), float(n)), atol=0.1)
     with pytest.raises(ValueError, match="algorithm: the schedule is for 2 ranks, the group has 3"):

@@ -135,7 +135,7 @@ def tensor_parallel(rank: int, n: int) -> None:
             assert x.grad is not None
             results.append((y.detach(), x.grad))
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
-    comm = dtcomm.tp.comm_config.make_comm_config("python_int8", latency=False)
+    comm = dtcomm.tp.CommConfig.of("python_int8", latency=False)
     assert not comm.batch_invariant(1024)
     compiled = torch.compile(lambda x: dtcomm.tp.functional.reduce_from_ranks(x, comm), backend="eager")
     assert compiled(torch.ones(64)).allclose(torch.full((64,), float(n)), atol=0.05)

@@ -37,7 +37,7 @@ def check_batch_invariance(rank: int, ranks: int) -> None:
         "fp16",
     ):
         for algorithm in ("one_shot", "two_shot_symmetric"):
-            comm = tp.make_comm_config(spec, algorithm=algorithm)
+            comm = tp.CommConfig.of(spec, algorithm=algorithm)
             assert comm.batch_invariant(FEATURES)
             single_sums = torch.cat(
                 [functional.all_reduce(tokens[index : index + 1], comm) for index in range(40)]
@@ -52,7 +52,7 @@ def check_batch_invariance(rank: int, ranks: int) -> None:
         ("int8", "two_shot_symmetric", 100),
         ("topk:ratio=0.1", "two_shot_symmetric", 96),
     ):
-        assert not tp.make_comm_config(spec, algorithm=algorithm).batch_invariant(features)
+        assert not tp.CommConfig.of(spec, algorithm=algorithm).batch_invariant(features)
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
@@ -185,7 +185,7 @@ def count_bytes(rank: int, ranks: int, spec: str) -> tuple[int, int, int]:
         )
         work.wait()
         sent.append(work.wire_bytes)
-    operation = FlashAllReduce(torch.zeros(512, 1024, dtype=torch.bfloat16), tp.make_comm_config(spec))
+    operation = FlashAllReduce(torch.zeros(512, 1024, dtype=torch.bfloat16), tp.CommConfig.of(spec))
     operation.start_gather()
     operation.finish(torch.empty(512, 1024, dtype=torch.bfloat16), None, Epilogue())
     return sent[0], sent[1], operation.sent_bytes

@@ -9,6 +9,7 @@ import dtcomm
 from dtcomm import tp
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
+from dtcomm.tp.inference import SumChoice
 from tests.ranks.runtime.test_on_streams import communicator_of_fake_device
 
 FEATURES = 256
@@ -84,7 +85,7 @@ def check_choices(rank: int, ranks: int) -> None:
     assert small.reason == "2048 bytes, less than compress_from = 65536"
     large = all_reduce.choose(32 * 1024, torch.bfloat16)
     algorithm = "one_shot" if ranks == 2 else "direct"
-    assert large == tp.SumChoice(codec=codec("int8"), algorithm=algorithm, reason="")
+    assert large == SumChoice(codec=codec("int8"), algorithm=algorithm, reason="")
     # A small sum is exact, a large one is not.
     for tokens, exact in ((4, True), (400, False)):
         x = activations(rank, tokens)

@@ -138,7 +138,7 @@ def test_embedding() -> None:
 
 def check_conjugates(rank: int, ranks: int) -> None:
     """Check numerical gradients, with the same random numbers on all ranks."""
-    comm = tp.make_comm_config()
+    comm = tp.CommConfig.of()
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     # Compositions whose gradient is correct per rank: every rank perturbs the same element of the same tensor.
@@ -169,7 +169,7 @@ def check_refusals(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="unknown codec"):
         tp.RowParallelLinear(IN, OUT, codec="int9")
     with pytest.raises(ValueError, match="dim 0: 5 is not divisible by the 2 ranks"):
-        functional.split_to_ranks(torch.zeros(5, 2), tp.make_comm_config(), 0)
+        functional.split_to_ranks(torch.zeros(5, 2), tp.CommConfig.of(), 0)
 
 
 def test_invalid_arguments_are_refused_with_the_reason() -> None:

@@ -24,14 +24,12 @@ def compare_to_emulation(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         inputs = [rank_input(source, dtype=dtype) for source in range(ranks)]
         for spec in SPECS:
-            comm = tp.make_comm_config(spec, algorithm="two_shot_symmetric")
+            comm = tp.CommConfig.of(spec, algorithm="two_shot_symmetric")
             actual = flash_all_reduce(inputs[rank], comm).y
             assert torch.equal(actual, emulate_all_reduce(inputs, spec, "two_shot_symmetric")), (spec, dtype)
-        assert flash_all_reduce(inputs[rank][:0], tp.make_comm_config("int8")).y.shape == (0, FEATURES)
+        assert flash_all_reduce(inputs[rank][:0], tp.CommConfig.of("int8")).y.shape == (0, FEATURES)
         # A lossless codec gives the plain sum with every algorithm.
-        plain = functional.all_reduce(
-            inputs[rank], tp.make_comm_config("none", algorithm="two_shot_symmetric")
-        )
+        plain = functional.all_reduce(inputs[rank], tp.CommConfig.of("none", algorithm="two_shot_symmetric"))
         assert torch.equal(plain, emulate_all_reduce(inputs, "none", "one_shot"))
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from dtcomm import tp
 from dtcomm.cli.main import main
 from dtcomm.extensions.calibrate import Proposal, propose_plan
-from dtcomm.tp.layer_plan import match_layers, read_plan
+from dtcomm.tp.layer_plan import PLANS, match_layers, read_plan
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 pytest.importorskip("transformers", reason="pip install transformers")
@@ -33,7 +32,7 @@ def test_the_proposal_for_a_known_family_is_its_ready_plan(family: str) -> None:
     with torch.device("meta"):
         model = tiny_model(family)
     proposal = propose_plan(model, 2)
-    kinds = {name: entry.kind for name, (_, entry) in match_layers(model, tp.PLANS[family]).items()}
+    kinds = {name: entry.kind for name, (_, entry) in match_layers(model, PLANS[family]).items()}
     assert {name: entry.kind for name, (_, entry) in match_layers(model, proposal.plan).items()} == kinds
     assert proposal.ready == family == proposal.model_type
     assert proposal.rank_parameters < proposal.parameters
@@ -41,7 +40,7 @@ def test_the_proposal_for_a_known_family_is_its_ready_plan(family: str) -> None:
 
 
 def test_all_ready_plans_are_tested() -> None:
-    assert FAMILIES.keys() == tp.PLANS.keys()
+    assert FAMILIES.keys() == PLANS.keys()
 
 
 def test_models_without_a_ready_plan() -> None:
