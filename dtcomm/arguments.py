@@ -1,9 +1,34 @@
-"""Checks of arguments, and suggestions for their error messages."""
+"""Checks of arguments, suggestions for their error messages, and options that several functions share.
+
+Functions that take the same many options take them as one value. Its keywords, types and texts stand once, in a
+``TypedDict``, and its defaults in a value of that type::
+
+    class Options(TypedDict, total=False):
+        \"\"\"The options of the integration.
+
+        Attributes:
+            seed: The seed of stochastic rounding. Default 0.
+        \"\"\"
+
+        seed: int
+
+    DEFAULTS: Options = {"seed": 0}
+
+    @shares_options(DEFAULTS, Options)
+    def compress(model: Module, **options: Unpack[Options]) -> State:
+        options = complete_options("compress", options, DEFAULTS)  # passed on as one value
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+OptionsT = TypeVar("OptionsT", bound=Mapping[str, Any])
+TargetT = TypeVar("TargetT", bound=Callable[..., Any])
 
 
 def suggest(given: object, valid: Iterable[str], in_context: Callable[[str], str] = str) -> str:
@@ -46,3 +71,76 @@ def require_int(name: str, value: object, least: int | None = None) -> None:
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: expected {least} or more")
+
+
+def complete_options(function: str, given: Mapping[str, object], defaults: OptionsT) -> OptionsT:
+    """Return the options of a call, those that were not given with their defaults.
+
+    Args:
+        function: The function, for the error.
+        given: What the caller gave.
+        defaults: All options, with their defaults.
+
+    Raises:
+        TypeError: An option is unknown.
+    """
+    for name in given:
+        if name not in defaults:
+            raise TypeError(
+                f"{function}: unknown option {name!r}{suggest(name, defaults)}; valid: {', '.join(defaults)}"
+            )
+    return cast("OptionsT", {**defaults, **given})
+
+
+def shares_options(defaults: Mapping[str, object], options: type) -> Callable[[TargetT], TargetT]:
+    """Show shared options in the signature and in the docstring of a function or class that takes ``**options``.
+
+    The docstring of ``options`` explains them under ``Attributes:``. It may explain other arguments of the functions
+    too, which are added to those docstrings that do not explain them.
+
+    Args:
+        defaults: All options, with their defaults.
+        options: The ``TypedDict`` of the options.
+    """
+    texts = _split_entries(_entries(options, "Attributes"))
+
+    def complete(target: TargetT) -> TargetT:
+        function: Any = vars(target)["__init__"] if isinstance(target, type) else target
+        signature = inspect.signature(function)
+        named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        keywords = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults[name],
+                annotation=getattr(annotation, "__forward_arg__", annotation),
+            )
+            for name, annotation in options.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*named, *keywords])
+        if own := _entries(target, "Args"):
+            explained = _split_entries(own)
+            parameters = function.__signature__.parameters
+            added = "".join(
+                text for name, text in texts.items() if name in parameters and name not in explained
+            )
+            target.__doc__ = _text(target).replace(own, own + added, 1)
+        return target
+
+    return complete
+
+
+def _entries(value: object, title: str) -> str:
+    """Return the entries of a section of a docstring; empty under ``python -OO``."""
+    match = re.search(rf"^{title}:\n((?: +.*\n|\n(?= ))+)", _text(value), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def _text(value: object) -> str:
+    return f"{inspect.getdoc(value) or ''}\n"
+
+
+def _split_entries(section: str) -> dict[str, str]:
+    """Return name → text of the entries of a section."""
+    starts = re.split(r"^(?= {4}\w)", section, flags=re.MULTILINE)
+    return {text.partition(":")[0].strip(): text for text in starts if text}

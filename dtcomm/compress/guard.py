@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from dtcomm.codecs import Codec, Integer, codec
 from dtcomm.compress.feedback import DGC
@@ -34,7 +34,7 @@ class CompressionHarmful(DtcommError):
         self.event, self.cause, self.rank = event, event.cause, event.rank
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Guard:
     """Limits beyond which compression counts as harmful, and the action for each of them.
 
@@ -102,6 +102,10 @@ class Guard:
     on_loss: str = "none"
     on_nonfinite: str = "stop"
     steps: int = 100
+
+    def __repr__(self) -> str:
+        changed = (field for field in fields(self) if getattr(self, field.name) != field.default)
+        return f"Guard({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in changed)})"
 
     def __post_init__(self) -> None:
         for kind in KINDS:

@@ -17,21 +17,22 @@ An error in a collective is raised by ``backward()`` with its own type (`PeerLos
 """
 
 # Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
-from dtcomm.collectives import Algorithm
+from dtcomm.arguments import shares_options
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.ddp.auto import parse_candidates
-from dtcomm.ddp.state import DEFAULT_GUARD, State
+from dtcomm.ddp.options import DEFAULTS, Options
+from dtcomm.ddp.state import State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.torch_compat import GradBucket
@@ -61,21 +62,12 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
     return state.reduce(bucket)
 
 
+@shares_options(DEFAULTS, Options)
 def compress(
     model: torch.nn.Module,
     spec: str | Scheme | Policy = "int8",
     feedback: bool | str | Feedback = True,
-    *,
-    residual: str = "fp32",
-    algorithm: Algorithm = "direct",
-    seed: int = 0,
-    exclude: str | Sequence[str] = (),
-    sample_every: int = 50,
-    guard: Guard | None = DEFAULT_GUARD,
-    warmup: int = 0,
-    timeline: int = 0,
-    candidates: Sequence[str | Scheme] | None = None,
-    grad_scaler: Any = None,
+    **options: Unpack[Options],
 ) -> State:
     """Compress the gradients of a DDP model: makes a `State` and registers the hook.
 
@@ -83,38 +75,13 @@ def compress(
 
     Args:
         model: The DistributedDataParallel; in a job with one process also a model without it.
-        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
-            hosts and codec B between hosts ("int8/int4"), which goes to matrices of 1024 elements or more, while the
-            other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
-            size or module; or "auto", which tries candidates in the first steps and keeps what pays. Default "int8".
-        feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
-            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
-            True.
-        residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
-            "bf16" or "int8". Default "fp32".
-        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
-            direct ones ("direct", "one_shot", "two_shot") a run resumed from a checkpoint continues bit for bit. With
-            codecs for two levels "direct" means "hierarchical" on several hosts, of which the same is true. Default
-            "direct".
-        seed: The seed of stochastic rounding; the step is mixed in. Default 0.
-        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, such
-            as ``"lm_head"`` or ``["*.norm*", "embed"]``. Default: none.
-        sample_every: Measure the relative error in every step that this divides, for the guard and the report; 0:
-            never. Default 50.
-        guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. Default
-            ``Guard()``.
-        warmup: The number of uncompressed steps at the start. Default 0.
-        timeline: Record the times of so many last steps, for ``state.timeline.summary()`` and ``state.trace(path)``;
-            0: none. Default 0.
-        candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
-        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
-            skips leaves them as they were, which takes a second copy of them. Default None: call `State.rescale`.
 
     Returns:
         The state: ``report()``, ``events``, ``state_dict()``, ``timeline``, ...
 
     Raises:
-        TypeError: ``model`` is not a DistributedDataParallel, and the job has several processes.
+        TypeError: ``model`` is not a DistributedDataParallel, and the job has several processes; or an option is
+            unknown.
         ValueError: An option is wrong; the message names it and what is valid.
         RuntimeError: The model has a communication hook already.
 
@@ -133,17 +100,8 @@ def compress(
         spec if spec == AUTO else as_policy(spec).for_model(module),
         None if ddp_model is None else ddp_model.process_group,
         feedback,
-        residual=residual,
-        algorithm=algorithm,
-        seed=seed,
         parameters=module.named_parameters(),
-        exclude=exclude,
-        sample_every=sample_every,
-        guard=guard,
-        warmup=warmup,
-        timeline=timeline,
-        candidates=candidates,
-        grad_scaler=grad_scaler,
+        **options,
     )
     if ddp_model is None:
         state.set_unused()
@@ -152,21 +110,12 @@ def compress(
     return state
 
 
+@shares_options(DEFAULTS, Options)
 def attach(
     owner: Any,
     spec: str | Scheme | Policy = "int8",
     feedback: bool | str | Feedback = True,
-    *,
-    residual: str = "fp32",
-    algorithm: Algorithm = "direct",
-    seed: int = 0,
-    exclude: str | Sequence[str] = (),
-    sample_every: int = 50,
-    guard: Guard | None = DEFAULT_GUARD,
-    warmup: int = 0,
-    timeline: int = 0,
-    candidates: Sequence[str | Scheme] | None = None,
-    grad_scaler: Any = None,
+    **options: Unpack[Options],
 ) -> Attached[State]:
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
 
@@ -175,24 +124,12 @@ def attach(
 
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
-        spec: What to compress with, as for `compress`. Default "int8".
-        feedback: Error feedback: True, "ef21", "diana", a `Feedback` of your own or False. Default True.
-        residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
-        algorithm: The algorithm of the all-reduce: a name or a Schedule. Default "direct".
-        seed: The seed of stochastic rounding. Default 0.
-        exclude: Shell patterns of parameters or modules that travel uncompressed. Default: none.
-        sample_every: Measure the relative error in every step that this divides; 0: never. Default 50.
-        guard: Limits beyond which compression counts as harmful; None: no guard. Default ``Guard()``.
-        warmup: The number of uncompressed steps at the start. Default 0.
-        timeline: Record the times of so many last steps; 0: none. Default 0.
-        candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
-        grad_scaler: The ``torch.amp.GradScaler`` that residuals follow. Default None: that of ``owner``, if it has one.
 
     Returns:
         An object whose ``state`` is the `State`, once the framework has wrapped the model.
 
     Raises:
-        TypeError: ``owner`` is none of these.
+        TypeError: ``owner`` is none of these, or an option is unknown.
         ValueError: ``owner`` has a communication hook already, or an option is wrong.
 
     Example::
@@ -201,28 +138,16 @@ def attach(
         trainer.train()  # Lightning: trainer.fit(module)
         attached.state.print_report()
     """
-    options: dict[str, Any] = {
-        "feedback": feedback,
-        "residual": residual,
-        "algorithm": algorithm,
-        "seed": seed,
-        "exclude": exclude,
-        "sample_every": sample_every,
-        "guard": guard,
-        "warmup": warmup,
-        "timeline": timeline,
-        "candidates": candidates,
-    }
     if spec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
-        parse_candidates(candidates)
-    State(spec, grad_scaler=grad_scaler, **options)
+        parse_candidates(options.get("candidates"))
+    State(spec, feedback=feedback, **options)
 
     def compress_wrapped(model: torch.nn.Module) -> State:
-        scaler = _find_grad_scaler(owner) if grad_scaler is None else grad_scaler
-        return compress(model, spec, grad_scaler=scaler, **options)
+        scaler = options.get("grad_scaler") or _find_grad_scaler(owner)
+        return compress(model, spec, feedback, **{**options, "grad_scaler": scaler})
 
     def unused() -> State:
-        state = State(spec, grad_scaler=grad_scaler, **options)
+        state = State(spec, feedback=feedback, **options)
         state.set_unused()
         return state
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dtcomm import torch_compat
 from dtcomm.arguments import require_int
-from dtcomm.collectives import Algorithm, all_reduce
+from dtcomm.collectives import all_reduce
 from dtcomm.collectives.sparse import start_stages, sum_stages
 from dtcomm.compress.bucket import BucketAverager, BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
@@ -22,6 +22,7 @@ from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.compress.traffic import total_seconds
 from dtcomm.ddp.layouts import BucketLayouts, Chooser, SparseLayout
+from dtcomm.ddp.options import Options
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
 from dtcomm.streams import Streams, record_streams, streams_of
@@ -136,13 +137,9 @@ class Reducer:
         group: The process group; None is the default group.
         chooser: Chooses the scheme of each parameter.
         monitor: The guard's monitor.
-        feedback: See `dtcomm.ddp.State`, as for the others.
-        residual: How residuals are kept.
-        algorithm: The algorithm of the all-reduce.
-        seed: The seed of stochastic rounding.
         parameters: The (name, parameter) pairs of the model.
-        sample_every: Errors are measured in every step that this divides; 0 for never.
-        warmup: The number of uncompressed steps at the start.
+        feedback: The kind of error feedback.
+        options: All options of the state.
 
     Attributes:
         steps: The number of passes that were reduced.
@@ -157,14 +154,9 @@ class Reducer:
         group: dist.ProcessGroup | None,
         chooser: Chooser,
         monitor: Monitor,
-        *,
-        feedback: bool | str | Feedback,
-        residual: str,
-        algorithm: Algorithm,
-        seed: int,
         parameters: Iterable[tuple[str, torch.Tensor]] | None,
-        sample_every: int,
-        warmup: int,
+        feedback: bool | str | Feedback,
+        options: Options,
     ) -> None:
         self.steps = 0
         self.error: Exception | None = None
@@ -172,10 +164,11 @@ class Reducer:
         self.may_have_unused = True
         self.divides_by_active: Callable[[], bool] = lambda: False
         self._callbacks: dict[str, list[Callable[..., None]]] = {event: [] for event in _EVENTS}
-        self.error_state = ErrorState(feedback, residual, chooser.schemes)
-        self.averager = BucketAverager(algorithm, group, seed, chooser.schemes)
-        self.layouts = BucketLayouts(chooser, monitor, self.averager, warmup, parameters)
-        self._group, self._chooser, self._monitor, self._sample_every = group, chooser, monitor, sample_every
+        self.error_state = ErrorState(feedback, options["residual"], chooser.schemes)
+        self.averager = BucketAverager(options["algorithm"], group, options["seed"], chooser.schemes)
+        self.layouts = BucketLayouts(chooser, monitor, self.averager, options["warmup"], parameters)
+        self._group, self._chooser, self._monitor = group, chooser, monitor
+        self._sample_every = options["sample_every"]
         self._streams: Streams | None = None  # of the gradients' device, known with the first bucket
         self._scheduler: StageScheduler | None = None
         self._in_flight: list[InFlightBucket] = []

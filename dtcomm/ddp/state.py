@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from dtcomm import torch_compat
-from dtcomm.arguments import require_int
-from dtcomm.collectives import Algorithm
+from dtcomm.arguments import shares_options
 from dtcomm.compress.bucket import NONE, BucketLayout
 from dtcomm.compress.checkpoint import (
     VERSION,
@@ -28,7 +28,7 @@ from dtcomm.compress.checkpoint import (
     select_share,
 )
 from dtcomm.compress.feedback import DGC, Feedback, common_momentum
-from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.guard import Event, count_events
 from dtcomm.compress.monitor import make_monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
@@ -48,16 +48,16 @@ from dtcomm.ddp.observers import (
     TunerObserver,
     UncompressedObserver,
 )
+from dtcomm.ddp.options import DEFAULTS, Options, checked
 from dtcomm.ddp.reducer import Reducer, ReducerObserver
 from dtcomm.profiling import Metric, Timeline
 from dtcomm.torch_compat import GradBucket
 from dtcomm.tp.sharded_module import shard_groups
 
-DEFAULT_GUARD = Guard()
-
 _log = logging.getLogger("dtcomm")
 
 
+@shares_options(DEFAULTS, Options)
 class State(Reporting):
     """The state of the hook: the scheme of each parameter, the residuals, and what was counted.
 
@@ -65,35 +65,11 @@ class State(Reporting):
     ``dtcomm.ddp.State("int8")`` and ``dtcomm.ddp.hook``.
 
     Args:
-        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
-            hosts and codec B between hosts ("int8/int4"), which goes to matrices under
-            `dtcomm.compress.policy.default_policy`; a `Policy` or its text; or "auto". Default "int8".
         group: The process group of the model; None is the default group.
-        feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
-            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
-            True.
-        residual: How residuals are kept between steps: "fp32", "bf16" or "int8". Default "fp32".
-        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
-            direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
-            that a run resumed from a checkpoint continues bit for bit although DDP starts with other buckets. With
-            codecs for two levels "direct" means "hierarchical" on several hosts, of which the same is true. Default
-            "direct".
-        seed: The seed of stochastic rounding; the step is mixed in. Default 0.
         parameters: (name, parameter) pairs, as of ``module.named_parameters()``. Without them a parameter is called
             ``parameter.K``, in the order in which buckets first contain them, which is the same in every process and
             run with the same model and bucket size. They also say over which ranks tensor parallelism cuts the model:
             the guard and "auto" decide alike on these.
-        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
-            Default: none.
-        sample_every: Measure the relative error in every step that this divides; 0: never. Default 50.
-        guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. What happened
-            is in ``state.events`` and in the report. Default ``Guard()``.
-        warmup: The number of uncompressed steps at the start. Default 0.
-        timeline: Keep the times of so many last steps, for ``timeline.summary()`` and `trace`; 0: record nothing
-            (``timeline.start()`` switches it on later). Default 0.
-        candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
-        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
-            skips leaves them as they were, which takes a second copy of them. Default None: call `rescale` yourself.
 
     Attributes:
         group: The process group.
@@ -110,31 +86,14 @@ class State(Reporting):
         group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback = True,
         *,
-        residual: str = "fp32",
-        algorithm: Algorithm = "direct",
-        seed: int = 0,
         parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        exclude: str | Sequence[str] = (),
-        sample_every: int = 50,
-        guard: Guard | None = DEFAULT_GUARD,
-        warmup: int = 0,
-        timeline: int = 0,
-        candidates: Sequence[str | Scheme] | None = None,
-        grad_scaler: Any = None,
+        **options: Unpack[Options],
     ) -> None:
-        for name, value, least in (
-            ("seed", seed, None),
-            ("sample_every", sample_every, 0),
-            ("warmup", warmup, 0),
-            ("timeline", timeline, 0),
-        ):
-            require_int(name, value, least)
-        if not isinstance(guard, Guard | None):
-            raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
-        if grad_scaler is not None and not callable(getattr(grad_scaler, "get_scale", None)):
-            raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+        options = checked(options)
+        guard, candidates = options["guard"], options["candidates"]
+        grad_scaler, timeline = options["grad_scaler"], options["timeline"]
         named = None if parameters is None else list(parameters)
-        excluded = exclusions(exclude, None if named is None else [name for name, _ in named])
+        excluded = exclusions(options["exclude"], None if named is None else [name for name, _ in named])
         tuner = None
         self._consensus = ProcessGroupConsensus(group)
         if spec == AUTO:
@@ -151,18 +110,7 @@ class State(Reporting):
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
         self._monitor = make_monitor(guard, group, common_momentum(self._chooser.schemes))
-        self._reducer = Reducer(
-            group,
-            self._chooser,
-            self._monitor,
-            feedback=feedback,
-            residual=residual,
-            algorithm=algorithm,
-            seed=seed,
-            parameters=named,
-            sample_every=sample_every,
-            warmup=warmup,
-        )
+        self._reducer = Reducer(group, self._chooser, self._monitor, named, feedback, options)
         self._decide_alike([parameter for _, parameter in named or ()])
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("ddp")
@@ -178,7 +126,7 @@ class State(Reporting):
         if tuner is not None:
             self._reducer.attach(TunerObserver(tuner, self._reducer))
         if self._compresses:
-            self._reducer.attach(UncompressedObserver(self._reducer, warmup))
+            self._reducer.attach(UncompressedObserver(self._reducer, options["warmup"]))
         self._reducer.attach(TimelineObserver(self.timeline))
         self._reducer.attach(self._recorder)
 

@@ -19,9 +19,9 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
     return frozenset(parts.split()), frozenset(libraries.split())
 
 
+# Integrations take typing_extensions, which torch needs too, for the types of their options.
 _INTEGRATION = _may(
-    "_autograd profiling compress collectives codecs kernels streams work",
-    "torch",
+    "_autograd profiling compress collectives codecs kernels streams work", "torch typing_extensions"
 )
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
@@ -56,20 +56,23 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "frameworks": _may("compress", "torch fsspec transformers"),
     # tp: it says which parameters are shards.
     "ddp": _may(
-        "frameworks local_sgd tp planner profiling compress collectives codecs kernels streams work", "torch"
+        "frameworks local_sgd tp planner profiling compress collectives codecs kernels streams work",
+        "torch typing_extensions",
     ),
     "fsdp": _may(
-        "_autograd frameworks tp profiling compress collectives codecs kernels streams work", "torch"
+        "_autograd frameworks tp profiling compress collectives codecs kernels streams work",
+        "torch typing_extensions",
     ),
     "tp": _may(
-        "_autograd planner profiling compress collectives codecs kernels streams work", "torch transformers"
+        "_autograd planner profiling compress collectives codecs kernels streams work",
+        "torch transformers typing_extensions",
     ),
     "context_parallel": _INTEGRATION,
     "moe": _INTEGRATION,
     "pipeline": _INTEGRATION,
     # Several integrations on one device mesh.
-    "mesh": _may("tp collectives", "torch"),
-    "local_sgd": _may("frameworks tp compress collectives kernels streams work", "torch"),
+    "mesh": _may("tp collectives", "torch typing_extensions"),
+    "local_sgd": _may("frameworks tp compress collectives kernels streams work", "torch typing_extensions"),
     # Not part of the core: no other part may import it. `dtcomm.cli.main` loads its commands by name.
     "extensions": (ANY, frozenset({"torch", "rich", "matplotlib", "torchft"})),
     "backend": _may("compress collectives runtime codecs kernels streams work", "torch"),

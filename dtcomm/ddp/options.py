@@ -1,0 +1,94 @@
+"""The options of `dtcomm.ddp.compress`, `attach` and `State`: types, defaults, texts and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from dtcomm.arguments import complete_options, require_int
+from dtcomm.collectives import Algorithm
+from dtcomm.compress.guard import Guard
+from dtcomm.compress.spec import Scheme
+
+
+class Options(TypedDict, total=False):
+    """What `compress`, `attach` and `State` take.
+
+    Attributes:
+        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
+            hosts and codec B between hosts ("int8/int4"), which goes to matrices of 1024 elements or more, while the
+            other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
+            size or module; or "auto", which tries candidates in the first steps and keeps what pays. Default "int8".
+        feedback: Error feedback. True: add each rank's encoding errors to its next gradients, by parameter; "ef21" or
+            "diana": send differences to a reference that all ranks share; a `Feedback`: your own; False: none. Default
+            True.
+        residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
+            "bf16" or "int8". Default "fp32".
+        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
+            direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
+            that a run resumed from a checkpoint continues bit for bit although DDP starts with other buckets. With
+            codecs for two levels "direct" means "hierarchical" on several hosts, of which the same is true. Default
+            "direct".
+        seed: The seed of stochastic rounding; the step is mixed in. Default 0.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, such
+            as ``"lm_head"`` or ``["*.norm*", "embed"]``. Default: none.
+        sample_every: Measure the relative error in every step that this divides, for the guard and the report; 0:
+            never. Default 50.
+        guard: Limits beyond which compression counts as harmful, and what is done then; None: no guard. What happened
+            is in ``state.events`` and in the report. Default ``Guard()``.
+        warmup: The number of uncompressed steps at the start. Default 0.
+        timeline: Record the times of so many last steps, for ``state.timeline.summary()`` and ``state.trace(path)``;
+            0: none (``state.timeline.start()`` switches it on later). Default 0.
+        candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
+        grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
+            skips leaves them as they were, which takes a second copy of them. Default None: that of the framework, with
+            `attach`; else call `State.rescale`.
+    """
+
+    residual: str
+    algorithm: Algorithm
+    seed: int
+    exclude: str | Sequence[str]
+    sample_every: int
+    guard: Guard | None
+    warmup: int
+    timeline: int
+    candidates: Sequence[str | Scheme] | None
+    grad_scaler: Any
+
+
+DEFAULTS: Options = {
+    "residual": "fp32",
+    "algorithm": "direct",
+    "seed": 0,
+    "exclude": (),
+    "sample_every": 50,
+    "guard": Guard(),
+    "warmup": 0,
+    "timeline": 0,
+    "candidates": None,
+    "grad_scaler": None,
+}
+
+
+def checked(given: Mapping[str, object]) -> Options:
+    """Return all options of a call.
+
+    Raises:
+        TypeError: An option is unknown or has a wrong type.
+        ValueError: A number is too small.
+    """
+    options = complete_options("dtcomm.ddp", given, DEFAULTS)
+    require_int("seed", options["seed"])
+    for name, number in (
+        ("sample_every", options["sample_every"]),
+        ("warmup", options["warmup"]),
+        ("timeline", options["timeline"]),
+    ):
+        require_int(name, number, 0)
+    if not isinstance(options["guard"], Guard | None):
+        raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(options['guard']).__name__}")
+    scaler = options["grad_scaler"]
+    if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+        raise TypeError(f"grad_scaler: expected a torch.amp.GradScaler, got {type(scaler).__name__}")
+    return options
