@@ -20,8 +20,7 @@ import torch.distributed as dist
 from dtcomm.backend.process_group_base import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
 from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import get_communicator_of_pair
+from dtcomm.runtime.communicator import Communicator, get_communicator_of_pair
 from dtcomm.runtime.process_groups import group_store
 from dtcomm.streams import HostStreams
 from dtcomm.work import COMPLETED, QueuedWork, TorchWork, Work, completion

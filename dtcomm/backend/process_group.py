@@ -33,7 +33,7 @@ from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
 from dtcomm.backend.reduce_ops import ReduceOps
 from dtcomm.errors import CollectiveTimeout
-from dtcomm.runtime.communicator_cache import existing_communicator, release
+from dtcomm.runtime.communicator import existing_communicator, release
 from dtcomm.work import COMPLETED, CompositeWork, TorchWork
 
 Opts = Any  # torch's options objects, or what its overloads take instead of them

@@ -20,7 +20,7 @@ from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.groups import barrier, empty, flight_record, info
 from dtcomm.collectives.p2p import recv, send, sendrecv
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
-from dtcomm.runtime.communicator_cache import release
+from dtcomm.runtime.communicator import release
 from dtcomm.work import Work
 
 __all__ = [

@@ -19,7 +19,7 @@ from dtcomm.collectives.groups import empty as empty
 from dtcomm.collectives.groups import flight_record as flight_record
 from dtcomm.collectives.groups import info as info
 from dtcomm.collectives.p2p import sendrecv as sendrecv
-from dtcomm.runtime.communicator_cache import release as release
+from dtcomm.runtime.communicator import release as release
 from dtcomm.schedule import Schedule
 from dtcomm.work import Work as Work
 

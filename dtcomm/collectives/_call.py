@@ -17,8 +17,7 @@ from dtcomm.collectives._options import Group, NamedSchedule, Op, Options
 from dtcomm.collectives.checks import require_residual
 from dtcomm.collectives.planning import Request, make_plan
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.communicator import Communicator, get_communicator_for
 from dtcomm.runtime.plans import keep_repeated, run_repeated
 from dtcomm.runtime.types import Buffers, OpHooks, Plan
 from dtcomm.schedule import Schedule, Transfer

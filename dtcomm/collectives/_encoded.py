@@ -23,8 +23,7 @@ from dtcomm.collectives._options import Group, Options
 from dtcomm.collectives.checks import require_dtype, require_tensor
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels.ops import decode, encode
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import get_communicator_of_pair
+from dtcomm.runtime.communicator import Communicator, get_communicator_of_pair
 from dtcomm.work import CompositeWork, Work
 
 SEND, HAVE = ("sends", "expects"), ("has", "has")

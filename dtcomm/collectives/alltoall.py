@@ -17,7 +17,7 @@ from dtcomm.collectives.checks import (
     require_same_device,
     require_tensor,
 )
-from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.communicator import get_communicator_for
 from dtcomm.runtime.plans import run_repeated
 from dtcomm.work import Work
 

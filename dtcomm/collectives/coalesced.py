@@ -19,8 +19,7 @@ from dtcomm.collectives.checks import (
     require_same_device,
 )
 from dtcomm.collectives.planning import Request, make_plan
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.communicator import Communicator, get_communicator_for
 from dtcomm.runtime.types import Buffers
 from dtcomm.work import CompositeWork, Work
 

@@ -12,7 +12,7 @@ from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
 from dtcomm.collectives.planning import parse_text
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
-from dtcomm.runtime.communicator_cache import get_communicator
+from dtcomm.runtime.communicator import get_communicator
 from dtcomm.schedule import Schedule
 from dtcomm.work import Work
 

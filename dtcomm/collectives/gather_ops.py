@@ -20,8 +20,7 @@ from dtcomm.collectives.checks import (
     require_shards,
     require_tensor,
 )
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.communicator import Communicator, get_communicator_for
 from dtcomm.runtime.plans import run_repeated
 from dtcomm.work import CompositeWork, Work
 

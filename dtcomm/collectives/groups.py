@@ -17,8 +17,8 @@ from dtcomm.collectives._options import Group, Options
 from dtcomm.collectives.planning import levels
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.rendezvous import name_ranks
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import (
+from dtcomm.runtime.communicator import (
+    Communicator,
     device_communicators,
     existing_communicator,
     get_communicator,

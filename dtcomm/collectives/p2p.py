@@ -15,8 +15,7 @@ from dtcomm.collectives._call import run_message
 from dtcomm.collectives._options import Group, Options, documented
 from dtcomm.collectives.checks import in_memory, require_dtype
 from dtcomm.errors import DtcommError
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import get_communicator_of_pair
+from dtcomm.runtime.communicator import Communicator, get_communicator_of_pair
 from dtcomm.runtime.plans import exchange_repeated, run_repeated
 from dtcomm.work import Work
 

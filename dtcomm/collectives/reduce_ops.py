@@ -9,9 +9,9 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives import sparse
 from dtcomm.collectives._call import Call, run
 from dtcomm.collectives._options import Algorithm, Group, Op, Options, documented
-from dtcomm.collectives.checks import in_memory, require_no_overlap, require_pair, require_type
+from dtcomm.collectives.checks import in_memory, require_no_overlap, require_pair
 from dtcomm.kernels.local_tasks import LocalTask
-from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.communicator import get_communicator_for
 from dtcomm.runtime.plans import run_repeated
 from dtcomm.work import Work
 
@@ -71,8 +71,7 @@ def all_reduce(
     if (done := run_repeated(repeated, async_op, seed, residual, epilogue)) is not False:
         return done
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum, audit, epilogue)
-    require_type(tensor, "tensor")
-    if tensor.layout is torch.sparse_coo:
+    if getattr(tensor, "layout", None) is torch.sparse_coo:
         return sparse.all_reduce(tensor, op, options)
     communicator = get_communicator_for(group, tensor, "tensor")
     memory = in_memory(tensor, "tensor")

@@ -34,7 +34,7 @@ from dtcomm.collectives._options import Group, Op, Options
 from dtcomm.collectives.checks import op_name, require_auditable, require_dtype
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.errors import CollectiveMismatch
-from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.communicator import get_communicator_for
 from dtcomm.streams import record_streams
 from dtcomm.work import CompositeWork, Work
 

@@ -158,12 +158,12 @@ def _reset() -> None:
     import torch
     import torch.distributed as dist
 
-    from dtcomm.runtime import communicator_cache
+    from dtcomm.runtime.communicator import sweep
 
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    communicator_cache.sweep()  # of groups that are still referenced
+    sweep()  # of groups that are still referenced
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
 

@@ -18,7 +18,7 @@ from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.runtime.flight_recorder import FlightEntry, PeerSnapshot
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import REDUCING, ROOTED
-from dtcomm.work import Work
+from dtcomm.work import CompositeWork, Work
 
 # How chunks lie in the caller's tensors (csrc/core/chunk_layout.h, Geometry).
 GEOMETRY = {
@@ -280,3 +280,56 @@ class Runtime(Protocol):
 
     def peer_snapshots(self) -> list[PeerSnapshot]:
         """What shared memory shows of every rank, in rank order; empty without shared memory."""
+
+
+class SingleRankRuntime:
+    """Executes operations of one rank. A codec is not applied: nothing is sent, so nothing is lost."""
+
+    name = "none"
+    failure = ""
+    table_bytes = 0
+
+    def prepare(self, spec: OpSpec, schedule: Schedule) -> SingleRankRuntime:
+        """The runtime itself: copies need no plan."""
+        return self
+
+    def run(self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None = None) -> int:
+        """Copy every input that is not already its output; returns 0, the bytes sent."""
+        hooks = hooks or NO_HOOKS
+        for task in hooks.before:
+            task()
+        for part in buffers:
+            if part.input is not None and part.output is not None and part.output is not part.input:
+                part.output.copy_(part.input.view_as(part.output))
+        for task in hooks.after:
+            task()
+        return 0
+
+    def submit(
+        self,
+        buffers: Sequence[Buffers],
+        outputs: Sequence[torch.Tensor],
+        seed: int,
+        hooks: OpHooks | None = None,
+    ) -> CompositeWork:
+        """As ``run``: there is nothing to wait for."""
+        self.run(buffers, seed, hooks)
+        return CompositeWork((), outputs)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Do nothing: no other rank is waited for."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def info(self) -> dict[str, Any]:
+        """The runtime's name."""
+        return {"runtime": self.name}
+
+    def flight_entries(self) -> list[FlightEntry]:
+        """An empty list: a single rank records no operations."""
+        return []
+
+    def peer_snapshots(self) -> list[PeerSnapshot]:
+        """An empty list: there are no peers."""
+        return []

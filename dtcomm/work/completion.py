@@ -4,7 +4,7 @@ Three parts. `start_thread`, `running_native` and their neighbours: a thread tha
 interpreter is finalized aborts the process, and the release of a tensor is native code too, so the exit waits for such
 threads or holds them. `CompletionThreads`: a callback of a future may block its thread, so another thread is ready to
 continue. `notify` and `call_detached`: the two sets of such threads of this process. Handles in ``dtcomm.work`` use
-them, and ``dtcomm.runtime.communicator_cache`` stops them at interpreter exit.
+them, and ``dtcomm.runtime.communicator`` stops them at interpreter exit.
 """
 
 from __future__ import annotations

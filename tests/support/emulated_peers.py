@@ -15,10 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.runtime import communicator_cache
 from dtcomm.runtime.bootstrap import cpu, cuda
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import require_group
+from dtcomm.runtime.communicator import Communicator, _new, group_entry, require_group
 from dtcomm.runtime.cuda_peer.launch import GEOMETRY, LaunchFunction, RankPointers
 from dtcomm.runtime.cuda_peer.memory import PeerBuffers
 
@@ -138,8 +136,8 @@ def communicator_of_emulated_peers(nvlink: bool = True) -> Communicator:
         self, "gloo"
     )  # type: ignore[method-assign]
     group = require_group(None)
-    entry = communicator_cache.group_entry(group)
-    communicator = communicator_cache._new(group, entry, "as_on_gpus", device=torch.device("cpu"))
+    entry = group_entry(group)
+    communicator = _new(group, entry, "as_on_gpus", device=torch.device("cpu"))
     communicator.connect()
     entry.communicator = communicator
     return communicator

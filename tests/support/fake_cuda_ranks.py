@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dtcomm.runtime.bootstrap import cuda
-from dtcomm.runtime.communicator_cache import get_communicator_for
+from dtcomm.runtime.communicator import get_communicator_for
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from tests.support.fake_cuda_tensor import FakeCudaTensor, fake_cuda_device
 from tests.support.stream_checker import RecordedStreams

@@ -183,7 +183,7 @@ def _measured(pair: tuple[int, int], hosts: Sequence[str]) -> LinkResult:
 
 
 def _connections(peer: int) -> int:
-    from dtcomm.runtime.communicator_cache import get_communicator_of_pair
+    from dtcomm.runtime.communicator import get_communicator_of_pair
 
     runtime = get_communicator_of_pair(None, peer, "peer", True).runtime
     return int(runtime.info().get("connections", 0))

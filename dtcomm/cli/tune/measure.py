@@ -29,7 +29,7 @@ from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.perf.placement import pin_to_core
 from dtcomm.codecs import Codec
 from dtcomm.planner.cost_model import FAR, NEAR, PLACEMENTS
-from dtcomm.runtime.communicator_cache import get_communicator
+from dtcomm.runtime.communicator import get_communicator
 
 FAR_NS = 250.0  # a longer round trip is far
 _BATCHES, _TRIPS = 20, 100

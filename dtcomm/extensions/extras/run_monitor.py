@@ -24,7 +24,7 @@ from dtcomm.extensions.extras.stragglers import RankSpeed, Straggler, find_strag
 from dtcomm.profiling.metrics import HasMetrics, Metric
 from dtcomm.profiling.step_record import union_length
 from dtcomm.profiling.tables import format_table
-from dtcomm.runtime.communicator_cache import existing_communicators
+from dtcomm.runtime.communicator import existing_communicators
 
 Axes = Mapping[str, dist.ProcessGroup | DeviceMesh | None] | DeviceMesh
 

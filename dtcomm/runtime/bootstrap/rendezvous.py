@@ -12,7 +12,7 @@ that gives up ends it, both by comparing and setting one key: whichever comes fi
 part only once all ranks have said all that they have to say, the others can do so after it without waiting.
 
 Timeouts: one deadline ends all waits of a rank, through all epochs. It is the group's timeout, counted from the first
-call of this rank that needs the communicator (`dtcomm.runtime.bootstrap.connector`), so it differs from rank to rank.
+call of this rank that needs the communicator (`dtcomm.runtime.bootstrap`), so it differs from rank to rank.
 Within it, each attempt to connect over TCP ends after 30 s (`tcp`) and over UCX after 30 s or the group's timeout, if
 that is less (`cpu`); the ranks then agree on another runtime or raise. Operations that follow have the group's timeout
 each, counted from their own start.

@@ -16,7 +16,7 @@ from dtcomm.cli import tune as tune_command
 from dtcomm.cli.tune import measure as tune_measure
 from dtcomm.cli.tune.measure import BenchmarkCase, CaseSamples, _curves, lower_quartile
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.communicator_cache import get_communicator
+from dtcomm.runtime.communicator import get_communicator
 from tests.ranks.cli.test_perf import OWN_ALGORITHM, ROOT
 
 QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e", "16K"]

@@ -9,7 +9,7 @@ import torch
 import dtcomm
 import dtcomm.collectives as C
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.communicator_cache import get_communicator_of_pair
+from dtcomm.runtime.communicator import get_communicator_of_pair
 from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import DEVICE, host_copy, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams

@@ -19,7 +19,7 @@ import dtcomm
 import dtcomm.collectives as C
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.communicator_cache import existing_communicator
+from dtcomm.runtime.communicator import existing_communicator
 
 SEEDS = int(os.environ.get("DTCOMM_TEST_SEEDS", "24"))
 NUMEL = 70_000

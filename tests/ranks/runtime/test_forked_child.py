@@ -21,8 +21,7 @@ import dtcomm.collectives as C
 from dtcomm import _C
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.communicator import Communicator
-from dtcomm.runtime.communicator_cache import existing_communicator
+from dtcomm.runtime.communicator import Communicator, existing_communicator
 from tests.support.ucx import requires_ucx
 
 

@@ -15,9 +15,8 @@ from dtcomm.codecs import codec
 from dtcomm.codecs import spec as registry
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime import communicator_cache
 from dtcomm.runtime.bootstrap import cpu, cuda
-from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.communicator import Communicator, _new, group_entry
 from dtcomm.runtime.process_groups import require_group
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import GlooTransport
@@ -38,9 +37,9 @@ def communicator_of_fake_device(backend: str) -> Communicator:
     cuda.backend_of = lambda group, device: backend
     cuda.CudaBootstrap._private_backend = _gloo
     group = require_group(None)
-    entry = communicator_cache.group_entry(group)
+    entry = group_entry(group)
     name = f"as_on_a_device/{backend}"
-    communicator = communicator_cache._new(group, entry, name, device=torch.device("cpu"))
+    communicator = _new(group, entry, name, device=torch.device("cpu"))
     communicator.connect()
     entry.communicator = communicator
     assert isinstance(communicator.runtime, TorchDistRuntime)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dtcomm.errors import CollectiveTimeout, CommunicatorClosed, DtcommError, PeerLost
-from dtcomm.runtime.bootstrap.connector import Connection
+from dtcomm.runtime.bootstrap import Connection
 from dtcomm.runtime.process_groups import Deadline
 from dtcomm.streams import HostStreams
 from dtcomm.work import CompositeWork, Work, completion

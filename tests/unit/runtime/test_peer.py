@@ -15,7 +15,6 @@ from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap import cuda
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
-from dtcomm.runtime.communicator import SingleRankRuntime
 from dtcomm.runtime.cuda_peer.launch import (
     FusedPlan,
     FusedRanks,
@@ -24,7 +23,7 @@ from dtcomm.runtime.cuda_peer.launch import (
 )
 from dtcomm.runtime.cuda_peer.memory import PeerBuffers, describe_gpu, nvlinks_of, why_not_peers, why_pushed
 from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
-from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
+from dtcomm.runtime.types import Buffers, OpSpec, SingleRankRuntime, TensorSpec
 from tests.ranks.runtime.test_on_streams import CheckedRanks
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.kernels.inputs import floats

@@ -9,10 +9,9 @@ import torch
 
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
-from dtcomm.runtime.communicator import SingleRankRuntime
 from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.plans import PlanCache
-from dtcomm.runtime.types import OpSpec, TensorSpec
+from dtcomm.runtime.types import OpSpec, SingleRankRuntime, TensorSpec
 
 PIECE_BYTES, SLOT_BYTES = 256 << 10, 512 << 10
 

@@ -18,7 +18,7 @@ def last():
     time.sleep(0.3)
 
 atexit.register(last)
-from dtcomm.runtime import communicator_cache
+from dtcomm.runtime import communicator
 from dtcomm.work import completion
 from dtcomm.runtime.torchdist import faults
 
