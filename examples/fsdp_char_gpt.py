@@ -66,7 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gradients", default="int8")
     parser.add_argument("--parameters", default="fp8_e4m3")
     parser.add_argument(
-        "--preset", choices=list(dtcomm.fsdp.PRESETS), help="instead of --gradients and --parameters"
+        "--preset", choices=["zero++", "loco", "sdp4bit"], help="instead of --gradients and --parameters"
     )
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)

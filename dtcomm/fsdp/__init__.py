@@ -35,7 +35,6 @@ from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.report import Report
-from dtcomm.compress.traffic import Traffic
 from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
@@ -46,13 +45,10 @@ from dtcomm.fsdp.collectives import (
     GradientReduction,
     ReplicaAllReduce,
 )
-from dtcomm.fsdp.flat_layout import ConcatenatedLayout, concatenated_layout, layout_of
 from dtcomm.fsdp.guard import ROOT
-from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
-from dtcomm.fsdp.spec import (
+from dtcomm.fsdp.options import (
     FEEDBACKS,
     PARAMETER_PREFIXES,
-    PRESETS,
     CompressionSpec,
     find_preset,
     parse_spec,
@@ -60,6 +56,7 @@ from dtcomm.fsdp.spec import (
     residual_size,
     with_feedback,
 )
+from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
 from dtcomm.fsdp.split_collectives import (
     Parts,
     SplitAllGather,
@@ -68,11 +65,12 @@ from dtcomm.fsdp.split_collectives import (
     split_module,
 )
 from dtcomm.fsdp.state import State
+from dtcomm.fsdp.storage import ConcatenatedLayout, concatenated_layout, layout_of
 from dtcomm.fsdp.units import excluded_units, find_units
 from dtcomm.torch_compat import DDPMeshInfo, FSDPMeshInfo, clean_tensor_name
 from dtcomm.tp.sharded_module import ShardedModule, placement_groups
 
-__all__ = ["PRESETS", "Report", "ShardedOptimizer", "State", "Traffic", "attach", "compress"]
+__all__ = ["Report", "ShardedOptimizer", "State", "attach", "compress"]
 
 DEFAULT_GRADIENTS, DEFAULT_PARAMETERS = "int8", "none"
 _DEFAULT_GUARD = Guard()
@@ -102,7 +100,7 @@ def compress(
         model: A model to which `fully_shard` was applied, or an FSDP1 root module; in a job with one process also one
             that is not sharded.
         gradients: Spec of the gradients' reduce-scatter: a codec, or two (``"int8/int4"`` is int8 inside hosts and int4
-            between hosts), optionally prefixed by ``ef:`` or ``loco:`` for error feedback (see `dtcomm.fsdp.spec`).
+            between hosts), optionally prefixed by ``ef:`` or ``loco:`` for error feedback (see `dtcomm.fsdp.options`).
             Default: the preset's, or ``"int8"``.
         parameters: Spec of the parameters' all-gather: one or two codecs, optionally prefixed by ``delta:``, which
             sends differences. FSDP1 supports only ``"none"``. Default: the preset's, or ``"none"``.

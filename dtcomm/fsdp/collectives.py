@@ -23,7 +23,7 @@ from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
 from dtcomm.compress.measurements import ErrorSample
 from dtcomm.compress.traffic import Traffic
 from dtcomm.fsdp.guard import parameters_name
-from dtcomm.fsdp.spec import CompressionSpec
+from dtcomm.fsdp.options import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.profiling.step_record import WaitInterval

@@ -20,7 +20,7 @@ from dtcomm.collectives import all_reduce
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.measurements import ErrorSample, Fidelity, GradientSketch, l2_norm
 from dtcomm.compress.monitor import make_monitor
-from dtcomm.fsdp.spec import CompressionSpec
+from dtcomm.fsdp.options import CompressionSpec
 from dtcomm.streams import AsyncHostCopy
 
 ROOT = "(root)"  # the guard's name of the root module, whose own name is empty

@@ -33,8 +33,7 @@ from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
 from dtcomm.fsdp.collectives import GradientReduction
 from dtcomm.fsdp.guard import parameters_name
-from dtcomm.fsdp.optimizer_bucket import OptimizerBucket
-from dtcomm.fsdp.spec import (
+from dtcomm.fsdp.options import (
     FEEDBACKS,
     PARAMETER_PREFIXES,
     parse_spec,
@@ -43,6 +42,7 @@ from dtcomm.fsdp.spec import (
     with_feedback,
 )
 from dtcomm.fsdp.state import State, codec_spec_for
+from dtcomm.fsdp.storage import OptimizerBucket
 from dtcomm.tp.sharded_module import shard_groups
 
 MIB = 2**20

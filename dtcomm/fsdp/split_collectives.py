@@ -27,10 +27,10 @@ from dtcomm.fsdp.collectives import (
     ReplicaAllReduce,
     op_name,
 )
-from dtcomm.fsdp.flat_layout import ShardedLayout, layout_of
 from dtcomm.fsdp.guard import ROOT
-from dtcomm.fsdp.spec import UNCOMPRESSED
+from dtcomm.fsdp.options import UNCOMPRESSED
 from dtcomm.fsdp.state import State
+from dtcomm.fsdp.storage import ShardedLayout, layout_of
 from dtcomm.streams import record_streams
 from dtcomm.tp.sharded_module import shard_groups
 

@@ -20,11 +20,9 @@ from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.traffic import Traffic, group_traffic, total_seconds
-from dtcomm.fsdp.buffer_pool import BufferPool
-from dtcomm.fsdp.flat_layout import FlatLayout
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
-from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual, ResidualStore
-from dtcomm.fsdp.spec import UNCOMPRESSED, CompressionSpec
+from dtcomm.fsdp.options import UNCOMPRESSED, CompressionSpec
+from dtcomm.fsdp.storage import BufferPool, FlatLayout, FullResidual, LoCoResidual, ResidualStore
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling import Metric, Timeline
 from dtcomm.streams import Streams, record_streams, streams_of

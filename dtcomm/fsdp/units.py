@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from dtcomm import torch_compat
 from dtcomm.arguments import suggest
 from dtcomm.fsdp.collectives import CompressedAllGather
-from dtcomm.fsdp.flat_layout import parameter_names
 from dtcomm.fsdp.guard import ROOT
+from dtcomm.fsdp.storage import parameter_names
 from dtcomm.torch_compat import clean_tensor_name
 
 MAX_NAMES = 8  # modules that an error lists

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.fsdp import ShardedOptimizer
-from dtcomm.fsdp.optimizer_bucket import OptimizerBucket
+from dtcomm.fsdp.storage import OptimizerBucket
 
 #: The least frozen variance of an element, as a share of the mean over its parameter.
 FLOOR = 0.1

@@ -19,7 +19,7 @@ from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
 from dtcomm.compress.guard import CompressionHarmful, Guard
 from dtcomm.compress.spec import gaussian_error
-from dtcomm.fsdp.spec import MAX_DIFFERENCE_ERROR
+from dtcomm.fsdp.options import MAX_DIFFERENCE_ERROR
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.profiling.tables import format_bytes
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm import fsdp
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.powersgd import PowerSGD
+from dtcomm.fsdp.options import PRESETS
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
 
@@ -123,7 +124,7 @@ def check_allowed(rank: int, ranks: int) -> None:
         {"gradients": "sign", "feedback": True},
         {"gradients": "ef:topk"},
         {"gradients": "loco:topk:ratio=0.1"},
-        *({"preset": preset} for preset in fsdp.PRESETS),
+        *({"preset": preset} for preset in PRESETS),
     ]
     for arguments in accurate:
         fsdp.compress(sharded(mesh), **arguments)

@@ -15,7 +15,7 @@ import dtcomm.collectives as C
 from dtcomm.compress.guard import Guard
 from dtcomm.fsdp import ShardedOptimizer
 from dtcomm.fsdp.collectives import BackwardOverlap, CompressedAllGather, CompressedReduceScatter
-from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
+from dtcomm.fsdp.options import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.fsdp.state import State
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.streams import record_streams

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dtcomm
 from dtcomm import fsdp
-from dtcomm.fsdp.residual_store import FullResidual, LoCoResidual
-from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, find_preset, parse_spec
+from dtcomm.fsdp.options import FEEDBACKS, PARAMETER_PREFIXES, PRESETS, find_preset, parse_spec
+from dtcomm.fsdp.storage import FullResidual, LoCoResidual
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded, train
 
@@ -75,7 +75,7 @@ def compare_to_uncompressed(rank: int, ranks: int, options: dict[str, Any], tole
     assert all(torch.equal(other, output) for other in outputs)
 
 
-@pytest.mark.parametrize("preset", fsdp.PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_presets_train(preset: str) -> None:
     run_ranks(compare_to_uncompressed, 2, {"preset": preset}, 0.05)
 

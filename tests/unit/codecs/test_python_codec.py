@@ -18,7 +18,7 @@ from dtcomm import codecs, kernels
 from dtcomm.codecs import spec as registry
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.spec import AUTO, COMPRESSORS, gaussian_error, parse_scheme
-from dtcomm.fsdp.spec import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
+from dtcomm.fsdp.options import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
 from dtcomm.kernels import ops
 from dtcomm.runtime.cuda_peer.launch import why_not
 from dtcomm.runtime.types import OpSpec, TensorSpec
