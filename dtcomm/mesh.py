@@ -14,16 +14,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import Unpack
 
 from dtcomm import torch_compat
-from dtcomm.arguments import require_int
+from dtcomm.arguments import complete_options, require_int, shares_options
 from dtcomm.collectives import all_reduce
 from dtcomm.tp.sharded_module import shard_groups
 
@@ -40,6 +41,29 @@ AXES = {
 }
 
 
+class ModelSizes(TypedDict, total=False):
+    """Sizes that `make_mesh` checks.
+
+    Attributes:
+        heads: Number of attention heads, divisible by ``tp``. Default: not checked.
+        kv_heads: Number of heads of keys and values, divisible by ``tp``. Default: not checked.
+        layers: Number of layers, at least ``pp``. Default: not checked.
+        experts: Number of experts, divisible by ``ep``. Default: not checked.
+        batch: Number of sequences of a step, divisible by the ranks that have different ones, ``dp * fsdp * ep``.
+            Default: not checked.
+    """
+
+    heads: int | None
+    kv_heads: int | None
+    layers: int | None
+    experts: int | None
+    batch: int | None
+
+
+_UNCHECKED: ModelSizes = {"heads": None, "kv_heads": None, "layers": None, "experts": None, "batch": None}
+
+
+@shares_options(_UNCHECKED, ModelSizes)
 def make_mesh(
     *,
     pp: int = 1,
@@ -49,11 +73,7 @@ def make_mesh(
     cp: int = 1,
     tp: int = 1,
     device_type: str = "cpu",
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    layers: int | None = None,
-    experts: int | None = None,
-    batch: int | None = None,
+    **model: Unpack[ModelSizes],
 ) -> DeviceMesh:
     """Make a device mesh with the axes `AXES`, all of them, so that ``mesh["tp"]`` always exists.
 
@@ -68,18 +88,12 @@ def make_mesh(
         cp: Number of parts of each sequence. Default: 1.
         tp: Number of ranks that layers are cut over. Default: 1.
         device_type: Type of the devices. Default: ``"cpu"``.
-        heads: Number of attention heads, divisible by ``tp``. Default: not checked.
-        kv_heads: Number of heads of keys and values, divisible by ``tp``. Default: not checked.
-        layers: Number of layers, at least ``pp``. Default: not checked.
-        experts: Number of experts, divisible by ``ep``. Default: not checked.
-        batch: Number of sequences of a step, divisible by the ranks that have different ones, ``dp * fsdp * ep``.
-            Default: not checked.
 
     Returns:
         The mesh; its ranks are those of the job.
 
     Raises:
-        TypeError: A size is no integer.
+        TypeError: A size is no integer, or an argument is unknown.
         ValueError: The axes do not fit the job, or a size does not fit an axis; the message names both.
         RuntimeError: No process group is initialized.
 
@@ -100,10 +114,12 @@ def make_mesh(
         used = {name: size for name, size in sizes.items() if size > 1}
         product = " * ".join(f"{name}={size}" for name, size in used.items()) or "1"
         raise ValueError(f"mesh: {product} needs {needed} ranks, the job has {ranks}")
+    model = complete_options("make_mesh", model, _UNCHECKED)
+    layers, batch = model["layers"], model["batch"]
     for name, value, axis in (
-        ("heads", heads, "tp"),
-        ("kv_heads", kv_heads, "tp"),
-        ("experts", experts, "ep"),
+        ("heads", model["heads"], "tp"),
+        ("kv_heads", model["kv_heads"], "tp"),
+        ("experts", model["experts"], "ep"),
     ):
         if value is not None:
             require_int(name, value, 1)

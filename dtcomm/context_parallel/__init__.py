@@ -17,8 +17,11 @@ the decoded keys and values, and travel in a codec of their own.
 """
 
 from dtcomm.context_parallel.attention import attention
-from dtcomm.context_parallel.layout import padded_length, positions, shard, unshard
+from dtcomm.context_parallel.layout import padded_length as padded_length
+from dtcomm.context_parallel.layout import positions as positions
+from dtcomm.context_parallel.layout import shard
+from dtcomm.context_parallel.layout import unshard as unshard
 from dtcomm.context_parallel.sdpa_patch import context_parallel
 from dtcomm.context_parallel.state import State
 
-__all__ = ["State", "attention", "context_parallel", "padded_length", "positions", "shard", "unshard"]
+__all__ = ["State", "attention", "context_parallel", "shard"]

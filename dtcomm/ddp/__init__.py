@@ -26,8 +26,8 @@ from typing_extensions import Unpack
 
 from dtcomm.arguments import shares_options
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.compress.feedback import Feedback
-from dtcomm.compress.guard import Guard
+from dtcomm.compress.feedback import Feedback as Feedback
+from dtcomm.compress.guard import Guard as Guard
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.ddp.auto import parse_candidates
@@ -37,7 +37,7 @@ from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.torch_compat import GradBucket
 
-__all__ = ["Feedback", "Guard", "State", "attach", "compress", "hook"]
+__all__ = ["State", "attach", "compress", "hook"]
 
 
 def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from dtcomm.compress.checkpoint import Compressor
-from dtcomm.frameworks.attached import Attached, Integration, SavedWithFramework
+from dtcomm.frameworks.attached import Attached, SavedWithFramework
+from dtcomm.frameworks.attached import Integration as Integration
 from dtcomm.frameworks.hooks import add_hooks
 
-__all__ = ["Attached", "Integration", "attach", "save_with"]
+__all__ = ["Attached", "attach", "save_with"]
 
 
 def attach(owner: Any, integration: Integration[Any]) -> Attached[Any]:

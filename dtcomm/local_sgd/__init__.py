@@ -11,7 +11,7 @@ The ranks send the differences to the weights that all of them had after the las
 well; what compression loses is fed back, as for gradients.
 """
 
-from dtcomm.local_sgd.local_sgd import LocalSGD, OuterOptimizer
+from dtcomm.local_sgd.local_sgd import LocalSGD
 from dtcomm.local_sgd.trainer import TrainerState, attach
 
-__all__ = ["LocalSGD", "OuterOptimizer", "TrainerState", "attach"]
+__all__ = ["LocalSGD", "TrainerState", "attach"]

@@ -1,4 +1,4 @@
-"""How a model is divided into fragments, and in which steps each of them is averaged.
+"""How a model is divided into fragments, in which steps each of them is averaged, and what is in flight.
 
 A unit is one layer of the model's longest ModuleList or Sequential, or any other module that owns parameters. Fragments
 consist of whole units, so that no layer is ever part global and part local. `LocalSGD` calls `make_fragments`.
@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from dtcomm.arguments import require_int, suggest
+from dtcomm.collectives import Work
 from dtcomm.compress.bucket import BucketLayout
+from dtcomm.compress.error_state import PendingGradient
+from dtcomm.compress.measurements import ErrorSample, GradientMeasurement
+from dtcomm.compress.stage_scheduler import Stages
 
 PATTERNS = ("strided", "sequential")
 #: A number of fragments, or the shell patterns of the parameters of each of them.
@@ -46,6 +50,52 @@ class Fragment:
     def is_due(self, step: int, every: int) -> bool:
         """Return whether its average starts after a step, counted from the end of the warm-up."""
         return step >= self.offset and (step - self.offset) % every == 0
+
+
+@dataclass
+class PendingBucket:
+    """A bucket while it is averaged.
+
+    Attributes:
+        names: The parameters and buffers in it.
+        layout: Its segments.
+        stages: The stages of its average that have not begun.
+        buffer: The differences, which become their mean.
+        pending: Its lossy segments.
+        samples: Samples of them, in averages in which errors are measured.
+        measurement: What the guard measured of this rank's differences.
+        work: The stage in flight; None once the average is complete.
+    """
+
+    names: list[str]
+    layout: BucketLayout
+    stages: Stages
+    buffer: torch.Tensor
+    pending: list[PendingGradient]
+    samples: list[ErrorSample]
+    measurement: GradientMeasurement | None
+    work: Work | None = None
+
+
+@dataclass
+class PendingAverage:
+    """An average of some fragments that was started and not applied yet.
+
+    Attributes:
+        fragments: The fragments.
+        number: The number of averages before it.
+        due: The step after which it is applied.
+        buckets: Its messages; none if it was loaded from a checkpoint.
+        stats: The guard's statistics that travel with it, or None.
+        means: The mean of each tensor, flat and in fp32, by name; empty until all messages have arrived.
+    """
+
+    fragments: list[Fragment]
+    number: int
+    due: int
+    buckets: list[PendingBucket] = field(default_factory=list)
+    stats: torch.Tensor | None = None
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def make_fragments(

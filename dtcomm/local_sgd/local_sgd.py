@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
-from dtcomm.arguments import require_int
-from dtcomm.collectives import Algorithm, broadcast
+from dtcomm.arguments import complete_options, require_int, shares_options
+from dtcomm.collectives import broadcast
 from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.error_state import ErrorState, PendingGradient
@@ -32,18 +33,23 @@ from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.kernels import counter_rng
-from dtcomm.local_sgd.fragments import Fragment, Fragments, group_by_size, make_fragments
+from dtcomm.local_sgd.fragments import (
+    Fragment,
+    PendingAverage,
+    PendingBucket,
+    group_by_size,
+    make_fragments,
+)
 from dtcomm.local_sgd.islands import Island, local_shard, unwrap
 from dtcomm.local_sgd.moments import MomentAverager
-from dtcomm.local_sgd.pending import PendingAverage, PendingBucket
+from dtcomm.local_sgd.options import DEFAULTS, Options
 
 _log = logging.getLogger("dtcomm")
 
-OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-DEFAULT_GUARD = Guard()
 WHAT = "differences of weights"  # what the ranks average, in reports
 
 
+@shares_options(DEFAULTS, Options)
 class LocalSGD(Reporting):
     """Keeps the replicas of a model together by averaging weights; call `step` after each optimizer step.
 
@@ -65,31 +71,6 @@ class LocalSGD(Reporting):
         group: The process group that averages; None is the default group. With islands: this rank's group of those
             that have one rank of each island, at equal positions.
         feedback: Error feedback, as for `dtcomm.ddp.compress`. Default True.
-        residual: How residuals are kept: "fp32", "bf16" or "int8". Default "fp32".
-        outer: Makes the outer optimizer, which takes the averaged difference as the gradient, such as DiLoCo's
-            ``lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``. Default None: the
-            weights are averaged.
-        warmup: The number of steps at the start after each of which all weights are averaged. Default 0.
-        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it. Default "direct".
-        seed: The seed of stochastic rounding. Default 0.
-        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
-            Default: none.
-        bucket_bytes: The size of one message; the messages are in flight side by side. Default 25 MiB.
-        guard: Limits beyond which compression counts as harmful; its steps are averages. None: no guard. Default
-            ``Guard()``.
-        sample_every: Measure errors in every average of a fragment that this divides; 0: never. Default 10.
-        fragments: The number of fragments, which consist of whole layers, or a list with the shell patterns of the
-            parameters or modules of each fragment. Default 1.
-        pattern: Which layers a fragment has: "strided": every ``fragments``-th one; "sequential": neighbours. Default
-            "strided".
-        delay: The number of steps from the start of an average until it is applied, below ``every``; the paper's τ.
-            Default 0: `step` waits for it.
-        mixing: The weight of the common weights when an average is applied, above 0 and at most 1. It is 1 - α with
-            the α of the Streaming DiLoCo paper. Default 1: the model's weights become the common ones.
-        optimizer: The inner optimizer, for ``moments``. Default None.
-        moments: The key of a state of ``optimizer`` → the number of steps between two averages of it, such as
-            ``{"exp_avg": 60, "exp_avg_sq": 120}`` (DES-LOC). They travel uncompressed. Default None: moments differ
-            between ranks.
 
     Attributes:
         policy: The policy.
@@ -117,29 +98,19 @@ class LocalSGD(Reporting):
         spec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback = True,
-        *,
-        residual: str = "fp32",
-        outer: OuterOptimizer | None = None,
-        warmup: int = 0,
-        algorithm: Algorithm = "direct",
-        seed: int = 0,
-        exclude: str | Sequence[str] = (),
-        bucket_bytes: int = 25 * 2**20,
-        guard: Guard | None = DEFAULT_GUARD,
-        sample_every: int = 10,
-        fragments: Fragments = 1,
-        pattern: str = "strided",
-        delay: int = 0,
-        mixing: float = 1.0,
-        optimizer: torch.optim.Optimizer | None = None,
-        moments: Mapping[str, int] | None = None,
+        **options: Unpack[Options],
     ) -> None:
+        options = complete_options("LocalSGD", options, DEFAULTS)
+        outer, guard = options["outer"], options["guard"]
+        algorithm, sample_every = options["algorithm"], options["sample_every"]
+        delay, mixing = options["delay"], options["mixing"]
+        optimizer, moments = options["optimizer"], options["moments"]
         model = unwrap(model, group)
+        require_int("every", every, 1)
+        require_int("seed", options["seed"])
         for name, value, least in (
-            ("every", every, 1),
-            ("warmup", warmup, 0),
-            ("seed", seed, None),
-            ("bucket_bytes", bucket_bytes, 1),
+            ("warmup", options["warmup"], 0),
+            ("bucket_bytes", options["bucket_bytes"], 1),
             ("sample_every", sample_every, 0),
             ("delay", delay, 0),
         ):
@@ -156,25 +127,27 @@ class LocalSGD(Reporting):
             raise TypeError(f"guard: expected a dtcomm.ddp.Guard or None, got {type(guard).__name__}")
         self._island = Island(model)
         self._island.reshard()
-        excluded = exclusions(exclude, [name for name, _ in model.named_parameters()])
+        excluded = exclusions(options["exclude"], [name for name, _ in model.named_parameters()])
         self.policy = (excluded | as_policy(spec)).for_model(model)
         schemes = [rule.codec for rule in self.policy.rules]
         if any(isinstance(scheme, DGC) for scheme in schemes):
             raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimizer's")
         self._options = {"spec": str(self.policy), "feedback": str(feedback)}
-        self.every, self.warmup, self.group = every, warmup, group
+        self.every, self.warmup, self.group = every, options["warmup"], group
         self.delay, self.mixing = delay, mixing
         self.steps = self.syncs = 0
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
-        self._error_state = ErrorState(feedback, residual, schemes)
+        self._error_state = ErrorState(feedback, options["residual"], schemes)
         self._algorithm, self._schemes, self._guard = algorithm, schemes, guard
-        self._averager = self._make_averager(seed)
+        self._averager = self._make_averager(options["seed"])
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._weights:
             raise ValueError("model: has no parameters that require gradients")
         self._float_buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
         sizes = {name: weight.numel() for name, weight in self._weights.items()}
-        self._fragments = make_fragments(model, sizes, list(self._float_buffers), fragments, pattern, every)
+        self._fragments = make_fragments(
+            model, sizes, list(self._float_buffers), options["fragments"], options["pattern"], every
+        )
         self._moments = None
         if optimizer is not None and moments:
             self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
@@ -190,7 +163,7 @@ class LocalSGD(Reporting):
         self._outer = None if outer is None else outer(self._common)
         self._compresses = any(scheme != NONE for scheme in schemes)
         self._monitor = self._make_monitor()
-        self._sample_every, self._bucket_bytes = sample_every, bucket_bytes
+        self._sample_every, self._bucket_bytes = sample_every, options["bucket_bytes"]
         self._in_flight: deque[PendingAverage] = deque()
         self._retired: list[BucketLayout] = []
         self._update_layouts()

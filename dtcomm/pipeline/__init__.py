@@ -8,9 +8,11 @@
 Compression is straight-through: a gradient is that of the activation which the next stage received.
 """
 
-from dtcomm.pipeline.exchange import Receiver, Sender
-from dtcomm.pipeline.schedules import bubble_fraction, split_layers
+from dtcomm.pipeline.exchange import Receiver as Receiver
+from dtcomm.pipeline.exchange import Sender as Sender
+from dtcomm.pipeline.schedules import bubble_fraction as bubble_fraction
+from dtcomm.pipeline.schedules import split_layers
 from dtcomm.pipeline.stages import compress
 from dtcomm.pipeline.state import State
 
-__all__ = ["Receiver", "Sender", "State", "bubble_fraction", "compress", "split_layers"]
+__all__ = ["State", "compress", "split_layers"]

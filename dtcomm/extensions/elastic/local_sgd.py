@@ -29,9 +29,8 @@ from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import CollectiveMismatch, DtcommError
 from dtcomm.extensions.elastic.member import Member
 from dtcomm.extensions.elastic.protocol import PROTOCOL, View
-from dtcomm.local_sgd.fragments import Fragment
+from dtcomm.local_sgd.fragments import Fragment, PendingAverage
 from dtcomm.local_sgd.local_sgd import LocalSGD
-from dtcomm.local_sgd.pending import PendingAverage
 
 _log = logging.getLogger("dtcomm")
 

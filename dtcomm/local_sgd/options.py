@@ -1,0 +1,81 @@
+"""The options of `LocalSGD`: types, defaults and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict
+
+import torch
+
+from dtcomm.collectives import Algorithm
+from dtcomm.compress.guard import Guard
+from dtcomm.local_sgd.fragments import Fragments
+
+OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+class Options(TypedDict, total=False):
+    """What `LocalSGD` takes as keywords.
+
+    Attributes:
+        residual: How residuals are kept: "fp32", "bf16" or "int8". Default "fp32".
+        outer: Makes the outer optimizer, which takes the averaged difference as the gradient, such as DiLoCo's
+            ``lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``. Default None: the
+            weights are averaged.
+        warmup: The number of steps at the start after each of which all weights are averaged. Default 0.
+        algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it. Default "direct".
+        seed: The seed of stochastic rounding. Default 0.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
+            Default: none.
+        bucket_bytes: The size of one message; the messages are in flight side by side. Default 25 MiB.
+        guard: Limits beyond which compression counts as harmful; its steps are averages. None: no guard. Default
+            ``Guard()``.
+        sample_every: Measure errors in every average of a fragment that this divides; 0: never. Default 10.
+        fragments: The number of fragments, which consist of whole layers, or a list with the shell patterns of the
+            parameters or modules of each fragment. Default 1.
+        pattern: Which layers a fragment has: "strided": every ``fragments``-th one; "sequential": neighbours. Default
+            "strided".
+        delay: The number of steps from the start of an average until it is applied, below ``every``; the paper's τ.
+            Default 0: `step` waits for it.
+        mixing: The weight of the common weights when an average is applied, above 0 and at most 1. It is 1 - α with
+            the α of the Streaming DiLoCo paper. Default 1: the model's weights become the common ones.
+        optimizer: The inner optimizer, for ``moments``. Default None.
+        moments: The key of a state of ``optimizer`` → the number of steps between two averages of it, such as
+            ``{"exp_avg": 60, "exp_avg_sq": 120}`` (DES-LOC). They travel uncompressed. Default None: moments differ
+            between ranks.
+    """
+
+    residual: str
+    outer: OuterOptimizer | None
+    warmup: int
+    algorithm: Algorithm
+    seed: int
+    exclude: str | Sequence[str]
+    bucket_bytes: int
+    guard: Guard | None
+    sample_every: int
+    fragments: Fragments
+    pattern: str
+    delay: int
+    mixing: float
+    optimizer: torch.optim.Optimizer | None
+    moments: Mapping[str, int] | None
+
+
+DEFAULTS: Options = {
+    "residual": "fp32",
+    "outer": None,
+    "warmup": 0,
+    "algorithm": "direct",
+    "seed": 0,
+    "exclude": (),
+    "bucket_bytes": 25 * 2**20,
+    "guard": Guard(),
+    "sample_every": 10,
+    "fragments": 1,
+    "pattern": "strided",
+    "delay": 0,
+    "mixing": 1.0,
+    "optimizer": None,
+    "moments": None,
+}
