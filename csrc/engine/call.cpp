@@ -1,8 +1,9 @@
 #include "engine/call.h"
-#include "engine/hash.h"
 
 #include <algorithm>
 #include <string>
+
+#include "engine/platform.h"
 
 namespace dtcomm {
 

@@ -284,8 +284,8 @@ void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline
       [&] { check_blocked(interpreter, deadline); });
 }
 
-// Runs what is queued until `work` is finished. If this thread has the progress thread's core it does the progress
-// thread's work meanwhile, but not if some communicators wait for sockets or emulated links, each in its own way.
+// Runs what is queued until `work` is finished. If cores are shared, this thread also drives other communicators
+// meanwhile, unless one of them polls sockets or an emulated link.
 void Communicator::drive_until_finished(const Work& work) {
   std::optional<ProgressThread::HelpingWaiter> helper;
   WaitPolicy policy = wait_policy_;

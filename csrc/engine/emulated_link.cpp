@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/cpu_relax.h"
+#include "engine/platform.h"
 #include "engine/process_page.h"
 
 namespace dtcomm {

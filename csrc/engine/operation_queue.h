@@ -10,10 +10,10 @@
 #include <optional>
 #include <vector>
 
-#include "engine/condition.h"
 #include "engine/failure_monitor.h"
 #include "engine/flight_recorder.h"
 #include "engine/interpreter.h"
+#include "engine/platform.h"
 #include "engine/work.h"
 
 namespace dtcomm {

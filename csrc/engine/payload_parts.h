@@ -1,7 +1,7 @@
 // Payloads that travel over several connections to one peer: each is cut into parts, and a part goes over whichever
 // connection takes it first. Both ends derive the parts from the payload's size. If a connection ends, the parts that
 // it may have lost are sent again over the others, and the receiver drops those that it has already. The protocol is
-// described in several_connections.md.
+// described in docs/how-it-works/engine.md.
 #pragma once
 
 #include <algorithm>

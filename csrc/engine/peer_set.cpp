@@ -8,7 +8,7 @@
 #include <system_error>
 #include <utility>
 
-#include "engine/cpu_relax.h"
+#include "engine/platform.h"
 
 namespace dtcomm {
 namespace {

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "engine/hash.h"
+#include "engine/platform.h"
 #include "engine/shm_layout.h"
 
 namespace dtcomm {

@@ -11,7 +11,7 @@
 #include <system_error>
 #include <utility>
 
-#include "engine/per_process.h"
+#include "engine/platform.h"
 #include "net/forked_children.h"
 
 namespace dtcomm {

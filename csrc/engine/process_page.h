@@ -11,9 +11,8 @@
 #include <vector>
 
 #include "core/status.h"
-#include "engine/cpu_relax.h"
 #include "engine/memfd.h"
-#include "engine/per_process.h"
+#include "engine/platform.h"
 #include "engine/process_handle.h"
 
 namespace dtcomm {

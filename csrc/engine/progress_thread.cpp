@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "engine/communicator.h"
-#include "engine/cpu_relax.h"
+#include "engine/platform.h"
 #include "net/forked_children.h"
 
 namespace dtcomm {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/per_process.h"
+#include "engine/platform.h"
 
 namespace dtcomm {
 

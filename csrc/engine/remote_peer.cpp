@@ -314,7 +314,7 @@ bool RemotePeer::is_valid_box(const FrameHeader& frame, std::size_t bytes) const
 
 std::uint8_t* RemotePeer::Inbound::payload_buffer(const FrameHeader& frame) {
   drops_ = false;
-  // Over several sockets payloads come in parts, and else whole.
+  // With several sockets payloads arrive as kPart frames, otherwise as one kBox.
   const bool in_parts = peer_.part_receiver_ && stream_ < peer_.streams_.size();
   if (frame.kind == kPart) return in_parts ? part_buffer(frame) : nullptr;
   if (frame.kind == kBox && in_parts) return nullptr;

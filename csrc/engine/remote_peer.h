@@ -5,10 +5,11 @@
 // Every peer has a socket, which ends at once when its process does. With UCX, payloads and what belongs to them go
 // through a channel of UCX, and the socket carries what a rank says while it waits, fails or closes.
 //
-// A peer that is far away has several sockets. Payloads then go in parts over all but the first of them (see
-// several_connections.md), and what is short goes over the first one, where it does not queue behind them. The others
-// serve for a socket that ends, until it is made anew. The peer is lost with its last one, unless someone makes them
-// anew (allow_restoring()): then it is cut off until one is there, or give_up() says that there will be none.
+// A peer that is far away has several sockets (docs/how-it-works/engine.md, "Several connections to one peer").
+// Payloads go in parts over all but the first of them. Short frames go over the first one, where they do not queue
+// behind payloads. The other sockets take over from one that has ended, until it is made anew. The peer is lost with
+// its last socket, unless sockets are made anew (allow_restoring()): then it is cut off until one is there or give_up()
+// is called.
 #pragma once
 
 #include <array>

@@ -5,7 +5,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "engine/hash.h"
+#include "engine/platform.h"
 
 namespace dtcomm {
 namespace {

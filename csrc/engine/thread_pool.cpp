@@ -2,7 +2,7 @@
 
 #include <pthread.h>
 
-#include "engine/cpu_relax.h"
+#include "engine/platform.h"
 
 namespace dtcomm {
 namespace {

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/per_process.h"
+#include "engine/platform.h"
 #include "engine/process_page.h"
 #include "engine/waiter.h"
 

@@ -2,7 +2,7 @@
 
 #include <sched.h>
 
-#include "engine/cpu_relax.h"
+#include "engine/platform.h"
 
 namespace dtcomm {
 

@@ -9,9 +9,8 @@
 #include <mutex>
 #include <optional>
 
-#include "engine/condition.h"
-#include "engine/per_process.h"
 #include "engine/phase_times.h"
+#include "engine/platform.h"
 
 namespace dtcomm {
 

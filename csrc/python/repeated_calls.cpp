@@ -13,7 +13,7 @@
 #include <optional>
 
 #include "engine/communicator.h"
-#include "engine/hash.h"
+#include "engine/platform.h"
 #include "engine/progress_thread.h"
 #include "python/arguments.h"
 #include "python/bindings.h"

@@ -1,4 +1,4 @@
-"""Making connections anew that have ended, of peers with several: csrc/engine/several_connections.md describes it.
+"""Making connections anew that have ended, of peers with several: docs/how-it-works/engine.md describes it.
 
 A thread keeps the listener of a communicator open. It sleeps until the engine says that connections have ended, or a
 peer calls. Each peer can be waited for without delaying the others.

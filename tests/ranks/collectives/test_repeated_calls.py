@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 import dtcomm
 from dtcomm.errors import CollectiveMismatch, PeerLost
+from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime import plans
 from dtcomm.runtime.communicator import Communicator
@@ -61,29 +63,93 @@ def message(rank: int, ranks: int, x: torch.Tensor, y: torch.Tensor, **options: 
     return None
 
 
-def compare_with_seeds(rank: int, ranks: int, codec: str, async_op: bool) -> None:
-    """A call with a seed always takes the long way; the seed of a call is its number on its communicator."""
+def compare_ways(rank: int, ranks: int, codec: str, async_op: bool) -> None:
+    """Calls give the same bytes whether they repeat an earlier one, or nothing is kept of earlier calls."""
     dtype = torch.int64 if codec == "none" and async_op else torch.float32
     for name, (call, numel_in, numel_out) in calls(rank, ranks).items():
-        long, short = (dist.new_group() for _ in range(2))
-        for run in range(1, RUNS + 1):
-            generator = torch.Generator().manual_seed(100 * run + rank)
-            x = (torch.randn(numel_in, generator=generator) * 100).to(dtype)
-            expected, result = (torch.zeros(numel_out, dtype=dtype) for _ in range(2))
-            for output, options in ((expected, {"group": long, "seed": run}), (result, {"group": short})):
-                work = call(x, output, codec=codec, async_op=async_op, **options)
-                if work is not None:
-                    assert async_op
-                    work.wait()
-            assert torch.equal(result, expected), (name, run)
-        for group in (long, short):
-            dist.destroy_process_group(group)
+        for extras in (False, True):
+            # The numbers of calls, which are seeds as well, begin anew in each group.
+            long, short = (
+                outcomes(rank, call, name, codec, async_op, extras, dtype, (numel_in, numel_out), forget)
+                for forget in (True, False)
+            )
+            for run, (expected, result) in enumerate(zip(long, short, strict=True)):
+                assert all(map(torch.equal, expected, result)), (name, extras, run)
+
+
+def outcomes(
+    rank: int,
+    call: Call,
+    name: str,
+    codec: str,
+    async_op: bool,
+    extras: bool,
+    dtype: torch.dtype,
+    numel: tuple[int, int],
+    forget: bool,
+) -> list[list[torch.Tensor]]:
+    """Output and residual of each of several calls in a group of their own.
+
+    With ``extras`` the calls have a seed, a checksum and, where the codec loses something, a residual.
+    """
+    group = dist.new_group()
+    options: dict[str, Any] = {"group": group, "codec": codec, "async_op": async_op}
+    residual = torch.zeros(numel[0])
+    if extras and codec != "none" and name in ("all_reduce", "reduce", "reduce_scatter", "all_gather"):
+        options["residual"] = residual
+    results = []
+    for run in range(1, RUNS + 1):
+        generator = torch.Generator().manual_seed(100 * run + rank)
+        x = (torch.randn(numel[0], generator=generator) * 100).to(dtype)
+        output = torch.zeros(numel[1], dtype=dtype)
+        if extras:
+            options.update(seed=7 * run, checksum=True)
+        if forget:
+            plans.forget_repeated()
+        work = call(x, output, **options)
+        if work is not None:
+            work.wait()
+        results.append([output, residual.clone()])
+    dist.destroy_process_group(group)
+    return results
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize(("ranks", "codec"), [(2, "none"), (3, "int4:round=stochastic")])
 def test_results_are_those_of_the_long_way(ranks: int, codec: str, async_op: bool) -> None:
-    run_ranks(compare_with_seeds, ranks, codec, async_op)
+    run_ranks(compare_ways, ranks, codec, async_op)
+
+
+def add_bias(rank: int, ranks: int) -> None:
+    """An epilogue is applied in every call, and each call has its own."""
+    y, first, second = torch.empty(4, 8), torch.full((8,), 10.0), torch.full((8,), 20.0)
+    for run in range(RUNS):
+        for bias in (first, second):
+            dtcomm.all_reduce(y.fill_(run + rank), epilogue=epilogue_task(y, bias=bias))
+            assert y.eq(ranks * run + 1 + bias).all()
+        dtcomm.all_reduce(y.fill_(run + rank))
+        assert y.eq(ranks * run + 1).all()
+
+
+def lose_private_name(rank: int, ranks: int) -> None:
+    """Without torch's table of groups a repeated call takes the long way, which names what is missing."""
+    x = torch.ones(8)
+    for _ in range(3):
+        dtcomm.all_reduce(x)
+    world = dist.group.WORLD
+    for target, name in ((c10d, "_world"), (type(c10d._world), "pg_map")):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.delattr(target, name)
+            for group in (None, world):
+                with pytest.raises((AttributeError, NameError), match=name):
+                    dtcomm.all_reduce(x, group=group)
+    dtcomm.all_reduce(x.fill_(1.0))
+    assert x.tolist() == [float(ranks)] * 8
+
+
+def test_calls_with_an_epilogue_and_without_torchs_table_of_groups() -> None:
+    run_ranks(add_bias, 2)
+    run_ranks(lose_private_name, 2)
 
 
 def count_long_calls(rank: int, ranks: int) -> None:
@@ -118,7 +184,18 @@ def _count_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert long_way(lambda: dtcomm.all_reduce(torch.ones(9), codec="int8"))
     assert long_way(lambda: dtcomm.all_reduce(x, codec="int4"))
     assert long_way(lambda: dtcomm.all_reduce(x, "avg", codec="int8"))
-    assert long_way(lambda: dtcomm.all_reduce(x, codec="int8", residual=torch.zeros(8)))
+    residual = torch.zeros(8)
+    assert long_way(lambda: dtcomm.all_reduce(x, codec="int8", residual=residual))
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8", residual=residual))
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8", residual=torch.zeros(8), seed=3))
+    assert long_way(lambda: dtcomm.all_reduce(x, codec="int8", checksum=True))
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8", checksum=True))
+    bias = epilogue_task(x, bias=torch.ones(8))
+    assert not long_way(lambda: dtcomm.all_reduce(x, codec="int8", epilogue=bias))
+    with pytest.raises(ValueError, match="residual: has 9 elements"):
+        dtcomm.all_reduce(x, codec="int8", residual=torch.zeros(9))
+    with pytest.raises(ValueError, match="residual"):
+        dtcomm.all_reduce(x, codec="int8", residual=x)
     assert long_way(lambda: dtcomm.all_reduce(torch.ones(4, 2).t(), codec="int8"))
     assert long_way(lambda: dtcomm.all_reduce(torch.nn.Parameter(x), codec="int8"))
     group = dist.new_group()
