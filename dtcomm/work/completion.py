@@ -21,7 +21,7 @@ from typing import Any
 
 from dtcomm import _C
 
-_HOLD_SECONDS = 10.0  # much longer than an interpreter takes to be finalized
+_HOLD_SECONDS = 60.0  # much longer than an interpreter takes to be finalized, on a loaded machine too
 _STANDBY_S = 0.5  # an item that takes so long counts as blocked; below it, a slow callback keeps its place in the order
 _MAX_IDLE = 2  # threads without an item that are kept
 
@@ -81,7 +81,7 @@ def hold_at_exit() -> None:
 
     To be called before an error is raised in a thread that the exit wakes: it would release its tensors while the
     interpreter is finalized. The process ends meanwhile. If the thread is waited for all the same, by a function of
-    atexit, it goes on after ten seconds.
+    atexit, it goes on after a minute.
     """
     own = threading.get_ident()
     if _exiting not in (0, own) and own not in list(_running.values()):

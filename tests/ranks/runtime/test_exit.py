@@ -114,12 +114,12 @@ def exit_codes(what: str, runs: int, folder: Path, numel: int = 100) -> tuple[li
 
 
 def test_while_a_thread_waits_in_a_collective(tmp_path: Path) -> None:
-    codes, errors = exit_codes("waits", 4, tmp_path)
-    assert codes == ["3"] * 4, errors
+    codes, errors = exit_codes("waits", 2, tmp_path)
+    assert codes == ["3"] * 2, errors
     assert set(errors.split()) <= {"CommunicatorClosed"}, "an error that users catch as a DtcommError"
 
 
-@pytest.mark.parametrize(("what", "runs"), [("calls", 4), ("computes", 2), ("makes", 2)])
+@pytest.mark.parametrize(("what", "runs"), [("calls", 3), ("computes", 1), ("makes", 1)])
 def test_while_threads_call(what: str, runs: int, tmp_path: Path) -> None:
     codes, errors = exit_codes(what, runs, tmp_path)
     assert codes and set(codes) == {"3"}, errors
@@ -127,5 +127,5 @@ def test_while_threads_call(what: str, runs: int, tmp_path: Path) -> None:
 
 def test_while_helper_threads_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTCOMM_THREADS", "3")
-    codes, errors = exit_codes("calls", 2, tmp_path, 200_000)
+    codes, errors = exit_codes("calls", 1, tmp_path, 200_000)
     assert codes and set(codes) == {"3"}, errors

@@ -36,7 +36,7 @@ def test_interpreted_kernels_pass_their_tests() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-2000:]
     assert re.search(r"^\d\d+ passed in", run.stdout, re.MULTILINE), run.stdout[-2000:]
@@ -111,7 +111,6 @@ def calls(spec: str, dtype: torch.dtype) -> list[Combine]:
     ("spec", "dtype", "capability"),
     [
         ("int8", torch.float32, 80),
-        ("int8", torch.float32, 90),
         ("int4:symmetric=false,round=stochastic", torch.bfloat16, 90),
         ("fp8_e4m3:round=stochastic", torch.float16, 90),
         ("bf16", torch.bfloat16, 90),
