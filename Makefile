@@ -230,8 +230,8 @@ gpu-check:  ## the tests that need a CUDA device, with _cuda built for it; also 
 gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory floor and torch's, threads of CPU ranks
 	$(GPU_BUILT) && \
 	{ test "$$(nproc)" -le 2 || $(GPU_PY) -m bench.threads --seconds $$(($$(left) / 5)) --json $(GPU_OUT)/threads.json; } && \
-	$(GPU_PY) -m bench.gpu_fused --seconds $$(($$(left) * 3 / 5)) --json $(GPU_OUT)/gpu_fused.json $(ARGS) && \
-	$(GPU_PY) -m bench.gpu_kernels --seconds $$(left) --json $(GPU_OUT)/gpu_kernels.json
+	$(GPU_PY) -m bench.gpu --parts fused processes --seconds $$(($$(left) * 3 / 5)) --json $(GPU_OUT)/gpu_fused.json $(ARGS) && \
+	$(GPU_PY) -m bench.gpu --parts kernels --seconds $$(left) --json $(GPU_OUT)/gpu_kernels.json
 
 # Where a visit keeps what has run, and the seconds of one command. Steps have limits of their own.
 VISIT ?= build/gpu/visit.json

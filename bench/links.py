@@ -50,7 +50,7 @@ MPI = {
     "mpi tcp": ("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
     "mpi ucx": ("--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"),
 }
-GRADIENTS = [2896 * 2896, 2896] * 3
+WIDTH, QUICK_WIDTH = 2896, 512  # of the three layers whose gradients a step averages
 LATENCY_US = 20  # of the emulated link, as measured between the namespaces
 UNLIMITED_GBIT = 400
 
@@ -94,11 +94,11 @@ def make_all_reduce(
     return call
 
 
-def make_step(rank: int, ranks: int, name: str, *, codec: str) -> Callable[[], object]:
+def make_step(rank: int, ranks: int, name: str, *, codec: str, width: int) -> Callable[[], object]:
     """Return a matrix product and an average of gradients in buckets, like a training step."""
     import dtcomm
 
-    tensors, weight = [torch.randn(numel) for numel in GRADIENTS], torch.randn(1024, 1024)
+    tensors, weight = [torch.randn(numel) for numel in [width * width, width] * 3], torch.randn(1024, 1024)
 
     def step() -> None:
         torch.mm(weight, weight)
@@ -236,8 +236,16 @@ def steps_over(
         for codec in codecs:
             for pool in pools.values():
                 pool.call("forget")
-            steps = {name: contestant(pool, name, make_step, codec=codec) for name, pool in pools.items()}
+            steps = {
+                name: contestant(pool, name, make_step, codec=codec, width=options.width)
+                for name, pool in pools.items()
+            }
             yield codec, harness.take_turns(steps, options.repeat, options.seconds)
+
+
+def gradient_bytes(options: argparse.Namespace) -> int:
+    """Return the bytes of a step's gradients."""
+    return 3 * (options.width + 1) * int(options.width) * 4
 
 
 def measure_emulated(options: argparse.Namespace, results: harness.Results, cost: float, gbit: float) -> None:
@@ -245,8 +253,10 @@ def measure_emulated(options: argparse.Namespace, results: harness.Results, cost
     link = f"{gbit:g}gbit,{LATENCY_US}us"
     links = {"sockets": link, "memory": f"{link},{cost:.2f}ns/byte"}
     for codec, times in steps_over(options, gbit, options.codecs, links):
-        case = {"part": "emulated", "gbit": gbit, "codec": codec, "bytes": sum(GRADIENTS) * 4}
-        results.add(f"step of 101 MB of gradients, {codec}, {link}", case, times)
+        case = {"part": "emulated", "gbit": gbit, "codec": codec, "bytes": gradient_bytes(options)}
+        results.add(
+            f"step of {gradient_bytes(options) / 1e6:.0f} MB of gradients, {codec}, {link}", case, times
+        )
 
 
 def cost_of_tcp(options: argparse.Namespace) -> float:
@@ -254,7 +264,7 @@ def cost_of_tcp(options: argparse.Namespace) -> float:
     bare = {"memory": f"{UNLIMITED_GBIT}gbit,{LATENCY_US}us,rdma"}
     _, times = next(steps_over(options, UNLIMITED_GBIT, ["none"], bare))
     real, memory = (statistics.median(series) for series in times.values())
-    cost = max(0.0, (real - memory) * 1e9 / (2 * sum(GRADIENTS) * 4))
+    cost = max(0.0, (real - memory) * 1e9 / (2 * gradient_bytes(options)))
     print(f"TCP between the namespaces takes {cost:.2f} ns a byte of either end")
     return cost
 
@@ -276,8 +286,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--gbit: must be positive")
     if reason := delayed_link.why_unavailable() if "long" in options.parts else netns.why_unavailable():
         sys.exit(f"bench.links: {reason}")
+    options.width = QUICK_WIDTH if options.quick else WIDTH
     if options.quick:
         options.gbit, options.sizes, options.round_trip = options.gbit[:1], [MB], 10
+        options.codecs = options.codecs[:2]
     results = harness.Results(options)
     cost = cost_of_tcp(options) if "emulated" in options.parts else 0.0
     for gbit in options.gbit:

@@ -1,11 +1,10 @@
 """Compare an all_reduce of large tensors on 1, 2, 4, ... threads a rank, without a codec and with some.
 
 python -m bench.threads [--ranks 2] [--threads 1 2 4] [--sizes 64M 256M] [--codecs none bf16 int8] [--seconds S]
-[--json FILE]
+                        [--repeat 9] [--quick] [--json FILE]
 
 The operation is an fp32 average in place, in ordinary memory and in `dtcomm.empty` (codec none). Every rank is bound
-to its share of the cores. Contestants take turns within every repetition; figures are medians of the slowest rank, with
-the quartiles and the best. With ``DTCOMM_TRIALS=never`` every number of threads works in the same way; set
+to its share of the cores. With ``DTCOMM_TRIALS=never`` every number of threads works in the same way; set
 ``DTCOMM_STAGING`` to compare stores. The default numbers of threads go up to the cores of each rank; on more than that,
 threads share cores. The exit status is 1 if a number of threads changes a bit of a result.
 """
@@ -18,21 +17,18 @@ import os
 import sys
 import tempfile
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.common import report
+from bench.common import harness, report
 from bench.common.budget import Budget
-from bench.common.harness import Timing
 from bench.common.pool import Pool
 from bench.common.ranks import Rank
 
-CODECS = ("none", "bf16", "int8")
 EMPTY = "none, dtcomm.empty"
-REPETITIONS = 9
 CHECKED_BYTES = 16 << 20  # of the tensor whose result is compared between numbers of threads
 
 
@@ -92,69 +88,41 @@ class ThreadsRank(Rank):
         return self._tensors[shared]
 
 
-def compare(
-    ranks: int, counts: list[int], sizes: list[int], codecs: list[str], budget: Budget, repetitions: int
-) -> dict[str, Any]:
+def compare(pool: Pool, results: harness.Results, options: argparse.Namespace, budget: Budget) -> None:
     """Compare the bits of every codec, and measure every codec and size, on every number of threads."""
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    names = [name for codec in codecs for name in ((codec, EMPTY) if codec == "none" else (codec,))]
-    with (
-        tempfile.TemporaryDirectory(prefix="dtcomm-bench-") as folder,
-        Pool(ThreadsRank, ranks, store_file=f"{folder}/store", counts=counts) as pool,
-    ):
-        for name in names:
-            digests = {count: pool.call("digest", codec=name, count=count) for count in counts}
-            wrong += [
-                f"{name} on {count} threads" for count in counts if digests[count] != digests[counts[0]]
-            ]
-        for nbytes in sizes:
-            if not budget.allows(report.size_name(nbytes)):
-                break
-            contestants = [(name, count) for name in names for count in counts]
-            row: dict[str, Any] = {"bytes": nbytes, "ranks": ranks}
-            times: dict[tuple[str, int], list[float]] = {contestant: [] for contestant in contestants}
-            longest = 0.0
-            for repetition in range(repetitions):
-                if repetition > 0 and not budget.allows(
-                    f"{report.size_name(nbytes)}, repetition {repetition + 1}", longest
-                ):
-                    break
-                begin = time.monotonic()
-                for name, count in contestants:
-                    seconds = pool.call("measure_threads", codec=name, nbytes=nbytes, count=count, calls=1)
-                    times[name, count].append(max(seconds))
-                longest = max(longest, time.monotonic() - begin)
-            timings = {contestant: Timing.of(series) for contestant, series in times.items()}
-            row["timings"] = [
-                {"codec": name, "threads": count, **timing.as_dict()}
-                for (name, count), timing in timings.items()
-            ]
-            rows.append(row)
-            show(f"all_reduce of {report.size_name(nbytes)}", names, counts, timings)
-    return {"wrong": wrong, "rows": rows}
-
-
-def show(title: str, names: list[str], counts: list[int], timings: dict[tuple[str, int], Timing]) -> None:
-    """Print the times of a size, beside one thread, and beside no codec on as many threads."""
-    columns = ["codec", "threads", "ms", "quartiles", "best", f"vs {counts[0]} thread", "vs none"]
-    lines = []
+    counts = options.threads
+    names = [name for codec in options.codecs for name in ((codec, EMPTY) if codec == "none" else (codec,))]
     for name in names:
-        for count in counts:
-            timing = timings[name, count]
-            plain = timings.get(("none", count))
-            lines.append(
-                [
-                    name,
-                    str(count),
-                    f"{timing.median * 1e3:.2f}",
-                    f"{timing.low * 1e3:.2f} to {timing.high * 1e3:.2f}",
-                    f"{timing.best * 1e3:.2f}",
-                    f"{timings[name, counts[0]].median / timing.median:.2f}x",
-                    "-" if plain is None else f"{plain.median / timing.median:.2f}x",
-                ]
-            )
-    report.table(title, columns, lines)
+        digests = {count: pool.call("digest", codec=name, count=count) for count in counts}
+        results.failed += [
+            f"{name} on {count} threads has other bits than on {counts[0]}"
+            for count in counts
+            if digests[count] != digests[counts[0]]
+        ]
+    for nbytes in options.sizes:
+        if not budget.allows(report.size_name(nbytes)):
+            break
+        measures: dict[str, harness.Measure] = {}
+        extra: dict[str, dict[str, object]] = {}
+        for name in names:
+            for count in counts:
+                label = f"{name}, {count} thread{'s' if count > 1 else ''}"
+                measures[label] = partial(_slowest, pool, name, nbytes, count)
+                extra[label] = {"codec": name, "threads": count}
+        begin, times = time.monotonic(), dict[str, list[float]]()
+        for number in range(options.repeat):
+            round_seconds = (time.monotonic() - begin) / number if number else 0.0
+            if number and not budget.allows(f"{report.size_name(nbytes)}, round {number + 1}", round_seconds):
+                break
+            for label in harness.in_turn(list(measures), number):
+                times.setdefault(label, []).append(measures[label](1))
+        ordered = {label: times[label] for label in measures}
+        case = {"bytes": nbytes, "ranks": options.ranks}
+        results.add(f"all_reduce of {report.size_name(nbytes)}, {options.ranks} ranks", case, ordered, extra)
+
+
+def _slowest(pool: Pool, codec: str, nbytes: int, count: int, calls: int) -> float:
+    return max(pool.call("measure_threads", codec=codec, nbytes=nbytes, count=count, calls=calls))
 
 
 def default_counts(ranks: int) -> list[int]:
@@ -166,28 +134,26 @@ def default_counts(ranks: int) -> list[int]:
     return counts
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.threads", description=__doc__)
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = harness.parser(__doc__, rounds=9)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads; default: 1, 2, 4, ...")
     parser.add_argument("--sizes", type=report.parse_size, nargs="+", default=[64 << 20, 256 << 20])
-    parser.add_argument("--codecs", nargs="+", default=list(CODECS))
-    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
-    parser.add_argument(
-        "--seconds", type=float, default=120, help="measurements that no longer fit are skipped"
-    )
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    options = parser.parse_args(argv)
-    counts = options.threads or default_counts(options.ranks)
-    description = report.describe()
-    print(f"{description['cpu']}, {description['cores']} cores, {options.ranks} ranks")
-    budget = Budget(options.seconds)
-    result = compare(options.ranks, counts, options.sizes, options.codecs, budget, options.repetitions)
-    if result["wrong"]:
-        print(f"WRONG: other bits than on one thread: {', '.join(result['wrong'])}")
-    if options.json:
-        report.write(options.json, {**result, "cuts": budget.cuts})
-    return 1 if result["wrong"] else 0
+    parser.add_argument("--codecs", nargs="+", default=["none", "bf16", "int8"])
+    parser.add_argument("--seconds", type=float, default=120, help="rounds that no longer fit are skipped")
+    options = harness.parse(parser, arguments)
+    options.threads = options.threads or default_counts(options.ranks)
+    if options.quick:
+        options.sizes, options.threads = [CHECKED_BYTES], options.threads[:2]
+    budget, results = Budget(options.seconds), harness.Results(options)
+    results.facts = {"cut": budget.cuts}
+    with (
+        tempfile.TemporaryDirectory(prefix="dtcomm-bench-") as folder,
+        Pool(ThreadsRank, options.ranks, store_file=f"{folder}/store", counts=options.threads) as pool,
+    ):
+        compare(pool, results, options, budget)
+    return results.finish()
 
 
 if __name__ == "__main__":

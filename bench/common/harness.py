@@ -97,11 +97,13 @@ class Results:
     Attributes:
         rows: For JSON.
         failed: Sentences about wrong results; the exit status is 1 if there are any.
+        facts: Further entries of the file, such as what a limit of time cut off.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
+        self.facts: dict[str, Any] = {}
         self._options = options
         print(report.headline())
 
@@ -147,7 +149,7 @@ class Results:
     def write(self) -> None:
         """Write the file, if one was asked for; programs that are cut off keep what they have."""
         if self._options.json:
-            report.write(self._options.json, {"rows": self.rows, "failed": self.failed})
+            report.write(self._options.json, {**self.facts, "rows": self.rows, "failed": self.failed})
 
     def finish(self) -> int:
         """Write the file, print what failed, and return the exit status."""

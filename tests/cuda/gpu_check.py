@@ -68,9 +68,13 @@ def about() -> None:
 
 def benchmarks(out: Path) -> list[Step]:
     """The benchmarks, the most important first. Each limits its own time and writes its result as it comes."""
+
+    def limit(name: str, seconds: int) -> list[str]:
+        return ["--seconds", str(seconds), "--json", str(out / f"{name}.json")]
+
     programs = [
-        ("fused", "bench.gpu_fused", ["--seconds", "60", "--json", str(out / "gpu_fused.json")], 90),
-        ("codecs", "bench.gpu_kernels", ["--seconds", "60", "--json", str(out / "gpu_kernels.json")], 90),
+        ("fused", "bench.gpu", ["--parts", "fused", "processes", *limit("gpu_fused", 60)], 90),
+        ("codecs", "bench.gpu", ["--parts", "kernels", *limit("gpu_kernels", 60)], 90),
     ]
     if importlib.util.find_spec("bench.threads") is not None:
         programs.append(("threads", "bench.threads", ["--json", str(out / "threads.json")], 240))

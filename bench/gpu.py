@@ -1,0 +1,376 @@
+"""Compare CUDA kernels with a device copy of the bytes they must move, and fused collectives with the memory floor.
+
+python -m bench.gpu [--parts fused processes kernels] [--ranks 8] [--mib 64 1024] [--codecs SPEC ...] [--seconds 300]
+                    [--device emulator] [--repeat 10] [--quick] [--json FILE]
+
+Parts:
+
+  fused      virtual ranks on one GPU share its memory, so the floor of a two-shot all-reduce is the time of a copy for
+             the bytes that all ranks read and write; the latency of one-shot in graph replays and launched one by one;
+             the sizes of published tables in bf16, beside their times, which are those of 8 GPUs over NVLink
+  processes  torch's and dtcomm's one- and two-shot all-reduce between two processes that share the device, where torch
+             allows that; their kernels are serialised there, so only the ratio is meaningful
+  kernels    the kernels of each codec on fp32; installed peers (bitsandbytes, torchao, Transformer Engine) quantize the
+             same input with the most similar blocks, and torch.topk selects from it, without writing a payload
+
+"floor" is the share of the memory floor: the bytes moved, over the rate of a copy of 1 GiB that is timed alternately.
+Kernels use several sets of buffers in turn, so that no run finds its input in the cache. Cases that no longer fit into
+--seconds are skipped and listed. `dtcomm perf --virtual 8` measures other sizes and collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.common import harness, report
+from bench.common.budget import Budget
+from dtcomm.codecs import codec
+from dtcomm.launch.ranks import run_ranks
+from dtcomm.measure import device as device_info
+from dtcomm.measure.device import make_clock, time_calls
+from dtcomm.measure.memory_floor import (
+    KernelWorkload,
+    KernelWorkloads,
+    TimedCopy,
+    buffer_sets_for,
+    minimum_bytes_moved,
+)
+from dtcomm.measure.published import SIZES, published_line
+from dtcomm.measure.virtual_ranks import VirtualRanks
+
+KB, MB = 1 << 10, 1 << 20
+PARTS = ("fused", "processes", "kernels")
+#: The most used codecs come first, so that others are skipped if time runs out.
+FUSED = ("int8", "fp8_e4m3", "int4", "none", "fp16", "int8:block=128", "int4:block=128,spikes=1")
+KERNELS = (
+    "fp16",
+    "bf16",
+    "int8",
+    "int8:block=128",
+    "int4",
+    "int4:block=128",
+    "fp8_e4m3:block=32",
+    "fp8_e4m3",
+    "fp8_e3m4:block=32",
+    "fp8_e3m4",
+    "none",
+    "int8:round=stochastic",
+    "int8:block=64,scale=fp32,symmetric=false",
+    "int8:block=4096",
+    "int5",
+    "int4:rotate=hadamard",
+    "int2:spikes=1",
+    "fp8_e5m2",
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "intv",
+    "sign",
+    "topk:ratio=0.01",
+)
+LATENCY = tuple(1 << power for power in range(10, 19))  # bytes
+PUBLISHED = tuple(size for size in SIZES if size >= 8 * MB)
+FUSED_BYTES = 64 * MB  # of a rank's tensor
+REPLAYS = 20
+PROCESSES_SECONDS = 30.0  # for two processes to start, connect and measure
+
+
+class Case(NamedTuple):
+    """What is measured together: a codec at a size. A codec of "" stands for installed peers, or for all."""
+
+    part: str
+    what: str  # two_shot, one_shot, processes or kernels
+    codec: str
+    size: int  # bytes of the tensor
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        size = f" of {report.size_name(self.size)}" if self.size else ""
+        return f"{self.what}{size}, {str(self.dtype).removeprefix('torch.')}, {self.codec or 'all'}"
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """Return the cases of the options, the most valuable first; needs no device."""
+    found: list[Case] = []
+    specs = options.codecs or (("int8",) if options.quick else None)
+    if "fused" in options.parts:
+        fused = specs or FUSED
+        size = MB // 4 if options.quick else FUSED_BYTES
+        latency, published = (LATENCY[:1], ()) if options.quick else (LATENCY, PUBLISHED)
+        found += [Case("fused", "two_shot", spec, size) for spec in fused[:3]]
+        found += [Case("fused", "one_shot", spec, small) for spec in ("none", "int8") for small in latency]
+        for large in published:
+            found += [Case("fused", "two_shot", spec, large, torch.bfloat16) for spec in ("fp8_e4m3", "none")]
+        found += [Case("fused", "two_shot", spec, size) for spec in fused[3:]]
+    if "processes" in options.parts:
+        found.append(Case("processes", "processes", "", 0))
+    if "kernels" in options.parts:
+        for mib in options.mib:
+            found += [Case("kernels", "kernels", spec, int(mib * MB)) for spec in [*(specs or KERNELS), ""]]
+    return found
+
+
+class Bench:
+    """A device, its clock and the copy that everything is compared with.
+
+    Args:
+        options: Of the program.
+        results: Where rows go.
+        budget: The limit of time.
+    """
+
+    def __init__(self, options: argparse.Namespace, results: harness.Results, budget: Budget) -> None:
+        self.options, self._results, self._budget = options, results, budget
+        self.device, copied = torch.device("cpu"), MB
+        if options.device == "cuda":
+            self.device, copied = torch.device("cuda", torch.cuda.current_device()), TimedCopy.LARGE
+        self._clock = make_clock(self.device)
+        self._copy = TimedCopy(self.device, self._clock, copied)
+
+    def measure(self, case: Case) -> None:
+        """Measure a case and print its rows."""
+        rows = {
+            "two_shot": self._two_shot,
+            "one_shot": self._one_shot,
+            "processes": lambda _: between_processes(self._budget),
+            "kernels": self._kernels if case.codec else self._peers,
+        }[case.what](case)
+        base = {"part": case.part, "what": case.what, "codec": case.codec, "bytes": case.size}
+        base |= {"dtype": str(case.dtype).removeprefix("torch."), "ranks": self.options.ranks}
+        lines = []
+        for row in rows:
+            self._results.rows.append({**base, **row})
+            first, last = row.get("range_us", (row["median_us"],) * 2)
+            cells = [f"{row['median_us']:.1f}", f"{first:.1f} to {last:.1f}"]
+            lines.append([row["name"], *cells, row.get("gb_per_s", ""), row.get("floor", "")])
+        note = published_line(case.size) if case.what in ("one_shot", "two_shot") else ""
+        report.table(
+            f"{case}{': ' if note else ''}{note}", ["", "median us", "range", "GB/s", "floor"], lines
+        )
+        self._results.write()
+
+    def _rows(self, name: str, moved: int, run: Callable[[], object]) -> dict[str, Any]:
+        """Return the row of a call that moves so many bytes; the copy is timed before each."""
+        times, shares = [], []
+        for _ in range(self.options.repeat):
+            self._copy.time()
+            times.append(time_calls(self._clock, run, queued_before=self._copy.run))
+            shares.append(moved / self._copy.bytes_per_second(reset=True) / max(times[-1], 1e-12))
+        timing, share = harness.Timing.of(times), harness.Timing.of(shares)
+        fields = {"moved": moved, "gb_per_s": round(moved / max(timing.median, 1e-12) / 1e9, 1)}
+        fields |= {
+            "floor": round(share.median, 3),
+            "floor_range": [round(share.best, 3), round(share.worst, 3)],
+        }
+        return {"name": name, **timing.as_dict(), **fields}
+
+    def _plan(self, case: Case) -> tuple[VirtualRanks, int, Callable[[], object]]:
+        numel, ranks = case.size // case.dtype.itemsize, self.options.ranks
+        virtual = VirtualRanks(ranks, self.device)
+        xs = [torch.randn(numel, device=self.device).to(case.dtype) for _ in range(ranks)]
+        outs = [torch.empty_like(x) for x in xs]
+        plan = virtual.plan("all_reduce", numel, case.dtype, case.codec, algorithm=case.what)
+        return virtual, numel, functools.partial(virtual.run, plan, xs, outs)
+
+    def _two_shot(self, case: Case) -> list[dict[str, Any]]:
+        virtual, numel, run = self._plan(case)
+        for _ in range(2):
+            run()
+        virtual.check()
+        wire = codec(case.codec).wire_bytes(numel, case.dtype)
+        moved = minimum_bytes_moved(
+            "all_reduce", "two_shot", self.options.ranks, numel, case.dtype.itemsize, wire
+        )
+        assert moved is not None
+        row = self._rows(f"{self.options.ranks} ranks", moved, run)
+        virtual.check()
+        return [row]
+
+    def _one_shot(self, case: Case) -> list[dict[str, Any]]:
+        virtual, _, run = self._plan(case)
+        replay = self._clock.graph(run, REPLAYS)
+        rows = []
+        for name, call, calls in (("replayed", replay, REPLAYS), ("launched", run, 1)):
+            times = [time_calls(self._clock, call, calls) for _ in range(self.options.repeat)]
+            rows.append({"name": name, **harness.Timing.of(times).as_dict()})
+        virtual.check()
+        return rows
+
+    def _kernels(self, case: Case) -> list[dict[str, Any]]:
+        numel = case.size // 4
+        sets = buffer_sets_for(numel)
+        workloads = KernelWorkloads(codec(case.codec), numel, sets, self.device)
+        verbs = (workloads.encode(), workloads.decode(), *workloads.reductions())
+        return [self._in_turn(workload, sets) for workload in verbs]
+
+    def _peers(self, case: Case) -> list[dict[str, Any]]:
+        numel = case.size // 4
+        sets = buffer_sets_for(numel)
+        return [
+            self._in_turn(KernelWorkload(name, moved, run), sets)
+            for name, moved, run in peers(numel, sets, self.device)
+        ]
+
+    def _in_turn(self, workload: KernelWorkload, sets: int) -> dict[str, Any]:
+        for warm in range(sets):
+            workload.run(warm)
+        turns = itertools.cycle(range(sets))
+        return self._rows(workload.name, workload.bytes_moved, lambda: workload.run(next(turns)))
+
+
+def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, int, Callable[[int], None]]]:
+    """Yield the quantization of ``numel`` fp32 by other libraries, with the bytes of the most similar codec."""
+    x = [torch.randn(numel // 1024, 1024, device=device) for _ in range(sets)]
+    kept = max(1, numel // 100)
+
+    def select(i: int) -> None:
+        torch.topk(x[i].abs().view(-1), kept)
+
+    moved = numel * 4 + codec("topk:ratio=0.01").wire_bytes(numel)
+    yield "torch.topk(x.abs(), 1 %)", moved, select
+    try:
+        from bitsandbytes import functional as bitsandbytes  # type: ignore[import-not-found]
+    except ImportError:
+        pass
+    else:
+
+        def four_bits(i: int) -> None:
+            bitsandbytes.quantize_4bit(x[i], blocksize=64)
+
+        yield "bitsandbytes quantize_4bit, block 64", numel * 4 + numel // 2 + numel // 16, four_bits
+    try:
+        from torchao.quantization import quant_primitives as torchao  # type: ignore[import-not-found]
+    except ImportError:
+        pass
+    else:
+
+        def affine(i: int) -> None:
+            kind = torchao.MappingType.SYMMETRIC
+            scale, zero = torchao.choose_qparams_affine(x[i], kind, (1, 32), torch.int8)
+            torchao.quantize_affine(x[i], (1, 32), scale, zero, torch.int8)
+
+        yield "torchao int8, block 32", numel * 5 + numel // 8, affine
+    try:
+        import transformer_engine.pytorch.tensor.mxfp8_tensor as engine  # type: ignore[import-not-found]
+        from transformer_engine_torch import DType  # type: ignore[import-not-found]
+    except ImportError:
+        pass
+    else:
+        quantizer = engine.MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+
+        def mxfp8(i: int) -> None:
+            quantizer(x[i])
+
+        yield "Transformer Engine mxfp8", numel * 5 + numel // 32, mxfp8
+
+
+def beside_torch(rank: int, world_size: int) -> dict[str, Any]:
+    """Return the microseconds of a call of torch's all-reduces and of dtcomm's; runs on each of two processes."""
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as memory
+
+    import dtcomm
+
+    times: dict[str, Any] = {}
+    assert dist.group.WORLD is not None
+    group = dist.group.WORLD.group_name
+    device = torch.device("cuda", torch.cuda.current_device())  # torch's memory needs a device with a number
+    for size in (16 * KB, MB):
+        shared = memory.empty(size // 4, dtype=torch.float32, device=device)
+        memory.rendezvous(shared, group)
+        ordinary = torch.ones(size // 4, device="cuda")
+        runs: dict[str, Callable[[], object]] = {
+            "torch one_shot": lambda t=shared: torch.ops.symm_mem.one_shot_all_reduce(t, "sum", group),
+            "torch two_shot": lambda t=shared: torch.ops.symm_mem.two_shot_all_reduce_(t, "sum", group),
+        }
+        for spec in ("none", "int8"):
+            for algorithm in ("one_shot", "two_shot"):
+                runs[f"dtcomm {algorithm} {spec}"] = lambda t=ordinary, s=spec, a=algorithm: (
+                    dtcomm.all_reduce(t, codec=s, algorithm=a)
+                )
+        for name, run in runs.items():
+            try:
+                for _ in range(3):
+                    run()
+                torch.cuda.synchronize()
+                dist.barrier()
+                begin = time.perf_counter()
+                for _ in range(10):
+                    run()
+                torch.cuda.synchronize()
+                times[f"{name} {report.size_name(size)}"] = (time.perf_counter() - begin) / 10 * 1e6
+            except RuntimeError as error:
+                times[f"{name} {report.size_name(size)}"] = str(error).splitlines()[0]
+    return times
+
+
+def between_processes(budget: Budget) -> list[dict[str, Any]]:
+    """Return rows with the slower rank's microseconds of each all-reduce; prints why others did not run."""
+    env = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    try:
+        results = run_ranks(beside_torch, 2, timeout=min(90.0, budget.left()), fresh=True, env=env)
+    except Exception as error:
+        print(f"two processes on one device: not run: {(str(error).splitlines() or [repr(error)])[0]}")
+        return []
+    rows: list[dict[str, Any]] = []
+    for name in results[0]:
+        values = [result[name] for result in results]
+        if all(isinstance(value, float) for value in values):
+            rows.append({"name": name, "median_us": max(values)})
+        else:
+            print(f"{name}: not run: {next(value for value in values if isinstance(value, str))}")
+    return rows
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = harness.parser(__doc__, rounds=10)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--ranks", type=int, default=8, help="virtual ranks")
+    parser.add_argument(
+        "--mib", type=float, nargs="+", default=[64, 1024], help="of the kernels' fp32 tensor"
+    )
+    parser.add_argument("--codecs", nargs="+", help="instead of the usual ones of each part")
+    parser.add_argument("--seconds", type=float, default=300, help="cases that no longer fit are skipped")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "emulator"),
+        default="cuda",
+        help="emulator: on the CPU, to see that it works",
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    options = harness.parse(make_parser(), arguments)
+    if options.quick:
+        options.mib, options.ranks = [0.25], 2
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("bench.gpu: torch sees no CUDA device; --device emulator tries this out", file=sys.stderr)
+        return 1
+    budget, results = Budget(options.seconds), harness.Results(options)
+    bench = Bench(options, results, budget)
+    gpu: dict[str, Any] = {"name": "emulator", "driver": None}
+    if options.device == "cuda":
+        gpu = device_info.describe_gpu(bench.device)
+    print(f"{gpu['name']}, driver {gpu['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    results.facts = {"device": gpu, "versions": device_info.versions(), "cut": budget.cuts}
+    for case in cases(options):
+        if case.part == "processes" and options.device != "cuda":
+            continue
+        if budget.allows(str(case), PROCESSES_SECONDS if case.part == "processes" else 0.0):
+            bench.measure(case)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
