@@ -1,4 +1,4 @@
-// oneCCL's all_reduce on CPUs, for bench.all_reduce. Linked with the static library for CPUs of the package
+// oneCCL's all_reduce on CPUs, for bench.collectives. Linked with the static library for CPUs of the package
 // oneccl-devel, which leaves the hooks of Intel's tracing (ITT) to the program; null means that nothing is traced.
 #include <unistd.h>
 

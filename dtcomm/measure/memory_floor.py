@@ -1,7 +1,7 @@
 """The memory floor of a kernel: the time a device copy takes for the bytes that the kernel must read and write.
 
-`TimedCopy` is that copy. `KernelWorkloads` are codec kernels with the bytes that they must move, for `dtcomm codecs`
-and bench/gpu.py; `minimum_bytes_moved` counts the bytes of a fused collective, for bench/gpu.py.
+`TimedCopy` is that copy. `KernelWorkloads` are codec kernels with the bytes that they must move, and
+`minimum_bytes_moved` counts those of a fused collective.
 """
 
 from __future__ import annotations

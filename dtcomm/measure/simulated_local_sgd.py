@@ -1,7 +1,6 @@
 """Local SGD, DiLoCo and Streaming DiLoCo of several workers simulated in one thread, bit for bit.
 
-The reference for `dtcomm.local_sgd.LocalSGD`, with its arithmetic and ``algorithm="one_shot"``. Used by tests and by
-`bench.local_sgd`.
+The reference for `dtcomm.local_sgd.LocalSGD`, with its arithmetic and ``algorithm="one_shot"``. Used by tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`Timeline` records when the last N training steps computed, sent and waited.
 
-The DDP hook and FSDP call it. Switched off it costs one attribute look-up for each bucket;
-`python -m bench.profiling_overhead` measures what it costs while it is on. `profiler_range` and `AsyncRange` show the
+The DDP hook and FSDP call it. Switched off it costs one attribute look-up for each bucket. `profiler_range` and `AsyncRange` show the
 same work in traces of torch.profiler.
 """
 

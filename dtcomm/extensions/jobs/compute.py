@@ -1,7 +1,6 @@
 """Seconds of computing: matrix products, attention, and passes over memory.
 
-Constants of four kinds are fitted to published runs (`bench/published_runs.py` does it, and reports the error on runs
-that were not used); everything else follows from shapes and data sheets:
+Constants of four kinds are fitted to published runs; everything else follows from shapes and data sheets:
 
 - `MATMUL_REACH`: the share of the peak FLOP/s that large matrix products reach, by GPU generation. Hopper's is lower
   because power limits its clocks.
