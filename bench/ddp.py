@@ -30,10 +30,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm.ddp
-from bench.common import harness, report
+from bench.common import harness, netns, report
 from bench.common.ranks import contestant, rank_pool
 from dtcomm.ddp.auto import Decision
-from dtcomm.measure import netns
 from dtcomm.torch_compat import GradBucket
 
 MB = 1 << 20

@@ -38,10 +38,9 @@ import dtcomm.fsdp
 import dtcomm.moe
 import dtcomm.pipeline
 import dtcomm.tp
-from bench.common import harness
+from bench.common import harness, netns
 from bench.common.ranks import contestant, rank_pool
 from dtcomm.cli.demo.train import GPT, ModelShape, cross_entropy
-from dtcomm.measure import netns
 
 Step = Callable[[], object]
 TORCH = "torch"

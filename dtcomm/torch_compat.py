@@ -1,7 +1,8 @@
 """Every private name of torch that dtcomm uses, in one module.
 
 A name may change with each release of torch. `NAMES` lists them with the versions on which each was checked and what
-happens without it; tests look each of them up. The functions below are the only code that uses them. What belongs to
+happens without it; tests look each of them up. The functions below are the only code that uses them, or
+what torch leaves without a type. What belongs to
 FSDP, pipelining and transformers is imported when it is first used.
 """
 
@@ -41,6 +42,7 @@ __all__ = [
     "GradBucket",
     "PipelineStageBase",
     "ReduceScatter",
+    "autograd_apply",
     "c10d_options",
     "clean_tensor_name",
 ]
@@ -505,6 +507,11 @@ def set_fsdp1_hook_state(module: FullyShardedDataParallel, state: Any) -> None:
 def remove_fsdp1_hook(module: FullyShardedDataParallel) -> None:
     """Take the communication hook of an FSDP1 unit away."""
     module._comm_hook = module._comm_hook_state = None
+
+
+def autograd_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return ``function.apply(*args)``, which torch leaves without a type."""
+    return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.common import netns
 from bench.common.harness import Measure
 from bench.common.pool import Pool, pin
-from dtcomm.measure import netns
 
 SETTLING_CALLS = 400  # after which the first trials of an operation are over
 SETTLING_SECONDS = 2.0

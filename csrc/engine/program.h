@@ -1,4 +1,4 @@
-// A lowered program: the instructions of one rank for one schedule. dtcomm/schedule/program.py defines what each
+// A lowered program: the instructions of one rank for one schedule. dtcomm/schedule/lower.py defines what each
 // instruction means and how a program is flattened into integers.
 #pragma once
 

@@ -4,7 +4,7 @@ Users call these functions as ``dtcomm.all_reduce`` and so on. Every function ch
 starts, so a call that raises ValueError or TypeError leaves the communicator unchanged. All ranks end with
 bit-identical results, with every codec and algorithm.
 
-The public functions are in `reduce_ops`, `gather_ops`, `alltoall`, `p2p`, `coalesced`, `custom_schedule` and `groups`;
+The public functions are in `reduce_ops`, `gather_ops`, `p2p`, `coalesced`, `custom_schedule` and `groups`;
 `_options` has what they share. Every call takes the path of `_call`; `planning` makes the plans of operations, and
 `_multi_stage` those of codecs whose ranks agree on a representation before they add. Above that path are sparse
 tensors (`sparse`) and codecs whose payloads vary in length (`_encoded`). ``__init__.pyi`` has the overloads.
@@ -13,10 +13,9 @@ tensors (`sparse`) and codecs whose payloads vary in length (`_encoded`). ``__in
 from __future__ import annotations
 
 from dtcomm.collectives._options import Algorithm
-from dtcomm.collectives.alltoall import all_to_all
 from dtcomm.collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from dtcomm.collectives.custom_schedule import run
-from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
+from dtcomm.collectives.gather_ops import all_gather, all_to_all, broadcast, gather, scatter
 from dtcomm.collectives.groups import barrier, empty, flight_record, info
 from dtcomm.collectives.p2p import recv, send, sendrecv
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter

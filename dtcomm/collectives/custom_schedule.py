@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives._options import Group, Op, documented
-from dtcomm.collectives.alltoall import all_to_all
-from dtcomm.collectives.gather_ops import all_gather, broadcast, gather, scatter
+from dtcomm.collectives.gather_ops import all_gather, all_to_all, broadcast, gather, scatter
 from dtcomm.collectives.planning import parse_text
 from dtcomm.collectives.reduce_ops import all_reduce, reduce, reduce_scatter
 from dtcomm.runtime.communicator import get_communicator
@@ -37,7 +36,7 @@ def run(
     """Run a collective by a schedule of your own.
 
     The schedule is verified before it first runs: it must do what its collective promises. The text form is described
-    in `dtcomm.schedule.text`.
+    in `dtcomm.schedule.ir`.
 
     Args:
         schedule: A `dtcomm.schedule.Schedule`, or its text. It is for as many ranks as the group has, and its root is a

@@ -301,7 +301,7 @@ class BucketAverager:
         schemes: All schemes that may be used. If one of them is a `LevelCodecs`, "direct" means "hierarchical" on
             several hosts, for every bucket: the result of a parameter does not depend on its bucket then either.
         factors: The factors of PowerSGD to continue with; None: new ones.
-        all_reduce: The collective; `dtcomm.measure.simulated_ranks` passes another one.
+        all_reduce: The collective; `tests.support.simulated_ranks` passes another one.
 
     Raises:
         ValueError: The algorithm is not valid for the group, or it has no levels and a scheme has a codec for each.

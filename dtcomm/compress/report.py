@@ -31,7 +31,7 @@ from dtcomm.compress.traffic import (
     total_seconds,
 )
 from dtcomm.profiling.metrics import Metric
-from dtcomm.profiling.tables import format_bytes, format_table, rich_group, rich_table
+from dtcomm.profiling.summary import format_bytes, format_table, rich_group, rich_table
 from dtcomm.work import Work
 
 MAX_MESSAGES_SHOWN = 16

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtcomm.profiling.tables import format_bytes
+from dtcomm.profiling.summary import format_bytes
 from dtcomm.work import Work
 
 

@@ -22,7 +22,7 @@ from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.spec import AUTO, COMPRESSORS, MAX_ERROR, LevelCodecs, gaussian_error, needs_feedback
-from dtcomm.profiling.tables import format_bytes
+from dtcomm.profiling.summary import format_bytes
 
 #: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")

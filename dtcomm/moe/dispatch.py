@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
@@ -26,7 +25,7 @@ from dtcomm.moe.route import (
     require_weights,
 )
 from dtcomm.moe.state import RowCodecs, make_codecs
-from dtcomm.torch_compat import exclude_from_compilation
+from dtcomm.torch_compat import autograd_apply, exclude_from_compilation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import Layout
 from dtcomm.kernels import counter_rng, ops
+from dtcomm.torch_compat import autograd_apply
 
 _calls = itertools.count()
 

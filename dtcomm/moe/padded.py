@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import torch_compat
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
 from dtcomm.errors import CollectiveMismatch
@@ -30,7 +29,7 @@ from dtcomm.moe.route import (
     require_weights,
 )
 from dtcomm.moe.state import RowCodecs, make_codecs, record
-from dtcomm.torch_compat import exclude_from_compilation
+from dtcomm.torch_compat import autograd_apply, exclude_from_compilation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.arguments import require_int
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, gradient_edge
 from dtcomm.moe.state import RowCodecs
+from dtcomm.torch_compat import autograd_apply
 
 #: Fields of a header that are equal on all ranks, with the argument that an error names.
 EQUAL_FIELDS = {

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Work, recv, send
 from dtcomm.compress.residuals import Residuals
 from dtcomm.compress.spec import message_codec
 from dtcomm.compress.traffic import Traffic
+from dtcomm.torch_compat import autograd_apply
 
 NONE = codec("none")
 MESSAGES = "messages between stages"

@@ -7,11 +7,9 @@ from rank to rank; `dtcomm.algorithms` has the built-in ones.
 """
 
 from dtcomm.schedule.builder import Builder, Chunk
-from dtcomm.schedule.ir import Schedule, Transfer
-from dtcomm.schedule.lower import lower
-from dtcomm.schedule.program import Program
+from dtcomm.schedule.ir import Schedule, Transfer, parse
+from dtcomm.schedule.lower import Program, lower
 from dtcomm.schedule.simulate import simulate
-from dtcomm.schedule.text import parse
 from dtcomm.schedule.verify import verify
 
 __all__ = ["Builder", "Chunk", "Program", "Schedule", "Transfer", "lower", "parse", "simulate", "verify"]

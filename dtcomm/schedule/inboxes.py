@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtcomm.errors import ScheduleError
-from dtcomm.schedule.program import Decode, Encode, Forward, Instruction, Program, Receive, Reduce, Send
+from dtcomm.schedule.lower import Decode, Encode, Forward, Instruction, Program, Receive, Reduce, Send
 
 #: The payloads that are pushed to a rank, (owner, payload_id) each, by their place.
 Inbox = tuple[tuple[int, int], ...]

@@ -21,7 +21,7 @@ from dtcomm.collectives import Algorithm
 from dtcomm.collectives.groups import compression_pays
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.spec import AUTO, COMPRESSORS
-from dtcomm.profiling.tables import format_bytes
+from dtcomm.profiling.summary import format_bytes
 
 GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
 #: Up to this many uncompressed bytes (one token, or a few) a message is sent uncompressed if the planner predicts that

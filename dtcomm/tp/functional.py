@@ -28,7 +28,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import collectives
-from dtcomm._autograd import autograd_apply
+from dtcomm.torch_compat import autograd_apply
 from dtcomm.tp.comm_config import CommConfig, LayerTraffic
 from dtcomm.tp.flash_all_reduce import flash_all_reduce
 

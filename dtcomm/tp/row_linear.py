@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_reduce, info
 from dtcomm.collectives.groups import supports_two_shot_symmetric
+from dtcomm.torch_compat import autograd_apply
 from dtcomm.tp.comm_config import SMALL_MESSAGE_BYTES, CommConfig
 from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, FlashAllReduce, Norm
 

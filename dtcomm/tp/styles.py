@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.placement_types import Placement
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
+from dtcomm.torch_compat import autograd_apply
 from dtcomm.tp import functional
 from dtcomm.tp.comm_config import CommConfig, parse_codec
 

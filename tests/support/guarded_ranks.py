@@ -10,7 +10,7 @@ import torch
 from dtcomm.compress.feedback import common_momentum
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.monitor import GuardMonitor
-from dtcomm.measure.simulated_ranks import SimulatedRanks
+from tests.support.simulated_ranks import SimulatedRanks
 
 
 class GuardedRanks(SimulatedRanks):

@@ -20,17 +20,13 @@ def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozense
 
 
 # Integrations take typing_extensions, which torch needs too, for the types of their options.
-_INTEGRATION = _may(
-    "_autograd profiling compress collectives codecs kernels streams work", "torch typing_extensions"
-)
+_INTEGRATION = _may("profiling compress collectives codecs kernels streams work", "torch typing_extensions")
 
 # part of dtcomm → (parts it may import besides itself and the leaves, libraries besides the standard one)
 PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": _may(),
     "env": _may(),
     "arguments": _may(),
-    # One typed helper for autograd functions: a leaf.
-    "_autograd": _may("", "torch"),
     # Every private name of torch: a leaf.
     "torch_compat": _may("", "torch"),
     "schedule": _may(),
@@ -60,11 +56,11 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         "torch typing_extensions",
     ),
     "fsdp": _may(
-        "_autograd frameworks tp profiling compress collectives codecs kernels streams work",
+        "frameworks tp profiling compress collectives codecs kernels streams work",
         "torch typing_extensions",
     ),
     "tp": _may(
-        "_autograd planner profiling compress collectives codecs kernels streams work",
+        "planner profiling compress collectives codecs kernels streams work",
         "torch transformers typing_extensions",
     ),
     "context_parallel": _INTEGRATION,

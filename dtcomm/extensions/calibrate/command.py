@@ -23,7 +23,7 @@ from torch import nn
 from dtcomm.cli._common import COLOURS, styled_pyplot
 from dtcomm.extensions.calibrate.calibration import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.extensions.calibrate.propose import propose_plan
-from dtcomm.profiling.tables import format_table
+from dtcomm.profiling.summary import format_table
 from dtcomm.tp.hf_transformers import from_config, from_folder
 from dtcomm.tp.layer_plan import PLANS
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import counter_rng, ops
+from dtcomm.torch_compat import autograd_apply
 from dtcomm.tp.comm_config import default_algorithm
 from dtcomm.tp.layer_plan import (
     SENDING,

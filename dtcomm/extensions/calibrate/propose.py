@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from dtcomm.arguments import require_int
-from dtcomm.profiling.tables import format_table
+from dtcomm.profiling.summary import format_table
 from dtcomm.tp.layer_plan import (
     PLANS,
     PlanEntry,

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.collectives import all_gather, all_reduce
-from dtcomm.torch_compat import BatchNorm
+from dtcomm.torch_compat import BatchNorm, autograd_apply
 
 __all__ = ["SyncBatchNorm"]
 

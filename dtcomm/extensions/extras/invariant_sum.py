@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from dtcomm._autograd import autograd_apply
 from dtcomm.codecs import Codec, Exact
 from dtcomm.collectives import all_reduce
 from dtcomm.kernels import local_tasks
+from dtcomm.torch_compat import autograd_apply
 from dtcomm.tp import RowParallelLinear, functional
 from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.flash_all_reduce import EpilogueResult

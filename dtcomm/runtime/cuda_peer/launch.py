@@ -22,8 +22,7 @@ from dtcomm.runtime.types import GEOMETRY, TWO_SHOT_SYMMETRIC, Buffers, OpSpec, 
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.inboxes import Inbox, plan_inboxes, verify_inboxes
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
-from dtcomm.schedule.lower import steps
-from dtcomm.schedule.program import Program, Reduce, Send
+from dtcomm.schedule.lower import Program, Reduce, Send, steps
 
 #: Whether the fused kernels have run between several GPUs. Until then only DTCOMM_RUNTIME=peer uses them.
 RAN_BETWEEN_GPUS = False

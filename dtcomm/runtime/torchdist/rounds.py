@@ -23,8 +23,18 @@ from dtcomm.kernels import ops
 from dtcomm.runtime.types import Buffers, ElementRange, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES, Origin, Version, trace
-from dtcomm.schedule.lower import steps
-from dtcomm.schedule.program import Copy, Decode, Encode, Forward, Instruction, Local, Receive, Reduce, Send
+from dtcomm.schedule.lower import (
+    Copy,
+    Decode,
+    Encode,
+    Forward,
+    Instruction,
+    Local,
+    Receive,
+    Reduce,
+    Send,
+    steps,
+)
 from dtcomm.work.statistics import PhaseTimer
 
 ALL_TO_ALL, ALL_GATHER, MESSAGES, NOTHING = "all_to_all", "all_gather", "messages", ""

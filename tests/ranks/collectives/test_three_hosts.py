@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.common import netns
 from dtcomm import algorithms, collectives
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure import exact_inputs, netns
+from dtcomm.measure import exact_inputs
 
 WHY = netns.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.common import netns
 from dtcomm import algorithms, collectives
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure import netns
 
 WHY = netns.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY or "-")

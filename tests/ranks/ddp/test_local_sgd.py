@@ -14,7 +14,7 @@ from dtcomm import ddp
 from dtcomm.compress.guard import Guard
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
-from dtcomm.measure.simulated_ranks import SimulatedRanks
+from tests.support.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import Net, backward, wrapped
 
 

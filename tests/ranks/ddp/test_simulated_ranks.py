@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.simulated_ranks import SimulatedRanks
+from tests.support.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, gradients, local_gradients, train, wrapped
 
 #: Compressors with state, and their options.

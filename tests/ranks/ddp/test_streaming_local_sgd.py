@@ -19,7 +19,7 @@ from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.local_sgd import LocalSGD
 from dtcomm.local_sgd.fragments import make_fragments
 from dtcomm.local_sgd.islands import local_shard
-from dtcomm.measure.simulated_local_sgd import SimulatedLocalSGD
+from tests.support.simulated_ranks import SimulatedLocalSGD
 from tests.unit.ddp.models import batch
 
 WIDTH = 48

@@ -21,7 +21,7 @@ from dtcomm.compress.guard import CompressionHarmful, Guard
 from dtcomm.compress.spec import gaussian_error
 from dtcomm.fsdp.options import MAX_DIFFERENCE_ERROR
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.profiling.tables import format_bytes
+from dtcomm.profiling.summary import format_bytes
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
 
 

@@ -10,7 +10,7 @@ import torch
 from dtcomm.compress.error_state import FEEDBACKS, ErrorState
 from dtcomm.compress.residuals import FORMS, Residuals
 from dtcomm.compress.spec import parse_scheme
-from dtcomm.measure.simulated_ranks import SimulatedRanks
+from tests.support.simulated_ranks import SimulatedRanks
 
 SHAPE = (64, 64)
 LAYER = [("layer", torch.zeros(SHAPE))]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import dtcomm
 from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.feedback import Feedback
-from dtcomm.measure.simulated_ranks import SimulatedRanks
+from tests.support.simulated_ranks import SimulatedRanks
 
 State = dict[str, torch.Tensor]
 

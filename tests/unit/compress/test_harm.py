@@ -16,8 +16,8 @@ from torch.nn import functional
 from dtcomm.compress.guard import CompressionHarmful, Guard
 from dtcomm.compress.measurements import SKETCH_SIZE, GradientSketch, compare_sketches
 from dtcomm.compress.monitor import GuardMonitor
-from dtcomm.measure.simulated_ranks import SimulatedRanks
 from tests.support.guarded_ranks import GuardedRanks
+from tests.support.simulated_ranks import SimulatedRanks
 
 CPU = torch.device("cpu")
 RANKS = 2

@@ -9,7 +9,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.powersgd import _key
 from dtcomm.kernels import counter_rng
-from dtcomm.measure.simulated_ranks import SimulatedRanks
+from tests.support.simulated_ranks import SimulatedRanks
 from tests.unit.compress import reference_algorithms
 from tests.unit.compress.reference_algorithms import Array
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtcomm.schedule import Program, Schedule
-from dtcomm.schedule.program import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send
+from dtcomm.schedule.lower import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send
 
 Codec = Callable[[int, int, Any], Any]
 Place = tuple[int, int]

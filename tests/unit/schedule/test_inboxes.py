@@ -7,8 +7,7 @@ import pytest
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Program, Schedule, lower
 from dtcomm.schedule.inboxes import Inbox, plan_inboxes, verify_inboxes
-from dtcomm.schedule.lower import steps
-from dtcomm.schedule.program import Decode, Forward, Receive, Reduce, Send
+from dtcomm.schedule.lower import Decode, Forward, Receive, Reduce, Send, steps
 from tests.unit.algorithms.every_algorithm import NAMES, build
 
 Lowered = tuple[list[Program], list[tuple[int, ...]]]

@@ -8,8 +8,7 @@ from dtcomm import algorithms
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import Schedule, Transfer, lower, parse
 from dtcomm.schedule.ir import REDUCING, ROOTED, trace
-from dtcomm.schedule.lower import steps
-from dtcomm.schedule.program import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send
+from dtcomm.schedule.lower import Copy, Decode, Encode, Forward, Local, Receive, Reduce, Send, steps
 from tests.unit.algorithms.every_algorithm import NAMES, build
 from tests.unit.schedule.program_interpreter import Programs, evaluate, inputs_of, lossy_round
 
