@@ -12,12 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
+from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
 from dtcomm.collectives.groups import expected_call
@@ -63,33 +65,10 @@ _COMPILED = "(compiled code)"  # stands for the layers of compiled code in repor
 _log = logging.getLogger("dtcomm")
 
 
-def compress(
-    model: nn.Module,
-    mesh: GroupOrMesh,
-    spec: str | Codec = "int8",
-    plan: Plan | str | Path | None = None,
-    *,
-    codec: str | Codec | None = None,
-    backward_codec: str | Codec = "none",
-    exclude: str | Sequence[str] = (),
-    feedback: bool | str = False,
-    guard: None = None,
-    allow_inaccurate: bool = False,
-    algorithm: Algorithm = "auto",
-    chunks: int | str = 1,
-    latency: bool = True,
-) -> State:
-    """Replace the model's layers, in place, by tensor-parallel layers with compressed communication.
+class Options(TypedDict, total=False):
+    """What `compress` takes.
 
-    Every rank starts with the whole model and keeps its shards.
-
-    Args:
-        model: The model; the same on all ranks.
-        mesh: One-dimensional device mesh, process group, or None for all ranks.
-        spec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
-        plan: Which layers to replace: a mapping from name patterns to one of `dtcomm.tp.layer_plan.KINDS`, the name of
-            a built-in plan, a file that ``dtcomm tp calibrate`` wrote (its name ends in .json), which gives every layer
-            its own codec, or None for the built-in plan of ``model.config.model_type``. Default: None.
+    Attributes:
         codec: The same as ``spec``, under the name that layers and styles use. Default: ``spec``.
         backward_codec: Codec of the activations' gradients. Default: ``"none"``.
         exclude: Shell patterns of layers, or of modules with all that they contain, that are cut over the ranks but
@@ -102,12 +81,57 @@ def compress(
         algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
         chunks: Chunks of tokens of the row-parallel layers, see `RowParallelLinear`. Default: 1.
         latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
+    """
+
+    codec: str | Codec | None
+    backward_codec: str | Codec
+    exclude: str | Sequence[str]
+    feedback: bool | str
+    guard: None
+    allow_inaccurate: bool
+    algorithm: Algorithm
+    chunks: int | str
+    latency: bool
+
+
+DEFAULTS: Options = {
+    "codec": None,
+    "backward_codec": "none",
+    "exclude": (),
+    "feedback": False,
+    "guard": None,
+    "allow_inaccurate": False,
+    "algorithm": "auto",
+    "chunks": 1,
+    "latency": True,
+}
+
+
+@shares_options(DEFAULTS, Options)
+def compress(
+    model: nn.Module,
+    mesh: GroupOrMesh,
+    spec: str | Codec = "int8",
+    plan: Plan | str | Path | None = None,
+    **options: Unpack[Options],
+) -> State:
+    """Replace the model's layers, in place, by tensor-parallel layers with compressed communication.
+
+    Every rank starts with the whole model and keeps its shards.
+
+    Args:
+        model: The model; the same on all ranks.
+        mesh: One-dimensional device mesh, process group, or None for all ranks.
+        spec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
+        plan: Which layers to replace: a mapping from name patterns to one of `dtcomm.tp.layer_plan.KINDS`, the name of
+            a built-in plan, a file that ``dtcomm tp calibrate`` wrote (its name ends in .json), which gives every layer
+            its own codec, or None for the built-in plan of ``model.config.model_type``. Default: None.
 
     Returns:
         The state: which layers were replaced, ``report()`` and ``print_report()``.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has a wrong type, or an option is unknown.
         ValueError: A codec is wrong or too inaccurate, a pattern matches no module, a kind is unknown, or a size or the
             number of attention heads is not divisible by the number of ranks. The model is unchanged then.
 
@@ -116,36 +140,37 @@ def compress(
         state = dtcomm.tp.compress(model, mesh, "int8")           # the built-in plan, by the model's type
         dtcomm.tp.compress(model, mesh, "int4", {"*.up": "column", "*.down": "row"}, exclude="layers.0")
     """
-    _require_options(spec, plan, codec, feedback, guard, allow_inaccurate)
-    if codec is not None:
-        spec = codec
-    forward, backward = parse_codec(spec, "spec"), parse_codec(backward_codec, "backward_codec")
-    if not allow_inaccurate:
+    given = complete_options("dtcomm.tp.compress", options, DEFAULTS)
+    _require_options(spec, plan, given)
+    algorithm, latency = given["algorithm"], given["latency"]
+    forward = parse_codec(spec if given["codec"] is None else given["codec"], "spec")
+    backward = parse_codec(given["backward_codec"], "backward_codec")
+    if not given["allow_inaccurate"]:
         _require_accurate(forward, "spec")
         _require_accurate(backward, "backward_codec")
     comm = CommConfig.of(forward, backward, algorithm=algorithm, group=mesh)
     modules = resolve_plan(model, plan, comm.world_size)
     entries = {name: entry for name, (_, entry) in modules.items()}
-    excluded = _excluded_layers(exclude, entries)
-    options: dict[str, Any] = {"algorithm": algorithm, "group": mesh, "device": "meta"}
+    excluded = _excluded_layers(given["exclude"], entries)
+    shared: dict[str, Any] = {"algorithm": algorithm, "group": mesh, "device": "meta"}
     config = getattr(model, "config", None)
     layers: dict[str, ShardedModule] = {}
     for name, (module, entry) in modules.items():
-        options["codec"] = NONE if name in excluded else parse_codec(entry.codec or forward)
+        shared["codec"] = NONE if name in excluded else parse_codec(entry.codec or forward)
         if entry.kind == "vocabulary":
-            layers[name] = _sharded_embedding(module, name, options)
+            layers[name] = _sharded_embedding(module, name, shared)
             continue
         gradients = NONE if name in excluded else backward
-        linear_options = {**options, "backward_codec": gradients, "latency": latency}
+        linear_options = {**shared, "backward_codec": gradients, "latency": latency}
         if entry.kind == "experts":
             settings = CommConfig.of(
-                options["codec"], gradients, algorithm=algorithm, group=mesh, latency=latency
+                shared["codec"], gradients, algorithm=algorithm, group=mesh, latency=latency
             )
             layers[name] = ParallelExperts(module, settings, name)
         elif entry.kind == "replicated":
             layers[name] = ReplicatedModule(module, CommConfig.of(group=mesh), name)
         else:
-            layers[name] = _sharded_linear(module, entry.kind, name, chunks, config, linear_options)
+            layers[name] = _sharded_linear(module, entry.kind, name, given["chunks"], config, linear_options)
     for name, layer in layers.items():
         replace_module(model, name, layer)
     _divide_head_counts(model, entries, comm.world_size)
@@ -153,25 +178,23 @@ def compress(
     return State(model, comm, entries, layers, excluded)
 
 
-def _require_options(
-    spec: object, plan: object, codec: object, feedback: object, guard: object, allow_inaccurate: object
-) -> None:
+def _require_options(spec: object, plan: object, options: Options) -> None:
     """Check the arguments that have few valid values; the errors say where other integrations have more."""
-    if codec is not None and spec != "int8":
+    feedback = options["feedback"]
+    if options["codec"] is not None and spec != "int8":
         raise ValueError(f"codec: another name of spec, which is {spec!r} already; pass one of them")
     if isinstance(spec, str) and spec in PLANS:
         raise ValueError(f"spec: {spec!r} is a plan; pass plan={spec!r}")
     if isinstance(plan, str) and plan.partition(":")[0] in names():
         raise ValueError(f"plan: {plan!r} is a codec; pass spec={plan!r}, and the plan as plan=")
-    if not isinstance(allow_inaccurate, bool):
-        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+    require_bool("allow_inaccurate", options["allow_inaccurate"])
     if feedback not in (False, "auto"):
         raise ValueError(
             f"feedback: got {feedback!r}; valid here: False or 'auto', which are the same: activations of one step are "
             "not those of the next, so what an encoding loses cannot be sent later; gradients of parameters have "
             "feedback, in dtcomm.ddp.compress and dtcomm.fsdp.compress"
         )
-    if guard is not None:
+    if options["guard"] is not None:
         raise ValueError(
             "guard: tensor parallelism has none: dtcomm.extensions.calibrate measures the harm to "
             "each layer before, and the guard= of dtcomm.ddp.compress and dtcomm.fsdp.compress watches the loss in "

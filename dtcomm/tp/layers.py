@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
 from dtcomm import torch_compat
+from dtcomm.arguments import complete_options, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
 from dtcomm.kernels.epilogue import supports_epilogue
@@ -26,6 +28,48 @@ from dtcomm.tp.comm_config import NONE, CommConfig, GroupOrMesh
 from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, Norm
 from dtcomm.tp.row_linear import row_linear
 from dtcomm.tp.sharded_module import ShardedModule
+
+
+class LayerOptions(TypedDict, total=False):
+    """What both linear layers take.
+
+    Attributes:
+        algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
+        latency: Send small messages uncompressed where that is predicted to be faster; ``layer.comm.traffic`` counts
+            them and gives the reason. Default: True.
+        group: Process group or one-dimensional device mesh. Default: all ranks.
+        device: Device of the parameters.
+        dtype: Data type of the parameters.
+    """
+
+    codec: str | Codec
+    backward_codec: str | Codec
+    algorithm: Algorithm
+    latency: bool
+    group: GroupOrMesh
+    device: Any
+    dtype: torch.dtype | None
+
+
+LAYER_DEFAULTS: LayerOptions = {
+    "codec": "none",
+    "backward_codec": "none",
+    "algorithm": "auto",
+    "latency": True,
+    "group": None,
+    "device": None,
+    "dtype": None,
+}
+
+
+def _comm_config(options: LayerOptions) -> CommConfig:
+    return CommConfig.of(
+        options["codec"],
+        options["backward_codec"],
+        algorithm=options["algorithm"],
+        group=options["group"],
+        latency=options["latency"],
+    )
 
 
 class _ParallelLinear(ShardedModule):
@@ -62,6 +106,7 @@ class _ParallelLinear(ShardedModule):
         )
 
 
+@shares_options(LAYER_DEFAULTS, LayerOptions)
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer, ``y = x W' + b``, whose output features (the rows of W) are cut over the ranks.
 
@@ -81,11 +126,6 @@ class ColumnParallelLinear(_ParallelLinear):
         packed: The output consists of this many tensors of equal size side by side (queries, keys and values: 3), or
             of tensors of these sizes, each of which is cut over the ranks by itself. Default: 1.
         transposed: Store the weight as [in_features, out_features], as GPT-2's Conv1D does. Default: False.
-        algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
-        latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
-        group: Process group or one-dimensional device mesh. Default: all ranks.
-        device: Device of the parameters.
-        dtype: Data type of the parameters.
 
     Raises:
         ValueError: A size is not divisible by the number of ranks, a codec or algorithm is not valid, or
@@ -104,22 +144,16 @@ class ColumnParallelLinear(_ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        codec: str | Codec = "none",
-        backward_codec: str | Codec = "none",
         gather_output: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         packed: int | tuple[int, ...] = 1,
         transposed: bool = False,
-        algorithm: Algorithm = "auto",
-        latency: bool = True,
-        group: GroupOrMesh = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            CommConfig.of(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
-        )
+        given = complete_options("dtcomm.tp.ColumnParallelLinear", options, LAYER_DEFAULTS)
+        device, dtype = given["device"], given["dtype"]
+        super().__init__(_comm_config(given))
         if gather_output and sequence_parallel:
             raise ValueError(
                 "gather_output: not valid with sequence_parallel, which keeps the output sharded; choose one"
@@ -161,6 +195,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return functional.gather_from_ranks(y, self.comm) if self.gather_output else y
 
 
+@shares_options(LAYER_DEFAULTS, LayerOptions)
 class RowParallelLinear(_ParallelLinear):
     """A linear layer, ``y = x W' + b``, whose input features (the columns of W) are cut over the ranks.
 
@@ -182,12 +217,6 @@ class RowParallelLinear(_ParallelLinear):
         chunks: Multiply the tokens in this many chunks, so that the sum of one chunk is communicated while the next is
             multiplied; ``"auto"`` chooses the number (`dtcomm.tp.row_linear`). Default: 1.
         transposed: Store the weight as [in_features, out_features], as GPT-2's Conv1D does. Default: False.
-        algorithm: Algorithm of the sum, see `CommConfig`. Default: ``"auto"``.
-        latency: Send small messages uncompressed where that is predicted to be faster; ``layer.comm.traffic`` counts
-            them and gives the reason. Default: True.
-        group: Process group or one-dimensional device mesh. Default: all ranks.
-        device: Device of the parameters.
-        dtype: Data type of the parameters.
 
     Raises:
         ValueError: ``in_features`` is not divisible by the number of ranks, or another argument is not valid.
@@ -204,22 +233,16 @@ class RowParallelLinear(_ParallelLinear):
         out_features: int,
         bias: bool = True,
         *,
-        codec: str | Codec = "none",
-        backward_codec: str | Codec = "none",
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         chunks: int | str = 1,
         transposed: bool = False,
-        algorithm: Algorithm = "auto",
-        latency: bool = True,
-        group: GroupOrMesh = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(
-            CommConfig.of(codec, backward_codec, algorithm=algorithm, group=group, latency=latency)
-        )
+        given = complete_options("dtcomm.tp.RowParallelLinear", options, LAYER_DEFAULTS)
+        device, dtype = given["device"], given["dtype"]
+        super().__init__(_comm_config(given))
         if chunks != "auto" and (
             not isinstance(chunks, int) or chunks < 1 or (chunks > 1 and sequence_parallel)
         ):

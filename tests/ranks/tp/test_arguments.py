@@ -73,7 +73,7 @@ def check_arguments(rank: int, ranks: int) -> None:
         with pytest.raises(error, match=message):
             tp.compress(model, None, **{"plan": PLAN, **options})
         assert type(model.head) is torch.nn.Linear, options
-    with pytest.raises(TypeError, match="unexpected keyword argument 'feedbak'"):
+    with pytest.raises(TypeError, match="unknown option 'feedbak'"):
         tp.compress(Model(), None, "int8", PLAN, feedbak=True)  # type: ignore[call-arg]
     for spec in ("int4:block=64", codec("int4:block=64")):
         for options in ({"spec": spec}, {"codec": spec}):

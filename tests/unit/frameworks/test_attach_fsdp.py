@@ -19,7 +19,7 @@ def test_attach_has_the_options_of_compress() -> None:
     )
     assert of_attach[1:] == of_compress[1:]
     for parameter in of_attach:
-        assert f"        {parameter.name}: " in (fsdp.attach.__doc__ or ""), parameter.name
+        assert f"    {parameter.name}: " in (fsdp.attach.__doc__ or ""), parameter.name
 
 
 @pytest.mark.parametrize(
