@@ -73,6 +73,12 @@ def require_int(name: str, value: object, least: int | None = None) -> None:
         raise ValueError(f"{name}={value}: expected {least} or more")
 
 
+def require_bool(name: str, value: object) -> None:
+    """Require True or False; TypeError names the argument."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
 def complete_options(function: str, given: Mapping[str, object], defaults: OptionsT) -> OptionsT:
     """Return the options of a call, those that were not given with their defaults.
 

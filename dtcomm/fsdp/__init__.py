@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from dtcomm import torch_compat
+from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.compress.guard import Guard
 from dtcomm.compress.report import Report
 from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.frameworks import Attached, Integration
@@ -47,9 +48,11 @@ from dtcomm.fsdp.collectives import (
 )
 from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.options import (
+    DEFAULTS,
     FEEDBACKS,
     PARAMETER_PREFIXES,
     CompressionSpec,
+    Options,
     find_preset,
     parse_spec,
     require_accurate,
@@ -73,24 +76,14 @@ from dtcomm.tp.sharded_module import ShardedModule, placement_groups
 __all__ = ["Report", "ShardedOptimizer", "State", "attach", "compress"]
 
 DEFAULT_GRADIENTS, DEFAULT_PARAMETERS = "int8", "none"
-_DEFAULT_GUARD = Guard()
 
 
+@shares_options(DEFAULTS, Options)
 def compress(
     model: torch.nn.Module,
     gradients: str | Codec | None = None,
     parameters: str | Codec | None = None,
-    *,
-    preset: str | None = None,
-    feedback: bool | str = "auto",
-    residual: str = "fp32",
-    exclude: str | Sequence[str] = (),
-    replicas: DeviceMesh | dist.ProcessGroup | None = None,
-    guard: Guard | None = _DEFAULT_GUARD,
-    sample_every: int = 50,
-    seed: int = 0,
-    allow_inaccurate: bool = False,
-    algorithm: str = "auto",
+    **options: Unpack[Options],
 ) -> State:
     """Compress the collectives of every FSDP module in ``model``.
 
@@ -99,39 +92,6 @@ def compress(
     Args:
         model: A model to which `fully_shard` was applied, or an FSDP1 root module; in a job with one process also one
             that is not sharded.
-        gradients: Spec of the gradients' reduce-scatter: a codec, or two (``"int8/int4"`` is int8 inside hosts and int4
-            between hosts), optionally prefixed by ``ef:`` or ``loco:`` for error feedback (see `dtcomm.fsdp.options`).
-            Default: the preset's, or ``"int8"``.
-        parameters: Spec of the parameters' all-gather: one or two codecs, optionally prefixed by ``delta:``, which
-            sends differences. FSDP1 supports only ``"none"``. Default: the preset's, or ``"none"``.
-        preset: ``"zero++"`` (Wang et al. 2023, arXiv:2306.10209), ``"loco"`` (Xie et al. 2024, arXiv:2407.04480) or
-            ``"sdp4bit"`` (Jia et al. 2024, arXiv:2410.15526) set both specs; ``gradients`` and ``parameters`` override
-            the preset's. Default: none.
-        feedback: Error feedback: add the error of each gradient's encoding to the next gradient. True is the same as
-            the prefix ``ef:``, and takes an fp32 copy of every module's whole gradient on every rank; ``loco:`` takes a
-            quarter of that. ``"auto"`` is True for codecs that do not converge without it, those that lose more than
-            20 % of Gaussian numbers in one encoding, such as sign, topk and int2; a log line states the memory.
-            Default: ``"auto"``.
-        residual: How ``ef:`` stores residuals between steps: ``"fp32"``, ``"bf16"`` or ``"int8"``
-            (`dtcomm.compress.residuals`). Default: ``"fp32"``.
-        exclude: Shell patterns of what travels uncompressed: FSDP modules, with all that they contain, or parameters,
-            if they are all parameters of an FSDP module, because a module's parameters travel as one tensor. The root
-            module itself is ``"(root)"``. Default: nothing.
-        replicas: Mesh dimension or process group of the replicas of this model, which is sharded over one dimension
-            only; their gradients are averaged in the codec of ``gradients``. This is HSDP with both collectives
-            compressed. With torch's own HSDP (a two-dimensional mesh in `fully_shard`) the all-reduce between replicas
-            is torch's, uncompressed, and the report says so. Default: no replicas.
-        guard: Limits and actions that protect training (`dtcomm.compress.guard`): the guard raises the precision of a
-            module's gradients or parameters, or stops compressing, when compression does harm. `State.observe` passes
-            the loss to it. None: no guard. Default: ``Guard()``.
-        sample_every: Steps from one measurement of encoding errors to the next, of gradients and of parameters, for
-            report and guard; 0: never, and gradients are not compared over windows of steps either. Default: 50.
-        seed: Seed of stochastic rounding. Default: 0.
-        allow_inaccurate: Accept codecs that destroy what they are applied to: those that lose, in one encoding of
-            Gaussian numbers, more than 20 % (relative error) of parameters or of gradients without feedback, or more
-            than 50 % of the differences of ``delta:``. Default: False.
-        algorithm: Name of the algorithm of the compressed collectives over the shards, one that reduce_scatter and
-            all_gather both have, built in or registered (`dtcomm.algorithms.register`). Default: ``"auto"``.
 
     Returns:
         The state, with the report, `State.state_dict` for checkpoints, and the timeline. `State.detach` gives the model
@@ -152,51 +112,43 @@ def compress(
             optimizer.step()
         state.print_report()
     """
-    _require_bool(allow_inaccurate)
-    parsed_gradients, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, preset, feedback)
+    given = complete_options("dtcomm.fsdp", options, DEFAULTS)
+    parsed_gradients, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, given)
+    make_state = functools.partial(_make_state, gradient_spec, parameter_spec, given)
     if rank_and_size()[1] == 1 and isinstance(model, torch.nn.Module) and not _is_sharded(model):
-        state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+        state = make_state()
         state.set_unused()
         return state
     units = find_units(model)
-    memory = residual_size(sum(unit.trainable_numel for unit in units), residual)
-    if not allow_inaccurate:
+    memory = residual_size(sum(unit.trainable_numel for unit in units), given["residual"])
+    if not given["allow_inaccurate"]:
         require_accurate(gradient_spec, parameter_spec, memory)
-    state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
-    for name, pattern in excluded_units(exclude, units).items():
+    state = make_state()
+    for name, pattern in excluded_units(given["exclude"], units).items():
         state.exclude(name, pattern)
-    state.algorithm = algorithm
+    state.algorithm = given["algorithm"]
     if isinstance(model, FullyShardedDataParallel):
         _require_unmixed_units(state, model)
-        _attach_to_fsdp1(state, model, replicas)
+        _attach_to_fsdp1(state, model, given["replicas"])
     else:
-        _attach_to_fsdp2(state, model, replicas)
+        _attach_to_fsdp2(state, model, given["replicas"])
     state.timeline.attach(model)
     _observe_forward(model, state)
     refuse_join(model, "FSDP")
     state.on_detach(lambda: model.__dict__.pop("join_hook", None))
-    if feedback == "auto":
+    if given["feedback"] == "auto":
         state.log_feedback(parsed_gradients, memory)
     if rank_and_size()[1] == 1:
         state.set_unused()
     return state
 
 
+@shares_options(DEFAULTS, Options)
 def attach(
     owner: Any,
     gradients: str | Codec | None = None,
     parameters: str | Codec | None = None,
-    *,
-    preset: str | None = None,
-    feedback: bool | str = "auto",
-    residual: str = "fp32",
-    exclude: str | Sequence[str] = (),
-    replicas: DeviceMesh | dist.ProcessGroup | None = None,
-    guard: Guard | None = _DEFAULT_GUARD,
-    sample_every: int = 50,
-    seed: int = 0,
-    allow_inaccurate: bool = False,
-    algorithm: str = "auto",
+    **options: Unpack[Options],
 ) -> Attached[State]:
     """Compress the collectives of a model that a framework shards, once it has done so.
 
@@ -206,19 +158,6 @@ def attach(
     Args:
         owner: A Hugging Face ``Accelerator`` or ``Trainer`` that uses FSDP, or a Lightning ``Trainer`` with
             ``ModelParallelStrategy``.
-        gradients: Spec of the gradients' reduce-scatter, as for `compress`. Default: the preset's, or ``"int8"``.
-        parameters: Spec of the parameters' all-gather. Default: the preset's, or ``"none"``.
-        preset: ``"zero++"``, ``"loco"`` or ``"sdp4bit"``. Default: none.
-        feedback: Error feedback: True, False or ``"auto"``. Default: ``"auto"``.
-        residual: How residuals are kept between steps: ``"fp32"``, ``"bf16"`` or ``"int8"``. Default: ``"fp32"``.
-        exclude: Shell patterns of what travels uncompressed. Default: nothing.
-        replicas: Mesh dimension or process group of the replicas of a model that is sharded over one dimension only.
-            Default: no replicas.
-        guard: Limits beyond which compression counts as harmful; None: no guard. Default: ``Guard()``.
-        sample_every: Steps from one measurement of encoding errors to the next; 0: never. Default: 50.
-        seed: Seed of stochastic rounding. Default: 0.
-        allow_inaccurate: Accept codecs that destroy what they are applied to. Default: False.
-        algorithm: Name of the algorithm of the compressed collectives. Default: ``"auto"``.
 
     Returns:
         An object whose ``state`` is the `State`, once the framework has sharded the model.
@@ -233,29 +172,15 @@ def attach(
         trainer.train()  # Lightning: trainer.fit(module)
         print(attached.state.report())
     """
-    options: dict[str, Any] = {
-        "gradients": gradients,
-        "parameters": parameters,
-        "preset": preset,
-        "feedback": feedback,
-        "residual": residual,
-        "exclude": exclude,
-        "replicas": replicas,
-        "guard": guard,
-        "sample_every": sample_every,
-        "seed": seed,
-        "allow_inaccurate": allow_inaccurate,
-        "algorithm": algorithm,
-    }
     # Wrong options raise their errors now, and not when the model is sharded.
-    _require_bool(allow_inaccurate)
-    _, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, preset, feedback)
-    if not allow_inaccurate:
+    given = complete_options("dtcomm.fsdp", options, DEFAULTS)
+    _, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, given)
+    if not given["allow_inaccurate"]:
         require_accurate(gradient_spec, parameter_spec, "residuals of the size of the model")
-    State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+    _make_state(gradient_spec, parameter_spec, given)
 
     def unused() -> State:
-        state = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+        state = _make_state(gradient_spec, parameter_spec, given)
         state.set_unused()
         return state
 
@@ -266,15 +191,15 @@ def attach(
             wrapper="FSDP",
             accepts=_is_sharded,
             obstacle=_obstacle,
-            compress=lambda model: compress(model, **options),
+            compress=lambda model: compress(model, gradients, parameters, **options),
             unused=unused,
         ),
     )
 
 
-def _require_bool(allow_inaccurate: bool) -> None:
-    if not isinstance(allow_inaccurate, bool):
-        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+def _make_state(gradients: CompressionSpec, parameters: CompressionSpec, options: Options) -> State:
+    seed, residual, guard = options["seed"], options["residual"], options["guard"]
+    return State(gradients, parameters, seed, residual, guard, options["sample_every"])
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
@@ -292,9 +217,11 @@ def _obstacle(model: torch.nn.Module) -> str:
 
 
 def _parse_specs(
-    gradients: str | Codec | None, parameters: str | Codec | None, preset: str | None, feedback: bool | str
+    gradients: str | Codec | None, parameters: str | Codec | None, options: Options
 ) -> tuple[CompressionSpec, CompressionSpec, CompressionSpec]:
     """Return the gradients' spec as it was given, the same with its feedback, and the parameters' spec."""
+    require_bool("allow_inaccurate", options["allow_inaccurate"])
+    preset = options["preset"]
     defaults = None if preset is None else find_preset(preset)
     if gradients is None:
         gradients = defaults.gradients if defaults else DEFAULT_GRADIENTS
@@ -303,7 +230,7 @@ def _parse_specs(
     parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
     return (
         parsed_gradients,
-        with_feedback(parsed_gradients, feedback),
+        with_feedback(parsed_gradients, options["feedback"]),
         parse_spec(parameters, PARAMETER_PREFIXES, "parameters"),
     )
 

@@ -1,4 +1,4 @@
-"""Compression specs of sharded models: what is done to gradients and parameters, as text.
+"""The options of sharded models, and compression specs: what is done to gradients and parameters, as text.
 
 A spec is a codec's spec, or two of them separated by a slash: ``int8/int4`` is int8 inside hosts and int4 between
 hosts. A prefix may precede them:
@@ -14,15 +14,87 @@ hosts. A prefix may precede them:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
+from dtcomm.compress.guard import Guard
 from dtcomm.compress.spec import AUTO, COMPRESSORS, MAX_ERROR, LevelCodecs, gaussian_error, needs_feedback
 from dtcomm.profiling.summary import format_bytes
+
+
+class StateOptions(TypedDict, total=False):
+    """What `compress`, `attach` and `ShardedOptimizer` take; the texts are those of `Options` too.
+
+    Attributes:
+        gradients: Spec of the gradients' reduce-scatter: a codec, or two (``"int8/int4"`` is int8 inside hosts and int4
+            between hosts), optionally prefixed by ``ef:`` or ``loco:`` for error feedback (see `dtcomm.fsdp.options`).
+            Default: the preset's, or ``"int8"``.
+        parameters: Spec of the parameters' all-gather: one or two codecs, optionally prefixed by ``delta:``, which
+            sends differences. FSDP1 supports only ``"none"``. Default: the preset's, or ``"none"``.
+        preset: ``"zero++"`` (Wang et al. 2023, arXiv:2306.10209), ``"loco"`` (Xie et al. 2024, arXiv:2407.04480) or
+            ``"sdp4bit"`` (Jia et al. 2024, arXiv:2410.15526) set both specs; ``gradients`` and ``parameters`` override
+            the preset's. Default: none.
+        feedback: Error feedback: add the error of each gradient's encoding to the next gradient. True is the same as
+            the prefix ``ef:``, and takes an fp32 copy of every module's whole gradient on every rank; ``loco:`` takes a
+            quarter of that. ``"auto"`` is True for codecs that do not converge without it, those that lose more than
+            20 % of Gaussian numbers in one encoding, such as sign, topk and int2; a log line states the memory.
+            Default: ``"auto"``.
+        residual: How ``ef:`` stores residuals between steps: ``"fp32"``, ``"bf16"`` or ``"int8"``
+            (`dtcomm.compress.residuals`). Default: ``"fp32"``.
+        exclude: Shell patterns of what travels uncompressed: FSDP modules, with all that they contain, or parameters,
+            if they are all parameters of an FSDP module, because a module's parameters travel as one tensor. The root
+            module itself is ``"(root)"``. Default: nothing.
+        replicas: Mesh dimension or process group of the replicas of this model, which is sharded over one dimension
+            only; their gradients are averaged in the codec of ``gradients``. This is HSDP with both collectives
+            compressed. With torch's own HSDP (a two-dimensional mesh in `fully_shard`) the all-reduce between replicas
+            is torch's, uncompressed, and the report says so. Default: no replicas.
+        guard: Limits and actions that protect training (`dtcomm.compress.guard`): the guard raises the precision of a
+            module's gradients or parameters, or stops compressing, when compression does harm. `State.observe` passes
+            the loss to it. None: no guard. Default: ``Guard()``.
+        sample_every: Steps from one measurement of encoding errors to the next, of gradients and of parameters, for
+            report and guard; 0: never, and gradients are not compared over windows of steps either. Default: 50.
+        seed: Seed of stochastic rounding. Default: 0.
+        allow_inaccurate: Accept codecs that destroy what they are applied to: those that lose, in one encoding of
+            Gaussian numbers, more than 20 % (relative error) of parameters or of gradients without feedback, or more
+            than 50 % of the differences of ``delta:``. Default: False.
+        algorithm: Name of the algorithm of the compressed collectives over the shards, one that reduce_scatter and
+            all_gather both have, built in or registered (`dtcomm.algorithms.register`). Default: ``"auto"``.
+    """
+
+    feedback: bool | str
+    residual: str
+    exclude: str | Sequence[str]
+    guard: Guard | None
+    sample_every: int
+    seed: int
+    allow_inaccurate: bool
+
+
+class Options(StateOptions, total=False):
+    preset: str | None
+    replicas: DeviceMesh | dist.ProcessGroup | None
+    algorithm: str
+
+
+Options.__doc__ = StateOptions.__doc__
+STATE_DEFAULTS: StateOptions = {
+    "feedback": "auto",
+    "residual": "fp32",
+    "exclude": (),
+    "guard": Guard(),
+    "sample_every": 50,
+    "seed": 0,
+    "allow_inaccurate": False,
+}
+DEFAULTS: Options = {**STATE_DEFAULTS, "preset": None, "replicas": None, "algorithm": "auto"}
 
 #: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dtcomm import torch_compat
-from dtcomm.arguments import require_int, suggest
+from dtcomm.arguments import require_bool, require_int, shares_options, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
-from dtcomm.compress.guard import Event, Guard
+from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
 from dtcomm.fsdp.collectives import GradientReduction
@@ -36,6 +36,8 @@ from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.options import (
     FEEDBACKS,
     PARAMETER_PREFIXES,
+    STATE_DEFAULTS,
+    StateOptions,
     parse_spec,
     require_accurate,
     residual_size,
@@ -46,7 +48,6 @@ from dtcomm.fsdp.storage import OptimizerBucket
 from dtcomm.tp.sharded_module import shard_groups
 
 MIB = 2**20
-_DEFAULT_GUARD = Guard()
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
@@ -71,6 +72,7 @@ class _PendingReduction(NamedTuple):
     plain_bytes: int
 
 
+@shares_options(STATE_DEFAULTS, StateOptions)
 class ShardedOptimizer(torch.optim.Optimizer, Reporting):
     """An optimizer that updates one shard of every parameter per rank and communicates compressed.
 
@@ -87,20 +89,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         gradients: Spec of the gradients' reduce-scatter, as `dtcomm.fsdp.compress` takes it. Default: ``"none"``.
         parameters: Spec of the parameters' all-gather, as `dtcomm.fsdp.compress` takes it; ``delta:`` needs no memory
             here, because the model itself is the reference. Default: ``"none"``.
-        feedback: Error feedback of gradients, as `dtcomm.fsdp.compress` takes it: True, False, or ``"auto"``, which is
-            True for codecs that do not converge without it. Default: ``"auto"``.
-        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, in
-            buckets of their own. Default: nothing.
         stage: ZeRO stage: 1 keeps whole gradients in ``parameter.grad``, 2 frees them bucket by bucket. Default: 2.
         bucket_bytes: Size of a bucket in bytes. Default: 25 MiB.
         group: Process group. Default: all ranks.
-        seed: Seed of stochastic rounding. Default: 0.
-        residual: How ``ef:`` stores residuals: ``"fp32"``, ``"bf16"`` or ``"int8"``. Default: ``"fp32"``.
-        guard: As `dtcomm.fsdp.compress` takes it, applied to each bucket. Default: ``Guard()``.
-        sample_every: As `dtcomm.fsdp.compress` takes it; `step` ends a step. Default: 50.
-        allow_inaccurate: Accept codecs that destroy what they are applied to, as `dtcomm.fsdp.compress` does. Default:
-            False.
-        **options: Options of the optimizer, such as ``lr``.
+        exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, in
+            buckets of their own. Default: nothing.
+        **options: Options of compression, those below, and of the optimizer, such as ``lr``.
 
     Raises:
         TypeError: The parameters have no names or are DTensors, an argument has a wrong type, or an option is neither
@@ -125,23 +119,18 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         *,
         gradients: str | Codec = "none",
         parameters: str | Codec = "none",
-        feedback: bool | str = "auto",
-        exclude: str | Sequence[str] = (),
         stage: int = 2,
         bucket_bytes: int = 25 * MIB,
         group: dist.ProcessGroup | None = None,
-        seed: int = 0,
-        residual: str = "fp32",
-        guard: Guard | None = _DEFAULT_GUARD,
-        sample_every: int = 50,
-        allow_inaccurate: bool = False,
         **options: Any,
     ) -> None:
         if stage not in (1, 2):
             raise ValueError(f"stage: expected 1 or 2, got {stage!r}; stage 3 is FSDP (dtcomm.fsdp.compress)")
         require_int("bucket_bytes", bucket_bytes, 1)
-        if not isinstance(allow_inaccurate, bool):
-            raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+        given: StateOptions = {**STATE_DEFAULTS}
+        for name in given.keys() & options.keys():
+            given[name] = options.pop(name)  # type: ignore[literal-required]
+        require_bool("allow_inaccurate", given["allow_inaccurate"])
         _require_options(optimizer, options)
         self.stage, self.group = stage, group
         groups = _named_groups(params)
@@ -152,19 +141,26 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             if parameter.requires_grad
         }
         parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
-        gradient_spec = with_feedback(parsed_gradients, feedback)
+        gradient_spec = with_feedback(parsed_gradients, given["feedback"])
         parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
-        memory = residual_size(sum(trainable.values()), residual)
-        if not allow_inaccurate:
+        memory = residual_size(sum(trainable.values()), given["residual"])
+        if not given["allow_inaccurate"]:
             require_accurate(gradient_spec, parameter_spec, memory)
-        self._exclusions = exclusions(exclude, list(trainable)).rules
-        self._compression = State(gradient_spec, parameter_spec, seed, residual, guard, sample_every)
+        self._exclusions = exclusions(given["exclude"], list(trainable)).rules
+        self._compression = State(
+            gradient_spec,
+            parameter_spec,
+            given["seed"],
+            given["residual"],
+            given["guard"],
+            given["sample_every"],
+        )
         self._compression.integration, self._compression.steps_ahead = "ShardedOptimizer", 1
         self._compression.group = group
         self._compression.begin_step()
         self._compression.num_shards = dist.get_world_size(group)
         self._compression.shard_index = dist.get_rank(group)
-        if feedback == "auto":
+        if given["feedback"] == "auto":
             self._compression.log_feedback(parsed_gradients, memory)
         self._buckets: list[OptimizerBucket] = []
         shard_groups = []
