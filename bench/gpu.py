@@ -32,6 +32,7 @@ import torch
 
 from bench.common import harness, report
 from bench.common.budget import Budget
+from bench.common.published import SIZES, published_line
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import device as device_info
@@ -43,7 +44,6 @@ from dtcomm.measure.memory_floor import (
     buffer_sets_for,
     minimum_bytes_moved,
 )
-from dtcomm.measure.published import SIZES, published_line
 from dtcomm.measure.virtual_ranks import VirtualRanks
 
 KB, MB = 1 << 10, 1 << 20

@@ -31,12 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.common import harness, report
+from bench.common import delayed_link, harness, netns, report
 from bench.common.harness import Measure
 from bench.common.pool import Pool
 from bench.common.ranks import contestant, rank_pool
 from dtcomm.cli.perf.backends import mpi
-from dtcomm.measure import delayed_link, netns
 from dtcomm.runtime.bootstrap import between_hosts
 
 KB, MB = 1 << 10, 1 << 20

@@ -1,7 +1,7 @@
 """`Timeline` records when the last N training steps computed, sent and waited.
 
-The DDP hook and FSDP call it. Switched off it costs one attribute look-up for each bucket. `profiler_range` and `AsyncRange` show the
-same work in traces of torch.profiler.
+The DDP hook and FSDP call it. Switched off it costs one attribute look-up for each bucket. `profiler_range` and
+`AsyncRange` show the same work in traces of torch.profiler.
 """
 
 from __future__ import annotations
