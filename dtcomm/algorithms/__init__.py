@@ -4,6 +4,13 @@
 of your own. A module here is an algorithm, or a family of them; `registry` is the one list of names.
 """
 
-from dtcomm.algorithms.registry import available, build, collectives, is_registered, register, require
+from dtcomm.algorithms.registry import available, build, register
+from dtcomm.algorithms.registry import collectives as collectives
+from dtcomm.algorithms.registry import is_registered as is_registered
+from dtcomm.algorithms.registry import require as require
 
-__all__ = ["available", "build", "collectives", "is_registered", "register", "require"]
+__all__ = [
+    "available",
+    "build",
+    "register",
+]

@@ -5,7 +5,8 @@ bytes, and `dtcomm.kernels.reference` has the arithmetic in numpy. A codec is re
 :func:`custom` registers one of your own, written in Python.
 """
 
-from dtcomm.codecs.base import Codec, Layout
+from dtcomm.codecs.base import Codec
+from dtcomm.codecs.base import Layout as Layout
 from dtcomm.codecs.cast import Bf16, Exact, Fp16, Lossless, Uncompressed
 from dtcomm.codecs.integer import Integer, Sign, VariableInteger
 from dtcomm.codecs.minifloat import Float8, Mxfp4, Mxfp8, Nvfp4
@@ -20,7 +21,6 @@ __all__ = [
     "Float8",
     "Fp16",
     "Integer",
-    "Layout",
     "Lossless",
     "Mxfp4",
     "Mxfp8",

@@ -5,14 +5,14 @@ processes. `run_elastic` runs a function like torchrun, with restarts.
 """
 
 from dtcomm.launch.process_pool import RankError
-from dtcomm.launch.ranks import RankOutcome, RankTimeout, RunningRanks, run_elastic, run_ranks, spawn_ranks
+from dtcomm.launch.ranks import RankOutcome as RankOutcome
+from dtcomm.launch.ranks import RankTimeout, run_elastic, run_ranks, spawn_ranks
+from dtcomm.launch.ranks import RunningRanks as RunningRanks
 from dtcomm.launch.worker import send_to_parent
 
 __all__ = [
     "RankError",
-    "RankOutcome",
     "RankTimeout",
-    "RunningRanks",
     "run_elastic",
     "run_ranks",
     "send_to_parent",

@@ -13,16 +13,15 @@ monitor of whole runs and a server of metrics.
 
 from __future__ import annotations
 
-from dtcomm.profiling.metrics import Metric, prometheus, write_prometheus, write_tensorboard
-from dtcomm.profiling.step_record import MessageRecord, StepRecord
+from dtcomm.profiling.metrics import Metric as Metric
+from dtcomm.profiling.metrics import prometheus, write_prometheus, write_tensorboard
+from dtcomm.profiling.step_record import MessageRecord as MessageRecord
+from dtcomm.profiling.step_record import StepRecord as StepRecord
 from dtcomm.profiling.summary import Summary
 from dtcomm.profiling.timeline import Timeline
 from dtcomm.profiling.trace import merge
 
 __all__ = [
-    "MessageRecord",
-    "Metric",
-    "StepRecord",
     "Summary",
     "Timeline",
     "merge",

@@ -6,10 +6,11 @@ into the `Program` of one rank, which is all that a runtime executes. `Builder` 
 from rank to rank; `dtcomm.algorithms` has the built-in ones.
 """
 
-from dtcomm.schedule.builder import Builder, Chunk
+from dtcomm.schedule.builder import Builder
+from dtcomm.schedule.builder import Chunk as Chunk
 from dtcomm.schedule.ir import Schedule, Transfer, parse
 from dtcomm.schedule.lower import Program, lower
 from dtcomm.schedule.simulate import simulate
 from dtcomm.schedule.verify import verify
 
-__all__ = ["Builder", "Chunk", "Program", "Schedule", "Transfer", "lower", "parse", "simulate", "verify"]
+__all__ = ["Builder", "Program", "Schedule", "Transfer", "lower", "parse", "simulate", "verify"]

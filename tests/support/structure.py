@@ -185,7 +185,7 @@ def public_names() -> list[str]:
     """Return the names that the pages of the core's reference document."""
     pages = "\n".join(page.read_text() for page in API_PAGES.glob("*.md"))
     names = set(re.findall(r"auto(?:class|function|data):: (\S+)", pages))
-    for module in set(re.findall(r"automodule:: (\S+)", pages)):
+    for module, excluded in re.findall(r"automodule:: (\S+)\n(?:   :exclude-members: (.*))?", pages):
         imported = importlib.import_module(module)
         listed = getattr(imported, "__all__", None)
         if listed is None:
@@ -196,7 +196,7 @@ def public_names() -> list[str]:
                 and (inspect.isfunction(value) or inspect.isclass(value))
                 and value.__module__ == module
             ]
-        names.update(f"{module}.{name}" for name in listed)
+        names.update(f"{module}.{name}" for name in listed if name not in excluded.split(", "))
     return sorted(name for name in names if not name.startswith("dtcomm.extensions"))
 
 
