@@ -27,9 +27,9 @@ MORE = {
     "pp x tp, zero-bubble": "--pp 2 --tp 2 --schedule zero-bubble --layers 4 --micro 4",
     "fsdp x cp": "--fsdp 2 --cp 2",
     "ep x dp": "--ep 2 --dp 2 --experts 4",
-    "dp x fsdp": "--dp 2 --fsdp 2",
 }
 EIGHT = {
+    "dp x fsdp x tp": "--dp 2 --fsdp 2 --tp 2",
     "ep x dp x tp": "--ep 2 --dp 2 --tp 2 --experts 4",
     "fsdp x tp x pp": "--fsdp 2 --tp 2 --pp 2 --schedule interleaved",
 }
