@@ -14,6 +14,8 @@ NATIVE_INPUTS := $(shell find csrc cmake) CMakeLists.txt setup.py
 
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Containers often set it; without compiled files each process compiles torch's sources again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 DEPS := $(VENV)/.requirements.stamp
 DEV_DEPS := $(VENV)/.requirements-dev.stamp
