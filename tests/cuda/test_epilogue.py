@@ -11,7 +11,6 @@ import torch
 
 import dtcomm.collectives as C
 from dtcomm import tp
-from dtcomm.extensions.calibrate.emulate import emulate_all_reduce
 from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
@@ -27,6 +26,7 @@ from tests.unit.runtime.fused_epilogue_cases import (
     RankTensors,
     run_by_engine,
     same,
+    symmetric_sum,
 )
 from tests.unit.runtime.test_fused import SPECS
 
@@ -80,12 +80,12 @@ def test_fused_epilogue_matches_engine(algorithm: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_symmetric_sum_of_virtual_ranks_matches_emulation(ranks: int) -> None:
+def test_symmetric_sum_of_virtual_ranks_matches_reference(ranks: int) -> None:
     virtual = VirtualRanks(ranks, "cuda")
     for turn, spec in enumerate(SPECS[1:]):
         dtype = TYPES[turn % 3]
         inputs = RankTensors(ranks, dtype)
-        expected = emulate_all_reduce(inputs.sums, spec, TWO_SHOT_SYMMETRIC)
+        expected = symmetric_sum(inputs.sums, spec)
         sums = [x.cuda() for x in inputs.sums]
         plan = virtual.plan("all_reduce", ROWS * FEATURES, dtype, spec, algorithm=TWO_SHOT_SYMMETRIC)
         virtual.run(plan, sums, sums)

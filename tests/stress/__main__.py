@@ -28,7 +28,7 @@ class Program:
     """One stress program.
 
     Attributes:
-        module: Its module in ``tests.stress``.
+        module: Its module in ``tests``.
         shows: What it shows, in a few words.
         arguments: Return its arguments for a seed and a number of seconds.
     """
@@ -40,7 +40,7 @@ class Program:
     def command(self, seed: int, seconds: float, details: str) -> list[str]:
         """Return the command of a run, without the interpreter."""
         arguments = [*self.arguments(seed, seconds), "--json", details]
-        return ["-m", f"tests.stress.{self.module}", *map(str, arguments)]
+        return ["-m", f"tests.{self.module}", *map(str, arguments)]
 
 
 def _minutes(seconds: float) -> float:
@@ -61,42 +61,44 @@ def _limits(seed: int, seconds: float) -> list[object]:
 
 PROGRAMS: dict[str, Program] = {
     "fuzz": Program(
-        module="fuzz",
+        module="stress.fuzz",
         shows="damaged payloads of every codec under AddressSanitizer",
         arguments=lambda seed, seconds: ["--seed", seed, "--payloads", int(8000 * seconds)],
     ),
     "operations": Program(
-        module="bit_identity",
+        module="stress.bit_identity",
         shows="random operations have the same bits on all ranks, and the exact sum",
         arguments=lambda seed, seconds: [
             *("--seed", seed, "--minutes", _minutes(seconds), "--operations", 10**9)
         ],
     ),
     "soak": Program(
-        module="soak",
+        module="stress.soak",
         shows="ranks are killed and restarted by torchrun, nothing grows",
         arguments=lambda seed, seconds: ["--seed", seed, "--minutes", _minutes(seconds), "--life", 10, 60],
     ),
     "campaign": Program(
-        module="campaign",
+        module="stress.campaign",
         shows="a fault in every phase: who is named, how soon, what is left behind",
         arguments=lambda seed, seconds: ["--seed", seed, "--minutes", _minutes(seconds)],
     ),
     "torch_suite": Program(
-        module="torch_suite", shows="torch's own tests on backend dtcomm", arguments=_torch_suite
+        module="stress.torch_suite", shows="torch's own tests on backend dtcomm", arguments=_torch_suite
     ),
     "elastic": Program(
-        module="elastic",
+        module="extensions.stress.elastic",
         shows="elastic ranks are killed, leave and join while the others train",
         arguments=lambda seed, seconds: ["--seed", seed, "--minutes", _minutes(seconds)],
     ),
     "rendezvous": Program(
-        module="rendezvous",
+        module="stress.rendezvous",
         shows="interleavings of the rendezvous on 2 to 4 ranks",
         arguments=lambda seed, seconds: ["--first", seed, "--seeds", int(80 * seconds)],
     ),
     "limits": Program(
-        module="limits", shows="2^31 elements, 32 ranks, 1,000 groups, unaligned tensors", arguments=_limits
+        module="stress.limits",
+        shows="2^31 elements, 32 ranks, 1,000 groups, unaligned tensors",
+        arguments=_limits,
     ),
 }
 

@@ -146,6 +146,18 @@ def check_python(path: str, text: str) -> list[str]:
     return [f"{path}:{line}: {name}: {reason}" for line, name, reason in imports if reason]
 
 
+def check_test(path: str, text: str) -> list[str]:
+    """Return the violations in one file of the tests: only those in `tests/extensions` may import an extension."""
+    package = list(PurePosixPath(path).parts[:-1])
+    if package[:2] == ["tests", "extensions"] or "extensions" not in text:  # most files need not be parsed
+        return []
+    return [
+        f"{path}:{line}: {name}: move this test to tests/extensions"
+        for line, name in _imports(ast.parse(text, path), package)
+        if re.match(r"(dtcomm|tests)\.extensions\b", name)
+    ]
+
+
 # part of csrc → parts, or single headers, that it may include
 CXX_RULES: dict[str, frozenset[str]] = {
     "core": frozenset({"core"}),

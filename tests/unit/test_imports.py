@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +22,18 @@ HEADERS = frozenset(CXX)
 def test_python_files_follow_the_import_rules(path: str) -> None:
     violations = import_rules.check_python(path, (ROOT / path).read_text())
     assert not violations, "\n".join(violations)
+
+
+def test_only_tests_of_extensions_import_extensions() -> None:
+    files = {path.relative_to(ROOT).as_posix(): path.read_text() for path in structure.python_files("tests")}
+    violations = [line for path, text in files.items() for line in import_rules.check_test(path, text)]
+    assert not violations, "\n".join(violations)
+    planted = "def f():\n    from dtcomm.extensions.jobs import hardware\n"
+    assert len(import_rules.check_test("tests/unit/test_planted.py", planted)) == 1
+    assert (
+        len(import_rules.check_test("tests/unit/test_planted.py", "from tests.extensions import unit")) == 1
+    )
+    assert import_rules.check_test("tests/extensions/unit/test_planted.py", planted) == []
 
 
 @pytest.mark.parametrize("path", CXX)
@@ -145,52 +157,42 @@ def test_allowed_cxx_includes_are_accepted(path: str, text: str) -> None:
     assert import_rules.check_cxx(path, text, HEADERS) == []
 
 
-def test_importing_dtcomm_loads_no_optional_library() -> None:
-    """Importing dtcomm loads no terminal or plotting library and no compiler beyond torch's own imports."""
-    code = (
-        "import sys, torch, torch.distributed; before = set(sys.modules); import dtcomm;"
-        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+# The decorator of dtcomm.context_parallel.state would load torch's compiler, which takes seconds.
+FRESH_IMPORTS = """
+import importlib, json, sys, torch, torch.distributed
+torch.compiler.assume_constant_result = lambda function: function
+before = set(sys.modules)
+import dtcomm
+added = set(sys.modules) - before
+for package in sys.argv[1:]:
+    importlib.import_module(package)
+extensions = [name for name in sys.modules if name.startswith("dtcomm.extensions")]
+print(json.dumps({"added": sorted({name.split(".")[0] for name in added}), "extensions": extensions}))
+"""
+
+
+def test_imports_of_the_core_load_no_extension_and_no_optional_library() -> None:
+    """`import dtcomm` loads no terminal or plotting library and no compiler; no package of the core an extension."""
+    packages = sorted(
+        f"dtcomm.{path.parent.name}"
+        for path in ROOT.glob("dtcomm/*/__init__.py")
+        if path.parent.name != "extensions"
     )
+    assert len(packages) > 15
     # Where dtcomm is installed torch itself imports it (entry point torch.backends): not here, or nothing is seen.
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert run.returncode == 0, run.stderr
-    added = set(run.stdout.split())
-    assert "dtcomm" in added
-    assert not added & {"triton", "rich", "matplotlib", "hypothesis", "pytest"}
-
-
-def test_the_core_needs_no_extension(tmp_path: Path) -> None:
-    """All modules of the core can be imported from a copy of the package that has no extensions."""
-    copy = tmp_path / "dtcomm"
-    shutil.copytree(
-        ROOT / "dtcomm",
-        copy,
-        ignore=shutil.ignore_patterns("__pycache__", "extensions"),
-        copy_function=os.symlink,
-    )
-    code = (
-        "import importlib, pkgutil, sys, dtcomm\n"
-        "for module in pkgutil.walk_packages(dtcomm.__path__, 'dtcomm.'):\n"
-        "    try:\n"
-        "        module.name.endswith('__main__') or importlib.import_module(module.name)\n"
-        "    except ImportError as error:\n"  # of optional libraries and builds
-        "        if 'extensions' in str(error): raise\n"
-        "print(dtcomm.__path__[-1], len([name for name in sys.modules if name.startswith('dtcomm.')]))\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-c", FRESH_IMPORTS, *packages],
+        cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert run.returncode == 0, run.stderr
-    path, modules = run.stdout.split()
-    assert path == str(copy) and int(modules) > 100
+    found = json.loads(run.stdout)
+    assert "dtcomm" in found["added"] and found["extensions"] == []
+    assert not set(found["added"]) & {"triton", "rich", "matplotlib", "hypothesis", "pytest"}
 
 
 def test_no_modules_import_each_other() -> None:

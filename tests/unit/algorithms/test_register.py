@@ -13,8 +13,6 @@ from dtcomm import algorithms
 from dtcomm.algorithms import registry
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
-from dtcomm.extensions.jobs.hardware import find_system
-from dtcomm.extensions.jobs.sweep import run_sweep
 from dtcomm.planner import Measured, Table, select
 from dtcomm.schedule import Builder, Schedule, verify
 
@@ -163,12 +161,3 @@ def test_auto_takes_a_registered_algorithm_only_where_it_was_measured(hosts: int
     algorithms.register("twice", "all_reduce", encodes_twice)
     assert not verify(algorithms.build("twice", "all_reduce", 4)).encodes_once  # so no residual could be kept
     assert chosen(measured("twice", 1e-6, hosts), measured("ring", 1e-5, hosts)) == "ring"
-
-
-def test_a_plan_considers_a_registered_algorithm_only_by_name() -> None:
-    algorithms.register("star", "all_reduce", star)
-    system = find_system("local").resized(1, 4)
-    rows = run_sweep(system, "all_reduce", [1024, 2**20], ["int8"], algorithms=("all",)).rows
-    assert all("star" not in (each.algorithm for each in (row.best, *row.others)) for row in rows)
-    named = run_sweep(system, "all_reduce", [1024], ["int8"], algorithms=("star",)).rows
-    assert {row.best.algorithm for row in named} == {"star"}

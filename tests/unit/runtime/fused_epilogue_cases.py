@@ -6,6 +6,7 @@ import torch
 
 from dtcomm import algorithms
 from dtcomm.codecs import codec
+from dtcomm.kernels import counter_rng, ops
 from dtcomm.kernels.epilogue import empty_quantized, epilogue_task
 from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpHooks, OpSpec, TensorSpec
@@ -57,6 +58,31 @@ def run_by_engine(
     assert {outcome.status for outcome in run_simulated(Simulation(ranks=ranks, seed=1), operations)} == {
         "done"
     }
+
+
+def symmetric_sum(terms: list[torch.Tensor], spec: str) -> torch.Tensor:
+    """Return what `TWO_SHOT_SYMMETRIC` gives every rank: owners encode every term, their own too, and then the sum."""
+    ranks, numel, shape_codec = len(terms), terms[0].numel(), codec(spec)
+    granules = -(-numel // shape_codec.granularity)
+    total = torch.empty_like(terms[0]).view(-1)
+    for owner in range(ranks):
+        start, stop = (
+            min(numel, granules * r // ranks * shape_codec.granularity) for r in (owner, owner + 1)
+        )
+        payloads = [
+            ops.encode(spec, term.view(-1)[start:stop], key=counter_rng.mix_key(0, rank, owner), offset=start)
+            for rank, term in enumerate(terms)
+        ]
+        ops.reduce_encode(
+            spec,
+            payloads,
+            stop - start,
+            dtype=total.dtype,
+            key=counter_rng.mix_key(0, owner, ranks),
+            offset=start,
+            decoded=total[start:stop],
+        )
+    return total.view(terms[0].shape)
 
 
 def same(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:

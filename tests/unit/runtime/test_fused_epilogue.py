@@ -20,7 +20,6 @@ from dtcomm.collectives import (
     reduce_scatter,
 )
 from dtcomm.collectives import run as run_schedule
-from dtcomm.extensions.calibrate.emulate import emulate_all_reduce
 from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
@@ -39,6 +38,7 @@ from tests.unit.runtime.fused_epilogue_cases import (
     RankTensors,
     run_by_engine,
     same,
+    symmetric_sum,
 )
 from tests.unit.runtime.test_fused import SPECS
 from tests.unit.runtime.test_peer import CheckedPeers
@@ -64,11 +64,11 @@ def test_fused_epilogue_of_virtual_ranks_matches_engine(algorithm: str, ranks: i
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_symmetric_two_shot_sum_matches_emulation(ranks: int) -> None:
+def test_symmetric_two_shot_sum_matches_reference(ranks: int) -> None:
     virtual = VirtualRanks(ranks)
     for turn, spec in enumerate(SPECS[1:]):
         tensors = RankTensors(ranks, TYPES[turn % 3])
-        expected = emulate_all_reduce(tensors.sums, spec, TWO_SHOT_SYMMETRIC)
+        expected = symmetric_sum(tensors.sums, spec)
         plan = virtual.plan(
             "all_reduce", ROWS * FEATURES, TYPES[turn % 3], spec, algorithm=TWO_SHOT_SYMMETRIC
         )
@@ -160,7 +160,7 @@ def test_collective_calls_and_layers_use_fused_kernels(monkeypatch: pytest.Monke
 
 def two_step_sum(tensors: RankTensors, spec: str, rank: int) -> list[torch.Tensor]:
     """The two-step sum of the fp32 terms with its epilogue rounded once, and the norm of that."""
-    total = emulate_all_reduce([term.float() for term in tensors.sums], spec, TWO_SHOT_SYMMETRIC)
+    total = symmetric_sum([term.float() for term in tensors.sums], spec)
     y = ((total + tensors.bias.float()) + tensors.residuals[rank].float()).to(tensors.bias.dtype)
     normed = torch.empty_like(y)
     epilogue_task(y, weight=tensors.weight, eps=1e-5, norm_out=normed)()

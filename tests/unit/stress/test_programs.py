@@ -30,7 +30,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_accepts_its_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = PROGRAMS[name]
-    module = importlib.import_module(f"tests.stress.{program.module}")
+    module = importlib.import_module(f"tests.{program.module}")
     parsed: list[Any] = []
 
     def parse(parser: Any, arguments: list[str]) -> None:
@@ -52,7 +52,7 @@ def test_a_failing_program_is_named_with_its_command(
     runs: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["--minutes", "8", "--seed", "7"]) == 1
-    assert [words[1] for words in runs] == [f"tests.stress.{program.module}" for program in PROGRAMS.values()]
+    assert [words[1] for words in runs] == [f"tests.{program.module}" for program in PROGRAMS.values()]
     shown = capsys.readouterr().out
     assert "to repeat it: python -m tests.stress.soak --seed 7 --minutes 1.0" in shown
     assert f"seed 7: {len(PROGRAMS) - 1} of {len(PROGRAMS)} programs passed; failed: ['soak']" in shown

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stress import elastic
+from tests.extensions.stress import elastic
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Kill ranks of `dtcomm.extensions.elastic` at random moments, and start others that join, while the rest train on.
 
-python -m tests.stress.elastic [--minutes 30] [--ranks 3] [--pause 1 4] [--method diloco|streaming] [--json FILE]
+python -m tests.extensions.stress.elastic [--minutes 30] [--ranks 3] [--pause 1 4] [--method diloco|streaming]
 
 The first rank is never killed: it says whether training goes on, and whether memory, descriptors or threads grow. Of
 the others one is killed (SIGKILL), or leaves (SIGTERM), a pause after all take part, also while it joins, and another
@@ -28,8 +28,8 @@ from typing import Any
 
 from bench.common import report
 from dtcomm.extensions.elastic import Coordinator
+from tests.extensions.stress.elastic_rank import OPTIONS
 from tests.stress import DETAILS
-from tests.stress.elastic_rank import OPTIONS
 from tests.stress.soak import MOST_GROWTH, left_behind
 from tests.stress.soak_rank import resource_usage
 
@@ -61,7 +61,7 @@ class Ranks:
         command = [
             sys.executable,
             "-m",
-            "tests.stress.elastic_rank",
+            "tests.extensions.stress.elastic_rank",
             address,
             str(path),
             method,
