@@ -102,7 +102,7 @@ def shares_options(defaults: Mapping[str, object], options: type) -> Callable[[T
     """Show shared options in the signature and in the docstring of a function or class that takes ``**options``.
 
     The docstring of ``options`` explains them under ``Attributes:``. It may explain other arguments of the functions
-    too, which are added to those docstrings that do not explain them.
+    too, which are added to those docstrings that do not explain them, in the order of the signature.
 
     Args:
         defaults: All options, with their defaults.
@@ -125,12 +125,10 @@ def shares_options(defaults: Mapping[str, object], options: type) -> Callable[[T
         ]
         function.__signature__ = signature.replace(parameters=[*named, *keywords])
         if own := _entries(target, "Args"):
-            explained = _split_entries(own)
+            explained = {**texts, **_split_entries(own)}
             parameters = function.__signature__.parameters
-            added = "".join(
-                text for name, text in texts.items() if name in parameters and name not in explained
-            )
-            target.__doc__ = _text(target).replace(own, own + added, 1)
+            ordered = "".join(explained[name] for name in parameters if name in explained)
+            target.__doc__ = _text(target).replace(own, ordered, 1)
         return target
 
     return complete

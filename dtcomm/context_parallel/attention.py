@@ -2,8 +2,7 @@
 
 `torch.ops.dtcomm.context_parallel_attention` is attention with moving keys and values (ring, all_gather), and
 `torch.ops.dtcomm.context_parallel_exchange_heads` the exchange of Ulysses. They are operators so that eager code,
-`torch.compile` and activation checkpointing run the same thing. Their options are plain values: codecs are specs, and
-the group is its name.
+`torch.compile` and activation checkpointing run the same thing. They take the settings as text.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from typing_extensions import Unpack
 
-from dtcomm.codecs import Codec
+from dtcomm.arguments import shares_options
 from dtcomm.codecs import codec as parse
 from dtcomm.context_parallel import block_attention
 from dtcomm.context_parallel.exchange import (
-    GRADIENTS,
-    KEYS_AND_VALUES,
-    QUERIES_AND_OUTPUTS,
     DirectGradients,
     KeyValueBlocks,
     ScatteredGradients,
@@ -35,12 +32,21 @@ from dtcomm.context_parallel.layout import (
     require_length,
     visible,
 )
-from dtcomm.context_parallel.state import Settings, group_by_name, make_settings
+from dtcomm.context_parallel.state import (
+    DEFAULTS,
+    GRADIENTS,
+    KEYS_AND_VALUES,
+    QUERIES_AND_OUTPUTS,
+    Options,
+    Settings,
+    make_settings,
+)
 
 #: torch's function, which `context_parallel` replaces in torch.nn.functional.
 torch_attention = functional.scaled_dot_product_attention
 
 
+@shares_options(DEFAULTS, Options)
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -50,14 +56,8 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    method: str = "ring",
-    kv_codec: str | Codec = "none",
-    backward_codec: str | Codec | None = None,
-    qo_codec: str | Codec = "none",
-    layout: str = "zigzag",
     length: int | None = None,
-    seed: int = 0,
-    allow_inaccurate: bool = False,
+    **options: Unpack[Options],
 ) -> torch.Tensor:
     """Attention of this rank's queries to the keys and values of all ranks. Differentiable.
 
@@ -73,21 +73,8 @@ def attention(
         scale: Factor of the scores. Default: 1 / sqrt(head_dim).
         enable_gqa: Grouped-query attention: ``k`` and ``v`` may have fewer heads, which divide those of ``q``. Default:
             False.
-        method: ``"ring"`` passes keys and values from rank to rank, while a rank works on those it has (Ring
-            Attention, Liu et al. 2023, arXiv:2310.01889). ``"all_gather"`` gathers them all before (Llama 3, Dubey et
-            al. 2024, arXiv:2407.21783), which needs the memory of all payloads. ``"ulysses"`` gives each rank the
-            whole sequence of a share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509), which
-            needs heads and key heads that the ranks divide. Default: ``"ring"``.
-        kv_codec: Codec of keys and values, such as ``"int8"``, ``"fp8_e4m3"`` or ``"bf16"``. Default: ``"none"``.
-        backward_codec: Codec of all gradients. Default: ``"none"`` if the other codecs are ``"none"``, else ``"bf16"``.
-        qo_codec: Codec of queries and outputs, which travel with ``method="ulysses"`` only. Default: ``"none"``.
-        layout: ``"zigzag"`` or ``"contiguous"``, as it was given to `shard`. Default: ``"zigzag"``.
         length: Tokens of the whole sequence without padding; keys of padding are left out. Default: no padding. Needed
             only without ``is_causal``: there no query that counts sees the padding, which is at the end.
-        seed: Seed of stochastic rounding, which codecs with ``round=stochastic`` use; pass another one for each step.
-            Default: 0.
-        allow_inaccurate: Accept codecs that lose more than 20 % (relative error) of Gaussian numbers, such as topk,
-            sign and int2, although nothing sends later what they lose. Default: False.
 
     Returns:
         [batch, heads, tokens, value head_dim], of the dtype of ``q``.
@@ -104,9 +91,7 @@ def attention(
         shards = [dtcomm.context_parallel.shard(x, 2) for x in (q, k, v)]    # [batch, heads, sequence, head_dim]
         out = dtcomm.context_parallel.attention(*shards, is_causal=True, kv_codec="int8")
     """
-    settings = make_settings(
-        group, method, kv_codec, backward_codec, qo_codec, layout, seed, allow_inaccurate
-    )
+    settings = make_settings("dtcomm.context_parallel.attention", group, options)
     return sharded_attention(q, k, v, settings, is_causal, scale, enable_gqa, length)
 
 
@@ -127,19 +112,9 @@ def sharded_attention(
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     if settings.method == "ulysses" and settings.ranks > 1:
         return _ulysses(q, k, v, settings, is_causal, factor, length)
+    # On one rank Ulysses is a ring of one rank.
     out: torch.Tensor = torch.ops.dtcomm.context_parallel_attention(
-        q,
-        k,
-        v,
-        is_causal,
-        factor,
-        length,
-        "ring" if settings.method == "ulysses" else settings.method,
-        settings.layout,
-        settings.kv_codec,
-        settings.backward_codec,
-        settings.seed,
-        settings.group_name,
+        q, k, v, is_causal, factor, length, settings.text
     )[0]
     return out
 
@@ -161,28 +136,28 @@ def _ulysses(
                 "method='ring' or 'all_gather'"
             )
 
-    def exchange(x: torch.Tensor, to_heads: bool, codec: str, what: str) -> torch.Tensor:
+    def exchange(x: torch.Tensor, what: str, to_heads: bool) -> torch.Tensor:
         exchanged: torch.Tensor = torch.ops.dtcomm.context_parallel_exchange_heads(
-            x, to_heads, codec, settings.backward_codec, what, layout, settings.seed, settings.group_name
+            x, what, to_heads, settings.text
         )
         return exchanged
 
     # Without a mask the order of the tokens does not matter.
     ordered = is_causal or length is not None
 
-    def whole_sequence(x: torch.Tensor, codec: str, what: str) -> torch.Tensor:
-        exchanged = exchange(x, True, codec, what)
+    def whole_sequence(x: torch.Tensor, what: str) -> torch.Tensor:
+        exchanged = exchange(x, what, True)
         return order_by_position(exchanged, 2, layout, ranks) if ordered else exchanged
 
-    queries = whole_sequence(q, settings.qo_codec, QUERIES_AND_OUTPUTS)
-    keys, values = (whole_sequence(x, settings.kv_codec, KEYS_AND_VALUES) for x in (k, v))
+    queries = whole_sequence(q, QUERIES_AND_OUTPUTS)
+    keys, values = (whole_sequence(x, KEYS_AND_VALUES) for x in (k, v))
     if not is_causal:
         keys, values = keys[:, :, :length], values[:, :, :length]
     grouped = keys.shape[1] != queries.shape[1]
     out = torch_attention(queries, keys, values, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     if ordered:
         out = order_by_rank(out, 2, layout, ranks)
-    return exchange(out, False, settings.qo_codec, QUERIES_AND_OUTPUTS)
+    return exchange(out, QUERIES_AND_OUTPUTS, False)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -237,29 +212,6 @@ def _require_sequences(
     require_length(length, k.shape[2] * settings.ranks)
 
 
-def _settings(
-    method: str,
-    layout: str,
-    kv_codec: str,
-    backward_codec: str,
-    seed: int,
-    group: str,
-    qo_codec: str = "none",
-) -> Settings:
-    process_group = group_by_name(group)
-    return Settings(
-        method=method,
-        layout=layout,
-        kv_codec=kv_codec,
-        qo_codec=qo_codec,
-        backward_codec=backward_codec,
-        seed=seed,
-        group_name=group,
-        rank=process_group.rank(),
-        ranks=process_group.size(),
-    )
-
-
 # --- attention with moving keys and values --------------------------------------------------------------------------
 
 
@@ -271,19 +223,14 @@ def _attention(
     is_causal: bool,
     scale: float,
     length: int | None,
-    method: str,
-    layout: str,
-    kv_codec: str,
-    backward_codec: str,
-    seed: int,
-    group: str,
+    settings: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output like q, the log-sum-exp fp32 [batch, heads, tokens], and the payload of k and v."""
-    settings = _settings(method, layout, kv_codec, backward_codec, seed, group)
-    payload = encode_keys_and_values(k, v, settings)
+    given = Settings.of(settings)
+    payload = encode_keys_and_values(k, v, given)
     total = block_attention.Accumulator(q, v.shape[-1])
-    for source, keys, values in KeyValueBlocks(payload, (k.shape, v.shape), k.dtype, settings):
-        part = _visible(settings, is_causal, settings.rank, source, q.shape[2], k.shape[2], length)
+    for source, keys, values in KeyValueBlocks(payload, (k.shape, v.shape), k.dtype, given):
+        part = _visible(given, is_causal, given.rank, source, q.shape[2], k.shape[2], length)
         if part is not None:
             total.merge(part.queries, *block_attention.forward(q, keys, values, part, scale))
     return total.out.to(q.dtype), total.lse, payload
@@ -297,14 +244,10 @@ def _(
     is_causal: bool,
     scale: float,
     length: int | None,
-    method: str,
-    layout: str,
-    kv_codec: str,
-    backward_codec: str,
-    seed: int,
-    group: str,
+    settings: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    codec = parse(kv_codec if group_by_name(group).size() > 1 else "none")
+    given = Settings.of(settings)
+    codec = parse(given.kv_codec if given.ranks > 1 else "none")
     return (
         q.new_empty((*q.shape[:3], v.shape[-1])),
         q.new_empty(q.shape[:3], dtype=torch.float32),
@@ -315,37 +258,30 @@ def _(
 @torch.library.custom_op("dtcomm::context_parallel_attention_backward", mutates_args=())
 def _attention_backward(
     gradient: torch.Tensor,
-    q: torch.Tensor,
-    payload: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    saved: list[torch.Tensor],
     k_shape: list[int],
     v_shape: list[int],
     is_causal: bool,
     scale: float,
     length: int | None,
-    method: str,
-    layout: str,
-    kv_codec: str,
-    backward_codec: str,
-    seed: int,
-    group: str,
+    settings: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v."""
-    settings = _settings(method, layout, kv_codec, backward_codec, seed, group)
-    rank, queries, keys = settings.rank, q.shape[2], k_shape[2]
+    """Return the gradients of q, k and v. Of the forward pass q, the payload, the output and lse are ``saved``."""
+    given = Settings.of(settings)
+    q, payload, out, lse = saved
+    rank, queries, keys = given.rank, q.shape[2], k_shape[2]
     shapes = (k_shape, v_shape)
 
     def contributed(contributor: int) -> slice | None:
-        part = _visible(settings, is_causal, contributor, rank, queries, keys, length)
+        part = _visible(given, is_causal, contributor, rank, queries, keys, length)
         return None if part is None else part.keys
 
-    exchange = (DirectGradients if method == "ring" else ScatteredGradients)(
-        shapes, q.dtype, q.device, settings, contributed
+    exchange = (ScatteredGradients if given.method == "all_gather" else DirectGradients)(
+        shapes, q.dtype, q.device, given, contributed
     )
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    for step, (source, k, v) in enumerate(KeyValueBlocks(payload, shapes, q.dtype, settings)):
-        part = _visible(settings, is_causal, rank, source, queries, keys, length)
+    for step, (source, k, v) in enumerate(KeyValueBlocks(payload, shapes, q.dtype, given)):
+        part = _visible(given, is_causal, rank, source, queries, keys, length)
         if part is None:
             exchange.add(step, slice(0, 0), [q.new_zeros((*shape[:2], 0, shape[3])) for shape in shapes])
             continue
@@ -359,15 +295,13 @@ def _attention_backward(
 @_attention_backward.register_fake
 def _(
     gradient: torch.Tensor,
-    q: torch.Tensor,
-    payload: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    saved: list[torch.Tensor],
     k_shape: list[int],
     v_shape: list[int],
     *options: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = saved[0]
     return q.new_empty(q.shape), q.new_empty(k_shape), q.new_empty(v_shape)
 
 
@@ -380,9 +314,8 @@ def _setup_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
 
 
 def _differentiate_attention(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    q, payload, out, lse = ctx.saved_tensors
     gradients = torch.ops.dtcomm.context_parallel_attention_backward(
-        gradient, q, payload, out, lse, *ctx.shapes, *ctx.options
+        gradient, list(ctx.saved_tensors), *ctx.shapes, *ctx.options
     )
     return (*gradients, *(None for _ in ctx.options))
 
@@ -400,47 +333,25 @@ def _visible(
 
 
 @torch.library.custom_op("dtcomm::context_parallel_exchange_heads", mutates_args=())
-def _exchange_heads(
-    x: torch.Tensor,
-    to_heads: bool,
-    codec: str,
-    backward_codec: str,
-    what: str,
-    layout: str,
-    seed: int,
-    group: str,
-) -> torch.Tensor:
-    settings = _settings("ulysses", layout, codec, backward_codec, seed, group)
-    return exchange_heads(x, codec, what, to_heads, settings)
+def _exchange_heads(x: torch.Tensor, what: str, to_heads: bool, settings: str) -> torch.Tensor:
+    return exchange_heads(x, what, to_heads, Settings.of(settings))
 
 
 @_exchange_heads.register_fake
-def _(
-    x: torch.Tensor,
-    to_heads: bool,
-    codec: str,
-    backward_codec: str,
-    what: str,
-    layout: str,
-    seed: int,
-    group: str,
-) -> torch.Tensor:
+def _(x: torch.Tensor, what: str, to_heads: bool, settings: str) -> torch.Tensor:
     batch, heads, tokens, dim = x.shape
-    ranks = group_by_name(group).size()
+    ranks = Settings.of(settings).ranks
     shape = (heads // ranks, tokens * ranks) if to_heads else (heads * ranks, tokens // ranks)
     return x.new_empty((batch, *shape, dim))
 
 
 def _setup_exchange(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.options = inputs[1:]
+    _, _, ctx.to_heads, ctx.settings = inputs
 
 
 def _differentiate_exchange(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    to_heads, codec, backward_codec, _, *rest = ctx.options
-    dx = torch.ops.dtcomm.context_parallel_exchange_heads(
-        gradient, not to_heads, backward_codec, codec, GRADIENTS, *rest
-    )
-    return (dx, *(None for _ in ctx.options))
+    dx = torch.ops.dtcomm.context_parallel_exchange_heads(gradient, GRADIENTS, not ctx.to_heads, ctx.settings)
+    return dx, None, None, None
 
 
 _exchange_heads.register_autograd(_differentiate_exchange, setup_context=_setup_exchange)

@@ -20,11 +20,9 @@ import torch.distributed as dist
 
 from dtcomm.codecs import codec as parse
 from dtcomm.collectives import all_gather, all_to_all, recv, reduce_scatter, send
-from dtcomm.context_parallel.state import CARRIED, Settings, record
+from dtcomm.context_parallel.state import GRADIENTS, KEYS_AND_VALUES, Settings, record
 from dtcomm.kernels import counter_rng, ops
 from dtcomm.work import Work
-
-KEYS_AND_VALUES, QUERIES_AND_OUTPUTS, GRADIENTS = CARRIED.values()
 
 
 def encode(tensors: Sequence[torch.Tensor], codec: str, key: int = 0) -> torch.Tensor:
@@ -70,7 +68,7 @@ class KeyValueBlocks:
         """
         settings = self._settings
         codec = settings.kv_codec if settings.ranks > 1 else "none"
-        payloads = self._ring() if settings.method == "ring" else self._gathered()
+        payloads = self._gathered() if settings.method == "all_gather" else self._ring()
         for source, payload in payloads:
             k, v = decode(payload, self._shapes, self._dtype, codec)
             yield source, k, v
@@ -254,9 +252,7 @@ class ScatteredGradients(GradientExchange):
         return [part.view(*shape) for part, shape in zip(torch.split(flat, sizes), self._shapes, strict=True)]
 
 
-def exchange_heads(
-    x: torch.Tensor, codec: str, what: str, to_heads: bool, settings: Settings
-) -> torch.Tensor:
+def exchange_heads(x: torch.Tensor, what: str, to_heads: bool, settings: Settings) -> torch.Tensor:
     """Exchange a shard of the sequence with all heads for the whole sequence with a share of the heads, or back.
 
     Every part is encoded once, the rank's own part too.
@@ -264,12 +260,12 @@ def exchange_heads(
     Args:
         x: [batch, heads, tokens of this rank, head_dim] with all heads; or [batch, heads of this rank, all tokens,
             head_dim] with the tokens in rank order.
-        codec: Spec of the codec.
-        what: What is sent, for reports.
+        what: What is sent, one of the values of `CARRIED`, which have a codec each.
         to_heads: Whether the result has a share of the heads.
         settings: The settings.
     """
-    ranks, (from_dim, to_dim) = settings.ranks, (1, 2) if to_heads else (2, 1)
+    ranks, codec = settings.ranks, settings.codec_of(what)
+    from_dim, to_dim = (1, 2) if to_heads else (2, 1)
     parts = [part.contiguous() for part in x.detach().chunk(ranks, from_dim)]
     shape = parts[0].shape
     numel = parts[0].numel()

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 
 import torch
 from torch.nn import functional
+from typing_extensions import Unpack
 
-from dtcomm.codecs import Codec
+from dtcomm.arguments import shares_options
 from dtcomm.context_parallel.attention import sharded_attention, torch_attention
 from dtcomm.context_parallel.layout import GroupOrMesh, chunk_count, padded_length, require_dim, shard
-from dtcomm.context_parallel.state import Settings, State, make_settings
+from dtcomm.context_parallel.state import DEFAULTS, Options, Settings, State, make_settings
 
 
+@shares_options(DEFAULTS, Options)
 @contextmanager
 def context_parallel(
     group: GroupOrMesh = None,
@@ -22,13 +24,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] = (),
     no_restore_buffers: Sequence[torch.Tensor] = (),
     pad_values: Sequence[float] | None = None,
-    method: str = "ring",
-    kv_codec: str | Codec = "none",
-    backward_codec: str | Codec | None = None,
-    qo_codec: str | Codec = "none",
-    layout: str = "zigzag",
-    seed: int = 0,
-    allow_inaccurate: bool = False,
+    **options: Unpack[Options],
 ) -> Iterator[State]:
     """Inside the context `torch.nn.functional.scaled_dot_product_attention` is `attention` over the group's ranks.
 
@@ -44,13 +40,6 @@ def context_parallel(
         no_restore_buffers: Those of the buffers that are not needed after the context, so that no copy is kept.
         pad_values: For each buffer the value with which a sequence that does not divide is padded, such as -100 for
             targets of `torch.nn.functional.cross_entropy`. Default: such a sequence is refused.
-        method: As in `attention`. Default: ``"ring"``.
-        kv_codec: As in `attention`. Default: ``"none"``.
-        backward_codec: As in `attention`. Default: ``"none"`` if the other codecs are ``"none"``, else ``"bf16"``.
-        qo_codec: As in `attention`. Default: ``"none"``.
-        layout: As in `attention`. Default: ``"zigzag"``.
-        seed: As in `attention`. Default: 0.
-        allow_inaccurate: As in `attention`. Default: False.
 
     Yields:
         The `State`, whose report has what attention has sent since the context was entered.
@@ -69,9 +58,7 @@ def context_parallel(
             loss.backward()
         state.print_report()
     """
-    settings = make_settings(
-        group, method, kv_codec, backward_codec, qo_codec, layout, seed, allow_inaccurate
-    )
+    settings = make_settings("dtcomm.context_parallel.context_parallel", group, options)
     dims = _require_buffers(buffers, buffer_seq_dims, no_restore_buffers, pad_values)
     length = _padded_sequence(buffers, dims, settings, pad_values)
     if functional.scaled_dot_product_attention is not torch_attention:
@@ -100,7 +87,7 @@ def context_parallel(
     originals = [None if id(buffer) in dropped else buffer.clone() for buffer in buffers]
     values = pad_values or [0] * len(buffers)
     shards = [
-        shard(buffer, dim, group=settings.group, layout=layout, pad_value=value).clone()
+        shard(buffer, dim, group=settings.group, layout=settings.layout, pad_value=value).clone()
         for buffer, dim, value in zip(buffers, dims, values, strict=True)
     ]
     try:

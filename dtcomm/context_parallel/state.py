@@ -1,19 +1,22 @@
 """Settings of context-parallel attention (ranks, method, codecs), and counters of what it sends.
 
-`attention` and `context_parallel` make settings. Their fields are plain values, so that `torch.compile` can pass them
-to the operators.
+`attention` and `context_parallel` make settings from `Options`. Operators take them as text, which `torch.compile` can
+pass to them.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from dtcomm.arguments import require_int, suggest
+from dtcomm.arguments import complete_options, require_bool, require_int, suggest
 from dtcomm.codecs import Codec
 from dtcomm.compress.report import GroupTraffic
 from dtcomm.compress.spec import message_codec, require_accurate
@@ -25,6 +28,46 @@ METHODS = ("ring", "all_gather", "ulysses")
 BACKWARD_CODEC = "bf16"
 #: Argument → what its codec carries.
 CARRIED = {"kv_codec": "keys and values", "qo_codec": "queries and outputs", "backward_codec": "gradients"}
+KEYS_AND_VALUES, QUERIES_AND_OUTPUTS, GRADIENTS = CARRIED.values()
+
+
+class Options(TypedDict, total=False):
+    """What `attention` and `context_parallel` take.
+
+    Attributes:
+        method: ``"ring"`` passes keys and values from rank to rank, while a rank works on those it has (Ring
+            Attention, Liu et al. 2023, arXiv:2310.01889). ``"all_gather"`` gathers them all before (Llama 3, Dubey et
+            al. 2024, arXiv:2407.21783), which needs the memory of all payloads. ``"ulysses"`` gives each rank the
+            whole sequence of a share of the heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509), which
+            needs heads and key heads that the ranks divide. Default: ``"ring"``.
+        kv_codec: Codec of keys and values, such as ``"int8"``, ``"fp8_e4m3"`` or ``"bf16"``. Default: ``"none"``.
+        backward_codec: Codec of all gradients. Default: ``"none"`` if the other codecs are ``"none"``, else ``"bf16"``.
+        qo_codec: Codec of queries and outputs, which travel with ``method="ulysses"`` only. Default: ``"none"``.
+        layout: How sequences are sharded, ``"zigzag"`` or ``"contiguous"``, as in `shard`. Default: ``"zigzag"``.
+        seed: Seed of stochastic rounding, which codecs with ``round=stochastic`` use; pass another one for each step.
+            Default: 0.
+        allow_inaccurate: Accept codecs that lose more than 20 % (relative error) of Gaussian numbers, such as topk,
+            sign and int2, although nothing sends later what they lose. Default: False.
+    """
+
+    method: str
+    kv_codec: str | Codec
+    backward_codec: str | Codec | None
+    qo_codec: str | Codec
+    layout: str
+    seed: int
+    allow_inaccurate: bool
+
+
+DEFAULTS: Options = {
+    "method": "ring",
+    "kv_codec": "none",
+    "backward_codec": None,
+    "qo_codec": "none",
+    "layout": "zigzag",
+    "seed": 0,
+    "allow_inaccurate": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +84,7 @@ class Settings:
         group_name: The name of the process group.
         rank: This rank in the group.
         ranks: Number of ranks of the group.
+        text: What operators take, for `Settings.of`.
     """
 
     method: str
@@ -52,6 +96,22 @@ class Settings:
     group_name: str
     rank: int
     ranks: int
+    text: str
+
+    @staticmethod
+    def of(text: str) -> Settings:
+        """Return the settings of a text, on this rank."""
+        values = json.loads(text)
+        group = group_by_name(values["group_name"])
+        return Settings(**values, rank=group.rank(), ranks=group.size(), text=text)
+
+    def codec_of(self, what: str) -> str:
+        """Return the spec of the codec of what `CARRIED` names."""
+        return {
+            KEYS_AND_VALUES: self.kv_codec,
+            QUERIES_AND_OUTPUTS: self.qo_codec,
+            GRADIENTS: self.backward_codec,
+        }[what]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -61,52 +121,42 @@ class Settings:
 
 # Compiled code contains its result: arguments of one call site are the same at every call.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def make_settings(
-    group: GroupOrMesh,
-    method: str,
-    kv_codec: str | Codec,
-    backward_codec: str | Codec | None,
-    qo_codec: str | Codec,
-    layout: str,
-    seed: int,
-    allow_inaccurate: bool,
-) -> Settings:
-    """Check what users wrote and return the settings; see `dtcomm.context_parallel.attention`."""
+def make_settings(function: str, group: GroupOrMesh, given: Mapping[str, object]) -> Settings:
+    """Check the options that users gave to a function, and return the settings."""
+    options = complete_options(function, given, DEFAULTS)
+    method, allow_inaccurate = options["method"], options["allow_inaccurate"]
     if method not in METHODS:
         raise ValueError(f"method: {method!r} is not one of {', '.join(METHODS)}{suggest(method, METHODS)}")
-    require_layout(layout)
-    require_int("seed", seed, 0)
-    if not isinstance(allow_inaccurate, bool):
-        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
-    forward, queries = (
-        _parse(spec, argument, allow_inaccurate)
-        for spec, argument in ((kv_codec, "kv_codec"), (qo_codec, "qo_codec"))
-    )
+    require_layout(options["layout"])
+    require_int("seed", options["seed"], 0)
+    require_bool("allow_inaccurate", allow_inaccurate)
+    forward = _parse(options["kv_codec"], "kv_codec", allow_inaccurate)
+    queries = _parse(options["qo_codec"], "qo_codec", allow_inaccurate)
     if method != "ulysses" and queries != "none":
         raise ValueError(
             f"qo_codec: {queries} is for method='ulysses'; with method={method!r} queries and outputs stay on "
             "their rank"
         )
-    if backward_codec is None:
+    backward = options["backward_codec"]
+    if backward is None:
         backward = "none" if forward == queries == "none" else BACKWARD_CODEC
-    else:
-        backward = _parse(backward_codec, "backward_codec", allow_inaccurate)
-    process_group = process_group_of(group)
-    named = dist.group.WORLD if process_group is None else process_group
-    if named is None:
+    process_group = process_group_of(group) or dist.group.WORLD
+    if process_group is None:
         raise RuntimeError(
             "group: no process group is initialized; call torch.distributed.init_process_group first"
         )
-    return Settings(
-        method=method,
-        layout=layout,
-        kv_codec=forward,
-        qo_codec=queries,
-        backward_codec=backward,
-        seed=seed,
-        group_name=named.group_name,
-        rank=dist.get_rank(process_group),
-        ranks=dist.get_world_size(process_group),
+    return Settings.of(
+        json.dumps(
+            {
+                "method": method,
+                "layout": options["layout"],
+                "kv_codec": forward,
+                "qo_codec": queries,
+                "backward_codec": _parse(backward, "backward_codec", allow_inaccurate),
+                "seed": options["seed"],
+                "group_name": process_group.group_name,
+            }
+        )
     )
 
 

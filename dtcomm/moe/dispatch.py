@@ -7,7 +7,9 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
+from dtcomm.arguments import complete_options, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
@@ -24,7 +26,7 @@ from dtcomm.moe.route import (
     require_capacity,
     require_weights,
 )
-from dtcomm.moe.state import RowCodecs, make_codecs
+from dtcomm.moe.state import DEFAULTS, CodecOptions, RowCodecs, make_codecs
 from dtcomm.torch_compat import autograd_apply, exclude_from_compilation
 
 
@@ -115,13 +117,10 @@ def dispatch(
     *,
     capacity: int | None = None,
     priorities: torch.Tensor | None = None,
-    codec: str | Codec = "fp8_e4m3",
-    combine_codec: str | Codec | None = None,
-    backward_codec: str | Codec | None = None,
     hierarchical: bool | None = None,
     encoded: Literal[False] = False,
     group: dist.ProcessGroup | None = None,
-    allow_inaccurate: bool = False,
+    **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor, Route]: ...
 
 
@@ -133,16 +132,14 @@ def dispatch(
     *,
     capacity: int | None = None,
     priorities: torch.Tensor | None = None,
-    codec: str | Codec = "fp8_e4m3",
-    combine_codec: str | Codec | None = None,
-    backward_codec: str | Codec | None = None,
     hierarchical: bool | None = None,
     encoded: Literal[True],
     group: dist.ProcessGroup | None = None,
-    allow_inaccurate: bool = False,
+    **options: Unpack[CodecOptions],
 ) -> tuple[EncodedRows, Route]: ...
 
 
+@shares_options(DEFAULTS, CodecOptions)
 @exclude_from_compilation
 def dispatch(
     x: torch.Tensor,
@@ -151,13 +148,10 @@ def dispatch(
     *,
     capacity: int | None = None,
     priorities: torch.Tensor | None = None,
-    codec: str | Codec = "fp8_e4m3",
-    combine_codec: str | Codec | None = None,
-    backward_codec: str | Codec | None = None,
     hierarchical: bool | None = None,
     encoded: bool = False,
     group: dist.ProcessGroup | None = None,
-    allow_inaccurate: bool = False,
+    **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor | EncodedRows, Route]:
     """Send each token to the ranks that hold its experts. Differentiable with respect to ``x``.
 
@@ -167,23 +161,11 @@ def dispatch(
     ranks that hold the experts nor on the other tokens.
 
     Args:
-        x: This rank's tokens, [tokens, features]; fp32, fp16 or bf16. The number of tokens may differ between ranks
-            and may be 0; everything else is the same on all ranks.
         experts: The experts of each token, int32 or int64, [tokens] or [tokens, choices], 0 to ``num_experts - 1``, on
             the device of ``x``.
-        num_experts: Number of experts on all ranks together; divisible by the number of ranks.
         capacity: Most rows from one rank to one expert; what exceeds it is dropped and not sent. Default: no limit.
-        priorities: [tokens, choices], for example the router's weights: pairs with the lowest ones are dropped.
-            Default: the last ones.
-        codec: Codec of the tokens, a spec or a `Codec`. Default: ``"fp8_e4m3"``.
-        combine_codec: Codec of the experts' outputs, in `combine`. Default: ``"bf16"``, because models lose more
-            quality by 8-bit outputs than by 4-bit tokens; ``"none"`` if ``codec`` is.
-        backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
         hierarchical: Whether tokens travel first between hosts and then inside them. Default: if there are several
             hosts and one of them has several ranks.
-        encoded: Whether the rows are returned as they arrived. Default: False, they are decoded.
-        group: Process group. Default: all ranks.
-        allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
 
     Returns:
         The rows for this rank's experts, [rows, features], grouped by expert; the rows of an expert are ordered by
@@ -204,7 +186,7 @@ def dispatch(
     choices = checked_choices(x, experts, num_experts, priorities, world_size)
     if capacity is not None:
         require_capacity(capacity)
-    codecs = make_codecs(codec, combine_codec, backward_codec, allow_inaccurate)
+    codecs = make_codecs(**complete_options("dtcomm.moe.dispatch", options, DEFAULTS))
     hosts = Hosts.of(x, group)
     by_hosts = hosts.has_two_levels if hierarchical is None else hierarchical
     local_experts = num_experts // world_size

@@ -8,8 +8,10 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from dtcomm import torch_compat
+from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
 from dtcomm.errors import CollectiveMismatch
@@ -28,7 +30,7 @@ from dtcomm.moe.route import (
     require_capacity,
     require_weights,
 )
-from dtcomm.moe.state import RowCodecs, make_codecs, record
+from dtcomm.moe.state import DEFAULTS, CodecOptions, RowCodecs, make_codecs, record
 from dtcomm.torch_compat import autograd_apply, exclude_from_compilation
 
 
@@ -123,13 +125,10 @@ def dispatch_padded(
     capacity: int,
     *,
     priorities: torch.Tensor | None = None,
-    codec: str | Codec = "fp8_e4m3",
-    combine_codec: str | Codec | None = None,
-    backward_codec: str | Codec | None = None,
     hierarchical: bool = False,
     encoded: Literal[False] = False,
     group: dist.ProcessGroup | None = None,
-    allow_inaccurate: bool = False,
+    **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor, PaddedRoute]: ...
 
 
@@ -141,16 +140,14 @@ def dispatch_padded(
     capacity: int,
     *,
     priorities: torch.Tensor | None = None,
-    codec: str | Codec = "fp8_e4m3",
-    combine_codec: str | Codec | None = None,
-    backward_codec: str | Codec | None = None,
     hierarchical: bool = False,
     encoded: Literal[True],
     group: dist.ProcessGroup | None = None,
-    allow_inaccurate: bool = False,
+    **options: Unpack[CodecOptions],
 ) -> tuple[EncodedRows, PaddedRoute]: ...
 
 
+@shares_options(DEFAULTS, CodecOptions)
 @exclude_from_compilation
 def dispatch_padded(
     x: torch.Tensor,
@@ -159,13 +156,10 @@ def dispatch_padded(
     capacity: int,
     *,
     priorities: torch.Tensor | None = None,
-    codec: str | Codec = "fp8_e4m3",
-    combine_codec: str | Codec | None = None,
-    backward_codec: str | Codec | None = None,
     hierarchical: bool = False,
     encoded: bool = False,
     group: dist.ProcessGroup | None = None,
-    allow_inaccurate: bool = False,
+    **options: Unpack[CodecOptions],
 ) -> tuple[torch.Tensor | EncodedRows, PaddedRoute]:
     """Send each token to the ranks that hold its experts, without waiting for the device. Differentiable in ``x``.
 
@@ -174,24 +168,12 @@ def dispatch_padded(
     expert the last ones are dropped, as in GShard.
 
     Args:
-        x: This rank's tokens, [tokens, features]; fp32, fp16 or bf16. The number of tokens may differ between ranks
-            and may be 0; everything else is the same on all ranks.
         experts: The experts of each token, int32 or int64, [tokens] or [tokens, choices], 0 to ``num_experts - 1``, on
             the device of ``x``. On CUDA another value is a failed assertion of the device.
-        num_experts: Number of experts on all ranks together; divisible by the number of ranks.
         capacity: Rows from one rank to one expert, the same on all ranks. If it is the number of tokens, and no token
             chooses an expert twice, nothing is ever dropped.
-        priorities: [tokens, choices], for example the router's weights: pairs with the lowest ones are dropped.
-            Default: the last ones.
-        codec: Codec of the tokens, a spec or a `Codec`. Default: ``"fp8_e4m3"``.
-        combine_codec: Codec of the experts' outputs, in `combine_padded`. Default: ``"bf16"``; ``"none"`` if ``codec``
-            is.
-        backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
         hierarchical: Whether rows travel first between hosts, to one rank of each, and then inside them: the same rows
             and the same bytes between hosts, in fewer messages. Default: False, they travel directly.
-        encoded: Whether the rows are returned as they arrived. Default: False, they are decoded.
-        group: Process group. Default: all ranks.
-        allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
 
     Returns:
         The rows for this rank's experts, [local experts, ranks * capacity, features], and the route, for
@@ -215,9 +197,8 @@ def dispatch_padded(
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     choices = checked_choices(x, experts, num_experts, priorities, world_size)
     require_capacity(capacity)
-    if not isinstance(hierarchical, bool):
-        raise TypeError(f"hierarchical: expected a bool, got {type(hierarchical).__name__}")
-    codecs = make_codecs(codec, combine_codec, backward_codec, allow_inaccurate)
+    require_bool("hierarchical", hierarchical)
+    codecs = make_codecs(**complete_options("dtcomm.moe.dispatch_padded", options, DEFAULTS))
     flat = choices.reshape(-1).clamp(0, num_experts - 1)
     counts = count_choices(flat, num_experts)
     positions = positions_of_choices(flat, counts, priorities)

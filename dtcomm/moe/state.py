@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 
+from dtcomm.arguments import require_bool
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.compress.report import GroupTraffic, group_name
@@ -18,6 +20,38 @@ from dtcomm.work import Work
 COMBINE_CODEC = BACKWARD_CODEC = "bf16"
 #: Argument → what its codec carries.
 CARRIED = {"codec": "tokens", "combine_codec": "experts' outputs", "backward_codec": "gradients"}
+
+
+class CodecOptions(TypedDict, total=False):
+    """What `dispatch` and `dispatch_padded` take; the texts are those of their other common arguments too.
+
+    Attributes:
+        x: This rank's tokens, [tokens, features]; fp32, fp16 or bf16. The number of tokens may differ between ranks
+            and may be 0; everything else is the same on all ranks.
+        num_experts: Number of experts on all ranks together; divisible by the number of ranks.
+        priorities: [tokens, choices], for example the router's weights: pairs with the lowest ones are dropped.
+            Default: the last ones.
+        encoded: Whether the rows are returned as they arrived. Default: False, they are decoded.
+        group: Process group. Default: all ranks.
+        codec: Codec of the tokens, a spec or a `Codec`. Default: ``"fp8_e4m3"``.
+        combine_codec: Codec of the experts' outputs on their way back. Default: ``"bf16"``, because models lose more
+            quality by 8-bit outputs than by 4-bit tokens; ``"none"`` if ``codec`` is.
+        backward_codec: Codec of the gradients of both. Default: ``"bf16"``; ``"none"`` if both other codecs are.
+        allow_inaccurate: Whether codecs are allowed that lose more than a fifth of what they carry. Default: False.
+    """
+
+    codec: str | Codec
+    combine_codec: str | Codec | None
+    backward_codec: str | Codec | None
+    allow_inaccurate: bool
+
+
+DEFAULTS: CodecOptions = {
+    "codec": "fp8_e4m3",
+    "combine_codec": None,
+    "backward_codec": None,
+    "allow_inaccurate": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +82,7 @@ def make_codecs(
     allow_inaccurate: bool,
 ) -> RowCodecs:
     """Check what users wrote and fill in the defaults; see `dtcomm.moe.dispatch`."""
-    if not isinstance(allow_inaccurate, bool):
-        raise TypeError(f"allow_inaccurate: expected a bool, got {type(allow_inaccurate).__name__}")
+    require_bool("allow_inaccurate", allow_inaccurate)
     forward = _parse(codec, "codec", allow_inaccurate)
     none = parse("none")
     if combine_codec is None:

@@ -15,7 +15,7 @@ class Options(TypedDict, total=False):
     """What the functions below take.
 
     Attributes:
-        codec: The codec, of
+        model: The model, of
             two lines.
         seed: The seed.
     """
@@ -31,7 +31,7 @@ def compress(model: int, codec: str = "int8", **options: Unpack[Options]) -> Opt
     """Compress.
 
     Args:
-        model: The model.
+        codec: The codec.
 
     Returns:
         The options.
@@ -59,7 +59,7 @@ def test_the_signature_has_the_options_with_their_defaults() -> None:
 
 
 def test_the_docstring_explains_each_argument_once() -> None:
-    explained = "    model: The model.\n    codec: The codec, of\n        two lines.\n    seed: The seed.\n"
+    explained = "    model: The model, of\n        two lines.\n    codec: The codec.\n    seed: The seed.\n"
     assert inspect.getdoc(compress) == f"Compress.\n\nArgs:\n{explained}\nReturns:\n    The options."
     assert inspect.getdoc(State) == "Keep.\n\nArgs:\n    codec: Another text.\n    seed: The seed."
 
