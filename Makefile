@@ -21,6 +21,7 @@ DEPS := $(VENV)/.requirements.stamp
 DEV_DEPS := $(VENV)/.requirements-dev.stamp
 NATIVE := build/native.stamp
 EMULATOR := build/emulator.stamp
+PROGRAMS := build/programs.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
@@ -158,41 +159,45 @@ tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, with
 	cmake --build build/tsan
 	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure -E '^fuzz'
 
-# The core of the in-place build is reused, so only the test itself is compiled.
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
+
+# The programs of device, races and aarch64, which may run at the same time (.ci/run). The core of the in-place build is
+# reused, so only the tests themselves are compiled.
+$(PROGRAMS): $(EMULATOR)
+	cmake --build $(INPLACE) --target cuda_emulated_test race_detector_test $(FOR_PROCESSORS)
+	@touch $@
+
+.PHONY: emulator-inputs
+emulator-inputs: $(PROGRAMS)
+	@$(PY) -m tests.cuda.emulator_inputs $(INPLACE)
 
 # By default 10,000 interleavings of the fused collectives, and the codec and low-rank kernels;
 # `make device ORDERS="fused 100000"`: only the fused collectives, in so many; `make device ORDERS=kernels`: only the kernels.
 ORDERS ?=
 
-device: $(NATIVE)  ## run the CUDA kernels' source on this CPU, and compare bytes with the CPU's kernels
-	cmake --build $(INPLACE) --target cuda_emulated_test
-	$(PY) -m tests.cuda.emulator_inputs $(INPLACE)
+device: emulator-inputs  ## run the CUDA kernels' source on this CPU, and compare bytes with the CPU's kernels
 	$(INPLACE)/cuda_emulated_test $(INPLACE) $(ORDERS)
 
 # By default 330 calls of the fused collectives and some codec kernels; `make races CALLS=5000`: so many, and all codec kernels.
 CALLS ?=
 
-races: $(NATIVE)  ## data races between the CUDA kernels' threads, blocks and ranks, found on this CPU
-	cmake --build $(INPLACE) --target race_detector_test
-	$(PY) -m tests.cuda.emulator_inputs $(INPLACE)
+races: emulator-inputs  ## data races between the CUDA kernels' threads, blocks and ranks, found on this CPU
 	$(INPLACE)/race_detector_test $(INPLACE) $(CALLS)
 
 # qemu-user with the C library that comes with the cross compiler.
 QEMU = qemu-aarch64 -L /usr/aarch64-linux-gnu
 AARCH64_CXX = aarch64-linux-gnu-g++
-PROGRAMS = kernel_digests engine_processes
+FOR_PROCESSORS = kernel_digests engine_processes
 DIGESTS = build/digests
 # What each kernel of a processor computes, one file each: $(call digests,WHERE THE PROGRAMS ARE,PROCESSOR).
 digests = for kernel in $$($(1)/kernel_digests); do \
 	{ $(1)/kernel_digests $$kernel && $(1)/engine_processes $$kernel; } >$(DIGESTS)/$(2)-$$kernel || exit 1; done
 
-aarch64: $(NATIVE)  ## kernels and engine for aarch64 under qemu-user, and their bytes beside this processor's
+aarch64: $(PROGRAMS)  ## kernels and engine for aarch64 under qemu-user, and their bytes beside this processor's
 	@for tool in $(AARCH64_CXX) $(firstword $(QEMU)); do command -v $$tool >/dev/null || { echo "aarch64: $$tool was not found; on Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
 	cmake -S . -B build/aarch64 -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 		-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DDTCOMM_WERROR=ON -DDTCOMM_PYTHON=OFF
-	cmake --build build/aarch64 --target $(PROGRAMS)
-	cmake --build $(INPLACE) --target $(PROGRAMS)
+	cmake --build build/aarch64 --target $(FOR_PROCESSORS)
 	rm -rf $(DIGESTS) && mkdir -p $(DIGESTS)
 	$(call digests,$(INPLACE),$(shell uname -m))
 	$(call digests,$(QEMU) build/aarch64,aarch64)

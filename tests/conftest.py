@@ -11,6 +11,15 @@ os.environ["DTCOMM_TUNE"] = "off"
 # Imported once for all ranks: each would take another two seconds over them.
 fork_server.MODULES += [
     "dtcomm.collectives",
+    "dtcomm.context_parallel",
+    "dtcomm.ddp",
+    "dtcomm.fsdp",
+    "dtcomm.local_sgd",
+    "dtcomm.moe",
+    "dtcomm.pipeline",
+    "dtcomm.profiling",
+    "dtcomm.tp",
+    "pytest",
     "torch._dynamo",  # by the first step of an optimizer
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

@@ -91,7 +91,7 @@ def test_auto_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> No
     results = run_ranks(train_with_auto, 2, 160, 256)
     assert results[0] == results[1]
     action, codecs, tried = results[0]
-    assert action.startswith("int4") and codecs[0] == "int4"
+    assert codecs[0] in ("int4", "int8") and action.startswith(codecs[0])
     assert tried[-1]["plan"] == "none" and tried[-2]["measured_ms"] < tried[-1]["measured_ms"]
 
 

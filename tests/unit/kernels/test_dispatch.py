@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -65,24 +62,19 @@ def test_cpu_features_decide_which_kernels_are_available() -> None:
 
 
 @pytest.mark.parametrize("name", available())
-def test_dtcomm_kernel_forces_a_kernel(name: str) -> None:
-    program = (
-        "import torch; from dtcomm.kernels import current, ops, reference; from dtcomm import _C\n"
-        "names, old, read = [], _C.combine, reference.combine\n"
-        "_C.combine = lambda kernel, *rest: (names.append(kernel), old(kernel, *rest))\n"
-        "reference.combine = lambda call: (names.append('reference'), read(call))\n"
-        "ops.encode('int8', torch.ones(100)); print(current(), *names)"
-    )
-    environment = {**os.environ, "DTCOMM_KERNEL": name}
-    process = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=True,
-    )
-    assert process.stdout.split() == [name, name]
+def test_dtcomm_kernel_forces_a_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def record(kernel: str, combine: Callable[..., object], *call: object) -> None:
+        names.append(kernel)
+        combine(*call)
+
+    combine, read = _C.combine, reference.combine
+    monkeypatch.setattr(_C, "combine", lambda kernel, *rest: record(kernel, combine, kernel, *rest))
+    monkeypatch.setattr(reference, "combine", lambda call: record("reference", read, call))
+    monkeypatch.setenv("DTCOMM_KERNEL", name)
+    ops.encode("int8", torch.ones(100))
+    assert [current(), *names] == [name, name]
 
 
 def test_an_invalid_dtcomm_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
