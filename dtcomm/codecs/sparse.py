@@ -109,7 +109,7 @@ class TopK(_Sparse):
 
     With ``scope=tensor`` the elements are the largest of everything that is encoded together: of the whole tensor with
     ``one_shot``, of a rank's chunk with other algorithms. That keeps more of gradients whose large elements lie close
-    together. Positions then take 32 bits, and torch selects the elements (dtcomm.kernels.tensor_topk).
+    together. Positions then take 32 bits, and torch selects the elements (dtcomm.kernels.eager).
 
     Options:
         ratio: The part of the elements that is sent, above 0 and at most 1. Default 0.01.

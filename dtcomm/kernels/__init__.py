@@ -7,7 +7,6 @@ Modules:
     calls: The record of one kernel call, and the checks of its arguments.
     dispatch: Which kernel runs a call.
     cpu, cuda, triton, reference: The kernels. All give the same bytes.
-    tensor_topk: Codec `topk:scope=tensor`, in torch.
     local_tasks: Rank-local work before and after sums in an agreed representation.
     low_rank: The passes of PowerSGD over one matrix.
     epilogue: What is fused behind a reduction: bias, a stream that is added, and RMS norm.

@@ -88,7 +88,7 @@ class EpilogueCall:
 
 
 class DeviceKernels(Protocol):
-    """A module of kernels for CUDA tensors: `dtcomm.kernels.cuda` or `dtcomm.kernels.triton`."""
+    """A module of kernels for CUDA tensors: `dtcomm.kernels.cuda` or `dtcomm.kernels.triton.launch`."""
 
     def combine(self, call: Combine) -> None:
         """Run one call."""

@@ -147,7 +147,9 @@ def load_backend(name: str) -> DeviceKernels:
         from dtcomm.kernels import cuda
 
         return cuda
-    return triton
+    from dtcomm.kernels.triton import launch
+
+    return launch
 
 
 def runs_on(name: str, codec: Codec) -> bool:

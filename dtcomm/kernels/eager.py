@@ -2,7 +2,7 @@
 
 `ops` documents the verbs and calls this module; so do the operators of `custom_ops` when a compiled graph runs.
 `run_combine` and `run_decode` take checked calls. Behind them are two kinds of codecs that no kernel of `dispatch` runs
-as a call: those of variable length, and those that are written in Python.
+as a call: those of variable length, and those that run in Python, such as ``topk:scope=tensor`` in operators of torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dtcomm import _C, errors
 from dtcomm.codecs import Codec, PythonCodec, TopK
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import calls, counter_rng, cpu, dispatch, reference, tensor_topk
+from dtcomm.codecs.sparse import POSITION_BYTES
+from dtcomm.kernels import calls, counter_rng, cpu, dispatch, reference
 from dtcomm.kernels.calls import Combine
 from dtcomm.kernels.reference import lossless as reference_lossless
 from dtcomm.kernels.reference.floats import bytes_of
@@ -25,6 +26,12 @@ from dtcomm.kernels.reference.floats import bytes_of
 _formats: dict[tuple[Codec | str, int, torch.dtype], tuple[Codec, int]] = {}
 _MOST_FORMATS = 4096
 _MOST_REPEATED_BYTES = 1 << 20  # of a tensor: above, checks take no time beside the kernel
+# For codec topk: the type of values, the type of their codes, and the code of NaN.
+_TOPK_TYPES = {
+    "bf16": (torch.bfloat16, torch.int16, 0x7FC0),
+    "fp16": (torch.float16, torch.int16, 0x7E00),
+    "fp32": (torch.float32, torch.int32, 0x7FC00000),
+}
 
 
 def encode(
@@ -390,11 +397,32 @@ def _decode_in_torch(codec: Codec, payload: torch.Tensor, numel: int, out: torch
 
 
 def _encoded(codec: TopK | PythonCodec, x: torch.Tensor, key: int) -> torch.Tensor:
-    return tensor_topk.encode(codec, x) if isinstance(codec, TopK) else codec.encode(x, key)
+    return _encode_topk(codec, x) if isinstance(codec, TopK) else codec.encode(x, key)
 
 
 def _decoded(codec: TopK | PythonCodec, payload: torch.Tensor, numel: int) -> torch.Tensor:
     payload = payload[: codec.payload_bytes(numel)]
-    return (
-        tensor_topk.decode(codec, payload, numel) if isinstance(codec, TopK) else codec.decode(payload, numel)
-    )
+    return _decode_topk(codec, payload, numel) if isinstance(codec, TopK) else codec.decode(payload, numel)
+
+
+def _encode_topk(codec: TopK, x: torch.Tensor) -> torch.Tensor:
+    """The payload of an fp32 tensor [n], without padding."""
+    magnitudes = x.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
+    # Numbers that all differ: the larger magnitude first, of equal ones the smaller index.
+    ranking = (magnitudes << 32) - torch.arange(x.numel(), device=x.device)
+    positions = ranking.topk(codec.kept_of_tensor(x.numel()), sorted=False).indices.sort().values
+    values = x[positions]
+    dtype, integers, nan = _TOPK_TYPES[codec.values]
+    # Conversions give a NaN other bits in a vector.
+    codes = torch.where(values.isnan(), nan, values.to(dtype).view(integers))
+    return torch.cat([positions.int().view(torch.uint8), codes.view(torch.uint8)])
+
+
+def _decode_topk(codec: TopK, payload: torch.Tensor, numel: int) -> torch.Tensor:
+    """The fp32 tensor of a payload without padding; values at positions outside it are ignored."""
+    split = POSITION_BYTES * codec.kept_of_tensor(numel)
+    positions = payload[:split].view(torch.int32).long()
+    values = payload[split:].clone().view(_TOPK_TYPES[codec.values][0]).float()
+    outside = (positions < 0) | (positions >= numel)
+    decoded = torch.zeros(numel + 1, device=payload.device)
+    return decoded.scatter_(0, torch.where(outside, numel, positions), values)[:numel]

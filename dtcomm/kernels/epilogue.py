@@ -10,21 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import calls, dispatch, ops, triton
+from dtcomm.kernels import calls, dispatch, ops, reference, triton
 from dtcomm.kernels.calls import EpilogueCall
 from dtcomm.kernels.local_tasks import LocalTask
-from dtcomm.kernels.reference import epilogue as reference
+from dtcomm.kernels.reference.floats import NAN, get, put
+from dtcomm.kernels.reference.minifloat import FORMATS
 
 UNCOMPRESSED = parse("none")
 #: Element types of a quantized norm.
 QUANTIZED_TYPES = (torch.float8_e4m3fn, torch.int8)
+_LANES = 16  # partial sums of a row's squares
+_E4M3_NAN = 127
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,9 +146,9 @@ def epilogue(
     if out.numel() == 0:
         return out
     if _by_triton(out):
-        triton.run_epilogue(_decoded(which, runs, call), call)
+        _run_triton(_decoded(which, runs, call), call)
     elif dispatch.current() == dispatch.REFERENCE:
-        reference.epilogue(which, runs, call)
+        _in_numpy(which, runs, call)
     else:
         addresses = [(payload.data_ptr(), numel) for payload, (_, numel) in zip(payloads, runs, strict=True)]
         _C.epilogue(dispatch.native_kernel(), which.native(), addresses, _native(call))
@@ -171,7 +176,7 @@ class EpilogueTask(LocalTask):
         if not _by_triton(out):
             super().__call__()
         elif out.numel():
-            triton.run_epilogue(out, self.call)
+            _run_triton(out, self.call)
 
     def norm(self) -> EpilogueTask | None:
         """The norm alone, for kernels that add bias and addend themselves; None if there is no norm."""
@@ -229,7 +234,7 @@ def _task(call: EpilogueCall) -> EpilogueTask:
         payload = torch.zeros(UNCOMPRESSED.wire_bytes(out.numel(), out.dtype), dtype=torch.uint8)
         sums = out.view(-1).view(torch.uint8)
         payload[: sums.numel()] = sums
-        reference.epilogue(UNCOMPRESSED, [(payload, out.numel())], call)
+        _in_numpy(UNCOMPRESSED, [(payload, out.numel())], call)
 
     return EpilogueTask(
         native=_C.task_epilogue(call.out.numel(), _native(call)),
@@ -260,6 +265,20 @@ def supports_epilogue(*tensors: torch.Tensor | None) -> bool:
 
 def _by_triton(out: torch.Tensor) -> bool:
     return not out.is_cpu or dispatch.current() == dispatch.TRITON
+
+
+def _run_triton(sums: torch.Tensor, call: EpilogueCall) -> None:
+    """Run the epilogue of decoded ``sums``, which is fp32 or of the type of ``out``, and may be ``out``.
+
+    Raises RuntimeError if Triton is not installed.
+    """
+    if not triton.installed():
+        raise RuntimeError(
+            f"out: on {call.out.device}, where Triton adds bias and addend; install it (pip install dtcomm[triton])"
+        )
+    from dtcomm.kernels.triton import launch
+
+    launch.run_epilogue(sums, call)
 
 
 def _decoded(codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], call: EpilogueCall) -> torch.Tensor:
@@ -330,3 +349,73 @@ def _native(call: EpilogueCall) -> _C.Epilogue:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _in_numpy(codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], call: EpilogueCall) -> None:
+    """The reference of the epilogue: every sum and product is rounded to fp32, in a stated order."""
+    out, parts = call.out, []
+    for payload, numel in runs:
+        part = torch.empty(numel)
+        if out.dtype != torch.float32 and codec.name == "none":
+            raw = torch.empty(numel, dtype=out.dtype)
+            reference.decode(codec, payload, numel, out.dtype, raw)
+            part.copy_(raw)
+        elif numel:
+            reference.decode(codec, payload, numel, torch.float32, part)
+        parts.append(part.numpy())
+    y: Any = np.concatenate(parts).reshape(-1, out.shape[-1])
+    if call.bias is not None:
+        y = y + get(call.bias)
+    if call.addend is not None:
+        y = y + get(call.addend).reshape(y.shape)
+    put(out, y.reshape(-1))
+    if not call.has_norm:
+        return
+    y = get(out).reshape(y.shape)
+    mean = _squares(y) / np.float32(out.shape[-1])
+    scale = np.float32(1) / np.sqrt(mean + np.float32(call.eps))
+    with np.errstate(invalid="ignore"):  # an infinite element has the mean Inf: Inf times 0 is NaN
+        y = y * scale[:, None]
+    if call.weight is not None:
+        y = y * get(call.weight)
+    norm = torch.empty_like(out) if call.norm_out is None else call.norm_out
+    put(norm, y.reshape(-1))
+    if call.codes is not None and call.scales is not None:
+        _quantize(get(norm), call.codes, call.scales)
+
+
+def _quantize(x: Any, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write x over the scale of its group to ``values``, to nearest even; a scale is a group's largest magnitude over
+    the largest number of the type of ``values``.
+    """
+    groups = x.reshape(scales.numel(), -1)
+    floating = values.dtype != torch.int8
+    finite = np.isfinite(groups).all(axis=1)
+    largest = np.float32(448 if floating else 127)
+    scale = np.where(finite, np.abs(np.where(finite[:, None], groups, 0)).max(axis=1) / largest, NAN)
+    scale = scale.astype(np.float32)
+    usable = (scale > 0)[:, None]  # not of zeros, and not NaN
+    t = np.divide(groups, scale[:, None], out=np.zeros_like(groups), where=usable)
+    if floating:
+        codes = np.where(finite[:, None], FORMATS["e4m3"].nearest(t), _E4M3_NAN)
+    else:
+        codes = np.rint(np.clip(t, -largest, largest)).astype(np.int8).view(np.uint8)
+    # What is not representable as a scale counts as zero, as its codes do.
+    codes = np.where(usable | ~finite[:, None], codes, 0)
+    values.view(torch.uint8).view(-1).copy_(torch.from_numpy(codes.astype(np.uint8).reshape(-1)))
+    scales.view(-1).copy_(torch.from_numpy(scale))
+
+
+def _squares(rows: Any) -> Any:
+    """Each row's sum of squares: element i is added to lane i mod 16; lanes are then folded in halves."""
+    count, n = rows.shape
+    padded = np.zeros((count, -(-n // _LANES) * _LANES), np.float32)
+    padded[:, :n] = rows * rows
+    lanes = np.zeros((count, _LANES), np.float32)
+    for step in range(0, padded.shape[1], _LANES):
+        lanes = lanes + padded[:, step : step + _LANES]
+    half = _LANES // 2
+    while half:
+        lanes = lanes[:, :half] + lanes[:, half : 2 * half]
+        half //= 2
+    return lanes[:, 0]

@@ -6,9 +6,9 @@ fp32 with one row per rank of the approximation: ``left`` [rank, rows] and ``rig
 
 A gradient is fp32, fp16 or bf16 and has shape [rows, columns] or is flat; a residual is fp32 with as many elements, or
 None. Both are dense and on one device. The functions check their arguments and call the implementation for that
-device: the C++ kernels or the reference for CPU tensors; for CUDA tensors the kernels of `_cuda`,
-with the CPU's bits, or operators of torch, as :func:`dtcomm.kernels.dispatch.low_rank_backend` says. Projections of
-CUDA tensors are matrix products of torch either way. `dtcomm.compress.powersgd` calls this module.
+device: the C++ kernels or :class:`InNumpy` for CPU tensors; for CUDA tensors the kernels of `_cuda`, with the CPU's
+bits, or :class:`InTorch`, as :func:`dtcomm.kernels.dispatch.low_rank_backend` says. Projections of CUDA tensors are
+matrix products of torch either way. `dtcomm.compress.powersgd` calls this module.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import calls, counter_rng, cpu, dispatch
 from dtcomm.kernels.dispatch import CUDA, REFERENCE, TORCH, current, low_rank_backend
-from dtcomm.kernels.reference import low_rank as reference
+from dtcomm.kernels.reference.floats import INFINITY, Floats, get, magnitude, put
 
 MAX_RANK = 64  # kMaxRank in csrc/cpu/kernels.h
 ROUNDING = 2.0**-18  # what is left of a vector is rounding if it is shorter than this part of it
 SMALLEST = 2.0**-126  # a vector counts as zero if its largest element is below this
 CHUNK = 1 << 22  # elements of a product that are computed at a time
+_LANES = 16  # partial sums of a dot product
 
 
 class Passes(Protocol):
-    """An implementation for CPU tensors, with checked arguments: `cpu` or `reference.low_rank`."""
+    """An implementation for CPU tensors, with checked arguments: `cpu` or :class:`InNumpy`."""
 
     def project_rows(
         self,
@@ -179,7 +181,7 @@ def _passes(tensor: torch.Tensor) -> Passes | DevicePasses:
 
 
 def _host_passes() -> Passes:
-    return reference if current() == REFERENCE else cpu
+    return InNumpy() if current() == REFERENCE else cpu
 
 
 def _pair_finite(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -330,3 +332,104 @@ def _random_directions(vectors: torch.Tensor, key: int) -> torch.Tensor:
     index = torch.arange(vectors.numel(), device=vectors.device)
     numbers: torch.Tensor = (counter_rng.mix32(index + first & 0xFFFFFFFF) >> 8).float() * 2.0**-24 - 0.5
     return numbers.view(vectors.shape)
+
+
+class InNumpy:
+    """The reference on CPU tensors, in numpy: every product and sum is rounded to fp32, in a stated order."""
+
+    @staticmethod
+    def project_rows(
+        gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
+    ) -> None:
+        """left[k, i] <- _dot(matrix[i], right[k])."""
+        matrix = _matrix(gradient, residual, left.shape[1])
+        for k, vector in enumerate(right.numpy()):
+            left.numpy()[k] = _dot(matrix, vector)
+
+    @staticmethod
+    def project_columns(
+        gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+    ) -> None:
+        """right[k] <- the rows of the matrix, each times its left[k, i], added in order to zero."""
+        matrix = _matrix(gradient, residual, left.shape[1])
+        sums = right.numpy()
+        sums[:] = 0
+        for i, row in enumerate(matrix):
+            sums += left.numpy()[:, i, None] * row
+
+    @staticmethod
+    def expand(
+        gradient: torch.Tensor,
+        residual: torch.Tensor | None,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        finite: torch.Tensor | None = None,
+    ) -> None:
+        """gradient <- the outer products of the factors, added in order; residual <- the error. `finite` is None."""
+        matrix = _matrix(gradient, residual, left.shape[1])
+        product = left.numpy()[0][:, None] * right.numpy()[0]
+        for p, q in zip(left.numpy()[1:], right.numpy()[1:], strict=True):
+            product = product + p[:, None] * q
+        if residual is not None:
+            put(residual, (matrix - product).reshape(-1))
+        put(gradient, product.reshape(-1))
+
+    @staticmethod
+    def orthonormalize(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+        """Modified Gram-Schmidt on the rows of each tensor, in order, twice."""
+        with np.errstate(all="ignore"):
+            for tensor, key in zip(vectors, keys, strict=True):
+                _orthonormalize_rows(tensor.numpy(), key)
+
+
+def _orthonormalize_rows(rows: Floats, key: int) -> None:
+    n = rows.shape[1]
+    for k, row in enumerate(rows):
+        top = magnitude(row).max()
+        if top >= INFINITY:
+            continue
+        direction = None
+        if top >= 0x00800000:
+            power = np.uint32(top & 0x7F800000).view(np.float32)
+            direction = _direction(rows[:k], row / power)
+        for attempt in range(4):
+            if direction is None:
+                direction = _direction(
+                    rows[:k], counter_rng.uniform(key, (k * 4 + attempt) * n, n) - np.float32(0.5)
+                )
+        rows[k] = 0 if direction is None else direction
+
+
+def _dot(a: Floats, b: Floats) -> Floats:
+    """The dot product over the last axis: element i is added to sum i mod 16; the 16 sums are folded in halves."""
+    pad = [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % _LANES)]
+    products = np.pad(a * b, pad).reshape((*a.shape[:-1], -1, _LANES))
+    sums: Floats = np.zeros((*a.shape[:-1], _LANES), np.float32)
+    for i in range(products.shape[-2]):
+        sums += products[..., i, :]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    folded: Floats = sums[..., 0]
+    return folded
+
+
+def _direction(before: Floats, x: Floats) -> Floats | None:
+    """`x` made orthogonal to the vectors `before` and of length 1; None if only rounding is left of it."""
+    length = np.sqrt(_dot(x, x))
+    for _ in range(2):
+        for other in before:
+            x = x + -_dot(x, other) * other
+    left = np.sqrt(_dot(x, x))
+    if not left > length * np.float32(ROUNDING):
+        return None
+    unit: Floats = np.divide(x, left, dtype=np.float32)
+    return unit
+
+
+def _matrix(gradient: torch.Tensor, residual: torch.Tensor | None, rows: int) -> Floats:
+    """The fp32 matrix that is compressed."""
+    matrix = get(gradient)
+    if residual is not None:
+        matrix = matrix + get(residual)
+    return matrix.reshape(rows, -1)

@@ -10,8 +10,7 @@ The functions for a granule are `encode` and `decode` of the module that the cod
         first element in the caller's tensor; `feedback` states that the error goes to a residual.
     decode(codec, granule, n): The n floats of one granule.
 
-`floats` has the casts and what several codecs share. `low_rank` and `epilogue` are the references of the kernels of
-those names.
+`floats` has the casts and what several codecs share.
 """
 
 from __future__ import annotations

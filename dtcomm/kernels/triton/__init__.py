@@ -1,22 +1,19 @@
 """The Triton kernels, for CUDA devices without a compiled `_cuda`, and for CPU tensors under TRITON_INTERPRET=1.
 
-They run fp16, bf16, int8, int4, fp8_e4m3 and fp8_e3m4; :func:`supports` tests a codec. The calls import `launch` and
-with it Triton, which takes longer to import than dtcomm; `rules` needs no Triton.
+They run fp16, bf16, int8, int4, fp8_e4m3 and fp8_e3m4; :func:`supports` tests a codec. This file has the constants of
+codecs with which they are compiled. `launch` runs calls: it imports Triton, which takes longer to import than dtcomm.
 """
 
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
-import torch
+import numpy as np
 
-from dtcomm.codecs import Codec
-from dtcomm.kernels.calls import Combine, EpilogueCall
-from dtcomm.kernels.triton.rules import rules_of
-
-__all__ = ["combine", "decode", "installed", "interpreted", "rules_of", "run_epilogue", "supports"]
+from dtcomm.codecs import Codec, Float8, Integer
 
 
 @cache
@@ -35,29 +32,74 @@ def supports(codec: Codec) -> bool:
     return (codec.elementwise and codec.name != "none") or rules_of(codec) is not None
 
 
-def combine(call: Combine) -> None:
-    """Run one call (see :class:`Combine`)."""
-    from dtcomm.kernels.triton import launch
+class Rules(NamedTuple):
+    """The constants of a codec with a scale per block.
 
-    launch.combine(call)
-
-
-def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    """`out` <- the `numel` elements of the payload; `dtype` is the type of the tensor that was encoded."""
-    from dtcomm.kernels.triton import launch
-
-    launch.decode(codec, payload, numel, dtype, out)
-
-
-def run_epilogue(sums: torch.Tensor, call: EpilogueCall) -> None:
-    """``out`` <- (sums + bias) + addend, and its RMS norm: `dtcomm.kernels.epilogue` of decoded ``sums``.
-
-    ``sums`` is fp32 or of the type of ``out``, and may be ``out``. Raises RuntimeError if Triton is not installed.
+    granule and block are counted in elements; bytes are those of a whole granule; fields are scales and zero points per
+    block.
     """
-    if not installed():
-        raise RuntimeError(
-            f"out: on {call.out.device}, where Triton adds bias and addend; install it (pip install dtcomm[triton])"
-        )
-    from dtcomm.kernels.triton import launch
 
-    launch.run_epilogue(sums, call)
+    mantissa: int  # bits of a float's mantissa; 0: codes are integers
+    normal: int  # bits of the smallest normal number of a float
+    bits: int  # of a code
+    levels: float  # the largest code
+    cap: int  # bits of the largest scale whose product with `levels` is finite
+    narrow: bool  # scales are bf16
+    symmetric: bool
+    up: bool  # scales are rounded up
+    stochastic: bool
+    block: int
+    granule: int
+    bytes: int
+    field_bytes: int
+    fields: int
+
+
+@lru_cache(maxsize=256)
+def rules_of(codec: Codec) -> Rules | None:
+    """The constants of `codec`; None if the kernels do not support it."""
+    rotate, spikes = codec.native()[5:7]
+    if rotate or spikes:
+        return None
+    if isinstance(codec, Integer) and codec.bits in (4, 8):
+        return _rules(codec, float(codec.levels), codec.symmetric)
+    if isinstance(codec, Float8) and codec.element == "e4m3":
+        return _rules(codec, 448.0, True, mantissa=3, least=2.0**-6)
+    if isinstance(codec, Float8) and codec.element == "e3m4":
+        return _rules(codec, 30.0, True, mantissa=4, least=2.0**-2)
+    return None
+
+
+def _rules(
+    codec: Integer | Float8, levels: float, symmetric: bool, *, mantissa: int = 0, least: float = 1.0
+) -> Rules:
+    """`least`: the smallest normal number of a float."""
+    layout = codec.layout()
+    narrow, stochastic = codec.scale == "bf16", codec.round == "stochastic"
+    return Rules(
+        mantissa=mantissa,
+        normal=int(np.float32(least).view(np.int32)),
+        bits=layout.code_bits,
+        levels=levels,
+        cap=_cap(levels, narrow),
+        narrow=narrow,
+        symmetric=symmetric,
+        up=stochastic or not symmetric,
+        stochastic=stochastic,
+        block=codec.block,
+        granule=layout.granule,
+        bytes=layout.bytes(layout.granule),
+        field_bytes=layout.field_bytes,
+        fields=layout.fields,
+    )
+
+
+def _cap(levels: float, narrow: bool) -> int:
+    """The bits of the largest value of the scale's type whose product with `levels` is finite."""
+    most = np.float32(levels)
+    cap = np.finfo(np.float32).max / most
+    with np.errstate(over="ignore"):
+        while np.isinf(cap * most):
+            cap = np.nextafter(cap, np.float32(0))
+    bits = int(cap.view(np.uint32))
+    return bits & 0xFFFF0000 if narrow else bits

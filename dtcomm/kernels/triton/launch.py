@@ -13,6 +13,7 @@ import triton.language as tl
 
 from dtcomm.codecs import Bf16, Codec, Fp16
 from dtcomm.kernels.calls import Combine, EpilogueCall
+from dtcomm.kernels.triton import rules_of
 from dtcomm.kernels.triton.kernels import (
     LANES,
     ROWS,
@@ -22,7 +23,6 @@ from dtcomm.kernels.triton.kernels import (
     norm_rows,
     quantize_groups,
 )
-from dtcomm.kernels.triton.rules import rules_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Elements per program: enough loads in flight per thread, and enough programs for small tensors.
