@@ -28,10 +28,10 @@ from bench.common.harness import Measure
 from bench.common.native import Segment, Tuning, Yardstick, tuning
 from bench.common.pool import Pool, pin
 from bench.common.ranks import contestant, rank_pool
-from dtcomm.cli.perf.backends import find_backend, mpi
-from dtcomm.cli.perf.backends.base import CollectiveCall
-from dtcomm.cli.perf.backends.torch_backend import Gloo
+from dtcomm.cli.perf import mpi
+from dtcomm.cli.perf.backend import CollectiveCall
 from dtcomm.cli.perf.collectives import COLLECTIVES
+from dtcomm.cli.perf.libraries import Gloo, find_backend
 from dtcomm.measure import exact_inputs
 
 KB, MB = 1 << 10, 1 << 20

@@ -35,7 +35,7 @@ from bench.common import delayed_link, harness, netns, report
 from bench.common.harness import Measure
 from bench.common.pool import Pool
 from bench.common.ranks import contestant, rank_pool
-from dtcomm.cli.perf.backends import mpi
+from dtcomm.cli.perf import mpi
 from dtcomm.runtime.bootstrap import between_hosts
 
 KB, MB = 1 << 10, 1 << 20

@@ -1,7 +1,7 @@
 """Command ``dtcomm perf``: an nccl-tests for dtcomm and its peers.
 
 A measurement goes through `main`, `runner.run` on every rank, `runner.CaseBench.measure`, `timing.time_operation` and
-`backends.base.Backend.bind`.
+`backend.Backend.bind`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from dtcomm.cli._common import LAUNCHER
 from dtcomm.cli.perf.args import PerfOptions, import_modules, parse
-from dtcomm.cli.perf.files import to_csv, to_json, write_plot
+from dtcomm.cli.perf.output import Printer, to_csv, to_json, write_plot
 from dtcomm.cli.perf.report import PerfReport, ProgressListener
 from dtcomm.cli.perf.runner import run
-from dtcomm.cli.perf.table import Printer
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
 

@@ -15,9 +15,9 @@ import torch
 from dtcomm import algorithms
 from dtcomm.cli import _common
 from dtcomm.cli._common import split_codecs
-from dtcomm.cli.perf import placement
-from dtcomm.cli.perf.backends import BACKEND_HELP, PEERS, backend_names, find_backend, mpi
+from dtcomm.cli.perf import mpi, placement
 from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
+from dtcomm.cli.perf.libraries import BACKEND_HELP, PEERS, backend_names, find_backend
 from dtcomm.cli.perf.placement import CPU, CUDA
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError

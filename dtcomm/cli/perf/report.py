@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtcomm.cli.perf.args import PerfOptions, Variant
-from dtcomm.cli.perf.backends.base import TransportUsed
+from dtcomm.cli.perf.backend import TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.placement import RankInfo
 from dtcomm.cli.perf.timing import Timing

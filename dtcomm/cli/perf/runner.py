@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf import placement, timing
 from dtcomm.cli.perf.args import PerfOptions, Variant
-from dtcomm.cli.perf.backends import find_backend
-from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed
+from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES, Collective
+from dtcomm.cli.perf.libraries import find_backend
 from dtcomm.cli.perf.placement import Placement
 from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow, ProgressListener, with_ratios
 from dtcomm.cli.perf.verify import (

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dtcomm.cli.perf.backends.base import CollectiveCall
-from dtcomm.cli.perf.backends.dtcomm_backend import Native, ProcessGroup
-from dtcomm.cli.perf.backends.torch_backend import TorchDistributed
+from dtcomm.cli.perf.backend import CollectiveCall
+from dtcomm.cli.perf.libraries import Native, ProcessGroup, TorchDistributed
 from dtcomm.work import COMPLETED
 
 

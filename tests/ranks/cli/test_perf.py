@@ -11,11 +11,10 @@ import pytest
 
 from dtcomm import algorithms
 from dtcomm.cli.main import main
-from dtcomm.cli.perf import measure
+from dtcomm.cli.perf import measure, mpi
 from dtcomm.cli.perf.args import parse
-from dtcomm.cli.perf.backends import mpi
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
-from dtcomm.cli.perf.files import plot_lines
+from dtcomm.cli.perf.output import plot_lines
 from dtcomm.cli.perf.report import PerfReport, PerfRow
 from dtcomm.launch.ranks import run_ranks
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf import args as perf_args
-from dtcomm.cli.perf import files, placement, runner
-from dtcomm.cli.perf import table as perf_table
-from dtcomm.cli.perf.backends.base import TransportUsed
-from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING
+from dtcomm.cli.perf import output, placement, runner
+from dtcomm.cli.perf.backend import TransportUsed
+from dtcomm.cli.perf.libraries import OVERLAPPING
 from dtcomm.cli.perf.report import PerfReport, ProgressListener
 from dtcomm.launch.ranks import run_ranks
 from tests.support.fake_cuda_ranks import fake_cuda_rank
@@ -53,15 +52,15 @@ def test_run_on_a_fake_gpu_is_reported() -> None:
         assert (
             events.count("synchronize") == 4 and events.count("record") == 2 * 4
         )  # out of place, then in place
-    shown = "\n".join([*perf_table.format_header(report), *perf_table.format_footer(report)])
+    shown = "\n".join([*output.format_header(report), *output.format_footer(report)])
     assert "# WARNING: ranks 0 and 1 share a GPU: NCCL is unavailable" in shown
     assert "# Device cuda: torch sees a GPU; --device cpu measures CPU tensors" in shown
     assert "device cuda:0 no GPU" in shown
-    document = json.loads(files.to_json(report, ["all_reduce"]))
+    document = json.loads(output.to_json(report, ["all_reduce"]))
     assert [gpu["name"] for gpu in document["config"]["gpus"]] == ["no GPU"]
     assert document["config"]["device"] == "cuda" and document["results"][2]["moved_by"] == "gloo"
-    heads = next(line for line in perf_table.format_header(report) if line.startswith("#       size"))
-    lines = [perf_table.format_row(options, row, 2) for row in report.rows]
+    heads = next(line for line in output.format_header(report) if line.startswith("#       size"))
+    lines = [output.format_row(options, row, 2) for row in report.rows]
     end = heads.index("moved") + len("moved")
     assert [line[:end].split()[-1] for line in lines] == ["native", "native", "gloo"]
 

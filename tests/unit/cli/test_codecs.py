@@ -14,7 +14,6 @@ from rich.console import Console
 
 from dtcomm.cli import codecs as codecs_command
 from dtcomm.cli.codecs import measure as codecs_measure
-from dtcomm.cli.codecs import report
 from dtcomm.cli.codecs.measure import OnDevice, Sample
 from dtcomm.cli.perf import args as perf_args
 from dtcomm.codecs import Codec, codec, names
@@ -124,7 +123,7 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
     rows = codecs_measure.measure_codecs(
         [codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device
     )
-    int8, sign = report.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
+    int8, sign = codecs_command.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
     assert set(int8["of_floor"]) == {
         "encode",
         "decode",
@@ -134,7 +133,7 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
     }
     assert all(share > 0 for share in int8["of_floor"].values()) and int8["encode_gbps"] > 0
     assert sign["encode_gbps"] is None and "no kernel" in sign["no_speed"]
-    report.print_table(rows, Console(width=200), 1 << 14, "a GPU")
+    codecs_command.print_table(rows, Console(width=200), 1 << 14, "a GPU")
     output = capsys.readouterr().out
     assert "no speed of sign: codec: no kernel" in output and "of floor:" in output and "a GPU, 0.0" in output
     (line,) = (line.split() for line in output.splitlines() if line.split()[:1] == ["sign"])
@@ -297,8 +296,8 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_pareto_points() -> None:
     points = [(8.5, 0.5), (4.0, 2.0), (16.0, 0.1), (8.5, 0.4), (9.0, 0.45), (32.0, 0.1), (4.0, 2.0)]
-    assert report.pareto_points(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
-    assert report.pareto_points([]) == []
+    assert codecs_command.pareto_points(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
+    assert codecs_command.pareto_points([]) == []
 
 
 def test_a_plot_without_matplotlib_is_refused_before_measuring(

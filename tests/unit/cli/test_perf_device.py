@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli.perf import args, backends, placement
-from dtcomm.cli.perf.backends.base import TransportUsed
-from dtcomm.cli.perf.backends.dtcomm_backend import transport_between
-from dtcomm.cli.perf.backends.torch_backend import OVERLAPPING, why_no_nccl, why_no_symmetric
+from dtcomm.cli.perf import args, libraries, placement
+from dtcomm.cli.perf.backend import TransportUsed
+from dtcomm.cli.perf.libraries import OVERLAPPING, transport_between, why_no_nccl, why_no_symmetric
 from tests.support.recording_clock import SHARED
 
 SMALL = "-b 4K -e 4K -n 3 -w 1"
@@ -140,6 +139,6 @@ def test_the_transport_follows_from_two_reports(
 
 
 def test_every_backend_names_the_devices_of_its_tensors() -> None:
-    for name, backend in backends.BACKENDS.items():
+    for name, backend in libraries.BACKENDS.items():
         assert backend.devices and set(backend.devices) <= {"cpu", "cuda"}, name
-    assert set(backends.PEERS) <= set(backends.BACKENDS)
+    assert set(libraries.PEERS) <= set(libraries.BACKENDS)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import dtcomm
-from dtcomm.cli.perf import files, placement
-from dtcomm.cli.perf import table as perf_table
+from dtcomm.cli.perf import output, placement
 from dtcomm.cli.perf.args import parse
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.placement import RankInfo
@@ -60,8 +59,8 @@ def make_report(line: str) -> PerfReport:
 
 
 def format_report(report: PerfReport) -> str:
-    rows = [perf_table.format_row(report.options, row, len(report.ranks)) for row in report.rows]
-    return "\n".join([*perf_table.format_header(report), *rows, *perf_table.format_footer(report)]) + "\n"
+    rows = [output.format_row(report.options, row, len(report.ranks)) for row in report.rows]
+    return "\n".join([*output.format_header(report), *rows, *output.format_footer(report)]) + "\n"
 
 
 GOLDEN = """\
@@ -149,7 +148,7 @@ def test_results_without_a_check_have_no_number_and_wrong_values_fail() -> None:
     report = make_report("all_reduce -b 1K -e 1K -c 0 -O 0")
     row = report.rows[0]
     unchecked = Measurement(timing=row.primary.timing, check=None)
-    line = perf_table.format_row(report.options, replace(row, out_of_place=None, in_place=unchecked), 2)
+    line = output.format_row(report.options, replace(row, out_of_place=None, in_place=unchecked), 2)
     assert line.split()[5:9] == ["N/A"] * 4 and line.split()[12] == "N/A"
     report.rows[0] = replace(row, in_place=measurement(1.0, wrong=1234567))
     assert "Out of bounds values : 1234567 FAILED" in format_report(report)
@@ -171,7 +170,7 @@ def test_results_without_a_check_have_no_number_and_wrong_values_fail() -> None:
     ],
 )
 def test_numbers_keep_their_width(value: float, width: int, text: str) -> None:
-    assert perf_table.format_fixed(value, width) == text and len(text) <= width
+    assert output.format_fixed(value, width) == text and len(text) <= width
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
     monkeypatch.setenv("SECRET_TOKEN", "do not print me")
     report = make_report("all_reduce -b 1K -e 1K --codec none --codec int8")
     report.rows[0] = replace(report.rows[0], in_place=measurement(1.0, wrong=3, error=math.nan))
-    text = files.to_json(report, ["all_reduce", "-b", "1K"])
+    text = output.to_json(report, ["all_reduce", "-b", "1K"])
     assert "SECRET" not in text and "do not print" not in text
     document = json.loads(text)
     assert {"version", "start_time", "args", "config", "results", "end_time"} <= document.keys()
@@ -254,7 +253,7 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
 def test_csv_has_a_line_for_each_row() -> None:
     report = make_report("all_reduce -b 1K -e 1K --codec none --codec int8")
     report.rows[0] = replace(report.rows[0], out_of_place=None)
-    lines = list(csv.DictReader(io.StringIO(files.to_csv(report))))
+    lines = list(csv.DictReader(io.StringIO(output.to_csv(report))))
     assert len(lines) == len(report.rows)
     assert lines[0]["codec"] == "none" and lines[0]["out_of_place.time"] == ""
     assert float(lines[1]["in_place.time"]) == pytest.approx(12.5)

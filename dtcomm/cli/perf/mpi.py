@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from dtcomm.cli.perf.backends.base import Backend, CollectiveCall, TransportUsed
+from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import DTYPES
 from dtcomm.cli.perf.placement import CPU, Placement
 
