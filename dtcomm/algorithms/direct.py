@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from dtcomm.algorithms.compose import sequence
+from dtcomm.schedule.builder import sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 

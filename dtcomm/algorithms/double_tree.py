@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dtcomm.algorithms.compose import reverse
+from dtcomm.schedule.builder import reverse
 from dtcomm.schedule.ir import Schedule, Transfer
 
 CHUNKS = 2

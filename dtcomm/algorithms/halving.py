@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtcomm.algorithms import tree
-from dtcomm.algorithms.compose import reverse, sequence
+from dtcomm.schedule.builder import reverse, sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from dtcomm.algorithms.compose import remap
+from dtcomm.schedule.builder import remap
 from dtcomm.schedule.ir import Schedule, Transfer
 
 Hosts = tuple[int, ...] | tuple[tuple[int, ...], ...]

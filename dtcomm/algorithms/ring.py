@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dtcomm.algorithms.compose import reverse, sequence
+from dtcomm.schedule.builder import reverse, sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from dtcomm.errors import ScheduleError
+from dtcomm.runtime.cuda_peer.launch import Inbox, plan_inboxes, verify_inboxes
 from dtcomm.schedule import Program, Schedule, lower
-from dtcomm.schedule.inboxes import Inbox, plan_inboxes, verify_inboxes
 from dtcomm.schedule.lower import Decode, Forward, Receive, Reduce, Send, steps
 from tests.unit.algorithms.every_algorithm import NAMES, build
 
