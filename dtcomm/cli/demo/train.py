@@ -8,11 +8,12 @@ them equally. They start from the same weights and read the same batches in the 
 
 from __future__ import annotations
 
+import os
 import statistics
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,8 @@ def load_corpus(root: Path | None = None, limit: int = 8_000_000) -> Corpus:
     root = root or Path(sysconfig.get_paths()["stdlib"])
     texts: dict[bool, list[str]] = {False: [], True: []}
     total = files = 0
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(_modules(root)):
         parts = path.relative_to(root).parts
-        if _SKIPPED.intersection(parts[:-1]):
-            continue
         text = path.read_text(encoding="utf-8", errors="replace").expandtabs(4)
         texts[zlib.crc32("/".join(parts).encode()) % 10 == 0].append(text)
         files += 1
@@ -76,6 +75,12 @@ def load_corpus(root: Path | None = None, limit: int = 8_000_000) -> Corpus:
     if min(len(training), len(held_out)) < 10_000:
         raise ValueError(f"{root}: {files} Python files with {total} characters are too little to train on")
     return Corpus(training=_symbols(training), held_out=_symbols(held_out), files=files)
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for folder, names, files in os.walk(root):
+        names[:] = set(names) - _SKIPPED  # not entered: installed packages are many times the library
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def training_batch(

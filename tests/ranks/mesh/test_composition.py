@@ -167,7 +167,7 @@ def test_compiled_blocks_train_alike() -> None:
 
 @pytest.mark.slow
 def test_eight_ranks_train_within_the_spread_of_seeds() -> None:
-    steps = "--width 32 --layers 4 --context 32 --batch 16 --micro 4 --steps 16"
+    steps = "--width 32 --layers 4 --context 32 --batch 16 --micro 4 --steps 8"
     seeds = run_ranks(
         train_all, 1, [f"{steps} --codec none --seed {seed}" for seed in range(3)], timeout=200
     )[0]
