@@ -15,7 +15,7 @@ from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import DtcommError
 
-KINDS = ("harm", "error", "residual", "spike", "loss", "nonfinite")
+KINDS = ("harm", "error", "residual", "loss", "nonfinite")
 ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
 
 
@@ -25,7 +25,7 @@ class CompressionHarmful(DtcommError):
     Attributes:
         event: What exceeded a limit.
         cause: "compression"; "gradients" if a rank's gradients held NaN or Inf before they were compressed; or
-            "unknown" (a loss or a norm that jumps may have either cause).
+            "unknown" (a loss that jumps may have either cause).
         rank: With "gradients": the only rank whose gradients were not finite; None if there are several.
     """
 
@@ -66,14 +66,12 @@ class Guard:
             outliers set the scale of every block. Default 0.9.
         residual: The largest ``norm(residual) / norm(gradient)``. Default None: 10, and more for schemes that keep
             most elements waiting (`residual_limit`).
-        spike: The largest norm of a gradient over its running mean. Default 20.
         loss: The largest loss, as passed to ``state.observe``, over its running mean, in two steps in a row. Default
-            2. Both running means are geometric, and a value must also exceed four times the usual deviation.
+            2. The mean is geometric, and a loss must also exceed it by four times the usual deviation.
         nonfinite: The number of steps in a row whose gradients may hold NaN or Inf. Default 25.
         on_harm: The action for ``cosine`` and ``norm_ratio``. Default "warn".
         on_error: The action for ``error``. Default "raise".
         on_residual: The action for ``residual``. Default "reset".
-        on_spike: The action for ``spike``. Default "warn".
         on_loss: The action for ``loss``. Default "none".
         on_nonfinite: The action for ``nonfinite``. Default "stop".
         steps: How long the action "none" lasts. Default 100 steps.
@@ -92,13 +90,11 @@ class Guard:
     window: int = 24
     error: float = 0.9
     residual: float | None = None
-    spike: float = 20.0
     loss: float = 2.0
     nonfinite: int = 25
     on_harm: str = "warn"
     on_error: str = "raise"
     on_residual: str = "reset"
-    on_spike: str = "warn"
     on_loss: str = "none"
     on_nonfinite: str = "stop"
     steps: int = 100
@@ -112,7 +108,7 @@ class Guard:
             action = getattr(self, f"on_{kind}")
             if action not in ACTIONS:
                 raise ValueError(f"guard: on_{kind} is {action!r}; valid: {', '.join(ACTIONS)}")
-        for name in ("error", "residual", "spike", "loss", "nonfinite"):
+        for name in ("error", "residual", "loss", "nonfinite"):
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
                 raise ValueError(f"guard: {name} is {limit!r}; valid: a number above 0")
@@ -131,7 +127,7 @@ class Event:
 
     Attributes:
         step: The step in which the ranks acted.
-        kind: The limit: "harm", "error", "residual", "spike", "loss" or "nonfinite".
+        kind: The limit: "harm", "error", "residual", "loss" or "nonfinite".
         name: The parameter, or an empty string for the whole model.
         value: What was measured; of "harm" the cosine or the ratio of norms, whichever is beyond its limit.
         limit: The limit it was compared with.

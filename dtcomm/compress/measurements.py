@@ -1,7 +1,8 @@
 """What a rank measures of its own gradients and encodings, for the monitors of `dtcomm.compress.monitor`.
 
 `ErrorSample` measures what an encoding loses of a gradient, on some of its elements. `GradientSketch` makes 256 numbers
-that keep inner products, to compare gradients without sending them.
+that keep inner products, to compare gradients without sending them; `SketchWindow` sums them over steps and compares
+the sums.
 
 The guard compares what ranks apply (the mean after compression) with what they would apply without compression (the
 mean of their gradients) by a sketch of each, summed over a window of steps. A sketch is linear: the mean over ranks of
@@ -30,11 +31,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
+from dtcomm.compress.guard import Guard, cosine_limit, send_interval
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng
 from dtcomm.streams import copy_to_device
@@ -44,6 +47,7 @@ FULL_SIZE = 16384  # elements up to which all of a parameter is read
 RUN = 8  # adjacent elements that go into the same cell
 SAMPLED_RUNS = 128  # of a larger parameter
 SAMPLED_RUN = 64  # adjacent elements that are read together; every RUN of them go into one cell
+HARM_PATIENCE = 2  # windows in a row that must exceed a limit
 
 
 class GradientSketch:
@@ -120,6 +124,113 @@ def compare_sketches(uncompressed: torch.Tensor, applied: torch.Tensor, steps: i
     return Fidelity(float(torch.dot(uncompressed / first, applied / second)), second / first, steps)
 
 
+class Sketched(Protocol):
+    """A flat tensor of parameters whose gradients are compared."""
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        """What the parameters that are compared are compressed with."""
+
+    def sketch(self, device: torch.device) -> GradientSketch:
+        """Return the map to their sketch."""
+
+
+class Harm(NamedTuple):
+    """A cosine or a ratio of norms beyond its limit, and what that means."""
+
+    value: float
+    limit: float
+    explanation: str
+
+
+class SketchWindow:
+    """Sums of both sketches over a window of steps, and their comparison.
+
+    Args:
+        guard: The limits, and the smallest number of steps in a window.
+        momentum: As for `dtcomm.compress.monitor.GuardMonitor`.
+
+    Attributes:
+        schemes: What the parameters that are sketched are compressed with.
+        complete: fp32 [2, 256], the sums of a window that is over but was not sent yet.
+        fidelity: The comparison of the last window; None before the end of the first one.
+    """
+
+    def __init__(self, guard: Guard, momentum: float | None) -> None:
+        self._guard, self._momentum = guard, momentum
+        self.schemes: dict[str, Scheme] = {}
+        self.complete: torch.Tensor | None = None
+        self.fidelity: Fidelity | None = None
+        self._step: torch.Tensor | None = (
+            None  # [2, 256]: of this rank's gradients, of the mean, in this step
+        )
+        self._velocity: torch.Tensor | None = None  # [256]: of this rank's gradients with momentum
+        self._sums: torch.Tensor | None = None
+        self._steps = self._size = 0  # steps so far, and in the whole window
+        self._harmful = 0  # windows in a row beyond a limit
+
+    def add(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
+        """Add the sketches of a gradient before compression and of the mean after it."""
+        pair = torch.stack([gradient, mean])
+        self._step = pair if self._step is None else self._step + pair
+
+    def end_step(self) -> None:
+        """Add the sketches of the step that is over to the window."""
+        sketches, self._step = self._step, None
+        if sketches is None:
+            return
+        # A step with NaN or Inf, which all ranks have alike, does not count; a GradScaler skips it.
+        is_finite = torch.isfinite(sketches).all()
+        sketches = torch.where(is_finite, sketches, 0.0)
+        if self._momentum is not None:
+            # A sketch is linear, so momentum of sketches is a sketch of the momentum.
+            before = torch.zeros_like(sketches[0]) if self._velocity is None else self._velocity
+            self._velocity = torch.where(is_finite, self._momentum * before + sketches[0], before)
+            sketches = torch.stack([torch.where(is_finite, self._velocity, 0.0), sketches[1]])
+        self._sums = sketches if self._sums is None else self._sums + sketches
+        self._steps += 1
+        # All ranks know the same schemes. What waits longer than a window would seem to be lost.
+        wait = max(map(send_interval, self.schemes.values()), default=1)
+        self._size = max(self._guard.window, wait // 2)
+        if self._steps >= self._size:
+            self.complete, self._sums, self._steps = self._sums, None, 0
+
+    def pop_complete(self) -> torch.Tensor | None:
+        """Return the sums of a window that is over, once."""
+        complete, self.complete = self.complete, None
+        return complete
+
+    def evaluate(self, sums: torch.Tensor) -> Harm | None:
+        """Compare the mean over ranks of a window's sums; return what is beyond a limit in two windows in a row."""
+        fidelity = self.fidelity = compare_sketches(sums[0], sums[1], self._size)
+        cosine, norm_ratio = fidelity.cosine, fidelity.norm_ratio
+        limit = self._guard.cosine
+        if limit is None:
+            limit = min(map(cosine_limit, self.schemes.values()), default=0.5)
+        highest = self._guard.norm_ratio
+        # DGC drops the momentum of the elements that it sends; without any, 1 - momentum of the norm is left.
+        lowest = (1 - (self._momentum or 0)) / highest
+        if cosine >= limit and lowest <= norm_ratio <= highest:
+            self._harmful = 0
+            return None
+        self._harmful += 1
+        if self._harmful < HARM_PATIENCE:
+            return None
+        self._harmful = 0
+        value, exceeded = cosine, limit
+        meaning = "what compression loses does not arrive in time, or the error of the rest is too large"
+        if cosine >= limit:
+            value, exceeded = norm_ratio, highest if norm_ratio > 1 else lowest
+            meaning = (
+                "delayed gradients come back in bursts, or are scaled up"
+                if norm_ratio > 1
+                else "a large part of the gradients does not arrive"
+            )
+        remedy = "use more bits or elements, feedback, or a lower learning rate"
+        explanation = f"{fidelity}, and the window before was beyond a limit too: {meaning}; {remedy}"
+        return Harm(value, exceeded, explanation)
+
+
 def _all_runs(name: str, start: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first elements [256, n] of the runs of a whole parameter, and the weights [256, n, 1, 8]."""
     key = counter_rng.absorb(zlib.crc32(name.encode()), numel)
@@ -174,8 +285,6 @@ class ErrorSample:
         stride: Every ``stride``-th element is in the sample.
         encoder_input: The sampled elements of gradient + residual, fp32.
         gradient_norm: The norm of the whole gradient; a tensor without dimensions on the gradient's device.
-        is_gradient: Whether it is a gradient, which the limit of spikes applies to; otherwise it is a parameter.
-            Default True.
     """
 
     name: str
@@ -183,7 +292,6 @@ class ErrorSample:
     stride: int
     encoder_input: torch.Tensor
     gradient_norm: float | torch.Tensor
-    is_gradient: bool = True
 
     @staticmethod
     def take(
@@ -192,7 +300,6 @@ class ErrorSample:
         gradient_norm: float | torch.Tensor,
         sent: torch.Tensor,
         residual: torch.Tensor | None,
-        is_gradient: bool = True,
     ) -> ErrorSample:
         """Copy every n-th element of ``sent`` + ``residual``, the two tensors that are given to the collective."""
         stride = max(1, sent.numel() // MAX_SAMPLES)
@@ -200,17 +307,17 @@ class ErrorSample:
         encoder_input = sent[::stride].to(torch.float32, copy=True)
         if residual is not None:
             encoder_input += residual[::stride]
-        return ErrorSample(name, scheme, stride, encoder_input, gradient_norm, is_gradient)
+        return ErrorSample(name, scheme, stride, encoder_input, gradient_norm)
 
     def measure(self, lost: torch.Tensor) -> torch.Tensor:
-        """Return fp32 [3] on the device of ``lost``; the host does not wait for it.
+        """Return fp32 [2] on the device of ``lost``; the host does not wait for it.
 
-        The values are the share of the typical elements that is missing (1 less their projection on what arrived),
-        |lost| / |gradient|, and |gradient| squared, or 0 for a parameter. The first two are 0 if they are not finite.
+        The values are the share of the typical elements that is missing (1 less their projection on what arrived) and
+        |lost| / |gradient|; 0 instead of one that is not finite.
         """
         magnitudes = self.encoder_input.abs()
         if not magnitudes.numel():
-            return torch.zeros(3, device=lost.device)
+            return torch.zeros(2, device=lost.device)
         # A place in the sorted magnitudes instead of a quantile, whose number would have to be read on the host.
         largest_typical = magnitudes.sort().values[int(TYPICAL_SHARE * (magnitudes.numel() - 1))]
         is_typical = magnitudes <= largest_typical
@@ -222,8 +329,7 @@ class ErrorSample:
         gradient_norm = torch.as_tensor(self.gradient_norm, dtype=torch.float32).reshape(1)
         residual_ratio = torch.linalg.vector_norm(lost) / gradient_norm
         errors = torch.stack([missing.clamp(min=0.0), residual_ratio.reshape(())])
-        square = gradient_norm.square() if self.is_gradient else torch.zeros_like(gradient_norm)
-        return torch.cat([torch.where(torch.isfinite(errors), errors, 0.0), square])
+        return torch.where(torch.isfinite(errors), errors, 0.0)
 
 
 def l2_norm(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Monitors: what a rank measures for the guard, and what all ranks decide from the averages.
 
 In every step sketches of the gradients before compression and of their mean after it are added up
-(`dtcomm.compress.measurements`); the cosine and the norms of the sums over a window say whether compression does
-harm. On every ``sample_every``-th step an `ErrorSample` measures what an encoding loses of a gradient, on some of its
-elements; the reports read it too.
+(`dtcomm.compress.measurements.SketchWindow`); the cosine and the norms of the sums over a window say whether
+compression does harm. On every ``sample_every``-th step an `ErrorSample` measures what an encoding loses of a gradient,
+on some of its elements; the reports read it too.
 
 All ranks must act alike. What a rank measures in one step therefore travels, as a few floats, with the last bucket of
 the next step, and every rank evaluates the mean over ranks when the step after that begins. Ranks of tensor parallelism
@@ -21,7 +21,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,73 +28,51 @@ import torch.distributed as dist
 from dtcomm.codecs import codec
 from dtcomm.collectives import all_reduce
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.compress.guard import (
-    CompressionHarmful,
-    Event,
-    Guard,
-    cosine_limit,
-    finer,
-    residual_limit,
-    send_interval,
-)
+from dtcomm.compress.guard import CompressionHarmful, Event, Guard, finer, residual_limit
 from dtcomm.compress.measurements import (
     SKETCH_SIZE,
     ErrorSample,
     Fidelity,
     GradientMeasurement,
-    GradientSketch,
-    compare_sketches,
+    Sketched,
+    SketchWindow,
     is_nonfinite,
 )
 from dtcomm.compress.spec import Scheme
 from dtcomm.streams import copy_to_device
 
-HEADER_SIZE = 6  # of `GuardMonitor.stats_tensor`
-HARM_PATIENCE = 2  # windows in a row that must exceed a limit
+HEADER_SIZE = 5  # of `GuardMonitor.stats_tensor`
 STEPS_TO_EVALUATE = 2  # at most, from a step to the evaluation of its statistics
 LOSS_PATIENCE = 2  # steps in a row in which a loss must exceed its limit
-DECAY = 0.9  # of the running means, for each value
-MIN_VALUES = 5  # values that a running mean needs before anything is compared with it
-DEVIATIONS = (
-    4.0  # a value must exceed the mean by so many; minibatch losses near zero differ by factors between steps
-)
+DECAY = 0.9  # of the running mean and deviation, for each loss
+MIN_LOSSES = 5  # losses that the running mean needs before anything is compared with it
+#: A loss must exceed the mean by so many deviations; minibatch losses near zero differ by factors between steps.
+DEVIATIONS = 4.0
 
 _log = logging.getLogger("dtcomm")
 
 
-class Sketched(Protocol):
-    """A flat tensor of parameters whose gradients are compared."""
-
-    @property
-    def schemes(self) -> Mapping[str, Scheme]:
-        """What the parameters that are compared are compressed with."""
-
-    def sketch(self, device: torch.device) -> GradientSketch:
-        """Return the map to their sketch."""
-
-
-class Monitor(Protocol):
+class Monitor:
     """What an integration tells the guard in a step, and asks it between steps.
+
+    This is the monitor of a run without a guard, which records and changes nothing.
 
     Attributes:
         group: The process group whose ranks average the statistics; None is the default group.
         agreeing_groups: Other groups, such as those of tensor parallelism, whose ranks decide alike.
+        events: What exceeded a limit so far, in order; the same on all ranks.
+        revision: Changes whenever the scheme of a parameter may have changed.
     """
 
-    group: dist.ProcessGroup | None
-    agreeing_groups: Sequence[dist.ProcessGroup]
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """What exceeded a limit so far, in order; the same on all ranks."""
-
-    @property
-    def revision(self) -> int:
-        """Changes whenever the scheme of a parameter may have changed."""
+    group: dist.ProcessGroup | None = None
+    agreeing_groups: Sequence[dist.ProcessGroup] = ()
+    events: Sequence[Event] = ()
+    revision: int = 0
 
     @property
     def fidelity(self) -> Fidelity | None:
         """The comparison of the last window, the same on all ranks; None before the end of the first one."""
+        return None
 
     def begin_step(self, step: int) -> None:
         """Start a step, after the statistics that have arrived were evaluated."""
@@ -114,6 +91,7 @@ class Monitor(Protocol):
 
     def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement | None:
         """Measure a bucket on this rank before it is compressed; on every rank for the same buckets."""
+        return None
 
     def record_mean(
         self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
@@ -122,6 +100,7 @@ class Monitor(Protocol):
 
     def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return the sketch of a gradient of this rank before it is compressed; None if there is nothing to compare."""
+        return None
 
     def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
         """Add the sketches of a gradient before compression and of the mean after it.
@@ -132,12 +111,14 @@ class Monitor(Protocol):
     @property
     def window_is_complete(self) -> bool:
         """Whether the next `stats_tensor` carries the sketches of a window; the same on all ranks."""
+        return False
 
     def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
         """Record whether this step's mean or this rank's own gradients held NaN or Inf, bools without dimensions."""
 
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
         """Return what to average over ranks: fp32 [n] on ``device`` (None: the CPU), or None if there is no guard."""
+        return None
 
     def average_over_agreeing_groups(self, mean: torch.Tensor) -> None:
         """Average, in place, what the ranks of `group` have averaged; on all ranks of all groups."""
@@ -147,15 +128,19 @@ class Monitor(Protocol):
 
     def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
         """Return what a parameter is compressed with in a step, if the policy wants ``wanted``."""
+        return wanted
 
     def pop_resets(self) -> list[str]:
         """Return the parameters whose residuals are to be set to zero, once."""
+        return []
 
     def pop_changes(self) -> list[str]:
         """Return the parameters that are compressed with another scheme from now on, once."""
+        return []
 
     def state_dict(self) -> dict[str, object]:
         """Return the decisions in force as plain values."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue with the decisions of a `state_dict`."""
@@ -172,33 +157,33 @@ def make_monitor(
     ``momentum`` and ``agreeing_groups`` are as for `GuardMonitor`.
     """
     if guard is None:
-        return NullMonitor()
+        return Monitor()
     return GuardMonitor(guard, group, momentum=momentum, agreeing_groups=agreeing_groups)
 
 
 @dataclass
-class EwmaLogStats:
-    """Exponentially weighted mean and deviation of the logarithm of a value that varies by factors."""
+class LossMean:
+    """Exponentially weighted mean and deviation of the logarithm of the loss, which varies by factors."""
 
     mean: float = 0.0
     deviation: float = 0.0
     count: int = 0
-    excess_count: int = 0  # values in a row beyond the limit
+    excess_count: int = 0  # losses in a row beyond the limit
 
-    def update(self, value: float, limit: float, patience: int) -> float | None:
-        """Add a logarithm; a value beyond ``limit`` above the mean does not change the mean.
+    def update(self, loss: float, limit: float) -> float | None:
+        """Add a positive loss; one that is beyond ``limit`` times the mean does not change the mean.
 
         Returns:
-            How far the value is above the mean if it is at least the ``patience``-th in a row beyond the limit, else
-            None.
+            How many times the mean the loss is, if it is at least the `LOSS_PATIENCE`-th in a row beyond the limit,
+            else None.
         """
-        excess = value - self.mean
-        if self.count >= MIN_VALUES and excess > max(limit, DEVIATIONS * self.deviation):
+        excess = math.log(loss) - self.mean
+        if self.count >= MIN_LOSSES and excess > max(math.log(limit), DEVIATIONS * self.deviation):
             self.excess_count += 1
-            return excess if self.excess_count >= patience else None
+            return math.exp(excess) if self.excess_count >= LOSS_PATIENCE else None
         self.excess_count = 0
         if self.count == 0:
-            self.mean = value
+            self.mean = math.log(loss)
         else:
             self.deviation += (1 - DECAY) * (abs(excess) - self.deviation)
             self.mean += (1 - DECAY) * excess
@@ -207,7 +192,7 @@ class EwmaLogStats:
 
 
 @dataclass
-class GuardMonitor:
+class GuardMonitor(Monitor):
     """The `Monitor` of a guard.
 
     Args:
@@ -226,18 +211,9 @@ class GuardMonitor:
     agreeing_groups: Sequence[dist.ProcessGroup] = ()
     events: list[Event] = field(default_factory=list)
     revision: int = 0
-    fidelity: Fidelity | None = None
     # What this rank measured in this step.
     _loss: float | torch.Tensor = math.nan
     _nonfinite: torch.Tensor | None = None  # bool [2]: of the mean, of this rank's gradients
-    _step_sketches: torch.Tensor | None = None  # [2, 256]: of this rank's gradients, of the mean
-    _velocity: torch.Tensor | None = None  # [256]: of this rank's gradients with momentum
-    # Sums over the steps of a window, and those of a window that is complete but was not sent yet.
-    _window: torch.Tensor | None = None
-    _complete_window: torch.Tensor | None = None
-    _window_steps: int = 0
-    _window_size: int = 0
-    _compared: dict[str, Scheme] = field(default_factory=dict)  # the parameters that are sketched
     _errors: dict[str, torch.Tensor] = field(default_factory=dict)  # `ErrorSample.measure` by parameter
     # Which parameters were sampled: in this step, in the one whose statistics are sent next, and in each `stats_tensor`
     # that was not evaluated yet.
@@ -251,9 +227,16 @@ class GuardMonitor:
     _changed: list[str] = field(default_factory=list)
     _finer_steps: dict[str, int] = field(default_factory=dict)
     _uncompressed_until: int = 0
-    _running: dict[str, EwmaLogStats] = field(default_factory=dict)
+    _losses: LossMean = field(default_factory=LossMean)
     _nonfinite_steps: int = 0
-    _harmful_windows: int = 0
+
+    def __post_init__(self) -> None:
+        self._window = SketchWindow(self.guard, self.momentum)
+
+    @property
+    def fidelity(self) -> Fidelity | None:
+        """See `Monitor.fidelity`."""
+        return self._window.fidelity
 
     def observe_loss(self, loss: float | torch.Tensor) -> None:
         """See `Monitor.observe_loss`."""
@@ -290,7 +273,7 @@ class GuardMonitor:
         sketch = layout.sketch(gradient.device)
         if sketch.is_empty:
             return None
-        self._compared |= layout.schemes
+        self._window.schemes |= layout.schemes
         self._schemes |= layout.schemes
         return sketch(gradient)
 
@@ -309,13 +292,12 @@ class GuardMonitor:
 
     def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
         """See `Monitor.add_sketches`."""
-        pair = torch.stack([gradient, mean])
-        self._step_sketches = pair if self._step_sketches is None else self._step_sketches + pair
+        self._window.add(gradient, mean)
 
     @property
     def window_is_complete(self) -> bool:
         """See `Monitor.window_is_complete`."""
-        return self._complete_window is not None
+        return self._window.complete is not None
 
     def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
         """See `Monitor.report_nonfinite`."""
@@ -325,11 +307,11 @@ class GuardMonitor:
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor:
         """See `Monitor.stats_tensor`.
 
-        The layout is: 1 if this rank has no loss, the loss, 1 if a mean was not finite, the squared norm of the sampled
-        gradients, 1 if this rank's gradients were not finite, then this rank + 1, otherwise two zeros, then
-        (missing share, |residual| / |gradient|) of each sampled parameter, then both sketches if a window is complete.
+        The layout is: 1 if this rank has no loss, the loss, 1 if a mean was not finite, 1 if this rank's gradients were
+        not finite, then this rank + 1, otherwise two zeros, then (missing share, |residual| / |gradient|) of each
+        sampled parameter, then both sketches if a window is complete.
         """
-        names, window = self._sampled_before, self._complete_window
+        names, window = self._sampled_before, self._window.pop_complete()
         loss = self._loss if isinstance(self._loss, float) else math.nan
         header = [0.0 if math.isfinite(loss) else 1.0, loss, *[0.0] * (HEADER_SIZE - 2)]
         stats = torch.tensor([*header, *[0.0] * (2 * len(names))], dtype=torch.float32)
@@ -342,15 +324,14 @@ class GuardMonitor:
             stats[1:2] = torch.where(finite, device_loss, 0.0)
         if self._nonfinite is not None:
             flags = self._nonfinite.to(stats.device, torch.float32)
-            stats[2:3], stats[4:5], stats[5:6] = flags[:1], flags[1:], flags[1:] * (self._ranks()[0] + 1)
+            stats[2:3], stats[3:4], stats[4:5] = flags[:1], flags[1:], flags[1:] * (self._ranks()[0] + 1)
         for index, name in enumerate(names):
             if (error := self._errors.get(name)) is not None:
                 place = HEADER_SIZE + 2 * index
-                stats[place : place + 2] = error[:2]
-                stats[3:4] += error[2:]
+                stats[place : place + 2] = error
         if window is not None:
             stats = torch.cat([stats, window.flatten().to(stats.device)])
-        self._loss, self._nonfinite, self._errors, self._complete_window = math.nan, None, {}, None
+        self._loss, self._nonfinite, self._errors = math.nan, None, {}
         self._in_flight.append((names, window is not None))
         return torch.nan_to_num(stats, nan=0.0, posinf=3e38, neginf=-3e38)
 
@@ -364,16 +345,18 @@ class GuardMonitor:
         names, with_sketches = self._in_flight.popleft() if self._in_flight else (self._sampled_before, False)
         if with_sketches:
             mean, sketches = mean[: -2 * SKETCH_SIZE], mean[-2 * SKETCH_SIZE :].view(2, SKETCH_SIZE)
-            self._compare_sketches(step, sketches[0], sketches[1])
-        without_loss, loss, nonfinite, square, own_nonfinite, own_rank, *errors = mean.tolist()
+            if (harm := self._window.evaluate(sketches)) is not None:
+                self._act(step, "harm", "", harm.value, harm.limit, harm.explanation, "compression")
+        without_loss, loss, nonfinite, own_nonfinite, own_rank, *errors = mean.tolist()
         self._nonfinite_steps = self._nonfinite_steps + 1 if nonfinite > 0 else 0
         if self._nonfinite_steps >= self.guard.nonfinite:
             blame = self._blame(own_nonfinite, own_rank)
             self._act(step, "nonfinite", "", self._nonfinite_steps, self.guard.nonfinite, *blame)
-        if without_loss < 1:
-            self._compare(step, "loss", loss / (1 - without_loss), self.guard.loss, LOSS_PATIENCE)
-        if square > 0:
-            self._compare(step, "spike", math.sqrt(square), self.guard.spike)
+        if without_loss < 1 and loss > 0:
+            excess = self._losses.update(loss / (1 - without_loss), self.guard.loss)
+            if excess is not None:
+                self._losses = LossMean()  # the losses after this one are compared with a new mean
+                self._act(step, "loss", "", excess, self.guard.loss)
         for name, missing, residual_ratio in zip(names, errors[::2], errors[1::2], strict=True):
             scheme = self._schemes[name]
             if name in self._held_to_error and missing > self.guard.error:
@@ -392,7 +375,7 @@ class GuardMonitor:
 
     def begin_step(self, step: int) -> None:
         """See `Monitor.begin_step`."""
-        self._add_to_window()
+        self._window.end_step()
         self._sampled_before, self._sampled = self._sampled, []
         if step == self._uncompressed_until and step > 0:
             self.revision += 1  # the action "none" ends here
@@ -417,66 +400,6 @@ class GuardMonitor:
         assert isinstance(finer_steps, Mapping) and isinstance(until, int)
         self._finer_steps, self._uncompressed_until = dict(finer_steps), until
         self.revision += 1
-
-    def _compare(self, step: int, kind: str, value: float, limit: float, patience: int = 1) -> None:
-        """Compare a positive value with its running geometric mean."""
-        if not value > 0:
-            return
-        running = self._running.setdefault(kind, EwmaLogStats())
-        excess = running.update(math.log(value), math.log(limit), patience)
-        if excess is not None:
-            del self._running[kind]  # the values after this one are compared with a new mean
-            self._act(step, kind, "", math.exp(excess), limit)
-
-    def _add_to_window(self) -> None:
-        """Add the sketches of the step that is over to the window."""
-        sketches, self._step_sketches = self._step_sketches, None
-        if sketches is None:
-            return
-        # A step with NaN or Inf, which all ranks have alike, does not count; a GradScaler skips it.
-        is_finite = torch.isfinite(sketches).all()
-        sketches = torch.where(is_finite, sketches, 0.0)
-        if self.momentum is not None:
-            # A sketch is linear, so momentum of sketches is a sketch of the momentum.
-            before = torch.zeros_like(sketches[0]) if self._velocity is None else self._velocity
-            self._velocity = torch.where(is_finite, self.momentum * before + sketches[0], before)
-            sketches = torch.stack([torch.where(is_finite, self._velocity, 0.0), sketches[1]])
-        self._window = sketches if self._window is None else self._window + sketches
-        self._window_steps += 1
-        # All ranks know the same schemes. What waits longer than a window would seem to be lost.
-        wait = max(map(send_interval, self._compared.values()), default=1)
-        self._window_size = max(self.guard.window, wait // 2)
-        if self._window_steps >= self._window_size:
-            self._complete_window, self._window, self._window_steps = self._window, None, 0
-
-    def _compare_sketches(self, step: int, uncompressed: torch.Tensor, applied: torch.Tensor) -> None:
-        """Compare the sketches of a window, and act if two windows in a row are beyond a limit."""
-        self.fidelity = compare_sketches(uncompressed, applied, self._window_size)
-        cosine, norm_ratio = self.fidelity.cosine, self.fidelity.norm_ratio
-        default = min(map(cosine_limit, self._compared.values()), default=0.5)
-        limit = default if self.guard.cosine is None else self.guard.cosine
-        highest = self.guard.norm_ratio
-        # DGC drops the momentum of the elements that it sends; without any, 1 - momentum of the norm is left.
-        lowest = (1 - (self.momentum or 0)) / highest
-        if cosine >= limit and lowest <= norm_ratio <= highest:
-            self._harmful_windows = 0
-            return
-        self._harmful_windows += 1
-        if self._harmful_windows < HARM_PATIENCE:
-            return
-        self._harmful_windows = 0
-        value, exceeded = cosine, limit
-        meaning = "what compression loses does not arrive in time, or the error of the rest is too large"
-        if cosine >= limit:
-            value, exceeded = norm_ratio, highest if norm_ratio > 1 else lowest
-            meaning = (
-                "delayed gradients come back in bursts, or are scaled up"
-                if norm_ratio > 1
-                else "a large part of the gradients does not arrive"
-            )
-        remedy = "use more bits or elements, feedback, or a lower learning rate"
-        explanation = f"{self.fidelity}, and the window before was beyond a limit too: {meaning}; {remedy}"
-        self._act(step, "harm", "", value, exceeded, explanation, "compression")
 
     def _ranks(self) -> tuple[int, int]:
         """Return this rank and the number of ranks that decide alike; with several groups this rank's global number."""
@@ -547,57 +470,3 @@ class GuardMonitor:
             self.revision += 1
         elif action == "reset":
             self._resets += affected
-
-
-class NullMonitor:
-    """The `Monitor` of a run without a guard: it records and changes nothing."""
-
-    events: Sequence[Event] = ()
-    revision = 0
-    fidelity: Fidelity | None = None
-    window_is_complete = False
-    group: dist.ProcessGroup | None = None
-    agreeing_groups: Sequence[dist.ProcessGroup] = ()
-
-    def begin_step(self, step: int) -> None: ...
-
-    def observe_loss(self, loss: float | torch.Tensor) -> None: ...
-
-    def register_sample(self, name: str, scheme: Scheme, held_to_error: bool = False) -> None: ...
-
-    def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None: ...
-
-    def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement | None:
-        return None
-
-    def record_mean(
-        self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
-    ) -> None: ...
-
-    def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
-        return None
-
-    def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None: ...
-
-    def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None: ...
-
-    def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
-        return None
-
-    def average_over_agreeing_groups(self, mean: torch.Tensor) -> None: ...
-
-    def evaluate(self, step: int, mean: torch.Tensor) -> None: ...
-
-    def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
-        return wanted
-
-    def pop_resets(self) -> list[str]:
-        return []
-
-    def pop_changes(self) -> list[str]:
-        return []
-
-    def state_dict(self) -> dict[str, object]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None: ...

@@ -244,7 +244,7 @@ class ShardGuard:
         name = parameters_name(module)
         held_to_error = spec.prefix != "delta" or _sends_most_elements(spec.inside)
         self._monitor.register_sample(name, spec.inside, held_to_error)
-        return ErrorSample.take(name, spec.inside, l2_norm(shard), sent, None, is_gradient=False)
+        return ErrorSample.take(name, spec.inside, l2_norm(shard), sent, None)
 
     def record_parameter_error(self, sample: ErrorSample, lost: torch.Tensor) -> float | torch.Tensor:
         """Record the error of a shard's encoding and return its norm relative to that of the shard.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dtcomm.codecs import RandK, codec, parse_levels
-from dtcomm.compress.bucket import BucketAverager, BucketLayout, build_layout
+from dtcomm.compress.bucket import BucketAverager, BucketLayout, Segment, build_layout
 from dtcomm.compress.error_state import ErrorState, PendingGradient
 from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.policy import CodecChoice, Policy, as_policy
@@ -134,23 +134,23 @@ class SimulatedRanks:
 
     def average(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Return the averaged gradients of all parameters; ``gradients[rank]`` lists a rank's, all of one dtype."""
-        ranks, step = self.all_reduce.ranks, self.steps
+        step = self.steps
         self.steps += 1
         buffers = [torch.cat([gradient.flatten() for gradient in own]) for own in gradients]
         layout = self._layout(buffers[0], step)
         pending: list[list[PendingGradient]] = []
         stages_by_rank = []
-        for error_state, averager, buffer in zip(self.error_states, self._averagers, buffers, strict=True):
+        for rank, (averager, buffer) in enumerate(zip(self._averagers, buffers, strict=True)):
             tensors: list[torch.Tensor] = []
             residuals: list[torch.Tensor | None] = []
             own: list[PendingGradient] = []
             for segment, tensor in zip(layout.segments, layout.split(buffer), strict=True):
                 if segment.lossless:
-                    error_state.prepare_uncompressed(segment, tensor)
+                    self.error_states[rank].prepare_uncompressed(segment, tensor)
                     tensors.append(tensor)
                     residuals.append(None)
                 else:
-                    own.append(error_state.prepare(segment, tensor, ranks))
+                    own.append(self._prepare(rank, segment, tensor))
                     tensors.append(own[-1].sent)
                     residuals.append(own[-1].residual)
             pending.append(own)
@@ -158,9 +158,16 @@ class SimulatedRanks:
         while [work for stages in stages_by_rank if (work := next(stages, None)) is not None]:
             pass
         for rank, (error_state, own) in enumerate(zip(self.error_states, pending, strict=True)):
+            self._record_errors(rank, own)
             for gradient in own:
                 error_state.finish(gradient, counter_rng.mix_key(self._averagers[rank].seed, rank, step))
         return self._split(buffers[0])
+
+    def _prepare(self, rank: int, segment: Segment, gradient: torch.Tensor) -> PendingGradient:
+        return self.error_states[rank].prepare(segment, gradient, self.all_reduce.ranks)
+
+    def _record_errors(self, rank: int, pending: Sequence[PendingGradient]) -> None:
+        """Measure what the encodings of a rank's gradients lost, where a subclass has something to measure."""
 
     def _layout(self, buffer: torch.Tensor, step: int) -> BucketLayout:
         def choose(name: str, gradient: torch.Tensor) -> CodecChoice:
