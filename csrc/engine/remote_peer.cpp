@@ -32,8 +32,6 @@ static_assert(2 * kDoneInterval <= kSlots, "slots become free only when the peer
 constexpr std::uint64_t kHeadersSent = 8;  // a peer is at most this many operations behind
 // How long the failure of a peer waits for payloads that it sent before. They may never arrive.
 constexpr std::uint64_t kFailureWaitNs = 1000 * 1000 * 1000;
-constexpr std::uint64_t kRateIntervalNs = 50 * 1000 * 1000;
-constexpr std::size_t kLeastRates = 8;
 static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
 
 void* reserve(std::size_t bytes) {
@@ -54,19 +52,14 @@ RemotePeer::RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, 
       own_(own),
       memory_(nullptr),
       arrived_(layout.flags()),
-      generation_(fds.size()),
-      left_(fds.size()),
+      bundle_(fds, layout.flags()),
       from_ucx_(*this, fds.size()) {
-  for (const int fd : fds) {
-    from_sockets_.push_back(std::make_unique<Inbound>(*this, streams_.size()));
-    streams_.push_back(std::make_unique<FrameStream>(fd));
+  // The word of a frame that describes a part holds a delivery stamp otherwise.
+  if (bundle_.uses_parts() && layout.emulates_link) {
+    throw std::invalid_argument("several connections over an emulated link");
   }
-  handled_end_.resize(fds.size());
-  if (fds.size() > 1) {
-    // The word of a frame that describes a part holds a delivery stamp otherwise.
-    if (layout.emulates_link) throw std::invalid_argument("several connections over an emulated link");
-    part_sender_.emplace(streams_);
-    part_receiver_.emplace(streams_, layout.flags());
+  for (std::size_t stream = 0; stream < fds.size(); ++stream) {
+    from_sockets_.push_back(std::make_unique<Inbound>(*this, stream));
   }
   memory_ = reserve(layout_.bytes());
   view_ = construct_region(memory_, layout_);
@@ -84,26 +77,22 @@ void RemotePeer::connect(UcxWorker& worker, const std::string& address) {
 bool RemotePeer::has_ended() const {
   if (view_.header->closed.load(std::memory_order_acquire)) return false;
   if (ucx_ && ucx_->ended()) return true;
-  if (left_.load(std::memory_order_acquire) > 0) return false;
+  if (!bundle_.ended()) return false;
   const bool says_goodbye = says_goodbye_.load(std::memory_order_acquire);
   // A peer that has said goodbye makes no connection anew: what has not arrived by now does not.
-  if (!says_goodbye && may_be_restored_.load(std::memory_order_acquire) && !given_up_.load(std::memory_order_acquire)) {
-    return false;
-  }
+  if (!says_goodbye && bundle_.may_be_restored()) return false;
   // It may end its socket while UCX still delivers what it sent.
   return !(ucx_ && says_goodbye);
 }
 
 bool RemotePeer::is_cut_off() const {
-  return left_.load(std::memory_order_acquire) == 0 && may_be_restored_.load(std::memory_order_acquire) &&
-         !given_up_.load(std::memory_order_acquire) && !says_goodbye_.load(std::memory_order_acquire) &&
+  return bundle_.ended() && bundle_.may_be_restored() && !says_goodbye_.load(std::memory_order_acquire) &&
          !view_.header->closed.load(std::memory_order_acquire);
 }
 
 const std::string& RemotePeer::end_reason() const {
-  if (given_up_.load(std::memory_order_acquire)) return give_up_reason_;
-  const FrameStream& first = *streams_[0];
-  return first.ended() || !ucx_ ? first.end_reason() : ucx_->end_reason();
+  const bool socket_tells = bundle_.given_up() || bundle_.streams()[0]->ended();
+  return socket_tells || !ucx_ ? bundle_.end_reason() : ucx_->end_reason();
 }
 
 void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
@@ -112,9 +101,9 @@ void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t 
   frame.words = {flag.seq.load(std::memory_order_relaxed), flag.operation.load(std::memory_order_relaxed),
                  static_cast<std::uint64_t>(index) << 32 | flag.checksum.load(std::memory_order_relaxed), first_ns,
                  slot_offset};
-  if (part_sender_ && !ucx_) {
+  if (bundle_.uses_parts() && !ucx_) {
     frame.kind = kPart;
-    part_sender_->add(frame, data);
+    bundle_.enqueue_parts(frame, data);
   } else {
     channel().enqueue(frame, data);
   }
@@ -122,7 +111,7 @@ void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t 
 }
 
 void RemotePeer::send_pieces_done(std::uint64_t pieces) {
-  if (pieces < pieces_done_sent_ + (part_sender_ ? 1 : kDoneInterval)) return;
+  if (pieces < pieces_done_sent_ + (bundle_.uses_parts() ? 1 : kDoneInterval)) return;
   pieces_done_sent_ = pieces;
   FrameHeader frame{kDone};
   frame.words[0] = pieces;
@@ -146,7 +135,7 @@ void RemotePeer::send_headers(const RegionHeader& own, std::uint64_t number) {
 void RemotePeer::send_waiting_for(int rank) {
   FrameHeader frame{kWaiting};
   frame.words[0] = static_cast<std::uint64_t>(rank);
-  control().enqueue(frame, nullptr);
+  bundle_.control().enqueue(frame, nullptr);
 }
 
 void RemotePeer::send_failure(const FailureRecord& failure) {
@@ -155,94 +144,42 @@ void RemotePeer::send_failure(const FailureRecord& failure) {
   frame.words[1] = static_cast<std::uint64_t>(failure.failed_rank);
   frame.words[2] = boxes_sent_;
   failure_sent_ = true;
-  control().enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
+  bundle_.control().enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
 }
 
 void RemotePeer::send_closed() {
   FrameHeader frame{kClosed};
   frame.words[0] = boxes_sent_;
   closed_sent_ = true;
-  control().enqueue(frame, nullptr);
+  bundle_.control().enqueue(frame, nullptr);
 }
 
 bool RemotePeer::flush() {
-  bool queued = false;
-  for (const auto& stream : streams_) stream->flush();
-  if (part_sender_) {
-    part_sender_->flush();
-    queued = part_sender_->has_waiting();
-    sample_rate(queued);
-  }
-  for (const auto& stream : streams_) queued |= !stream->ended() && stream->has_queued();
+  const bool queued = bundle_.flush();
   if (ucx_) ucx_->flush();
   return queued || (ucx_ && !ucx_->ended() && ucx_->has_queued());
 }
 
-// While parts wait, all streams have something to send, and what is acknowledged is what the link carries. The first
-// interval of such a time is left out: the link was not full when it began.
-void RemotePeer::sample_rate(bool parts_wait) {
-  if (!parts_wait) {
-    rate_since_ns_ = 0;
-    return;
-  }
-  const std::uint64_t now = now_ns();
-  if (rate_since_ns_ != 0 && now - rate_since_ns_ < kRateIntervalNs) return;
-  std::uint64_t acknowledged = 0;
-  for (std::size_t number = 1; number < streams_.size(); ++number) acknowledged += streams_[number]->acknowledged();
-  if (rate_since_ns_ == 0) {
-    rate_intervals_ = 0;
-  } else if (++rate_intervals_ > 1 && acknowledged > acknowledged_) {  // else a stream was made anew
-    const double seconds = static_cast<double>(now - rate_since_ns_) * 1e-9;
-    rates_[rates_seen_++ % kRates] = static_cast<double>(acknowledged - acknowledged_) / seconds;
-  }
-  rate_since_ns_ = now;
-  acknowledged_ = acknowledged;
-}
-
-double RemotePeer::measured_rate() const {
-  const std::size_t count = std::min(rates_seen_, kRates);
-  if (count < kLeastRates) return 0;
-  std::array<double, kRates> sorted = rates_;
-  const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(count / 2);
-  std::nth_element(sorted.begin(), middle, sorted.begin() + static_cast<std::ptrdiff_t>(count));
-  return *middle;
-}
-
 bool RemotePeer::receive(std::size_t stream) {
-  streams_[stream]->receive(*from_sockets_[stream]);
-  if (part_sender_) {
-    part_sender_->set_done(view_.header->pieces_done.load(std::memory_order_relaxed));
+  bundle_.streams()[stream]->receive(*from_sockets_[stream]);
+  if (bundle_.uses_parts()) {
+    bundle_.set_done(view_.header->pieces_done.load(std::memory_order_relaxed));
     read_last_words();
   }
   return handle_ended_streams();
 }
 
 bool RemotePeer::handle_ended_streams() {
-  bool ended = false;
-  // A part that has begun to arrive again ends the stream over which it was sent before.
-  for (std::size_t number = 0; number < streams_.size(); ++number) {
-    if (!streams_[number]->ended() || handled_end_[number]) continue;
-    handled_end_[number] = ended = true;
-    on_stream_end(number);
-    left_.fetch_sub(1, std::memory_order_release);
-  }
-  return ended;
-}
-
-// Sends what the stream may have lost over the others, if there are any.
-void RemotePeer::on_stream_end(std::size_t number) {
-  if (!part_sender_) return;
-  part_sender_->resend(number);
-  if (number != control_) return;
-  for (control_ = 0; control_ + 1 < streams_.size() && handled_end_[control_];) ++control_;
-  repeat_short_frames();
+  const StreamBundle::Ends ends = bundle_.handle_ends();
+  if (ends.control_moved) repeat_short_frames();
+  return ends.any;
 }
 
 // Sends over the present stream of short frames what the one before it may have lost.
 void RemotePeer::repeat_short_frames() {
   FrameHeader frame{kDone};
   frame.words[0] = pieces_done_sent_;
-  control().enqueue(frame, nullptr);
+  bundle_.control().enqueue(frame, nullptr);
   const std::uint64_t last = headers_sent_;
   headers_sent_ -= std::min(last, kHeadersSent);
   send_headers(own_, last);
@@ -250,56 +187,28 @@ void RemotePeer::repeat_short_frames() {
   if (closed_sent_) send_closed();
 }
 
-void RemotePeer::allow_restoring() { may_be_restored_.store(streams_.size() > 1, std::memory_order_release); }
-
 std::vector<RemotePeer::LostStream> RemotePeer::lost_streams() const {
-  std::vector<LostStream> lost;
   // A rank that closes still needs a stream for what it has not sent.
-  const bool has_sent_all = left_.load(std::memory_order_acquire) > 0 || !has_unsent();
+  const bool has_sent_all = !bundle_.ended() || !bundle_.has_unsent();
   const bool closes = says_goodbye_.load(std::memory_order_acquire) || (closed_sent_ && has_sent_all);
-  if (closes || !may_be_restored_.load(std::memory_order_acquire) || given_up_.load(std::memory_order_acquire)) {
-    return lost;
-  }
-  for (std::size_t number = 0; number < streams_.size(); ++number) {
-    if (handled_end_[number]) lost.push_back({number, generation_[number], streams_[number]->end_reason()});
-  }
-  return lost;
+  return closes || !bundle_.may_be_restored() ? std::vector<LostStream>() : bundle_.lost_streams();
 }
 
 bool RemotePeer::restore(std::size_t number, std::uint32_t generation, int fd) {
-  if (number >= streams_.size() || generation <= generation_[number]) return false;
-  if (!may_be_restored_.load(std::memory_order_acquire) || given_up_.load(std::memory_order_acquire)) return false;
-  if (!streams_[number]->ended()) streams_[number]->end("made anew by the peer");
+  if (!bundle_.end_outdated(number, generation)) return false;
   handle_ended_streams();
-  streams_[number] = std::make_unique<FrameStream>(fd);
-  part_receiver_->forget(number);
-  handled_end_[number] = false;
-  generation_[number] = generation;
-  ++restored_;
-  const bool was_cut_off = left_.fetch_add(1, std::memory_order_release) == 0;
-  if (number < control_ || was_cut_off) {
-    control_ = number;
-    repeat_short_frames();  // what the stream before has not delivered yet is lost if that one ends
-  }
+  if (bundle_.replace(number, generation, fd)) repeat_short_frames();
   flush();
   return true;
 }
 
 void RemotePeer::end_stream(std::size_t number, std::uint32_t generation) {
-  if (number >= streams_.size() || generation_[number] != generation || streams_[number]->ended()) return;
-  if (!may_be_restored_.load(std::memory_order_acquire)) return;
-  streams_[number]->end("the peer has lost it");
+  bundle_.end_lost(number, generation);
   handle_ended_streams();
 }
 
-void RemotePeer::give_up(std::string reason) {
-  if (given_up_.load(std::memory_order_acquire)) return;
-  give_up_reason_ = std::move(reason);
-  given_up_.store(true, std::memory_order_release);
-}
-
 bool RemotePeer::is_sending(const std::uint8_t* begin, const std::uint8_t* end) const {
-  if (part_sender_ && part_sender_->is_sending(begin, end)) return true;
+  if (bundle_.is_sending(begin, end)) return true;
   return ucx_ && !ucx_->ended() && ucx_->is_sending(begin, end);
 }
 
@@ -313,9 +222,8 @@ bool RemotePeer::is_valid_box(const FrameHeader& frame, std::size_t bytes) const
 }
 
 std::uint8_t* RemotePeer::Inbound::payload_buffer(const FrameHeader& frame) {
-  drops_ = false;
   // With several sockets payloads arrive as kPart frames, otherwise as one kBox.
-  const bool in_parts = peer_.part_receiver_ && stream_ < peer_.streams_.size();
+  const bool in_parts = peer_.bundle_.uses_parts() && stream_ < peer_.bundle_.streams().size();
   if (frame.kind == kPart) return in_parts ? part_buffer(frame) : nullptr;
   if (frame.kind == kBox && in_parts) return nullptr;
   return peer_.payload_buffer(frame, text_);
@@ -324,26 +232,14 @@ std::uint8_t* RemotePeer::Inbound::payload_buffer(const FrameHeader& frame) {
 std::uint8_t* RemotePeer::Inbound::part_buffer(const FrameHeader& frame) {
   const PartWords part = PartWords::of(frame);
   if (!peer_.is_valid_box(frame, part.payload_bytes)) return nullptr;
-  const PartLayout layout(part.payload_bytes);
-  if (part.number >= layout.count || frame.bytes != layout.bytes(part.number)) return nullptr;
-  const std::uint64_t seq_there = peer_.view_.flags[part.index].seq.load(std::memory_order_relaxed);
-  switch (peer_.part_receiver_->begin(stream_, part, seq_there)) {
-    case PartReceiver::Action::store:
-      return peer_.view_.slot(part.seq - 1) + part.slot_offset + layout.offset(part.number);
-    case PartReceiver::Action::drop:
-      drops_ = true;
-      dropped_.resize(std::max<std::size_t>(1, frame.bytes));
-      return dropped_.data();
-    default:
-      return nullptr;
-  }
+  const PeerView& view = peer_.view_;
+  return peer_.bundle_.part_buffer(stream_, part, frame.bytes, view.slot(part.seq - 1) + part.slot_offset,
+                                   view.flags[part.index].seq.load(std::memory_order_relaxed));
 }
 
 void RemotePeer::Inbound::on_frame(const FrameHeader& frame) {
   if (frame.kind != kPart) return peer_.on_frame(frame, text_);
-  if (!drops_ && peer_.part_receiver_->complete(stream_)) {
-    peer_.on_payload(frame, PartWords::of(frame).payload_bytes);
-  }
+  if (peer_.bundle_.complete_part(stream_)) peer_.on_payload(frame, PartWords::of(frame).payload_bytes);
 }
 
 std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_buffer) {
@@ -354,7 +250,7 @@ std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_bu
     case kDone: {
       const std::uint64_t before = view_.pieces_done->load(std::memory_order_relaxed);
       const std::uint64_t done = frame.words[0];
-      if (done < before && !ucx_ && !part_sender_) return nullptr;  // a single socket keeps the order
+      if (done < before && !ucx_ && !bundle_.uses_parts()) return nullptr;  // a single socket keeps the order
       return frame.bytes == 0 && done <= max_pieces_begun() ? text : nullptr;
     }
     case kHeader:

@@ -12,17 +12,14 @@
 // is called.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "engine/payload_parts.h"
 #include "engine/shm_layout.h"
-#include "net/frame_stream.h"
+#include "engine/stream_bundle.h"
 #include "net/ucx.h"
 
 namespace dtcomm {
@@ -36,13 +33,9 @@ class RemotePeer {
   RemotePeer(const RemotePeer&) = delete;
 
   const PeerView& view() const { return view_; }
-  const Streams& streams() const { return streams_; }
-  // A stream that has ended, and has been made anew `generation` times.
-  struct LostStream {
-    std::size_t number;
-    std::uint32_t generation;
-    std::string reason;
-  };
+  const StreamBundle& bundle() const { return bundle_; }
+  const Streams& streams() const { return bundle_.streams(); }
+  using LostStream = StreamBundle::LostStream;
   // Sends payloads through UCX from now on. `worker` must be destroyed before this object.
   void connect(UcxWorker& worker, const std::string& address);
   const UcxChannel* ucx() const { return ucx_; }
@@ -54,9 +47,8 @@ class RemotePeer {
   // Whether no stream is left although the peer has not closed, and one may still be made.
   bool is_cut_off() const;
 
-  // Streams that end will be made anew, by restore(). Does nothing if there is only one, over which frames are not
-  // repeated.
-  void allow_restoring();
+  // Streams that end will be made anew, by restore(), where there are several.
+  void allow_restoring() { bundle_.allow_restoring(); }
   // Those to be made anew; none if the peer closes or is given up.
   std::vector<LostStream> lost_streams() const;
   // Puts a connected socket in the place of a stream and takes ownership of it. False, and the caller keeps it, if
@@ -65,13 +57,7 @@ class RemotePeer {
   // The peer has lost this stream, which may still look alive at this end.
   void end_stream(std::size_t number, std::uint32_t generation);
   // No connection can be made any more: the peer is lost with the streams that are left.
-  void give_up(std::string reason);
-  std::uint64_t restored() const { return restored_; }
-  // Bytes per second that the peer has acknowledged on all payload streams together while more was waiting: the median
-  // of the last intervals. 0 if there is one stream, or too few intervals have passed.
-  double measured_rate() const;
-  // Whether something waits for a stream.
-  bool has_unsent() const { return part_sender_ && part_sender_->has_unsent(); }
+  void give_up(std::string reason) { bundle_.give_up(std::move(reason)); }
 
   // Sends a flag of this rank and the payload of its box, which lies `slot_offset` bytes into its slot. `first_ns` is
   // when an emulated link delivers the first byte.
@@ -109,8 +95,6 @@ class RemotePeer {
 
     RemotePeer& peer_;
     std::size_t stream_;
-    bool drops_ = false;  // the part that is being received, as it is there already
-    std::vector<std::uint8_t> dropped_;
     char text_[sizeof(FailureRecord::text)];  // of the frame that is being received
   };
 
@@ -118,12 +102,9 @@ class RemotePeer {
   void on_frame(const FrameHeader& frame, const char* text);
   void on_payload(const FrameHeader& frame, std::size_t bytes);
   bool handle_ended_streams();
-  void sample_rate(bool parts_wait);
-  void on_stream_end(std::size_t number);
   void repeat_short_frames();
   // For all frames but payloads.
-  FrameChannel& channel() { return ucx_ ? static_cast<FrameChannel&>(*ucx_) : control(); }
-  FrameStream& control() { return *streams_[control_]; }
+  FrameChannel& channel() { return ucx_ ? static_cast<FrameChannel&>(*ucx_) : bundle_.control(); }
 
   bool is_valid_box(const FrameHeader& frame, std::size_t bytes) const;
   // The pieces of its operations that the peer can have begun: it begins one when all ranks are done with the piece
@@ -135,22 +116,7 @@ class RemotePeer {
   void* memory_;
   PeerView view_;
   std::vector<ArrivedBytes> arrived_;  // by flag
-  Streams streams_;
-  std::size_t control_ = 0;                // the stream of short frames
-  std::vector<bool> handled_end_;          // by stream
-  std::vector<std::uint32_t> generation_;  // by stream: how often it was made anew
-  std::atomic<std::size_t> left_;          // streams that have not ended; also read by threads that list the peers
-  std::atomic<bool> may_be_restored_{false}, given_up_{false};  // likewise
-  std::string give_up_reason_;                                  // set before given_up_
-  static constexpr std::size_t kRates = 32;
-  std::array<double, kRates> rates_{};  // the last ones, in a ring
-  std::size_t rates_seen_ = 0;
-  std::uint64_t rate_since_ns_ = 0;        // the beginning of the present interval; 0: no parts wait
-  std::uint64_t acknowledged_ = 0;         // bytes until then
-  std::size_t rate_intervals_ = 0;         // since parts wait
-  std::uint64_t restored_ = 0;             // streams
-  std::optional<PartSender> part_sender_;  // if there are several streams
-  std::optional<PartReceiver> part_receiver_;
+  StreamBundle bundle_;
   UcxChannel* ucx_ = nullptr;
   std::vector<std::unique_ptr<Inbound>> from_sockets_;
   Inbound from_ucx_;

@@ -166,7 +166,7 @@ std::pair<std::size_t, std::uint64_t> RemotePeerSet::restoring_counts() {
   for (const auto& peer : peers_) {
     if (!peer) continue;
     counts.first += peer->lost_streams().size();
-    counts.second += peer->restored();
+    counts.second += peer->bundle().restored();
   }
   return counts;
 }
@@ -174,7 +174,7 @@ std::pair<std::size_t, std::uint64_t> RemotePeerSet::restoring_counts() {
 std::vector<double> RemotePeerSet::measured_rates() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<double> rates;
-  for (const auto& peer : peers_) rates.push_back(peer ? peer->measured_rate() : 0.0);
+  for (const auto& peer : peers_) rates.push_back(peer ? peer->bundle().measured_rate() : 0.0);
   return rates;
 }
 
@@ -330,7 +330,7 @@ bool RemotePeerSet::goodbye_pending() {
   }
   for_each_locked([&](const RemotePeer& peer) {
     for (const auto& stream : peer.streams()) unsent |= stream->unacknowledged() > 0;
-    unsent |= peer.is_cut_off() && peer.has_unsent();
+    unsent |= peer.is_cut_off() && peer.bundle().has_unsent();
   });
   if (!unsent || now_ns() > goodbye_deadline_ns_) return false;
   receive();  // notices peers that have ended, which are not waited for
