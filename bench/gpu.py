@@ -33,10 +33,10 @@ import torch
 from bench.common import harness, report
 from bench.common.budget import Budget
 from bench.common.published import SIZES, published_line
+from dtcomm import measure as device_info
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure import device as device_info
-from dtcomm.measure.device import make_clock, time_calls
+from dtcomm.measure import make_clock, time_calls
 from dtcomm.measure.memory_floor import (
     KernelWorkload,
     KernelWorkloads,

@@ -6,7 +6,7 @@ host. So all ranks of a host take part in the traffic between hosts, each with i
 level once for the whole host. Any algorithm may serve on either level, since chunks are independent of each other.
 
 ``hosts`` are the hosts' sizes, in the order of the ranks, or the ranks on each host; sizes may differ. ``inside`` and
-``between`` build the schedules of the two levels; `dtcomm.algorithms.registry` passes them.
+``between`` build the schedules of the two levels; `dtcomm.algorithms` passes them.
 """
 
 from __future__ import annotations

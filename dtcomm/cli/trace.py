@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dtcomm.cli._common import COLOURS, GREY, INK, styled_pyplot
+from dtcomm.cli import COLOURS, GREY, INK, styled_pyplot
 from dtcomm.profiling import trace
 from dtcomm.profiling.step_record import MessageRecord, StepRecord
 from dtcomm.profiling.summary import summarize

@@ -15,8 +15,7 @@ from typing import Any
 
 from dtcomm import torch_compat
 from dtcomm.compress.checkpoint import Compressor
-from dtcomm.frameworks import checkpoint_files
-from dtcomm.frameworks.attached import Attached, SavedWithFramework
+from dtcomm.frameworks.attached import Attached, SavedWithFramework, remove_files
 from dtcomm.frameworks.attached import Integration as Integration
 
 __all__ = ["Attached", "attach", "save_with"]
@@ -191,7 +190,7 @@ def _add_to_lightning(trainer: Any, saved: SavedWithFramework) -> None:
         of_link = os.path.islink(filepath)
         remove_checkpoint(filepath)
         if strategy.is_global_zero and not of_link:
-            checkpoint_files.remove(folder)
+            remove_files(folder)
 
     strategy.setup, strategy.save_checkpoint = setup_and_compress, save_with_state
     strategy.load_checkpoint, strategy.remove_checkpoint = load_with_state, remove_with_state

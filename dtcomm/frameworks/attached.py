@@ -1,20 +1,30 @@
-"""What a framework's hooks call: compress the wrapped model, save the state, restore it."""
+"""What a framework's hooks call: compress the wrapped model, save its state with a checkpoint, restore it.
+
+A checkpoint folder has a folder ``dtcomm`` with a file for each rank, because residuals differ: ``rank0-of-2.pt``,
+``rank1-of-2.pt``, ..., which hold what ``state_dict()`` returned. Folders may be anything that fsspec opens; files on
+this machine are replaced atomically.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import fsspec
 import torch
+import torch.distributed as dist
 
 from dtcomm import torch_compat
-from dtcomm.compress.checkpoint import Compressor
-from dtcomm.frameworks import checkpoint_files
+from dtcomm.compress.checkpoint import Compressor, rank_and_size
 
 S = TypeVar("S", bound=Compressor)
 
+_FILE = re.compile(r"rank(\d+)-of-(\d+)\.pt")
 _log = logging.getLogger("dtcomm")
 
 
@@ -69,7 +79,7 @@ class SavedWithFramework:
     def save(self, folder: str) -> None:
         """Write this rank's state, if there is one, to a folder."""
         if self._current is not None:
-            checkpoint_files.save(self._current, folder)
+            save_files(self._current, folder)
 
     def load(self, folder: str) -> None:
         """Load the state from a folder now, or once there is a state; all ranks call it at the same point."""
@@ -77,7 +87,7 @@ class SavedWithFramework:
             self._folder_to_load = folder
         else:
             self._folder_to_load = None
-            checkpoint_files.load(self._current, folder, strict=self.strict)
+            load_files(self._current, folder, strict=self.strict)
 
 
 class Attached(SavedWithFramework, Generic[S]):
@@ -143,7 +153,7 @@ class Attached(SavedWithFramework, Generic[S]):
         """Load the state from a folder, now or once the model is wrapped."""
         if self._processes != 1:
             super().load(folder)
-        elif checkpoint_files.has_files(folder):
+        elif has_files(folder):
             _log.warning(
                 "%s: the state of compression in %s is not used, and the residuals in it are lost: this job has "
                 "one process",
@@ -170,3 +180,121 @@ class Attached(SavedWithFramework, Generic[S]):
         self._model = model
         if self._folder_to_load is not None:
             self.load(self._folder_to_load)
+
+
+def save_files(state: Compressor, folder: str) -> None:
+    """Write this rank's state; rank 0 removes the files of other numbers of ranks, left by an earlier run.
+
+    Args:
+        state: The compressor.
+        folder: The folder of the files, which is created.
+    """
+    rank, size = rank_and_size()
+    packed = io.BytesIO()
+    torch.save(state.state_dict(), packed)
+    files, path = fsspec.core.url_to_fs(folder)
+    files.makedirs(path, exist_ok=True)
+    target = f"{path}/{_file_name(rank, size)}"
+    local = "file" in files.protocol
+    with files.open(f"{target}.new" if local else target, "wb") as file:
+        file.write(packed.getvalue())
+    if local:
+        os.replace(f"{target}.new", target)
+    if rank == 0:
+        for number in set(_saved_sizes(files, path)) - {size}:
+            for other in range(number):
+                if files.exists(old := f"{path}/{_file_name(other, number)}"):
+                    files.rm_file(old)
+
+
+def load_files(state: Compressor, folder: str, *, strict: bool = True) -> bool:
+    """Load what `save_files` wrote; all ranks must call it. If it is not complete, rank 0 warns and nothing is loaded.
+
+    With another number of ranks than saved, every rank reads all files, and the sum of the residuals is kept.
+
+    Args:
+        state: The compressor.
+        folder: The folder of the files.
+        strict: Refuse a state that was saved with other options.
+
+    Returns:
+        Whether the state was loaded.
+
+    Raises:
+        ValueError: The state was saved with other options, or for another model.
+    """
+    rank, size = rank_and_size()
+    files, path = fsspec.core.url_to_fs(folder)
+    saved_sizes = _saved_sizes(files, path)
+    saved_size = size if size in saved_sizes or len(saved_sizes) != 1 else saved_sizes[0]
+    wanted = [rank] if saved_size == size else list(range(saved_size))
+    states: list[Any] = []
+    problem = ""
+    for saved_rank in wanted:
+        name = f"{path}/{_file_name(saved_rank, saved_size)}"
+        try:
+            with files.open(name, "rb") as file:
+                states.append(torch.load(io.BytesIO(file.read()), weights_only=True))
+        except FileNotFoundError:
+            problem = f"{name} is missing"
+        except Exception as error:  # torch.load has no error of its own for a damaged file
+            problem = f"{name} cannot be read: {type(error).__name__}: {error}"
+    counts = {saved.get("steps", saved.get("calls")) for saved in states}
+    problems, counts_by_rank = _gather(problem), _gather(counts)
+    if not any(problems) and len(set().union(*counts_by_rank)) > 1:
+        problems = [f"the files in {path} are of different steps"]
+    if any(problems):
+        if rank == 0:
+            _log.warning(
+                "dtcomm: training continues without the state of compression: %s", _describe(problems)
+            )
+        return False
+    saved = states[0] if saved_size == size else states
+    options = {} if strict else {"strict": False}  # not every compressor has options that could differ
+    try:
+        state.load_state_dict(saved, **options)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return True
+
+
+def has_files(folder: str) -> bool:
+    """Return whether a folder has the state of any rank."""
+    return bool(_saved_sizes(*fsspec.core.url_to_fs(folder)))
+
+
+def remove_files(folder: str) -> None:
+    """Remove the folder, if it exists."""
+    files, path = fsspec.core.url_to_fs(folder)
+    if files.exists(path):
+        files.rm(path, recursive=True)
+
+
+def _file_name(rank: int, size: int) -> str:
+    return f"rank{rank}-of-{size}.pt"
+
+
+def _saved_sizes(files: Any, path: str) -> list[int]:
+    """Return the numbers of ranks of which a folder has files."""
+    if not files.isdir(path):
+        return []
+    names = [str(name).rpartition("/")[2] for name in files.ls(path, detail=False)]
+    return sorted({int(match[2]) for name in names if (match := _FILE.fullmatch(name))})
+
+
+def _describe(problems: list[str]) -> str:
+    found = [problem for problem in problems if problem]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (
+        f"{found[0]}{more}. What error feedback still had to send is lost, once; PowerSGD's factors, DGC's momentum, "
+        "references, the choice of 'auto', the guard's statistics and the warm-up start anew; and the run does not "
+        "repeat an uninterrupted one bit for bit"
+    )
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    values = [value] * rank_and_size()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values

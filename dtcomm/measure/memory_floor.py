@@ -16,7 +16,7 @@ from dtcomm.codecs import Codec
 from dtcomm.kernels import dispatch
 from dtcomm.kernels.calls import Combine
 from dtcomm.kernels.eager import run_combine, run_decode
-from dtcomm.measure.device import Clock, time_calls
+from dtcomm.measure import Clock, time_calls
 
 
 def minimum_bytes_moved(

@@ -11,7 +11,7 @@ import torch
 
 from dtcomm.cli import codecs as codecs_command
 from dtcomm.cli.main import main
-from dtcomm.measure.device import DeviceClock, LaunchClock, make_clock, time_calls
+from dtcomm.measure import DeviceClock, LaunchClock, make_clock, time_calls
 from dtcomm.measure.memory_floor import TimedCopy
 from tests.cuda.device_cases import NEEDS_GPU
 

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from dtcomm.cli._common import GREY, INK, count_argument, size_argument, split_codecs, styled_pyplot
+from dtcomm import measure as device_info
+from dtcomm.cli import GREY, INK, count_argument, size_argument, split_codecs, styled_pyplot
 from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.codecs.measure import CodecRow, OnDevice
 from dtcomm.cli.perf import placement
@@ -30,7 +31,6 @@ from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.kernels import available, current
-from dtcomm.measure import device as device_info
 from dtcomm.measure.memory_floor import REDUCED_PAYLOADS
 
 VERSION = 1  # of the JSON

@@ -25,7 +25,7 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
-from dtcomm.measure.device import Clock, make_clock, median_seconds
+from dtcomm.measure import Clock, make_clock, median_seconds
 from dtcomm.measure.memory_floor import KernelWorkload, KernelWorkloads, TimedCopy, buffer_sets_for
 
 #: Elements of each distribution; with as many, another seed changes an error by less than one percent.

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dtcomm.cli._common import COLOURS, split_codecs, styled_pyplot
+from dtcomm.cli import COLOURS, split_codecs, styled_pyplot
 from dtcomm.cli.demo import train
 from dtcomm.cli.demo.train import PLAIN, Settings
 from dtcomm.codecs import codec

@@ -18,7 +18,7 @@ import os
 import textwrap
 from collections.abc import Callable
 
-from dtcomm.cli._common import LAUNCHER
+from dtcomm.cli import LAUNCHER
 from dtcomm.cli.doctor import checks, flight, network
 from dtcomm.cli.doctor.checks import FAIL, Check
 from dtcomm.runtime import emulated_link

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli._common import LAUNCHER
+from dtcomm.cli import LAUNCHER
 from dtcomm.cli.perf.args import PerfOptions, import_modules, parse
 from dtcomm.cli.perf.output import Printer, to_csv, to_json, write_plot
 from dtcomm.cli.perf.report import PerfReport, ProgressListener

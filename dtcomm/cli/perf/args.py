@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from dtcomm import algorithms
-from dtcomm.cli import _common
-from dtcomm.cli._common import split_codecs
+from dtcomm import algorithms, cli
+from dtcomm.cli import split_codecs
 from dtcomm.cli.perf import mpi, placement
 from dtcomm.cli.perf.collectives import ALIASES, COLLECTIVES, DTYPES
 from dtcomm.cli.perf.libraries import BACKEND_HELP, PEERS, backend_names, find_backend
@@ -128,7 +127,7 @@ class PerfOptions:
     @property
     def sizes(self) -> list[int]:
         """Sizes in bytes."""
-        return _common.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
+        return cli.series(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
 
 
 def parse(argv: list[str]) -> PerfOptions:
@@ -172,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=_HelpFormatter,
     )
-    size, count = _common.size_argument, _common.count_argument
+    size, count = cli.size_argument, cli.count_argument
     add = command.add_argument
     add("collective", nargs="?", choices=tuple(COLLECTIVES), help="with --schedule: default, the schedule's")
     add("-b", "--minbytes", type=size(0), default="32M", metavar="SIZE", help="smallest size (1K, 64M, ...)")
@@ -302,7 +301,7 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
     if namespace.minbytes > namespace.maxbytes:
         raise ValueError(f"-b {namespace.minbytes} is larger than -e {namespace.maxbytes}")
     # Raises if the sizes do not grow.
-    _common.series(namespace.minbytes, namespace.maxbytes, namespace.stepbytes, namespace.stepfactor)
+    cli.series(namespace.minbytes, namespace.maxbytes, namespace.stepbytes, namespace.stepfactor)
     compare = tuple(dict.fromkeys(_split_commas(namespace.compare)))
     if unknown := set(compare) - set(PEERS):
         raise ValueError(f"--compare {sorted(unknown)[0]!r} is not one of {', '.join(PEERS)}")

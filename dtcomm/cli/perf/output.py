@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import dtcomm
-from dtcomm.cli._common import format_size, styled_pyplot
+from dtcomm.cli import format_size, styled_pyplot
 from dtcomm.cli.perf.args import PerfOptions
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.report import (

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dtcomm.measure import device as device_info
-from dtcomm.measure.device import Clock, make_clock
+from dtcomm import measure as device_info
+from dtcomm.measure import Clock, make_clock
 
 CPU, CUDA = "cpu", "cuda"
 DEVICES = (CPU, CUDA)

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dtcomm import measure as device_info
 from dtcomm.cli.perf.args import PerfOptions, Variant
 from dtcomm.cli.perf.backend import TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.placement import RankInfo
 from dtcomm.cli.perf.timing import Timing
 from dtcomm.cli.perf.verify import CheckResult
-from dtcomm.measure import device as device_info
 
 
 @dataclass(frozen=True, kw_only=True)

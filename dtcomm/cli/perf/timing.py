@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.cli.perf.args import PerfOptions
-from dtcomm.measure.device import Clock
+from dtcomm.measure import Clock
 
 # Powers of two by which a normally distributed value may grow before it overflows.
 _HEADROOM_BITS = {torch.float16: 12, torch.bfloat16: 100, torch.float32: 100, torch.float64: 900}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, env
-from dtcomm.cli._common import LAUNCHER, size_argument, split_codecs
+from dtcomm.cli import LAUNCHER, size_argument, split_codecs
 from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.cli.tune.measure import GroupResult, TuneOptions, measure_group
 from dtcomm.errors import DtcommError

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtcomm.cli._common import COLOURS, styled_pyplot
+from dtcomm.cli import COLOURS, styled_pyplot
 from dtcomm.extensions.calibrate.calibration import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.extensions.calibrate.propose import propose_plan
 from dtcomm.profiling.summary import format_table

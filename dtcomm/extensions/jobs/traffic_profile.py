@@ -19,7 +19,7 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from dtcomm import algorithms
-from dtcomm.algorithms import double_tree, halving, registry, tree
+from dtcomm.algorithms import double_tree, halving, tree
 from dtcomm.schedule.ir import REDUCING, Schedule, Transfer
 
 #: Algorithms in which every chunk takes the same path, shifted, and there are as many chunks as ranks: name -> the
@@ -67,7 +67,7 @@ def chunk_paths(name: str, collective: str, ranks: int, per_host: int | None = N
     kind, _, levels = name.partition(":")
     if kind == "hierarchical":
         size = ranks if per_host is None else per_host
-        return _hierarchical(collective, ranks, size, *registry.split_levels(levels))
+        return _hierarchical(collective, ranks, size, *algorithms.split_levels(levels))
     if collective in ROTATING.get(name, ()):
         empty = Schedule(collective=collective, ranks=ranks, chunks=ranks)
         return ChunkPaths(
@@ -85,7 +85,7 @@ def chunk_paths(name: str, collective: str, ranks: int, per_host: int | None = N
             rotationally_symmetric=True,
         )
     if collective in FEW_TRANSFERS.get(name, ()):
-        whole = registry.build_single_level(name, collective, ranks)
+        whole = algorithms.build_single_level(name, collective, ranks)
         return ChunkPaths(schedule=replace(whole, transfers=()), paths=lambda: paths_by_chunk(whole))
     return None
 

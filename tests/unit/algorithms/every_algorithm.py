@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dtcomm import algorithms
-from dtcomm.algorithms import registry
 from dtcomm.schedule import Schedule
 from dtcomm.schedule.ir import ROOTED
 
@@ -27,4 +26,4 @@ def build(
 
 def takes_chunks(name: str, collective: str) -> bool:
     """Return whether the caller may choose the number of chunks."""
-    return name in registry.single_level(collective) and registry.takes_chunks(name, collective)
+    return name in algorithms.single_level(collective) and algorithms.takes_chunks(name, collective)

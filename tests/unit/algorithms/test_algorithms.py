@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtcomm import algorithms
-from dtcomm.algorithms import hierarchical, registry
+from dtcomm.algorithms import hierarchical
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
 from dtcomm.schedule import lower, parse, verify
@@ -89,7 +89,7 @@ def test_hierarchies_verify_and_mark_transfers_between_hosts(hosts: hierarchical
     groups = hierarchical.ranks_by_host(hosts)
     host_of = {rank: host for host, group in enumerate(groups) for rank in group}
     name = f"hierarchical{levels}"
-    for collective in registry.HIERARCHICAL:
+    for collective in algorithms.HIERARCHICAL:
         try:
             algorithms.require(name, collective)
         except ValueError as error:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from dtcomm import algorithms
-from dtcomm.algorithms import registry
 from dtcomm.codecs import codec
 from dtcomm.errors import ScheduleError
 from dtcomm.planner import Measured, Table, select
@@ -19,10 +18,10 @@ from dtcomm.schedule import Builder, Schedule, verify
 
 @pytest.fixture(autouse=True)
 def no_registration_remains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "REGISTERED", {})
+    monkeypatch.setattr(algorithms, "REGISTERED", {})
     yield
-    registry.build.cache_clear()
-    registry.build_single_level.cache_clear()
+    algorithms.build.cache_clear()
+    algorithms.build_single_level.cache_clear()
 
 
 def star(ranks: int) -> Schedule:
@@ -115,7 +114,7 @@ def test_a_registered_algorithm_is_a_level_of_hierarchical() -> None:
 def test_wrong_registrations_are_refused(arguments: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         algorithms.register(*arguments)
-    assert not registry.REGISTERED
+    assert not algorithms.REGISTERED
 
 
 def test_another_builder_of_the_same_name_is_refused() -> None:

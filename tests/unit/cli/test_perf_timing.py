@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtcomm.cli.perf import timing
-from dtcomm.measure.device import HostClock, make_clock, median_seconds, time_calls
+from dtcomm.measure import HostClock, make_clock, median_seconds, time_calls
 from tests.support.recording_clock import RecordingClock
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtcomm.cli._common import format_size, parse_size, series
+from dtcomm.cli import format_size, parse_size, series
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dtcomm.frameworks import save_with
-from tests.unit.frameworks.test_checkpoint_files import Compressor
+from tests.unit.frameworks.test_attached import Compressor
 
 FULL, WEIGHTS = {"optimizer_states": []}, {"state_dict": {}}
 

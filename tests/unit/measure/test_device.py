@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dtcomm import measure as device_info
 from dtcomm.codecs import codec
-from dtcomm.measure import device as device_info
-from dtcomm.measure.device import HostClock
+from dtcomm.measure import HostClock
 from dtcomm.measure.memory_floor import KernelWorkloads, TimedCopy, buffer_sets_for, minimum_bytes_moved
 
 NVIDIA_SMI_OUTPUT = """\

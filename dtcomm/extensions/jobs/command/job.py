@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli._common import COLOURS, styled_pyplot
+from dtcomm.cli import COLOURS, styled_pyplot
 from dtcomm.extensions.jobs import AXES, JobPlan, JobStep, SiteMethod, across_sites, search
 from dtcomm.extensions.jobs.command.job_options import WAN_CODECS, JobOptions
 from dtcomm.extensions.jobs.command.options import PlanOptions, count_name

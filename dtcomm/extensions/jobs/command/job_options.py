@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from dtcomm.cli._common import count_argument
+from dtcomm.cli import count_argument
 from dtcomm.codecs import codec as parse
 from dtcomm.compress.spec import needs_feedback
 from dtcomm.extensions.jobs import PRESETS, RECOMPUTE, SCHEDULES, Job, ModelShape, WideArea, hardware

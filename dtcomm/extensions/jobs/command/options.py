@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from dtcomm import algorithms, codecs
-from dtcomm.cli._common import count_argument, parse_size, series, size_argument, split_codecs
+from dtcomm.cli import count_argument, parse_size, series, size_argument, split_codecs
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.extensions.jobs import (
     PRESETS,

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli._common import COLOURS, GREY, INK, styled_pyplot
+from dtcomm.cli import COLOURS, GREY, INK, styled_pyplot
 from dtcomm.extensions.jobs.command.options import PlanOptions, count_name
 from dtcomm.extensions.jobs.command.training import Training
 from dtcomm.extensions.jobs.hardware import System

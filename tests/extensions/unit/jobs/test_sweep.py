@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dtcomm import algorithms
-from dtcomm.algorithms import registry
 from dtcomm.codecs import codec
 from dtcomm.ddp.observers import BucketRecord, summarize_steps
 from dtcomm.extensions.jobs import sweep
@@ -196,12 +195,12 @@ def test_records_are_replayed_and_checked() -> None:
 
 
 def test_a_plan_considers_a_registered_algorithm_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "REGISTERED", {})
+    monkeypatch.setattr(algorithms, "REGISTERED", {})
     algorithms.register("mine", "all_reduce", lambda ranks: algorithms.build("tree", "all_reduce", ranks))
     system = find_system("local").resized(1, 4)
     rows = sweep.run_sweep(system, "all_reduce", [1024, 2**20], ["int8"], algorithms=("all",)).rows
     assert all("mine" not in (each.algorithm for each in (row.best, *row.others)) for row in rows)
     named = sweep.run_sweep(system, "all_reduce", [1024], ["int8"], algorithms=("mine",)).rows
     assert {row.best.algorithm for row in named} == {"mine"}
-    registry.build.cache_clear()
-    registry.build_single_level.cache_clear()
+    algorithms.build.cache_clear()
+    algorithms.build_single_level.cache_clear()

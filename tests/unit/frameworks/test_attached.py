@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.frameworks import checkpoint_files, save_with
+from dtcomm.frameworks import attached, save_with
 
 
 class Compressor:
@@ -31,10 +31,10 @@ class Compressor:
 
 def test_a_rank_reads_what_it_wrote(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint" / "dtcomm")
-    checkpoint_files.save(Compressor(), folder)
+    attached.save_files(Compressor(), folder)
     assert os.listdir(folder) == ["rank0-of-1.pt"]
     compressor = Compressor()
-    assert checkpoint_files.load(compressor, folder)
+    assert attached.load_files(compressor, folder)
     assert compressor.loaded["steps"] == 3 and torch.equal(
         compressor.loaded["residuals"]["weight"], torch.ones(2)
     )
@@ -43,7 +43,7 @@ def test_a_rank_reads_what_it_wrote(tmp_path: Path) -> None:
 def test_saving_removes_the_files_of_other_numbers_of_ranks(tmp_path: Path) -> None:
     for name in ("rank0-of-2.pt", "rank1-of-2.pt", "rank0-of-1.pt", "notes.txt"):
         (tmp_path / name).touch()
-    checkpoint_files.save(Compressor(), str(tmp_path))
+    attached.save_files(Compressor(), str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "rank0-of-1.pt"]
 
 
@@ -51,7 +51,7 @@ def test_another_number_of_ranks_gets_all_states(tmp_path: Path) -> None:
     for rank in range(3):
         torch.save({"steps": 3, "rank": rank}, tmp_path / f"rank{rank}-of-3.pt")
     compressor = Compressor()
-    assert checkpoint_files.load(compressor, str(tmp_path))
+    assert attached.load_files(compressor, str(tmp_path))
     assert [state["rank"] for state in compressor.loaded] == [0, 1, 2]
 
 
@@ -77,25 +77,25 @@ def test_an_incomplete_state_is_not_loaded_and_warns_once(
     if "other steps" in names:
         torch.save({"steps": 4}, tmp_path / "rank1-of-2.pt")
     compressor = Compressor()
-    assert not checkpoint_files.load(compressor, str(tmp_path))
+    assert not attached.load_files(compressor, str(tmp_path))
     assert compressor.loaded is None
     assert [message in record.message for record in caplog.records] == [True]
     assert "bit for bit" in caplog.text
 
 
 def test_the_folder_of_a_refused_state_is_named(tmp_path: Path) -> None:
-    checkpoint_files.save(Compressor(13), str(tmp_path))
+    attached.save_files(Compressor(13), str(tmp_path))
     with pytest.raises(ValueError, match=f"{tmp_path}: state: saved with spec='int4'"):
-        checkpoint_files.load(Compressor(), str(tmp_path))
+        attached.load_files(Compressor(), str(tmp_path))
 
 
 def test_folders_of_other_file_systems() -> None:
     folder = "memory://run/dtcomm/epoch=0.ckpt"
-    checkpoint_files.save(Compressor(), folder)
-    assert checkpoint_files.has_files(folder)
-    assert checkpoint_files.load(Compressor(), folder)
-    checkpoint_files.remove(folder)
-    assert not checkpoint_files.has_files(folder)
+    attached.save_files(Compressor(), folder)
+    assert attached.has_files(folder)
+    assert attached.load_files(Compressor(), folder)
+    attached.remove_files(folder)
+    assert not attached.has_files(folder)
 
 
 def test_another_object_is_refused() -> None:
