@@ -172,6 +172,7 @@ class Report:
         cls,
         traffic: Sequence[tuple[str, Traffic]],
         message_events: Mapping[tuple[str, str], dict[str, int]] | None = None,
+        unit: str = "",
         **rest: Any,
     ) -> Report:
         """Return the report of an integration that counts by module and kind of collective.
@@ -179,6 +180,8 @@ class Report:
         Args:
             traffic: (name of the module, counters) pairs.
             message_events: (module, what is communicated) → counts of the guard's events. Default: none.
+            unit: What the modules are called in the sentence on what was asked for and is not compressed. Default: the
+                report has no such sentence.
             rest: The attributes that do not follow from the counters.
         """
         rows = group_traffic(traffic)
@@ -189,8 +192,9 @@ class Report:
             "seconds": total_seconds(counters.seconds for _, counters in traffic),
             "rows": rows,
             "by_message": message_rows(traffic, message_events),
+            "uncompressed": describe_uncompressed(rows, unit) if unit else "",
         }
-        return cls(**totals, **rest)
+        return cls(**totals | rest)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values: everything that the text says, and more."""

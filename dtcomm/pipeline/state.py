@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.collectives import all_gather
-from dtcomm.compress.report import Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import Report, Reporting
 from dtcomm.compress.residuals import Residuals, SampleReferences
-from dtcomm.compress.traffic import Traffic, group_traffic, message_rows
+from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import Exchange
 
 
@@ -136,24 +136,17 @@ class State(Reporting):
         traffic = [
             (stage.name, replace(counters)) for stage in self._stages for counters in stage.traffic.values()
         ]
-        rows = group_traffic(traffic)
-        seconds = [counters.seconds for _, counters in traffic]
         references = sum(r.nbytes() for stage in self._stages for r in stage.references.values())
-        return Report(
+        return Report.of_traffic(
+            traffic,
+            unit="messages",
             integration="pipeline",
             rank=dist.get_rank(self._group),
             world_size=dist.get_world_size(self._group),
             policy=str(self),
             feedback=self._feedback,
             steps=self.steps,
-            messages=sum(row.calls for row in rows),
-            wire_bytes=sum(row.wire_bytes for row in rows),
-            plain_bytes=sum(row.plain_bytes for row in rows),
-            seconds=None if None in seconds else sum(filter(None, seconds)),
             residual_bytes=self.residuals.nbytes() + references,
-            rows=rows,
-            by_message=message_rows(traffic),
-            uncompressed=describe_uncompressed(rows, "messages"),
             notes=self._notes(),
         )
 

@@ -24,9 +24,9 @@ from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
 from dtcomm.collectives.groups import expected_call
 from dtcomm.compress.policy import exclusions
-from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import Payoff, Report, Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
-from dtcomm.compress.traffic import Traffic, group_traffic, message_rows
+from dtcomm.compress.traffic import Traffic
 from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, GroupOrMesh, parse_codec
 from dtcomm.tp.functional import compiled_traffic
@@ -375,23 +375,17 @@ class State(Reporting):
             state.print_report()
         """
         counted = self._count()
-        traffic = [(part.name, part.traffic) for part in counted]
-        rows = group_traffic(traffic)
-        report = Report(
+        report = Report.of_traffic(
+            [(part.name, part.traffic) for part in counted],
+            unit="layers",
             integration="TP",
             rank=self._comm.rank,
             world_size=self._comm.world_size,
             policy=str(self),
             feedback=False,
             steps=None,
-            messages=sum(row.calls for row in rows),
-            wire_bytes=sum(row.wire_bytes for row in rows),
-            plain_bytes=sum(row.plain_bytes for row in rows),
             seconds=None,
             residual_bytes=0,
-            rows=rows,
-            by_message=message_rows(traffic),
-            uncompressed=describe_uncompressed(rows, "layers"),
             notes=tuple(f"exclude: {name} ({pattern!r})" for name, pattern in self.excluded.items()),
             payoff=self._payoff(counted),
         )
