@@ -12,8 +12,8 @@ from typing import Any
 
 from dtcomm.cli import COLOURS, GREY, INK, styled_pyplot
 from dtcomm.profiling import trace
-from dtcomm.profiling.step_record import MessageRecord, StepRecord
 from dtcomm.profiling.summary import summarize
+from dtcomm.profiling.trace import MessageRecord, StepRecord
 
 COMPUTE = {"forward": "#b9c4d6", "backward": "#7d8fb0"}
 PHASES = dict(zip(("encode", "reduce", "decode", "factors"), COLOURS[1:]))

@@ -26,8 +26,8 @@ from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.options import CompressionSpec
 from dtcomm.fsdp.state import State, codec_spec_for
 from dtcomm.profiling import MessageRecord, Timeline
-from dtcomm.profiling.step_record import WaitInterval
 from dtcomm.profiling.timeline import profiler_range
+from dtcomm.profiling.trace import WaitInterval
 from dtcomm.streams import record_streams
 from dtcomm.torch_compat import AllGather, Comm, DDPMeshInfo, ReduceScatter
 from dtcomm.work import COMPLETED, TorchWork, Work

@@ -34,8 +34,8 @@ from dtcomm.runtime.cuda_peer.launch import (
     PeerBufferLayout,
     blocks_of,
 )
+from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.native.copy_policy import can_use_single_copy
-from dtcomm.runtime.native.runtime import native_plan
 from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dtcomm.profiling.metrics import Metric as Metric
 from dtcomm.profiling.metrics import prometheus, write_prometheus, write_tensorboard
-from dtcomm.profiling.step_record import MessageRecord as MessageRecord
-from dtcomm.profiling.step_record import StepRecord as StepRecord
 from dtcomm.profiling.summary import Summary
 from dtcomm.profiling.timeline import Timeline
+from dtcomm.profiling.trace import MessageRecord as MessageRecord
+from dtcomm.profiling.trace import StepRecord as StepRecord
 from dtcomm.profiling.trace import merge
 
 __all__ = [

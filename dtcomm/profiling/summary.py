@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtcomm.profiling.step_record import MessageRecord, StepRecord
+from dtcomm.profiling.trace import MessageRecord, StepRecord
 
 
 def format_bytes(count: float) -> str:

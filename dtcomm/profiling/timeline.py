@@ -20,8 +20,8 @@ import torch
 from dtcomm import torch_compat
 from dtcomm.profiling import trace
 from dtcomm.profiling.metrics import Metric, summary_metrics
-from dtcomm.profiling.step_record import MessageRecord, StepRecord
 from dtcomm.profiling.summary import Summary, summarize
+from dtcomm.profiling.trace import MessageRecord, StepRecord
 from dtcomm.work.statistics import add_timelines
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dtcomm import _C, env, torch_compat
 from dtcomm.errors import CommunicatorClosed, DtcommError
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.native.runtime import close_all
+from dtcomm.runtime.native import close_all
 from dtcomm.runtime.plans import PlanCache, forget_repeated
 from dtcomm.runtime.process_groups import inherited, position, require_group
 from dtcomm.runtime.types import Runtime, SingleRankRuntime

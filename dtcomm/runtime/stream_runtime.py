@@ -1,6 +1,6 @@
 """Base of the runtimes that queue operations on streams: order, flight records, and the state after a failure.
 
-``torchdist.runtime`` and ``cuda_peer.runtime`` derive from it.
+``torchdist.runtime`` and ``cuda_peer`` derive from it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from dtcomm.launch.ranks import send_to_parent
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
 from dtcomm.runtime.bootstrap.tcp import Listener
-from dtcomm.runtime.native.runtime import NativeRuntime
+from dtcomm.runtime.native import NativeRuntime
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from tests.stress.campaign_cases import (
     CHILDREN,

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from dtcomm.cli import LAUNCHER
 from dtcomm.cli.perf.args import PerfOptions, import_modules, parse
 from dtcomm.cli.perf.output import Printer, to_csv, to_json, write_plot
-from dtcomm.cli.perf.report import PerfReport, ProgressListener
-from dtcomm.cli.perf.runner import run
+from dtcomm.cli.perf.runner import PerfReport, ProgressListener, run
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
 

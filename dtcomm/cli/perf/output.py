@@ -21,7 +21,7 @@ import dtcomm
 from dtcomm.cli import format_size, styled_pyplot
 from dtcomm.cli.perf.args import PerfOptions
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
-from dtcomm.cli.perf.report import (
+from dtcomm.cli.perf.runner import (
     Measurement,
     PerfReport,
     PerfRow,

@@ -22,8 +22,8 @@ from dtcomm.collectives import all_gather
 from dtcomm.extensions.extras.model_flops import peak_flops
 from dtcomm.extensions.extras.stragglers import RankSpeed, Straggler, find_stragglers
 from dtcomm.profiling.metrics import HasMetrics, Metric
-from dtcomm.profiling.step_record import union_length
 from dtcomm.profiling.summary import format_table
+from dtcomm.profiling.trace import union_length
 from dtcomm.runtime.communicator import existing_communicators
 
 Axes = Mapping[str, dist.ProcessGroup | DeviceMesh | None] | DeviceMesh

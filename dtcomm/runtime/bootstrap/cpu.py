@@ -27,8 +27,8 @@ from dtcomm.runtime.bootstrap import between_hosts, processes
 from dtcomm.runtime.bootstrap.reconnect import ConnectionKeeper
 from dtcomm.runtime.bootstrap.rendezvous import PROTOCOL, Rendezvous, StoreExchange, host_id, require_equal
 from dtcomm.runtime.bootstrap.tcp import Listener
+from dtcomm.runtime.native import NativeRuntime
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES, local_ranks, threads_per_rank, usable_cores
-from dtcomm.runtime.native.runtime import NativeRuntime
 from dtcomm.runtime.process_groups import Deadline, group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 from dtcomm.streams import HostStreams, Streams

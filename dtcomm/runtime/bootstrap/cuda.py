@@ -13,9 +13,9 @@ from dtcomm.errors import DtcommError
 from dtcomm.kernels import dispatch
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.rendezvous import StoreExchange, require_equal
+from dtcomm.runtime.cuda_peer import PeerRuntime
 from dtcomm.runtime.cuda_peer.launch import RAN_BETWEEN_GPUS, FusedRanks, launcher_for, layout_for
 from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, why_not_peers, why_pushed
-from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.process_groups import Deadline
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import NcclTransport

@@ -3,7 +3,7 @@
 Normally a sender copies into a slot of shared memory and the receiver out of it, piece by piece. With *zero copy* peers
 work on the callers' tensors themselves, if all of them were made by :func:`empty_shared`. With *single copy* receivers
 copy out of the sender's own memory by ``process_vm_readv``. This module decides what a plan may use; for a call whose
-tensors are not shared the engine falls back to slots. ``native.runtime`` and ``bootstrap.cpu`` call it.
+tensors are not shared the engine falls back to slots. ``native`` and ``bootstrap.cpu`` call it.
 """
 
 from __future__ import annotations

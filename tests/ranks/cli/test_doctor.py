@@ -178,7 +178,7 @@ def _measure_links(rank: int, world_size: int, slow_rank: int, expect: str) -> d
     """Measure the ranks of a job in which one has a slower network card, as DTCOMM_LINK emulates it."""
     if rank == slow_rank:
         link = emulated_link.parse(SLOW)
-        with mock.patch("dtcomm.runtime.native.runtime.links", lambda: link):
+        with mock.patch("dtcomm.runtime.native.links", lambda: link):
             results = network.measure(expect)
     else:
         results = network.measure(expect)

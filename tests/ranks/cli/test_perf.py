@@ -15,7 +15,7 @@ from dtcomm.cli.perf import measure, mpi
 from dtcomm.cli.perf.args import parse
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
 from dtcomm.cli.perf.output import plot_lines
-from dtcomm.cli.perf.report import PerfReport, PerfRow
+from dtcomm.cli.perf.runner import PerfReport, PerfRow
 from dtcomm.launch.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]

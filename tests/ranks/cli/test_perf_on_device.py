@@ -14,7 +14,7 @@ from dtcomm.cli.perf import args as perf_args
 from dtcomm.cli.perf import output, placement, runner
 from dtcomm.cli.perf.backend import TransportUsed
 from dtcomm.cli.perf.libraries import OVERLAPPING
-from dtcomm.cli.perf.report import PerfReport, ProgressListener
+from dtcomm.cli.perf.runner import PerfReport, ProgressListener
 from dtcomm.launch.ranks import run_ranks
 from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import DEVICE

@@ -19,7 +19,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels import local_tasks, ops
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.native.runtime import NativeOperation
+from dtcomm.runtime.native import NativeOperation
 from tests.unit.collectives.call_by_name import require_alike
 from tests.unit.collectives.test_reproducible_sum import bits, contributions, true_sum
 

@@ -25,7 +25,7 @@ from dtcomm.runtime.bootstrap import cpu
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
 from dtcomm.runtime.bootstrap.tcp import Listener
-from dtcomm.runtime.native.runtime import NativeRuntime
+from dtcomm.runtime.native import NativeRuntime
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from tests.support.stopwatch import Elapsed, Stopwatch
 

@@ -22,7 +22,7 @@ from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.runtime.bootstrap import between_hosts
 from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.tcp import Listener
-from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.stopwatch import Stopwatch
 from tests.support.ucx import requires_ucx

@@ -15,7 +15,7 @@ from dtcomm.cli.perf import output, placement
 from dtcomm.cli.perf.args import parse
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.placement import RankInfo
-from dtcomm.cli.perf.report import Measurement, PerfReport, PerfRow
+from dtcomm.cli.perf.runner import Measurement, PerfReport, PerfRow
 from dtcomm.cli.perf.timing import Timing, percentile
 from dtcomm.cli.perf.verify import CheckResult
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from dtcomm.profiling.step_record import StepRecord, union_length
 from dtcomm.profiling.summary import summarize
 from dtcomm.profiling.timeline import Timeline
+from dtcomm.profiling.trace import StepRecord, union_length
 from tests.unit.profiling.steps import MS, step
 
 

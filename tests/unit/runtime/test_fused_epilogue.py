@@ -23,8 +23,8 @@ from dtcomm.collectives import run as run_schedule
 from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
+from dtcomm.runtime.cuda_peer import PeerRuntime
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel
-from dtcomm.runtime.cuda_peer.runtime import PeerRuntime
 from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.tp.comm_config import CommConfig

@@ -15,7 +15,7 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
-from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
 BOX, PART, DONE = 1, 8, 2  # csrc/engine/remote_peer.cpp

@@ -15,6 +15,7 @@ from dtcomm.codecs import codec
 from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.runtime.bootstrap import cuda
 from dtcomm.runtime.bootstrap.cuda import CudaBootstrap
+from dtcomm.runtime.cuda_peer import FallbackPlan, PeerRuntime
 from dtcomm.runtime.cuda_peer.launch import (
     FusedPlan,
     FusedRanks,
@@ -22,7 +23,6 @@ from dtcomm.runtime.cuda_peer.launch import (
     layout_for,
 )
 from dtcomm.runtime.cuda_peer.memory import PeerBuffers, describe_gpu, nvlinks_of, why_not_peers, why_pushed
-from dtcomm.runtime.cuda_peer.runtime import FallbackPlan, PeerRuntime
 from dtcomm.runtime.types import Buffers, OpSpec, SingleRankRuntime, TensorSpec
 from tests.ranks.runtime.test_on_streams import CheckedRanks
 from tests.support.stream_checker import RecordedStreams

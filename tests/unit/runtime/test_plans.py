@@ -9,7 +9,7 @@ import torch
 
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
-from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.plans import PlanCache
 from dtcomm.runtime.types import OpSpec, SingleRankRuntime, TensorSpec
 

@@ -18,7 +18,7 @@ from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveTimeout, PayloadCorrupt, PeerLost
 from dtcomm.runtime.bootstrap import between_hosts
-from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.ucx import requires_ucx
 

@@ -20,7 +20,7 @@ import torch
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PayloadCorrupt, PeerLost
-from dtcomm.runtime.native.runtime import native_plan
+from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
 BOX, DONE, HEADER, WAITING, FAILURE, CLOSED = range(1, 7)  # csrc/engine/remote_peer.cpp
