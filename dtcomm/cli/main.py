@@ -17,7 +17,7 @@ COMMANDS = {
     "demo": ("dtcomm.cli.demo", "train a small language model on two ranks with compressed gradients"),
     "codecs": ("dtcomm.cli.codecs", "measure the size, error and speed of each codec"),
     "plan": (
-        "dtcomm.extensions.jobs.command.main",
+        "dtcomm.extensions.jobs.command",
         "predict collectives and training steps on a given system",
     ),
     "trace": ("dtcomm.cli.trace", "merge the ranks' timelines of a training run and summarize them"),
@@ -26,7 +26,7 @@ COMMANDS = {
         "tensor parallelism: propose a plan for a model (inspect), choose a codec for each layer (calibrate)",
     ),
     "coordinator": (
-        "dtcomm.extensions.elastic.command",
+        "dtcomm.extensions.elastic.coordinator",
         "serve the ranks of a training run whose ranks come and go",
     ),
     "tune": ("dtcomm.cli.tune", "measure this machine and write the table that algorithm=auto uses"),

@@ -16,12 +16,6 @@ from dtcomm.extensions.calibrate.emulate import EmulatedLayer, emulate, restore
 from dtcomm.extensions.calibrate.propose import Proposal, ProposedLayer, propose_plan
 
 __all__ = [
-    "Calibration",
-    "EmulatedLayer",
-    "Proposal",
-    "ProposedLayer",
-    "calibrate",
-    "emulate",
-    "propose_plan",
+    "Calibration", "EmulatedLayer", "Proposal", "ProposedLayer", "calibrate", "emulate", "propose_plan",
     "restore",
-]
+]  # fmt: skip

@@ -35,10 +35,8 @@ HIGH_PRECISION_BITS = 9.0
 class CompressionError(NamedTuple):
     """The error of one layer in one codec, or of a whole plan.
 
-    Attributes:
-        relative: Relative L2 error of the layer's output; 0 for a plan.
-        divergence: Mean Kullback-Leibler divergence of the logits from those of the uncompressed model, in nats.
-        perplexity: Relative change of the perplexity; 0.01 is one per cent more.
+    ``relative`` is the L2 error of the layer's output by its norm, 0 for a plan; ``divergence`` the mean
+    Kullback-Leibler divergence of the logits from the uncompressed model's in nats; ``perplexity`` the relative change.
     """
 
     relative: float
@@ -84,15 +82,10 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the plan as plain values."""
+        names = ("ranks", "budget", "perplexity", "tokens", "mean_bits", "high_precision", "bits")
         return {
-            "ranks": self.ranks,
-            "budget": self.budget,
-            "perplexity": self.perplexity,
-            "tokens": self.tokens,
-            "mean_bits": self.mean_bits,
+            **{name: getattr(self, name) for name in names},
             "plan_error": self.plan_error._asdict(),
-            "high_precision": self.high_precision,
-            "bits": self.bits,
             "errors": {
                 name: {spec: error._asdict() for spec, error in errors.items()}
                 for name, errors in self.errors.items()
@@ -148,8 +141,9 @@ def calibrate(
     sending = {name: layer for name, layer in layers.items() if layer.kind in SENDING}
     try:
         if not sending:
+            kinds = ", ".join(SENDING)
             raise ValueError(
-                f"plan: none of its layers sends activations; layers that do are of kind {', '.join(SENDING)}"
+                f"plan: none of its layers sends activations; layers that do are of kind {kinds}"
             )
         # The uncompressed model, one evaluation per layer and codec, and those of the bisection.
         single_layer_evaluations = len(sending) * len(candidates)
@@ -166,12 +160,15 @@ def calibrate(
                 progress(next(done), total)
             layer.codec = parse(UNCOMPRESSED)
         dtype = next(model.parameters()).dtype
-        bits = {str(codec): _bits_per_element(codec, dtype) for codec in (parse(UNCOMPRESSED), *candidates)}
+        every = (parse(UNCOMPRESSED), *candidates)
+        bits = {str(codec): 8 * codec.wire_bytes(1 << 20, dtype) / (1 << 20) for codec in every}
         states = list(_greedy_states(errors, bits))
         low, high, plan_error = 0, len(states) - 1, CompressionError(0.0, 0.0, 0.0)
         while low < high:
             middle = (low + high + 1) // 2
-            error = _error_of_state(baseline, sending, states[middle])
+            for name, layer in sending.items():
+                layer.codec = parse(states[middle][name])
+            error = baseline.error()
             progress(next(done), total)
             if error.perplexity <= budget:
                 low, plan_error = middle, error
@@ -183,16 +180,10 @@ def calibrate(
         model.train(training)
     entries = {name: PlanEntry(layer.kind, states[low].get(name)) for name, layer in layers.items()}
     return Calibration(
-        ranks=ranks,
-        budget=budget,
-        perplexity=math.exp(baseline.loss),
-        tokens=baseline.tokens,
-        bits=bits,
-        errors=errors,
-        layers=entries,
-        plan_error=plan_error,
+        ranks=ranks, budget=budget, perplexity=math.exp(baseline.loss), tokens=baseline.tokens, bits=bits,
+        errors=errors, layers=entries, plan_error=plan_error,
         high_precision=[name for name, spec in states[low].items() if bits[spec] >= HIGH_PRECISION_BITS],
-    )
+    )  # fmt: skip
 
 
 class _Baseline:
@@ -203,11 +194,8 @@ class _Baseline:
         self.batches = [_inputs_and_targets(batch) for batch in batches]
         self.log_probs = [F.log_softmax(self._logits(inputs), -1) for inputs, _ in self.batches]
         self.tokens = sum(targets.numel() for _, targets in self.batches)
-        losses = (
-            _sum_of_losses(log_probs, targets)
-            for log_probs, (_, targets) in zip(self.log_probs, self.batches, strict=True)
-        )
-        self.loss = sum(losses) / self.tokens
+        pairs = zip(self.log_probs, self.batches, strict=True)
+        self.loss = sum(_sum_of_losses(log_probs, targets) for log_probs, (_, targets) in pairs) / self.tokens
 
     def error(self, layer: EmulatedLayer | None = None) -> CompressionError:
         """Measure the model as it is now; the relative error is that of the output of ``layer``."""
@@ -250,14 +238,6 @@ def _inputs_and_targets(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
-def _error_of_state(
-    baseline: _Baseline, layers: dict[str, EmulatedLayer], state: dict[str, str]
-) -> CompressionError:
-    for name, layer in layers.items():
-        layer.codec = parse(state[name])
-    return baseline.error()
-
-
 def _greedy_states(
     errors: dict[str, dict[str, CompressionError]], bits: dict[str, float]
 ) -> Iterator[dict[str, str]]:
@@ -280,8 +260,3 @@ def _greedy_states(
             return
         state[best[1]] = best[2]
         yield dict(state)
-
-
-def _bits_per_element(codec: Codec, dtype: torch.dtype) -> float:
-    numel = 1 << 20
-    return 8 * codec.wire_bytes(numel, dtype) / numel

@@ -41,23 +41,19 @@ Batches are tokens [batch, length], or pairs of inputs and targets."""
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; return 0, or 2 if an argument or a file is wrong."""
     parser = argparse.ArgumentParser(prog="dtcomm tp")
-    commands = parser.add_subparsers(required=True, metavar="{inspect,calibrate}")
+    commands = parser.add_subparsers(required=True, metavar="{inspect,calibrate}", dest="command")
     _add_inspect(commands)
     _add_calibrate(commands)
     options = parser.parse_args(argv)
     try:
-        return int(options.run(options))
+        return inspect(options) if options.command == "inspect" else run_calibration(options)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"dtcomm tp {options.command}: {error}", file=sys.stderr)
         return 2
 
 
 def call_function(text: str) -> Any:
-    """Return what the function of ``package.module:function`` returns; modules of the current folder are found too.
-
-    Raises:
-        ValueError: There is no such module or function.
-    """
+    """Return what the function of ``package.module:function`` returns; modules of the current folder are found too."""
     module, _, function = text.partition(":")
     sys.path.insert(0, "")
     try:
@@ -74,26 +70,26 @@ def _wrote(path: Path) -> None:
 # --- inspect --------------------------------------------------------------------------------------------------
 
 
-def _add_inspect(commands: Any) -> None:
+def _add(commands: Any, name: str, summary: str, description: str, epilog: str) -> Any:
+    """Add a subcommand with what both take; return the function that adds its other arguments."""
     command: argparse.ArgumentParser = commands.add_parser(
-        "inspect",
-        help="propose a plan for a model",
-        description="Propose which layers of a model can be cut over the ranks, and say why the others cannot.",
-        epilog=INSPECT_HELP,
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=inspect, command="inspect")
-    command.add_argument(
-        "model", metavar="MODEL", help="a folder, a model type or package.module:function; see below"
-    )
+    command.add_argument("model", metavar="MODEL", help="see below")
     command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
-    command.add_argument(
-        "--vocabulary", action="store_true", help="cut the embedding and the output layer too"
-    )
-    command.add_argument(
-        "--out", type=Path, help="write a plan file, for dtcomm.tp.compress(model, mesh, plan=...)"
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
+    return command.add_argument
+
+
+def _add_inspect(commands: Any) -> None:
+    description = "Propose which layers of a model can be cut over the ranks, and say why the others cannot."
+    add = _add(commands, "inspect", "propose a plan for a model", description, INSPECT_HELP)
+    add("--vocabulary", action="store_true", help="cut the embedding and the output layer too")
+    add("--out", type=Path, help="write a plan file, for dtcomm.tp.compress(model, mesh, plan=...)")
+    add("--json", action="store_true", help="print JSON")
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -108,12 +104,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def make_model(text: str) -> nn.Module:
-    """Return the model that MODEL names, on the meta device.
-
-    Raises:
-        RuntimeError: transformers is needed and not installed.
-        ValueError: There is no such model.
-    """
+    """Return the model that MODEL names, on the meta device."""
     with torch.device("meta"):
         if ":" in text:
             model = call_function(text)
@@ -127,43 +118,21 @@ def make_model(text: str) -> nn.Module:
 
 
 def _add_calibrate(commands: Any) -> None:
-    command: argparse.ArgumentParser = commands.add_parser(
-        "calibrate",
-        help="measure each layer in each codec and write a plan",
-        description="Measure the error of each codec in each layer of a model and write a plan file.",
-        epilog=CALIBRATE_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=run_calibration, command="calibrate")
-    command.add_argument(
-        "model", metavar="MODEL", help="a folder of transformers, or package.module:function; see below"
-    )
-    command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
-    command.add_argument(
-        "--plan", help=f"kinds of layers: {', '.join(PLANS)} or a .json file (default: by the model's type)"
-    )
-    command.add_argument(
-        "--codecs", nargs="+", default=list(CANDIDATES), help=f"candidates ({' '.join(CANDIDATES)})"
-    )
-    command.add_argument(
-        "--budget", type=float, default=1.0, help="largest increase of perplexity, in percent (1)"
-    )
-    command.add_argument(
-        "--text", type=Path, help="for a folder: the text to measure on (default: the source of Python)"
-    )
-    command.add_argument("--batches", type=int, default=4, help="number of batches to measure on (4)")
-    command.add_argument("--batch-size", type=int, default=4, help="for a folder: rows of a batch (4)")
-    command.add_argument("--length", type=int, default=128, help="for a folder: tokens per row (128)")
-    command.add_argument(
-        "--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)"
-    )
-    command.add_argument(
-        "--json", metavar="FILE", help="write all figures as JSON; - writes to standard output"
-    )
-    command.add_argument(
-        "--plot", type=Path, metavar="FILE", help="plot the divergence of the logits for each layer and codec"
-    )
-    command.add_argument("--quiet", action="store_true", help="no progress")
+    summary = "measure each layer in each codec and write a plan"
+    description = "Measure the error of each codec in each layer of a model and write a plan file."
+    add = _add(commands, "calibrate", summary, description, CALIBRATE_HELP)
+    plans = ", ".join(PLANS)
+    add("--plan", help=f"kinds of layers: {plans} or a .json file (default: by the model's type)")
+    add("--codecs", nargs="+", default=list(CANDIDATES), help=f"candidates ({' '.join(CANDIDATES)})")
+    add("--budget", type=float, default=1.0, help="largest increase of perplexity, in percent (1)")
+    add("--text", type=Path, help="for a folder: the text to measure on (default: the source of Python)")
+    add("--batches", type=int, default=4, help="number of batches to measure on (4)")
+    add("--batch-size", type=int, default=4, help="for a folder: rows of a batch (4)")
+    add("--length", type=int, default=128, help="for a folder: tokens per row (128)")
+    add("--out", type=Path, default=Path("tp-plan.json"), help="the plan file (tp-plan.json)")
+    add("--json", metavar="FILE", help="write all figures as JSON; - writes to standard output")
+    add("--plot", type=Path, metavar="FILE", help="plot the divergence of the logits by layer and codec")
+    add("--quiet", action="store_true", help="no progress")
 
 
 def run_calibration(options: argparse.Namespace) -> int:
@@ -172,20 +141,12 @@ def run_calibration(options: argparse.Namespace) -> int:
         raise RuntimeError("--plot needs matplotlib: pip install matplotlib")
     model, batches, plan = _load(options)
     with _progress(options.quiet or options.json == "-") as progress:
-        calibration = calibrate(
-            model,
-            batches,
-            options.ranks,
-            options.plan or plan,
-            codecs=options.codecs,
-            budget=options.budget / 100,
-            progress=progress,
-        )
+        limits = {"codecs": options.codecs, "budget": options.budget / 100, "progress": progress}
+        calibration = calibrate(model, batches, options.ranks, options.plan or plan, **limits)
     calibration.write(options.out)
     if options.json is not None:
-        layers = {
-            name: {"kind": entry.kind, "codec": entry.codec} for name, entry in calibration.layers.items()
-        }
+        entries = calibration.layers.items()
+        layers = {name: {"kind": entry.kind, "codec": entry.codec} for name, entry in entries}
         text = json.dumps({**calibration.to_dict(), "layers": layers}, indent=1) + "\n"
         if options.json == "-":
             sys.stdout.write(text)
@@ -208,14 +169,12 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Sequence[Batch], Any]
         return model, batches, None
     result = call_function(options.model)
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
-        raise ValueError(
-            f"MODEL: {options.model} returned {type(result).__name__}; expected model, batches[, plan]"
-        )
+        got = type(result).__name__
+        raise ValueError(f"MODEL: {options.model} returned {got}; expected model, batches[, plan]")
     batches = list(result[1])[: options.batches]
     if not all(isinstance(batch, (torch.Tensor, tuple)) for batch in batches):
-        raise ValueError(
-            f"MODEL: {options.model}: returned other batches; expected tensors or pairs of inputs and targets"
-        )
+        expected = "tensors or pairs of inputs and targets"
+        raise ValueError(f"MODEL: {options.model}: returned other batches; expected {expected}")
     return result[0], batches, result[2] if len(result) == 3 else None
 
 
@@ -299,9 +258,8 @@ def plot(calibration: Calibration, path: Path) -> None:
         axes.invert_yaxis()
         axes.grid(visible=True)
         axes.set_xlabel("divergence of the logits, nats per token, only that layer compressed")
-        axes.set_title(
-            f"rings: the plan within {100 * calibration.budget:g} % of perplexity, {calibration.ranks} ranks"
-        )
+        limit = f"{100 * calibration.budget:g} % of perplexity"
+        axes.set_title(f"rings: the plan within {limit}, {calibration.ranks} ranks")
         figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
         figure.savefig(path, dpi=130)
         pyplot.close(figure)

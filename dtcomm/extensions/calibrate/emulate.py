@@ -38,19 +38,12 @@ ALGORITHMS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
 def emulate_all_reduce(
     partials: Sequence[torch.Tensor], spec: str | Codec, algorithm: str = "auto", seed: int = 0
 ) -> torch.Tensor:
-    """Return the compressed sum that every rank would have after an all-reduce.
+    """Return the compressed sum of the ranks' tensors that every rank would have after an all-reduce.
 
-    Args:
-        partials: The tensor of each rank, of equal shapes and dtypes (fp32, fp16 or bf16).
-        spec: The codec. Codecs whose ranks communicate before they encode (``exact``, randk with a shared seed) are
-            not emulated.
-        algorithm: ``"auto"`` as in `CommConfig`, ``"one_shot"``, ``"two_shot"``, ``"direct"`` (one-shot if the codec
-            loses nothing, otherwise two-shot; the planner may choose differently, with the same bits), or
-            ``"two_shot_symmetric"``, in which the owner's contribution is encoded too. Default: ``"auto"``.
-        seed: Seed of stochastic rounding. Default: 0.
-
-    Raises:
-        ValueError: The algorithm or the codec is not supported.
+    Codecs whose ranks communicate before they encode (``exact``, randk with a shared seed) are not emulated. The
+    algorithm ``"auto"`` is that of `CommConfig`; ``"direct"`` is one-shot if the codec loses nothing, otherwise
+    two-shot (the planner may choose differently, with the same bits); in ``"two_shot_symmetric"`` the owner's
+    contribution is encoded too. ``seed`` is that of stochastic rounding.
 
     Example:
         >>> import torch
@@ -73,10 +66,8 @@ def emulate_all_reduce(
     if world_size == 1:
         return first.detach().clone()
     if algorithm == "one_shot" or (algorithm == "direct" and codec.lossless(first.dtype)):
-        payloads = [
-            ops.encode(codec, partial, key=counter_rng.mix_key(seed, rank, 0))
-            for rank, partial in enumerate(flat)
-        ]
+        keys = [counter_rng.mix_key(seed, rank, 0) for rank in range(world_size)]
+        payloads = [ops.encode(codec, partial, key=key) for partial, key in zip(flat, keys, strict=True)]
         ops.reduce(codec, payloads, numel, dtype=first.dtype, out=total)
         return total.view(first.shape)
     granularity = codec.granularity
@@ -169,17 +160,15 @@ class EmulatedLayer(nn.Module):
         """Return the output that all ranks of the tensor-parallel layer would have together."""
         y: torch.Tensor
         if self.kind == "experts":
-            partials = [self._experts_of(rank, x, routing) for rank in range(self.ranks)]
-            self.sent += partials[0].numel()
-            total = emulate_all_reduce(partials, self.codec, self.algorithm)
-            y = autograd_apply(_StraightThrough, self.module(x, *routing), total)
-            return y
+            exact = self.module(x, *routing)
+            return self._summed(exact, [self._experts_of(rank, x, routing) for rank in range(self.ranks)])
         if self.kind == "vocabulary":
             assert isinstance(self.module, nn.Embedding)
-            vectors = F.embedding(x, self.module.weight)
-            self.sent += vectors.numel()
-            y = autograd_apply(_Vocabulary, vectors, x, self)
-            return y
+            vectors, rows = F.embedding(x, self.module.weight), self.module.num_embeddings // self.ranks
+            partials = [
+                vectors * (x // rows == rank).unsqueeze(-1).to(vectors.dtype) for rank in range(self.ranks)
+            ]
+            return self._summed(vectors, partials)
         weight, bias = dense_weight_and_bias(self.module, self.name)
         y = autograd_apply(_Row if self.kind == "row" else _Column, x, weight, self)
         if self.kind in SENDING:
@@ -187,13 +176,15 @@ class EmulatedLayer(nn.Module):
         if bias is not None:
             y = y + bias.to(y.dtype)
         if self.kind == "column_gather":
-            y = autograd_apply(_Gather, y, self)
+            y = autograd_apply(_StraightThrough, y, emulate_all_gather(y.chunk(self.ranks, -1), self.codec))
         return y
 
-    def features_of(self, rank: int, out_features: int) -> torch.Tensor:
-        """Return the indices of the output features that a rank has."""
-        parts = torch.split(torch.arange(out_features), list(self.packed))
-        return torch.cat([part.view(self.ranks, -1)[rank] for part in parts])
+    def _summed(self, exact: torch.Tensor, partials: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of the ranks' parts, with the gradient of the exact result."""
+        self.sent += partials[0].numel()
+        total = emulate_all_reduce(partials, self.codec, self.algorithm)
+        y: torch.Tensor = autograd_apply(_StraightThrough, exact, total)
+        return y
 
     @torch.no_grad()
     def _experts_of(self, rank: int, x: torch.Tensor, routing: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -237,7 +228,10 @@ class _Column(torch.autograd.Function):
         layer: EmulatedLayer = ctx.layer
         dx = None
         if ctx.needs_input_grad[0]:
-            rows_of_ranks = [layer.features_of(rank, len(weight)) for rank in range(layer.ranks)]
+            parts = torch.split(torch.arange(len(weight)), list(layer.packed))
+            rows_of_ranks = [
+                torch.cat([part.view(layer.ranks, -1)[rank] for part in parts]) for rank in range(layer.ranks)
+            ]
             partials = [dy[..., rows].contiguous() @ weight[rows].to(dy.dtype) for rows in rows_of_ranks]
             dx = emulate_all_reduce(partials, layer.backward_codec, layer.algorithm)
         flat = dy.reshape(-1, dy.shape[-1])
@@ -246,6 +240,8 @@ class _Column(torch.autograd.Function):
 
 
 class _StraightThrough(torch.autograd.Function):
+    """The emulated values with the gradient of the exact ones."""
+
     @staticmethod
     def forward(ctx: Any, exact: torch.Tensor, emulated: torch.Tensor) -> torch.Tensor:
         return emulated
@@ -253,31 +249,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, layer: EmulatedLayer) -> torch.Tensor:
-        return emulate_all_gather(y.chunk(layer.ranks, -1), layer.codec)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
-
-
-class _Vocabulary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, vectors: torch.Tensor, tokens: torch.Tensor, layer: EmulatedLayer) -> torch.Tensor:
-        assert isinstance(layer.module, nn.Embedding)
-        rows = layer.module.num_embeddings // layer.ranks
-        partials = [
-            vectors * (tokens // rows == rank).unsqueeze(-1).to(vectors.dtype) for rank in range(layer.ranks)
-        ]
-        return emulate_all_reduce(partials, layer.codec, layer.algorithm)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None, None
 
 
 def emulate(

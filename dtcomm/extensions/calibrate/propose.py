@@ -22,15 +22,8 @@ from torch import nn
 
 from dtcomm.arguments import require_int
 from dtcomm.profiling.summary import format_table
-from dtcomm.tp.layer_plan import (
-    PLANS,
-    PlanEntry,
-    dense_weight_and_bias,
-    is_transposed,
-    match_layers,
-    packed_sizes,
-    write_plan,
-)
+from dtcomm.tp import layer_plan
+from dtcomm.tp.layer_plan import PLANS, PlanEntry, dense_weight_and_bias, match_layers, packed_sizes
 from dtcomm.tp.layers import experts_features
 
 #: Kind of a module that every rank keeps whole and computes as before.
@@ -113,7 +106,7 @@ class Proposal:
         if not self.plan:
             raise ValueError(f"path: there is no plan to write: no layer of {self.model} can be cut")
         layers = {pattern: PlanEntry(kind) for pattern, kind in self.plan.items()}
-        write_plan(path, layers, model=self.model, ranks=self.ranks)
+        layer_plan.write_plan(path, layers, model=self.model, ranks=self.ranks)
 
     def __str__(self) -> str:
         head = ("layer", "number", "kind", "weight", "why")
@@ -204,7 +197,7 @@ class _Search:
         self.linear = {
             name: tuple(dense_weight_and_bias(module, name)[0].shape)
             for name, module in self.modules.items()
-            if isinstance(module, nn.Linear) or is_transposed(module)
+            if isinstance(module, nn.Linear) or layer_plan.is_transposed(module)
         }
         self.found: dict[str, tuple[str, str]] = {}
 
@@ -226,19 +219,16 @@ class _Search:
         for name, kind in kinds.items():
             if name not in self.linear:
                 continue
-            out_features, in_features = self.linear[name]
+            out_features, *sizes = self.linear[name]
+            side = "input"
             try:
-                sizes = (
-                    (in_features,) if kind == "row" else packed_sizes(kind, out_features, self.config, name)
-                )
+                if kind != "row":
+                    side, sizes = "output", [*packed_sizes(kind, out_features, self.config, name)]
             except ValueError as error:
                 return self._keep(kinds, str(error).removeprefix("plan: "))
             if odd := [size for size in sizes if size % self.ranks]:
-                side = "input" if kind == "row" else "output"
-                return self._keep(
-                    kinds,
-                    f"{odd[0]} {side} features of {_leaf(name)} are not divisible by {self.ranks} ranks",
-                )
+                text = f"{odd[0]} {side} features of {_leaf(name)} are not divisible by {self.ranks} ranks"
+                return self._keep(kinds, text)
         for name, kind in kinds.items():
             text = "norm of each head: gradients are summed" if kind == "replicated" else reason
             self.found[name] = kind, text
@@ -311,15 +301,9 @@ class _Search:
             for key in ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads"):
                 heads = getattr(owner, key, None)
                 if isinstance(heads, int) and heads > 0:
-                    kv_heads = next(
-                        (
-                            value
-                            for kv_key in ("num_key_value_heads", "num_kv_heads", "kv_heads")
-                            if isinstance(value := getattr(owner, kv_key, None), int)
-                        ),
-                        heads,
-                    )
-                    return heads, kv_heads
+                    names = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+                    values = (getattr(owner, name, None) for name in names)
+                    return heads, next((value for value in values if isinstance(value, int)), heads)
         return 0, 0
 
     def _experts(self, name: str) -> None:
@@ -348,9 +332,8 @@ class _Search:
         for down, (out_features, in_features) in free.items():
             if gate in free and free[gate] == (2 * in_features, out_features):
                 return self._set({gate: kind, down: "row"}, "feed-forward, joined gate")
-            ups = [
-                path for path, shape in free.items() if path != down and shape == (in_features, out_features)
-            ]
+            wide = (in_features, out_features)
+            ups = [path for path, shape in free.items() if path != down and shape == wide]
             if in_features == out_features:
                 # Shapes do not tell which is which.
                 ups = ups if _leaf(down) in _DOWN else []
@@ -370,19 +353,16 @@ class _Search:
                     what = between[0] if between else f"{len(ups)} layers that widen"
                     return self._keep(kinds, f"feed-forward with {what}: what it computes is not known")
                 return self._set(kinds, "feed-forward, gated" if len(ups) == 2 else "feed-forward")
-        if joined_like := [
-            path
-            for path, (out_features, in_features) in free.items()
-            if any(
-                shape == (in_features, out_features // 2) for other, shape in free.items() if other != path
-            )
-        ]:
-            self._keep(dict.fromkeys(joined_like, ""), "joined gate whose order of outputs is not known")
+        for path, (out_features, in_features) in free.items():
+            others = (shape for other, shape in free.items() if other != path)
+            if (in_features, out_features // 2) in others:
+                self._keep({path: ""}, "joined gate whose order of outputs is not known")
         return None
 
     def _vocabulary(self, cut: bool) -> None:
         weights = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         words = getattr(self.config, "vocab_size", None)
+        tied = getattr(self.config, "tie_word_embeddings", False)
         for name, module in self.modules.items():
             rows = len(module.weight) if isinstance(module, nn.Embedding) else self.linear.get(name, (0,))[0]
             if not rows or rows != words or name in self.found:
@@ -392,9 +372,7 @@ class _Search:
             reason = ""
             if not cut:
                 reason = "vocabulary: vocabulary=True cuts it"
-            elif sum(other is weight for other in weights) > 1 or getattr(
-                self.config, "tie_word_embeddings", False
-            ):
+            elif sum(other is weight for other in weights) > 1 or tied:
                 reason = "the embedding and the output layer are tied"
             elif embeds and type(module).forward is not nn.Embedding.forward:
                 reason = f"{type(module).__name__} computes more than a look-up"

@@ -1,25 +1,39 @@
-"""The coordinator: it knows which members take part, and forms a new view when one is gone or wants to join."""
+"""The coordinator: it knows which members take part, and forms a new view when one is gone or wants to join.
+
+``dtcomm coordinator`` is a process that has one.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from dtcomm import env
 from dtcomm.arguments import require_int
-from dtcomm.extensions.elastic.protocol import COORDINATOR, HEAD, MEMBER, PROTOCOL, Seal, split_head
+from dtcomm.extensions.elastic.protocol import (
+    COORDINATOR,
+    HEAD,
+    MEMBER,
+    PROTOCOL,
+    Seal,
+    parse_address,
+    split_head,
+)
 from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
 
 _log = logging.getLogger("dtcomm")
@@ -48,14 +62,7 @@ class _Connection:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Where a member says that it is.
-
-    Attributes:
-        number: The number of its view; 0: it has none yet.
-        round: How many answers it has had in this view.
-        last: The last answer that it has had.
-        view: The answer that was its view; empty if it has none.
-    """
+    """Where a member says that it is: the number of its view (0: none), and its answers since, of which ``last``."""
 
     number: int
     round: int
@@ -78,12 +85,9 @@ class _Member:
 
     Attributes:
         identity: What it is known by when it connects again.
-        name: What logs and errors call it.
         facts: What must be equal on all members.
         steps: The steps that its state has seen; -1: it has none.
-        connection: Its connection; None while it has none.
-        heard: When it was last heard of.
-        lost_at: When its connection ended.
+        heard, lost_at: When it was last heard of, and when its connection ended.
         was_closed: Whether its connection was closed, as when a process ends, and was not cut.
         in_view: Whether it belongs to the present view.
         is_late: Whether the others went on without it.
@@ -122,9 +126,8 @@ class _Member:
 
     def is_ready(self) -> bool:
         """Return whether it waits for a view."""
-        return (
-            not self.in_view and self.connection is not None and (not self.view or self.request == "reform")
-        )
+        asks = not self.view or self.request == "reform"
+        return not self.in_view and self.connection is not None and asks
 
 
 class Coordinator:
@@ -249,9 +252,8 @@ class Coordinator:
         was_closed = False
         try:
             if self._strangers >= _MAX_STRANGERS:
-                _log.warning(
-                    "dtcomm: refused %s: %d callers have not said who they are", caller, _MAX_STRANGERS
-                )
+                text = "dtcomm: refused %s: %d callers have not said who they are"
+                _log.warning(text, caller, _MAX_STRANGERS)
                 return
             self._strangers += 1
             try:
@@ -343,11 +345,8 @@ class Coordinator:
             member.is_late |= member.in_view
             member.in_view = False
         self._members = [*inside, *known.values()]
-        _log.warning(
-            "dtcomm: took over view %d of an earlier coordinator: %s",
-            self._number,
-            ", ".join(member.name for member in inside),
-        )
+        names = ", ".join(member.name for member in inside)
+        _log.warning("dtcomm: took over view %d of an earlier coordinator: %s", self._number, names)
 
     def _catch_up(self) -> None:
         """Give the members of a view that was taken over the answers that others of them have had already."""
@@ -490,34 +489,61 @@ async def _receive(reader: asyncio.StreamReader, opener: Seal) -> dict[str, Any]
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:
-    """A listening socket at the first free port."""
+    """Return a listening socket at the first free port."""
     ipv6 = ":" in host or (not host and socket.has_dualstack_ipv6())
+    family, both = socket.AF_INET6 if ipv6 else socket.AF_INET, ipv6 and not host
     reason: OSError | None = None
     for port in ports:
         try:
-            return socket.create_server(
-                (host, port),
-                family=socket.AF_INET6 if ipv6 else socket.AF_INET,
-                backlog=1024,
-                dualstack_ipv6=ipv6 and not host,
-            )
+            return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=both)
         except OSError as error:
             reason = error
     raise OSError(f"the coordinator cannot listen at {host or 'any address'}: {reason}")
 
 
 def _make_store(ports: Iterable[int], timeout_s: float) -> Any:
-    """The store of a view, at the first free port."""
+    """Return the store of a view, at the first free port."""
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=timeout_s)}
     reason: Exception | None = None
     for port in ports:
         try:
-            return dist.TCPStore(  # type: ignore[attr-defined]
-                "localhost",
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            return dist.TCPStore("localhost", port, is_master=True, **options)  # type: ignore[attr-defined]
         except RuntimeError as error:
             reason = error
     raise OSError(f"no port is free for the store of a view: {reason}")
+
+
+def main(argv: list[str]) -> int:
+    """Run ``dtcomm coordinator`` until SIGINT or SIGTERM; return 2 if an argument is wrong or the port is in use."""
+    parser = argparse.ArgumentParser(
+        prog="dtcomm coordinator",
+        description="Serve the ranks of one training run with ElasticLocalSGD. It holds no weights. Ranks that do not"
+        " know DTCOMM_SECRET are refused; the stores of its views listen on the ports of DTCOMM_PORTS.",
+    )
+    add = parser.add_argument
+    add("--listen", default="[::]:29400",
+        help="address and port, host:port or [IPv6 address]:port (default: %(default)s, all addresses)")  # fmt: skip
+    add("--ranks", type=int, default=1, help="how many ranks the first group waits for (default: 1)")
+    add("--timeout", type=float, default=30.0,
+        help="seconds after which a silent rank counts as gone (default: 30)")  # fmt: skip
+    options = parser.parse_args(argv)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    try:
+        host, port = parse_address(options.listen, "--listen")
+        host = "" if host == "::" else host
+        coordinator = Coordinator(host, port, ranks=options.ranks, timeout_s=options.timeout)
+    except (OSError, ValueError) as error:
+        print(f"dtcomm coordinator: {error}", file=sys.stderr)
+        return 2
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    secured = "with" if env.get("DTCOMM_SECRET") else "without"
+    print(f"dtcomm coordinator at {coordinator.address}, {secured} DTCOMM_SECRET", flush=True)
+    try:
+        coordinator.wait()
+    except KeyboardInterrupt:
+        coordinator.close()
+    return 0

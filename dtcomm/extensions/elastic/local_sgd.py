@@ -103,9 +103,8 @@ class ElasticLocalSGD(LocalSGD):
         if not isinstance(feedback, bool):
             raise ValueError(f"feedback: {feedback!r}; valid with ElasticLocalSGD: True, False")
         if dist.is_initialized():
-            raise ValueError(
-                "torch.distributed: is initialised already; ElasticLocalSGD makes the default process group itself"
-            )
+            text = "ElasticLocalSGD makes the default process group itself"
+            raise ValueError(f"torch.distributed: is initialised already; {text}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s}: expected seconds above 0")
         self._timeout = timedelta(seconds=timeout_s)
@@ -118,9 +117,8 @@ class ElasticLocalSGD(LocalSGD):
         try:
             super().__init__(model, every, spec, None, feedback, **options)
             self._error_state.keeps_backups = True
-            self._fixed = {
-                name: tensor for name, tensor in model.state_dict().items() if name not in self._weights
-            }
+            tensors = model.state_dict()
+            self._fixed = {name: tensor for name, tensor in tensors.items() if name not in self._weights}
             self._has_state = state is not None
             if state is not None:
                 self.load_state_dict({**state, "rank": 0, "world_size": 1})
@@ -208,9 +206,8 @@ class ElasticLocalSGD(LocalSGD):
             if verdict.commit:
                 self._change |= verdict.change
                 self._failures = 0
-                self._error_state.drop_backups(
-                    name for fragment in average.fragments for name in fragment.weights
-                )
+                names = (name for fragment in average.fragments for name in fragment.weights)
+                self._error_state.drop_backups(names)
                 return
             self._count_failure(f"average {average.number + 1}", error)
             average.means, average.buckets = {}, []
@@ -258,15 +255,10 @@ class ElasticLocalSGD(LocalSGD):
     def _connect(self, view: View) -> None:
         """Make the default process group of a view."""
         _require_store(self._member.host, view.store_port, self._timeout.total_seconds())
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            self._member.host, view.store_port, is_master=False, timeout=self._timeout
-        )
+        where, wait = (self._member.host, view.store_port), self._timeout
+        store = dist.TCPStore(*where, is_master=False, timeout=wait)  # type: ignore[attr-defined]
         dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=view.rank,
-            world_size=len(view.names),
-            timeout=self._timeout,
+            "gloo", store=store, rank=view.rank, world_size=len(view.names), timeout=self._timeout
         )
 
     def _disconnect(self) -> None:
@@ -284,9 +276,8 @@ class ElasticLocalSGD(LocalSGD):
         for average in self._in_flight:
             for fragment in average.fragments:
                 fragment.averages -= 1
-            self._repeat.append(
-                ([self._fragments.index(fragment) for fragment in average.fragments], average.due)
-            )
+            indices = [self._fragments.index(fragment) for fragment in average.fragments]
+            self._repeat.append((indices, average.due))
         self.syncs = self._in_flight[0].number
         self._in_flight.clear()
         self._error_state.begin_step(undo=True)
@@ -355,24 +346,19 @@ class ElasticLocalSGD(LocalSGD):
         reason = "it failed on another rank" if error is None else str(error)
         _log.warning("dtcomm: %s failed, and is repeated: %s", what, reason)
         if self._failures >= MAX_ATTEMPTS:
-            raise DtcommError(
-                f"{what} failed {self._failures} times one after the other: {reason}"
-            ) from error
+            text = f"{what} failed {self._failures} times one after the other: {reason}"
+            raise DtcommError(text) from error
 
     def _log_change(self, before: View | None, view: View) -> None:
         if before is None:
-            _log.info(
-                "dtcomm: joined view %d with %d ranks, at step %d", view.number, len(view.names), self.steps
-            )
+            text = "dtcomm: joined view %d with %d ranks, at step %d"
+            _log.info(text, view.number, len(view.names), self.steps)
             return
         gone = [name for name in before.names if name not in view.names]
         new = [name for name in view.names if name not in before.names]
         if gone:
-            _log.warning(
-                "dtcomm: after %d steps: gone: %s, with what they learnt since their last average and their residuals",
-                self.steps,
-                ", ".join(gone),
-            )
+            lost = "with what they learnt since their last average and their residuals"
+            _log.warning("dtcomm: after %d steps: gone: %s, %s", self.steps, ", ".join(gone), lost)
         if new:
             _log.info("dtcomm: after %d steps: joined: %s", self.steps, ", ".join(new))
 

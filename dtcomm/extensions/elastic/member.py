@@ -12,17 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtcomm.errors import DtcommError, JoinRefused, PeerLost
-from dtcomm.extensions.elastic.protocol import (
-    COORDINATOR,
-    HEAD,
-    MEMBER,
-    PROTOCOL,
-    Seal,
-    Verdict,
-    View,
-    parse_address,
-    split_head,
-)
+from dtcomm.extensions.elastic import protocol
+from dtcomm.extensions.elastic.protocol import COORDINATOR, MEMBER, PROTOCOL, Seal, Verdict, View
 from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
 
 _CONNECT_SECONDS = 30.0  # for one attempt
@@ -36,18 +27,16 @@ class Member:
     """Joins a coordinator and asks it for votes and views.
 
     A thread tells the coordinator that this rank lives, receives its answers, and makes another connection when one
-    has ended.
+    has ended. After ``timeout_s`` without a connection a request raises `PeerLost`.
 
     Args:
         coordinator: Its address, ``host:port`` or ``[IPv6 address]:port``.
         facts: What must be equal on all members, by name.
         steps: The steps that this rank's state has seen; -1: it has none.
         name: What others call this rank. Default: host and process.
-        timeout_s: Seconds without a connection after which a request raises `PeerLost`. Default 60.
 
     Raises:
-        JoinRefused: The coordinator has another protocol.
-        OSError: It cannot be reached.
+        JoinRefused, OSError: The coordinator has another protocol, or cannot be reached.
     """
 
     def __init__(
@@ -58,7 +47,7 @@ class Member:
         name: str = "",
         timeout_s: float = 60.0,
     ) -> None:
-        self.host, self._port = parse_address(coordinator)
+        self.host, self._port = protocol.parse_address(coordinator)
         self._address, self._timeout_s = coordinator, timeout_s
         self._hello = {
             "id": os.urandom(_IDENTITY_BYTES).hex(),
@@ -90,22 +79,12 @@ class Member:
             raise
 
     def vote(self, ok: bool, steps: int) -> Verdict:
-        """Tell the others whether an average succeeded here, and wait for theirs.
-
-        Args:
-            ok: Whether it succeeded.
-            steps: The steps that this rank's state has seen.
-        """
+        """Tell the others whether an average succeeded here, and wait for theirs."""
         answer = self._ask({"request": "vote", "ok": ok, "steps": steps})
         return Verdict(commit=answer["commit"], change=answer["change"])
 
     def reform(self, *, admit: bool, steps: int) -> View:
-        """Wait for a view without the ranks that are gone.
-
-        Args:
-            admit: Whether ranks that wait may join.
-            steps: The steps that this rank's state has seen; -1: it has none.
-        """
+        """Wait for a view without the ranks that are gone; ``admit`` says whether ranks that wait may join."""
         return _view(self._ask({"request": "reform", "ok": admit, "steps": steps}))
 
     def close(self) -> None:
@@ -139,7 +118,10 @@ class Member:
                 if self._connection is None:
                     left = self._lost_at + self._timeout_s - time.monotonic()
                     if left <= 0:
-                        raise self._lost()
+                        raise PeerLost(
+                            f"the coordinator {self._address} is gone for more than {self._timeout_s:g} s: "
+                            f"{self._reason}. Nothing of this rank's state is lost"
+                        )
                 self._changed.wait(left)
             answer, self._answer = self._answer, None
         if "error" in answer:
@@ -151,12 +133,6 @@ class Member:
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.send(message)
-
-    def _lost(self) -> PeerLost:
-        return PeerLost(
-            f"the coordinator {self._address} is gone for more than {self._timeout_s:g} s: {self._reason}. Nothing of "
-            "this rank's state is lost"
-        )
 
     def _serve(self) -> None:
         """Receive, tell that this rank lives, and connect again, until `close` or a refusal."""
@@ -259,7 +235,7 @@ class _Connection:
             raise
 
     def receive(self) -> dict[str, Any]:
-        length, proof = split_head(self._read(HEAD.size))
+        length, proof = protocol.split_head(self._read(protocol.HEAD.size))
         try:
             return self._opener.open(proof, self._read(length))
         except PermissionError:
@@ -290,10 +266,5 @@ def _configure(connection: socket.socket) -> None:
 
 
 def _view(message: Mapping[str, Any]) -> View:
-    return View(
-        number=message["number"],
-        rank=message["rank"],
-        names=tuple(message["names"]),
-        steps=tuple(message["steps"]),
-        store_port=message["store_port"],
-    )
+    numbers = {name: message[name] for name in ("number", "rank", "store_port")}
+    return View(**numbers, names=tuple(message["names"]), steps=tuple(message["steps"]))

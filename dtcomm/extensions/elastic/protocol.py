@@ -67,13 +67,7 @@ class Verdict:
 
 
 class Seal:
-    """Seals and opens the messages of one direction of a connection.
-
-    Args:
-        key: The key of the HMAC.
-        sender: Who sends, `COORDINATOR` or `MEMBER`.
-        number: The number of the next message.
-    """
+    """Seals and opens the messages of one direction of a connection, from ``sender``, with the HMAC's ``key``."""
 
     def __init__(self, key: bytes, sender: bytes, number: int = 0) -> None:
         self._key, self._sender, self._number = key, sender, number
@@ -84,12 +78,7 @@ class Seal:
         return HEAD.pack(len(body), self._proof(body)) + body
 
     def open(self, proof: bytes, body: bytes) -> dict[str, Any]:
-        """Return the message.
-
-        Raises:
-            PermissionError: The sender has another key.
-            ValueError: It is not a JSON object.
-        """
+        """Return the message; PermissionError if the sender has another key, ValueError if it is no JSON object."""
         number = struct.pack("<Q", self._number)
         self._number += 1
         if not is_proof(proof, self._key, self._sender, number, body):
@@ -106,11 +95,7 @@ class Seal:
 
 
 def split_head(head: bytes) -> tuple[int, bytes]:
-    """Return the length and the HMAC of the message behind a head.
-
-    Raises:
-        ValueError: The message would be too long.
-    """
+    """Return the length and the HMAC of the message behind a head; ValueError if the message is too long."""
     length, proof = HEAD.unpack(head)
     if length > MAX_MESSAGE:
         raise ValueError(f"a message of {length} bytes; at most {MAX_MESSAGE} are allowed")
@@ -118,11 +103,7 @@ def split_head(head: bytes) -> tuple[int, bytes]:
 
 
 def parse_address(text: str, argument: str = "coordinator") -> tuple[str, int]:
-    """Return host and port of ``host:port``; an IPv6 address is in brackets, ``[::1]:29400``.
-
-    Raises:
-        ValueError: It is neither; the message names ``argument``.
-    """
+    """Return host and port of ``host:port`` or ``[::1]:29400``; a ValueError names ``argument``."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

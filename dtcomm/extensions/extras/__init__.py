@@ -14,24 +14,17 @@ from dtcomm.extensions.extras.frozen_variance import FrozenVariance, freeze_vari
 from dtcomm.extensions.extras.invariant_sum import InvariantRowParallelLinear
 from dtcomm.extensions.extras.metrics_server import MetricsServer
 from dtcomm.extensions.extras.model_flops import count_flops, peak_flops, transformer_flops
-from dtcomm.extensions.extras.run_monitor import AxisShare, RunMonitor, RunReport
-from dtcomm.extensions.extras.stragglers import RankSpeed, Straggler, find_stragglers
+from dtcomm.extensions.extras.run_monitor import (
+    AxisShare,
+    RankSpeed,
+    RunMonitor,
+    RunReport,
+    Straggler,
+    find_stragglers,
+)  # fmt: skip
 
 __all__ = [
-    "AxisShare",
-    "BalancedSampler",
-    "FrozenVariance",
-    "InvariantRowParallelLinear",
-    "MetricsServer",
-    "RankSpeed",
-    "RunMonitor",
-    "RunReport",
-    "Straggler",
-    "SyncBatchNorm",
-    "balance",
-    "count_flops",
-    "find_stragglers",
-    "freeze_variance",
-    "peak_flops",
-    "transformer_flops",
-]
+    "AxisShare", "BalancedSampler", "FrozenVariance", "InvariantRowParallelLinear", "MetricsServer",
+    "RankSpeed", "RunMonitor", "RunReport", "Straggler", "SyncBatchNorm", "balance", "count_flops",
+    "find_stragglers", "freeze_variance", "peak_flops", "transformer_flops",
+]  # fmt: skip

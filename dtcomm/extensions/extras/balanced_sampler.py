@@ -24,7 +24,7 @@ from dtcomm.collectives import all_gather, recv, send
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.ddp import State
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
-from dtcomm.extensions.extras.stragglers import RankSpeed, Straggler, find_stragglers
+from dtcomm.extensions.extras.run_monitor import RankSpeed, Straggler, find_stragglers
 from dtcomm.streams import Streams
 
 MIN_GAIN = 0.03  # of a step, which a new division must promise
@@ -35,15 +35,7 @@ _log = logging.getLogger("dtcomm")
 
 
 def divide(total: int, speeds: Sequence[float], largest: int | None = None) -> list[int]:
-    """Divide samples in proportion to speeds; every rank gets at least one and at most ``largest``.
-
-    Args:
-        total: The samples, at least one for each rank and at most ``largest`` for each.
-        speeds: The speed of each rank, in any unit.
-        largest: The most samples of a rank. Default None: any number.
-
-    Returns:
-        The samples of each rank; their sum is ``total``.
+    """Return the samples of each rank in proportion to speeds; every rank gets at least one and at most ``largest``.
 
     Example:
         >>> from dtcomm.extensions.extras.balanced_sampler import divide
@@ -260,16 +252,15 @@ class BalancedSampler(Sampler[list[int]]):
         ranks = len(self.sizes)
         if ranks == 1:
             return 0.0
-        ring = [
-            place if self.group is None else dist.get_global_rank(self.group, place) for place in range(ranks)
-        ]
+        group = self.group
+        ring = [place if group is None else dist.get_global_rank(group, place) for place in range(ranks)]
         sent = torch.zeros(PROBE_BYTES // 4, device=device)
         received = torch.empty_like(sent)
         seconds = []
         for _ in range(PROBES):
             begin = time.perf_counter()
-            sending = send(sent, ring[(self._rank + 1) % ranks], group=self.group, async_op=True)
-            recv(received, ring[self._rank - 1], group=self.group)
+            sending = send(sent, ring[(self._rank + 1) % ranks], group=group, async_op=True)
+            recv(received, ring[self._rank - 1], group=group)
             float(received[-1])  # on a device the host waits here
             seconds.append(time.perf_counter() - begin)
             sending.wait()
@@ -328,9 +319,8 @@ class BalanceObserver(ReducerObserver):
         self._steps = []
         if not streams.query(end):
             streams.synchronize(end)
-        sample_s = statistics.median(
-            streams.elapsed(begin, computed) / samples for begin, computed, _, samples in steps
-        )
+        each = [streams.elapsed(begin, computed) / samples for begin, computed, _, samples in steps]
+        sample_s = statistics.median(each)
         wait_s = statistics.median(streams.elapsed(computed, done) for _, computed, done, _ in steps)
         on_cpu = streams.device.type == "cpu"
         self._sampler.update(sample_s, wait_s, None if on_cpu else streams.device)

@@ -77,15 +77,8 @@ class SyncBatchNorm(BatchNorm):
             The model. Parameters and buffers are the same objects as before.
         """
         if isinstance(module, BatchNorm) and not isinstance(module, cls):
-            layer = cls(
-                module.num_features,
-                module.eps,
-                module.momentum,
-                module.affine,
-                module.track_running_stats,
-                process_group,
-                device="meta",
-            )
+            options = (module.eps, module.momentum, module.affine, module.track_running_stats, process_group)
+            layer = cls(module.num_features, *options, device="meta")
             for name in ("weight", "bias"):
                 layer._parameters[name] = module._parameters[name]
             for name in ("running_mean", "running_var", "num_batches_tracked"):

@@ -1,6 +1,6 @@
 """`FrozenVariance`: Adam whose second moment stays as it is after a warm-up, for coarse codecs.
 
-The frozen variance is that of 1-bit Adam (Tang et al. 2021, arXiv:2102.02888). A codec such as ``int2``, ``sign`` or
+A codec such as ``int2``, ``sign`` or
 ``topk`` makes gradients noisier, error feedback sends what an element missed as one large gradient, and Adam squares
 both: its second moment grows, and its steps shrink. With a second moment from uncompressed steps, Adam is linear in the
 gradients, so that errors which feedback sends later cancel, as they do under SGD.

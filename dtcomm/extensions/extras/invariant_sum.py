@@ -1,10 +1,9 @@
 """Row-parallel products with the same bits on every number of ranks.
 
-A row-parallel layer adds one partial product for each rank, so its result depends on how many ranks there are: each of
-them rounds a longer or a shorter chain of additions. Here the layer is cut into a fixed number of *terms* instead.
-Each rank computes the partial products of its terms, one by one, and all terms of all ranks are added as integers
-(codec ``exact``, docs/guides/reproducible-sums.md) whose headroom is that of the number of terms. What is added, and
-how, then does not depend on the ranks that do it. `InvariantRowParallelLinear` is the layer.
+A row-parallel layer adds one partial product for each rank, so its rounding depends on the number of ranks. Here it
+is cut into a fixed number of *terms* instead. Each rank computes the partial products of its terms, one by one, and all
+terms of all ranks are added as integers (codec ``exact``, docs/guides/reproducible-sums.md) whose headroom is that of
+the number of terms. What is added, and how, then does not depend on the ranks that do it.
 """
 
 from __future__ import annotations
@@ -83,11 +82,7 @@ def sum_of_terms(
 ) -> torch.Tensor:
     """Return the sum of the terms of all ranks, with bits that depend neither on the ranks nor on any order.
 
-    Args:
-        terms: This rank's terms, tensors of one shape and dtype.
-        count: The number of terms of all ranks together, which sets the headroom of the integers.
-        codec: How the terms become integers.
-        group: Process group. Default: all ranks.
+    ``terms`` are this rank's. Their number on all ranks, ``count``, sets the headroom of the integers.
     """
     flat = [term.detach().contiguous().view(-1) for term in terms]
     if not flat[0].numel():
@@ -114,11 +109,7 @@ def sum_of_terms(
 def row_linear_in_terms(x: torch.Tensor, weight: torch.Tensor, comm: CommConfig, count: int) -> torch.Tensor:
     """Return ``x @ weight.t()`` summed over the ranks of ``comm`` as a sum of ``count`` terms. Differentiable.
 
-    Args:
-        x: This rank's input features, [..., in_features / ranks].
-        weight: This rank's columns of the weight, [out_features, in_features / ranks].
-        comm: Ranks and codec, which is ``exact``.
-        count: Number of terms of the layer; the ranks divide it, and it divides ``in_features``.
+    ``x`` has this rank's input features, ``weight`` its columns of the layer's weight.
     """
     return autograd_apply(_RowLinearInTerms, x, weight, comm, count)  # type: ignore[no-any-return]
 

@@ -93,13 +93,7 @@ def transformer_flops(
         >>> transformer_flops(1e9, 1000) / 1e12
         6.0
     """
-    values = {
-        "parameters": parameters,
-        "tokens": tokens,
-        "layers": layers,
-        "width": width,
-        "length": length,
-    }
+    values = {"parameters": parameters, "tokens": tokens, "layers": layers, "width": width, "length": length}
     for name, value in values.items():
         if value < 0:
             raise ValueError(f"{name}: expected 0 or more, got {value}")
@@ -128,9 +122,8 @@ def peak_flops(device: str | torch.device | None = None, dtype: str = "bf16") ->
     """
     if not isinstance(device, str) or ":" in device or device == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(
-                "device: there is no CUDA device here; pass a name, such as 'h100', or the peak FLOP/s"
-            )
+            text = "pass a name, such as 'h100', or the peak FLOP/s"
+            raise ValueError(f"device: there is no CUDA device here; {text}")
         full_name = torch.cuda.get_device_name(device).lower()
         device = next((name for name in DEVICES if name in full_name), full_name)
     try:

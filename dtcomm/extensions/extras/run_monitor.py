@@ -1,7 +1,8 @@
 """`RunMonitor`: MFU, the share of communication by axis of the mesh, gradient norms and slow ranks of a training run.
 
 The times of communication are those that the engine's flight recorder keeps anyway, the last 256 operations of each
-group, so nothing is added to a call. The monitor reads them every few steps.
+group, so nothing is added to a call. The monitor reads them every few steps. `find_stragglers` says which ranks hold up
+the others, and whether their processors or their links are the cause.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,13 +21,90 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtcomm.arguments import require_int
 from dtcomm.collectives import all_gather
 from dtcomm.extensions.extras.model_flops import peak_flops
-from dtcomm.extensions.extras.stragglers import RankSpeed, Straggler, find_stragglers
 from dtcomm.profiling.metrics import HasMetrics, Metric
 from dtcomm.profiling.summary import format_table
 from dtcomm.profiling.trace import union_length
 from dtcomm.runtime.communicator import existing_communicators
 
 Axes = Mapping[str, dist.ProcessGroup | DeviceMesh | None] | DeviceMesh
+SLOW_COMPUTE = 1.25  # times the seconds for a sample of the median rank
+SLOW_LINK = 2.0  # times the seconds of a message on the median rank's faster link
+WAITING_SHARE = 0.1  # of a step; where even the last rank waits less, no link is to blame
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpeed:
+    """What was measured of one rank in the last ``every`` steps.
+
+    Attributes:
+        rank: The rank in the group.
+        samples: Its samples in a step.
+        sample_s: Median seconds until all gradients of a step are computed, for each sample.
+        wait_s: Median seconds that it then waits for communication, and so for slower ranks.
+        link_s: Seconds of a message of 256 KiB on the faster of its links to the two ranks beside it.
+    """
+
+    rank: int
+    samples: int
+    sample_s: float
+    wait_s: float
+    link_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds until all gradients of a step are computed."""
+        return self.samples * self.sample_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank that holds up the others; ``str()`` says why.
+
+    Attributes:
+        rank: The rank in the group.
+        cause: "slow compute" or "slow link".
+        factor: How many times the median rank's time it takes.
+    """
+
+    rank: int
+    cause: str
+    factor: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.cause}, {self.factor:.2g} times the median rank's time"
+
+
+def find_stragglers(speeds: Sequence[RankSpeed]) -> list[Straggler]:
+    """Return the ranks that are slow, and whether their processors or their links are.
+
+    A rank computes slowly if a sample takes it 1.25 times as long as the median rank. Its link is slow if communication
+    takes more than a tenth of a step even on the rank that waits least, and messages over its faster link take twice as
+    long as on the median rank. With two ranks there is one link, so none can be called slow.
+
+    Args:
+        speeds: What was measured, of all ranks.
+
+    Returns:
+        The slow ranks; a rank may appear with both causes.
+
+    Example:
+        >>> from dtcomm.extensions.extras import RankSpeed, find_stragglers
+        >>> fast = RankSpeed(rank=0, samples=8, sample_s=0.01, wait_s=0.09)
+        >>> slow = RankSpeed(rank=1, samples=8, sample_s=0.02, wait_s=0.01)
+        >>> print(*find_stragglers([fast, slow]))
+        rank 1: slow compute, 2 times the median rank's time
+    """
+    stragglers = []
+    sample_s = statistics.median_low(speed.sample_s for speed in speeds)
+    link_s = statistics.median_low(speed.link_s for speed in speeds)
+    waiting = min(speed.wait_s / max(speed.compute_s + speed.wait_s, 1e-12) for speed in speeds)
+    for speed in speeds:
+        if speed.sample_s > SLOW_COMPUTE * sample_s:
+            factor = speed.sample_s / sample_s
+            stragglers.append(Straggler(rank=speed.rank, cause="slow compute", factor=factor))
+        if waiting > WAITING_SHARE and link_s > 0 and speed.link_s > SLOW_LINK * link_s:
+            stragglers.append(Straggler(rank=speed.rank, cause="slow link", factor=speed.link_s / link_s))
+    return stragglers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +179,7 @@ class RunReport:
         lines = [f"run: {', '.join(parts)}"]
         if self.axes:
             rows = [
-                (axis.axis, f"{axis.operations:.3g}", f"{axis.seconds * 1e3:.3g}", f"{axis.share:.1%}")
-                for axis in self.axes
+                (a.axis, f"{a.operations:.3g}", f"{a.seconds * 1e3:.3g}", f"{a.share:.1%}") for a in self.axes
             ]
             lines += format_table(("axis", "operations", "ms", "share"), rows, left={0})
         lines += [f"slow: {straggler}" for straggler in self.stragglers]
@@ -168,9 +245,8 @@ class RunMonitor:
         self._states = dict(states or {})
         for name, state in self._states.items():
             if not hasattr(state, "metrics"):
-                raise TypeError(
-                    f"states: {name}: expected an object with metrics(), got {type(state).__name__}"
-                )
+                got = type(state).__name__
+                raise TypeError(f"states: {name}: expected an object with metrics(), got {got}")
         self._flops, self._tokens, self._group, self._every = float(flops), float(tokens), group, every
         self._steps = 0
         self._times: deque[float] = deque(maxlen=max(every, 20))
@@ -183,10 +259,7 @@ class RunMonitor:
         self._loss: float | torch.Tensor | None = None
 
     def step(
-        self,
-        *,
-        gradient_norm: float | torch.Tensor | None = None,
-        loss: float | torch.Tensor | None = None,
+        self, *, gradient_norm: float | torch.Tensor | None = None, loss: float | torch.Tensor | None = None
     ) -> None:
         """End a step.
 
@@ -217,60 +290,51 @@ class RunMonitor:
         flops_per_s = self._flops / step_s if step_s else 0.0
         own = statistics.median_low(speed.sample_s for speed in self._speeds) if self._speeds else self._own_s
         return RunReport(
-            steps=self._steps,
-            step_s=step_s,
-            own_s=self._own_s,
-            efficiency=min(1.0, own / step_s) if step_s and own else 0.0,
-            flops=self._flops,
-            peak=self._peak,
+            steps=self._steps, step_s=step_s, own_s=self._own_s,
+            efficiency=min(1.0, own / step_s) if step_s and own else 0.0, flops=self._flops, peak=self._peak,
             mfu=flops_per_s / self._peak if self._peak and flops_per_s else None,
             tokens_per_second=self._tokens / step_s if step_s else 0.0,
             gradient_norm=None if self._norm is None else float(self._norm),
-            loss=None if self._loss is None else float(self._loss),
-            axes=self._axes,
-            speeds=self._speeds,
+            loss=None if self._loss is None else float(self._loss), axes=self._axes, speeds=self._speeds,
             stragglers=tuple(find_stragglers(self._speeds)) if self._speeds else (),
-        )
+        )  # fmt: skip
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of the run, and those of the states with the label ``axis``."""
         report = self.report()
-        metrics = [Metric("dtcomm_run_steps_total", report.steps, "steps that the monitor saw", "counter")]
+        rows: list[tuple[str, float | None, str, dict[str, str]]] = []
         if report.step_s:
-            metrics += [
-                Metric("dtcomm_run_step_seconds", report.step_s, "median time of a step"),
-                Metric("dtcomm_run_own_seconds", report.own_s, "time of a step without messages in flight"),
-                Metric(
-                    "dtcomm_run_efficiency", report.efficiency, "own time of the median rank over the step"
-                ),
+            rows += [
+                ("run_step_seconds", report.step_s, "median time of a step", {}),
+                ("run_own_seconds", report.own_s, "time of a step without messages in flight", {}),
+                ("run_efficiency", report.efficiency, "own time of the median rank over the step", {}),
             ]
-        optional = (
-            (
-                "model_flops_per_second",
-                report.flops / report.step_s if report.step_s else 0.0,
-                "model FLOP/s",
-            ),
-            ("mfu", report.mfu, "model FLOPs utilization"),
-            ("tokens_per_second", report.tokens_per_second, "tokens of this rank in a second"),
-            ("gradient_norm", report.gradient_norm, "norm of the gradients"),
-            ("loss", report.loss, "loss"),
-        )
-        for name, value, text in optional:
-            if value is not None and (value or name in ("gradient_norm", "loss")):
-                metrics.append(Metric(f"dtcomm_{name}", value, text))
+        flops_per_s = report.flops / report.step_s if report.step_s else 0.0
+        rows += [
+            ("model_flops_per_second", flops_per_s or None, "model FLOP/s", {}),
+            ("mfu", report.mfu or None, "model FLOPs utilization", {}),
+            ("tokens_per_second", report.tokens_per_second or None, "tokens of this rank in a second", {}),
+            ("gradient_norm", report.gradient_norm, "norm of the gradients", {}),
+            ("loss", report.loss, "loss", {}),
+        ]
+        text = "time of a step in which messages of the axis were in flight"
         for axis in report.axes:
             labels = {"axis": axis.axis}
-            text = "time of a step in which messages of the axis were in flight, over the step"
-            metrics.append(Metric("dtcomm_axis_communication_share", axis.share, text, labels=labels))
-            text = "time of a step in which messages of the axis were in flight"
-            metrics.append(Metric("dtcomm_axis_communication_seconds", axis.seconds, text, labels=labels))
+            rows.append(("axis_communication_share", axis.share, f"{text}, over the step", labels))
+            rows.append(("axis_communication_seconds", axis.seconds, text, labels))
         slow = {straggler.rank: straggler.factor for straggler in report.stragglers}
+        own = "time of a step in which a rank had no message in flight"
+        factor = "times the median rank's time that a slow rank takes; 0 for the others"
         for speed in report.speeds:
             labels = {"peer": str(speed.rank)}
-            text = "time of a step in which a rank had no message in flight"
-            metrics.append(Metric("dtcomm_rank_own_seconds", speed.sample_s, text, labels=labels))
-            text = "times the median rank's time that a slow rank takes; 0 for the others"
-            metrics.append(Metric("dtcomm_straggler_factor", slow.get(speed.rank, 0.0), text, labels=labels))
+            rows.append(("rank_own_seconds", speed.sample_s, own, labels))
+            rows.append(("straggler_factor", slow.get(speed.rank, 0.0), factor, labels))
+        metrics = [Metric("dtcomm_run_steps_total", report.steps, "steps that the monitor saw", "counter")]
+        metrics += [
+            Metric(f"dtcomm_{name}", value, help, labels=labels)
+            for name, value, help, labels in rows
+            if value is not None
+        ]
         for name, state in self._states.items():
             metrics += [
                 Metric(metric.name, metric.value, metric.help, metric.kind, {"axis": name, **metric.labels})
@@ -282,9 +346,7 @@ class RunMonitor:
         self._since, self._window_steps = time.monotonic_ns(), 0
         # The number of the last operation before, by communicator.
         self._numbers = {
-            id(communicator): max(
-                (entry.number for entry in communicator.runtime.flight_entries()), default=0
-            )
+            id(communicator): max((e.number for e in communicator.runtime.flight_entries()), default=0)
             for group in self._groups.values()
             for communicator in existing_communicators(group)
         }
@@ -304,24 +366,18 @@ class RunMonitor:
             intervals: list[tuple[int, int]] = []
             scale = 1.0
             for communicator in existing_communicators(group):
-                entries = [
-                    entry for entry in communicator.runtime.flight_entries() if entry.finished_ns > since
-                ]
+                entries = [e for e in communicator.runtime.flight_entries() if e.finished_ns > since]
                 if not entries:
                     continue
                 # What the recorder has forgotten is taken to have lasted as long as what it kept.
                 all_operations = max(entry.number for entry in entries) - before.get(id(communicator), 0)
                 scale = max(scale, all_operations / len(entries))
-                intervals += [
-                    (max(entry.started_ns or entry.issued_ns, since), entry.finished_ns) for entry in entries
-                ]
+                intervals += [(max(e.started_ns or e.issued_ns, since), e.finished_ns) for e in entries]
             if not intervals:
                 continue
             seconds = min(step_s, union_length(intervals) * 1e-9 * scale / steps)
-            operations = len(intervals) * scale / steps
-            shares.append(
-                AxisShare(axis=name, operations=operations, seconds=seconds, share=seconds / step_s)
-            )
+            calls = len(intervals) * scale / steps
+            shares.append(AxisShare(axis=name, operations=calls, seconds=seconds, share=seconds / step_s))
             everything += intervals
             largest_scale = max(largest_scale, scale)
         self._axes = tuple(shares)
@@ -349,9 +405,8 @@ def _groups(axes: Axes | None) -> dict[str, dist.ProcessGroup | None]:
     if isinstance(axes, DeviceMesh):
         names = axes.mesh_dim_names
         if not names:
-            raise ValueError(
-                "axes: the dimensions of the mesh have no names; pass mesh_dim_names= to init_device_mesh"
-            )
+            text = "pass mesh_dim_names= to init_device_mesh"
+            raise ValueError(f"axes: the dimensions of the mesh have no names; {text}")
         return {name: axes.get_group(name) for name in names}
     if not isinstance(axes, Mapping):
         raise TypeError(f"axes: expected a mapping or a DeviceMesh, got {type(axes).__name__}")

@@ -1,45 +1,21 @@
 """Plans whole training jobs: which layout over data, tensor, pipeline, context and expert parallelism is fastest.
 
-`models` has the shapes, `layout` what is planned, `compute` and `network` the seconds of computing and of collectives,
-`step` and `memory` the prediction for one layout, `search` the best layouts, and `across_sites` training over a
-wide-area link. ``dtcomm plan --model llama-70b`` prints what they find.
+`models` has the shapes, `layout` what is planned, `rank_costs` the seconds of computing and the memory of a rank,
+`network` the seconds of messages, `step` the prediction for one layout, `search` the best layouts, and `across_sites`
+training over a wide-area link. ``dtcomm plan --model llama-70b`` prints what they find.
 """
 
 from dtcomm.extensions.jobs.across_sites import SiteMethod, WideArea, across_sites
-from dtcomm.extensions.jobs.experts import ExpertRoutes, ExpertTraffic
 from dtcomm.extensions.jobs.findings import Finding, findings
 from dtcomm.extensions.jobs.layout import AXES, RECOMPUTE, SCHEDULES, Job, Layout
-from dtcomm.extensions.jobs.memory import JobMemory, job_memory
-from dtcomm.extensions.jobs.models import PRESETS, ModelShape, find_model, is_preset, model_of_size
-from dtcomm.extensions.jobs.network import Network
-from dtcomm.extensions.jobs.search import JobPlan, Misfit, layouts, search
+from dtcomm.extensions.jobs.models import PRESETS, ModelShape, find_model, model_of_size
+from dtcomm.extensions.jobs.network import ExpertRoutes, ExpertTraffic, Network
+from dtcomm.extensions.jobs.rank_costs import JobMemory, job_memory
+from dtcomm.extensions.jobs.search import JobPlan, Misfit, search
 from dtcomm.extensions.jobs.step import JobStep, job_step
 
 __all__ = [
-    "AXES",
-    "PRESETS",
-    "RECOMPUTE",
-    "SCHEDULES",
-    "ExpertRoutes",
-    "ExpertTraffic",
-    "Finding",
-    "Job",
-    "JobMemory",
-    "JobPlan",
-    "JobStep",
-    "Layout",
-    "Misfit",
-    "ModelShape",
-    "Network",
-    "SiteMethod",
-    "WideArea",
-    "across_sites",
-    "find_model",
-    "findings",
-    "is_preset",
-    "job_memory",
-    "job_step",
-    "layouts",
-    "model_of_size",
-    "search",
-]
+    "AXES", "PRESETS", "RECOMPUTE", "SCHEDULES", "ExpertRoutes", "ExpertTraffic", "Finding", "Job",
+    "JobMemory", "JobPlan", "JobStep", "Layout", "Misfit", "ModelShape", "Network", "SiteMethod", "WideArea",
+    "across_sites", "find_model", "findings", "job_memory", "job_step", "model_of_size", "search",
+]  # fmt: skip

@@ -42,12 +42,9 @@ class WideArea:
     every: int = 100
 
     def __post_init__(self) -> None:
-        if self.sites < 2:
-            raise ValueError(f"sites: must be at least 2, got {self.sites}")
-        if self.every < 1:
-            raise ValueError(f"every: must be at least 1, got {self.every}")
-        if not self.rtt_ms >= 0:
-            raise ValueError(f"rtt_ms: must be at least 0, got {self.rtt_ms}")
+        for name, least in (("sites", 2), ("every", 1), ("rtt_ms", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name}: must be at least {least}, got {getattr(self, name)}")
 
     def seconds(self, payload: float) -> float:
         """Return the seconds of a sum of ``payload`` bytes over all sites."""
@@ -80,14 +77,10 @@ class SiteMethod:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {
-            "method": self.method,
-            "codec": self.codec,
-            "step_ms": round(self.seconds * 1e3, 3),
-            "exposed_ms": round(self.exposed * 1e3, 3),
-            "bytes_per_step": round(self.bytes_per_step),
-            "peak_gbit": None if self.peak_gbit is None else round(self.peak_gbit, 4),
-        }
+        times = {"step_ms": round(self.seconds * 1e3, 3), "exposed_ms": round(self.exposed * 1e3, 3)}
+        peak = None if self.peak_gbit is None else round(self.peak_gbit, 4)
+        sent = {"bytes_per_step": round(self.bytes_per_step), "peak_gbit": peak}
+        return {"method": self.method, "codec": self.codec, **times, **sent}
 
 
 def across_sites(step: JobStep, link: WideArea, specs: Sequence[str] = ("int8", "int4")) -> list[SiteMethod]:
@@ -113,36 +106,31 @@ def across_sites(step: JobStep, link: WideArea, specs: Sequence[str] = ("int8", 
     parameters = job.model.parameters
     window = BACKWARD_SHARE * step.compute / step.layout.micro_batches(job)
     inside = step.seconds
-    found = []
+    found: list[tuple[str, str, float, float, float | None]] = []
     for spec in ("none", *[spec for spec in specs if spec != "none"]):
         codec = codecs.codec(spec)
         gradients = parameters * job.dtype.itemsize if spec == "none" else codec.wire_bytes(parameters)
         differences = parameters * 4.0 if spec == "none" else float(codec.wire_bytes(parameters))
-        hidden = link.sent(gradients) * 8e-9 / max(1e-9, window - link.rtt_ms * 1e-3)
-        found.append(
-            _method(
-                "DDP", spec, inside, max(0.0, link.seconds(gradients) - window), link.sent(gradients), hidden
-            )
-        )
+        sent, exposed = link.sent(gradients), max(0.0, link.seconds(gradients) - window)
+        hidden = sent * 8e-9 / max(1e-9, window - link.rtt_ms * 1e-3)
+        found.append(("DDP", spec, exposed, sent, hidden))
         sent = link.sent(differences) / link.every
-        found.append(_method("DiLoCo", spec, inside, link.seconds(differences) / link.every, sent, None))
+        found.append(("DiLoCo", spec, link.seconds(differences) / link.every, sent, None))
         fragments = min(FRAGMENTS, link.every)
         delay = min(DELAY, max(1, link.every // fragments))
         late = max(0.0, link.seconds(differences / fragments) - delay * inside)
         time = max(1e-9, delay * inside - link.rtt_ms * 1e-3)
         hidden = link.sent(differences / fragments) * 8e-9 / time
-        found.append(_method("Streaming DiLoCo", spec, inside, fragments * late / link.every, sent, hidden))
-    return sorted(found, key=lambda entry: (round(entry.seconds, 6), entry.bytes_per_step))
-
-
-def _method(
-    method: str, spec: str, inside: float, exposed: float, sent: float, peak: float | None
-) -> SiteMethod:
-    return SiteMethod(
-        method=method,
-        codec=spec,
-        seconds=inside + exposed,
-        exposed=exposed,
-        bytes_per_step=sent,
-        peak_gbit=peak,
-    )
+        found.append(("Streaming DiLoCo", spec, fragments * late / link.every, sent, hidden))
+    methods = [
+        SiteMethod(
+            method=method,
+            codec=spec,
+            seconds=inside + exposed,
+            exposed=exposed,
+            bytes_per_step=sent,
+            peak_gbit=peak,
+        )
+        for method, spec, exposed, sent, peak in found
+    ]
+    return sorted(methods, key=lambda entry: (round(entry.seconds, 6), entry.bytes_per_step))

@@ -31,17 +31,11 @@ MANY_RANKS = 2048  # beyond this only some algorithms are considered
 #: Microseconds of a step in addition to the link's, inside a host and between hosts: of grouped sends and receives, or
 #: of Gloo's.
 STEP_US = {"nccl": (10.0, 25.0), "gloo": (20.0, 20.0), "memory": (0.7, 0.7)}
-LINK_REACH = {
-    "nccl": 0.85,
-    "gloo": 1.0,
-    "memory": 1.0,
-}  # the share of a link's bandwidth that our messages reach
+#: The share of a link's bandwidth that our messages reach.
+LINK_REACH = {"nccl": 0.85, "gloo": 1.0, "memory": 1.0}
 CALL_US = {"nccl": 10.0, "gloo": 60.0, "memory": 5.0}  # of each call
-BUS_TRAVERSALS = {
-    "all_reduce": 2.0,
-    "broadcast": 0.0,
-    "reduce": 0.0,
-}  # 2 (n - 1) / n; the whole tensor; else (n - 1) / n
+#: 2 (n - 1) / n; the whole tensor; else (n - 1) / n.
+BUS_TRAVERSALS = {"all_reduce": 2.0, "broadcast": 0.0, "reduce": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +71,13 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate for JSON, the time in microseconds."""
+        names = "collective algorithm codec engine wire_bytes memory_bytes encodings detail"
         return {
+            **{name: getattr(self, name) for name in names.split()},
             "size": self.nbytes,
-            "collective": self.collective,
-            "algorithm": self.algorithm,
-            "codec": self.codec,
-            "engine": self.engine,
             "time_us": round(self.seconds * 1e6, 3),
             "algbw": round(self.algbw, 4),
             "busbw": round(self.busbw, 4),
-            "wire_bytes": self.wire_bytes,
-            "memory_bytes": self.memory_bytes,
-            "encodings": self.encodings,
-            "detail": self.detail,
         }
 
 
@@ -125,40 +113,22 @@ def estimate(
     table: Table = UNMEASURED,
     placement: str = "",
 ) -> Estimate | None:
-    """Predict one collective; None if the algorithm's profile is not known for so many ranks.
+    """Predict one collective of ``nbytes`` uncompressed bytes by one of `candidates`.
 
-    Args:
-        collective: The collective's name.
-        algorithm: One of `candidates`.
-        codec: The codec of the messages.
-        system: The hardware.
-        nbytes: Uncompressed bytes of the tensor.
-        dtype: The dtype of the tensor.
-        table: Measured times, which are used on CPUs if there are any of a group of this size.
-        placement: The CPU placement whose measurements are preferred.
+    Measured times of ``table`` are used on CPUs if there are any of a group of this size; those of the CPU placement
+    ``placement`` are preferred. None if the algorithm's profile is not known for so many ranks.
     """
     numel = elements(collective, nbytes, dtype, system.ranks)
     size = numel * dtype.itemsize
-    if (
-        system.engine == "nccl"
-        and codec.name == "none"
-        and algorithm in nccl_model.algorithms(collective, system)
-    ):
+    by_nccl = system.engine == "nccl" and codec.name == "none"
+    if by_nccl and algorithm in nccl_model.algorithms(collective, system):
         choice = nccl_model.choose(collective, system, size, algorithm)
         sent = int(size * bus_factor(collective, system.ranks))
         return Estimate(
-            collective=collective,
-            algorithm=algorithm,
-            codec=str(codec),
-            engine="nccl",
-            nbytes=size,
-            ranks=system.ranks,
-            seconds=choice.seconds,
-            wire_bytes=sent,
-            memory_bytes=0,
-            encodings=0,
+            collective=collective, algorithm=algorithm, codec=str(codec), engine="nccl", nbytes=size,
+            ranks=system.ranks, seconds=choice.seconds, wire_bytes=sent, memory_bytes=0, encodings=0,
             detail=choice.protocol,
-        )
+        )  # fmt: skip
     loads = profile(algorithm, collective, system.ranks, system.per_host)
     if loads is None:
         return None
@@ -208,24 +178,20 @@ def _predict(
     seconds = latency + once / pieces + (1 - 1 / pieces) * max(inside, between, work)
     total = loads.total()
     sent = (total.inside + total.between) * payload
+    # A buffer for each payload that is sent and received in the largest step; the runtimes reuse them.
+    most = max((load.inside + load.between for load, _ in loads.loads), default=0)
     parts = " ".join(
         f"{name} {share / (once + latency):.0%}"
         for name, share in (("steps", latency), ("inside", inside), ("between", between), ("codec", work))
         if share > 0.005 * (once + latency)
     )
     return Estimate(
-        collective=loads.collective,
-        algorithm=algorithm,
-        codec=str(codec),
-        engine=engine if engine != "nccl" else "dtcomm over nccl",
-        nbytes=numel * dtype.itemsize,
-        ranks=system.ranks,
+        collective=loads.collective, algorithm=algorithm, codec=str(codec),
+        engine=engine if engine != "nccl" else "dtcomm over nccl", nbytes=numel * dtype.itemsize, ranks=system.ranks,
         seconds=(seconds + CALL_US[engine] * 1e-6 + (system.device.launch_us * 1e-6)) if loads.loads else 0.0,
-        wire_bytes=sent,
-        memory_bytes=_buffer_bytes(loads, payload),
-        encodings=loads.encodings if codec.name != "none" else 0,
+        wire_bytes=sent, memory_bytes=2 * most * payload, encodings=loads.encodings if codec.name != "none" else 0,
         detail=parts,
-    )
+    )  # fmt: skip
 
 
 def chunk_elements(loads: Profile, numel: int, granularity: int) -> int:
@@ -234,9 +200,3 @@ def chunk_elements(loads: Profile, numel: int, granularity: int) -> int:
         return numel // loads.ranks
     granules = -(-numel // granularity)
     return min(numel, -(-granules // loads.chunks) * granularity)
-
-
-def _buffer_bytes(loads: Profile, payload: int) -> int:
-    # A buffer for each payload that is sent and received in the largest step; the runtimes reuse them.
-    most = max((load.inside + load.between for load, _ in loads.loads), default=0)
-    return 2 * most * payload

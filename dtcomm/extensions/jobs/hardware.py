@@ -56,10 +56,6 @@ class Port:
         """Bytes per second."""
         return self.gbytes * 1e9
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields, for JSON."""
-        return asdict(self)
-
 
 KINDS = ("nvlink", "pcie", "rdma", "tcp", "memory")
 _TCP_SHARE = 1448 / 1538  # the user's share of the bits on an Ethernet
@@ -106,11 +102,7 @@ ALIASES = {"pcie": "pcie4", "infiniband": "ndr", "ib": "ndr", "shm": "memory", "
 
 
 def find_port(name_or_fields: str | Mapping[str, Any]) -> Port:
-    """Return a port by its name (``nvlink4``, ``400gbit``, or any other number of gbit) or from its fields.
-
-    Raises:
-        ValueError: If there is no such port. The message lists the names.
-    """
+    """Return a port by its name (``nvlink4``, ``400gbit``, or any other number of gbit) or from its fields."""
     if isinstance(name_or_fields, Mapping):
         known = {field.name for field in fields(Port)}
         if unknown := sorted(set(name_or_fields) - known):
@@ -164,11 +156,7 @@ class Device:
         return int(self.memory_gib * 2**30)
 
     def peak_flops(self, compute: str) -> float:
-        """Return the peak FLOP/s of matrix products in ``compute``: fp32, tf32, bf16 or fp16.
-
-        Raises:
-            ValueError: If it is not known for this device.
-        """
+        """Return the peak FLOP/s of matrix products in fp32, tf32, bf16 or fp16; ValueError if it is not known."""
         peaks = dict(self.tflops)
         if not peaks:
             raise ValueError(f"no peak FLOP/s is known for the device {self.name}")
@@ -191,6 +179,22 @@ def _peaks(fp32: float, tf32: float, half: float) -> tuple[tuple[str, float], ..
     return (("fp32", fp32), ("tf32", tf32), ("bf16", half), ("fp16", half))
 
 
+def _gpu(
+    name: str,
+    generation: str,
+    memory: tuple[float, float],
+    launch_us: float,
+    tflops: tuple[tuple[str, float], ...],
+) -> Device:
+    gbytes, gib = memory
+    kernel_us = 5.0 if generation == "volta" else 4.0
+    return Device(
+        name=name, memory_gbytes=gbytes, generation=generation, launch_us=launch_us, kernel_us=kernel_us,
+        memory_gib=gib, tflops=tflops,
+    )  # fmt: skip
+
+
+_CPU_RATES = (("none", 30.0, 30.0), ("int8", 29.0, 29.0), ("int4", 24.0, 24.0))
 # Peak TFLOP/s are NVIDIA's for the SXM boards (data sheets of the A100, H100 and H200, and of the HGX B200), without
 # sparsity: where a data sheet has only figures with sparsity (H100, H200, B200), they are halved. fp32 is that of the
 # CUDA cores, the others are of tensor cores. Memory is what is left for tensors of the 80, 80, 141 and 180 GB that the
@@ -199,109 +203,31 @@ def _peaks(fp32: float, tf32: float, half: float) -> tuple[tuple[str, float], ..
 DEVICES = {
     device.name: device
     for device in (
-        Device(
-            name="a100",
-            memory_gbytes=2039,
-            generation="ampere",
-            launch_us=22.0,
-            kernel_us=4.0,
-            memory_gib=79,
-            tflops=_peaks(19.5, 156, 312),
-        ),
-        Device(
-            name="h100",
-            memory_gbytes=3350,
-            generation="hopper",
-            launch_us=3.0,
-            kernel_us=4.0,
-            memory_gib=79,
-            tflops=_peaks(67, 494.7, 989.4),
-        ),
-        Device(
-            name="h200",
-            memory_gbytes=4800,
-            generation="hopper",
-            launch_us=3.0,
-            kernel_us=4.0,
-            memory_gib=139,
-            tflops=_peaks(67, 494.7, 989.4),
-        ),
-        Device(
-            name="b200",
-            memory_gbytes=8000,
-            generation="blackwell",
-            launch_us=10.0,
-            kernel_us=4.0,
-            memory_gib=178,
-            tflops=_peaks(75, 1100, 2250),
-        ),
-        Device(
-            name="v100",
-            memory_gbytes=900,
-            generation="volta",
-            launch_us=22.0,
-            kernel_us=5.0,
-            memory_gib=31,
-            tflops=(("fp32", 15.7), ("fp16", 125)),
-        ),
-        Device(
-            name="v100-pcie",
-            memory_gbytes=900,
-            generation="volta",
-            launch_us=22.0,
-            kernel_us=5.0,
-            memory_gib=31,
-            tflops=(("fp32", 14), ("fp16", 112)),
-        ),
-        Device(
-            name="a100-pcie",
-            memory_gbytes=1935,
-            generation="ampere",
-            launch_us=22.0,
-            kernel_us=4.0,
-            memory_gib=79,
-            tflops=_peaks(19.5, 156, 312),
-        ),
-        Device(
-            name="h100-pcie",
-            memory_gbytes=2000,
-            generation="hopper",
-            launch_us=3.0,
-            kernel_us=4.0,
-            memory_gib=79,
-            tflops=_peaks(51, 378, 756),
-        ),
+        # Name, generation, (GB/s of the memory, GiB), microseconds of a collective besides its messages, peaks.
+        _gpu("a100", "ampere", (2039, 79), 22.0, _peaks(19.5, 156, 312)),
+        _gpu("h100", "hopper", (3350, 79), 3.0, _peaks(67, 494.7, 989.4)),
+        _gpu("h200", "hopper", (4800, 139), 3.0, _peaks(67, 494.7, 989.4)),
+        _gpu("b200", "blackwell", (8000, 178), 10.0, _peaks(75, 1100, 2250)),
+        _gpu("v100", "volta", (900, 31), 22.0, (("fp32", 15.7), ("fp16", 125))),
+        _gpu("v100-pcie", "volta", (900, 31), 22.0, (("fp32", 14), ("fp16", 112))),
+        _gpu("a100-pcie", "ampere", (1935, 79), 22.0, _peaks(19.5, 156, 312)),
+        _gpu("h100-pcie", "hopper", (2000, 79), 3.0, _peaks(51, 378, 756)),
         # One core that works half in its cache: about an EPYC's. `dtcomm tune` measures the actual machine.
-        Device(
-            name="cpu",
-            memory_gbytes=40.0,
-            rates=(("none", 30.0, 30.0), ("int8", 29.0, 29.0), ("int4", 24.0, 24.0)),
-        ),
+        Device(name="cpu", memory_gbytes=40.0, rates=_CPU_RATES),
     )
 }
 #: The device that a link's name implies.
-BY_LINK = {
-    "nvlink2": "v100",
-    "nvlink3": "a100",
-    "nvlink4": "h100",
-    "nvlink5": "b200",
-    "pcie": "a100",
-    "memory": "cpu",
-}
+BY_LINK = {"nvlink2": "v100", "nvlink3": "a100", "nvlink4": "h100", "nvlink5": "b200"}
+BY_LINK |= {"pcie": "a100", "memory": "cpu"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A number of equal hosts.
+    """A number of equal hosts with ``per_host`` ranks each, every one on a ``device``.
 
     Args:
-        name: The system's name.
-        device: The device of each rank.
         inside: Each rank's port to the other ranks of its host.
-        between: One of the host's ports to other hosts.
-        hosts: The number of hosts.
-        per_host: Ranks on each host.
-        nics: Ports of each host to other hosts.
+        between: One of the host's ``nics`` ports to other hosts.
         cores: Cores of a host, shared by its CPU ranks; 0 means one for each rank.
         leaf_hosts: Hosts whose ports meet at the same leaf switches; 0 means all of them.
         oversubscription: By how much the links above the leaf switches are too few, 1 if they are not.
@@ -319,13 +245,10 @@ class System:
     oversubscription: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("hosts", "per_host", "nics"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        if self.leaf_hosts < 0:
-            raise ValueError(f"leaf_hosts: must be at least 0, got {self.leaf_hosts}")
-        if not self.oversubscription >= 1:
-            raise ValueError(f"oversubscription: must be at least 1, got {self.oversubscription}")
+        for name in ("hosts", "per_host", "nics", "leaf_hosts", "oversubscription"):
+            least = 0 if name == "leaf_hosts" else 1
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name}: must be at least {least}, got {getattr(self, name)}")
 
     @property
     def ranks(self) -> int:
@@ -364,17 +287,13 @@ class System:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a description, for JSON."""
+        names = ("name", "hosts", "per_host", "ranks", "nics", "engine")
         return {
-            "name": self.name,
+            **{name: getattr(self, name) for name in names},
             "device": self.device.name,
             "device_memory_bytes": self.device.memory_bytes or None,
-            "hosts": self.hosts,
-            "per_host": self.per_host,
-            "ranks": self.ranks,
-            "nics": self.nics,
-            "engine": self.engine,
-            "inside": self.inside.as_dict(),
-            "between": self.between.as_dict(),
+            "inside": asdict(self.inside),
+            "between": asdict(self.between),
         }
 
 
@@ -395,17 +314,8 @@ SYSTEMS = {
     "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
     "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2),
     "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
-    "local": System(
-        name="local",
-        device=DEVICES["cpu"],
-        inside=find_port("memory"),
-        between=find_port("10gbit"),
-        per_host=2,
-    ),
+    "local": replace(_node("cpu", "memory", "10gbit", nics=1), name="local", per_host=2),
 }
-
-
-FABRIC_KEYS = ("leaf_hosts", "oversubscription")
 
 
 def find_system(name: str) -> System:
@@ -423,14 +333,7 @@ def find_device(name: str) -> Device:
 
 
 def system_from_links(inside: str, between: str, device: str | None = None, nics: int = 1) -> System:
-    """Return a system of hosts described by its links.
-
-    Args:
-        inside: The link of each rank inside its host.
-        between: The link of each port between hosts.
-        device: The device's name; None takes the one that ``inside`` implies.
-        nics: Ports of each host to other hosts.
-    """
+    """Return a system of hosts described by its links; without a device that which ``inside`` implies."""
     port_inside, port_between = find_port(inside), find_port(between)
     if device is None:
         implied = [BY_LINK[link] for link in (inside.lower(), port_inside.kind) if link in BY_LINK]
@@ -445,18 +348,7 @@ def system_from_dict(description: Mapping[str, Any]) -> System:
     For example ``{"device": "h100", "hosts": 4, "per_host": 8, "nics": 8, "inside": "nvlink4", "between": {"kind":
     "rdma", "gbytes": 48, "latency_us": 2}}``. A link is a name or its figures. ``system`` names a system to start from.
     """
-    known = (
-        "name",
-        "system",
-        "device",
-        "hosts",
-        "per_host",
-        "nics",
-        "cores",
-        "inside",
-        "between",
-        *FABRIC_KEYS,
-    )
+    known = "name system device hosts per_host nics cores inside between leaf_hosts oversubscription".split()
     if unknown := sorted(set(description) - set(known)):
         raise ValueError(f"topology: {not_one_of(unknown[0], known)}")
     base = find_system(str(description["system"])) if "system" in description else SYSTEMS["local"]

@@ -140,32 +140,21 @@ class Layout:
     def problem(self, job: Job) -> str | None:
         """Return why the layout does not fit the job's shape, or None."""
         model = job.model
+        heads, kv_heads, unit = model.heads, model.kv_heads, self.dp * self.micro_batch
         divisions = (
-            (
-                self.ranks != job.system.ranks,
-                f"dp x tp x pp x cp = {self.ranks} is not the {job.system.ranks} ranks",
-            ),
-            (model.heads % self.tp != 0, f"tp={self.tp} does not divide {model.heads} heads"),
-            (
-                max(model.kv_heads, self.tp) % min(model.kv_heads, self.tp) != 0,
-                f"tp={self.tp} and {model.kv_heads} key/value heads do not divide",
-            ),
+            (self.ranks != job.system.ranks, f"dp x tp x pp x cp = {self.ranks} is not the {job.system.ranks} ranks"),
+            (heads % self.tp != 0, f"tp={self.tp} does not divide {heads} heads"),
+            (max(kv_heads, self.tp) % min(kv_heads, self.tp) != 0,
+             f"tp={self.tp} and {kv_heads} key/value heads do not divide"),
             (self.pp * self.chunks > model.layers, f"pp={self.pp} needs more layers than {model.layers}"),
             (job.seq % self.cp != 0, f"cp={self.cp} does not divide sequences of {job.seq}"),
-            (
-                job.batch % (self.dp * self.micro_batch) != 0,
-                f"dp={self.dp} and micro-batches of {self.micro_batch} do not divide a batch of {job.batch}",
-            ),
+            (job.batch % unit != 0,
+             f"dp={self.dp} and micro-batches of {self.micro_batch} do not divide a batch of {job.batch}"),
             (self.ep > 1 and not model.experts, f"ep={self.ep}: {model.name} has no experts"),
-            (
-                self.ep > 1 and (model.experts % self.ep != 0 or self.replicas % self.ep != 0),
-                f"ep={self.ep} does not divide {model.experts} experts and dp x cp = {self.replicas}",
-            ),
-            (
-                self.chunks > 1 and self.schedule != "interleaved",
-                f"chunks={self.chunks}: only for interleaved",
-            ),
-        )
+            (self.ep > 1 and (model.experts % self.ep != 0 or self.replicas % self.ep != 0),
+             f"ep={self.ep} does not divide {model.experts} experts and dp x cp = {self.replicas}"),
+            (self.chunks > 1 and self.schedule != "interleaved", f"chunks={self.chunks}: only for interleaved"),
+        )  # fmt: skip
         if reason := next((text for wrong, text in divisions if wrong), None):
             return reason
         if self.pp > 1 and self.schedule == "interleaved" and self.micro_batches(job) % self.pp:
@@ -179,11 +168,8 @@ class Layout:
         return {**fields, "codecs": {axis: self.codec(axis) for axis in AXES}}
 
     def __str__(self) -> str:
-        parts = [
-            f"{name}={getattr(self, name)}"
-            for name in ("dp", "tp", "pp", "cp", "ep")
-            if getattr(self, name) > 1
-        ]
+        sizes = ((name, getattr(self, name)) for name in ("dp", "tp", "pp", "cp", "ep"))
+        parts = [f"{name}={size}" for name, size in sizes if size > 1]
         parts.append(self.stage)
         if self.pp > 1:
             parts.append(self.schedule + (f" x{self.chunks}" if self.chunks > 1 else ""))

@@ -135,10 +135,8 @@ class ModelShape:
         """Matrix parameters that a token is multiplied with in a layer, the mean over all layers."""
         dense = (self.layers - self.moe_layers) * self._ffn(self.ffn)
         routed = self.moe_layers * (self.top_k + self.shared) * self._ffn(self.expert_ffn)
-        return (
-            self.attention_parameters
-            + (dense + routed + self.moe_layers * self.experts * self.hidden) / self.layers
-        )
+        routers = self.moe_layers * self.experts * self.hidden
+        return self.attention_parameters + (dense + routed + routers) / self.layers
 
     def attention_flops(self, seq: int, causal: bool = True) -> float:
         """FLOPs of a token's scores and weighted sum in a layer's forward; half of them if masked ones are skipped."""
@@ -203,29 +201,15 @@ PRESETS = {
         ),
     )
 }  # fmt: skip
-ALIASES = {
-    "gpt2-small": "gpt2",
-    "llama-7b": "llama2-7b",
-    "llama-8b": "llama3-8b",
-    "llama-13b": "llama2-13b",
-    "llama-70b": "llama3-70b",
-    "llama-405b": "llama3-405b",
-}
-ASPECT = (
-    100  # hidden / layers of a model that only has a number of parameters; GPT-3 and Llama have 65 to 130
-)
+ALIASES = {"gpt2-small": "gpt2", "llama-7b": "llama2-7b", "llama-13b": "llama2-13b"}
+ALIASES |= {f"llama-{size}": f"llama3-{size}" for size in ("8b", "70b", "405b")}
+#: hidden / layers of a model that only has a number of parameters; GPT-3 and Llama have 65 to 130.
+ASPECT = 100
 MIN_PARAMETERS = 1e6
 
 
 def is_preset(text: str) -> bool:
-    """Return whether a text names a preset, in any case.
-
-    Args:
-        text: The text.
-
-    Returns:
-        True for the names of `PRESETS` and `ALIASES`.
-    """
+    """Return whether a text names a preset, in any case."""
     return text.lower() in PRESETS or text.lower() in ALIASES
 
 

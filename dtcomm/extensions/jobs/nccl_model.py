@@ -43,30 +43,19 @@ NET_OVERHEAD = 2.0  # microseconds that a CPU needs to post a message, three tim
 # GB/s, by generation and on one, two and more hosts; LL on several hosts depends on the CPU, which is assumed to be
 # AMD's.
 LL_MAX = {
-    "volta": (39.0, 39.0, 20.4),
-    "ampere": (87.7, 22.5, 19.0),
-    "hopper": (141.0, 45.0, 35.0),
-    "blackwell": (282.0, 90.0, 70.0),
-}
+    "volta": (39.0, 39.0, 20.4), "ampere": (87.7, 22.5, 19.0),
+    "hopper": (141.0, 45.0, 35.0), "blackwell": (282.0, 90.0, 70.0),
+}  # fmt: skip
 # GB/s a channel.
-RING_LL128 = {
-    "volta": (20.0,) * 3,
-    "ampere": (20.0,) * 3,
-    "hopper": (36.7,) * 3,
-    "blackwell": (40.0,) * 3,
-}
+RING_LL128 = {"volta": (20.0,) * 3, "ampere": (20.0,) * 3, "hopper": (36.7,) * 3, "blackwell": (40.0,) * 3}
 TREE_LL128 = {
-    "volta": (20.0,) * 3,
-    "ampere": (20.0,) * 3,
-    "hopper": (36.7, 36.7, 29.0),
-    "blackwell": (55.6, 31.67, 20.0),
-}
+    "volta": (20.0,) * 3, "ampere": (20.0,) * 3,
+    "hopper": (36.7, 36.7, 29.0), "blackwell": (55.6, 31.67, 20.0),
+}  # fmt: skip
 TREE = {
-    "volta": (26.5, 18.5, 10.0),
-    "ampere": (24.0, 23.6, 17.8),
-    "hopper": (38.7, 41.4, 36.0),
-    "blackwell": (70.0, 42.8, 24.0),
-}
+    "volta": (26.5, 18.5, 10.0), "ampere": (24.0, 23.6, 17.8),
+    "hopper": (38.7, 41.4, 36.0), "blackwell": (70.0, 42.8, 24.0),
+}  # fmt: skip
 NVLS_TREE = {"hopper": (0.0, 57.7, 45.5), "blackwell": (0.0, 96.0, 80.0)}
 NVLS_EFFICIENCY = {"hopper": 0.85, "blackwell": 0.74}
 CHANNELS = {"volta": 12, "ampere": 24, "hopper": 16, "blackwell": 32}

@@ -14,8 +14,8 @@ from typing import Any
 
 from dtcomm.extensions.jobs.findings import Finding, findings
 from dtcomm.extensions.jobs.layout import AXES, RECOMPUTE, SCHEDULES, Job, Layout
-from dtcomm.extensions.jobs.memory import USABLE, job_memory
 from dtcomm.extensions.jobs.network import Network
+from dtcomm.extensions.jobs.rank_costs import USABLE, job_memory
 from dtcomm.extensions.jobs.step import JobStep, job_step
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP
 from dtcomm.extensions.jobs.training_model import STAGES
@@ -48,13 +48,8 @@ class Misfit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {
-            "stage": self.stage,
-            "layout": self.layout.as_dict(),
-            "total": round(self.total),
-            "largest": self.part,
-            "largest_bytes": round(self.part_bytes),
-        }
+        part = {"largest": self.part, "largest_bytes": round(self.part_bytes)}
+        return {"stage": self.stage, "layout": self.layout.as_dict(), "total": round(self.total), **part}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +122,8 @@ def search(job: Job, codecs: Sequence[str] = ("int8",), fixed: Mapping[str, Any]
         if capacity and memory.total > capacity:
             if layout.stage not in least or memory.total < least[layout.stage].total:
                 part, size = memory.largest
-                least[layout.stage] = Misfit(
-                    stage=layout.stage, layout=layout, total=memory.total, part=part, part_bytes=size
-                )
+                stage, total = layout.stage, memory.total
+                least[stage] = Misfit(stage=stage, layout=layout, total=total, part=part, part_bytes=size)
             continue
         steps.append(job_step(job, layout, network))
     if not possible:
@@ -149,15 +143,7 @@ def search(job: Job, codecs: Sequence[str] = ("int8",), fixed: Mapping[str, Any]
 
 
 def layouts(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
-    """Yield the layouts that are possible for a job's shape, whether they fit in memory or not.
-
-    Args:
-        job: The job.
-        fixed: Values of some of `FIXABLE`.
-
-    Returns:
-        An iterator over layouts.
-    """
+    """Yield the layouts that are possible for a job's shape, whether they fit in memory or not."""
     model, ranks = job.model, job.system.ranks
 
     def tried(name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -187,14 +173,8 @@ def _variants(job: Job, base: Layout, tried: Any, fixed: Mapping[str, Any]) -> I
         for schedule, chunks in _schedules(job, base, micro_batch, fixed):
             for stage in tried("stage", stages):
                 for kind in tried("recompute", recompute):
-                    layout = replace(
-                        base,
-                        micro_batch=micro_batch,
-                        schedule=schedule,
-                        chunks=chunks,
-                        stage=stage,
-                        recompute=kind,
-                    )
+                    order = {"micro_batch": micro_batch, "schedule": schedule, "chunks": chunks}
+                    layout = replace(base, **order, stage=stage, recompute=kind)
                     if layout.problem(job) is None:
                         yield layout
 
@@ -210,9 +190,8 @@ def _schedules(
             yield schedule, 1
             continue
         per_stage = job.model.layers // base.pp
-        chunks = [
-            n for n in range(2, MOST_CHUNKS + 1) if n <= per_stage and job.model.layers % (base.pp * n) == 0
-        ]
+        most = min(MOST_CHUNKS, per_stage)
+        chunks = [n for n in range(2, most + 1) if job.model.layers % (base.pp * n) == 0]
         for count in sorted({chunks[0], chunks[-1]} if chunks else {2} if per_stage >= 2 else set()):
             yield schedule, count
 

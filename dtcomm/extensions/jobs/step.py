@@ -17,17 +17,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from dtcomm.extensions.jobs.compute import (
-    FLASH_BACKWARD,
-    MicroBatch,
-    attention_speed,
-    micro_batch_seconds,
-    optimizer_seconds,
-)
-from dtcomm.extensions.jobs.experts import ExpertRoutes, ExpertTraffic
+from dtcomm.extensions.jobs import rank_costs
 from dtcomm.extensions.jobs.layout import AXES, Job, Layout
-from dtcomm.extensions.jobs.memory import USABLE, JobMemory, job_memory, local_parameters
-from dtcomm.extensions.jobs.network import Network
+from dtcomm.extensions.jobs.network import ExpertRoutes, ExpertTraffic, Network
+from dtcomm.extensions.jobs.rank_costs import JobMemory, MicroBatch
 from dtcomm.extensions.jobs.training_model import BUCKET_BYTES, TrainingStep, replay_sharded
 
 MOST_BUCKETS = 128  # gradients of large models travel in larger buckets, so that each fills the links
@@ -96,18 +89,16 @@ class JobStep:
     def fits(self) -> bool:
         """Return whether the memory of a device suffices; True if it is not known."""
         capacity = self.job.system.device.memory_bytes
-        return not capacity or self.memory.total <= USABLE * capacity
+        return not capacity or self.memory.total <= rank_costs.USABLE * capacity
 
     def as_dict(self) -> dict[str, Any]:
         """Return the step for JSON, times in milliseconds."""
+        parts = ("compute", "recompute", "bubble", "optimizer")
         return {
             "layout": self.layout.as_dict(),
             "step_ms": round(self.seconds * 1e3, 3),
-            "compute_ms": round(self.compute * 1e3, 3),
-            "recompute_ms": round(self.recompute * 1e3, 3),
-            "bubble_ms": round(self.bubble * 1e3, 3),
+            **{f"{part}_ms": round(getattr(self, part) * 1e3, 3) for part in parts},
             "bubble": round(self.bubble_share, 4),
-            "optimizer_ms": round(self.optimizer * 1e3, 3),
             "exposed_ms": {axis: round(self.exposed[axis] * 1e3, 3) for axis in AXES},
             "communication_ms": {axis: round(self.communication[axis] * 1e3, 3) for axis in AXES},
             "mfu": round(self.mfu, 4),
@@ -141,16 +132,16 @@ class _Costs:
         if layout.ep == 1:
             return 0.0
         group = self.network.group(layout.ep, layout.tp)
+        tokens = self.tokens / (layout.tp if self.job.sequence_parallel else 1)
         routes = ExpertRoutes(
-            tokens=self.tokens / (layout.tp if self.job.sequence_parallel else 1),
+            tokens=tokens,
             experts=model.experts,
             top_k=model.top_k,
             hosts=group.hosts,
             per_host=group.per_host,
         )
-        traffic = ExpertTraffic(
-            routes=routes, features=model.hidden, codec=layout.codec("ep"), dtype=self.job.dtype
-        )
+        codec, dtype = layout.codec("ep"), self.job.dtype
+        traffic = ExpertTraffic(routes=routes, features=model.hidden, codec=codec, dtype=dtype)
         forward, backward = traffic.seconds(self.network, layout.tp)
         layers = self.layers * model.moe_layers / model.layers
         return layers * ((2 if layout.recompute == "full" else 1) * forward + backward)
@@ -164,13 +155,14 @@ class _Costs:
         codec = layout.codec("cp")
         block = self.network.transfer(layout.tp, nbytes, codec)
         back = 2 * block  # keys and values again, and their gradients
-        attention = (
-            self.tokens * job.model.attention_flops(job.seq) / layout.tp / attention_speed(job) / layout.cp
-        )
+        flops = self.tokens * job.model.attention_flops(job.seq) / layout.tp
+        attention = flops / rank_costs.attention_speed(job) / layout.cp
         steps = (layout.cp - 1) * self.layers
         again = 1 if layout.recompute == "full" else 0
         everything = steps * (block * (1 + again) + back)
-        exposed = (1 + again) * max(0.0, block - attention) + max(0.0, back - FLASH_BACKWARD * attention)
+        exposed = (1 + again) * max(0.0, block - attention) + max(
+            0.0, back - rank_costs.FLASH_BACKWARD * attention
+        )
         return everything, steps * exposed
 
     def pipeline(self, forward: float) -> tuple[float, float]:
@@ -183,22 +175,18 @@ class _Costs:
         one = self.network.transfer(stride, nbytes, layout.codec("pp"))
         longer = max(0.0, one - forward / layout.chunks)
         ends = 2 * (layout.pp - 1) * one
-        return (
-            2 * self.micro_batches * layout.chunks * one,
-            ends + 2 * self.micro_batches * layout.chunks * longer,
-        )
+        messages = 2 * self.micro_batches * layout.chunks
+        return messages * one, ends + messages * longer
 
     def sums(self, name: str, spec: str) -> tuple[float, float, float]:
         """Return the seconds to reduce or gather all local parameters, those of the last message, and of one layer."""
         layout, network = self.layout, self.network
-        local = local_parameters(self.job, layout)
+        local = rank_costs.local_parameters(self.job, layout)
         itemsize = self.job.dtype.itemsize
         total = last = 0.0
-        stride = layout.tp
-        for count, size, apart in (
-            (local.dense, layout.replicas, stride),
-            (local.experts, layout.replicas // layout.ep, stride * layout.ep),
-        ):
+        dense = (local.dense, layout.replicas, layout.tp)
+        experts = (local.experts, layout.replicas // layout.ep, layout.tp * layout.ep)
+        for count, size, apart in (dense, experts):
             nbytes = count * itemsize
             if nbytes <= 0 or size == 1:
                 continue
@@ -237,7 +225,7 @@ def job_step(job: Job, layout: Layout, network: Network | None = None) -> JobSte
     if problem := layout.problem(job):
         raise ValueError(f"layout: {problem}")
     network = network or Network(job.system, job.dtype)
-    batch = micro_batch_seconds(job, layout)
+    batch = rank_costs.micro_batch_seconds(job, layout)
     costs = _Costs(job, layout, network, batch)
     m, p = costs.micro_batches, layout.pp
     tensor, experts = costs.tensor(), costs.experts()
@@ -260,24 +248,17 @@ def job_step(job: Job, layout: Layout, network: Network | None = None) -> JobSte
     exposed.update(tp=m * tensor, ep=m * experts, cp=m * context_exposed, pp=pipeline_exposed)
     communication.update(tp=m * tensor, ep=m * experts, cp=m * context, pp=pipeline)
     _data_parallel(costs, forward, backward, exposed, communication)
-    local = local_parameters(job, layout)
+    local = rank_costs.local_parameters(job, layout)
     updated = local.total
     if layout.stage != "ddp":
         updated = local.dense / layout.replicas + local.experts / max(1, layout.replicas // layout.ep)
-    optimizer = optimizer_seconds(job, updated)
+    optimizer = rank_costs.optimizer_seconds(job, updated)
     compute = m * batch.total
     return JobStep(
-        job=job,
-        layout=layout,
-        seconds=compute + idle + sum(exposed.values()) + optimizer,
-        compute=compute,
-        recompute=m * batch.recomputed,
-        bubble=idle,
-        optimizer=optimizer,
-        exposed=exposed,
-        communication=communication,
-        memory=job_memory(job, layout),
-    )
+        job=job, layout=layout, seconds=compute + idle + sum(exposed.values()) + optimizer, compute=compute,
+        recompute=m * batch.recomputed, bubble=idle, optimizer=optimizer, exposed=exposed,
+        communication=communication, memory=rank_costs.job_memory(job, layout),
+    )  # fmt: skip
 
 
 def _data_parallel(

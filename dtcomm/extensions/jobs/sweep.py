@@ -66,18 +66,9 @@ class Sweep:
         return estimates
 
     def add_rows(
-        self,
-        sizes: Sequence[int],
-        names: Mapping[Codec, Sequence[str]],
-        every: bool = False,
+        self, sizes: Sequence[int], names: Mapping[Codec, Sequence[str]], every: bool = False
     ) -> None:
-        """Add the rows of some sizes.
-
-        Args:
-            sizes: Uncompressed bytes.
-            names: The algorithms to consider for each codec.
-            every: Whether to add a row for each algorithm; by default only the fastest has one.
-        """
+        """Add the rows of some sizes: the fastest of the algorithms in ``names`` for each codec, or all of them."""
         for nbytes in sizes:
             baseline = self.baseline(nbytes)
             for codec, algorithms in names.items():
@@ -106,10 +97,8 @@ class Sweep:
             return lines
         if all(row.best.detail.startswith("measured") for row in self.rows):
             return []
-        return [
-            "links have the bandwidth of their kind, and a CPU core encodes as fast as one of an EPYC: "
-            "`dtcomm tune` measures a machine"
-        ]
+        kind = "links have the bandwidth of their kind, and a CPU core encodes as fast as one of an EPYC"
+        return [f"{kind}: `dtcomm tune` measures a machine"]
 
     def baseline(self, nbytes: int) -> float:
         """Return the seconds of the fastest algorithm without a codec."""
@@ -151,13 +140,8 @@ def run_sweep(
 ) -> Sweep:
     """Estimate every size with ``none`` and each of ``codecs``.
 
-    Args:
-        system: The hardware. collective: The collective's name. sizes: Uncompressed bytes. codecs: Specs; ``none`` is
-            always included. algorithms: ``auto`` for one row per size and codec, the fastest algorithm; otherwise
-            ``all`` or names, for a row per algorithm.
-        dtype: The dtype of the tensor.
-        table: Measured times of this machine.
-        placement: The CPU placement whose measurements are preferred.
+    ``algorithms`` are ``auto`` for one row per size and codec, the fastest algorithm; otherwise ``all`` or names, for a
+    row per algorithm. ``table`` has measured times of this machine.
     """
     parsed = with_none(codecs)
     sweep = Sweep(system=system, collective=collective, table=table, dtype=dtype, placement=placement)
@@ -175,11 +159,7 @@ def with_none(specs: Sequence[str]) -> list[Codec]:
 
 
 def requested_algorithms(sweep: Sweep, codec: Codec, requested: Sequence[str]) -> tuple[str, ...]:
-    """Return the algorithms to consider for a codec: ``requested`` are names, ``auto`` or ``all``.
-
-    Raises:
-        ValueError: If a name is not valid.
-    """
+    """Return the algorithms to consider for a codec: ``requested`` are names, ``auto`` or ``all``."""
     collective, system = sweep.collective, sweep.system
     if set(requested) <= {"auto", "all"}:
         return candidates(collective, codec, system)
@@ -215,10 +195,9 @@ def _verdict(sweep: Sweep, spec: str) -> str:
     if late:
         from_there += f" (not at {', '.join(map(size_name, late))})"
     if not paying and break_even is None:
-        return (
-            f"{where} {spec} is not faster than none: the bytes it saves are not what takes the time "
-            f"(gains below {MIN_SPEEDUP - 1:.0%} are not counted)"
-        )
+        reason = "the bytes it saves are not what takes the time"
+        limit = f"(gains below {MIN_SPEEDUP - 1:.0%} are not counted)"
+        return f"{where} {spec} is not faster than none: {reason} {limit}"
     if not paying:
         return f"{where} {spec} does not pay at the sizes shown; it would {from_there}"
     pays = " and ".join(part for part in (at if early else "", from_there) if part)

@@ -58,32 +58,21 @@ class ChunkPaths:
 def chunk_paths(name: str, collective: str, ranks: int, per_host: int | None = None) -> ChunkPaths | None:
     """Return the paths of ``algorithms.build(name, collective, ranks)``, or None if it has to be built to know them.
 
-    Args:
-        name: The algorithm's name.
-        collective: The collective's name.
-        ranks: The number of ranks.
-        per_host: For hierarchical: the number of ranks on each host, in order.
+    Only hierarchical algorithms depend on the number of ranks on each host.
     """
     kind, _, levels = name.partition(":")
     if kind == "hierarchical":
         size = ranks if per_host is None else per_host
         return _hierarchical(collective, ranks, size, *algorithms.split_levels(levels))
+    symmetric: dict[str, Any] = {"class_of": _one_class, "rotationally_symmetric": True}
     if collective in ROTATING.get(name, ()):
         empty = Schedule(collective=collective, ranks=ranks, chunks=ranks)
         return ChunkPaths(
-            schedule=empty,
-            paths=lambda: [(0, _path_of_chunk_0(name, collective, ranks))],
-            class_of=_one_class,
-            rotationally_symmetric=True,
+            schedule=empty, paths=lambda: [(0, _path_of_chunk_0(name, collective, ranks))], **symmetric
         )
     if collective == "all_to_all":
         empty = Schedule(collective=collective, ranks=ranks, chunks=ranks**2)
-        return ChunkPaths(
-            schedule=empty,
-            paths=lambda: _all_to_all_paths_of_rank_0(name, ranks),
-            class_of=_one_class,
-            rotationally_symmetric=True,
-        )
+        return ChunkPaths(schedule=empty, paths=lambda: _all_to_all_paths_of_rank_0(name, ranks), **symmetric)
     if collective in FEW_TRANSFERS.get(name, ()):
         whole = algorithms.build_single_level(name, collective, ranks)
         return ChunkPaths(schedule=replace(whole, transfers=()), paths=lambda: paths_by_chunk(whole))
@@ -152,14 +141,10 @@ def _hierarchical(collective: str, ranks: int, size: int, inside: str, between: 
         return None
 
     def paths() -> list[tuple[int, Path]]:
-        within = _path_of_chunk_0(inside, collective, size)
-        across = _path_of_chunk_0(between, collective, hosts)
-        on_all_hosts = [_move(within, host * size, 1) for host in range(hosts)]
-        if collective == "reduce_scatter":
-            return [
-                (0, (*chain(*on_all_hosts), *_shift_steps(_move(across, 0, size, 1), _step_count(within))))
-            ]
-        return [(0, (*_move(across, 0, size, 1), *_shift_steps(chain(*on_all_hosts), _step_count(across))))]
+        within = _on_all_hosts(_path_of_chunk_0(inside, collective, size), size, hosts)
+        across = _move(_path_of_chunk_0(between, collective, hosts), 0, size, 1)
+        first, then = (within, across) if collective == "reduce_scatter" else (across, within)
+        return [(0, first + _shift_steps(then, _step_count(first)))]
 
     empty = Schedule(collective=collective, ranks=ranks, chunks=ranks)
     return ChunkPaths(schedule=empty, paths=paths, class_of=_one_class)
@@ -182,24 +167,20 @@ def _hierarchical_all_reduce(size: int, hosts: int, inside: str, between: str) -
         return None
 
     def paths() -> Iterator[tuple[int, Path]]:
-        scatter = _path_of_chunk_0(inside, "reduce_scatter", size)
-        gather = _path_of_chunk_0(inside, "all_gather", size)
+        scatter = _on_all_hosts(_path_of_chunk_0(inside, "reduce_scatter", size), size, hosts)
+        gather = _on_all_hosts(_path_of_chunk_0(inside, "all_gather", size), size, hosts)
         start_between = _step_count(scatter)
         start_gather = start_between + max(map(_step_count, paths_between.values()))
         for chunk, across in paths_between.items():
-            scatters = chain(*(_move(scatter, host * size, 1) for host in range(hosts)))
-            gathers = chain(*(_move(gather, host * size, 1) for host in range(hosts)))
-            yield (
-                chunk,
-                (
-                    *scatters,
-                    *_shift_steps(_move(across, 0, size, 1), start_between),
-                    *_shift_steps(gathers, start_gather),
-                ),
-            )
+            moved = _shift_steps(_move(across, 0, size, 1), start_between)
+            yield chunk, (*scatter, *moved, *_shift_steps(gather, start_gather))
 
     empty = Schedule(collective="all_reduce", ranks=size * hosts, chunks=size * chunks)
     return ChunkPaths(schedule=empty, paths=paths, class_of=class_of)
+
+
+def _on_all_hosts(path: Path, size: int, hosts: int) -> Path:
+    return tuple(chain(*(_move(path, host * size, 1) for host in range(hosts))))
 
 
 def _move(path: Iterable[Transfer], first: int, stride: int, level: int = 0) -> Path:
@@ -219,6 +200,7 @@ def _step_count(path: Iterable[Transfer]) -> int:
 
 #: Schedules of up to about this many transfers are built and read; larger ones need symmetry.
 MAX_TRANSFERS = 20_000
+MANY_RANKS = 32  # from here on symmetry is used where it is known
 
 
 class StepLoad(NamedTuple):
@@ -269,10 +251,11 @@ def profile(name: str, collective: str, ranks: int, per_host: int) -> Profile | 
         raise ValueError(f"per_host: {per_host} does not divide {ranks} ranks")
     if (name, collective) == ("one_shot", "all_reduce"):
         return _one_shot(ranks, per_host)
-    paths = chunk_paths(name, collective, ranks, per_host) if _is_large(ranks) else None
+    paths = chunk_paths(name, collective, ranks, per_host) if ranks > MANY_RANKS else None
     if paths is not None:
         return profile_of_paths(paths, per_host)
-    if _estimated_transfers(collective, ranks) > MAX_TRANSFERS:
+    # Roughly a transfer for each rank and chunk in each direction.
+    if 2 * ranks * ranks * (ranks.bit_length() if collective == "all_to_all" else 1) > MAX_TRANSFERS:
         return None
     hosts = (per_host,) * (ranks // per_host)
     return profile_of_schedule(algorithms.build(name, collective, ranks, hosts=hosts), per_host)
@@ -305,21 +288,12 @@ def _one_shot(ranks: int, per_host: int) -> Profile:
     return Profile("all_reduce", ranks, 1, loads, int(ranks > 1))
 
 
-def _is_large(ranks: int) -> bool:
-    return ranks > 32
-
-
-def _estimated_transfers(collective: str, ranks: int) -> int:
-    # Roughly a transfer for each rank and chunk in each direction.
-    return 2 * ranks * ranks * (ranks.bit_length() if collective == "all_to_all" else 1)
-
-
 class _LoadCounter:
     """Counts the load that paths put on each rank, or on each class of ranks that carry the same load."""
 
     def __init__(self, paths: ChunkPaths, per_host: int) -> None:
         self._schedule = paths.schedule
-        self._class_of = paths.class_of or _own_class
+        self._class_of = paths.class_of or (lambda rank: rank)
         self._has_classes = paths.class_of is not None
         self._ranks, self._per_host = paths.schedule.ranks, per_host
         # If all ranks are alike by rotation, hosts cannot be told apart, and distances are counted instead.
@@ -410,11 +384,7 @@ class _LoadCounter:
                 stays = place + distance < size or place + distance >= ranks
                 (inside if stays else between)[place] += count
         return {
-            step: (
-                max(inside.values(), default=0),
-                max(between.values(), default=0),
-                sum(between.values()),
-            )
+            step: (max(inside.values(), default=0), max(between.values(), default=0), sum(between.values()))
             for step, (inside, between) in by_step.items()
         }
 
@@ -426,10 +396,6 @@ def _largest(counts: Counter[Any]) -> dict[int, int]:
         if count > most.get(step, 0):
             most[step] = count
     return most
-
-
-def _own_class(rank: int) -> int:
-    return rank
 
 
 def _step_of(t: Transfer) -> int:

@@ -6,7 +6,10 @@ both the backward pass and the last bucket are complete; ``rest`` is the optimiz
 backward pass.
 
 **Cores.** CPU ranks compute and communicate on the same cores. What a message takes of them is added to computing, so
-that the buckets that follow are ready later, and a message cannot take less time than it takes of a core.
+that the buckets that follow are ready later, and a message cannot take less time than it takes of a core. The constants
+were fitted to DDP's steps of an MLP of 25 M parameters and a click model of 1 M, on a Xeon with a core for each rank;
+docs/results/training.md has the error on models that were not used. GPUs have cores of their own for this, and nothing
+is counted.
 
 **Time of FSDP.** A *unit* is what is gathered at once: a layer. A unit's parameters are gathered before its forward and
 again before its backward, one unit ahead of the computation, and its gradients are reduce-scattered after its backward.
@@ -24,7 +27,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dtcomm.codecs import codec
+import torch
+
+from dtcomm.codecs import Codec, codec
+from dtcomm.extensions.jobs.estimate import LINK_REACH, Estimate, chunk_elements
+from dtcomm.extensions.jobs.hardware import System
+from dtcomm.extensions.jobs.traffic_profile import profile
 
 MIB = 2**20
 BACKWARD_SHARE = 2 / 3  # of a step's arithmetic: gradients of activations and of weights
@@ -65,11 +73,7 @@ def even_buckets(
 ) -> tuple[list[Bucket], float]:
     """Return buckets that become ready evenly over the backward pass, and the seconds that follow it.
 
-    Args:
-        params: The number of parameters.
-        itemsize: Bytes per gradient.
-        step: Seconds of a step without communication.
-        bucket_bytes: The size of a bucket.
+    ``itemsize`` is that of gradients, ``step`` the seconds of a step without communication.
     """
     total = int(params * itemsize)
     begin = step * (1 - BACKWARD_SHARE)
@@ -88,13 +92,9 @@ def replay(
     seconds: Callable[[Bucket], float],
     delay: Callable[[Bucket], float] = lambda bucket: 0.0,
 ) -> TrainingStep:
-    """Return a step of DDP.
+    """Return a step of DDP whose buckets, in the order in which they become ready, are followed by ``rest`` seconds.
 
-    Args:
-        buckets: The buckets, in the order in which they become ready.
-        rest: Seconds of computing after the last bucket.
-        seconds: Returns the time of a bucket's communication.
-        delay: Returns the seconds by which a bucket's communication delays computing.
+    ``seconds`` returns the time of a bucket's communication, ``delay`` the time by which that delays computing.
     """
     free = total = delayed = 0.0
     for bucket in buckets:
@@ -115,16 +115,9 @@ def replay_sharded(
     gather_delay: float = 0.0,
     reduce_delay: float = 0.0,
 ) -> TrainingStep:
-    """Return a step of FSDP with equal units.
+    """Return a step of FSDP with equal units; all times are seconds of one unit.
 
-    Args:
-        layers: The number of units.
-        forward: Seconds of a unit's forward.
-        backward: Seconds of a unit's backward.
-        gather: Seconds of the all_gather of a unit's parameters.
-        reduce: Seconds of the reduce_scatter of a unit's gradients.
-        gather_delay: Seconds by which a gather delays the computing that it overlaps with.
-        reduce_delay: Seconds by which a reduction does.
+    ``gather_delay`` and ``reduce_delay`` are those by which a gather and a reduction delay the computing beside them.
     """
     link_free = computed = started = 0.0
 
@@ -157,6 +150,39 @@ def replay_sharded(
     )
 
 
+#: Of a bucket of DDP besides its data: the hook, and threads that take turns with computing.
+BUCKET_SECONDS = 2e-3
+#: Of each element that is encoded or decoded, and has left the caches.
+ELEMENT_SECONDS = 0.4e-9
+#: Of each byte that is sent or received through sockets.
+BYTE_SECONDS = 0.15e-9
+
+
+def cores_per_rank(system: System) -> float:
+    """Return the cores of a CPU rank; less than 1 if ranks share them."""
+    return system.cores / system.per_host if system.cores else 1.0
+
+
+def bucket_core_seconds(system: System) -> float:
+    """Return the seconds of a core that a bucket of DDP takes besides its data."""
+    return 0.0 if system.device.generation or system.ranks == 1 else BUCKET_SECONDS
+
+
+def message_core_seconds(system: System, message: Estimate, spec: Codec, dtype: torch.dtype) -> float:
+    """Return the seconds of a core that a message takes on the busiest rank."""
+    if system.device.generation:
+        return 0.0
+    loads = profile(message.algorithm, message.collective, system.ranks, system.per_host)
+    assert loads is not None, f"{message.algorithm} has an estimate, so its profile is known"
+    total = loads.total()
+    chunk = chunk_elements(loads, message.nbytes // dtype.itemsize, spec.granularity)
+    payload = spec.wire_bytes(chunk, dtype)
+    # Cores copy what ranks of a host exchange. Between hosts a rank receives as much as it sends.
+    inside = total.inside * payload / (system.inside.bandwidth * LINK_REACH[system.engine])
+    coded = (total.encode + total.decode) * chunk
+    return coded * ELEMENT_SECONDS + 2 * total.between * payload * BYTE_SECONDS + inside
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A recorded run: its buckets, the seconds after them, and the measured time of its steps."""
@@ -166,7 +192,6 @@ class RunRecord:
     step: float
     ranks: int
     codec: str
-    source: str = ""
 
     def replayed(self) -> TrainingStep:
         """Return the step replayed with the run's own bucket times; compare it with ``step``."""
@@ -181,35 +206,22 @@ class RunRecord:
 
 
 def parse_record(fields: Mapping[str, Any], source: str = "") -> RunRecord:
-    """Read a run's record.
+    """Read a run's record; errors start with ``source``.
 
     Its form is ``{"ranks": 2, "codec": "none", "step_ms": 90, "rest_ms": 12, "buckets": [{"bytes": 1048576, "ready_ms":
     40, "comm_ms": 3}, …]}``. Times count from the step's start; ``comm_ms`` and ``rest_ms`` may be missing.
-
-    Raises:
-        ValueError: If the record cannot be read. The message starts with ``source``.
     """
     try:
-        buckets = tuple(
-            Bucket(
-                nbytes=int(row["bytes"]),
-                ready=float(row["ready_ms"]) * 1e-3,
-                measured=float(row.get("comm_ms", 0)) * 1e-3,
-            )
-            for row in fields["buckets"]
-        )
-        step = float(fields.get("step_ms", 0)) * 1e-3
+        buckets = []
+        for row in fields["buckets"]:
+            ready, measured = (float(row["ready_ms"]) * 1e-3, float(row.get("comm_ms", 0)) * 1e-3)
+            buckets.append(Bucket(nbytes=int(row["bytes"]), ready=ready, measured=measured))
         if not buckets or any(bucket.nbytes < 0 or bucket.ready < 0 for bucket in buckets):
             raise ValueError("buckets: expected at least one, with bytes and ready_ms of at least 0")
-        rest = float(fields.get("rest_ms", 0)) * 1e-3
-        return RunRecord(
-            buckets=tuple(sorted(buckets, key=lambda bucket: bucket.ready)),
-            rest=rest,
-            step=step,
-            ranks=int(fields.get("ranks", 0)),
-            codec=str(fields.get("codec", "none")),
-            source=source,
-        )
+        rest, step = (float(fields.get(name, 0)) * 1e-3 for name in ("rest_ms", "step_ms"))
+        ranks, spec = int(fields.get("ranks", 0)), str(fields.get("codec", "none"))
+        ordered = tuple(sorted(buckets, key=lambda bucket: bucket.ready))
+        return RunRecord(buckets=ordered, rest=rest, step=step, ranks=ranks, codec=spec)
     except KeyError as error:
         raise ValueError(f"{source or 'record'}: no {error}") from None
     except (TypeError, ValueError) as error:
@@ -260,38 +272,22 @@ class RankMemory:
     @property
     def total(self) -> float:
         """The sum of all parts."""
-        return (
-            self.parameters
-            + self.optimizer
-            + self.gradients
-            + self.passing
-            + self.residuals
-            + self.references
-        )
+        kept = self.parameters + self.optimizer + self.gradients
+        return kept + self.passing + self.residuals + self.references
 
     def as_dict(self) -> dict[str, Any]:
         """Return the bytes, rounded, for JSON."""
-        fields = {
-            name: round(value) if isinstance(value, float) else value for name, value in asdict(self).items()
-        }
-        return {**fields, "total": round(self.total)}
+        values = {**asdict(self), "total": self.total}
+        return {name: round(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def rank_memory(
     model: ModelSize, ranks: int, stage: str, feedback: str = "none", delta: bool = False
 ) -> RankMemory:
-    """Return the memory of one rank.
+    """Return the memory of one rank; ``feedback`` is the form of the residuals.
 
-    Args:
-        model: The model.
-        ranks: The number of ranks.
-        stage: One of `STAGES`.
-        feedback: The form of the residuals, one of `RESIDUAL_BYTES`.
-        delta: Whether parameters are sent as differences. FSDP then keeps a copy of all of them; the sharded optimizer
-            has the model itself for that.
-
-    Raises:
-        ValueError: If an argument is not valid.
+    With ``delta`` parameters are sent as differences. FSDP then keeps a copy of all of them; the sharded optimizer has
+    the model itself for that.
     """
     if stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not one of {', '.join(STAGES)}")

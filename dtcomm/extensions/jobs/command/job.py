@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dtcomm.cli import COLOURS, styled_pyplot
 from dtcomm.extensions.jobs import AXES, JobPlan, JobStep, SiteMethod, across_sites, search
-from dtcomm.extensions.jobs.command.job_options import WAN_CODECS, JobOptions
-from dtcomm.extensions.jobs.command.options import PlanOptions, count_name
+from dtcomm.extensions.jobs.command.flags import count_name
+from dtcomm.extensions.jobs.command.options import WAN_CODECS, JobOptions, PlanOptions
+from dtcomm.extensions.jobs.command.report import Output, new_table, write_json
+from dtcomm.extensions.jobs.rank_costs import PARTS
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, size_name, time_name
 
-WIDTH = 146
-AXIS_NAMES = {
-    "dp": "gradients (dp)",
-    "params": "parameters (params)",
-    "tp": "tensor (tp)",
-    "pp": "pipeline (pp)",
-    "cp": "context (cp)",
-    "ep": "experts (ep)",
-}
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "residuals", "activations", "buffers")
+AXIS_NAMES = {"dp": "gradients (dp)", "params": "parameters (params)", "tp": "tensor (tp)"}
+AXIS_NAMES |= {"pp": "pipeline (pp)", "cp": "context (cp)", "ep": "experts (ep)"}
 ASSUMPTIONS = (
     "matrix products and attention reach the shares of the peak that were fitted to published runs",
     "stages are as equal as whole layers allow, the output matrix is divided among them, experts are balanced",
@@ -39,25 +31,15 @@ ASSUMPTIONS = (
 
 
 def plan_job(options: PlanOptions) -> int:
-    """Search, print, and write what was asked for; return 0, 1 if nothing fits, or 2 if an argument is wrong."""
+    """Search, print, and write what was asked for; return 0, or 1 if nothing fits."""
     chosen = options.job
     assert chosen is not None
-    try:
-        plan = search(chosen.job, options.codecs, chosen.fixed)
-    except ValueError as error:
-        print(f"dtcomm plan: {error}", file=sys.stderr)
-        return 2
+    plan = search(chosen.job, options.codecs, chosen.fixed)
     methods: list[SiteMethod] = []
     if chosen.wide_area is not None and plan.winner is not None:
         specs = options.codecs if options.codecs != ["int8"] else WAN_CODECS
         methods = across_sites(plan.winner, chosen.wide_area, specs)
-    if options.json is not None:
-        text = json.dumps(as_dict(plan, chosen, methods), indent=1, allow_nan=False) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(options.json).write_text(text)
-    if options.json != "-":
+    if write_json(as_dict(plan, chosen, methods), options.json):
         print_job(plan, chosen, methods)
     if options.plot is not None:
         if plan.winner is None:
@@ -71,9 +53,8 @@ def plan_job(options: PlanOptions) -> int:
 def candidates(plan: JobPlan, top: int) -> list[JobStep]:
     """Return the winner and the next best layouts, with codecs or without them."""
     rows = [*plan.steps[:top]]
-    if plan.compressed and plan.compressed[0].seconds < (
-        plan.steps[0].seconds if plan.steps else float("inf")
-    ):
+    plain = plan.steps[0].seconds if plan.steps else float("inf")
+    if plan.compressed and plan.compressed[0].seconds < plain:
         rows += plan.compressed[: max(1, top // 2)]
     return sorted(rows, key=lambda step: (step is not plan.winner, step.seconds))[: top + 1]
 
@@ -93,18 +74,15 @@ def verdict(plan: JobPlan) -> str:
         **{f"exposed {AXIS_NAMES[axis]}": step.exposed[axis] for axis in AXES},
     }
     ranked = sorted(((value / step.seconds, name) for name, value in loss.items()), reverse=True)
-    costs = (
-        ", ".join(f"{share:.0%} {name}" for share, name in ranked if share >= 0.005)
-        or "nothing but computing"
-    )
+    costs = ", ".join(f"{share:.0%} {name}" for share, name in ranked if share >= 0.005)
+    costs = costs or "nothing but computing"
     text = f"{step.layout}: {time_name(step.seconds)} a step, MFU {step.mfu:.1%}; beside computing: {costs}"
     others = [other for other in plan.steps if other is not step and other.layout.codecs == ()]
     if step.layout.codecs:
         text += f"; codecs gain {plan.speedup:.2f}x over the best layout without them"
     elif plan.compressed and plan.speedup > 1:
-        text += (
-            f"; codecs would gain {plan.speedup:.2f}x, within the error of the estimate ({MIN_SPEEDUP:g}x)"
-        )
+        error = f"within the error of the estimate ({MIN_SPEEDUP:g}x)"
+        text += f"; codecs would gain {plan.speedup:.2f}x, {error}"
     else:
         text += "; no codec makes it faster"
     if others and not step.layout.codecs:
@@ -115,7 +93,10 @@ def verdict(plan: JobPlan) -> str:
 def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -> dict[str, Any]:
     """Return JSON values; times in milliseconds, memory in bytes."""
     job, model = plan.job, plan.job.model
-    wide = options.wide_area
+    wide, sites = options.wide_area, None
+    if wide is not None:
+        link = {"sites": wide.sites, "gbytes": wide.port.gbytes, "rtt_ms": wide.rtt_ms, "every": wide.every}
+        sites = {**link, "methods": [method.as_dict() for method in methods]}
     return {
         "version": 1,
         "model": {
@@ -137,29 +118,14 @@ def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -
         "findings": [{"name": finding.name, "text": finding.text} for finding in plan.findings],
         "verdict": verdict(plan),
         "assumptions": list(ASSUMPTIONS),
-        "across_sites": None
-        if wide is None
-        else {
-            "sites": wide.sites,
-            "gbytes": wide.port.gbytes,
-            "rtt_ms": wide.rtt_ms,
-            "every": wide.every,
-            "methods": [method.as_dict() for method in methods],
-        },
+        "across_sites": sites,
     }
 
 
-def print_job(
-    plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], console: Console | None = None
-) -> None:
+def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -> None:
     """Print the plan."""
-    console = console or Console()
-    if console.width < WIDTH:
-        console = Console(width=WIDTH, file=console.file)
-
-    def line(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
+    out = Output()
+    line = out.line
     job, model, system = plan.job, plan.job.model, plan.job.system
     active = f" ({count_name(model.active_parameters)} active)" if model.experts else ""
     line(
@@ -170,15 +136,13 @@ def print_job(
         f"{job.batch:,} sequences of {job.seq:,} tokens a step, {str(job.dtype).removeprefix('torch.')}, on "
         f"{system.ranks} x {system.device.name}: {system.hosts} host(s) of {system.per_host}, {system.name}"
     )
-    if system.leaf_hosts:
-        line(
-            f"{system.leaf_hosts} hosts below a leaf switch, oversubscription {system.oversubscription:g} above"
-        )
+    if leaf := system.leaf_hosts:
+        line(f"{leaf} hosts below a leaf switch, oversubscription {system.oversubscription:g} above")
     line(f"{plan.tried[0]:,} layouts are possible, {plan.tried[1]:,} fit in memory")
     if plan.winner is not None:
-        console.print(_candidates_table(plan, candidates(plan, options.top)))
-        console.print(_axes_table(plan.winner))
-        console.print(_memory_table(candidates(plan, options.top)))
+        out.table(_candidates_table(plan, candidates(plan, options.top)))
+        out.table(_axes_table(plan.winner))
+        out.table(_memory_table(candidates(plan, options.top)))
     for misfit in plan.misfits:
         line(
             f"does not fit: {misfit.stage} needs at least {size_name(round(misfit.total))} ({misfit.layout}), "
@@ -188,10 +152,8 @@ def print_job(
     for finding in plan.findings:
         line(f"anti-pattern: {finding.name}: {finding.text}", "yellow")
     if options.wide_area is not None and methods:
-        console.print(_sites_table(methods, options))
-    line("assumed, not measured:", "dim")
-    for text in ASSUMPTIONS:
-        line(f"- {text}", "dim")
+        out.table(_sites_table(methods, options))
+    out.assumed(ASSUMPTIONS)
     line(f"verdict: {verdict(plan)}", "bold")
     if methods:
         best, plain = methods[0], next(m for m in methods if m.method == "DDP" and m.codec == "none")
@@ -204,56 +166,44 @@ def print_job(
 
 
 def _candidates_table(plan: JobPlan, steps: Sequence[JobStep]) -> Table:
-    table = Table(title="candidates, the winner first", title_justify="left")
-    table.add_column("layout", overflow="fold")
-    for name in ("step", "MFU", "exposed", "bubble", "recompute", "efficiency", "tokens/s", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = "~layout >step >MFU >exposed >bubble >recompute >efficiency >tokens/s >memory".split()
+    table = new_table(columns, "candidates, the winner first")
     for step in steps:
-        table.add_row(
+        shares = (
+            step.exposed_total / step.seconds,
+            step.bubble_share,
+            step.recompute / step.seconds,
+            step.efficiency,
+        )
+        cells = [
             str(step.layout),
             time_name(step.seconds),
-            f"{step.mfu:.1%}",
-            f"{step.exposed_total / step.seconds:.1%}",
-            f"{step.bubble_share:.1%}",
-            f"{step.recompute / step.seconds:.1%}",
-            f"{step.efficiency:.1%}",
-            f"{step.tokens_per_second:,.0f}",
-            size_name(round(step.memory.total)),
-            style="bold" if step is plan.winner else None,
-        )
+            *(f"{share:.1%}" for share in (step.mfu, *shares)),
+        ]
+        cells += [f"{step.tokens_per_second:,.0f}", size_name(round(step.memory.total))]
+        table.add_row(*cells, style="bold" if step is plan.winner else None)
     return table
 
 
 def _axes_table(step: JobStep) -> Table:
-    table = Table(title="communication of the winner", title_justify="left")
-    table.add_column("axis", no_wrap=True)
-    table.add_column("codec", no_wrap=True)
-    for name in ("communication", "exposed", "of the step"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("axis", "codec", ">communication", ">exposed", ">of the step")
+    table = new_table(columns, "communication of the winner")
     for axis in AXES:
         if step.communication[axis]:
-            table.add_row(
-                AXIS_NAMES[axis],
-                step.layout.codec(axis),
-                time_name(step.communication[axis]),
-                time_name(step.exposed[axis]),
-                f"{step.exposed[axis] / step.seconds:.1%}",
-            )
+            times = time_name(step.communication[axis]), time_name(step.exposed[axis])
+            share = f"{step.exposed[axis] / step.seconds:.1%}"
+            table.add_row(AXIS_NAMES[axis], step.layout.codec(axis), *times, share)
     if not table.rows:
         table.add_row("none", "-", "-", "-", "-")
     return table
 
 
 def _memory_table(steps: Sequence[JobStep]) -> Table:
-    table = Table(
-        title="memory of a rank, and its activations without and with recomputation", title_justify="left"
-    )
-    table.add_column("layout", overflow="fold")
-    for name in (*MEMORY_PARTS, "total", "kept", "recomputed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("~layout", *(f">{name}" for name in PARTS), ">total", ">kept", ">recomputed")
+    table = new_table(columns, "memory of a rank, and its activations without and with recomputation")
     for step in steps:
         memory = step.memory
-        sizes = [getattr(memory, name) for name in MEMORY_PARTS]
+        sizes = [getattr(memory, name) for name in PARTS]
         sizes += [memory.total, memory.activations_kept, memory.activations_full]
         table.add_row(str(step.layout), *(size_name(round(size)) if size else "-" for size in sizes))
     return table
@@ -262,24 +212,15 @@ def _memory_table(steps: Sequence[JobStep]) -> Table:
 def _sites_table(methods: Sequence[SiteMethod], options: JobOptions) -> Table:
     wide = options.wide_area
     assert wide is not None
-    table = Table(
-        title=f"across {wide.sites} sites: {wide.port.gbytes * 8:.3g} Gbit/s each way, {wide.rtt_ms:g} ms, "
+    table = new_table(
+        ("method", "codec", ">step", ">exposed", ">sent a step", ">hidden from"),
+        f"across {wide.sites} sites: {wide.port.gbytes * 8:.3g} Gbit/s each way, {wide.rtt_ms:g} ms, "
         f"H = {wide.every}",
-        title_justify="left",
     )
-    for name in ("method", "codec"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "exposed", "sent a step", "hidden from"):
-        table.add_column(name, justify="right", no_wrap=True)
     for method in methods:
-        table.add_row(
-            method.method,
-            method.codec,
-            time_name(method.seconds),
-            time_name(method.exposed),
-            size_name(round(method.bytes_per_step)),
-            "-" if method.peak_gbit is None else f"{method.peak_gbit:.3g} Gbit/s",
-        )
+        peak = "-" if method.peak_gbit is None else f"{method.peak_gbit:.3g} Gbit/s"
+        times = time_name(method.seconds), time_name(method.exposed)
+        table.add_row(method.method, method.codec, *times, size_name(round(method.bytes_per_step)), peak)
     return table
 
 
@@ -308,7 +249,7 @@ def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path
             ]
             _stacked(right, names, bars, "seconds of a step across sites")
         else:
-            memory = [(name, [getattr(step.memory, name) / 2**30 for step in steps]) for name in MEMORY_PARTS]
+            memory = [(name, [getattr(step.memory, name) / 2**30 for step in steps]) for name in PARTS]
             _stacked(right, labels, [part for part in memory if any(part[1])], "GiB of a rank")
             right.axvline(plan.job.system.device.memory_gib, color=COLOURS[3], linestyle="--", linewidth=1)
         model, system = plan.job.model, plan.job.system

@@ -1,4 +1,4 @@
-"""Output of ``dtcomm plan``: tables and verdicts, a plot, and the memory tables of ``--memory``.
+"""Output of ``dtcomm plan``: what all its reports share, those of collectives and steps, and that of ``--memory``.
 
 The plot of a collective shows bus bandwidth and speed-up against size, that of a training step its time.
 """
@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dtcomm.cli import COLOURS, GREY, INK, styled_pyplot
-from dtcomm.extensions.jobs.command.options import PlanOptions, count_name
+from dtcomm.extensions.jobs.command.flags import count_name
+from dtcomm.extensions.jobs.command.options import PlanOptions
 from dtcomm.extensions.jobs.command.training import Training
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name, time_name
@@ -29,18 +30,59 @@ WIDTH = 146  # least columns; a narrower terminal wraps the lines
 MOST_SIZES = 8  # of a step's messages that are printed
 
 
-def print_plan(sweeps: Sequence[Sweep], training: Training | None, console: Console | None = None) -> None:
+class Output:
+    """The terminal, at least `WIDTH` columns wide."""
+
+    def __init__(self) -> None:
+        self._console = Console()
+        if self._console.width < WIDTH:
+            self._console = Console(width=WIDTH, file=self._console.file)
+
+    def line(self, text: str, style: str | None = None) -> None:
+        """Print a line as it is."""
+        self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """Print a table."""
+        self._console.print(table)
+
+    def assumed(self, texts: Sequence[str]) -> None:
+        """Print what is assumed and not measured."""
+        if texts:
+            self.line("assumed, not measured:", "dim")
+        for text in texts:
+            self.line(f"- {text}", "dim")
+
+
+def new_table(columns: Sequence[str], title: str | None = None) -> Table:
+    """Return a table; the name of a column to align right begins with ``>``, that of one to fold with ``~``."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        if name.startswith("~"):
+            table.add_column(name[1:], overflow="fold")
+        else:
+            table.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left", no_wrap=True)
+    return table
+
+
+def write_json(values: Mapping[str, Any], target: str | None) -> bool:
+    """Write JSON to a file, to standard output for ``-``, or not at all for None; return whether to print tables."""
+    if target is None:
+        return True
+    text = json.dumps(values, indent=1, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return False
+    Path(target).write_text(text)
+    return True
+
+
+def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
     """Print the estimates of a collective, or those of a training step, its messages first."""
-    console = console or Console()
-    if console.width < WIDTH:
-        console = Console(width=WIDTH, file=console.file)
-
-    def line(text: str, style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-    line(_header(sweeps[0], training))
+    out = Output()
+    out.line(_header(sweeps[0], training))
     if training is None:
-        console.print(_collectives_table(sweeps[0].rows, {}))
+        out.table(_collectives_table(sweeps[0].rows, {}))
     else:
         for messages in training.messages:
             largest = sorted(messages.counts, key=lambda size: size * messages.counts[size])[-MOST_SIZES:]
@@ -48,47 +90,32 @@ def print_plan(sweeps: Sequence[Sweep], training: Training | None, console: Cons
             for size in largest:
                 shown[messages.fastest["none", size].nbytes] += messages.counts[size]
             rows = [row for row in messages.sweep.rows if row.best.nbytes in shown]
-            console.print(_collectives_table(rows, shown, f"{messages.sweep.collective}: messages of a step"))
-            if len(largest) < len(messages.counts):
-                line(
-                    f"and {len(messages.counts) - len(largest)} other sizes with fewer bytes (--json has all)"
-                )
-        console.print(_training_table(training))
+            out.table(_collectives_table(rows, shown, f"{messages.sweep.collective}: messages of a step"))
+            if hidden := len(messages.counts) - len(largest):
+                out.line(f"and {hidden} other sizes with fewer bytes (--json has all)")
+        out.table(_training_table(training))
         for note in training.notes:
-            line(note, "dim")
-    skipped = sorted({name for sweep in sweeps for name in sweep.skipped})
-    if skipped:
-        line(f"not estimated because the schedule is too large: {', '.join(skipped)}")
-    assumptions = sweeps[0].assumptions if training is None else training.assumptions
-    if assumptions:
-        line("assumed, not measured:", "dim")
-        for text in assumptions:
-            line(f"- {text}", "dim")
-    if training is None:
-        for text in sweeps[0].verdicts:
-            line(f"verdict: {text}", "bold")
-        return
-    for text in training.warnings:
-        line(f"warning: {text}", "yellow")
-    line(f"verdict: {training.verdict}", "bold")
+            out.line(note, "dim")
+    if skipped := sorted({name for sweep in sweeps for name in sweep.skipped}):
+        out.line(f"not estimated because the schedule is too large: {', '.join(skipped)}")
+    out.assumed(sweeps[0].assumptions if training is None else training.assumptions)
+    for text in [] if training is None else training.warnings:
+        out.line(f"warning: {text}", "yellow")
+    for text in sweeps[0].verdicts if training is None else [training.verdict]:
+        out.line(f"verdict: {text}", "bold")
 
 
 def _header(sweep: Sweep, training: Training | None) -> str:
     system = sweep.system
     inside, between = system.inside, system.between
     memory = f", {size_name(system.device.memory_bytes)} a rank" if system.device.memory_bytes else ""
+    dtype = str(sweep.dtype).removeprefix("torch.")
+    across = f"; between {system.nics} x {between.gbytes:.4g} GB/s a host, {between.latency_us:g} us"
     lines = [
-        f"{sweep.collective} of {str(sweep.dtype).removeprefix('torch.')}"
-        if training is None
-        else training.title,
+        f"{sweep.collective} of {dtype}" if training is None else training.title,
         f"on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name} "
         f"({system.device.name}{memory})",
-        f"inside {inside.gbytes:.4g} GB/s a rank, {inside.latency_us:g} us"
-        + (
-            f"; between {system.nics} x {between.gbytes:.4g} GB/s a host, {between.latency_us:g} us"
-            if system.hosts > 1
-            else ""
-        ),
+        f"inside {inside.gbytes:.4g} GB/s a rank, {inside.latency_us:g} us{across if system.hosts > 1 else ''}",
     ]
     if training is not None:
         lines.append(training.computing)
@@ -108,14 +135,9 @@ def _collectives_table(
     rows: Sequence[SweepRow], counts: Mapping[int, int], title: str | None = None
 ) -> Table:
     """Return a table of estimates, with a column of how often each size is sent if ``counts`` has that."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("size", justify="right", no_wrap=True)
-    if counts:
-        table.add_column("times", justify="right", no_wrap=True)
-    table.add_column("codec", no_wrap=True)
-    table.add_column("algorithm", overflow="fold")  # long names are folded, not numbers
-    for name in ("time", "algbw GB/s", "busbw GB/s", "speed-up", "sent", "encoded"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = [">size", *([">times"] if counts else []), "codec", "~algorithm"]  # numbers are not folded
+    columns += [">time", ">algbw GB/s", ">busbw GB/s", ">speed-up", ">sent", ">encoded"]
+    table = new_table(columns, title)
     table.add_column("runs on; what takes the time")
     last = None
     for row in rows:
@@ -142,18 +164,13 @@ def _collectives_table(
 
 
 def _training_table(training: Training) -> Table:
-    table = Table()
     sharded = training.strategy == "FSDP"
-    for name in ("gradients", "parameters") if sharded else ("codec",):
-        table.add_column(name, no_wrap=True)
     checked = any(row.memory is not None for row in training.rows)
-    for name in (
-        *("step", "communication", "hidden", "scaling"),
-        *(["MFU"] if training.flops is not None else []),
-        *("speed-up", "residuals", "buffers"),
-        *(["memory of a rank"] if checked else []),
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ["gradients", "parameters"] if sharded else ["codec"]
+    columns += [">step", ">communication", ">hidden", ">scaling"]
+    columns += [">MFU"] if training.flops is not None else []
+    columns += [">speed-up", ">residuals", ">buffers", *([">memory of a rank"] if checked else [])]
+    table = new_table(columns)
     for row in training.rows:
         cells = [row.codec, *([row.parameters] if sharded else [])]
         cells += [time_name(row.step.seconds), time_name(row.step.communication)]
@@ -180,18 +197,17 @@ def plot(sweeps: Sequence[Sweep], training: Training | None, path: Path) -> None
         )
         if training is None:
             lines = _plot_lines(sweeps[0])
-            _plot_bandwidth(axes[0][0], lines)
+            name = "bus bandwidth, GB/s of uncompressed bytes"
+            _plot_sizes(axes[0][0], lines, lambda row: row.best.busbw, name, "predicted bus bandwidth")
+            axes[0][0].set_yscale("log")
+            axes[0][0].legend(frameon=False, fontsize=8.5)
             _plot_speedups(axes[0][1], sweeps[0], lines)
         else:
             _plot_steps(axes[0][0], training)
         system = sweeps[0].system
         what = sweeps[0].collective if training is None else f"{training.strategy} step"
-        figure.suptitle(
-            f"{what} on {system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name}",
-            x=0.01,
-            ha="left",
-            fontsize=12,
-        )
+        where = f"{system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name}"
+        figure.suptitle(f"{what} on {where}", x=0.01, ha="left", fontsize=12)
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
 
@@ -206,39 +222,28 @@ def _plot_lines(sweep: Sweep) -> dict[str, list[SweepRow]]:
     return lines
 
 
-def _line_style(index: int) -> dict[str, Any]:
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": "os^Dv*P"[index % 7],
-        "markersize": 4,
-        "linewidth": 1.8,
-    }
-
-
-def _plot_bandwidth(axes: Any, lines: dict[str, list[SweepRow]]) -> None:
-    for index, (name, rows) in enumerate(lines.items()):
-        axes.plot(
-            [row.best.nbytes for row in rows],
-            [row.best.busbw for row in rows],
-            label=name,
-            **_line_style(index),
-        )
-    axes.set_yscale("log")
-    axes.set_ylabel("bus bandwidth, GB/s of uncompressed bytes")
-    axes.set_title("predicted bus bandwidth")
-    axes.legend(frameon=False, fontsize=8.5)
-    _size_axis(axes)
+def _plot_sizes(
+    axes: Any, lines: dict[str, list[SweepRow]], value: Callable[[SweepRow], float], name: str, title: str
+) -> None:
+    """Plot a value of each line against the size."""
+    for index, (label, rows) in enumerate(lines.items()):
+        style = {"color": COLOURS[index % len(COLOURS)], "marker": "os^Dv*P"[index % 7]}
+        points = [row.best.nbytes for row in rows], [value(row) for row in rows]
+        axes.plot(*points, label=label, markersize=4, linewidth=1.8, **style)
+    axes.set_ylabel(name)
+    axes.set_title(title)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: size_name(int(value)) if value >= 1 else "")
+    axes.tick_params(axis="x", labelrotation=30)
+    axes.set_xlabel("size of the tensor")
+    axes.grid(which="major")
 
 
 def _plot_speedups(axes: Any, sweep: Sweep, lines: dict[str, list[SweepRow]]) -> None:
-    for index, (name, rows) in enumerate(lines.items()):
-        if rows[0].best.codec != "none":
-            axes.plot(
-                [row.best.nbytes for row in rows],
-                [row.speedup for row in rows],
-                label=name,
-                **_line_style(index),
-            )
+    # The lines without a codec are left out, and the others keep their colours.
+    shown = {name: rows if rows[0].best.codec != "none" else [] for name, rows in lines.items()}
+    title = "speed-up (grey: within the estimates' error)"
+    _plot_sizes(axes, shown, lambda row: row.speedup, "speed-up over the fastest without a codec", title)
     axes.axhline(1, color=GREY, linewidth=1)
     axes.axhspan(1 / MIN_SPEEDUP, MIN_SPEEDUP, color="#ececf0", zorder=0)
     low, high = axes.get_xlim()
@@ -250,17 +255,6 @@ def _plot_speedups(axes: Any, sweep: Sweep, lines: dict[str, list[SweepRow]]) ->
                 rotation=90, ha="right",
             )  # fmt: skip
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("speed-up over the fastest without a codec")
-    axes.set_title("speed-up (grey: within the estimates' error)")
-    _size_axis(axes)
-
-
-def _size_axis(axes: Any) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: size_name(int(value)) if value >= 1 else "")
-    axes.tick_params(axis="x", labelrotation=30)
-    axes.set_xlabel("size of the tensor")
-    axes.grid(which="major")
 
 
 def _plot_steps(axes: Any, training: Training) -> None:
@@ -269,15 +263,9 @@ def _plot_steps(axes: Any, training: Training) -> None:
     exposed = [(row.step.seconds - row.step.compute) * 1e3 for row in training.rows]
     axes.bar(names, compute, color=COLOURS[0], label="compute")
     axes.bar(names, exposed, bottom=compute, color=COLOURS[3], label="waiting for the network")
-    for index, row in enumerate(training.rows):
-        axes.text(
-            index,
-            row.step.seconds * 1e3,
-            f"{row.step.efficiency:.0%}",
-            ha="center",
-            va="bottom",
-            fontsize=8.5,
-        )
+    for at, row in enumerate(training.rows):
+        share = f"{row.step.efficiency:.0%}"
+        axes.text(at, row.step.seconds * 1e3, share, ha="center", va="bottom", fontsize=8.5)
     axes.set_ylim(top=1.25 * max(row.step.seconds for row in training.rows) * 1e3)
     axes.set_ylabel("ms per step")
     axes.set_title(textwrap.fill(f"scaling efficiency: {training.title}", 64), fontsize=8.5)
@@ -291,64 +279,44 @@ MEMORY_NOTE = (
 )
 
 
-def estimate_memory(options: PlanOptions) -> int:
-    """Print the table or write the JSON; return 0."""
+def estimate_memory(options: PlanOptions) -> None:
+    """Print the table, write the JSON, or both."""
     assert options.memory is not None
-    system = options.system
-    rows = memory_table(options.memory, system.ranks)
-    if options.json is not None:
-        text = json.dumps(memory_as_dict(options.memory, system, rows), indent=1) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-            return 0
-        Path(options.json).write_text(text)
-    print_memory(options.memory, system, rows)
-    return 0
+    model, system = options.memory, options.system
+    rows = memory_table(model, system.ranks)
+    if write_json(memory_as_dict(model, system, rows), options.json):
+        print_memory(model, system, rows)
 
 
 def memory_as_dict(model: ModelSize, system: System, rows: list[RankMemory]) -> dict[str, Any]:
     """Return JSON values: bytes on one rank, bytes per parameter, and whether that fits (None: not known)."""
     capacity = system.device.memory_bytes
+
+    def result(row: RankMemory) -> dict[str, Any]:
+        fits = row.total <= capacity if capacity else None
+        return {**row.as_dict(), "per_parameter": round(row.total / model.params, 4), "fits": fits}
+
     return {
         "version": 1,
-        "params": model.params,
-        "layers": model.layers,
-        "itemsize": model.itemsize,
-        "states": model.states,
+        **{name: getattr(model, name) for name in ("params", "layers", "itemsize", "states")},
         "system": system.as_dict(),
         "ranks": system.ranks,
-        "results": [
-            {
-                **row.as_dict(),
-                "per_parameter": round(row.total / model.params, 4),
-                "fits": row.total <= capacity if capacity else None,
-            }
-            for row in rows
-        ],
+        "results": [result(row) for row in rows],
         "assumptions": [MEMORY_NOTE],
     }
 
 
 def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> None:
     """Print the table."""
-    console = Console()
-    if console.width < WIDTH:
-        console = Console(width=WIDTH, file=console.file)
+    out = Output()
     capacity = system.device.memory_bytes
     available = f", which have {size_name(capacity)} each" if capacity else ", whose memory is not known"
-    console.print(
+    out.line(
         f"{count_name(model.params)} parameters of {model.itemsize} bytes in {model.layers} layers, {model.states} "
-        f"states of the optimizer for each, on {system.ranks} ranks ({system.device.name}){available}: GiB on a rank",
-        highlight=False,
-        soft_wrap=True,
+        f"states of the optimizer for each, on {system.ranks} ranks ({system.device.name}){available}: GiB on a rank"
     )
-    table = Table()
-    for name in ("stage", "residuals kept", "parameters sent"):
-        table.add_column(name, no_wrap=True)
-    for name in (*MEMORY_COLUMNS, "bytes/param"):
-        table.add_column(name, justify="right")
-    if capacity:
-        table.add_column("fits", no_wrap=True)
+    columns = ["stage", "residuals kept", "parameters sent", *(f">{name}" for name in MEMORY_COLUMNS)]
+    table = new_table([*columns, ">bytes/param", *(["fits"] if capacity else [])])
     last = ""
     for row in rows:
         if last and last != row.stage:
@@ -363,8 +331,8 @@ def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> No
             *(["[green]yes[/green]" if fits else "[red]no[/red]"] if capacity else []),
         )
         last = row.stage
-    console.print(table)
-    console.print(MEMORY_NOTE, style="dim", highlight=False)
+    out.table(table)
+    out.line(MEMORY_NOTE, "dim")
 
 
 def _gibibytes(size: float) -> str:

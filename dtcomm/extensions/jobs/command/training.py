@@ -16,8 +16,9 @@ import torch
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import Codec
 from dtcomm.compress.spec import needs_feedback
-from dtcomm.extensions.jobs import core_costs
-from dtcomm.extensions.jobs.command.options import PlanOptions, TrainingModel, count_name
+from dtcomm.extensions.jobs import training_model as predict
+from dtcomm.extensions.jobs.command.flags import TrainingModel, count_name
+from dtcomm.extensions.jobs.command.options import PlanOptions
 from dtcomm.extensions.jobs.estimate import Estimate, candidates
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import (
@@ -28,18 +29,7 @@ from dtcomm.extensions.jobs.sweep import (
     time_name,
     with_none,
 )
-from dtcomm.extensions.jobs.training_model import (
-    BACKWARD_SHARE,
-    Bucket,
-    ModelSize,
-    RankMemory,
-    TrainingStep,
-    even_buckets,
-    parse_record,
-    rank_memory,
-    replay,
-    replay_sharded,
-)
+from dtcomm.extensions.jobs.training_model import Bucket, ModelSize, RankMemory, TrainingStep, rank_memory
 from dtcomm.planner.cost_model import Table
 from dtcomm.planner.links import read_json
 
@@ -69,13 +59,13 @@ class Messages:
 
     def delay(self, codec: Codec, nbytes: int) -> float:
         """Return the seconds by which a message delays the computing on its rank's cores."""
-        return self.core_seconds[str(codec), nbytes] / core_costs.cores_per_rank(self.sweep.system)
+        return self.core_seconds[str(codec), nbytes] / predict.cores_per_rank(self.sweep.system)
 
     def replay(
         self, codec: Codec, buckets: Sequence[Bucket], rest: float, delays: bool = True
     ) -> TrainingStep:
         """Return the step; ``delays`` says whether messages delay computing."""
-        return replay(
+        return predict.replay(
             buckets,
             rest,
             lambda bucket: self.seconds(codec, bucket.nbytes),
@@ -89,12 +79,6 @@ class Messages:
         """Return the algorithm of the size that most of the bytes are in."""
         size = max(self.counts, key=lambda nbytes: nbytes * self.counts[nbytes])
         return self.fastest[str(codec), size].algorithm
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        return [
-            {"collective": self.sweep.collective, "size": size, "count": count}
-            for size, count in self.counts.items()
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +111,10 @@ class TrainingRow:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "codec": self.codec,
-            "parameters": self.parameters,
+            **{
+                name: getattr(self, name)
+                for name in ("codec", "parameters", "residual_bytes", "buffer_bytes", "fits")
+            },
             "step_ms": round(self.step.seconds * 1e3, 4),
             "compute_ms": round(self.step.compute * 1e3, 4),
             "communication_ms": round(self.step.communication * 1e3, 4),
@@ -136,10 +122,7 @@ class TrainingRow:
             "scaling_efficiency": round(self.step.efficiency, 4),
             "mfu": None if self.mfu is None else round(self.mfu, 4),
             "speedup": round(self.speedup, 4),
-            "residual_bytes": self.residual_bytes,
-            "buffer_bytes": self.buffer_bytes,
             "memory": None if self.memory is None else self.memory.as_dict(),
-            "fits": self.fits,
         }
 
 
@@ -166,13 +149,14 @@ class Training:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
+        names = ("strategy", "title", "computing", "gradient_bytes", "flops")
         return {
-            "strategy": self.strategy,
-            "title": self.title,
-            "computing": self.computing,
-            "gradient_bytes": self.gradient_bytes,
-            "flops": self.flops,
-            "messages": [row for messages in self.messages for row in messages.as_dicts()],
+            **{name: getattr(self, name) for name in names},
+            "messages": [
+                {"collective": messages.sweep.collective, "size": size, "count": count}
+                for messages in self.messages
+                for size, count in messages.counts.items()
+            ],
             "rows": [row.as_dict() for row in self.rows],
             "replay_error": None if self.error is None else round(self.error, 5),
             "notes": list(self.notes),
@@ -182,9 +166,8 @@ class Training:
 def of_model(options: PlanOptions, table: Table, placement: str) -> Training:
     """Estimate a step of DDP (all_reduce) or of FSDP (reduce_scatter)."""
     assert options.model is not None
-    if options.collective == "reduce_scatter":
-        return _fsdp_step(options, options.model, table, placement)
-    return _ddp_step(options, options.model, table, placement)
+    estimate = _fsdp_step if options.collective == "reduce_scatter" else _ddp_step
+    return estimate(options, options.model, table, placement)
 
 
 def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placement: str) -> Training:
@@ -195,7 +178,7 @@ def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placemen
             f"--model: {count_name(model.params)} parameters in buckets of {size_name(model.bucket_bytes)} are "
             f"{count_name(count)} messages; give a larger bucket=, so that there are at most {MAX_BUCKETS:,}"
         )
-    buckets, rest = even_buckets(model.params, model.dtype.itemsize, seconds, model.bucket_bytes)
+    buckets, rest = predict.even_buckets(model.params, model.dtype.itemsize, seconds, model.bucket_bytes)
     messages = _ddp_messages(options, buckets, model.dtype, table, placement)
     codecs = with_none(options.codecs)
     steps = {
@@ -203,7 +186,7 @@ def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placemen
         for codec in codecs
     }
     assumptions = [
-        f"gradients become ready evenly over the last {BACKWARD_SHARE:.0%} of the computing, in buckets of "
+        f"gradients become ready evenly over the last {predict.BACKWARD_SHARE:.0%} of the computing, in buckets of "
         f"{size_name(model.bucket_bytes)} that are sent one after the other",
         *_core_notes(options.system, hook=True),
         *_algorithm_notes(messages, codecs, model.dtype),
@@ -223,32 +206,21 @@ def _fsdp_step(options: PlanOptions, model: TrainingModel, table: Table, placeme
         return tuple(name for name in valid if name in FSDP_SUMS) if lossy_sum else valid
 
     def estimated(collective: str, sent: Sequence[Codec], count: int) -> Messages:
-        return _messages(
-            Sweep(
-                system=options.system,
-                collective=collective,
-                table=table,
-                dtype=model.dtype,
-                placement=placement,
-            ),
-            {unit_bytes: count},
-            {codec: names(collective, codec) for codec in sent},
+        sweep = Sweep(
+            system=options.system, collective=collective, table=table, dtype=model.dtype, placement=placement
         )
+        return _messages(sweep, {unit_bytes: count}, {codec: names(collective, codec) for codec in sent})
 
     reductions = estimated("reduce_scatter", codecs, model.layers)
     gathers = estimated("all_gather", list(dict.fromkeys((none, parameter_codec))), 2 * model.layers)
     pairs = [(none, none), *((codec, parameter_codec) for codec in codecs)]
     steps: dict[tuple[Codec, Codec], tuple[TrainingStep, int]] = {}
+    backward = compute * predict.BACKWARD_SHARE / model.layers
+    layers = model.layers, compute / model.layers - backward, backward
     for codec, gathered in pairs:
-        step = replay_sharded(
-            model.layers,
-            compute * (1 - BACKWARD_SHARE) / model.layers,
-            compute * BACKWARD_SHARE / model.layers,
-            gathers.seconds(gathered, unit_bytes),
-            reductions.seconds(codec, unit_bytes),
-            gathers.delay(gathered, unit_bytes),
-            reductions.delay(codec, unit_bytes),
-        )
+        seconds = gathers.seconds(gathered, unit_bytes), reductions.seconds(codec, unit_bytes)
+        delays = gathers.delay(gathered, unit_bytes), reductions.delay(codec, unit_bytes)
+        step = predict.replay_sharded(*layers, *seconds, *delays)
         steps[codec, gathered] = step, max(gathers.buffer_bytes(gathered), reductions.buffer_bytes(codec))
     assumptions = [
         f"the model consists of {model.layers} equal layers (layers= sets another number): each is gathered before "
@@ -263,18 +235,15 @@ def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
     """Replay the recorded buckets of a run of DDP on another system."""
     assert options.record is not None
     path = options.record
-    record = parse_record(read_json(path), str(path))
+    record = predict.parse_record(read_json(path), str(path))
     notes = []
     error = record.error
-    if error is None:
-        notes.append(
-            "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
-        )
-    else:
-        notes.append(
-            f"replayed with its own times the step takes {time_name(record.replayed().seconds)}; it took "
-            f"{time_name(record.step)}: an error of {error:+.1%}"
-        )
+    notes.append(
+        "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
+        if error is None
+        else f"replayed with its own times the step takes {time_name(record.replayed().seconds)}; it took "
+        f"{time_name(record.step)}: an error of {error:+.1%}"
+    )
     if record.ranks and record.ranks != options.system.ranks:
         notes.append(f"recorded on {record.ranks} ranks, replayed on {options.system.ranks}")
     messages = _ddp_messages(options, record.buckets, options.dtype, table, placement)
@@ -284,16 +253,11 @@ def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
     for codec in codecs:
         # When buckets are ready is recorded with what communication takes of the cores.
         step = messages.replay(codec, record.buckets, record.rest, delays=False)
-        rows.append(
-            TrainingRow(
-                codec=str(codec),
-                parameters="none",
-                step=step,
-                speedup=rows[0].step.seconds / step.seconds if rows else 1.0,
-                residual_bytes=0 if codec.lossless(options.dtype) else 4 * (total // options.dtype.itemsize),
-                buffer_bytes=messages.buffer_bytes(codec),
-            )
-        )
+        residuals = 0 if codec.lossless(options.dtype) else 4 * (total // options.dtype.itemsize)
+        rows.append(TrainingRow(
+            codec=str(codec), parameters="none", step=step, speedup=_speedup(rows, step), residual_bytes=residuals,
+            buffer_bytes=messages.buffer_bytes(codec),
+        ))  # fmt: skip
     assumptions = [
         "buckets are ready when they were in the record, and are sent one after the other",
         "memory is not checked, because a record does not say what the model and the optimizer keep",
@@ -301,21 +265,18 @@ def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
         *messages.sweep.assumptions,
     ]
     return Training(
-        kind="record",
-        strategy="DDP",
+        kind="record", strategy="DDP",
         title=f"DDP step of {path.name}: {len(record.buckets)} buckets of {str(options.dtype).removeprefix('torch.')} "
         f"gradients ({size_name(total)}), recorded with {record.codec}",
         computing=f"computing: {time_name(rows[0].step.compute)} a step, as recorded",
-        gradient_bytes=total,
-        flops=None,
-        messages=[messages],
-        rows=rows,
-        verdict=_verdict(rows, options.system, ""),
-        warnings=[],
-        assumptions=assumptions,
-        error=error,
-        notes=tuple(notes),
-    )
+        gradient_bytes=total, flops=None, messages=[messages], rows=rows, verdict=_verdict(rows, options.system, ""),
+        warnings=[], assumptions=assumptions, error=error, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _speedup(rows: Sequence[TrainingRow], step: TrainingStep) -> float:
+    """Return that over the first row, which has no codec."""
+    return rows[0].step.seconds / step.seconds if rows else 1.0
 
 
 def _ddp_messages(
@@ -329,7 +290,7 @@ def _ddp_messages(
     names = {none: candidates("all_reduce", none, options.system)}
     names |= {codec: requested_algorithms(sweep, codec, options.algorithms) for codec in codecs}
     counts = Counter(bucket.nbytes for bucket in buckets)
-    return _messages(sweep, counts, names, core_costs.bucket_seconds(options.system))
+    return _messages(sweep, counts, names, predict.bucket_core_seconds(options.system))
 
 
 def _messages(
@@ -348,7 +309,7 @@ def _messages(
                 )
     core_seconds = {
         (str(codec), nbytes): hook_seconds
-        + core_costs.message_seconds(sweep.system, fastest[str(codec), nbytes], codec, sweep.dtype)
+        + predict.message_core_seconds(sweep.system, fastest[str(codec), nbytes], codec, sweep.dtype)
         for codec in names
         for nbytes in counts
     }
@@ -364,12 +325,8 @@ def _training_of_model(
     assumptions: list[str],
 ) -> Training:
     system, dtype = options.system, str(model.dtype).removeprefix("torch.")
-    size = ModelSize(
-        params=model.params,
-        layers=model.layers,
-        itemsize=model.dtype.itemsize,
-        bucket_bytes=model.bucket_bytes,
-    )
+    itemsize, bucket = model.dtype.itemsize, model.bucket_bytes
+    size = ModelSize(params=model.params, layers=model.layers, itemsize=itemsize, bucket_bytes=bucket)
     capacity = system.device.memory_bytes
     peak = system.device.peak_flops(model.compute_type) if model.flops is not None else 0.0
     rows: list[TrainingRow] = []
@@ -378,19 +335,12 @@ def _training_of_model(
         default = "fp32" if strategy == "DDP" or needs_feedback(codec) else "none"
         kept = "none" if codec.lossless(model.dtype) else model.feedback or default
         memory = rank_memory(size, system.ranks, STAGES[strategy], kept)
-        rows.append(
-            TrainingRow(
-                codec=str(codec),
-                parameters=str(parameters),
-                step=step,
-                speedup=rows[0].step.seconds / step.seconds if rows else 1.0,
-                residual_bytes=round(memory.residuals),
-                buffer_bytes=buffer_bytes,
-                memory=memory,
-                fits=memory.total <= capacity if capacity else None,
-                mfu=None if model.flops is None else model.flops / (peak * step.seconds),
-            )
-        )
+        rows.append(TrainingRow(
+            codec=str(codec), parameters=str(parameters), step=step, speedup=_speedup(rows, step),
+            residual_bytes=round(memory.residuals), buffer_bytes=buffer_bytes, memory=memory,
+            fits=memory.total <= capacity if capacity else None,
+            mfu=None if model.flops is None else model.flops / (peak * step.seconds),
+        ))  # fmt: skip
     advice = _memory_advice(size, system, strategy, rows)
     computing = f"computing: {time_name(rows[0].step.compute)} a step"
     if model.flops is None:
@@ -408,35 +358,23 @@ def _training_of_model(
             )
         if model.compute is None and model.dtype == torch.float32:
             assumptions.append("matrix products are computed in tf32; compute=bf16 or fp32 sets another type")
-    assumptions.append(
-        "the time of the optimizer's step is left out, and so is what a codec does to the training"
-    )
-    memory_note = (
+    unknown = f"; it is not compared, because the memory of the device {system.device.name} is not known"
+    assumptions += [
+        "the time of the optimizer's step is left out, and so is what a codec does to the training",
         "memory counts 2 fp32 values of the optimizer (Adam) for each parameter; activations, the messages' buffers "
-        "and what NCCL allocates come on top"
-    )
-    if not capacity:
-        memory_note += (
-            f"; it is not compared, because the memory of the device {system.device.name} is not known"
-        )
-    assumptions.append(memory_note)
+        f"and what NCCL allocates come on top{'' if capacity else unknown}",
+    ]
     assumptions += dict.fromkeys(line for part in messages for line in part.sweep.assumptions)
     total = sum(nbytes * count for nbytes, count in messages[0].counts.items())
     gathered = "uncompressed" if options.parameters == "none" else f"with {options.parameters}"
     sent = f", parameters gathered {gathered}" if strategy == "FSDP" else ""
     return Training(
-        kind="model",
-        strategy=strategy,
+        kind="model", strategy=strategy,
         title=f"{strategy} step of {count_name(model.params)} parameters: {dtype} gradients ({size_name(total)}){sent}",
-        computing=computing,
-        gradient_bytes=total,
-        flops=model.flops,
-        messages=messages,
-        rows=rows,
-        verdict=_verdict(rows, system, advice),
-        warnings=_memory_warnings(rows, system, strategy),
+        computing=computing, gradient_bytes=total, flops=model.flops, messages=messages, rows=rows,
+        verdict=_verdict(rows, system, advice), warnings=_memory_warnings(rows, system, strategy),
         assumptions=assumptions,
-    )
+    )  # fmt: skip
 
 
 def _flops_name(flops: float) -> str:
@@ -450,16 +388,14 @@ def _core_notes(system: System, hook: bool) -> list[str]:
     """Say what communication is taken to cost CPU ranks."""
     if system.device.generation or system.ranks == 1:
         return []
-    bucket = f" and {core_costs.BUCKET_SECONDS * 1e3:g} ms for each bucket" if hook else ""
-    byte_ns = core_costs.BYTE_SECONDS * 1e9
+    bucket = f" and {predict.BUCKET_SECONDS * 1e3:g} ms for each bucket" if hook else ""
+    byte_ns = predict.BYTE_SECONDS * 1e9
     bytes_sent = f", {byte_ns:g} ns for each byte sent or received" if system.hosts > 1 else ""
-    number = core_costs.cores_per_rank(system)
+    number = predict.cores_per_rank(system)
     cores = f"{number:g} core{'s' if number != 1 else ''}"
-    return [
-        f"communication takes {core_costs.ELEMENT_SECONDS * 1e9:g} ns of a core for each element that is encoded "
-        f"or decoded"
-        f"{bytes_sent}{bucket}; a rank has {cores} for it and for computing (--cores)"
-    ]
+    element = f"{predict.ELEMENT_SECONDS * 1e9:g} ns of a core for each element that is encoded or decoded"
+    costs = f"communication takes {element}{bytes_sent}{bucket}"
+    return [f"{costs}; a rank has {cores} for it and for computing (--cores)"]
 
 
 def _algorithm_notes(messages: Messages, codecs: Sequence[Codec], dtype: torch.dtype) -> list[str]:
@@ -489,11 +425,8 @@ def _verdict(rows: Sequence[TrainingRow], system: System, advice: str) -> str:
     fitting = [row for row in paying if row.fits is not False]
     if fitting:
         best = fitting[0]
-        rest = [
-            f"{row.label} {row.speedup:.2f}x" + (" (does not fit in memory)" if row.fits is False else "")
-            for row in others
-            if row is not best
-        ]
+        too_large = {None: "", True: "", False: " (does not fit in memory)"}
+        rest = [f"{row.label} {row.speedup:.2f}x{too_large[row.fits]}" for row in others if row is not best]
         gain = f"{time_name(best.step.seconds)} a step instead of {time_name(none.step.seconds)}, {best.speedup:.2f}x"
         return "; ".join([f"{best.label} pays: {gain}", *([", ".join(rest)] if rest else [])])
     if paying:
@@ -530,10 +463,8 @@ def _memory_advice(size: ModelSize, system: System, strategy: str, rows: Sequenc
     if strategy == "DDP":
         total = rank_memory(size, system.ranks, "fsdp").total
         if total <= capacity:
-            return (
-                f"shard it with FSDP, which needs {size_name(round(total))} on each rank "
-                "(`dtcomm plan reduce_scatter --model …`)"
-            )
+            how = f"shard it with FSDP, which needs {size_name(round(total))} on each rank"
+            return f"{how} (`dtcomm plan reduce_scatter --model …`)"
     ranks = system.ranks
     while ranks < 2**16:
         ranks += system.ranks
@@ -559,11 +490,8 @@ def _memory_warnings(rows: Sequence[TrainingRow], system: System, strategy: str)
     warnings = []
     for memory, codecs in needs.items():
         parts = {
-            "parameters": memory.parameters,
-            "gradients": memory.gradients,
-            passing: memory.passing,
-            "optimizer": memory.optimizer,
-            "residuals of error feedback": memory.residuals,
+            **{"parameters": memory.parameters, "gradients": memory.gradients, passing: memory.passing},
+            **{"optimizer": memory.optimizer, "residuals of error feedback": memory.residuals},
         }
         listed = ", ".join(f"{name} {size_name(round(size))}" for name, size in parts.items() if size)
         which = ", ".join(f"with {label}" if label != "none" else "without a codec" for label in codecs)

@@ -10,7 +10,7 @@ import torch
 
 from dtcomm import moe
 from dtcomm.extensions.jobs import ExpertRoutes, ExpertTraffic
-from dtcomm.extensions.jobs.experts import RETURN_CODEC
+from dtcomm.extensions.jobs.network import RETURN_CODEC
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.moe.state import BACKWARD_CODEC, COMBINE_CODEC
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtcomm import ddp
-from dtcomm.extensions.jobs.command.main import main
+from dtcomm.extensions.jobs.command import main
 from dtcomm.extensions.jobs.training_model import parse_record
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, train, wrapped

@@ -8,8 +8,7 @@ import socket
 import pytest
 
 from dtcomm.cli.doctor.checks import variables
-from dtcomm.extensions.elastic.command import main
-from dtcomm.extensions.elastic.coordinator import Coordinator
+from dtcomm.extensions.elastic.coordinator import Coordinator, main
 
 
 def test_it_serves_until_it_is_interrupted(

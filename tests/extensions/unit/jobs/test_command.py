@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.extensions.jobs.command.main import main
+from dtcomm.extensions.jobs.command import main
 
 PLAN = "all_reduce --system h100 --hosts 2 --per-host 8 -b 1M -e 8G -f 8 --codec int8".split()
 

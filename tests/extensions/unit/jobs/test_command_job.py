@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.extensions.jobs.command.main import main
+from dtcomm.extensions.jobs.command import main
 
 JOB = "--model llama-8b --system H100 --hosts 2 --batch 64".split()
 
@@ -125,7 +125,7 @@ def test_a_job_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ([*JOB, "all_reduce"], "all_reduce: not valid for a whole job"),
         ([*JOB, "-d", "half"], "-d: not valid for a whole job; valid: --dtype half"),
         ([*JOB, "-b", "1M"], "--minbytes: not valid for a whole job"),
-        ([*JOB, "--dtype", "bf61"], "--dtype: 'bf61' is not one of bf16"),
+        ([*JOB, "--dtype", "bf61"], "--dtype: 'bf61' is not one of fp32"),
         ([*JOB, "--stage", "zero-3"], "--stage: 'zero-3' is not one of ddp, zero-1, zero-2, fsdp"),
         ([*JOB, "--schedule", "1f1"], "did you mean '1f1b'?"),
         ([*JOB, "--wan", "1gbit"], "--sites and --wan: give both"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dtcomm.extensions.jobs.command.main import main
+from dtcomm.extensions.jobs.command import main
 
 THREE_SITES = "0-1=1gbit:75ms,0-2=500mbit:40ms,1-2=1gbit:90ms"
 

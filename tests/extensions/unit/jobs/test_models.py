@@ -2,7 +2,8 @@
 
 import pytest
 
-from dtcomm.extensions.jobs import PRESETS, find_model, is_preset, model_of_size
+from dtcomm.extensions.jobs import PRESETS, find_model, model_of_size
+from dtcomm.extensions.jobs.models import is_preset
 
 # Exact counts: those of the published checkpoints. Others: as the reports say, in billions.
 EXACT = {

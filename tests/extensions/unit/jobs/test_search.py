@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dtcomm.extensions.jobs import Job, JobPlan, WideArea, across_sites, find_model, layouts, search
+from dtcomm.extensions.jobs import Job, JobPlan, WideArea, across_sites, find_model, search
 from dtcomm.extensions.jobs.hardware import find_port, find_system
+from dtcomm.extensions.jobs.search import layouts
 
 
 def job_on(model: str, hosts: int, system: str = "h100", batch: int = 512, seq: int = 8192) -> Job:

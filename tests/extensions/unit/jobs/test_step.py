@@ -135,7 +135,7 @@ def test_activations_are_those_of_korthikanti() -> None:
     )  # fmt: skip
     system = find_system("a100").resized(8, 8)
     job = Job(model=model, system=system, batch=64, seq=2048, flash=False, sequence_parallel=False)
-    from dtcomm.extensions.jobs.compute import activation_bytes
+    from dtcomm.extensions.jobs.rank_costs import activation_bytes
 
     sbh, scores = 2048 * 12288, 5 * 96 * 2048 / 12288
     for tp in (1, 8):
