@@ -231,7 +231,7 @@ Communicator::DriveResult Communicator::advance_front(int budget) {
   } catch (...) {
     failure = publish_current_exception();
   }
-  finish_front(failure);
+  queue_.finish_front(failure, timeout_ns());
   return DriveResult::moved;
 }
 
@@ -249,8 +249,6 @@ bool Communicator::advance_second(const QueuedOperation& front, int budget) {
   return second->interpreter->may_run_ahead() && second->interpreter->advance(budget, true) == Progress::moved;
 }
 
-void Communicator::finish_front(std::exception_ptr failure) { queue_.finish_front(failure, timeout_ns()); }
-
 // A thread is about to sleep.
 void Communicator::check_blocked(Interpreter& interpreter, std::uint64_t deadline) {
   interpreter.end_offer();
@@ -265,7 +263,7 @@ void Communicator::check_blocked_front() {
     check_blocked(*front->interpreter, front->deadline);
   } catch (const Error& error) {
     failures_.publish(error);
-    finish_front(std::current_exception());
+    queue_.finish_front(std::current_exception(), timeout_ns());
   }
 }
 

@@ -117,7 +117,6 @@ class Communicator {
   void drive_until_finished(const Work& work);
   void hand_over();
   std::exception_ptr publish_current_exception();
-  void finish_front(std::exception_ptr failure);
   void start_closing();
   void end_closing();
   std::uint64_t timeout_ns() const { return timeout_ns_.load(std::memory_order_relaxed); }

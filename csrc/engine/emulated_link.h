@@ -65,8 +65,8 @@ class EmulatedLink {
 
   // The connection to `peer` is a real socket, which costs CPU time of its own: none is added here.
   void skip_cpu_time(int peer) { skips_cpu_time_[static_cast<std::size_t>(peer)] = true; }
-  // Spends the CPU time of a box that was sent to `peer`.
-  void spend_send_time(int peer, std::size_t bytes) { spend_cpu_time(peer, bytes); }
+  // Spends the CPU time of a box that was sent to `peer` or received from it.
+  void spend_cpu_time(int peer, std::size_t bytes);
 
   // Starts a round of calls of delivered().
   void begin_round() { next_delivery_.store(~0ull, std::memory_order_relaxed); }
@@ -80,7 +80,6 @@ class EmulatedLink {
     std::uint64_t at = 0;
     bool paid = false;  // its CPU time has been spent
   };
-  void spend_cpu_time(int peer, std::size_t bytes);
 
   LinkRate rate_;
   std::shared_ptr<EmulatedNic> nic_;

@@ -92,7 +92,7 @@ void FailureMonitor::throw_mismatch(const Interpreter& interpreter) {
   std::vector<Statement> statements;
   peers_.send_waiting_for(interpreter.waiting_for(), true);
   for (;;) {
-    peers_.receive_frames();
+    peers_.remote().receive();
     check_peers();
     statements.clear();
     bool all_announced = true;

@@ -104,8 +104,6 @@ bool PartSender::is_sending(const std::uint8_t* begin, const std::uint8_t* end) 
 
 PartReceiver::Action PartReceiver::begin(std::size_t stream, const PartWords& part, std::uint64_t seq_there) {
   in_progress_[stream].active = false;
-  const PartLayout layout(part.payload_bytes);
-  if (part.number >= layout.count) return Action::reject;
   Payload& payload = payloads_[part.index];
   if (part.seq <= seq_there || part.seq < payload.seq) return Action::drop;
   for (std::size_t other = 0; other < in_progress_.size(); ++other) {
@@ -119,7 +117,7 @@ PartReceiver::Action PartReceiver::begin(std::size_t stream, const PartWords& pa
     streams_[other]->end("given up by the peer");
   }
   if (payload.seq != part.seq) {
-    payload = {part.seq, part.slot_offset, part.payload_bytes, layout.count, 0};
+    payload = {part.seq, part.slot_offset, part.payload_bytes, PartLayout(part.payload_bytes).count, 0};
   } else if (payload.bytes != part.payload_bytes || payload.slot_offset != part.slot_offset) {
     return Action::reject;
   }

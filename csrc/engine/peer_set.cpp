@@ -1,3 +1,17 @@
+// Owners: the communicator owns the PeerSet. The PeerSet owns this rank's region, the mappings of the peers' regions
+// and tensors, the handles of their processes, the emulated links and, in `remote_`, the sockets. `peers` and `links`
+// only point into these.
+//
+// Threads: attach(), close() and snapshots() run under Communicator::attached_mutex_, snapshots() in any thread. The
+// driver (operation_queue.h) calls receive(), sleep(), send_waiting_for() and the methods of Transport; there is one
+// driver at a time, so they take no lock here. close() runs after the last driver has left and the progress thread has
+// let go of the communicator. The thread that makes connections anew uses remote() at any time.
+//
+// Locks: RemotePeerSet's mutex is taken behind attached_mutex_ and the progress thread's mutex. Under it, no other lock
+// of the engine is taken.
+//
+// End of an operation: FailureMonitor decides it before a driver sleeps, from the failures and ends that this object
+// reports. Only access to a peer's tensors throws here, because the memory of a process that has ended is gone.
 #include "engine/peer_set.h"
 
 #include <unistd.h>
@@ -37,7 +51,6 @@ PeerSet::PeerSet(const PeerSetOptions& options) : token_(random_token()) {
   header.rank = layout_.rank;
   header.ranks = layout_.ranks;
   header.max_boxes = options.max_boxes;
-  header.pid = static_cast<std::int32_t>(getpid());
   header.token = token_;
 }
 
@@ -65,7 +78,7 @@ void PeerSet::attach(const std::vector<PeerAddress>& addresses) {
     }
   }
   links.assign(layout_.emulates_link ? addresses.size() : 0, nullptr);
-  has_latency = !remote_.empty();
+  has_latency = !remote_.empty();  // frames take time, with or without an emulated link
   for (int peer = 0; peer < ranks; ++peer) {
     const auto index = static_cast<std::size_t>(peer);
     const PeerAddress& address = addresses[index];
@@ -106,10 +119,10 @@ void PeerSet::map_peer(int peer, const PeerAddress& address) {
 }
 
 void PeerSet::close() {
-  peers.clear();
+  peers.clear();  // before the memory that the views point to
   peer_regions_.clear();
   processes_.clear();
-  remote_.close();
+  remote_.close();  // before this rank's region, which UCX may be reading
   links.clear();
   inside_.reset();
   between_.reset();
@@ -130,6 +143,7 @@ Status PeerSet::can_single_copy() const {
   return Status();
 }
 
+// The peer writes the word, so it may hold any value.
 int PeerSet::awaited_by(int r) const {
   const int awaited = peer(r).header->waiting_for.load(std::memory_order_relaxed);
   return awaited < ranks ? std::max(awaited, -1) : -1;
@@ -140,6 +154,7 @@ std::vector<PeerSnapshot> PeerSet::snapshots() const {
   for (int r = 0; r < static_cast<int>(peers.size()); ++r) {
     const RegionHeader& header = *peer(r).header;
     PeerSnapshot snapshot;
+    // The peer goes on while this thread reads: `text` may be that of a later operation, which reports tolerate.
     for (const OpHeader& op : header.ops) {
       const std::uint64_t number = op.number.load(std::memory_order_acquire);
       if (number <= snapshot.last_operation) continue;
@@ -167,12 +182,14 @@ bool PeerSet::has_ended(int peer, int wait_ms) const {
   return process && process->has_ended(wait_ms);
 }
 
+// The links forget here when they deliver next. They learn it again from what the interpreter asks for (max_sleep_ns).
 void PeerSet::receive() {
   remote_.receive();
   if (inside_) inside_->begin_round();
   if (between_) between_->begin_round();
 }
 
+// A thread that closes calls it, when no driver is left. Peers in shared memory read `closed`, others get a frame.
 void PeerSet::start_goodbye(bool failed) {
   own_.header->closed.store(1, std::memory_order_release);
   wake_peers();
@@ -185,12 +202,14 @@ std::uint64_t PeerSet::max_sleep_ns(std::uint64_t limit) const {
   return limit;
 }
 
+// One thread cannot wait for a futex and for sockets at once. A rank with remote peers sleeps on the sockets, for a
+// short time if it also has peers in shared memory.
 void PeerSet::sleep(WakeupFutex& futex, std::uint32_t seen, std::uint64_t timeout_ns) {
   if (remote_.empty()) {
     futex.wait(seen, timeout_ns);
     return;
   }
-  remote_.flush();
+  remote_.flush();  // lets the descriptor report also when more can be sent
   if (!remote_.arm()) return;
   pollfd arrival{remote_.epoll_fd(), POLLIN, 0};
   sleep_until_readable(&arrival, 1, mixed_ ? std::min(timeout_ns, kMixedSleepNs) : timeout_ns);
@@ -200,7 +219,7 @@ void PeerSet::publish_flag(std::size_t index, std::uint64_t seq, std::uint64_t o
   BoxFlag& flag = own_.flags[index];
   flag.operation.store(operation, std::memory_order_relaxed);
   flag.checksum.store(checksum, std::memory_order_relaxed);
-  flag.seq.store(seq, std::memory_order_release);
+  flag.seq.store(seq, std::memory_order_release);  // last: a peer that reads it may read the rest and the payload
   wake_peers();
 }
 
@@ -210,12 +229,15 @@ void PeerSet::publish_pieces_done(std::uint64_t pieces) {
   remote_.send_pieces_done(pieces);
 }
 
+// UCX, or a part that is sent once more, may still read a slot whose piece all ranks have finished.
 int PeerSet::peer_being_sent(std::uint64_t seq) {
   const std::uint8_t* const slot = own_.slot(seq);
   return remote_.awaited_by_sends(slot, slot + layout_.slot_bytes);
 }
 
 void PeerSet::wake_peers() {
+  // Between the store that a peer waits for and the load of its `sleepers`; ScopedSleeper has the other fence. Without
+  // the two, a peer could go to sleep just as this rank finds no sleeper.
   full_fence();
   for (const auto& process : processes_) {
     if (process) process->page().wakeup.notify();

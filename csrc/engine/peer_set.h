@@ -94,14 +94,11 @@ class PeerSet final : public Transport {
 
   // Receives what has arrived over sockets, UCX and links; call it before an interpreter advances.
   void receive();
-  void receive_frames() { remote_.receive(); }
   // Sends queued frames; true if some are left.
   bool flush() { return remote_.flush(); }
   // Publishes to the other peers what those in shared memory read in this rank's region.
-  void send_waiting_for(int peer, bool force = false) {
-    remote_.send_waiting_for(*own_.header, last_announced_, peer, force);
-  }
-  void send_failure() { remote_.send_failure(*own_.header, last_announced_); }
+  void send_waiting_for(int peer, bool force = false) { remote_.send_waiting_for(last_announced_, peer, force); }
+  void send_failure() { remote_.send_failure(last_announced_); }
   // Tells the peers that this rank is closing its communicator; see RemotePeerSet.
   void start_goodbye(bool failed);
   bool goodbye_pending() { return remote_.goodbye_pending(); }

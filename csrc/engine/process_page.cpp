@@ -48,7 +48,6 @@ void WakeupFutex::wait(std::uint32_t seen, std::uint64_t timeout_ns) {
 
 LocalProcess::LocalProcess() : mapping_(MemfdMapping::create("dtcomm-process", round_up(sizeof(ProcessPage), kPage))) {
   page_ = new (mapping_.data()) ProcessPage;
-  page_->pid = static_cast<std::int32_t>(getpid());
   page_->token = random_token();
 }
 

@@ -55,7 +55,6 @@ struct SharedTensorEntry {
 
 struct ProcessPage {
   std::uint64_t token = 0;
-  std::int32_t pid = 0;
   alignas(64) WakeupFutex wakeup;
   alignas(64) std::atomic<std::uint64_t> freed{0};  // counts freed tensors: peers then drop their mappings
   SharedTensorEntry tensors[kMaxSharedTensors];
@@ -121,7 +120,7 @@ class PeerProcess {
   PeerProcess(int pid, int page_fd, std::uint64_t token, std::uint64_t page_address);
 
   ProcessPage& page() const { return *static_cast<ProcessPage*>(mapping_.data()); }
-  bool has_ended(int wait_ms = 0) const { return handle_->has_ended(wait_ms); }
+  bool has_ended(int wait_ms) const { return handle_->has_ended(wait_ms); }
   // The address, in this process, of bytes of a shared tensor of the peer; maps the tensor on first use.
   std::uint8_t* map_tensor(const SharedTensorLocation& location, std::size_t bytes);
   // Copies from the peer's private memory (process_vm_readv).

@@ -1,3 +1,13 @@
+// Threads: the driver of the communicator (operation_queue.h) receives and sends. A thread that fails sends the
+// failure, one that closes sends the goodbye, and one that makes connections anew calls restore(), end_stream() and
+// give_up(). Each holds RemotePeerSet's mutex. Under it nothing blocks, and no other lock of the engine is taken.
+//
+// Owners: this object owns the copy of the peer's region and, in its StreamBundle, the sockets; UcxWorker owns the
+// channel of UCX. The payloads that are sent stay in this rank's slots: is_sending() says which of them are still read.
+//
+// End of the peer: it closes (kClosed), it fails (kFailure), or its connection ends (has_ended()). What it has said
+// last counts only when everything that it sent before has arrived, so that an operation which it completed also
+// completes here. Operations end where FailureMonitor finds one of the three; they are not ended here.
 #include "engine/remote_peer.h"
 
 #include <sys/mman.h>
@@ -74,6 +84,8 @@ void RemotePeer::connect(UcxWorker& worker, const std::string& address) {
   ucx_->flush();
 }
 
+// May be called without the mutex. A stream may be made anew meanwhile: then the answer was right a moment ago, and
+// FailureMonitor asks twice before it reports a peer as lost.
 bool RemotePeer::has_ended() const {
   if (view_.header->closed.load(std::memory_order_acquire)) return false;
   if (ucx_ && ucx_->ended()) return true;
@@ -110,6 +122,7 @@ void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t 
   ++boxes_sent_;
 }
 
+// A peer that sends parts learns of every piece: it keeps a part, to send it again, until the piece is done.
 void RemotePeer::send_pieces_done(std::uint64_t pieces) {
   if (pieces < pieces_done_sent_ + (bundle_.uses_parts() ? 1 : kDoneInterval)) return;
   pieces_done_sent_ = pieces;
@@ -118,12 +131,13 @@ void RemotePeer::send_pieces_done(std::uint64_t pieces) {
   channel().enqueue(frame, nullptr);
 }
 
-void RemotePeer::send_headers(const RegionHeader& own, std::uint64_t number) {
+// A peer compares headers with the operation that it is in, so those of much older ones are left out.
+void RemotePeer::send_headers(std::uint64_t number) {
   std::uint64_t next = headers_sent_ + 1;
   if (number >= kHeadersSent) next = std::max(next, number - kHeadersSent + 1);
   for (; next <= number; ++next) {
-    const OpHeader& header = own.ops[next % kOpRing];
-    if (header.number.load(std::memory_order_relaxed) != next) continue;
+    const OpHeader& header = own_.ops[next % kOpRing];
+    if (header.number.load(std::memory_order_relaxed) != next) continue;  // a later one has taken its place
     FrameHeader frame{kHeader};
     frame.words[0] = next;
     frame.words[1] = header.fingerprint.load(std::memory_order_relaxed);
@@ -132,17 +146,20 @@ void RemotePeer::send_headers(const RegionHeader& own, std::uint64_t number) {
   headers_sent_ = std::max(headers_sent_, number);
 }
 
+// This and the two below go over a socket also where payloads go through UCX: the kernel delivers what it has taken
+// even if this rank no longer drives UCX.
 void RemotePeer::send_waiting_for(int rank) {
   FrameHeader frame{kWaiting};
   frame.words[0] = static_cast<std::uint64_t>(rank);
   bundle_.control().enqueue(frame, nullptr);
 }
 
-void RemotePeer::send_failure(const FailureRecord& failure) {
+void RemotePeer::send_failure() {
+  const FailureRecord& failure = own_.failure;
   FrameHeader frame{kFailure};
   frame.words[0] = static_cast<std::uint64_t>(failure.kind);
   frame.words[1] = static_cast<std::uint64_t>(failure.failed_rank);
-  frame.words[2] = boxes_sent_;
+  frame.words[2] = boxes_sent_;  // it may overtake payloads, which go another way; see read_last_words()
   failure_sent_ = true;
   bundle_.control().enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
 }
@@ -162,6 +179,7 @@ bool RemotePeer::flush() {
 
 bool RemotePeer::receive(std::size_t stream) {
   bundle_.streams()[stream]->receive(*from_sockets_[stream]);
+  // Before ends are handled, so that parts which the peer has just reported as done are not sent again.
   if (bundle_.uses_parts()) {
     bundle_.set_done(view_.header->pieces_done.load(std::memory_order_relaxed));
     read_last_words();
@@ -181,9 +199,10 @@ void RemotePeer::repeat_short_frames() {
   frame.words[0] = pieces_done_sent_;
   bundle_.control().enqueue(frame, nullptr);
   const std::uint64_t last = headers_sent_;
+  // The last ones only: send_headers() leaves out the others as well.
   headers_sent_ -= std::min(last, kHeadersSent);
-  send_headers(own_, last);
-  if (failure_sent_) send_failure(own_.failure);
+  send_headers(last);
+  if (failure_sent_) send_failure();
   if (closed_sent_) send_closed();
 }
 
@@ -196,7 +215,7 @@ std::vector<RemotePeer::LostStream> RemotePeer::lost_streams() const {
 
 bool RemotePeer::restore(std::size_t number, std::uint32_t generation, int fd) {
   if (!bundle_.end_outdated(number, generation)) return false;
-  handle_ended_streams();
+  handle_ended_streams();  // queues again what the old socket may have lost, before the new one takes its place
   if (bundle_.replace(number, generation, fd)) repeat_short_frames();
   flush();
   return true;
@@ -212,6 +231,8 @@ bool RemotePeer::is_sending(const std::uint8_t* begin, const std::uint8_t* end) 
   return ucx_ && !ucx_->ended() && ucx_->is_sending(begin, end);
 }
 
+// Everything that a peer sends may be wrong. What is checked here and in payload_buffer() keeps interpreters, which do
+// not check it again, inside the memory and the numbers of the region.
 bool RemotePeer::is_valid_box(const FrameHeader& frame, std::size_t bytes) const {
   const std::uint64_t seq = frame.words[0];
   const std::uint64_t index = frame.words[2] >> 32;
@@ -277,6 +298,7 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
       on_payload(frame, frame.bytes);
       break;
     case kDone:
+      // With UCX or several streams it may come twice, or behind a later one.
       if (frame.words[0] > region.pieces_done.load(std::memory_order_relaxed)) {
         region.pieces_done.store(frame.words[0], std::memory_order_release);
       }
@@ -285,7 +307,7 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
       OpHeader& header = region.ops[frame.words[0] % kOpRing];
       // A repeated header may overtake older ones.
       if (header.number.load(std::memory_order_relaxed) > frame.words[0]) break;
-      header.number.store(0, std::memory_order_release);
+      header.number.store(0, std::memory_order_release);  // while it changes, other threads find no operation here
       header.fingerprint.store(frame.words[1], std::memory_order_relaxed);
       std::memcpy(header.text, text, frame.bytes);
       header.text[frame.bytes] = 0;
@@ -316,6 +338,7 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
   }
 }
 
+// The flag's `seq` is stored last: an interpreter that reads it may read the rest and the payload.
 void RemotePeer::on_payload(const FrameHeader& frame, std::size_t bytes) {
   const std::size_t index = frame.words[2] >> 32;
   if (view_.stamps) {

@@ -5,11 +5,12 @@
 // Every peer has a socket, which ends at once when its process does. With UCX, payloads and what belongs to them go
 // through a channel of UCX, and the socket carries what a rank says while it waits, fails or closes.
 //
-// A peer that is far away has several sockets (docs/how-it-works/engine.md, "Several connections to one peer").
-// Payloads go in parts over all but the first of them. Short frames go over the first one, where they do not queue
-// behind payloads. The other sockets take over from one that has ended, until it is made anew. The peer is lost with
-// its last socket, unless sockets are made anew (allow_restoring()): then it is cut off until one is there or give_up()
-// is called.
+// A peer that is far away has several sockets (stream_bundle.h). The peer is lost with its last socket, unless sockets
+// are made anew (allow_restoring()): then it is cut off until one is there or give_up() is called.
+//
+// RemotePeerSet's mutex guards an object of this class. Interpreters read view() without it, as they read a region that
+// another process writes. So do has_ended(), is_cut_off() and end_reason(), which threads call that look for the end of
+// a peer.
 #pragma once
 
 #include <atomic>
@@ -65,10 +66,11 @@ class RemotePeer {
                 std::size_t slot_offset, std::size_t bytes);
   // Sends the number of finished pieces. Small advances are skipped: the peer cannot be waiting for them yet.
   void send_pieces_done(std::uint64_t pieces);
-  // Sends the op headers up to operation `number` that were not sent before.
-  void send_headers(const RegionHeader& own, std::uint64_t number);
+  // Sends this rank's op headers up to operation `number` that were not sent before.
+  void send_headers(std::uint64_t number);
   void send_waiting_for(int rank);
-  void send_failure(const FailureRecord& failure);
+  // Sends the failure in this rank's header.
+  void send_failure();
   void send_closed();
   // Sends what was queued, as far as that is possible now; true if something is left.
   bool flush();

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <stdexcept>
 #include <system_error>
@@ -17,8 +18,7 @@ namespace dtcomm {
 namespace {
 
 constexpr std::size_t kFewSockets = 4;  // reading them all costs less than asking which are ready
-constexpr std::size_t kMaxReady = 64;
-constexpr int kSocketInterval = 64;  // polls of UCX between two of the sockets, which say little then
+constexpr int kSocketInterval = 64;     // polls of UCX between two of the sockets, which say little then
 constexpr std::uint64_t kWaitIntervalNs = 100 * 1000 * 1000;
 constexpr std::uint64_t kGoodbyeNs = 2000 * 1000 * 1000ull;  // until what was sent last has arrived
 constexpr std::uint64_t kFailedGoodbyeNs = 200 * 1000 * 1000;
@@ -214,8 +214,8 @@ void RemotePeerSet::receive_from_sockets() {
   if (peers_.size() <= kFewSockets && !has_parallel_sockets_) {
     for (std::size_t index = 0; index < peers_.size(); ++index) receive_from_socket(index, 0);
   } else {
-    int ready[kMaxReady];
-    const std::size_t count = epoll_.ready(ready, kMaxReady);
+    std::array<int, EpollSet::kMaxReady> ready;
+    const std::size_t count = epoll_.ready(ready);
     for (std::size_t i = 0; i < count; ++i) {
       const auto number = static_cast<std::size_t>(ready[i]);
       receive_from_socket(number % (peers_.size() + 1), number / (peers_.size() + 1));
@@ -278,7 +278,7 @@ void RemotePeerSet::send_box(const std::vector<int>& to, const PeerView& own, st
       first_ns =
           own.stamps[index * peers_.size() + static_cast<std::size_t>(rank)].first.load(std::memory_order_relaxed);
     }
-    peer->send_headers(*own.header, last_operation);
+    peer->send_headers(last_operation);
     peer->send_box(index, own.flags[index], first_ns, data, slot_offset, bytes);
     peer->flush();
   }
@@ -288,22 +288,22 @@ void RemotePeerSet::send_pieces_done(std::uint64_t pieces) {
   for_each_locked([&](RemotePeer& peer) { peer.send_pieces_done(pieces); });
 }
 
-void RemotePeerSet::send_waiting_for(const RegionHeader& own, std::uint64_t last_operation, int rank, bool force) {
+void RemotePeerSet::send_waiting_for(std::uint64_t last_operation, int rank, bool force) {
   if (peers_.empty()) return;
   const std::uint64_t now = now_ns();
   if (!force && wait_sent_ns_ != 0 && now - wait_sent_ns_ < kWaitIntervalNs) return;
   wait_sent_ns_ = now;
   for_each_locked([&](RemotePeer& peer) {
-    peer.send_headers(own, last_operation);
+    peer.send_headers(last_operation);
     peer.send_waiting_for(rank);
     peer.flush();
   });
 }
 
-void RemotePeerSet::send_failure(const RegionHeader& own, std::uint64_t last_operation) {
+void RemotePeerSet::send_failure(std::uint64_t last_operation) {
   for_each_locked([&](RemotePeer& peer) {
-    peer.send_headers(own, last_operation);
-    peer.send_failure(own.failure);
+    peer.send_headers(last_operation);
+    peer.send_failure();
     peer.flush();
   });
 }

@@ -49,7 +49,7 @@ class RemotePeerSet {
   void give_up(int peer, const std::string& reason);
   // How many connections have ended and are missing, and how often one was made anew.
   std::pair<std::size_t, std::uint64_t> restoring_counts();
-  // RemotePeer::measured_rate() by rank; 0 for this rank and for peers that share memory.
+  // StreamBundle::measured_rate() by rank; 0 for this rank and for peers that share memory.
   std::vector<double> measured_rates();
 
   // Reads the frames that have arrived, and passes queued ones to the kernel.
@@ -65,8 +65,8 @@ class RemotePeerSet {
   void send_pieces_done(std::uint64_t pieces);
   // Sends what peers in shared memory read in this rank's region: the op headers up to `last_operation`, and the rank
   // that it waits for. Does nothing if that was sent a moment ago, unless `force` is set.
-  void send_waiting_for(const RegionHeader& own, std::uint64_t last_operation, int rank, bool force);
-  void send_failure(const RegionHeader& own, std::uint64_t last_operation);
+  void send_waiting_for(std::uint64_t last_operation, int rank, bool force);
+  void send_failure(std::uint64_t last_operation);
   // Closing: start_goodbye() tells the peers that this rank closes; goodbye_pending() is to be called again while it
   // returns true, which it does until the peers have received what was sent last, or at most two seconds;
   // end_goodbye() ends the sending direction.

@@ -86,7 +86,6 @@ struct RegionHeader {
   std::uint32_t rank = 0;
   std::uint32_t ranks = 0;
   std::uint32_t max_boxes = 0;
-  std::int32_t pid = 0;
   alignas(kCacheLine) std::atomic<std::uint64_t> pieces_done{0};  // that this rank has finished, in order
   // While this rank sleeps: the rank that its last operation waits for, and when it last looked (monotonic ns). With
   // these a timeout names the rank at the end of a chain of waits.

@@ -179,7 +179,7 @@ void SlotPipeline::publish(std::size_t piece, const Instruction& instruction) {
   transport_.send_box(instruction.peers, index, static_cast<std::size_t>(instruction.box) * plan_.box_stride(), payload,
                       bytes);
   for (const int peer : instruction.peers) {
-    if (EmulatedLink* const link = transport_.link_to(peer)) link->spend_send_time(peer, bytes);
+    if (EmulatedLink* const link = transport_.link_to(peer)) link->spend_cpu_time(peer, bytes);
   }
   state_.wire_bytes += (bytes + (plan_.checksum() ? kChecksumBytes : 0)) * instruction.peers.size();
 }

@@ -11,12 +11,6 @@
 #include "net/forked_children.h"
 
 namespace dtcomm {
-namespace {
-
-constexpr std::size_t kMaxEvents = 64;
-
-}  // namespace
-
 void EpollSet::add(int fd, int number) {
   if (fd_ < 0) {
     fd_ = epoll_create1(EPOLL_CLOEXEC);
@@ -53,11 +47,12 @@ void EpollSet::close() {
   fd_ = -1;
 }
 
-std::size_t EpollSet::ready(int* numbers, std::size_t capacity) const {
-  epoll_event events[kMaxEvents];
-  const int count = epoll_wait(fd_, events, static_cast<int>(std::min(capacity, kMaxEvents)), 0);
-  for (int i = 0; i < count; ++i) numbers[i] = static_cast<int>(events[i].data.u32);
-  return count > 0 ? static_cast<std::size_t>(count) : 0;
+std::size_t EpollSet::ready(std::array<int, kMaxReady>& numbers) const {
+  epoll_event events[kMaxReady];
+  const int found = epoll_wait(fd_, events, static_cast<int>(kMaxReady), 0);
+  const std::size_t count = found > 0 ? static_cast<std::size_t>(found) : 0;
+  for (std::size_t i = 0; i < count; ++i) numbers[i] = static_cast<int>(events[i].data.u32);
+  return count;
 }
 
 void sleep_until_readable(pollfd* fds, std::size_t count, std::uint64_t timeout_ns) {

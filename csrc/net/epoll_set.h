@@ -3,6 +3,7 @@
 
 #include <poll.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -23,8 +24,9 @@ class EpollSet {
   void close();
 
   int fd() const { return fd_; }  // -1 while the set is empty
-  // The numbers of sockets that are ready, at most `capacity`; does not block.
-  std::size_t ready(int* numbers, std::size_t capacity) const;
+  // Stores the numbers of sockets that are ready, and returns how many; does not block.
+  static constexpr std::size_t kMaxReady = 64;
+  std::size_t ready(std::array<int, kMaxReady>& numbers) const;
 
  private:
   int fd_ = -1;

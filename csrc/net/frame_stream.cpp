@@ -170,8 +170,7 @@ bool FrameStream::parse(FrameSink& sink) {
   }
 }
 
-bool FrameStream::receive(FrameSink& sink) {
-  bool any = false;
+void FrameStream::receive(FrameSink& sink) {
   bool drained = false;
   for (std::size_t budget = 0; !ended() && !drained && budget < kMaxReceive;) {
     const std::size_t before = missing_ + buffer_.size() - end_ + begin_;
@@ -179,10 +178,8 @@ bool FrameStream::receive(FrameSink& sink) {
     drained = read.drained;
     if (!read.any) continue;
     budget += before - (missing_ + buffer_.size() - end_ + begin_);
-    any = true;
     if (!parse(sink)) end("it sent an invalid frame");
   }
-  return any;
 }
 
 }  // namespace dtcomm

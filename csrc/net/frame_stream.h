@@ -28,8 +28,8 @@ class FrameStream final : public FrameChannel {
   std::size_t queued_payloads() const;
   // Whether frames that are queued now may be sent.
   bool can_send() const { return !ended() && send_error_.empty(); }
-  // Reads what has arrived; true if anything had.
-  bool receive(FrameSink& sink);
+  // Reads what has arrived.
+  void receive(FrameSink& sink);
   // Ends the sending direction. The kernel still sends what it has accepted; `unacknowledged` counts those bytes.
   void shutdown_send();
   std::size_t unacknowledged() const;
