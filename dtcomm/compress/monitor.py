@@ -185,6 +185,9 @@ class LossMean:
         if self.count == 0:
             self.mean = math.log(loss)
         else:
+            if self.count >= MIN_LOSSES:
+                # A loss that diverges gradually would otherwise make its own growth usual.
+                excess = min(excess, max(math.log(limit), DEVIATIONS / 2 * self.deviation))
             self.deviation += (1 - DECAY) * (abs(excess) - self.deviation)
             self.mean += (1 - DECAY) * excess
         self.count += 1

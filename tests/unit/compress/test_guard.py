@@ -14,7 +14,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.guard import KINDS, Event, Guard, finer, residual_limit
 from dtcomm.compress.measurements import ErrorSample
-from dtcomm.compress.monitor import GuardMonitor
+from dtcomm.compress.monitor import GuardMonitor, LossMean
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 from tests.support.guarded_ranks import GuardedRanks
@@ -142,6 +142,15 @@ def test_noisy_losses_near_zero_raise_no_event() -> None:
         monitor.evaluate(step, torch.tensor([0.0, 3.0 * 2 ** (step - 400), 0.0, 0.0, 0.0]))
     assert [event.kind for event in monitor.events][:1] == ["loss"]
     assert monitor.events[0].step < 406
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_a_loss_that_diverges_gradually_does_not_make_its_growth_usual(seed: int) -> None:
+    """Noisy losses that begin to grow, by a factor of e in each step."""
+    noise = torch.randn(115, generator=torch.Generator().manual_seed(seed)).tolist()
+    losses = LossMean()
+    assert all(losses.update(math.exp(x), 2.0) is None for x in noise[:100])
+    assert any(losses.update(math.exp(x + step), 2.0) is not None for step, x in enumerate(noise[100:], 1))
 
 
 @pytest.mark.parametrize("spec", ["int8", "int4", "int3", "int2", "int2:symmetric=false", "mxfp4"])
