@@ -106,20 +106,9 @@ def reduce_encode(
     key: int = 0,
     offset: int = 0,
 ) -> torch.Tensor:
+    words = _unsigned(key), _unsigned(offset)
     return eager.reduce_encode(
-        codec,
-        payloads,
-        numel,
-        local,
-        position,
-        divisor,
-        None,
-        None,
-        op,
-        dtype,
-        _unsigned(key),
-        _unsigned(offset),
-        None,
+        codec, payloads, numel, local, position, divisor, None, None, op, dtype, *words, None
     )
 
 
@@ -138,20 +127,9 @@ def reduce_encode_keep(
     residual: torch.Tensor | None,
     decoded: torch.Tensor | None,
 ) -> torch.Tensor:
+    words = _unsigned(key), _unsigned(offset)
     return eager.reduce_encode(
-        codec,
-        payloads,
-        numel,
-        local,
-        position,
-        divisor,
-        residual,
-        None,
-        op,
-        dtype,
-        _unsigned(key),
-        _unsigned(offset),
-        decoded,
+        codec, payloads, numel, local, position, divisor, residual, None, op, dtype, *words, decoded
     )
 
 
@@ -171,20 +149,9 @@ def reduce_encode_out(
     out: torch.Tensor,
     decoded: torch.Tensor | None,
 ) -> None:
+    words = _unsigned(key), _unsigned(offset)
     eager.reduce_encode(
-        codec,
-        payloads,
-        numel,
-        local,
-        position,
-        divisor,
-        residual,
-        out,
-        op,
-        dtype,
-        _unsigned(key),
-        _unsigned(offset),
-        decoded,
+        codec, payloads, numel, local, position, divisor, residual, out, op, dtype, *words, decoded
     )
 
 

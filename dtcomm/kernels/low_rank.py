@@ -31,56 +31,39 @@ CHUNK = 1 << 22  # elements of a product that are computed at a time
 _LANES = 16  # partial sums of a dot product
 
 
-class Passes(Protocol):
-    """An implementation for CPU tensors, with checked arguments: `cpu` or :class:`InNumpy`."""
+class FactorPasses(Protocol):
+    """What implementations for CPU and for CUDA tensors have in common; their arguments are checked."""
 
-    def project_rows(
+    def expand(
         self,
         gradient: torch.Tensor,
         residual: torch.Tensor | None,
-        right: torch.Tensor,
         left: torch.Tensor,
+        right: torch.Tensor,
+        finite: torch.Tensor | None,
+    ) -> None:
+        """See :func:`expand`; on the CPU `finite` is None."""
+
+    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+        """See :func:`orthonormalize_all`. No tensor is empty."""
+
+
+class Passes(FactorPasses, Protocol):
+    """An implementation for CPU tensors: `cpu` or :class:`InNumpy`."""
+
+    def project_rows(
+        self, gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
     ) -> None:
         """See :func:`project_rows`."""
 
     def project_columns(
-        self,
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        left: torch.Tensor,
-        right: torch.Tensor,
+        self, gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
     ) -> None:
         """See :func:`project_columns`."""
 
-    def expand(
-        self,
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        finite: torch.Tensor | None,
-    ) -> None:
-        """See :func:`expand`. `finite` is None."""
 
-    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-        """See :func:`orthonormalize_all`. No tensor is empty."""
-
-
-class DevicePasses(Protocol):
+class DevicePasses(FactorPasses, Protocol):
     """An implementation for CUDA tensors, but for projections, which are :class:`InTorch`'s: itself or `cuda`."""
-
-    def expand(
-        self,
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        finite: torch.Tensor | None,
-    ) -> None:
-        """See :func:`expand`."""
-
-    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-        """See :func:`orthonormalize_all`. No tensor is empty."""
 
     def factors_finite(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
         """See :func:`factors_finite`: one bool tensor with an element per matrix."""

@@ -18,19 +18,11 @@ from collections.abc import Callable
 
 import torch
 
+from dtcomm.schedule import ir
+
 PERIOD = 1_048_573
 SHARDS_IN = ("reduce_scatter", "scatter", "all_to_all")
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "sendrecv",
-)
+COLLECTIVES = (*ir.COLLECTIVES, "sendrecv")
 OPS = ("sum", "avg", "min", "max")
 
 # (dtype, op, rank, world_size, seed, numel) -> the first min(numel, PERIOD) values of a rank, as float64 or int64 so
