@@ -43,7 +43,7 @@ def wrong_instructions(binary: Path, *options: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=280,
+        timeout=850,
     )
     assert "Function :" in done.stdout, "there is machine code"
     return WRONG.findall(done.stdout)

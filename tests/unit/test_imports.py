@@ -187,7 +187,7 @@ def test_imports_of_the_core_load_no_extension_and_no_optional_library() -> None
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)

@@ -285,7 +285,7 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
     command += ["dtcomm", "perf", "all_gather", "-b", "3K", "-e", "3K", *QUICK, "--json", str(file)]
     command += ["--device", "cpu"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert completed.returncode == 0, completed.stderr
     document = json.loads(file.read_text())
     assert document["config"]["ranks"] == 3 and document["results"][0]["size"] == 3072

@@ -62,7 +62,7 @@ def check_every_algorithm(rank: int, n: int) -> str:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_every_algorithm_on_processes(n: int) -> None:
-    assert run_ranks(check_every_algorithm, n, timeout=200) == ["native"] * n
+    assert run_ranks(check_every_algorithm, n, timeout=600) == ["native"] * n
 
 
 def check_every_dtype(rank: int, n: int) -> None:

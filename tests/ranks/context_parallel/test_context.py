@@ -141,7 +141,7 @@ def compare_compiled(rank: int, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_compiled_code_without_graph_breaks() -> None:
-    run_ranks(compare_compiled, 2, timeout=240)
+    run_ranks(compare_compiled, 2, timeout=600)
 
 
 def train_on_mesh(rank: int, ranks: int, codec: str, gradient_codec: str) -> tuple[float, torch.Tensor]:

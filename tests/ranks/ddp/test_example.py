@@ -17,7 +17,7 @@ def torchrun(script: str, *arguments: str) -> str:
         [*command, str(ROOT / "examples" / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         check=False,
     )

@@ -210,12 +210,12 @@ def refuse_local_sgd(rank: int, world_size: int) -> None:
 def test_local_sgd_in_a_trainer_and_resumed_with_an_average_in_flight(tmp_path: Path) -> None:
     require("transformers")
     run_ranks(refuse_local_sgd, 1)
-    whole = run_ranks(sessions.local_sgd_session, 2, tmp_path / "run", WHOLE, timeout=300)
+    whole = run_ranks(sessions.local_sgd_session, 2, tmp_path / "run", WHOLE, timeout=600)
     assert torch.equal(whole[0][1], whole[1][1])
     # Every fragment four times in 12 steps, and all of them at the end.
     assert whole[0][2] == 9 and whole[0][0] != whole[1][0]
     assert whole[0][0][EPOCHS * STEPS_PER_EPOCH] < 0.95 * whole[0][0][1]
-    resumed = run_ranks(sessions.local_sgd_session, 2, tmp_path / "run", RESUMED, timeout=300)
+    resumed = run_ranks(sessions.local_sgd_session, 2, tmp_path / "run", RESUMED, timeout=600)
     for (losses, weights, _, _), (later, again, _, lines) in zip(whole, resumed):
         assert lines == []
         assert later == {step: loss for step, loss in losses.items() if step > SAVED_AT}

@@ -80,7 +80,7 @@ def test_four_ranks_train_as_one_does(combinations: dict[str, str]) -> None:
         for axes in combinations.values()
         for codec in ("off", "none", "int8")
     ]
-    results = run_ranks(train_all, 4, runs, timeout=200, fresh=True)
+    results = run_ranks(train_all, 4, runs, timeout=600, fresh=True)
     require_same(results, runs)
     for number, (name, axes) in enumerate(combinations.items()):
         key = next((key for key in ("--experts 4", "--layers 4") if key in axes), "")
@@ -123,7 +123,7 @@ def options_of_training(rank: int, ranks: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_recomputation_accumulation_bf16_and_resuming(tmp_path: Path) -> None:
-    run_ranks(options_of_training, 4, str(tmp_path), timeout=200, fresh=True)
+    run_ranks(options_of_training, 4, str(tmp_path), timeout=600, fresh=True)
 
 
 def padded_and_refused(rank: int, ranks: int) -> None:
@@ -162,20 +162,20 @@ def compiled(rank: int, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks_train_alike() -> None:
-    run_ranks(compiled, 4, timeout=250, fresh=True)
+    run_ranks(compiled, 4, timeout=600, fresh=True)
 
 
 @pytest.mark.slow
 def test_eight_ranks_train_within_the_spread_of_seeds() -> None:
     steps = "--width 32 --layers 4 --context 32 --batch 16 --micro 4 --steps 8"
     seeds = run_ranks(
-        train_all, 1, [f"{steps} --codec none --seed {seed}" for seed in range(3)], timeout=200
+        train_all, 1, [f"{steps} --codec none --seed {seed}" for seed in range(3)], timeout=600
     )[0]
-    experts = run_ranks(train_all, 1, [f"{steps} --codec none --experts 4"], timeout=200)[0][0]
+    experts = run_ranks(train_all, 1, [f"{steps} --codec none --experts 4"], timeout=600)[0][0]
     last = [statistics.mean(run["losses"][-4:]) for run in seeds]
     spread = max(last) - min(last)
     runs = [f"{steps} {axes} --codec {codec}" for axes in EIGHT.values() for codec in ("none", "int8")]
-    results = run_ranks(train_all, 8, runs, timeout=280, fresh=True)
+    results = run_ranks(train_all, 8, runs, timeout=600, fresh=True)
     require_same(results, runs)
     for number, (name, axes) in enumerate(EIGHT.items()):
         none, int8 = results[0][2 * number : 2 * number + 2]

@@ -108,7 +108,7 @@ def exit_codes(what: str, runs: int, folder: Path, numel: int = 100) -> tuple[li
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
+        timeout=600,
     )
     return done.stdout.split(), done.stderr
 

@@ -159,5 +159,5 @@ def outcome_of_child(communicator: Communicator, works: list[Any]) -> str:
 @pytest.mark.slow
 def test_child_closes_a_communicator_whose_locks_are_held() -> None:
     # A thread that spins takes the lock of the queue at each look.
-    outcomes, _ = run_ranks(close_in_children, 2, 50, env={"DTCOMM_SPINS": "1000000000"}, timeout=300)
+    outcomes, _ = run_ranks(close_in_children, 2, 50, env={"DTCOMM_SPINS": "1000000000"}, timeout=600)
     assert outcomes == ["0"] * 50

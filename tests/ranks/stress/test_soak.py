@@ -16,11 +16,11 @@ def test_ranks_restarted_by_torchrun_continue(tmp_path: Path) -> None:
     assert report["verdict"] == "PASS", report["complaints"]
     assert report["incarnations"] == 2 and report["operations"] >= 80
     survivors = [run for run in report["runs"] if run["incarnation"] == 0 and run["ended"] == "lost"]
-    assert len(survivors) == 1
-    error = survivors[0]["error"]
-    # The soak also compares with Gloo; the loss may occur there, and Gloo's own error names no rank.
-    if error["error"] != "RuntimeError":
-        assert f"rank {survivors[0]['victim']}" in error["message"]
-    else:
-        assert "gloo" in error["message"]
+    for survivor in survivors:  # none, if torchrun stopped it before its operation failed
+        error = survivor["error"]
+        # The soak also compares with Gloo; the loss may occur there, and Gloo's own error names no rank.
+        if error["error"] != "RuntimeError":
+            assert f"rank {survivor['victim']}" in error["message"]
+        else:
+            assert "gloo" in error["message"]
     assert {run["ended"] for run in report["runs"] if run["incarnation"] == 1} == {"end"}
