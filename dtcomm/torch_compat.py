@@ -307,6 +307,21 @@ def exclude_from_compilation(function: Function) -> Function:
     return function
 
 
+def constant_when_compiled(function: Function) -> Function:
+    """Let torch.compile call a function once for each call site and put its result into the compiled code.
+
+    ``torch.compiler.assume_constant_result`` does the same but imports the compiler, which takes seconds.
+
+    Args:
+        function: A function whose arguments at one call site are the same at every call.
+
+    Returns:
+        The same function.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def original_module(model: Any) -> Any:
     """Return the module that torch.compile wrapped, or ``model`` itself."""
     return getattr(model, "_orig_mod", model)

@@ -21,6 +21,7 @@ from dtcomm.codecs import Codec
 from dtcomm.compress.report import GroupTraffic
 from dtcomm.compress.spec import message_codec, require_accurate
 from dtcomm.context_parallel.layout import GroupOrMesh, process_group_of, require_layout
+from dtcomm.torch_compat import constant_when_compiled
 from dtcomm.work import Work
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -120,7 +121,7 @@ class Settings:
 
 
 # Compiled code contains its result: arguments of one call site are the same at every call.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def make_settings(function: str, group: GroupOrMesh, given: Mapping[str, object]) -> Settings:
     """Check the options that users gave to a function, and return the settings."""
     options = complete_options(function, given, DEFAULTS)
