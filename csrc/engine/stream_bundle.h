@@ -60,8 +60,8 @@ class StreamBundle {
 
   struct Ends {
     bool any = false;  // streams have ended
-    bool control_moved =
-        false;  // another stream carries short frames now: what the one before may have lost is missing
+    // Another stream carries short frames now; those that the stream before may have lost are missing.
+    bool control_moved = false;
   };
   // Lets the other streams carry what those that have ended since the last call may have lost.
   Ends handle_ends();
