@@ -80,8 +80,11 @@ bench: build $(DEV_DEPS)  ## list the programs that measure dtcomm
 
 # --- the native code ------------------------------------------------------------------------------------------
 
+# Without make's flags: under `make -j` they name a job server, which ninja cannot reach from a recipe.
+NINJA = MAKEFLAGS= cmake --build
+
 # A build apart from the in-place one: $(call native,FOLDER,ENVIRONMENT); its modules end in FOLDER/lib/dtcomm.
-native = $(2) $(PY) setup.py -q build_ext --build-temp $(1)/cmake --build-lib $(1)/lib
+native = MAKEFLAGS= $(2) $(PY) setup.py -q build_ext --build-temp $(1)/cmake --build-lib $(1)/lib
 
 # Without --compile: Python compiles the few modules that are imported, when they are.
 PIP_INSTALL = $(PY) -m pip install -q --no-compile -r
@@ -113,7 +116,7 @@ $(INSTALLED): pyproject.toml | $(NATIVE)
 emulator: $(EMULATOR)  ## compile _emulator, which runs the CUDA kernels' source on this CPU
 
 $(EMULATOR): $(NATIVE)
-	cmake --build $(INPLACE) --target _emulator
+	$(NINJA) $(INPLACE) --target _emulator
 	@touch $@
 
 # Adds _cuda, for the architectures of release wheels, to the modules of the in-place build. The slow tests, which read its
@@ -152,11 +155,11 @@ NO_ASLR = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 # The program of csrc/tests alone, for `python -m tests.stress.fuzz`.
 fuzzer: $(DEPS)  ## build/fuzz/fuzz_payloads_test, with ASan and UBSan, without Python
 	cmake -S . -B build/fuzz -G Ninja -DDTCOMM_SANITIZE=address,undefined -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON
-	cmake --build build/fuzz --target fuzz_payloads_test
+	$(NINJA) build/fuzz --target fuzz_payloads_test
 
 tsan: $(DEPS)  ## csrc/tests/*.cpp that have threads under ThreadSanitizer, without Python
 	cmake -S . -B build/tsan -G Ninja -DDTCOMM_SANITIZE=thread -DDTCOMM_PYTHON=OFF -DDTCOMM_TESTS=ON
-	cmake --build build/tsan
+	$(NINJA) build/tsan
 	$(NO_ASLR) ctest --test-dir build/tsan --output-on-failure -E '^fuzz'
 
 INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.cache_tag)')
@@ -164,7 +167,7 @@ INPLACE = build/inplace-$(shell $(PY) -c 'import sys; print(sys.implementation.c
 # The programs of device, races and aarch64, which may run at the same time (.ci/run). The core of the in-place build is
 # reused, so only the tests themselves are compiled.
 $(PROGRAMS): $(EMULATOR)
-	cmake --build $(INPLACE) --target cuda_emulated_test race_detector_test $(FOR_PROCESSORS)
+	$(NINJA) $(INPLACE) --target cuda_emulated_test race_detector_test $(FOR_PROCESSORS)
 	@touch $@
 
 .PHONY: emulator-inputs
@@ -197,7 +200,7 @@ aarch64: $(PROGRAMS)  ## kernels and engine for aarch64 under qemu-user, and the
 	@for tool in $(AARCH64_CXX) $(firstword $(QEMU)); do command -v $$tool >/dev/null || { echo "aarch64: $$tool was not found; on Debian and Ubuntu: apt-get install g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
 	cmake -S . -B build/aarch64 -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 		-DCMAKE_CXX_COMPILER=$(AARCH64_CXX) -DDTCOMM_WERROR=ON -DDTCOMM_PYTHON=OFF
-	cmake --build build/aarch64 --target $(FOR_PROCESSORS)
+	$(NINJA) build/aarch64 --target $(FOR_PROCESSORS)
 	rm -rf $(DIGESTS) && mkdir -p $(DIGESTS)
 	$(call digests,$(INPLACE),$(shell uname -m))
 	$(call digests,$(QEMU) build/aarch64,aarch64)
