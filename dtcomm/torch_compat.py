@@ -83,6 +83,8 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         f"{_C10D}:_world.pg_map", "no collective runs: communicators of destroyed groups are not dropped"
     ),
+    PrivateName(f"{_C10D}:_world._default_pg", "repeated calls take 0.3 us longer"),
+    PrivateName(f"{_C10D}:_pg_map", "repeated calls take 0.3 us longer"),
     PrivateName(f"{_C10D}:_get_default_group", "monitored_barrier of the backend raises"),
     PrivateName(f"{_C10D}:_check_valid_timeout", "monitored_barrier of the backend raises"),
     PrivateName(f"{_C}._distributed_c10d:AllToAllOptions", "collectives over Gloo and NCCL raise"),

@@ -138,10 +138,12 @@ struct Arguments {
   std::size_t count = 0;  // of the options
 
   std::size_t place() const {
-    std::uint64_t hash = mix64(input.numel * 3 + output.numel, reinterpret_cast<std::uintptr_t>(group) + has_residual);
-    hash = mix64(hash, std::uint64_t{input.dtype} << 32 | output.dtype);
-    for (std::size_t i = 0; i < count; ++i) hash = mix64(hash, hash_of(options[i]));
-    return hash % kEntries;
+    std::uint64_t hash = reinterpret_cast<std::uintptr_t>(group) + has_residual;
+    const auto add = [&](std::uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15; };
+    add(input.numel * 3 + output.numel);
+    add(std::uint64_t{input.dtype} << 32 | output.dtype);
+    for (std::size_t i = 0; i < count; ++i) add(hash_of(options[i]));
+    return mix64(hash) % kEntries;
   }
 };
 
@@ -190,11 +192,57 @@ bool allows_memory(const Operation& operation, const Arguments& arguments) {
   return whole.bytes != part.bytes && part.data == whole.data + operation.rank * part.bytes;
 }
 
+// Finds process groups where torch keeps them. This is the only place in C++ that reads private names of torch
+// (dtcomm/torch_compat.py lists them).
+class Groups {
+ public:
+  // `c10d` is torch.distributed.distributed_c10d. Without an initialization no group is found.
+  void initialize(const py::module_& c10d) {
+    world_name_ = PyUnicode_InternFromString("_world");
+    default_name_ = PyUnicode_InternFromString("default_pg");
+    map_name_ = PyUnicode_InternFromString("pg_map");
+    plain_default_name_ = PyUnicode_InternFromString("_default_pg");
+    plain_map_name_ = PyUnicode_InternFromString("_pg_map");
+    names_ = PyModule_GetDict(c10d.inc_ref().ptr());
+    const py::object world = c10d.attr("_world");
+    const bool plain = py::hasattr(world, plain_default_name_) && py::hasattr(c10d, plain_map_name_) &&
+                       world.attr(map_name_).is(c10d.attr(plain_map_name_));
+    if (plain) plain_type_ = Py_TYPE(world.inc_ref().ptr());
+  }
+
+  // The group, or the default group for None; null if torch does not list it. Borrowed: torch holds it.
+  PyObject* find(PyObject* group) const {
+    PyObject* const world = names_ ? PyDict_GetItemWithError(names_, world_name_) : nullptr;
+    if (!world) return nullptr;
+    // The properties of the usual world are functions in Python: they take longer than the rest of the search.
+    const bool plain = Py_TYPE(world) == plain_type_;
+    const auto map = plain ? py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(names_, plain_map_name_))
+                           : py::reinterpret_steal<py::object>(PyObject_GetAttr(world, map_name_));
+    py::object default_group;
+    if (map && group == Py_None) {
+      default_group =
+          py::reinterpret_steal<py::object>(PyObject_GetAttr(world, plain ? plain_default_name_ : default_name_));
+      group = default_group.ptr();
+    }
+    if (!map || !group || PySequence_Contains(map.ptr(), group) != 1) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    return group;
+  }
+
+ private:
+  PyObject* names_ = nullptr;  // the dictionary of the module
+  PyObject *world_name_ = nullptr, *default_name_ = nullptr, *map_name_ = nullptr;
+  PyObject *plain_default_name_ = nullptr, *plain_map_name_ = nullptr;  // where the properties above find their values
+  PyTypeObject* plain_type_ = nullptr;
+};
+
 // All repeated calls of the process. Accessed with the GIL, and never destroyed: it holds Python objects.
 struct Table {
   TensorReader reader;
-  PyObject* groups = nullptr;  // the dictionary of torch.distributed.distributed_c10d
-  PyObject *world_name = nullptr, *default_name = nullptr, *map_name = nullptr, *native_name = nullptr;
+  Groups groups;
+  PyObject* native_name = nullptr;
   py::object make_work;        // the Python handle of an operation: (NativeWork, operands, failed) -> Work
   bool kernel_forced = false;  // by dtcomm.kernels.use
   std::array<std::unique_ptr<Entry>, kEntries> entries;  // by hash; a new one replaces the one at its place
@@ -223,7 +271,7 @@ struct Table {
   bool parse(PyObject* tuple, Arguments& arguments) const {
     PyObject* const* const objects = &PyTuple_GET_ITEM(tuple, 0);
     const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(tuple));
-    if (count < 4 || count > 3 + kMaxOptions || !groups) return false;
+    if (count < 4 || count > 3 + kMaxOptions) return false;
     if (objects[1] != Py_None && !reader.read(objects[1], arguments.input)) return false;
     arguments.same_tensor = objects[1] == objects[2];
     if (arguments.same_tensor) {
@@ -233,7 +281,7 @@ struct Table {
     }
     arguments.options = objects + 3;
     arguments.count = count - 3;
-    arguments.group = registered_group(objects[0]);
+    arguments.group = groups.find(objects[0]);
     return arguments.group != nullptr;
   }
 
@@ -242,24 +290,6 @@ struct Table {
     if (!parse(tuple, arguments)) return nullptr;
     const Entry* const entry = find(arguments);
     return entry && allows_memory(*entry->operation, arguments) ? &*entry->operation : nullptr;
-  }
-
-  // The group, or the default group for None; null if torch does not list it. Borrowed: torch holds it. This is the
-  // only place in C++ that reads private names of torch; without them no collective is known.
-  PyObject* registered_group(PyObject* group) const {
-    PyObject* const world = PyDict_GetItemWithError(groups, world_name);
-    if (!world) return nullptr;
-    const auto map = py::reinterpret_steal<py::object>(PyObject_GetAttr(world, map_name));
-    py::object default_group;
-    if (map && group == Py_None) {
-      default_group = py::reinterpret_steal<py::object>(PyObject_GetAttr(world, default_name));
-      group = default_group.ptr();
-    }
-    if (!map || !group || PySequence_Contains(map.ptr(), group) != 1) {
-      PyErr_Clear();
-      return nullptr;
-    }
-    return group;
   }
 };
 
@@ -506,8 +536,7 @@ PyMethodDef definitions[] = {
     {"run_repeated", plain(&run_repeated), METH_FASTCALL,
      "run_repeated(arguments, async_op, seed=None, residual=None, epilogue=None) -> None | Work | False\n\n"
      "Runs an operation that was given to keep_repeated with equal arguments, or starts it and returns its Work. "
-     "False: "
-     "it did nothing."},
+     "False: it did nothing."},
     {"exchange_repeated", plain(&exchange_repeated), METH_FASTCALL,
      "exchange_repeated(sent, received) -> bool\n\nRuns a message that is sent and one that is received, both of which "
      "were given to keep_repeated, at the same time. False: it did nothing."},
@@ -534,11 +563,8 @@ void bind_repeated_calls(py::module_& module) {
       [](const py::module_& c10d, py::object make_work) {
         Table& table = Table::instance();
         table.make_work = std::move(make_work);
-        table.world_name = PyUnicode_InternFromString("_world");
-        table.default_name = PyUnicode_InternFromString("default_pg");
-        table.map_name = PyUnicode_InternFromString("pg_map");
         table.native_name = PyUnicode_InternFromString("native");
-        table.groups = PyModule_GetDict(c10d.inc_ref().ptr());
+        table.groups.initialize(c10d);
       },
       py::arg("c10d"), py::arg("make_work"),
       "Says where torch keeps its process groups, and what makes the handle of an operation from (NativeWork, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,9 +138,9 @@ def lose_private_name(rank: int, ranks: int) -> None:
     for _ in range(3):
         dtcomm.all_reduce(x)
     world = dist.group.WORLD
-    for target, name in ((c10d, "_world"), (type(c10d._world), "pg_map")):
+    for name in ("_world", "_pg_map"):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.delattr(target, name)
+            monkeypatch.delattr(c10d, name)
             for group in (None, world):
                 with pytest.raises((AttributeError, NameError), match=name):
                     dtcomm.all_reduce(x, group=group)
@@ -147,9 +148,25 @@ def lose_private_name(rank: int, ranks: int) -> None:
     assert x.tolist() == [float(ranks)] * 8
 
 
+def replace_world(rank: int, ranks: int) -> None:
+    """A repeated call finds the groups of a world of another class, which has nothing but the two properties."""
+    x = torch.ones(8)
+    for _ in range(3):
+        dtcomm.all_reduce(x)
+    world = SimpleNamespace(default_pg=c10d._world.default_pg, pg_map=c10d._world.pg_map)
+    repeated = (None, x, x, "all_reduce", "sum", "none", "auto", None, False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(c10d, "_world", world)
+        assert plans.run_repeated(repeated, False) is None
+        monkeypatch.setattr(world, "pg_map", {})
+        assert plans.run_repeated(repeated, False) is False
+    assert x.tolist() == [float(ranks) ** 4] * 8
+
+
 def test_calls_with_an_epilogue_and_without_torchs_table_of_groups() -> None:
     run_ranks(add_bias, 2)
     run_ranks(lose_private_name, 2)
+    run_ranks(replace_world, 2)
 
 
 def count_long_calls(rank: int, ranks: int) -> None:
