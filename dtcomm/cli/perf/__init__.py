@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from dtcomm.cli import LAUNCHER
 from dtcomm.cli.perf.args import PerfOptions, import_modules, parse
-from dtcomm.cli.perf.output import Printer, to_csv, to_json, write_plot
+from dtcomm.cli.perf.output import Printer, to_json
 from dtcomm.cli.perf.runner import PerfReport, ProgressListener, run
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
@@ -37,11 +36,11 @@ def main(argv: list[str]) -> int:
         print(f"{detail}dtcomm perf: {error}", file=sys.stderr)
         return 2
     if not launched or os.environ["RANK"] == "0":
-        _write(options.json, lambda: to_json(report, argv))
-        _write(options.csv, lambda: to_csv(report))
-        if options.plot is not None:
-            write_plot(report, Path(options.plot))
-            print(f"# {options.plot}", file=sys.stderr)
+        if options.json == "-":
+            sys.stdout.write(to_json(report, argv))
+            sys.stdout.flush()
+        elif options.json is not None:
+            Path(options.json).write_text(to_json(report, argv))
     return 1 if report.wrong else 0
 
 
@@ -66,11 +65,3 @@ def _run_as_rank(options: PerfOptions) -> PerfReport:
         return run(options, Printer(options) if dist.get_rank() == 0 else ProgressListener())
     finally:
         dist.destroy_process_group()
-
-
-def _write(target: str | None, text: Callable[[], str]) -> None:
-    if target == "-":
-        sys.stdout.write(text())
-        sys.stdout.flush()
-    elif target is not None:
-        Path(target).write_text(text())

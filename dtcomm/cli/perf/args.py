@@ -110,8 +110,6 @@ class PerfOptions:
     timeout: float
     quiet: bool
     json: str | None
-    csv: str | None
-    plot: str | None
     imports: tuple[str, ...] = ()  # the ranks import them too
 
     @property
@@ -268,10 +266,6 @@ def parser() -> argparse.ArgumentParser:
     add("--pin", action=argparse.BooleanOptionalAction,
         help="pin each rank, and dtcomm's threads, to a core (if there are enough cores)")  # fmt: skip
     add("-J", "--json", metavar="FILE", help="also write JSON; - writes only that, to stdout")
-    add("--csv", metavar="FILE", help="also write CSV; - writes only that, to stdout")
-    add("--plot", metavar="FILE",
-        help="also plot busbw against size, a line for each variant, and the time up to 64K (needs "
-        "matplotlib)")  # fmt: skip
     return command
 
 
@@ -333,7 +327,7 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
         "datatypes": datatypes,
         "root": _root_rank(namespace, schedule),
         "out_of_place": bool(namespace.out_of_place),
-        "quiet": "-" in (namespace.json, namespace.csv),
+        "quiet": namespace.json == "-",
         "variants": variants,
         "compare": compare,
         "device": device,

@@ -1,24 +1,18 @@
-"""What ``dtcomm perf`` writes: the table on stdout and its display while the benchmark runs, JSON, CSV and a plot.
+"""What ``dtcomm perf`` writes: the table on stdout and a progress bar while the benchmark runs, and JSON.
 
 The table's first columns are exactly those of nccl-tests, so that parsers of these work. `Printer` is rank 0's
-progress listener: it shows a live table if stdout is a terminal. Otherwise it prints each row when it is measured,
-with a progress bar on stderr if that is a terminal.
+progress listener: it prints each row when it is measured, with a progress bar on stderr if that is a terminal.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import sys
-from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import dtcomm
-from dtcomm.cli import format_size, styled_pyplot
 from dtcomm.cli.perf.args import PerfOptions
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.runner import (
@@ -32,8 +26,6 @@ from dtcomm.cli.perf.runner import (
 from dtcomm.codecs import codec
 
 VERSION = 1  # of the JSON
-SMALL = 64 * 1024  # bytes up to which latency matters more than bandwidth, for plots
-MARKERS = "osD^vP*X<>ph8d"
 _TRANSPORT_WIDTH = len("fused:double_tree")  # the column's width
 
 
@@ -182,54 +174,40 @@ def _variant_width(options: PerfOptions) -> int:
 
 
 class Printer(ProgressListener):
-    """Prints the table; only the progress bar if stdout is reserved for JSON or CSV."""
+    """Prints the table; only the progress bar if stdout is reserved for JSON."""
 
     def __init__(self, options: PerfOptions) -> None:
         self._options = options
-        self._live: LiveTable | None = None
         self._bar: Any = None
         self._task: Any = None
 
     def begin(self, report: PerfReport, steps: int) -> None:
         self._print(format_header(report))
-        self._live = make_live_table(report, steps) if steps != 1 and not self._options.quiet else None
-        self._bar = _make_progress_bar() if steps != 1 and self._live is None else None
+        self._bar = _make_progress_bar() if steps != 1 else None
         if self._bar is not None:
             self._task = self._bar.add_task("", total=steps or None)
             self._bar.start()
 
     def step(self, description: str) -> None:
-        if self._live is not None:
-            self._live.step(description)
         if self._bar is not None:
             self._bar.update(self._task, description=description, refresh=True)
 
     def rows(self, report: PerfReport, rows: list[PerfRow]) -> None:
-        if self._live is not None:
-            self._live.draw()
-            return
-        lines = [format_row(self._options, row, len(report.ranks)) for row in rows]
-        if self._bar is None:
-            self._print(lines)
-            return
-        self._bar.advance(self._task, len(rows))
-        self._bar.stop()  # so that the rows do not mix with the bar
-        self._print(lines)
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.advance(self._task, len(rows))
+            self._bar.stop()  # so that the rows do not mix with the bar
+        self._print([format_row(self._options, row, len(report.ranks)) for row in rows])
+        if self._bar is not None:
+            self._bar.start()
 
     def end(self, report: PerfReport) -> None:
-        live = self._live
         self.stop()
-        if live is not None:
-            self._print([format_row(self._options, row, len(report.ranks)) for row in report.rows])
         self._print(format_footer(report))
 
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._live is not None:
-            self._live.stop()
-        self._bar = self._live = None
+        self._bar = None
 
     def _print(self, lines: list[str]) -> None:
         if not self._options.quiet:
@@ -258,92 +236,6 @@ def _make_progress_bar() -> Any:
     )
 
 
-class LiveTable:
-    """Shows the newest rows that fit on the terminal, and the progress, until the full table is printed."""
-
-    def __init__(self, report: PerfReport, steps: int, console: Any) -> None:
-        from rich.live import Live
-
-        self._report, self._steps, self._console = report, steps, console
-        self._current = ""
-        # No refresh thread, which would disturb the measurement.
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._live.start()
-
-    def step(self, description: str) -> None:
-        """Show what is being measured."""
-        self._current = description
-        self.draw()
-
-    def draw(self) -> None:
-        """Redraw the table."""
-        from rich.console import Group
-        from rich.text import Text
-
-        done = len(self._report.rows)
-        of = f" of {self._steps}" if self._steps else ""
-        self._live.update(
-            Group(self._table(), Text(f"{done}{of} measured; now {self._current}", "dim")), refresh=True
-        )
-
-    def stop(self) -> None:
-        """Remove the table."""
-        self._live.stop()
-
-    def _table(self) -> Any:
-        from rich.table import Table
-
-        report, options = self._report, self._report.options
-        many = len(options.variants) > 1
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        peers = list(options.compare)
-        kinds = len(options.datatypes) * len(options.ops) > 1
-        heads = ["size", *(["type", "op"] if kinds else []), *(["variant"] if many else [])]
-        heads += ["out µs", "GB/s", "in µs", "GB/s", "wrong", *(f"vs {peer}" for peer in peers)]
-        for head in heads:
-            table.add_column(head, justify="left" if head == "variant" else "right", no_wrap=True)
-        max_rows = max(3, self._console.size.height - 4)
-        for row in report.rows[-max_rows:]:
-            cells = [format_size(row.size), *([row.datatype, row.op] if kinds else [])]
-            cells += [str(row.variant)] if many else []
-            for measured in (row.out_of_place, row.in_place):
-                cells += self._place(row, measured)
-            cells.append(_coloured_wrong(row))
-            cells += [_coloured_ratio(row, peer) for peer in peers]
-            table.add_row(*cells)
-        return table
-
-    def _place(self, row: PerfRow, measured: Measurement | None) -> list[str]:
-        if measured is None:
-            return ["", ""]
-        seconds = measured.timing.seconds
-        collective = COLLECTIVES[self._report.options.collective]
-        bus = bandwidths(collective, row.size, seconds, len(self._report.ranks))[1]
-        return [format_fixed(seconds * 1e6, 7), format_fixed(bus, 6)]
-
-
-def make_live_table(report: PerfReport, steps: int) -> LiveTable | None:
-    """Return a live table, or None if stdout is not a terminal or rich is not installed."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    console = Console()
-    return LiveTable(report, steps, console) if console.is_terminal else None
-
-
-def _coloured_wrong(row: PerfRow) -> str:
-    count = sum(check.wrong for check in row.checks)
-    return "" if not row.checks else f"[red]{count}[/red]" if count else "0"
-
-
-def _coloured_ratio(row: PerfRow, peer: str) -> str:
-    ratio = row.ratios.get(peer)
-    if ratio is None or row.variant.backend == peer:
-        return ""
-    return f"[{'green' if ratio >= 1 else 'yellow'}]{ratio:.2f}x[/]"
-
-
 def to_json(report: PerfReport, argv: list[str]) -> str:
     """Return one JSON object; times in microseconds, bandwidths in GB/s (1e9 bytes), missing values null."""
     averages = average_bandwidths(report)
@@ -361,18 +253,6 @@ def to_json(report: PerfReport, argv: list[str]) -> str:
         "end_time": _time(report.ended),
     }
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
-
-
-def to_csv(report: PerfReport) -> str:
-    """Return one line per row, with a head; columns are the JSON's keys, with a dot for nested ones (in_place.time)."""
-    lines = [_flat(_result(report, row)) for row in report.rows]
-    out = io.StringIO()
-    if lines:
-        names = list(dict.fromkeys(name for line in lines for name in line))
-        writer = csv.DictWriter(out, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-    return out.getvalue()
 
 
 def _config(report: PerfReport) -> dict[str, Any]:
@@ -450,102 +330,9 @@ def _per_iteration(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _flat(result: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in result.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items() if name != "times_us"}
-        elif value is not None or not key.endswith("place"):
-            flat[key] = value
-    return flat
-
-
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
-
-
-def plot_lines(report: PerfReport) -> dict[str, list[PerfRow]]:
-    """Return the rows of each line by its label; labels leave out what does not differ between lines."""
-    fields = [_label_fields(row) for row in report.rows]
-    # Peers have no codec and no algorithm, so these two fields are compared over dtcomm's rows only.
-    with_codec = [
-        row_fields
-        for row, row_fields in zip(report.rows, fields, strict=True)
-        if row.variant.algorithm != "own"
-    ]
-    distinct = [
-        len({row_fields[part] for row_fields in (with_codec if part in (1, 2) else fields)})
-        for part in range(6)
-    ]
-    lines: dict[str, list[PerfRow]] = {}
-    for row, row_fields in zip(report.rows, fields, strict=True):
-        is_peer = row.variant.algorithm == "own"
-        label = [
-            row_fields[part] for part in range(6) if distinct[part] > 1 and not (is_peer and part in (1, 2))
-        ]
-        lines.setdefault(" ".join(label) or row.variant.backend, []).append(row)
-    return {label: sorted(rows, key=lambda row: row.size) for label, rows in lines.items()}
-
-
-def _label_fields(row: PerfRow) -> tuple[str, ...]:
-    variant = row.variant
-    backend = "dtcomm" if variant.backend == "native" else variant.backend
-    return backend, variant.codec, variant.algorithm, row.datatype, row.op, f"root {row.root}"
-
-
-def write_plot(report: PerfReport, path: Path) -> None:
-    """Write the plot in the format of the path's extension; it shows medians, in place if that was measured."""
-    series = plot_lines(report)
-    small = {name: [row for row in rows if 0 < row.size <= SMALL] for name, rows in series.items()}
-    panels = 2 if any(len(rows) > 1 for rows in small.values()) else 1
-    ranks, collective = len(report.ranks), report.options.collective
-    with styled_pyplot() as pyplot:
-        colours = pyplot.get_cmap("tab10").colors
-        figure, all_axes = pyplot.subplots(
-            1, panels, figsize=(1 + 5.4 * panels, 4.4), layout="constrained", squeeze=False
-        )
-        _plot_panel(all_axes[0][0], series, colours, lambda row: _bandwidth(row, ranks, collective))
-        all_axes[0][0].set_ylabel("bus bandwidth, GB/s (1e9 bytes)")
-        all_axes[0][0].set_title(f"{collective}, {ranks} ranks")
-        if panels == 2:
-            _plot_panel(all_axes[0][1], small, colours, lambda row: _seconds(row) * 1e6)
-            all_axes[0][1].set_ylabel("time, µs")
-            all_axes[0][1].set_title(f"up to {format_size(SMALL)}B")
-        if len(series) > 1:
-            figure.legend(
-                *all_axes[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False
-            )
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
-
-
-def _plot_panel(axes: Any, series: dict[str, list[PerfRow]], colours: Sequence[Any], value: Any) -> None:
-    for number, (name, rows) in enumerate(series.items()):
-        points = [(row.size, value(row)) for row in rows if row.size > 0]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                label=name,
-                color=colours[number % len(colours)],
-                marker=MARKERS[number % len(MARKERS)],
-                markersize=4,
-                linewidth=1.4,
-            )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda size, _: format_size(round(size)) if size >= 1 else "")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("size, bytes")
-    axes.grid(which="major")
-
-
-def _seconds(row: PerfRow) -> float:
-    return row.primary.timing.statistics.p50
-
-
-def _bandwidth(row: PerfRow, ranks: int, collective: str) -> float:
-    return bandwidths(COLLECTIVES[collective], row.size, _seconds(row), ranks)[1]

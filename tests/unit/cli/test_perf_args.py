@@ -151,5 +151,4 @@ def test_a_custom_schedule_is_verified_first(tmp_path: Path, capsys: pytest.Capt
 
 def test_stdout_holds_only_the_document() -> None:
     assert parse("all_reduce --json -".split()).quiet
-    assert parse("all_reduce --csv - --json x".split()).quiet
     assert isinstance(parse(["all_reduce", "-J", "x"]), PerfOptions)

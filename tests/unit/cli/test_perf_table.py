@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import re
@@ -248,13 +246,3 @@ def test_json_has_the_keys_of_nccl_tests_with_real_types_and_no_environment(
         "cv_pct",
     } < iterations.keys()
     assert document["out_of_bounds"] == {"count": 3, "okay": False}
-
-
-def test_csv_has_a_line_for_each_row() -> None:
-    report = make_report("all_reduce -b 1K -e 1K --codec none --codec int8")
-    report.rows[0] = replace(report.rows[0], out_of_place=None)
-    lines = list(csv.DictReader(io.StringIO(output.to_csv(report))))
-    assert len(lines) == len(report.rows)
-    assert lines[0]["codec"] == "none" and lines[0]["out_of_place.time"] == ""
-    assert float(lines[1]["in_place.time"]) == pytest.approx(12.5)
-    assert float(lines[1]["in_place_per_iter.p50_us"]) == pytest.approx(12.5)
