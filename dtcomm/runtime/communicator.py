@@ -126,11 +126,7 @@ class Communicator:
     def connect(self) -> None:
         """Wait until the ranks are connected; all of them have to call this or a collective.
 
-        Raises:
-            CollectiveTimeout: If a rank does not come before the group's timeout.
-            PeerLost: If the process of a rank is known to have ended.
-            CommunicatorClosed: If the communicator was closed meanwhile.
-            DtcommError: If the ranks cannot agree on a runtime.
+        It raises what `dtcomm.runtime.bootstrap.Connection.wait` does.
         """
         connection = self.connection
         if connection is not None:
@@ -321,14 +317,11 @@ def get_communicator_of_pair(
 
     Args:
         group: The process group; None is the default group.
-        peer: The peer's global rank.
+        peer: The peer's global rank; ValueError, which calls it ``argument``, if it is not in the group, or this rank.
         argument: What errors call ``peer``.
         sends: Whether this rank sends.
         purpose: Messages of different purposes use different communicators.
         device: The device of the tensors; None is the CPU. Each device has communicators of its own.
-
-    Raises:
-        ValueError: If the peer is not in the group or is this rank.
     """
     purpose += "" if device is None else f"{device.type}/"
     target = require_group(group)

@@ -37,14 +37,10 @@ forget_repeated = _C.forget_repeated
 def keep_repeated(
     arguments: tuple[Any, ...], plan: Any, buffers: Buffers, rank: int, counter: _C.CallCounter
 ) -> None:
-    """Let `run_repeated` run an operation that has been run with these arguments.
+    """Let `run_repeated` run an operation that has been run with these arguments, its first one.
 
-    Args:
-        arguments: The first argument of `run_repeated`.
-        plan: The plan of the operation; nothing is kept if it is not one of the native engine.
-        buffers: The tensors of the call; which of them this rank has is the same in every call.
-        rank: This rank in the communicator.
-        counter: What counts the communicator's calls.
+    Nothing is kept if ``plan`` is not one of the native engine. Which of ``buffers`` this rank has is the same in every
+    call.
     """
     native = plan.native() if hasattr(plan, "native") else None
     if native is None:
@@ -68,10 +64,9 @@ _C.initialize_repeated_calls(c10d, _make_work)
 
 
 class PlanCache(dict[Hashable, Plan]):
-    """Plans by the arguments of a call. Beyond a bound all but the newest are dropped and made again.
+    """Plans by the arguments of a call, of ``table_bytes`` by their own count.
 
-    Attributes:
-        table_bytes: The memory that the plans take, by their own count.
+    Beyond a bound all but the newest are dropped and made again.
     """
 
     def __init__(self) -> None:

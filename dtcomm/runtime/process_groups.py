@@ -25,10 +25,8 @@ inherited: set[int] = set()
 def require_group(group: Any) -> dist.ProcessGroup:
     """The group to use; None is the default group.
 
-    Raises:
-        ValueError: If torch.distributed is not initialised, the group is destroyed, or this process is not in it.
-        TypeError: If it is not a process group.
-        DtcommError: In a forked child of the process that made the group.
+    ValueError if torch.distributed is not initialised, the group is destroyed, or this process is not in it; TypeError
+    if it is not a process group; DtcommError in a forked child of the process that made the group.
     """
     group = torch_compat.default_group() if group is None else group
     if group is None:
@@ -79,8 +77,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 class Deadline:
     """The end of a call that may wait ``timeout`` from now on.
 
-    Attributes:
-        cancelled: Why another thread no longer wants the result of the call; empty as long as it does.
+    ``cancelled`` says why another thread no longer wants the result of the call; empty as long as it does.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -113,9 +110,7 @@ def private_store(group: dist.ProcessGroup) -> c10d.Store:
 
     A wait on a shared TCPStore blocks every other thread that uses it, whatever group it serves. Waits on the new
     connection end at the group's timeout; the store's own, of five minutes, would keep a thread that has been given up.
-
-    Raises:
-        DtcommError: If the store cannot be reached.
+    DtcommError if the store cannot be reached.
     """
     store = group_store(group)
     server: Any = store

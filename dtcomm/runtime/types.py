@@ -109,11 +109,7 @@ class OpSpec(NamedTuple):
     def lay_out(self, chunks: int, ranks: int, elements: int = 0) -> list[list[list[ElementRange]]]:
         """Where the chunks of a schedule lie in the tensors, as [chunk][piece][range].
 
-        Args:
-            chunks: The number of chunks of the schedule.
-            ranks: The number of ranks.
-            elements: A piece takes whole granules of a chunk until it has at least so many elements; 0: a chunk is one
-                piece.
+        A piece takes whole granules of a chunk until it has at least ``elements``; 0: a chunk is one piece.
         """
         segments = [(part.numel, part.granularity) for part in self.parts]
         return _C.chunk_layout(GEOMETRY[self.collective], segments, chunks, ranks, self.splits, elements)

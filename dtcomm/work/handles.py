@@ -224,11 +224,8 @@ class StreamWork(Work):
 class QueuedWork(Work):
     """An operation that another thread executes; that thread calls ``complete`` or ``fail`` once.
 
-    Args:
-        outputs: The tensors that receive the result.
-        streams: The streams of their device.
-        detached: Leave callbacks of the future to another thread, because they must not block the one that ends the
-            operation.
+    ``detached`` leaves callbacks of the future to another thread, because they must not block the one that ends the
+    operation.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor], streams: Streams, detached: bool = False) -> None:
@@ -312,13 +309,10 @@ class QueuedWork(Work):
 
 
 class CompositeWork(Work):
-    """The operations of one call, followed by a callback. Without operations it is complete.
+    """The operations of one call, followed by ``on_completion``, which runs once, before anyone sees the result.
 
-    Args:
-        parts: Handles of dtcomm or of torch. Those of torch have no statistics: then this one has none either, and
-            asking for them raises AttributeError.
-        outputs: The tensors that receive the result.
-        on_completion: Runs once, before anyone sees the result.
+    Without operations it is complete. ``parts`` are handles of dtcomm or of torch. Those of torch have no statistics:
+    then this one has none either, and asking for them raises AttributeError.
     """
 
     _on_completion: Callable[[], Any] | None = None
@@ -379,11 +373,8 @@ class CompositeWork(Work):
 class DeferredWork(Work):
     """An operation that ``begin`` starts later, once what it needs exists.
 
-    ``begin`` is called once with the function that starts it, and ``connect_future`` after that.
-
-    Args:
-        outputs: The tensors that receive the result.
-        future: A new future for values on their device.
+    ``begin`` is called once with the function that starts it, and ``connect_future`` after that. ``future`` is a new
+    one for values on the device of the outputs.
     """
 
     def __init__(self, outputs: Sequence[torch.Tensor], future: TensorsFuture) -> None:
@@ -457,10 +448,7 @@ class DeferredWork(Work):
 class TorchWork(dist.Work):
     """A handle with the interface of ``torch.distributed.Work`` around one of dtcomm.
 
-    Args:
-        work: The handle; waiting for it leaves the outputs complete.
-        outputs: The output tensors.
-        limit_s: Time limit in seconds, counted from now. None: the group's timeout, which the runtime enforces.
+    ``limit_s`` counts from now. None: the group's timeout, which the runtime enforces.
     """
 
     _deadline: float | None = None
@@ -474,13 +462,9 @@ class TorchWork(dist.Work):
             self._deadline = time.monotonic() + limit_s
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for completion.
+        """Wait for completion, or raise CollectiveTimeout after ``timeout``; the operation may still complete later.
 
-        Args:
-            timeout: Time limit of this call; None or zero: the operation's own limit.
-
-        Raises:
-            CollectiveTimeout: The time limit has passed. The operation may still complete later.
+        A ``timeout`` of None or zero is the operation's own limit.
         """
         deadline = self._deadline
         if timeout:

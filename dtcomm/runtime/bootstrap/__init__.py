@@ -67,14 +67,7 @@ class Connection:
         self._deferred: list[tuple[DeferredWork, Callable[[], Work]]] = []
 
     def wait(self) -> None:
-        """Connect the ranks, or wait until another thread has done so.
-
-        Raises:
-            CollectiveTimeout: If a rank does not come before the deadline.
-            PeerLost: If the process of a rank is known to have ended.
-            CommunicatorClosed: If the communicator was closed meanwhile.
-            DtcommError: If the ranks cannot agree on a runtime.
-        """
+        """Connect the ranks, or wait until another thread has done so; raises what `Rendezvous.run` does."""
         with self._lock:
             deadline, first = self._deadline, self._deadline is None
             if deadline is None:
@@ -96,10 +89,7 @@ class Connection:
     def start(self, outputs: Sequence[torch.Tensor], start: Callable[[], Work]) -> Work:
         """Start an operation now if the ranks are connected, else as soon as they are.
 
-        Args:
-            outputs: The tensors that receive the result.
-            start: Starts the operation. It may be called in another thread, with the current stream and inference mode
-                of this one.
+        ``start`` may be called in another thread, with the current stream and inference mode of this one.
         """
         with self._lock:
             if not self._complete.is_set():
@@ -128,8 +118,7 @@ class Connection:
     def cancel(self) -> bool:
         """Stop connecting: all that waits for the connection raises CommunicatorClosed.
 
-        Returns:
-            False if the ranks are connected already; the caller then closes what they are connected by.
+        False if the ranks are connected already; the caller then closes what they are connected by.
         """
         with self._lock:
             if self._joined:
@@ -202,12 +191,8 @@ def make_connection(
 ) -> Connection:
     """Return what connects the ranks of a communicator once a call needs them; it waits for no other rank itself.
 
-    Args:
-        communicator: The communicator of several ranks.
-        group: Its process group.
-        name: Distinguishes it from the group's other communicators; equal on all ranks.
-        is_pair: Whether it is of two ranks that send and receive.
-        failed: Called if the ranks could not be connected: later calls need another communicator.
+    ``name`` distinguishes the communicator from others of its group and is equal on all ranks. ``failed`` is called if
+    the ranks could not be connected: later calls need another communicator.
     """
     rank, ranks, device = communicator.rank, communicator.ranks, communicator.device
 

@@ -53,12 +53,7 @@ _KEPT = {"UCX_TCP_CONN_NB": "y"}
 def round_trip_ms(listeners: Sequence[Mapping[str, Any]]) -> list[float]:
     """Measure the round trip to each listener, by the kernel's figures for a connection that is closed at once.
 
-    Args:
-        listeners: Where to connect: "address" and "port".
-
-    Returns:
-        Milliseconds, 0 for listeners that do not answer within two seconds; connecting to those fails later, with
-        the reason.
+    It is 0 for listeners that do not answer within two seconds; connecting to those fails later, with the reason.
     """
     found = _round_trips_ms(listeners)
     # Long ones once more: a busy processor may have delayed an answer.
@@ -134,12 +129,9 @@ def rate_gbit(*measured: float) -> float:
 
 
 def connections(round_trip_ms: float, buffer_bytes: int, gbit: float = REACHED_GBIT) -> int:
-    """Return how many connections carry the payloads between two ranks.
+    """Return how many connections carry the payloads between two ranks, to reach a rate of ``gbit``.
 
-    Args:
-        round_trip_ms: The round trip between them in milliseconds.
-        buffer_bytes: The smaller one of what ``buffer_bytes`` returned on the two.
-        gbit: The rate that they are to reach in Gbit/s.
+    ``buffer_bytes`` is the smaller one of what ``buffer_bytes`` returned on the two.
     """
     if forced := int(env.get("DTCOMM_CONNECTIONS")):
         return forced
@@ -187,13 +179,9 @@ class Ucx(NamedTuple):
 
 
 def open_ucx() -> Ucx:
-    """Open the system's UCX, else that of the package ``libucx``.
+    """Open the system's UCX, else that of the package ``libucx``, once in a process.
 
-    Returns:
-        What was opened, now or earlier in this process.
-
-    Raises:
-        RuntimeError: If there is none, or dtcomm was built without its headers.
+    RuntimeError if there is none, or dtcomm was built without its headers.
     """
     for name, value in _KEPT.items():
         os.environ.setdefault(name, value)
@@ -202,11 +190,7 @@ def open_ucx() -> Ucx:
 
 
 def open_ucx_for_rdma() -> Ucx:
-    """Open UCX if it can use an RDMA device.
-
-    Raises:
-        RuntimeError: If there is no such device or no UCX.
-    """
+    """Open UCX; RuntimeError if there is none, or no RDMA device that it can use."""
     # UCX has threads and takes over parts of malloc: a process that cannot gain from it does not open it.
     if not _RDMA_DEVICES.is_dir() or not any(_RDMA_DEVICES.iterdir()):
         raise RuntimeError("no RDMA device")

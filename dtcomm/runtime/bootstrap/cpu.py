@@ -46,7 +46,7 @@ class _PeerFailed(ConnectionError):
 
 
 class CpuBootstrap:
-    """One rank's part in making a communicator.
+    """One rank's part in making a communicator of the global ranks ``ranks``, of which it is the one at ``rank``.
 
     Attributes:
         runtime: What executes operations, once ``join`` has returned; ``reason`` says why this one.
@@ -57,9 +57,6 @@ class CpuBootstrap:
         epoch: Counts the attempts of the ranks to make this communicator; equal on all ranks.
 
     Args:
-        rank: This rank's position in ``ranks``.
-        ranks: The global ranks that take part.
-        group: Their process group.
         name: Distinguishes this communicator from others of the same group; equal on all ranks.
         deadline: When waiting for the other ranks ends; None: after the group's timeout.
     """
@@ -91,13 +88,10 @@ class CpuBootstrap:
         self._deadline = Deadline(self._timeout) if deadline is None else deadline
 
     def join(self) -> None:
-        """Agree on a runtime with all ranks.
+        """Agree on a runtime with all ranks; raises what `Rendezvous.run` does.
 
-        Raises:
-            CollectiveTimeout: If a rank does not come before the group's timeout.
-            PeerLost: If the process of a rank is known to have ended.
-            CollectiveMismatch: If ranks differ in dtcomm's version or its variables.
-            DtcommError: If what a variable asks for is not possible, or another rank failed.
+        Also CollectiveMismatch if ranks differ in dtcomm's version or its variables, and DtcommError if what a variable
+        asks for is not possible.
         """
         store = group_store(self._group)
         rendezvous = Rendezvous(store, self._name, self.rank, self.ranks, self._deadline)

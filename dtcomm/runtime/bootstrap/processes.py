@@ -52,11 +52,8 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, PeerProcess]] = w
 def has_ended(pid: int, started: str = "") -> bool:
     """Whether a process of this machine is known to have ended: the one question that Python asks about a process.
 
-    ``csrc/engine/process_handle.cpp`` asks it for the engine.
-
-    Args:
-        pid: Its pid, which a later process may get.
-        started: When it started (`own`); empty: not known.
+    ``started`` tells it from a later process with the same pid; empty: not known. ``csrc/engine/process_handle.cpp``
+    asks it for the engine.
     """
     now = _started(pid)
     if now is not None:
@@ -89,8 +86,7 @@ def remember(
 ) -> None:
     """Remember the processes of ranks on this machine; ``processes`` are what they say of themselves.
 
-    Raises:
-        PeerLost: If one has ended since.
+    PeerLost if one has ended since.
     """
     here = machine()
     known = _of_default_group()
@@ -156,17 +152,12 @@ def connect_gloo(
     Args:
         store: The store through which Gloo exchanges addresses. The thread waits in it, also after this call has ended.
         flags: The same store through another client, since one in which a thread waits serves no other.
-        rank: This rank.
-        size: The number of ranks.
         timeout: The timeout of later operations.
-        deadline: When connecting ends.
         check: Called while it waits, raises what is to end the wait.
 
     Returns:
-        The backend, or None if the ranks had not connected shortly before the deadline of one of them.
-
-    Raises:
-        DtcommError: If a connection failed and ``check`` raised nothing soon after.
+        The backend, or None if the ranks had not connected shortly before the deadline of one of them. DtcommError if a
+        connection failed and ``check`` raised nothing soon after.
     """
     result: Future[Any] = Future()
 

@@ -48,14 +48,9 @@ _Key = tuple[int, int]  # a peer, and which of the connections to it
 class ConnectionKeeper:
     """Makes connections of a communicator anew, in a thread of its own, until ``close``.
 
-    Args:
-        native: The communicator, to which this object holds no reference that keeps it alive.
-        rank: This rank.
-        listener: This rank's listener, which is closed with this object.
-        peers: ``Listener.info`` by rank, of the peers with several connections.
-        counts: How many connections there are to each of them, that of short frames included.
-        names: How messages name each rank.
-        timeout_s: How long a connection is tried.
+    It closes ``listener`` with itself and keeps no reference to ``native`` that keeps it alive. ``peers`` are
+    ``Listener.info`` of the peers with several connections, and ``counts`` how many there are, that of short frames
+    included. A connection is tried for ``timeout_s``.
     """
 
     def __init__(

@@ -68,18 +68,11 @@ class _State(int):
 
 
 class Rendezvous:
-    """One rank's part in a rendezvous.
+    """One rank's part in a rendezvous; ``name`` distinguishes it from others through this store, equal on all ranks.
 
     Attributes:
         epoch: The number of the current attempt, equal on all ranks that take part in it.
         prefix: Prefix of the keys of this attempt.
-
-    Args:
-        store: The store that all ranks reach.
-        name: Distinguishes it from other rendezvous through this store; equal on all ranks.
-        rank: The position of this rank in ``global_ranks``.
-        global_ranks: The global ranks that take part.
-        deadline: When waiting for the other ranks ends.
     """
 
     def __init__(
@@ -272,11 +265,8 @@ class StoreExchange:
     sets a key, and the error names the ranks that did not.
 
     Args:
-        store: The store that all ranks reach.
         prefix: Prefix of the keys, equal on all ranks and used by nothing else.
-        rank: The position of this rank in ``global_ranks``.
-        global_ranks: The global ranks that take part; errors name them.
-        deadline: When waiting for the other ranks ends.
+        rank: The position of this rank in ``global_ranks``, which errors name.
         check: Called while it waits; None: nothing but the deadline ends a wait.
         end: Called before a wait fails, so that it fails on all ranks. False: all ranks have come after all.
         blame: Given the global ranks that have not come at the deadline, returns those to name; called before ``end``.
@@ -309,12 +299,7 @@ class StoreExchange:
         self._has_answered = False
 
     def all_gather(self, info: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's ``info``, in rank order.
-
-        Raises:
-            CollectiveTimeout: If ranks do not come before the deadline; it names them.
-            DtcommError: If the store fails.
-        """
+        """Every rank's ``info``, in rank order; CollectiveTimeout names ranks that do not come before the deadline."""
         prefix = f"{self._prefix}/{len(self._rounds)}"
         self._rounds.append(prefix)
         keys = [f"{prefix}/{rank}" for rank in range(self._ranks)]
@@ -382,12 +367,7 @@ class StoreExchange:
             pause = min(pause * 1.25, longest)
 
     def require_same_operation(self, text: str, names: Sequence[str]) -> None:
-        """Compare what the ranks are about to do, and close. All raise CollectiveMismatch if they differ.
-
-        Args:
-            text: What this rank does.
-            names: How the error names each rank.
-        """
+        """Compare what the ranks are about to do, and close. All raise CollectiveMismatch if they differ."""
         texts = [info["operation"] for info in self.all_gather({"operation": text})]
         self.close()
         if len(set(texts)) > 1:

@@ -71,10 +71,7 @@ class Listener:
 
     GLOO_SOCKET_IFNAME names the interface, or several of which the first with an address is used, as for Gloo. If it
     is unset, the address of the host's name is used, else the first interface that is not the loopback.
-    DTCOMM_PORTS limits the ports.
-
-    Raises:
-        OSError: If there is no such interface, or no free port.
+    DTCOMM_PORTS limits the ports. OSError if there is no such interface, or no free port.
     """
 
     def __init__(self) -> None:
@@ -101,7 +98,8 @@ class Listener:
         """Connect to all peers; returns the file descriptors for each.
 
         Of two ranks the higher one connects to the lower one. A rank makes all its own connections before it accepts
-        any, and reads the proofs of those that it called last, so ranks do not wait in a circle.
+        any, and reads the proofs of those that it called last, so ranks do not wait in a circle. OSError names the peer
+        that cannot be reached.
 
         Args:
             rank: This rank.
@@ -110,9 +108,6 @@ class Listener:
             timeout_s: Seconds until all connections must have been made, at most 30.
             check: Called while it waits; raises what ends the wait.
             connections: How many connections to make, by rank; equal on both ends. One to ranks that are not named.
-
-        Raises:
-            OSError: If a peer cannot be reached; it names the peer.
         """
         counts = {peer: (connections or {}).get(peer, 1) for peer in listeners}
         connected: dict[_Key, socket.socket] = {}
@@ -296,11 +291,7 @@ def answer(caller: Caller) -> bool:
 def _require_proof(
     connection: socket.socket, identity: bytes, name: str, deadline: float, check: Callable[[], None]
 ) -> None:
-    """Read the listener's proof that it knows the secret.
-
-    Raises:
-        OSError: If it does not come, or is wrong.
-    """
+    """Read the listener's proof that it knows the secret; OSError if it does not come, or is wrong."""
     proof = b""
     connection.settimeout(_CHECK_SECONDS)
     while len(proof) < PROOF_BYTES:
@@ -319,11 +310,7 @@ def _require_proof(
 
 
 def start_connecting(listener: Mapping[str, Any], name: str) -> socket.socket:
-    """Begin to connect; the socket is writable when the connection is there or has failed.
-
-    Raises:
-        OSError: If it fails at once.
-    """
+    """Begin to connect; the socket is writable when the connection is there or has failed. OSError if at once."""
     address = (listener["address"], listener["port"])
     connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -429,12 +416,7 @@ def nonce() -> bytes:
 
 
 def prove(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of the parts, each of which is preceded by its length.
-
-    Example:
-        >>> len(prove(b"secret", b"listener", b"0"))
-        32
-    """
+    """Return the HMAC of the parts, each of which is preceded by its length."""
     code = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         code.update(_LENGTH.pack(len(part)))

@@ -40,13 +40,10 @@ class FallbackPlan(NamedTuple):
 
 
 class PeerRuntime(StreamRuntime[FusedPlan | FallbackPlan]):
-    """Runs a rank's collectives with fused kernels, and all others with a fallback runtime.
+    """Runs a rank's collectives with fused kernels, and all others with ``fallback``.
 
     Args:
         fused: The fused kernels, with this rank as the only local rank.
-        streams: The device's streams.
-        fallback: Serves calls that have no fused kernel.
-        names: How error messages call the ranks.
         memory: The kind of memory that the ranks reach, for reports.
         buffers: Kept until the runtime is closed, so that the memory stays mapped.
         forced: Refuse calls that have no fused kernel.
@@ -79,8 +76,7 @@ class PeerRuntime(StreamRuntime[FusedPlan | FallbackPlan]):
     def make_plan(self, spec: OpSpec, schedule: Schedule) -> FusedPlan | FallbackPlan:
         """The fused kernels of the operation, or the plan of the fallback runtime.
 
-        Raises:
-            ValueError: There are no fused kernels, and only they are allowed.
+        ValueError if there are no fused kernels, and only they are allowed.
         """
         try:
             return self._fused.prepare(spec, schedule)

@@ -129,10 +129,8 @@ class LoweredSchedule(NamedTuple):
 def lower_for_all_ranks(schedule: Schedule, pushes: bool = False) -> LoweredSchedule:
     """The programs of all ranks: every rank lowers them all, so that all agree on the memory that a call takes.
 
-    With ``pushes``, senders store payloads into the receivers' inboxes, which is proven first.
-
-    Raises:
-        ScheduleError: A payload cannot be pushed to a rank that reads it. The message names rank, step and chunk.
+    With ``pushes``, senders store payloads into the receivers' inboxes, which is proven first: ScheduleError names
+    rank, step and chunk of a payload that cannot be pushed to a rank that reads it.
     """
     ranks = range(schedule.ranks)
     programs = tuple(lower(schedule, rank) for rank in ranks)
@@ -155,19 +153,16 @@ class Launcher(Protocol):
     def plan(self, **spec: Any) -> LaunchFunction:
         """Plan a collective of one shape; ``spec`` are the arguments of ``_cuda.FusedPlan``.
 
-        The function that is returned launches it after the work already queued on the current stream.
-
-        Raises:
-            ValueError: There is no kernel for it; the message names the field.
+        The function that is returned launches it after the work already queued on the current stream. ValueError names
+        the field for which there is no kernel.
         """
 
 
 class EmulatorLauncher:
     """Runs kernels on the CPU, with all ranks in this process.
 
-    Args:
-        seed: Decides the order in which the kernels' threads run; it grows by one with each launch.
-        absent: A rank whose kernels never start; -1 for none.
+    ``seed`` decides the order in which the kernels' threads run; it grows by one with each launch. The kernels of the
+    rank ``absent`` never start; -1 for none.
     """
 
     def __init__(self, seed: int = 0, absent: int = -1) -> None:
@@ -276,8 +271,8 @@ class FusedRanks:
         memory: The address of each rank's reachable memory, for all ranks of the group.
         pads: For each local rank the int32 word in which kernels record a missing rank.
         first_rank: The first local rank.
-        local_ranks: Number of local ranks: 1 in a process of its own, or all of them as virtual ranks.
-        timeout_ns: Nanoseconds for which a kernel waits for one signal.
+        local_ranks: 1 in a process of its own, or all of them as virtual ranks.
+        timeout_ns: How long a kernel waits for one signal.
         pushes: Whether kernels of lowered schedules store payloads into the receivers' memory, so that no rank loads
             from a peer's, as those of the direct algorithms always do. The same on all ranks.
     """
@@ -304,8 +299,7 @@ class FusedRanks:
     def prepare(self, spec: OpSpec, schedule: Schedule | None = None) -> FusedPlan:
         """Plan calls of this shape; ``schedule`` is needed unless the algorithm is one of ``ALGORITHMS``.
 
-        Raises:
-            NoFusedKernel: There is no kernel, for a reason that is the same on all ranks.
+        NoFusedKernel if there is none, for a reason that is the same on all ranks.
         """
         reason = why_not(spec, self.ranks, schedule)
         if reason:
@@ -337,13 +331,10 @@ class FusedRanks:
     def launch(
         self, plan: FusedPlan, buffers: Sequence[Sequence[Buffers]], epilogues: Sequence[FusedEpilogue] = ()
     ) -> None:
-        """Queue a call on the current stream.
+        """Queue a call on the current stream, with the buffers of each part for each local rank.
 
-        Args:
-            plan: The plan of the call's shape.
-            buffers: For each local rank the buffers of each part.
-            epilogues: For each local rank what is added to its sum; needs a plan that ``fuses_epilogue`` and has one
-                part.
+        ``epilogues``: for each local rank what is added to its sum; needs a plan that ``fuses_epilogue`` and has one
+        part.
         """
         epilogues = epilogues or [NO_EPILOGUE] * len(buffers)
         features = epilogues[0].features
@@ -445,11 +436,7 @@ def _stays_inside(part: TensorSpec, direct: bool, schedule: Schedule | None) -> 
 
 
 def plan_inboxes(programs: Sequence[Program]) -> tuple[Inbox, ...]:
-    """Return the inbox of each rank: a place for every payload that a `Send` makes available to it.
-
-    Args:
-        programs: The programs of all ranks, by rank.
-    """
+    """Return the inbox of each rank: a place for every payload that a `Send` makes available to it."""
     places: list[list[tuple[int, int]]] = [[] for _ in programs]
     for owner, program in enumerate(programs):
         for instruction in program.instructions:
@@ -462,19 +449,12 @@ def plan_inboxes(programs: Sequence[Program]) -> tuple[Inbox, ...]:
 def verify_inboxes(
     programs: Sequence[Program], step_of: Sequence[Sequence[int]], steps: int, inboxes: Sequence[Inbox]
 ) -> None:
-    """Prove that ranks which only store into their peers' memory can execute the programs.
+    """Prove that ranks which only store into their peers' memory can execute the programs of a verified schedule.
 
     The proof covers that every payload of a peer is read from the reader's own inbox, that it was pushed there before,
-    in a step whose signal the reader has waited for, and that no place is written twice.
-
-    Args:
-        programs: The programs of all ranks, by rank; of a verified schedule.
-        step_of: For each rank the step of each instruction (`steps`).
-        steps: Steps of the schedule. Instructions of later steps run in the last one.
-        inboxes: The inbox of each rank.
-
-    Raises:
-        ScheduleError: If a property does not hold. The message names rank, step and chunk.
+    in a step whose signal the reader has waited for, and that no place is written twice. ``step_of`` is the step of
+    each rank's instructions; those of steps behind ``steps`` run in the last one. ScheduleError names rank, step and
+    chunk.
     """
     for rank, inbox in enumerate(inboxes):
         if len(set(inbox)) < len(inbox):

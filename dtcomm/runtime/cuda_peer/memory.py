@@ -85,9 +85,7 @@ def visible_gpu_ids() -> list[str]:
 def nvlinks_of(gpu: int, ids: Sequence[str]) -> list[str] | None:
     """The ids of the GPUs that NVLink connects with this one, directly or through a switch; None where it is unknown.
 
-    Args:
-        gpu: The index of a GPU that this process sees.
-        ids: The ids of all GPUs that it sees.
+    ``gpu`` is the index of a GPU that this process sees, ``ids`` are the ids of all that it sees.
     """
     links = torch_compat.nvlinks(gpu)
     if links is None:
@@ -96,11 +94,7 @@ def nvlinks_of(gpu: int, ids: Sequence[str]) -> list[str] | None:
 
 
 def why_pushed(gpus: Sequence[dict[str, Any]]) -> str:
-    """Why ranks should not load from their peers' memory; empty where NVLink connects all pairs of GPUs.
-
-    Args:
-        gpus: ``describe_gpu`` of every rank.
-    """
+    """Why ranks should not load from their peers' memory; empty where NVLink connects all pairs of GPUs."""
     for rank, gpu in enumerate(gpus):
         for peer, other in enumerate(gpus):
             if other["id"] == gpu["id"]:
@@ -114,12 +108,9 @@ def why_pushed(gpus: Sequence[dict[str, Any]]) -> str:
 
 
 def why_not_peers(gpus: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]], forced: bool) -> str:
-    """Why fused kernels cannot serve the ranks; empty if they can.
+    """Why fused kernels cannot serve the ranks, of which ``groups`` are those of each host; empty if they can.
 
-    Args:
-        gpus: ``describe_gpu`` of every rank.
-        groups: The ranks of each host.
-        forced: Allow what works but is slow: several ranks on one GPU.
+    ``gpus`` are ``describe_gpu`` of every rank. ``forced`` allows what works but is slow: several ranks on one GPU.
     """
     if len(groups) > 1:
         return f"the ranks are on {len(groups)} hosts"
@@ -147,16 +138,7 @@ def map_peers(
     rank: int,
     gpu_ids: Sequence[str],
 ) -> tuple[PeerBuffers | None, str]:
-    """Allocate memory that all ranks reach; every rank of the group calls it and gets the same outcome.
-
-    Args:
-        exchange: Exchanges information between the ranks.
-        names: How error messages call the ranks.
-        group: The ranks' process group.
-        device: This rank's GPU.
-        size: Bytes of memory for each rank.
-        rank: This rank.
-        gpu_ids: The ids of all ranks' GPUs.
+    """Allocate ``size`` bytes for each rank that all ranks reach; every rank calls it and gets the same outcome.
 
     Returns:
         The memory, or None, and why a better kind of memory, or any, is not available.

@@ -128,6 +128,8 @@ class NativeRuntime:
     ) -> None:
         """Connect to all ranks.
 
+        OSError if the system refuses to connect to a rank; RuntimeError if a rank's memory is not what it announced.
+
         Args:
             addresses: ``address`` of every rank.
             names: How errors name each rank.
@@ -135,10 +137,6 @@ class NativeRuntime:
             ranks_of_host: All ranks of this host, also those of other communicators.
             sockets: Connected sockets by rank, for ranks whose memory is not mapped; the engine owns them from now on.
             inside: The ranks of this host; None: all.
-
-        Raises:
-            OSError: If the system refuses to connect to a rank.
-            RuntimeError: If a rank's memory is not what it announced.
         """
         sockets = sockets or {}
         inside = range(self.ranks) if inside is None else inside
@@ -170,14 +168,9 @@ class NativeRuntime:
     def connect_ucx(self, addresses: Sequence[bytes], ucx: Mapping[str, Any]) -> None:
         """Send payloads between ranks that share no memory through UCX; to be called after ``attach``.
 
-        The connections are ready when ``native.ucx_is_connected`` returns true.
-
-        Args:
-            addresses: ``native.make_ucx_address`` of every rank.
-            ucx: What ``info`` reports of UCX.
-
-        Raises:
-            RuntimeError: If UCX has no transport to a rank.
+        ``addresses`` are ``native.make_ucx_address`` of every rank, ``ucx`` is what ``info`` reports of UCX. The
+        connections are ready when ``native.ucx_is_connected`` returns true. RuntimeError if UCX has no transport to a
+        rank.
         """
         self.native.connect_ucx(addresses)
         self.transport = self.transport.replace("sockets", "ucx")

@@ -55,12 +55,8 @@ def slot_bytes(threads: int) -> int:
 def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads: int = 1) -> Variants:
     """The ways in which ranks that share memory may carry out an operation.
 
-    Args:
-        spec: The operation.
-        ranks: Of the communicator.
-        single_copy: Whether all ranks may copy out of each other's memory.
-        trials: Whether the engine may try variants.
-        threads: Threads that each rank may use; equal on all ranks.
+    ``single_copy``: all ranks may copy out of each other's memory. ``trials``: the engine may try variants. ``threads``
+    are those that each rank may use; equal on all ranks.
     """
     input_bytes, output_bytes = _bytes_of_tensors(spec, ranks)
     # Where the result takes the input's place, its memory has just been read.
@@ -142,12 +138,9 @@ def can_use_single_copy(spec: OpSpec) -> bool:
 
 
 def why_no_single_copy(native: _C.NativeCommunicator, transport: str, emulates_link: bool) -> str:
-    """Why single copy is not possible between this rank and its peers; empty if it is.
+    """Why single copy is not possible between this rank and its attached peers; empty if it is.
 
-    Args:
-        native: The engine, attached to its peers.
-        transport: How the ranks reach each other: "memory", "sockets" or both.
-        emulates_link: Whether DTCOMM_LINK emulates a link inside the host, which single copy would not go over.
+    ``emulates_link``: DTCOMM_LINK emulates a link inside the host, which single copy would not go over.
     """
     if env.get("DTCOMM_SINGLE_COPY") == "off":
         return "DTCOMM_SINGLE_COPY=off"
@@ -238,12 +231,7 @@ def usable_cores() -> int:
 
 
 def local_ranks(ranks: int, world_size: int) -> int:
-    """Return how many ranks this host has at least, as far as a rank knows it by itself.
-
-    Args:
-        ranks: The ranks of the communicator.
-        world_size: All ranks of the job.
-    """
+    """Return how many ranks this host has at least, as far as a rank of a job of ``world_size`` knows it by itself."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     if value.isdecimal():
         return int(value)
@@ -260,11 +248,6 @@ def cores_per_rank(affinities: Sequence[Collection[int]], ranks: int, machine: i
         affinities: The cores that each rank of the communicator on this host may run on.
         ranks: All ranks of the host, also those of other communicators.
         machine: All cores of the host.
-
-    Example:
-        Two of four ranks on a machine with two cores::
-
-            assert cores_per_rank([{0, 1}, {0, 1}], ranks=4, machine=2) == 0.5
     """
     cores = len(set[int]().union(*affinities))
     overlap = sum(map(len, affinities)) > cores
@@ -275,9 +258,8 @@ def threads_per_rank(affinities: Sequence[Collection[int]], usable: int, ranks: 
     """Return with how many threads a rank of a host works.
 
     Args:
-        affinities: The cores that each rank of the communicator on this host may run on.
+        affinities, ranks: As in `cores_per_rank`.
         usable: The cores that they may use together, as far as a CPU quota limits them.
-        ranks: All ranks of the host, also those of other communicators.
     """
     chosen = int(env.get("DTCOMM_THREADS"))
     if chosen:

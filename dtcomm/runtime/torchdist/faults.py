@@ -42,11 +42,7 @@ _watched: set[Watched] = set()
 class FaultAttribution:
     """Turns a backend's error about one peer into an error about the rank that caused it.
 
-    Args:
-        group: The group or backend that the messages belong to.
-        names: How errors name each rank.
-        timeout_s: The timeout that errors mention.
-        store: Where ranks record whom they gave up on; None: the group's own store, if it has one.
+    ``store`` is where ranks record whom they gave up on; None: the group's own store, if it has one.
     """
 
     def __init__(self, group: Any, names: Sequence[str], timeout_s: float, store: Any = None) -> None:

@@ -138,12 +138,8 @@ class RoundsPlan:
         sent_bytes: Bytes that this rank sends in one call; the padding of an all_gather is not counted.
 
     Args:
-        spec: The operation.
-        schedule: Its schedule.
-        rank: This rank.
         message_bytes: Payload bytes of a chunk that a piece takes at least; 0: chosen by size for a device.
         collectives: Whether steps may become collectives of the group; otherwise all are messages.
-        lookahead: See ``order``.
     """
 
     def __init__(

@@ -70,12 +70,9 @@ class QueuedOp:
 
 
 class TorchDistRuntime(StreamRuntime[RoundsPlan]):
-    """Executes operations on tensors of ``streams.device`` over ``transport``.
+    """Executes operations on tensors of ``streams.device`` over ``transport``, which it closes.
 
     Args:
-        transport: What moves the bytes; the runtime closes it.
-        streams: The streams of the tensors' device.
-        rank: This rank.
         message_bytes: Payload bytes of a chunk that a piece takes at least; 0: DTCOMM_PIECE_KIB, or chosen by size.
         compare: Called before each operation with its text and a value whose ``repr`` must be equal on all ranks;
             raises if ranks differ.

@@ -101,13 +101,7 @@ class Transport:
 
 
 class NcclTransport(Transport):
-    """Collectives and messages of a private backend, queued on its own stream.
-
-    Args:
-        backend: A NCCL backend that carries nothing else. Tests use Gloo on CPU tensors.
-        name: Its name, for reports.
-        device: The device of the tensors.
-    """
+    """Collectives and messages of a private NCCL backend, queued on its own stream. Tests use Gloo on CPU tensors."""
 
     def __init__(self, backend: Any, name: str, device: torch.device) -> None:
         self._backend = backend
@@ -253,9 +247,7 @@ class GlooTransport(Transport):
     def require_same_operation(self, text: str, value: object) -> None:
         """Compare what the ranks are about to do, for DTCOMM_CHECK=1; all raise CollectiveMismatch if they differ.
 
-        Args:
-            text: What this rank does, for the error; truncated if it is long.
-            value: What is compared, by its ``repr``.
+        What is compared is the ``repr`` of ``value``. ``text`` is for the error; truncated if it is long.
         """
         digest = hashlib.blake2b(repr(value).encode(), digest_size=HEADER_BYTES - TEXT_BYTES).digest()
         header = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0") + digest
