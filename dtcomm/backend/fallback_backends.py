@@ -157,6 +157,19 @@ class FallbackWork(dist.Work):
         super().__init__()
         self._work = work
         self._translate = translate
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outputs: list[torch.Tensor] | None = None  # None: those of the backend's handle
+
+    def copy_when_done(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], outputs: list[torch.Tensor]
+    ) -> None:
+        """Copy CPU tensors into the caller's before a caller sees the result; ``pairs`` are (caller's, copy)."""
+        self._copied, self._outputs = pairs, outputs
+
+    def _copy(self) -> None:
+        pairs, self._copied = self._copied, []
+        for tensor, copy in pairs:
+            tensor.detach().copy_(copy)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
@@ -166,10 +179,13 @@ class FallbackWork(dist.Work):
             if translated is error:
                 raise
             raise translated from error
+        self._copy()
         return completed
 
     def is_completed(self) -> bool:
         completed: bool = self._work.is_completed()
+        if completed:
+            self._copy()
         return completed
 
     def is_success(self) -> bool:
@@ -181,17 +197,27 @@ class FallbackWork(dist.Work):
 
     def synchronize(self) -> None:
         self._work.synchronize()
+        if self._copied:
+            self.wait()
 
     def block_current_stream(self) -> None:
         self._work.block_current_stream()
 
     def result(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = self._work.result()
-        return tensors
+        return tensors if self._outputs is None else self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = self._work.get_future()
-        return future
+        if self._outputs is None:
+            return future
+
+        def copy(done: torch.futures.Future[Any]) -> list[torch.Tensor] | None:
+            done.value()
+            self._copy()
+            return self._outputs
+
+        return future.then(copy)
 
 
 # --- which rank has died -----------------------------------------------------------------

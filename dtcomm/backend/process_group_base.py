@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm.backend.fallback_backends import FallbackBackends
+from dtcomm.backend.fallback_backends import CPU, FallbackBackends
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.torch_compat import exclude_from_compilation
 from dtcomm.work import COMPLETED, CompositeWork, TorchWork, Work
@@ -49,6 +49,29 @@ class ProcessGroupBase(dist.ProcessGroup):
     ) -> dist.Work:
         """Carry out an operation with the fallback backend for ``device``, and count it."""
         return self._fallbacks.run(operation, reason, device, call)
+
+    def _fall_back_contiguous(
+        self,
+        operation: str,
+        reason: str,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        call: Callable[[Any, list[torch.Tensor], list[torch.Tensor]], Any],
+    ) -> dist.Work:
+        """As `_fall_back`, on contiguous copies of CPU tensors with gaps: Gloo ignores strides.
+
+        ``call`` receives the process group of the fallback, the outputs and the inputs.
+        """
+        device = next((tensor.device for tensor in (*outputs, *inputs)), CPU)
+        dense_outputs = [_contiguous(tensor) for tensor in outputs]
+        dense_inputs = [_contiguous(tensor) for tensor in inputs]
+        work = self._fallbacks.run(
+            operation, reason, device, lambda group: call(group, dense_outputs, dense_inputs)
+        )
+        copied = [pair for pair in zip(outputs, dense_outputs, strict=True) if pair[0] is not pair[1]]
+        if copied:
+            work.copy_when_done(copied, list(outputs))
+        return work
 
     def _make_work(
         self,
@@ -122,11 +145,18 @@ MAX_RETAINED_BYTES = 64 * 2**20  # the largest staging buffer that is kept betwe
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as one dimension: a view if the tensor is contiguous, otherwise a copy."""
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.reshape(-1)
+    """Return the elements as one contiguous dimension: a view if the tensor is contiguous, otherwise a copy."""
+    # reshape alone returns a view with gaps for a column of a matrix
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense CPU tensor, or a contiguous copy if it has gaps; other tensors unchanged."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        return tensor
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return flatten(tensor).view(tensor.shape)
 
 
 def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,6 +178,8 @@ def joined_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if (
             tensor.data_ptr() != address
             or not tensor.is_contiguous()
+            or tensor.is_conj()
+            or tensor.is_neg()
             or tensor.dtype != first.dtype
             or tensor.untyped_storage().data_ptr() != storage
         ):

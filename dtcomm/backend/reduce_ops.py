@@ -100,8 +100,12 @@ class ReduceOps(ProcessGroupBase):
         reason = _native_unsupported_reason(op, [tensor])
         if reason:
             op_or_opts = opts if hasattr(opts, "reduceOp") else op
-            return self._fall_back(
-                "all_reduce", reason, tensor.device, lambda group: group.allreduce([tensor], op_or_opts)
+            return self._fall_back_contiguous(
+                "all_reduce",
+                reason,
+                [tensor],
+                [],
+                lambda group, outputs, _: group.allreduce(outputs, op_or_opts),
             )
         flat = flatten(tensor)  # strides may differ between ranks: elements are sent in logical order
         work = collectives.all_reduce(flat, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts))
@@ -111,9 +115,12 @@ class ReduceOps(ProcessGroupBase):
         op = _reduce_op(opts)
         reason = _native_unsupported_reason(op, tensors)
         if reason:
-            device = tensors[0].device if tensors else torch.device("cpu")
-            return self._fall_back(
-                "all_reduce_coalesced", reason, device, lambda group: group.allreduce_coalesced(tensors, opts)
+            return self._fall_back_contiguous(
+                "all_reduce_coalesced",
+                reason,
+                tensors,
+                [],
+                lambda group, outputs, _: group.allreduce_coalesced(outputs, opts),
             )
         flats = [flatten(tensor) for tensor in tensors]
         work = collectives.all_reduce_coalesced(
@@ -141,7 +148,14 @@ class ReduceOps(ProcessGroupBase):
         tensor, root = tensors[0], root_rank(opts)
         reason = _native_unsupported_reason(op, tensors)
         if reason:
-            return self._fall_back("reduce", reason, tensor.device, lambda group: group.reduce(tensors, opts))
+            outputs, inputs = (tensors, ()) if root == self.rank() else ((), tensors)
+            return self._fall_back_contiguous(
+                "reduce",
+                reason,
+                outputs,
+                inputs,
+                lambda group, outputs, inputs: group.reduce(outputs or inputs, opts),
+            )
         flat = flatten(tensor)
         work = collectives.reduce(
             flat, self._ranks[root], _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
@@ -162,11 +176,12 @@ class ReduceOps(ProcessGroupBase):
         op = _reduce_op(opts)
         reason = _native_unsupported_reason(op, [output, *inputs])
         if reason:
-            return self._fall_back(
+            return self._fall_back_contiguous(
                 "reduce_scatter",
                 reason,
-                output.device,
-                lambda group: group.reduce_scatter(output_tensors, input_tensors, opts),
+                [output],
+                inputs,
+                lambda group, outputs, inputs: group.reduce_scatter(outputs, [inputs], opts),
             )
         require_alike(inputs, output, self.size(), "reduce_scatter", "input_tensors")
         joined = joined_view(inputs)
@@ -189,11 +204,12 @@ class ReduceOps(ProcessGroupBase):
         op = _reduce_op(opts)
         reason = _native_unsupported_reason(op, [output, input])
         if reason:
-            return self._fall_back(
+            return self._fall_back_contiguous(
                 "reduce_scatter_single",
                 reason,
-                output.device,
-                lambda group: group._reduce_scatter_base(output, input, opts),
+                [output],
+                [input],
+                lambda group, outputs, inputs: group._reduce_scatter_base(outputs[0], inputs[0], opts),
             )
         return self._reduce_scatter_flat(output, flatten(input), op, opts, timeout)
 
@@ -205,11 +221,12 @@ class ReduceOps(ProcessGroupBase):
         op = _reduce_op(opts)
         reason = _native_unsupported_reason(op, [*outputs, *inputs])
         if reason:
-            return self._fall_back(
+            return self._fall_back_contiguous(
                 "reduce_scatter_single_coalesced",
                 reason,
-                outputs[0].device,
-                lambda group: group.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
+                outputs,
+                inputs,
+                lambda group, outputs, inputs: group.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
             )
         collective = functools.partial(collectives.reduce_scatter_coalesced, op=_NATIVE_OPS[hash(op)])
         return self._run_coalesced(outputs, inputs, collective, opts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,11 +115,52 @@ def _all_to_all(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> A
 
 
 def _strided(shape: Any, dtype: Any, rank: int, group: Any, later: bool) -> Any:
-    """Outputs with gaps and permuted dimensions. Gloo takes them for all_gather only: expected values are computed."""
+    """Outputs with gaps and permuted dimensions. Gloo gets contiguous copies."""
     tensor = _values((4, 6), dtype, rank)
     outputs = [torch.empty((6, 4), dtype=dtype).t() for _ in range(dist.get_world_size())]
     _wait(dist.all_gather(outputs, tensor.clone(), group=group, async_op=later))
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        for make_view in _VIEWS:
+            outputs += _reductions_of(
+                functools.partial(_view, make_view, dtype, rank, group), op, rank, group, later
+            )
+    for make_view in _VIEWS:
+        view = _view(make_view, dtype, rank, group)
+        _wait(dist.broadcast(view, 1, group=group, async_op=later))
+        gathered = torch.empty(dist.get_world_size() * view.shape[0], *view.shape[1:], dtype=dtype)
+        _wait(dist.all_gather_into_tensor(gathered, view, group=group, async_op=later))
+        received = _view(make_view, dtype, rank, group)
+        if rank == 0:
+            dist.send(view, 1, group=group)
+        elif rank == 1:
+            dist.recv(received, 0, group=group)
+        outputs += [view, gathered, received]
     return outputs
+
+
+# a column, an inner block, the block transposed
+_VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda matrix: matrix[:, 0],
+    lambda matrix: matrix[:, 1:3],
+    lambda matrix: matrix[:, 1:3].t(),
+)
+
+
+def _view(make_view: Callable[[torch.Tensor], torch.Tensor], dtype: Any, rank: int, group: Any) -> Any:
+    """Return a view with gaps for the backend, and a contiguous copy for Gloo, which ignores strides."""
+    view = make_view(_values((6, 4), dtype, rank + 1))
+    return view if group is None else view.contiguous()
+
+
+def _reductions_of(make: Callable[[], Any], op: Any, rank: int, group: Any, later: bool) -> list[Any]:
+    summed, reduced, shard = make(), make(), make()
+    _wait(dist.all_reduce(summed, op, group=group, async_op=later))
+    _wait(dist.reduce(reduced, 1, op, group=group, async_op=later))
+    inputs = [make() for _ in range(dist.get_world_size())]
+    _wait(dist.reduce_scatter(shard, inputs, op, group=group, async_op=later))
+    future_of = dist.all_reduce(second := make(), op, group=group, async_op=True).get_future()
+    (value,) = future_of.wait()
+    return [summed, *([reduced] if rank == 1 else []), shard, second, value.clone()]
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
