@@ -34,10 +34,7 @@ TargetT = TypeVar("TargetT", bound=Callable[..., Any])
 def suggest(given: object, valid: Iterable[str], in_context: Callable[[str], str] = str) -> str:
     """Return `` (did you mean 'int8'?)`` with the valid name that is most like ``given``; empty if none is.
 
-    Args:
-        given: What was given.
-        valid: The valid names.
-        in_context: Turns the name into what the caller should write.
+    ``in_context`` turns the name into what the caller should write.
     """
     names, wanted = list(valid), str(given)
     # A beginning counts more than likeness: "fp8" means "fp8_e4m3", not "mxfp8".
@@ -56,17 +53,7 @@ def _most_like(wanted: str, names: list[str]) -> list[str]:
 
 
 def require_int(name: str, value: object, least: int | None = None) -> None:
-    """Require an integer, of at least ``least``.
-
-    Args:
-        name: The argument, for the error.
-        value: What was given.
-        least: The smallest valid value; None: any.
-
-    Raises:
-        TypeError: ``value`` is no integer.
-        ValueError: It is too small.
-    """
+    """Require an integer (TypeError), of at least ``least`` (ValueError); None: any. Errors call it ``name``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if least is not None and value < least:
@@ -80,16 +67,7 @@ def require_bool(name: str, value: object) -> None:
 
 
 def complete_options(function: str, given: Mapping[str, object], defaults: OptionsT) -> OptionsT:
-    """Return the options of a call, those that were not given with their defaults.
-
-    Args:
-        function: The function, for the error.
-        given: What the caller gave.
-        defaults: All options, with their defaults.
-
-    Raises:
-        TypeError: An option is unknown.
-    """
+    """Return the options of a call, those that were not given with their defaults; TypeError if one is unknown."""
     for name in given:
         if name not in defaults:
             raise TypeError(
@@ -101,12 +79,8 @@ def complete_options(function: str, given: Mapping[str, object], defaults: Optio
 def shares_options(defaults: Mapping[str, object], options: type) -> Callable[[TargetT], TargetT]:
     """Show shared options in the signature and in the docstring of a function or class that takes ``**options``.
 
-    The docstring of ``options`` explains them under ``Attributes:``. It may explain other arguments of the functions
-    too, which are added to those docstrings that do not explain them, in the order of the signature.
-
-    Args:
-        defaults: All options, with their defaults.
-        options: The ``TypedDict`` of the options.
+    The docstring of the ``TypedDict`` ``options`` explains them under ``Attributes:``. It may explain other arguments
+    of the functions too, which are added to those docstrings that do not explain them, in the order of the signature.
     """
     texts = _split_entries(_entries(options, "Attributes"))
 

@@ -249,11 +249,7 @@ EXTERNAL: dict[str, str] = {
 
 
 def get(name: str) -> str:
-    """The value of a variable, or its default.
-
-    Raises:
-        ValueError: If the value is not valid; the message names the variable and the valid values.
-    """
+    """The value of a variable, or its default; ValueError names the variable and the valid values."""
     variable = VARIABLES[name]
     value = os.environ.get(name, variable.default)
     if variable.choices and value not in variable.choices:
@@ -279,11 +275,7 @@ def shared() -> dict[str, str]:
 
 
 def ports() -> range:
-    """The ports that DTCOMM_PORTS allows to listen on; port 0, of which the kernel makes one, if it is not set.
-
-    Raises:
-        ValueError: If the variable's value is not valid.
-    """
+    """The ports that DTCOMM_PORTS allows to listen on; port 0, of which the kernel makes one, if it is not set."""
     text = get("DTCOMM_PORTS")
     return _ports(text) if text else range(1)
 
@@ -297,8 +289,7 @@ def tune_file() -> Path:
 def tune_text() -> str:
     """The contents of the table that DTCOMM_TUNE names, or of the user's own; empty if there is none.
 
-    Raises:
-        ValueError: If the file cannot be read.
+    ValueError if the file cannot be read.
     """
     chosen = get("DTCOMM_TUNE")
     if chosen == "off":
@@ -313,11 +304,7 @@ def tune_text() -> str:
 
 
 def links_text() -> str:
-    """The contents of the file that DTCOMM_LINKS names; empty if there is none.
-
-    Raises:
-        ValueError: If the file cannot be read.
-    """
+    """The contents of the file that DTCOMM_LINKS names; empty if there is none. ValueError if it cannot be read."""
     chosen = get("DTCOMM_LINKS")
     if not chosen:
         return ""

@@ -174,12 +174,10 @@ GroupOrMesh = dist.ProcessGroup | DeviceMesh
 
 
 class _Gradient(NamedTuple):
-    """The part of a gradient that this rank has.
+    """The part of a gradient that this rank has; None if the parameter has no gradient here.
 
-    Attributes:
-        local: The part; None if the parameter has no gradient here.
-        groups: Names of the groups whose ranks have other parts of it.
-        patterns: Indices of the entries of ``sharded`` that it matches.
+    The ranks of ``groups`` have other parts of it. ``patterns`` are the indices of the entries of ``sharded`` that it
+    matches.
     """
 
     local: torch.Tensor | None

@@ -294,12 +294,6 @@ def exclude_from_compilation(function: Function) -> Function:
     """Keep torch.compile from tracing a function and what it calls: a compiled caller has a graph break there.
 
     ``torch.compiler.disable`` does the same but imports the compiler, which takes seconds.
-
-    Args:
-        function: A function written in Python.
-
-    Returns:
-        The same function.
     """
     assert isinstance(function, FunctionType)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # callers that are traced
@@ -312,13 +306,8 @@ def exclude_from_compilation(function: Function) -> Function:
 def constant_when_compiled(function: Function) -> Function:
     """Let torch.compile call a function once for each call site and put its result into the compiled code.
 
-    ``torch.compiler.assume_constant_result`` does the same but imports the compiler, which takes seconds.
-
-    Args:
-        function: A function whose arguments at one call site are the same at every call.
-
-    Returns:
-        The same function.
+    Its arguments at one call site are the same at every call. ``torch.compiler.assume_constant_result`` does the same
+    but imports the compiler, which takes seconds.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

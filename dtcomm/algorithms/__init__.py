@@ -189,15 +189,9 @@ def available(collective: str) -> tuple[str, ...]:
 
 
 def require(name: str, collective: str, besides: tuple[str, ...] = ()) -> None:
-    """Check that a collective has an algorithm of this name.
+    """Check that a collective has an algorithm of this name, or that it is one of ``besides``, such as ``"auto"``.
 
-    Args:
-        name: The algorithm's name.
-        collective: The collective's name.
-        besides: Further names to accept, such as ``"auto"``.
-
-    Raises:
-        ValueError: If the name is not valid. The message lists the valid names.
+    The ValueError lists the valid names.
     """
     names = (*besides, *available(collective))
     kind, colon, levels = name.partition(":")

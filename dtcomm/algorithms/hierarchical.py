@@ -82,11 +82,7 @@ def reduce(hosts: Hosts, root: int, inside: LevelBuilder, between: LevelBuilder)
 
 
 def ranks_by_host(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host.
-
-    Raises:
-        ValueError: If sizes are not positive, or the ranks are not 0 … n - 1, each once.
-    """
+    """Return the ranks of each host; ValueError if sizes are not positive, or ranks not 0 … n - 1, each once."""
     groups: list[tuple[int, ...]] = []
     for host in hosts:
         start = sum(map(len, groups))

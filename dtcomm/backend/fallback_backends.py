@@ -34,12 +34,7 @@ _log = logging.getLogger("dtcomm.backend")
 
 @dataclass
 class FallbackCounts:
-    """Counts the operations of one group that other backends carried out.
-
-    Attributes:
-        name: Name of the group.
-        counts: (operation, backend, reason) → number of calls.
-    """
+    """Counts the operations of one group that other backends carried out: (operation, backend, reason) → calls."""
 
     name: str
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -59,16 +54,10 @@ class _Fallback(NamedTuple):
 
 
 class FallbackBackends:
-    """The fallback backends of one process group.
+    """The fallback backends of one process group, which count what they carry out in ``counts``.
 
-    Args:
-        store: The group's store.
-        rank: This rank in the group.
-        size: Number of ranks of the group.
-        timeout: Timeout of operations.
-        counts: Where fallbacks are counted.
-        communicator: Returns the group's communicator, or None before the first native operation; it knows the ranks'
-            process ids.
+    ``communicator`` returns the group's communicator, or None before the first native operation; it knows the ranks'
+    process ids.
     """
 
     def __init__(

@@ -40,11 +40,9 @@ class ReceiveWork(TorchWork):
     waiting thread.
 
     Attributes:
-        tensor: The tensor to fill.
-        bytes: Its memory, or that of a contiguous copy, as bytes.
+        bytes: The memory of the tensor to fill, or that of a contiguous copy, as bytes.
         wanted_source: The sender's rank in the group; None accepts any.
         source: The rank in the group of the actual sender, -1 while it is unknown.
-        tag: The tag to match.
     """
 
     def __init__(
@@ -90,10 +88,8 @@ class ReceiveWork(TorchWork):
 class PeerInbox:
     """The messages from one rank. All methods are called with the matcher's lock held.
 
-    Attributes:
-        peer: The sender's rank in the group.
-        work: The engine's receive in progress, of a header or of the message that it announced.
-        error: The error after which no more messages will arrive.
+    ``work`` is the engine's receive in progress, of a header or of the message that it announced. After ``error`` no
+    more messages will arrive.
     """
 
     def __init__(self, matcher: MessageMatcher, peer: int) -> None:

@@ -45,8 +45,7 @@ _groups: weakref.WeakSet[DtcommProcessGroup] = weakref.WeakSet()  # all groups, 
 def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
     """Create a process group; torch calls this in ``init_process_group`` and ``new_group``.
 
-    Raises:
-        TypeError: ``pg_options`` were passed; the backend has none.
+    TypeError if ``pg_options`` were passed; the backend has none.
     """
     if backend_options is not None:
         raise TypeError(f"pg_options: the backend dtcomm has none, got {type(backend_options).__name__}")
@@ -58,12 +57,7 @@ def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
 
 
 class DtcommProcessGroup(ReduceOps, GatherOps):
-    """A process group that communicates through dtcomm.
-
-    Attributes:
-        timeout: Timeout of operations.
-        closed: Whether the group was shut down.
-    """
+    """A process group that communicates through dtcomm."""
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         # torch's constructor with a store makes a group that Python cannot extend.
@@ -340,17 +334,9 @@ def _monitored_barrier(
 ) -> None:
     """Wait until all ranks of the group have called this; rank 0 collects the arrivals and answers.
 
-    The ranks communicate through the store alone, so that it works when nothing else does.
-
-    Args:
-        group: The process group.
-        store: Its store.
-        number: The number of the group's barriers so far, which keeps their keys apart.
-        timeout: How long rank 0 waits.
-        wait_all_ranks: Name all missing ranks instead of the first one.
-
-    Raises:
-        CollectiveTimeout: Ranks are missing; raised on rank 0, which names them, and on the ranks that arrived.
+    The ranks communicate through the store alone, so that it works when nothing else does. ``number`` keeps the keys of
+    the group's barriers apart. CollectiveTimeout is raised on rank 0, which names the first missing rank, or all with
+    ``wait_all_ranks``, and on the ranks that arrived.
     """
     rank, size, ranks = group.rank(), group.size(), dist.get_process_group_ranks(group)
     prefix = f"dtcomm/monitored/{number}"

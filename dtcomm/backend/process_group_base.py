@@ -206,12 +206,7 @@ def copy_back_of(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]
 def require_alike(
     tensors: Sequence[torch.Tensor], like: torch.Tensor, ranks: int, operation: str, argument: str
 ) -> None:
-    """Require one tensor per rank, each with the dtype and number of elements of ``like``.
-
-    Raises:
-        TypeError: A tensor has another dtype.
-        ValueError: There are more or fewer tensors than ranks, or a tensor has another number of elements.
-    """
+    """Require one tensor per rank, each with the dtype (TypeError) and number of elements (ValueError) of ``like``."""
     if len(tensors) != ranks:
         raise ValueError(f"{operation}: {argument} has {len(tensors)} tensors, the group {ranks} ranks")
     for index, tensor in enumerate(tensors):

@@ -160,12 +160,10 @@ def block_layout(
 
 
 def option(*, default: Any, valid: str = "", choices: tuple[Any, ...] = ()) -> Any:
-    """A dataclass field that a spec string may set.
+    """A dataclass field that a spec string may set; the type of ``default`` is that of the option.
 
-    Args:
-        default: The value without the option. Its type is the type of the option.
-        valid: The valid values in words, for error messages; default: the choices.
-        choices: The valid values, if they can be listed. Tests enumerate them.
+    ``valid`` has the valid values in words, for error messages; default: ``choices``, the valid values if they can be
+    listed. Tests enumerate them.
     """
     valid = valid or ", ".join(map(_text, choices))
     return dataclasses.field(default=default, metadata={"valid": valid, "choices": choices})

@@ -129,9 +129,8 @@ def takes_key(encode: EncodeFunction) -> bool:
 def probe(codec: PythonCodec) -> int:
     """Encode and decode some tensors, and return the fingerprint of the results.
 
-    Raises:
-        TypeError, ValueError: A function raises, returns something else than it should, changes its argument, or
-            gives other bytes the second time. The message names the function.
+    TypeError or ValueError, naming the function, if one raises, returns something else than it should, changes its
+    argument, or gives other bytes the second time.
     """
     fingerprint = 0
     for numel in PROBE_SIZES:

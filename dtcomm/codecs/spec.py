@@ -232,25 +232,13 @@ def parse_levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
 
 
 def has_variable_length(spec: str | Codec) -> bool:
-    """Return whether a codec, or a codec of one level of a spec, has payloads of variable length.
-
-    Args:
-        spec: A spec of one or two levels, or a codec.
-
-    Returns:
-        Whether the length of a payload depends on the data.
-    """
+    """Return whether the payloads of a codec, or of one level of a spec, have a length that depends on the data."""
     inside, between = parse_levels(spec)
     return inside.variable_length or (between is not None and between.variable_length)
 
 
 def require_fixed_length(codec: Codec, collective: str) -> None:
-    """Raise ValueError if the engine cannot run a collective with the codec, because its payloads vary in length.
-
-    Args:
-        codec: The codec.
-        collective: What errors call the operation.
-    """
+    """Raise ValueError if the engine cannot run a collective with the codec, because its payloads vary in length."""
     if codec.variable_length:
         raise ValueError(
             f"codec: {str(codec)!r} cannot be used here ({collective}): the length of its payloads depends on the "

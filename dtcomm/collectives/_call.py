@@ -73,12 +73,8 @@ def run(
 ) -> Work | None:
     """Run a collective: find or make its plan, and start it.
 
-    Args:
-        communicator: The ranks that take part.
-        call: The collective and its tensors.
-        options: The options of the call.
-        outputs: The tensors that its ``Work`` gives; None: the output.
-        repeated: What `run_repeated` was asked for. From the next call on it runs the operation.
+    ``outputs`` are the tensors that its ``Work`` gives; None: the output. ``repeated`` is what `run_repeated` was asked
+    for: from the next call on it runs the operation.
     """
     if options.residual is not None:
         assert call.input is not None

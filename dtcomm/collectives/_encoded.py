@@ -220,17 +220,9 @@ def _checked(
 ) -> list[int]:
     """Return the lengths of payloads that other ranks have announced.
 
-    Args:
-        codec: Their codec.
-        sizes: For each payload its length and the number of its elements.
-        expected: How many elements this rank expects in each.
-        dtype: The dtype of the elements.
-        senders: How errors name the ranks that send them.
-        verbs: What errors say that they and this rank do with the elements: `SEND` or `HAVE`.
-
-    Raises:
-        CollectiveMismatch: A payload has another number of elements than this rank expects.
-        PayloadCorrupt: A length is impossible.
+    ``sizes`` has the length and the number of elements of each payload, of which this rank expects ``expected``.
+    ``senders`` are the names of its ranks in errors, and ``verbs`` what they do with the elements: `SEND` or `HAVE`.
+    CollectiveMismatch if the numbers of elements differ, PayloadCorrupt if a length is impossible.
     """
     lengths = []
     for (length, numel), wanted, sender in zip(sizes, expected, senders, strict=True):

@@ -68,17 +68,8 @@ class ReproducibleSum(MultiStagePlan):
     """all_reduce, reduce or reduce_scatter of tensors whose codec is ``exact``.
 
     The ranks agree on every block's exponent and then add integers. docs/guides/reproducible-sums.md describes the
-    arithmetic, and why the audit detects every error.
-
-    Args:
-        prepare: Returns the runtime's plan of a stage.
-        request: The operation; all its parts have codec ``exact``.
-        rank: This rank in the group.
-        ranks: The number of ranks.
-        audit: Whether the sum is checked; then the operation has one part.
-
-    Raises:
-        ValueError: If the integers are too narrow for so many ranks.
+    arithmetic, and why the audit detects every error. ``prepare`` returns the runtime's plan of a stage. ``request``
+    has one part if the sum is audited. ValueError if the integers are too narrow for so many ranks.
     """
 
     def __init__(
@@ -236,11 +227,7 @@ class ReproducibleSum(MultiStagePlan):
 class SharedRandKSum(MultiStagePlan):
     """all_reduce, reduce or reduce_scatter of tensors of which at least one has shared random positions.
 
-    Args:
-        prepare: Returns the runtime's plan of the stage.
-        request: The operation; parts with other codecs travel in the same message unchanged.
-        rank: This rank in the group.
-        ranks: The number of ranks.
+    ``prepare`` returns the runtime's plan of the stage. Parts with other codecs travel in the same message unchanged.
     """
 
     def __init__(self, prepare: PrepareStage, request: OpSpec, rank: int, ranks: int) -> None:

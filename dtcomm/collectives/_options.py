@@ -122,11 +122,8 @@ _RAISES = {
 def documented(*, whole: str = "the tensor", **raises: str) -> Callable[[FunctionT], FunctionT]:
     """Complete a collective's docstring with the shared text: of its options, its result and its errors.
 
-    The docstring explains the arguments of its own under ``Args:``, and ends with an ``Example:``.
-
-    Args:
-        whole: The tensor that a residual has the size of.
-        **raises: Errors by name, where the function raises others or for other reasons than all do.
+    The docstring explains the arguments of its own under ``Args:``, and ends with an ``Example:``. A residual has the
+    size of ``whole``. ``raises`` are errors by name, where the function raises others or for other reasons than all do.
     """
 
     def complete(function: FunctionT) -> FunctionT:

@@ -76,9 +76,8 @@ def require_tensor(tensor: Any, argument: str) -> None:
 def in_memory(tensor: torch.Tensor, argument: str) -> torch.Tensor:
     """Return the tensor in memory order, as a contiguous tensor; elementwise reductions may take any order.
 
-    Raises:
-        TypeError: If it is not a tensor, or of a dtype that cannot be sent.
-        ValueError: If the elements overlap or leave gaps, or the device is neither the CPU nor CUDA.
+    TypeError if it is not a tensor, or of a dtype that cannot be sent; ValueError if the elements overlap or leave
+    gaps, or the device is neither the CPU nor CUDA.
     """
     require_tensor(tensor, argument)
     if tensor.is_cpu and tensor.is_contiguous():
@@ -117,12 +116,7 @@ def require_pair(
 ) -> None:
     """Check that output and input are contiguous, alike, and that one holds a shard for every rank.
 
-    Args:
-        output: The output.
-        input: The input.
-        whole: ``"output"`` or ``"input"``: the one that holds a shard for every rank.
-        ranks: The number of ranks.
-        names: What errors call output and input.
+    That one is ``whole``, ``"output"`` or ``"input"``; ``names`` are what errors call the two.
     """
     require_tensor(output, names[0])
     require_tensor(input, names[1])

@@ -165,12 +165,6 @@ def compression_pays(
 
     Latency-critical paths ask before they compress. The answer depends only on what all ranks know alike, so all ranks
     get the same answer.
-
-    Args:
-        spec: The codec.
-        numel: The elements of the tensor.
-        dtype: The dtype of the tensor.
-        group: The process group; None is the default group.
     """
     communicator = get_communicator(group)
     communicator.connect()
@@ -183,11 +177,6 @@ def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = Non
     """Return whether ``all_reduce(tensor, codec=codec, algorithm="two_shot_symmetric")`` can run.
 
     Only fused kernels over peer memory encode the owner's contribution to its own chunk. All ranks get the same answer.
-
-    Args:
-        tensor: A tensor like the one to be reduced.
-        codec: The codec of the messages.
-        group: The process group; None is the default group.
     """
     communicator = get_communicator_for(group, tensor, "tensor")
     communicator.connect()
@@ -197,14 +186,9 @@ def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = Non
 def why_no_fused_kernel(
     communicator: Communicator, numel: int, dtype: torch.dtype, codec: Codec, algorithm: str
 ) -> str:
-    """Return why fused kernels do not serve a sum; empty if they do.
+    """Return why fused kernels do not serve a sum over connected ranks; empty if they do.
 
-    Args:
-        communicator: The ranks, which are connected.
-        numel: Elements of the tensor.
-        dtype: The dtype of the tensor.
-        codec: The codec of the messages.
-        algorithm: ``"one_shot"``, ``"two_shot"``, ``"two_shot_symmetric"``, or ``"direct"`` for one of the first two.
+    ``algorithm`` is ``"one_shot"``, ``"two_shot"``, ``"two_shot_symmetric"``, or ``"direct"`` for one of the first two.
     """
     if communicator.runtime.name != "peer":
         return communicator.runtime_reason
@@ -235,12 +219,9 @@ def expected_call(
     Nothing is communicated, so reports may ask on one rank alone. The seconds are those of CPU tensors.
 
     Args:
-        collective: The collective's name.
         numel: Elements of the whole tensor, all shards together.
-        dtype: The dtype of the tensor.
         spec: The codec, or ``A/B``, of which B counts if the group has several hosts.
         algorithm: The algorithm of the call, which decides what this rank sends.
-        group: The process group; None is the default group.
 
     Returns:
         The costs; None if the group has not communicated yet, or if the length of payloads depends on the data.
@@ -286,11 +267,10 @@ def _sent_share(
 def level_shares(algorithm: str | Schedule, tensor: torch.Tensor, group: Group = None) -> tuple[float, float]:
     """Return how many times the size of a tensor this rank sends in an all_reduce, by the level of the encoding.
 
+    If the group has made no call on the tensor's device yet, all its ranks must call this function.
+
     Args:
         algorithm: ``hierarchical``, with or without the names of its levels, or a schedule with two levels.
-        tensor: A tensor on the device of the call.
-        group: The process group; None is the default group. If the group has made no call on this device yet, all its
-            ranks must call this function.
 
     Returns:
         What was encoded with the codec inside hosts, and with the one between hosts; the latter is 0 on one host.
@@ -313,10 +293,7 @@ def level_shares(algorithm: str | Schedule, tensor: torch.Tensor, group: Group =
 def host_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host, as positions in the group; the same on all ranks.
 
-    Args:
-        tensor: A tensor on the device of the calls.
-        group: The process group; None is the default group. If the group has made no call on this device yet, all its
-            ranks must call this function.
+    If the group has made no call on the tensor's device yet, all its ranks must call this function.
     """
     communicator = get_communicator_for(group, tensor, "tensor")
     communicator.connect()
@@ -324,17 +301,9 @@ def host_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, .
 
 
 class DeviceGroup:
-    """The ranks of a group, connected for tensors of a device.
+    """The ranks of a group, connected for tensors of a device, the CPU or a CUDA device.
 
     All ranks make it together. After `dtcomm.release` its next call connects the ranks again.
-
-    Args:
-        group: Process group; None is the default group.
-        device: The CPU or a CUDA device.
-
-    Attributes:
-        rank: This rank in the group.
-        size: Number of ranks.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -376,9 +345,7 @@ class DeviceGroup:
 class Announcement:
     """Says in the group's store that this rank has reached a point of the program, and sees which ranks have.
 
-    Args:
-        group: The ranks that are expected to reach it.
-        name: The name of the point. The nth announcement of a rank under a name belongs to the nth of every other rank.
+    The nth announcement of a rank under a name belongs to the nth of every other rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:

@@ -128,10 +128,7 @@ def make_plan(communicator: Communicator, request: Request) -> Plan:
 class DeferredPlan:
     """A plan that is made once the ranks are connected. An operation that is queued before does not wait for that.
 
-    Args:
-        connection: What connects the ranks.
-        key: The key of the plan in the cache.
-        make: Makes the plan and stores it in the cache that is passed.
+    ``make`` makes the plan and stores it under ``key`` in the cache that is passed.
     """
 
     def __init__(self, connection: Connecting, key: Hashable, make: Callable[[PlanCache], Plan]) -> None:

@@ -78,14 +78,9 @@ def start_stages(stages: Stages, tensor: Tensor) -> Work:
 def sum_stages(tensor: Tensor, sum_rows: SumRows, group: Group, checksum: bool | None = None) -> Stages:
     """Sum a sparse tensor over ranks in place: yield the collective of each stage, and continue when it is complete.
 
-    Args:
-        tensor: The tensor, coalesced or not; it becomes the coalesced sum.
-        sum_rows: Starts the sum of a dense tensor, [positions of the union, *dense dimensions], in place.
-        group: The process group; None is the default group.
-        checksum: Whether counts and positions travel with a checksum.
-
-    Raises:
-        CollectiveMismatch: The ranks' tensors have different shapes, numbers of sparse dimensions or dtypes.
+    The tensor, coalesced or not, becomes the coalesced sum. ``sum_rows`` starts the sum of a dense tensor, [positions
+    of the union, *dense dimensions], in place. CollectiveMismatch if the ranks' tensors have different shapes, numbers
+    of sparse dimensions or dtypes.
     """
     entries = tensor.detach().coalesce()
     indices, values = torch_compat.sparse_parts(entries)

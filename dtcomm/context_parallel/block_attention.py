@@ -35,12 +35,7 @@ class Gradients(NamedTuple):
 
 
 class Accumulator:
-    """Merges the blocks of this rank's queries, in fp32.
-
-    Args:
-        q: Queries [batch, heads, tokens, head_dim].
-        v_dim: Head dimension of the values.
-    """
+    """Merges the blocks of this rank's queries, in fp32."""
 
     def __init__(self, q: torch.Tensor, v_dim: int) -> None:
         self.out = torch.zeros((*q.shape[:3], v_dim), dtype=torch.float32, device=q.device)
@@ -60,12 +55,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the log-sum-exp of the visible part of a block.
 
-    Args:
-        q: Queries of this rank, [batch, heads, tokens, head_dim].
-        k: Keys of one rank, [batch, key heads, tokens, head_dim].
-        v: Values of the same rank.
-        visible: Which queries see which keys.
-        scale: Factor of the scores.
+    ``q`` are the queries of this rank, ``k`` and ``v`` the keys and values of one rank, [batch, heads, tokens,
+    head_dim].
 
     Returns:
         The output [batch, heads, visible queries, value head_dim] and the log-sum-exp, fp32 [batch, heads, visible
@@ -95,15 +86,8 @@ def backward(
 ) -> Gradients:
     """Return the gradients of the visible part of a block, fp32.
 
-    Args:
-        gradient: Gradient of the output, like ``out``.
-        q: Queries of this rank.
-        k: Keys of one rank.
-        v: Values of the same rank.
-        out: The output of all blocks together, [batch, heads, tokens, value head_dim].
-        lse: The log-sum-exp of all blocks together, fp32 [batch, heads, tokens].
-        visible: Which queries see which keys.
-        scale: Factor of the scores.
+    ``q``, ``k`` and ``v`` are as in `forward`. ``out`` and ``lse`` are those of all blocks together, [batch, heads,
+    tokens, value head_dim] and fp32 [batch, heads, tokens]; ``gradient`` is that of ``out``.
     """
     heads = k.shape[1]
     gradient, q, out, lse = (x[:, :, visible.queries] for x in (gradient, q, out, lse))

@@ -48,11 +48,7 @@ def encode_keys_and_values(k: torch.Tensor, v: torch.Tensor, settings: Settings)
 class KeyValueBlocks:
     """All ranks' keys and values, block by block.
 
-    Args:
-        payload: The payload of this rank's keys and values.
-        shapes: The shapes of a rank's keys and of its values, equal on all ranks.
-        dtype: Their dtype.
-        settings: The settings.
+    ``payload`` has this rank's keys and values, whose ``shapes`` are equal on all ranks.
     """
 
     def __init__(
@@ -112,12 +108,7 @@ class KeyValueBlocks:
 class GradientExchange(abc.ABC):
     """Brings contributions to the gradients of keys and values to their owners; the base class of two methods.
 
-    Args:
-        shapes: The shapes of a rank's keys and of its values.
-        dtype: Their dtype.
-        device: Their device.
-        settings: The settings.
-        contributed: Rank → which of this rank's own keys it contributes to; None: to none.
+    ``contributed``: rank → which of this rank's own keys it contributes to; None: to none.
     """
 
     def __init__(
@@ -139,10 +130,8 @@ class GradientExchange(abc.ABC):
     def add(self, step: int, keys: slice, gradients: Sequence[torch.Tensor]) -> None:
         """Contribute to the keys and values of the rank ``step`` places before this one; called for every step.
 
-        Args:
-            step: The step of `KeyValueBlocks`.
-            keys: The slice of the owner's sequence that the gradients are of; empty: nothing is contributed.
-            gradients: fp32 gradients of these keys and of these values.
+        ``keys`` is the slice of the owner's sequence that the fp32 gradients, of keys and of values, are of; if it is
+        empty, nothing is contributed.
         """
 
     @abc.abstractmethod
@@ -255,14 +244,9 @@ class ScatteredGradients(GradientExchange):
 def exchange_heads(x: torch.Tensor, what: str, to_heads: bool, settings: Settings) -> torch.Tensor:
     """Exchange a shard of the sequence with all heads for the whole sequence with a share of the heads, or back.
 
-    Every part is encoded once, the rank's own part too.
-
-    Args:
-        x: [batch, heads, tokens of this rank, head_dim] with all heads; or [batch, heads of this rank, all tokens,
-            head_dim] with the tokens in rank order.
-        what: What is sent, one of the values of `CARRIED`, which have a codec each.
-        to_heads: Whether the result has a share of the heads.
-        settings: The settings.
+    Every part is encoded once, the rank's own part too. ``what`` is one of the values of `CARRIED`, which have a codec
+    each. ``x`` is [batch, heads, tokens of this rank, head_dim] with all heads if ``to_heads``; else [batch, heads of
+    this rank, all tokens, head_dim] with the tokens in rank order.
     """
     ranks, codec = settings.ranks, settings.codec_of(what)
     from_dim, to_dim = (1, 2) if to_heads else (2, 1)

@@ -54,14 +54,9 @@ def chunk_count(layout: str, ranks: int) -> int:
 
 
 def valid_tokens(layout: str, rank: int, ranks: int, tokens: int, length: int | None) -> int:
-    """Return how many of a rank's tokens are no padding; they are its first ones.
+    """Return how many of a rank's ``tokens``, padding included, are no padding; they are its first ones.
 
-    Args:
-        layout: The layout.
-        rank: The rank.
-        ranks: Number of ranks.
-        tokens: Tokens of each rank, padding included.
-        length: Tokens of the whole sequence without padding; None if there is no padding.
+    ``length`` is the whole sequence without padding; None if there is no padding.
     """
     if length is None:
         return tokens
@@ -82,18 +77,9 @@ def visible(
 ) -> Visible | None:
     """Return which of ``rank``'s queries see which of ``source``'s keys; None if none do.
 
-    With causal attention and the zigzag layout that is half of the pairs for every two different ranks.
-
-    Args:
-        layout: The layout.
-        is_causal: Whether a query sees only keys up to its own position.
-        rank: The rank of the queries.
-        source: The rank of the keys.
-        ranks: Number of ranks.
-        queries: Queries of each rank.
-        keys: Keys of each rank; equal to ``queries`` if causal.
-        length: Keys of the whole sequence without padding; None if there is no padding. Causal attention does not need
-            it: padding is behind every query that counts.
+    With causal attention and the zigzag layout that is half of the pairs for every two different ranks. ``queries`` and
+    ``keys`` are those of each rank, equal if causal. ``length`` is the number of keys of the whole sequence without
+    padding; None if there is no padding. Causal attention does not need it: padding is behind every query that counts.
     """
     everything = slice(0, queries)
     if not is_causal:

@@ -73,19 +73,9 @@ DEFAULTS: Options = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all calls of one integration have in common.
+    """What all calls of one integration have in common; `Options` explains the options.
 
-    Attributes:
-        method: ``"ring"``, ``"all_gather"`` or ``"ulysses"``.
-        layout: ``"zigzag"`` or ``"contiguous"``.
-        kv_codec: Spec of the codec of keys and values.
-        qo_codec: Spec of the codec of queries and outputs, which only Ulysses sends.
-        backward_codec: Spec of the codec of all gradients.
-        seed: Seed of stochastic rounding.
-        group_name: The name of the process group.
-        rank: This rank in the group.
-        ranks: Number of ranks of the group.
-        text: What operators take, for `Settings.of`.
+    Codecs are specs. ``text`` is what operators take, for `Settings.of`.
     """
 
     method: str
@@ -209,12 +199,6 @@ class State(GroupTraffic):
 def record(settings: Settings, what: str, codec: str, dtype: torch.dtype, numel: int, work: Work) -> None:
     """Count a completed operation in every state of its group.
 
-    Args:
-        settings: The settings of the call.
-        what: What was sent, such as ``"keys and values"``.
-        codec: The codec.
-        dtype: The dtype in which it would travel uncompressed.
-        numel: Elements that this rank sent.
-        work: The handle.
+    This rank sent ``numel`` elements of ``what``, which would travel in ``dtype`` uncompressed.
     """
     State.record(settings.group_name, settings.method, what, codec, dtype, numel, work)

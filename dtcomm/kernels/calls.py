@@ -56,15 +56,8 @@ class Combine(NamedTuple):
 class EpilogueCall:
     """The tensors of an epilogue; it mirrors ``Epilogue`` in csrc/cpu/epilogue.h, which says what is computed.
 
-    Attributes:
-        out: The sum, [..., features], which becomes ``out + bias + addend``.
-        bias: One element for each column of ``out``, or None.
-        addend: The stream that is added, of the shape of ``out``, or None.
-        weight: The weight of the RMS norm, one element for each column, or None for no weight.
-        eps: The epsilon of the RMS norm.
-        norm_out: Receives the normed sum, or None.
-        codes: Receives the normed sum in 8 bits, or None.
-        scales: The scales of ``codes``; None without them.
+    ``out``, [..., features], is the sum, which becomes ``out + bias + addend``. ``norm_out`` receives the normed sum,
+    and ``codes`` with ``scales`` the same in 8 bits. What is None is left out.
     """
 
     out: torch.Tensor

@@ -357,13 +357,11 @@ def _read_metadata(metadata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _expand(
     local: torch.Tensor, sources: torch.Tensor | None, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``pair_index`` and ``pair_slots`` of a `Route`.
+    """Return ``pair_index`` and ``pair_slots`` of a `Route` with ``rows`` pairs of this rank.
 
-    Args:
-        local: int64 [arrived tokens, choices], local experts; one more than the last one for pairs of other ranks.
-        sources: int64 [arrived tokens], the ranks of the tokens, by which the rows of an expert are ordered. None: they
-            are in order.
-        rows: Number of pairs of this rank.
+    ``local``, int64 [arrived tokens, choices], are local experts; one more than the last one for pairs of other ranks.
+    ``sources``, int64 [arrived tokens], are the ranks of the tokens, by which the rows of an expert are ordered. None:
+    they are in order.
     """
     choices = local.shape[1]
     if sources is None:

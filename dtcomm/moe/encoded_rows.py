@@ -72,15 +72,10 @@ def gradient_edge(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def encode_rows(x: torch.Tensor, codec: Codec, rank: int = 0) -> torch.Tensor:
-    """Encode each row by itself.
+    """Encode each row of ``x`` [rows, features] by itself, as uint8 [rows, ``codec.wire_bytes(features, x.dtype)``].
 
-    Args:
-        x: [rows, features]; fp32, fp16 or bf16.
-        codec: The codec. Stochastic rounding draws other numbers at each call.
-        rank: This rank, which makes the random numbers of ranks different.
-
-    Returns:
-        uint8, [rows, ``codec.wire_bytes(features, x.dtype)``]; the memory of ``x`` itself if nothing is to be done.
+    Stochastic rounding draws other numbers at each call and on each rank. The result is the memory of ``x`` itself if
+    nothing is to be done.
     """
     rows, features = x.shape
     x = x.detach().contiguous()
@@ -109,17 +104,9 @@ def encode_rows(x: torch.Tensor, codec: Codec, rank: int = 0) -> torch.Tensor:
 def decode_rows(
     payload: torch.Tensor, codec: Codec, features: int, dtype: torch.dtype, *, zero_row: bool = False
 ) -> torch.Tensor:
-    """Decode rows that `encode_rows` encoded.
+    """Decode rows that `encode_rows` encoded: uint8 [..., rows, bytes] to [..., rows, features].
 
-    Args:
-        payload: uint8, [..., rows, bytes]; [rows, bytes] with ``zero_row``.
-        codec: The codec.
-        features: Number of features of a row.
-        dtype: The dtype of the result.
-        zero_row: Whether a row of zeros follows the others.
-
-    Returns:
-        [..., rows, features].
+    With ``zero_row`` a row of zeros follows the others, and ``payload`` is [rows, bytes].
     """
     if zero_row:
         rows = len(payload)

@@ -77,14 +77,9 @@ class Hop:
     group: dist.ProcessGroup | None
 
     def spread(self, payload: torch.Tensor, carried: Carried) -> torch.Tensor:
-        """Send a copy of each row to each of its ranks.
+        """Send a copy of each row, uint8 [source rows, bytes], to each of its ranks.
 
-        Args:
-            payload: uint8, [source rows, bytes].
-            carried: What it is.
-
-        Returns:
-            uint8, [sum of ``received``, bytes], in the order of the ranks.
+        Returns what this rank received, [sum of ``received``, bytes], in the order of the ranks.
         """
         return self._exchange(payload.index_select(0, self.send_index), self.sent, self.received, carried)
 
@@ -93,11 +88,8 @@ class Hop:
     ) -> Arrived:
         """Send a copy of each row and of its metadata to each of its ranks, in one message to each.
 
-        Args:
-            payload: uint8, [payload rows, bytes].
-            source: int64 [source rows], where the source rows are in ``payload``. None: they are all of it, in order.
-            metadata: uint8, [source rows, bytes].
-            carried: What the payload is.
+        ``source``, int64 [source rows], says where the source rows are in ``payload``, uint8 [payload rows, bytes];
+        None: they are all of it, in order. ``metadata`` is uint8 [source rows, bytes].
         """
         row_bytes, size = payload.shape[1], metadata.shape[1]
         # A message is the rows for a rank and then their metadata, in as many more rows as they fill.
@@ -138,13 +130,8 @@ class Hop:
     def collect(self, rows: torch.Tensor, what: str, codec: Codec) -> torch.Tensor:
         """Send rows back to where their copies came from and sum those of each source row, in fp32.
 
-        Args:
-            rows: [sum of ``received``, features], in the order in which the copies arrived.
-            what: What they are, for reports.
-            codec: Their codec.
-
-        Returns:
-            [source rows, features], in the dtype of ``rows``.
+        ``rows``, [sum of ``received``, features], are in the order in which the copies arrived; ``what`` is for
+        reports. The result, [source rows, features], has their dtype.
         """
         carried = Carried(what, codec, rows.shape[1], rows.dtype)
         payload = encode_rows(rows, codec, self.rank)
@@ -190,17 +177,9 @@ def make_hop(
     group: dist.ProcessGroup | None,
     hosts: Sequence[int] | None = None,
 ) -> Hop:
-    """Make a hop.
+    """Make a hop of the rows whose destinations `unique_destinations` returned; see `Hop` for the rest.
 
-    Args:
-        level: Between which ranks it is, for reports.
-        destinations: int64 [source rows, columns], the destinations of each row as `unique_destinations` returns them.
-        ranks: The rank of each destination.
-        sent: Number of rows that this rank sends to each rank.
-        received: Number of rows that it receives from each rank.
-        rank: This rank in the group.
-        group: Process group.
-        hosts: The host of each destination, if sums are to be taken host by host.
+    ``ranks`` are the rank of each destination, and ``hosts`` its host, if sums are to be taken host by host.
     """
     device, count, total = destinations.device, len(ranks), sum(sent)
     chosen = one_hot(destinations, count)
@@ -238,12 +217,8 @@ def make_hop(
 def unique_destinations(destinations: torch.Tensor, count: int) -> torch.Tensor:
     """Return each row's destinations once, in ascending order, then ``count`` where none is left.
 
-    Args:
-        destinations: int64 [rows, choices], 0 to ``count - 1``, or ``count`` for none.
-        count: Number of destinations.
-
-    Returns:
-        int64 [rows, min(choices, count)].
+    ``destinations``, int64 [rows, choices], are 0 to ``count - 1``, or ``count`` for none; the result is int64 [rows,
+    min(choices, count)].
     """
     ordered = destinations.sort(1).values
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
@@ -264,9 +239,6 @@ def sum_slots(terms: torch.Tensor, slots: torch.Tensor, begins: torch.Tensor | N
         terms: [rows, features]; the last row is zeros, where a slot names it for no term. See `with_zero_row`.
         slots: int64 [sums, columns], indices of terms.
         begins: bool [sums, columns], where another partial sum begins, which are summed at the end. None: nowhere.
-
-    Returns:
-        [sums, features], in the dtype of ``terms``.
     """
     partial = terms.index_select(0, slots[:, 0])
     if slots.shape[1] == 1:

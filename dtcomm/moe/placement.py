@@ -73,10 +73,7 @@ class Hosts:
     def destinations_inside(self, experts: torch.Tensor, local_experts: int, rank: int) -> torch.Tensor:
         """The ranks of a rank's host that hold some of these experts, as `unique_destinations` returns them.
 
-        Args:
-            experts: int64 [tokens, choices]; -1 is none.
-            local_experts: Number of experts of a rank.
-            rank: The rank.
+        ``experts`` are int64 [tokens, choices]; -1 is none. Each rank has ``local_experts``.
         """
         members = self.members(rank)
         # The positions of a host's ranks follow each other.
@@ -107,11 +104,7 @@ def _hosts(groups: tuple[tuple[int, ...], ...]) -> Hosts:
 class Counts:
     """How many rows go where, from the tables of all ranks.
 
-    Args:
-        lists: The table of each rank: header, counts of experts, of ranks by position, and of hosts.
-        num_experts: Number of experts.
-        world_size: Number of ranks.
-        hosts: The hosts.
+    ``lists`` is the table of each rank: header, counts of experts, of ranks by position, and of hosts.
     """
 
     def __init__(self, lists: list[list[int]], num_experts: int, world_size: int, hosts: Hosts) -> None:
@@ -171,13 +164,9 @@ def gather_tables(
 
 @dataclass(frozen=True, kw_only=True)
 class _RelayHop:
-    """One of the two all-to-alls.
+    """One of the two all-to-alls, with the numbers of blocks to and from each rank.
 
-    Attributes:
-        level: Between which ranks it is, for reports.
-        order: The block at each place of the message, among the blocks that this rank has.
-        sent: Number of blocks to each rank.
-        received: Number of blocks from each rank.
+    ``order`` is the block at each place of the message, among the blocks that this rank has.
     """
 
     level: str
@@ -188,11 +177,9 @@ class _RelayHop:
 
 @dataclass(frozen=True, kw_only=True)
 class Relays:
-    """The two hops of one rank.
+    """The two hops of one rank, between hosts and then inside its host.
 
-    Attributes:
-        hops: Between hosts, then inside this rank's host.
-        order: The arrived block of each source, in the order of the ranks.
+    ``order`` is the arrived block of each source, in the order of the ranks.
     """
 
     hops: tuple[_RelayHop, _RelayHop]
@@ -204,15 +191,7 @@ class Relays:
         return _relays(hosts, rank)
 
     def exchange(self, blocks: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        """Send a block to each rank.
-
-        Args:
-            blocks: [ranks, ...], the block for each rank.
-            exchange: The all-to-all.
-
-        Returns:
-            [ranks, ...], the block of each rank.
-        """
+        """Send ``blocks``, one for each rank, by the all-to-all ``exchange``; return the block of each rank."""
         for hop in self.hops:
             blocks = exchange(_reorder(blocks, hop.order), hop.sent, hop.received, hop.level)
         return _reorder(blocks, self.order)

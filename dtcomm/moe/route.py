@@ -56,18 +56,7 @@ def make_header(
 def check_headers(
     headers: Sequence[Sequence[int]], rank: int, num_experts: int, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise an error if the ranks' headers differ, or if an expert does not exist.
-
-    Args:
-        headers: The header of each rank.
-        rank: This rank in the group.
-        num_experts: Number of experts.
-        group: The process group.
-
-    Raises:
-        CollectiveMismatch: The ranks passed different arguments.
-        ValueError: A rank chose an expert that does not exist.
-    """
+    """Raise an error if an expert does not exist, or CollectiveMismatch if the ranks' headers differ."""
     names = [f"rank {number}" for number in dist.get_process_group_ranks(group or dist.group.WORLD)]
     for index, (field, argument) in enumerate(EQUAL_FIELDS.items()):
         for other, header in enumerate(headers):
@@ -115,8 +104,7 @@ def checked_choices(
 ) -> torch.Tensor:
     """Return the experts of each token, int64 [tokens, choices], if the arguments of a dispatch fit each other.
 
-    Raises:
-        ValueError: They do not. The experts' numbers are not checked, because the host would wait for the device.
+    The experts' numbers are not checked, because the host would wait for the device.
     """
     if x.ndim != 2 or not x.shape[1]:
         raise ValueError(f"x: expected [tokens, features], got {tuple(x.shape)}")
@@ -160,15 +148,10 @@ def require_weights(name: str, weights: torch.Tensor | None, choices_shape: tupl
 def positions_of_choices(
     experts: torch.Tensor, counts: torch.Tensor, priorities: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the position of each (token, choice) pair among those that chose the same expert.
+    """Return the position, int64 [pairs], of each (token, choice) pair among those that chose the same expert.
 
-    Args:
-        experts: int64 [pairs].
-        counts: int64 [num_experts], how often each expert occurs.
-        priorities: [pairs], pairs with higher ones come first; None: the order of the pairs.
-
-    Returns:
-        int64 [pairs].
+    ``counts``, int64 [num_experts], says how often each expert occurs. Pairs with higher ``priorities`` come first;
+    None: the order of the pairs.
     """
     if priorities is None:
         order = torch.argsort(experts, stable=True)
@@ -245,11 +228,7 @@ def deliver(
 ) -> torch.Tensor | EncodedRows:
     """Return the rows for this rank's experts, decoded or as they arrived, connected to the tokens for autograd.
 
-    Args:
-        x: This rank's tokens.
-        payload: uint8 [..., rows, bytes], the rows for this rank's experts.
-        route: Their route.
-        encoded: Whether the rows stay encoded.
+    ``payload``, uint8 [..., rows, bytes], are the rows, and ``x`` this rank's tokens.
     """
     codec, features = route.codecs.dispatch, x.shape[1]
     if not encoded:

@@ -56,13 +56,7 @@ DEFAULTS: CodecOptions = {
 
 @dataclass(frozen=True, kw_only=True)
 class RowCodecs:
-    """The codecs of a route.
-
-    Attributes:
-        dispatch: Codec of tokens on their way to the experts.
-        combine: Codec of the experts' outputs.
-        backward: Codec of the gradients of both.
-    """
+    """The codecs of a route: of tokens, of the experts' outputs, and of the gradients of both."""
 
     dispatch: Codec
     combine: Codec

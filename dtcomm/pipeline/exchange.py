@@ -54,11 +54,7 @@ class Receipt:
         self.all_posted = False
 
     def post_next(self, *, wait: bool) -> bool:
-        """Post the next receive of the message, when the one before is complete.
-
-        Args:
-            wait: Wait for the one before; otherwise return False if it is not complete.
-        """
+        """Post the next receive of the message, when the one before is complete; wait for that, or return False."""
         if self._work is not None:
             if not wait and not self._work.is_completed():
                 return False
@@ -118,15 +114,9 @@ class Exchange:
         plain_bytes: int,
         residual: torch.Tensor | None = None,
     ) -> None:
-        """Start to send a contiguous tensor.
+        """Start to send a contiguous tensor, which must stay unchanged until `finish_sends`.
 
-        Args:
-            tensor: The tensor, which must stay unchanged until `finish_sends`.
-            link: Where to.
-            spec: Codec.
-            traffic: Counters of such messages.
-            plain_bytes: Bytes that the message stands for, uncompressed.
-            residual: Residual of error feedback.
+        ``plain_bytes`` is what the message stands for, uncompressed.
         """
         work = send(tensor, link.peer, codec=spec, group=link.group, async_op=True, residual=residual)
         self._sent.append((work, traffic, plain_bytes))
@@ -177,11 +167,7 @@ def as_sendable(tensor: torch.Tensor, spec: Codec) -> torch.Tensor:
 
 
 def shape_header(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the message that precedes a tensor of any shape, int64 [1 + MAX_DIMS].
-
-    Raises:
-        ValueError: The tensor has more dimensions than that.
-    """
+    """Return the message that precedes a tensor of any shape, int64 [1 + MAX_DIMS]."""
     if tensor.ndim > MAX_DIMS:
         raise ValueError(f"dynamic_shapes: valid: up to {MAX_DIMS} dimensions, got {tuple(tensor.shape)}")
     return torch.tensor([tensor.ndim, *tensor.shape, *[0] * (MAX_DIMS - tensor.ndim)], dtype=torch.int64)

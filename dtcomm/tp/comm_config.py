@@ -89,16 +89,9 @@ class LayerTraffic:
         algorithm: str,
         backward: bool = False,
     ) -> None:
-        """Add one call.
+        """Add one call with ``codec``, where ``asked`` was asked for.
 
-        Args:
-            collective: The collective's name.
-            x: A tensor with the dtype and the device of the call's.
-            numel: Elements of the whole tensor, all shards together.
-            codec: What is used.
-            asked: What was asked for.
-            algorithm: The algorithm.
-            backward: Whether it communicates gradients. Default: False.
+        ``x`` has the dtype and the device of the call's tensor, of which all shards together have ``numel`` elements.
         """
         reason = ""
         if codec is not asked and codec != asked:
@@ -312,16 +305,10 @@ def default_algorithm(world_size: int, codec: Codec, dtype: torch.dtype) -> str:
 
 
 def parse_codec(spec: object, argument: str = "codec") -> Codec:
-    """Return the codec that a spec describes.
+    """Return the codec that a spec describes; a codec is returned unchanged.
 
-    Args:
-        spec: The spec, or a codec, which is returned unchanged.
-        argument: Name of the argument, for error messages. Default: ``"codec"``.
-
-    Raises:
-        TypeError: ``spec`` is neither a string nor a `Codec`.
-        ValueError: It is wrong, or valid elsewhere only: ``"auto"``, a policy, a compressor, ``A/B``. The message says
-            where, and what is valid here.
+    TypeError if ``spec`` is neither a string nor a `Codec`; ValueError if it is wrong, or valid elsewhere only:
+    ``"auto"``, a policy, a compressor, ``A/B``. The message names ``argument``, says where, and what is valid here.
     """
     if isinstance(spec, Codec):
         return spec

@@ -285,14 +285,10 @@ def _divide_head_counts(model: nn.Module, plan: Mapping[str, PlanEntry], world_s
 
 @dataclass
 class _Counted:
-    """Calls of one layer that have the same codec, dtype and reason.
+    """Calls of one layer that have the same codec, dtype and reason, with their expected seconds.
 
-    Attributes:
-        name: The layer.
-        traffic: Their counters.
-        compressed: Expected seconds of them.
-        uncompressed: Expected seconds of the same calls with codec none.
-        source: Where the seconds come from; empty if they are not known, as for tensors on a device.
+    ``uncompressed`` is for the same calls with codec none. ``source`` is where the seconds come from; empty if they are
+    not known, as for tensors on a device.
     """
 
     name: str

@@ -87,13 +87,7 @@ class EpilogueResult(NamedTuple):
 def flash_all_reduce(x: torch.Tensor, comm: CommConfig, epilogue: Epilogue = Epilogue()) -> EpilogueResult:  # noqa: B008
     """Sum ``x`` over the ranks in ``comm.codec`` and apply ``epilogue``; the result has no gradient.
 
-    Args:
-        x: fp32, fp16 or bf16 tensor [..., features], of the same shape on all ranks. It is not changed.
-        comm: Ranks and codec.
-        epilogue: Operations after the sum. Default: none.
-
-    Returns:
-        The sum, in a new tensor, and its norm if the epilogue has one.
+    ``x`` is an fp32, fp16 or bf16 tensor [..., features], of the same shape on all ranks. It is not changed.
     """
     if supports_two_shot_symmetric(x, comm.codec, comm.group):
         y = x.detach().clone(memory_format=torch.contiguous_format)

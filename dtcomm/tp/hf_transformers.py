@@ -127,21 +127,10 @@ def _colwise_style(base: Any, comm_config_for: Callable[[Any], CommConfig]) -> A
 def from_folder(
     folder: str | Path, text: str, *, batches: int, size: int, length: int
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Load a causal language model from a local folder and cut a text into batches of tokens.
+    """Load a causal language model from a local folder and cut a text into `cut_windows`; nothing is downloaded.
 
-    Args:
-        folder: Folder with the model and its tokenizer; nothing is downloaded.
-        text: The text to tokenize.
-        batches: Number of batches.
-        size: Sequences in a batch.
-        length: Tokens of a sequence that have a next token to predict.
-
-    Returns:
-        The model, and ``batches`` integer tensors [size, length + 1].
-
-    Raises:
-        RuntimeError: transformers is not installed.
-        ValueError: The folder has no such model or tokenizer, or the text is too short.
+    RuntimeError if transformers is not installed; ValueError if the folder has no such model or tokenizer, or the text
+    is too short.
     """
     try:
         module: Any = importlib.import_module("transformers")
@@ -160,18 +149,11 @@ def from_folder(
 
 
 def from_config(name: str | Path) -> torch.nn.Module:
-    """Make a model with random weights, on the meta device if that is the default one.
+    """Make a model with random weights, on the meta device if that is the default one; nothing is downloaded.
 
-    Args:
-        name: A folder with a config.json, or a model type of transformers, of which the default configuration is used.
-            Nothing is downloaded.
-
-    Returns:
-        The model that the configuration names, or one of its type that predicts tokens.
-
-    Raises:
-        RuntimeError: transformers is not installed.
-        ValueError: There is no such folder and no such type.
+    ``name`` is a folder with a config.json, or a model type of transformers, of which the default configuration is
+    used. The result is the model that the configuration names, or one of its type that predicts tokens. RuntimeError if
+    transformers is not installed, ValueError if there is no such folder and no such type.
     """
     try:
         module: Any = importlib.import_module("transformers")
@@ -199,19 +181,9 @@ def from_config(name: str | Path) -> torch.nn.Module:
 
 
 def cut_windows(tokens: torch.Tensor, *, batches: int, size: int, length: int) -> list[torch.Tensor]:
-    """Cut evenly spaced windows from a sequence of tokens.
+    """Cut evenly spaced windows from integers [n]: ``batches`` tensors [size, length + 1].
 
-    Args:
-        tokens: Integers [n].
-        batches: Number of batches.
-        size: Windows in a batch.
-        length: Tokens of a window that have a next token to predict.
-
-    Returns:
-        ``batches`` tensors [size, length + 1].
-
-    Raises:
-        ValueError: There are fewer tokens than one window has.
+    A window of ``length + 1`` tokens has ``length`` that have a next one to predict.
     """
     if len(tokens) < length + 1:
         raise ValueError(f"text: {len(tokens)} tokens are fewer than one window of {length + 1}")

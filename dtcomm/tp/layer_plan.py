@@ -120,8 +120,7 @@ def resolve_plan(
 ) -> dict[str, tuple[nn.Module, PlanEntry]]:
     """Return the model's layers that a plan names: module name → module and plan entry.
 
-    Raises:
-        ValueError: The plan does not fit the model, or the attention heads are not divisible by the number of ranks.
+    ValueError if the plan does not fit the model, or the attention heads are not divisible by the number of ranks.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None) or type(model).__name__
@@ -136,13 +135,8 @@ def resolve_plan(
 def read_plan(plan: Plan | str | Path | None, model_type: str = "") -> Plan:
     """Return a plan as a mapping.
 
-    Args:
-        plan: A mapping, the name of one of `PLANS`, a file (its name ends in .json), or None: the plan of
-            ``model_type``.
-        model_type: transformers' ``config.model_type``, or the class of a model that has none.
-
-    Raises:
-        ValueError: There is no such plan, or the file is not a plan.
+    ``plan`` is a mapping, the name of one of `PLANS`, a file (its name ends in .json), or None: the plan of
+    ``model_type``, which is transformers' ``config.model_type``, or the class of a model that has none.
     """
     if plan is None:
         if model_type not in PLANS:
@@ -212,16 +206,10 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def packed_sizes(kind: str, out_features: int, config: Any, name: str) -> tuple[int, ...]:
-    """Return the sizes of the outputs that lie side by side in a layer of this kind.
+    """Return the sizes of the outputs that lie side by side in the layer ``name`` of this kind.
 
-    Args:
-        kind: One of `KINDS`.
-        out_features: The outputs of the layer, all together.
-        config: The model's configuration. ``column_qkv`` reads the numbers of heads.
-        name: Name of the layer, for error messages.
-
-    Raises:
-        ValueError: The outputs do not consist of such parts.
+    ``config`` is that of the model, from which ``column_qkv`` reads the numbers of heads. ValueError if the outputs do
+    not consist of such parts.
     """
     if kind == "column_qkv":
         heads = getattr(config, "num_attention_heads", None)
@@ -249,11 +237,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def dense_weight_and_bias(module: nn.Module, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weight, as [out_features, in_features], and the bias of a linear module.
-
-    Raises:
-        ValueError: It is not a linear module; the message contains ``name``.
-    """
+    """Return the weight, as [out_features, in_features], and the bias of a linear module; else ValueError."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if isinstance(weight, nn.Parameter) and weight.ndim == 2 and (bias is None or bias.ndim == 1):
         if isinstance(module, nn.Linear):

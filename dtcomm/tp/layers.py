@@ -423,15 +423,7 @@ class ReplicatedModule(_WrappedModule):
     """A module that every rank has whole and applies to its own features, such as a norm of each head.
 
     A rank's gradient of the parameters is that of its own features; the gradients are summed over the ranks,
-    uncompressed.
-
-    Args:
-        module: The module; it has parameters and no submodules.
-        comm: The settings of the communication.
-        name: Name of the module, for error messages.
-
-    Raises:
-        ValueError: The module has no parameters of its own, or submodules or buffers.
+    uncompressed. ValueError, with ``name``, if the module has no parameters of its own, or submodules or buffers.
     """
 
     def __init__(self, module: nn.Module, comm: CommConfig, name: str) -> None:
@@ -458,14 +450,9 @@ class ParallelExperts(_WrappedModule):
     The routing is the same on all ranks. Each rank computes its features of each token's experts, and the weighted
     outputs are summed over the ranks in ``comm.codec``.
 
-    Args:
-        module: Experts with ``gate_up_proj`` [experts, 2 * hidden, width] and ``down_proj`` [experts, width, hidden],
-            called with tokens [n, width], the experts of each token [n, k] and their weights [n, k].
-        comm: The settings of the communication.
-        name: Name of the module, for error messages.
-
-    Raises:
-        ValueError: The module is none of that kind, or its hidden features are not divisible by the number of ranks.
+    The module has ``gate_up_proj`` [experts, 2 * hidden, width] and ``down_proj`` [experts, width, hidden], and is
+    called with tokens [n, width], the experts of each token [n, k] and their weights [n, k]. ValueError, with ``name``,
+    if it is not, or if its hidden features are not divisible by the number of ranks.
     """
 
     def __init__(self, module: nn.Module, comm: CommConfig, name: str) -> None:
@@ -497,11 +484,7 @@ class ParallelExperts(_WrappedModule):
 
 
 def experts_features(module: nn.Module, name: str) -> int:
-    """Return the hidden features of each expert of a module that `ParallelExperts` can cut.
-
-    Raises:
-        ValueError: It cannot; the message contains ``name``.
-    """
+    """Return the hidden features of each expert of a module that `ParallelExperts` can cut; else ValueError."""
     parameters = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
     up, down = parameters.get("gate_up_proj", ()), parameters.get("down_proj", ())
     if len(parameters) == 2 and len(up) == len(down) == 3 and up == (down[0], 2 * down[2], down[1]):

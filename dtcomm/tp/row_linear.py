@@ -33,13 +33,9 @@ def row_linear(
 ) -> EpilogueResult:
     """Return ``x @ weight.t()`` summed over the ranks of ``comm``, with the epilogue applied. Differentiable.
 
-    Args:
-        x: This rank's input features, [..., in_features / ranks].
-        weight: This rank's columns of the weight, [out_features, in_features / ranks]. With an epilogue, all tensors
-            must have the same dtype and device.
-        comm: Ranks, codecs and algorithm.
-        chunks: Number of chunks of tokens, or ``"auto"``.
-        epilogue: Operations after the sum.
+    ``x`` are this rank's input features, [..., in_features / ranks], and ``weight`` its columns of the weight,
+    [out_features, in_features / ranks]. With an epilogue, all tensors must have the same dtype and device. The tokens
+    are cut into ``chunks``, a number or ``"auto"``.
     """
     tensors = (x, weight, epilogue.bias, epilogue.residual, epilogue.norm_weight)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):

@@ -255,8 +255,7 @@ class SequenceParallel(_LayoutStyle, torch_styles.SequenceParallel):
 def redistribute(x: Any, target: Placement, comm: CommConfig, argument: str) -> Any:
     """Return the DTensor ``x`` with the placement ``target``, communicated in the codecs of ``comm``.
 
-    Raises:
-        ValueError: A codec was asked for, and it cannot carry the redistribution; the message names ``argument``.
+    ValueError, which names ``argument``, if a codec was asked for and it cannot carry the redistribution.
     """
     (source,), mesh = x.placements, x.device_mesh
     if source == target:
@@ -293,8 +292,7 @@ def to_replicated(x: torch.Tensor, comm: CommConfig, dim: int | None, mesh: Devi
 def can_carry(placement: Placement, shape: Sequence[int], comm: CommConfig, argument: str) -> bool:
     """Return whether dtcomm's collectives can redistribute a tensor of this full shape from or to ``placement``.
 
-    Raises:
-        ValueError: They cannot, and a codec was asked for; the message names ``argument``.
+    ValueError, which names ``argument``, if they cannot and a codec was asked for.
     """
     if isinstance(placement, Replicate):
         return True
