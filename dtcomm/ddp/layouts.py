@@ -126,10 +126,13 @@ class BucketLayouts:
         self._dgc_schemes = [scheme for scheme in chooser.schemes if isinstance(scheme, DGC)]
 
     def sizes(self) -> dict[str, int] | None:
-        """Return the number of elements of each parameter; None without ``parameters``."""
+        """Return the number of real elements of each parameter; None without ``parameters``."""
         if not self._are_named:
             return None
-        return {name: parameter.numel() for name, parameter in self._parameters.values()}
+        return {
+            name: parameter.numel() * (2 if parameter.is_complex() else 1)
+            for name, parameter in self._parameters.values()
+        }
 
     def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int, ranks: int) -> BucketLayout:
         """Return the layout of a bucket in a step.
@@ -151,7 +154,7 @@ class BucketLayouts:
             if buffer.is_sparse
             else build_layout(
                 buffer,
-                zip(self.names(bucket), bucket.gradients(), strict=True),
+                zip(self.names(bucket), _gradients(bucket, buffer), strict=True),
                 parameter_ids,
                 lambda name, gradient: SINGLE_RANK if ranks == 1 else self._choose(name, gradient, step),
             )
@@ -198,3 +201,21 @@ class BucketLayouts:
         if id(parameter) not in self._parameters:
             self._parameters[id(parameter)] = (f"parameter.{len(self._parameters)}", parameter)
         return self._parameters[id(parameter)][0]
+
+
+def _gradients(bucket: GradBucket, buffer: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of the buffer for the gradients of its parameters.
+
+    torch passes a bucket of complex gradients as real numbers, twice as many, but counts offsets and sizes of its views
+    in complex ones. Here such a gradient is a view of real and imaginary parts, with one dimension more.
+    """
+    gradients: list[torch.Tensor] = bucket.gradients()
+    if not any(parameter.is_complex() for parameter in bucket.parameters()):
+        return gradients
+    numbers = torch.view_as_complex(buffer.view(-1, 2))
+    origin = buffer.storage_offset()
+    return [
+        torch.view_as_real(numbers[begin : begin + gradient.numel()].view(gradient.shape))
+        for gradient in gradients
+        for begin in [int(gradient.storage_offset()) - origin]
+    ]

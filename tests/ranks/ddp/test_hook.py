@@ -268,3 +268,43 @@ def compress_twice(rank: int, world_size: int) -> str:
 def test_second_hook_is_refused_and_the_first_keeps_working() -> None:
     for message in run_ranks(compress_twice, 2):
         assert "has a communication hook already" in message and "a new DistributedDataParallel" in message
+
+
+class ComplexNet(nn.Module):
+    """Complex and real matrices and a complex vector, which share buckets by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+        self.bias = nn.Parameter(0.1 * torch.randn(WIDTH, dtype=torch.complex64))
+        self.second = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+        self.real = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (torch.fft.fft(self.real(x)) @ self.first + self.bias).to(torch.complex128)
+        return (x @ self.second).abs().square().mean()
+
+
+def compare_complex(rank: int, world_size: int, spec: str) -> dict[str, float]:
+    """Return the relative difference of each gradient from plain DDP's, after a checkpoint of the state was loaded."""
+    torch.manual_seed(0)
+    ours, plain = DistributedDataParallel(ComplexNet()), DistributedDataParallel(ComplexNet())
+    plain.module.load_state_dict(ours.module.state_dict())
+    state = ddp.compress(ours, spec)
+    for step in range(2):
+        for model in (ours, plain):
+            model.zero_grad()
+            model(batch(rank, step)).backward()
+        state.load_state_dict(state.state_dict())
+    expected = gradients(plain)
+    return {
+        name: float((gradient - expected[name]).norm() / expected[name].norm())
+        for name, gradient in gradients(ours).items()
+    }
+
+
+@pytest.mark.parametrize(("spec", "limit"), [("none", 1e-6), ("int8", 0.05), ("powersgd:rank=48", 0.05)])
+def test_complex_gradients_are_averaged_whole(spec: str, limit: float) -> None:
+    for errors in run_ranks(compare_complex, 2, spec):
+        assert errors.keys() == {"first", "bias", "second", "real.weight", "real.bias"}
+        assert max(errors.values()) < limit, errors
