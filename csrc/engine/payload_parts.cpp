@@ -102,10 +102,11 @@ bool PartSender::is_sending(const std::uint8_t* begin, const std::uint8_t* end) 
   return false;
 }
 
-PartReceiver::Action PartReceiver::begin(std::size_t stream, const PartWords& part, std::uint64_t seq_there) {
+PartReceiver::Action PartReceiver::begin(std::size_t stream, const PartWords& part) {
   in_progress_[stream].active = false;
   Payload& payload = payloads_[part.index];
-  if (part.seq <= seq_there || part.seq < payload.seq) return Action::drop;
+  const bool is_complete = part.seq == payload.seq && payload.missing == 0;
+  if (is_complete || part.seq < payload.seq) return Action::drop;
   for (std::size_t other = 0; other < in_progress_.size(); ++other) {
     InProgress& arriving = in_progress_[other];
     if (other == stream || !arriving.active || streams_[other]->ended() || arriving.part.index != part.index) continue;

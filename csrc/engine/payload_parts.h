@@ -86,9 +86,9 @@ class PartReceiver {
       : streams_(streams), in_progress_(streams.size()), payloads_(flags) {}
 
   enum class Action { store, drop, reject };
-  // What to do with a part whose header has arrived and whose number the payload has; `seq_there` is the last complete
-  // payload of its flag. Ends a stream on which the same part was arriving and that the sender must have given up.
-  Action begin(std::size_t stream, const PartWords& part, std::uint64_t seq_there);
+  // What to do with a part whose header has arrived and whose number the payload has. Ends a stream on which the same
+  // part was arriving and that the sender must have given up.
+  Action begin(std::size_t stream, const PartWords& part);
   // A part that was to be stored has arrived whole. True if it completes the payload.
   bool complete(std::size_t stream);
   // Another stream takes the place of this one, which has ended.

@@ -24,25 +24,13 @@
 namespace dtcomm {
 namespace {
 
-// The numbers travel between ranks.
-enum Kind : std::uint32_t {
-  kBox = 1,
-  kDone = 2,
-  kHeader = 3,
-  kWaiting = 4,
-  kFailure = 5,
-  kClosed = 6,
-  kHello = 7,
-  kPart = 8,
-};
-
 // Finished pieces between two messages about them: a peer that waits for a slot waits for one that was used long ago.
 constexpr std::uint64_t kDoneInterval = 2;
 static_assert(2 * kDoneInterval <= kSlots, "slots become free only when the peer learns of it");
 constexpr std::uint64_t kHeadersSent = 8;  // a peer is at most this many operations behind
 // How long the failure of a peer waits for payloads that it sent before. They may never arrive.
 constexpr std::uint64_t kFailureWaitNs = 1000 * 1000 * 1000;
-static_assert(sizeof(FailureRecord::text) >= kOpText, "one buffer serves both");
+static_assert(FrameSink::kMaxText >= kOpText && FrameSink::kMaxText >= sizeof(FailureRecord::text));
 
 void* reserve(std::size_t bytes) {
   // Not reserved: only the pages that the peer sends something for are ever touched.
@@ -58,18 +46,10 @@ bool is_rank_or_none(std::uint64_t word, std::uint32_t ranks) { return word + 1 
 }  // namespace
 
 RemotePeer::RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own)
-    : layout_(layout),
-      own_(own),
-      memory_(nullptr),
-      arrived_(layout.flags()),
-      bundle_(fds, layout.flags()),
-      from_ucx_(*this, fds.size()) {
+    : layout_(layout), own_(own), memory_(nullptr), arrived_(layout.flags()), sockets_(fds, layout.flags(), *this) {
   // The word of a frame that describes a part holds a delivery stamp otherwise.
-  if (bundle_.uses_parts() && layout.emulates_link) {
+  if (sockets_.uses_parts() && layout.emulates_link) {
     throw std::invalid_argument("several connections over an emulated link");
-  }
-  for (std::size_t stream = 0; stream < fds.size(); ++stream) {
-    from_sockets_.push_back(std::make_unique<Inbound>(*this, stream));
   }
   memory_ = reserve(layout_.bytes());
   view_ = construct_region(memory_, layout_);
@@ -79,32 +59,31 @@ RemotePeer::RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, 
 RemotePeer::~RemotePeer() { munmap(memory_, layout_.bytes()); }
 
 void RemotePeer::connect(UcxWorker& worker, const std::string& address) {
-  ucx_ = &worker.connect(layout_.rank, own_.rank, address, from_ucx_);
-  ucx_->enqueue(FrameHeader{kHello}, nullptr);
-  ucx_->flush();
+  // A channel that has ended is not made anew, and a peer that is connected through one needs no other sockets.
+  if (sockets_.uses_parts()) throw std::invalid_argument("several connections beside UCX");
+  channel_ = &worker.connect(layout_.rank, own_.rank, address, *this);
+  channel_->enqueue(FrameHeader{kHello}, nullptr);
+  channel_->flush();
 }
 
 // May be called without the mutex. A stream may be made anew meanwhile: then the answer was right a moment ago, and
 // FailureMonitor asks twice before it reports a peer as lost.
 bool RemotePeer::has_ended() const {
   if (view_.header->closed.load(std::memory_order_acquire)) return false;
-  if (ucx_ && ucx_->ended()) return true;
-  if (!bundle_.ended()) return false;
-  const bool says_goodbye = says_goodbye_.load(std::memory_order_acquire);
-  // A peer that has said goodbye makes no connection anew: what has not arrived by now does not.
-  if (!says_goodbye && bundle_.may_be_restored()) return false;
-  // It may end its socket while UCX still delivers what it sent.
-  return !(ucx_ && says_goodbye);
+  if (!channel_->ended() && !sockets_.ended()) return false;
+  if (!says_goodbye_.load(std::memory_order_acquire)) return !sockets_.may_be_restored();
+  // A peer that has said goodbye makes no connection anew: what has not arrived by now does not. It may end its socket
+  // while another channel still delivers what it sent.
+  return channel_->ended();
 }
 
 bool RemotePeer::is_cut_off() const {
-  return bundle_.ended() && bundle_.may_be_restored() && !says_goodbye_.load(std::memory_order_acquire) &&
+  return sockets_.ended() && sockets_.may_be_restored() && !says_goodbye_.load(std::memory_order_acquire) &&
          !view_.header->closed.load(std::memory_order_acquire);
 }
 
 const std::string& RemotePeer::end_reason() const {
-  const bool socket_tells = bundle_.given_up() || bundle_.streams()[0]->ended();
-  return socket_tells || !ucx_ ? bundle_.end_reason() : ucx_->end_reason();
+  return sockets_.ended() ? sockets_.end_reason() : channel_->end_reason();
 }
 
 void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t first_ns, const std::uint8_t* data,
@@ -113,22 +92,17 @@ void RemotePeer::send_box(std::size_t index, const BoxFlag& flag, std::uint64_t 
   frame.words = {flag.seq.load(std::memory_order_relaxed), flag.operation.load(std::memory_order_relaxed),
                  static_cast<std::uint64_t>(index) << 32 | flag.checksum.load(std::memory_order_relaxed), first_ns,
                  slot_offset};
-  if (bundle_.uses_parts() && !ucx_) {
-    frame.kind = kPart;
-    bundle_.enqueue_parts(frame, data);
-  } else {
-    channel().enqueue(frame, data);
-  }
+  channel_->enqueue(frame, data);
   ++boxes_sent_;
 }
 
 // A peer that sends parts learns of every piece: it keeps a part, to send it again, until the piece is done.
 void RemotePeer::send_pieces_done(std::uint64_t pieces) {
-  if (pieces < pieces_done_sent_ + (bundle_.uses_parts() ? 1 : kDoneInterval)) return;
+  if (pieces < pieces_done_sent_ + (sockets_.uses_parts() ? 1 : kDoneInterval)) return;
   pieces_done_sent_ = pieces;
   FrameHeader frame{kDone};
   frame.words[0] = pieces;
-  channel().enqueue(frame, nullptr);
+  channel_->enqueue(frame, nullptr);
 }
 
 // A peer compares headers with the operation that it is in, so those of much older ones are left out.
@@ -141,17 +115,17 @@ void RemotePeer::send_headers(std::uint64_t number) {
     FrameHeader frame{kHeader};
     frame.words[0] = next;
     frame.words[1] = header.fingerprint.load(std::memory_order_relaxed);
-    channel().enqueue(frame, std::string(header.text, strnlen(header.text, kOpText - 1)));
+    channel_->enqueue(frame, std::string(header.text, strnlen(header.text, kOpText - 1)));
   }
   headers_sent_ = std::max(headers_sent_, number);
 }
 
-// This and the two below go over a socket also where payloads go through UCX: the kernel delivers what it has taken
-// even if this rank no longer drives UCX.
+// This and the two below go over a socket also where payloads have another channel: the kernel delivers what it has
+// taken even if this rank no longer drives that channel.
 void RemotePeer::send_waiting_for(int rank) {
   FrameHeader frame{kWaiting};
   frame.words[0] = static_cast<std::uint64_t>(rank);
-  bundle_.control().enqueue(frame, nullptr);
+  sockets_.enqueue(frame, nullptr);
 }
 
 void RemotePeer::send_failure() {
@@ -161,34 +135,31 @@ void RemotePeer::send_failure() {
   frame.words[1] = static_cast<std::uint64_t>(failure.failed_rank);
   frame.words[2] = boxes_sent_;  // it may overtake payloads, which go another way; see read_last_words()
   failure_sent_ = true;
-  bundle_.control().enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
+  sockets_.enqueue(frame, std::string(failure.text, strnlen(failure.text, sizeof failure.text - 1)));
 }
 
 void RemotePeer::send_closed() {
   FrameHeader frame{kClosed};
   frame.words[0] = boxes_sent_;
   closed_sent_ = true;
-  bundle_.control().enqueue(frame, nullptr);
+  sockets_.enqueue(frame, nullptr);
 }
 
 bool RemotePeer::flush() {
-  const bool queued = bundle_.flush();
-  if (ucx_) ucx_->flush();
-  return queued || (ucx_ && !ucx_->ended() && ucx_->has_queued());
+  bool queued = sockets_.flush();
+  // The comparison saves a second flush of the sockets at every poll.
+  if (channel_ != &sockets_) queued |= channel_->flush();
+  return queued;
 }
 
 bool RemotePeer::receive(std::size_t stream) {
-  bundle_.streams()[stream]->receive(*from_sockets_[stream]);
-  // Before ends are handled, so that parts which the peer has just reported as done are not sent again.
-  if (bundle_.uses_parts()) {
-    bundle_.set_done(view_.header->pieces_done.load(std::memory_order_relaxed));
-    read_last_words();
-  }
+  sockets_.receive(stream);
+  read_last_words();
   return handle_ended_streams();
 }
 
 bool RemotePeer::handle_ended_streams() {
-  const StreamBundle::Ends ends = bundle_.handle_ends();
+  const StreamBundle::Ends ends = sockets_.handle_ends();
   if (ends.control_moved) repeat_short_frames();
   return ends.any;
 }
@@ -197,7 +168,7 @@ bool RemotePeer::handle_ended_streams() {
 void RemotePeer::repeat_short_frames() {
   FrameHeader frame{kDone};
   frame.words[0] = pieces_done_sent_;
-  bundle_.control().enqueue(frame, nullptr);
+  sockets_.enqueue(frame, nullptr);
   const std::uint64_t last = headers_sent_;
   // The last ones only: send_headers() leaves out the others as well.
   headers_sent_ -= std::min(last, kHeadersSent);
@@ -206,72 +177,45 @@ void RemotePeer::repeat_short_frames() {
   if (closed_sent_) send_closed();
 }
 
-std::vector<RemotePeer::LostStream> RemotePeer::lost_streams() const {
+std::vector<StreamBundle::LostStream> RemotePeer::lost_streams() const {
   // A rank that closes still needs a stream for what it has not sent.
-  const bool has_sent_all = !bundle_.ended() || !bundle_.has_unsent();
+  const bool has_sent_all = !sockets_.ended() || !sockets_.has_unsent();
   const bool closes = says_goodbye_.load(std::memory_order_acquire) || (closed_sent_ && has_sent_all);
-  return closes || !bundle_.may_be_restored() ? std::vector<LostStream>() : bundle_.lost_streams();
+  return closes || !sockets_.may_be_restored() ? std::vector<StreamBundle::LostStream>() : sockets_.lost_streams();
 }
 
 bool RemotePeer::restore(std::size_t number, std::uint32_t generation, int fd) {
-  if (!bundle_.end_outdated(number, generation)) return false;
+  if (!sockets_.end_outdated(number, generation)) return false;
   handle_ended_streams();  // queues again what the old socket may have lost, before the new one takes its place
-  if (bundle_.replace(number, generation, fd)) repeat_short_frames();
+  if (sockets_.replace(number, generation, fd)) repeat_short_frames();
   flush();
   return true;
 }
 
 void RemotePeer::end_stream(std::size_t number, std::uint32_t generation) {
-  bundle_.end_lost(number, generation);
+  sockets_.end_lost(number, generation);
   handle_ended_streams();
-}
-
-bool RemotePeer::is_sending(const std::uint8_t* begin, const std::uint8_t* end) const {
-  if (bundle_.is_sending(begin, end)) return true;
-  return ucx_ && !ucx_->ended() && ucx_->is_sending(begin, end);
 }
 
 // Everything that a peer sends may be wrong. What is checked here and in payload_buffer() keeps interpreters, which do
 // not check it again, inside the memory and the numbers of the region.
-bool RemotePeer::is_valid_box(const FrameHeader& frame, std::size_t bytes) const {
+bool RemotePeer::is_valid_box(const FrameHeader& frame) const {
   const std::uint64_t seq = frame.words[0];
   const std::uint64_t index = frame.words[2] >> 32;
   const std::uint64_t at = frame.words[4];
   if (seq == 0 || seq > max_pieces_begun()) return false;
   if (index >= layout_.flags() || index % kSlots != (seq - 1) % kSlots) return false;
-  return at <= layout_.slot_bytes && bytes <= layout_.slot_bytes - at;
+  return at <= layout_.slot_bytes && frame.bytes <= layout_.slot_bytes - at;
 }
 
-std::uint8_t* RemotePeer::Inbound::payload_buffer(const FrameHeader& frame) {
-  // With several sockets payloads arrive as kPart frames, otherwise as one kBox.
-  const bool in_parts = peer_.bundle_.uses_parts() && stream_ < peer_.bundle_.streams().size();
-  if (frame.kind == kPart) return in_parts ? part_buffer(frame) : nullptr;
-  if (frame.kind == kBox && in_parts) return nullptr;
-  return peer_.payload_buffer(frame, text_);
-}
-
-std::uint8_t* RemotePeer::Inbound::part_buffer(const FrameHeader& frame) {
-  const PartWords part = PartWords::of(frame);
-  if (!peer_.is_valid_box(frame, part.payload_bytes)) return nullptr;
-  const PeerView& view = peer_.view_;
-  return peer_.bundle_.part_buffer(stream_, part, frame.bytes, view.slot(part.seq - 1) + part.slot_offset,
-                                   view.flags[part.index].seq.load(std::memory_order_relaxed));
-}
-
-void RemotePeer::Inbound::on_frame(const FrameHeader& frame) {
-  if (frame.kind != kPart) return peer_.on_frame(frame, text_);
-  if (peer_.bundle_.complete_part(stream_)) peer_.on_payload(frame, PartWords::of(frame).payload_bytes);
-}
-
-std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_buffer) {
-  auto* const text = reinterpret_cast<std::uint8_t*>(text_buffer);
+std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, std::uint8_t* text) {
   switch (frame.kind) {
     case kBox:
-      return is_valid_box(frame, frame.bytes) ? view_.slot(frame.words[0] - 1) + frame.words[4] : nullptr;
+      return is_valid_box(frame) ? view_.slot(frame.words[0] - 1) + frame.words[4] : nullptr;
     case kDone: {
       const std::uint64_t before = view_.pieces_done->load(std::memory_order_relaxed);
       const std::uint64_t done = frame.words[0];
-      if (done < before && !ucx_ && !bundle_.uses_parts()) return nullptr;  // a single socket keeps the order
+      if (done < before && channel_->keeps_order()) return nullptr;
       return frame.bytes == 0 && done <= max_pieces_begun() ? text : nullptr;
     }
     case kHeader:
@@ -291,14 +235,14 @@ std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, char* text_bu
   }
 }
 
-void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
+void RemotePeer::on_frame(const FrameHeader& frame, const std::uint8_t* payload) {
   RegionHeader& region = *view_.header;
   switch (frame.kind) {
     case kBox:
-      on_payload(frame, frame.bytes);
+      on_box(frame);
       break;
     case kDone:
-      // With UCX or several streams it may come twice, or behind a later one.
+      // It may come twice, or behind a later one, unless the channel keeps the order.
       if (frame.words[0] > region.pieces_done.load(std::memory_order_relaxed)) {
         region.pieces_done.store(frame.words[0], std::memory_order_release);
       }
@@ -309,7 +253,7 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
       if (header.number.load(std::memory_order_relaxed) > frame.words[0]) break;
       header.number.store(0, std::memory_order_release);  // while it changes, other threads find no operation here
       header.fingerprint.store(frame.words[1], std::memory_order_relaxed);
-      std::memcpy(header.text, text, frame.bytes);
+      std::memcpy(header.text, payload, frame.bytes);
       header.text[frame.bytes] = 0;
       header.number.store(frame.words[0], std::memory_order_release);
       break;
@@ -320,7 +264,7 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
       break;
     case kFailure:
       failure_ = frame;
-      failure_text_.assign(text, frame.bytes);
+      failure_text_.assign(reinterpret_cast<const char*>(payload), frame.bytes);
       fails_after_ = frame.words[2];
       fails_at_ns_ = now_ns() + kFailureWaitNs;
       read_last_words();
@@ -339,14 +283,14 @@ void RemotePeer::on_frame(const FrameHeader& frame, const char* text) {
 }
 
 // The flag's `seq` is stored last: an interpreter that reads it may read the rest and the payload.
-void RemotePeer::on_payload(const FrameHeader& frame, std::size_t bytes) {
+void RemotePeer::on_box(const FrameHeader& frame) {
   const std::size_t index = frame.words[2] >> 32;
   if (view_.stamps) {
     DeliveryStamp& stamp = view_.stamps[index * layout_.ranks + own_.rank];
     stamp.first.store(frame.words[3], std::memory_order_relaxed);
     stamp.seq.store(frame.words[0], std::memory_order_release);
   }
-  arrived_[index] = {frame.words[4], bytes};
+  arrived_[index] = {frame.words[4], frame.bytes};
   BoxFlag& flag = view_.flags[index];
   flag.operation.store(frame.words[1], std::memory_order_relaxed);
   flag.checksum.store(static_cast<std::uint32_t>(frame.words[2]), std::memory_order_relaxed);

@@ -2,11 +2,13 @@
 // frames that this rank sends to it. Interpreters read the copy as they read the region of a peer in shared memory.
 // A frame with a value that no correct peer sends ends the connection.
 //
-// Every peer has a socket, which ends at once when its process does. With UCX, payloads and what belongs to them go
-// through a channel of UCX, and the socket carries what a rank says while it waits, fails or closes.
+// Payloads and what belongs to them go through a channel (net/frame_channel.h): the peer's sockets, or UCX. Every peer
+// has sockets, which end at once when its process does. With UCX there is one, which carries what a rank says while it
+// waits, fails or closes.
 //
 // A peer that is far away has several sockets (stream_bundle.h). The peer is lost with its last socket, unless sockets
-// are made anew (allow_restoring()): then it is cut off until one is there or give_up() is called.
+// are made anew (StreamBundle::allow_restoring()): then it is cut off until one is there or StreamBundle::give_up() is
+// called.
 //
 // RemotePeerSet's mutex guards an object of this class. Interpreters read view() without it, as they read a region that
 // another process writes. So do has_ended(), is_cut_off() and end_reason(), which threads call that look for the end of
@@ -15,7 +17,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -25,21 +26,21 @@
 
 namespace dtcomm {
 
-class RemotePeer {
+class RemotePeer final : private FrameSink {
  public:
   // Takes ownership of the connected sockets, at least one. `layout` is that of the peer's region, `own` this rank's
   // header. Throws std::invalid_argument if there are several and a link is emulated.
   RemotePeer(const std::vector<int>& fds, const RegionLayout& layout, const RegionHeader& own);
-  ~RemotePeer();
+  ~RemotePeer() override;
   RemotePeer(const RemotePeer&) = delete;
 
   const PeerView& view() const { return view_; }
-  const StreamBundle& bundle() const { return bundle_; }
-  const Streams& streams() const { return bundle_.streams(); }
-  using LostStream = StreamBundle::LostStream;
-  // Sends payloads through UCX from now on. `worker` must be destroyed before this object.
+  StreamBundle& sockets() { return sockets_; }
+  // What carries payloads.
+  const FrameChannel& channel() const { return *channel_; }
+  // Sends payloads through UCX from now on. `worker` must be destroyed before this object. Throws std::invalid_argument
+  // if there are several sockets.
   void connect(UcxWorker& worker, const std::string& address);
-  const UcxChannel* ucx() const { return ucx_; }
   // Whether the peer has connected to this rank through UCX.
   bool has_greeted() const { return greeted_; }
   // Whether the connection has ended although the peer has not closed it, and how.
@@ -48,17 +49,13 @@ class RemotePeer {
   // Whether no stream is left although the peer has not closed, and one may still be made.
   bool is_cut_off() const;
 
-  // Streams that end will be made anew, by restore(), where there are several.
-  void allow_restoring() { bundle_.allow_restoring(); }
-  // Those to be made anew; none if the peer closes or is given up.
-  std::vector<LostStream> lost_streams() const;
+  // The streams to be made anew; none if the peer closes or is given up.
+  std::vector<StreamBundle::LostStream> lost_streams() const;
   // Puts a connected socket in the place of a stream and takes ownership of it. False, and the caller keeps it, if
   // the stream's generation is not below `generation` or the peer has been given up.
   bool restore(std::size_t number, std::uint32_t generation, int fd);
   // The peer has lost this stream, which may still look alive at this end.
   void end_stream(std::size_t number, std::uint32_t generation);
-  // No connection can be made any more: the peer is lost with the streams that are left.
-  void give_up(std::string reason) { bundle_.give_up(std::move(reason)); }
 
   // Sends a flag of this rank and the payload of its box, which lies `slot_offset` bytes into its slot. `first_ns` is
   // when an emulated link delivers the first byte.
@@ -78,37 +75,18 @@ class RemotePeer {
   // Reads all frames that have arrived at a socket. Those of UCX arrive while its worker makes progress. True if the
   // socket has ended; what was sent over it then goes over the others, where that is necessary.
   bool receive(std::size_t stream);
-  // Whether some of these bytes are still being sent, by UCX or once more after a socket has ended.
-  bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const;
-  // Learns of the peer's failure or end if everything has arrived that it sent before. To be called when frames of UCX
+  // Learns of the peer's failure or end if everything has arrived that it sent before. To be called when frames may
   // have arrived.
   void read_last_words();
 
  private:
-  // The frames of one channel. A frame of text may arrive in parts, and those of two channels at the same time.
-  class Inbound final : public FrameSink {
-   public:
-    Inbound(RemotePeer& peer, std::size_t stream) : peer_(peer), stream_(stream) {}
-
-   private:
-    std::uint8_t* payload_buffer(const FrameHeader& frame) override;
-    void on_frame(const FrameHeader& frame) override;
-    std::uint8_t* part_buffer(const FrameHeader& frame);
-
-    RemotePeer& peer_;
-    std::size_t stream_;
-    char text_[sizeof(FailureRecord::text)];  // of the frame that is being received
-  };
-
-  std::uint8_t* payload_buffer(const FrameHeader& frame, char* text);
-  void on_frame(const FrameHeader& frame, const char* text);
-  void on_payload(const FrameHeader& frame, std::size_t bytes);
+  std::uint8_t* payload_buffer(const FrameHeader& frame, std::uint8_t* text) override;
+  void on_frame(const FrameHeader& frame, const std::uint8_t* payload) override;
+  void on_box(const FrameHeader& frame);
   bool handle_ended_streams();
   void repeat_short_frames();
-  // For all frames but payloads.
-  FrameChannel& channel() { return ucx_ ? static_cast<FrameChannel&>(*ucx_) : bundle_.control(); }
 
-  bool is_valid_box(const FrameHeader& frame, std::size_t bytes) const;
+  bool is_valid_box(const FrameHeader& frame) const;
   // The pieces of its operations that the peer can have begun: it begins one when all ranks are done with the piece
   // that used the slot before.
   std::uint64_t max_pieces_begun() const { return own_.pieces_done.load(std::memory_order_relaxed) + kSlots; }
@@ -118,10 +96,8 @@ class RemotePeer {
   void* memory_;
   PeerView view_;
   std::vector<ArrivedBytes> arrived_;  // by flag
-  StreamBundle bundle_;
-  UcxChannel* ucx_ = nullptr;
-  std::vector<std::unique_ptr<Inbound>> from_sockets_;
-  Inbound from_ucx_;
+  StreamBundle sockets_;
+  FrameChannel* channel_ = &sockets_;
   bool greeted_ = false;
   std::atomic<bool> says_goodbye_{false};  // also read by threads that list the peers
   std::uint64_t boxes_sent_ = 0, boxes_received_ = 0;

@@ -76,11 +76,11 @@ bool RemotePeerSet::ucx_is_connected(const std::vector<std::string>& names) {
   for (std::size_t index = 0; index < peers_.size(); ++index) {
     if (!peers_[index]) continue;
     RemotePeer& peer = *peers_[index];
-    peer.flush();
+    const bool queued = peer.flush();
     if (peer.has_ended()) {
       throw std::runtime_error("the connection to " + names[index] + " ended (" + peer.end_reason() + ")");
     }
-    connected &= peer.has_greeted() && !peer.ucx()->has_queued();
+    connected &= peer.has_greeted() && !queued;
   }
   return connected;
 }
@@ -88,8 +88,7 @@ bool RemotePeerSet::ucx_is_connected(const std::vector<std::string>& names) {
 std::vector<std::string> RemotePeerSet::ucx_lanes() {
   std::vector<std::string> lanes;
   for_each_locked([&](const RemotePeer& peer) {
-    if (!peer.ucx()) return;
-    for (std::string& lane : peer.ucx()->lanes()) {
+    for (std::string& lane : peer.channel().lanes()) {
       if (std::find(lanes.begin(), lanes.end(), lane) == lanes.end()) lanes.push_back(std::move(lane));
     }
   });
@@ -105,7 +104,7 @@ void RemotePeerSet::allow_restoring(int event_fd) {
   if (ended_fd_ >= 0) close_unless_in_child(ended_fd_);
   ended_fd_ = duplicate;
   for (const auto& peer : peers_) {
-    if (peer) peer->allow_restoring();
+    if (peer) peer->sockets().allow_restoring();
   }
 }
 
@@ -120,7 +119,7 @@ std::vector<RemotePeerSet::LostConnection> RemotePeerSet::lost_connections() {
   std::vector<LostConnection> lost;
   for (std::size_t index = 0; index < peers_.size(); ++index) {
     if (!peers_[index]) continue;
-    for (RemotePeer::LostStream& stream : peers_[index]->lost_streams()) {
+    for (StreamBundle::LostStream& stream : peers_[index]->lost_streams()) {
       lost.push_back({static_cast<int>(index), std::move(stream)});
     }
   }
@@ -130,16 +129,15 @@ std::vector<RemotePeerSet::LostConnection> RemotePeerSet::lost_connections() {
 bool RemotePeerSet::restore(int peer, std::size_t number, std::uint32_t generation, int fd) {
   const std::lock_guard<std::mutex> lock(mutex_);
   RemotePeer* const remote = find_locked(peer);
-  if (!remote || number >= remote->streams().size()) return false;
-  const int before = remote->streams()[number]->fd();
-  epoll_.remove(before);
+  if (!remote || number >= remote->sockets().streams().size()) return false;
+  const std::unique_ptr<FrameStream>& stream = remote->sockets().streams()[number];
+  epoll_.remove(stream->fd());
   const int socket = socket_number(static_cast<std::size_t>(peer), number);
   const bool restored = remote->restore(number, generation, fd);
-  if (!restored && remote->streams()[number]->ended()) return false;
-  const FrameStream& stream = *remote->streams()[number];
+  if (!restored && stream->ended()) return false;
   try {
-    epoll_.add(stream.fd(), socket);
-    epoll_.watch_writable(stream.fd(), socket, stream.has_queued());
+    epoll_.add(stream->fd(), socket);
+    epoll_.watch_writable(stream->fd(), socket, stream->has_queued());
   } catch (const std::exception&) {  // no memory for another descriptor: the stream owns the socket, and ends
     remote->end_stream(number, generation);
     notify_ended(*remote);
@@ -157,7 +155,7 @@ void RemotePeerSet::end_connection(int peer, std::size_t number, std::uint32_t g
 
 void RemotePeerSet::give_up(int peer, const std::string& reason) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (RemotePeer* const remote = find_locked(peer)) remote->give_up(reason);
+  if (RemotePeer* const remote = find_locked(peer)) remote->sockets().give_up(reason);
 }
 
 std::pair<std::size_t, std::uint64_t> RemotePeerSet::restoring_counts() {
@@ -166,7 +164,7 @@ std::pair<std::size_t, std::uint64_t> RemotePeerSet::restoring_counts() {
   for (const auto& peer : peers_) {
     if (!peer) continue;
     counts.first += peer->lost_streams().size();
-    counts.second += peer->bundle().restored();
+    counts.second += peer->sockets().restored();
   }
   return counts;
 }
@@ -174,13 +172,13 @@ std::pair<std::size_t, std::uint64_t> RemotePeerSet::restoring_counts() {
 std::vector<double> RemotePeerSet::measured_rates() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<double> rates;
-  for (const auto& peer : peers_) rates.push_back(peer ? peer->bundle().measured_rate() : 0.0);
+  for (const auto& peer : peers_) rates.push_back(peer ? peer->sockets().measured_rate() : 0.0);
   return rates;
 }
 
 // Stops waiting for the sockets of a peer that have ended, and wakes the thread that makes connections anew.
-void RemotePeerSet::notify_ended(const RemotePeer& peer) {
-  for (const auto& stream : peer.streams()) {
+void RemotePeerSet::notify_ended(RemotePeer& peer) {
+  for (const auto& stream : peer.sockets().streams()) {
     if (stream->ended()) epoll_.remove(stream->fd());
   }
   const std::uint64_t one = 1;
@@ -194,18 +192,18 @@ void RemotePeerSet::receive() {
 }
 
 void RemotePeerSet::receive_locked() {
-  if (ucx_) ucx_->progress();
-  bool ucx_has_ended = false;  // the socket of that peer says why, if it has failed
-  if (ucx_ || has_parallel_sockets_) {
-    for (const auto& peer : peers_) {
-      if (!peer) continue;
-      peer->read_last_words();
-      ucx_has_ended |= peer->ucx() && peer->ucx()->ended();
-    }
+  bool read_sockets = true;
+  if (ucx_) {
+    ucx_->progress();
+    // If the channel to a peer has ended, its socket says why.
+    const auto has_ended = [](const auto& peer) { return peer && peer->channel().ended(); };
+    read_sockets = ++polls_ >= kSocketInterval || std::any_of(peers_.begin(), peers_.end(), has_ended);
   }
-  if (!ucx_ || ucx_has_ended || ++polls_ >= kSocketInterval) receive_from_sockets();
+  if (read_sockets) receive_from_sockets();
   for (const auto& peer : peers_) {
-    if (peer) peer->flush();
+    if (!peer) continue;
+    peer->read_last_words();
+    peer->flush();
   }
 }
 
@@ -225,7 +223,7 @@ void RemotePeerSet::receive_from_sockets() {
 
 void RemotePeerSet::receive_from_socket(std::size_t index, std::size_t stream) {
   RemotePeer* const peer = index < peers_.size() ? peers_[index].get() : nullptr;
-  if (!peer || peer->streams()[stream]->ended() || !peer->receive(stream)) return;
+  if (!peer || peer->sockets().streams()[stream]->ended() || !peer->receive(stream)) return;
   notify_ended(*peer);
 }
 
@@ -241,8 +239,9 @@ bool RemotePeerSet::flush() {
       ucx_->progress();
       left = peer->flush();
     }
-    for (std::size_t number = 0; number < peer->streams().size(); ++number) {
-      const FrameStream& stream = *peer->streams()[number];
+    const Streams& streams = peer->sockets().streams();
+    for (std::size_t number = 0; number < streams.size(); ++number) {
+      const FrameStream& stream = *streams[number];
       if (!stream.ended()) epoll_.watch_writable(stream.fd(), socket_number(index, number), stream.has_queued());
     }
     queued |= left;
@@ -261,7 +260,7 @@ int RemotePeerSet::awaited_by_sends(const std::uint8_t* begin, const std::uint8_
   if (!ucx_ && !has_parallel_sockets_) return -1;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t index = 0; index < peers_.size(); ++index) {
-    if (peers_[index] && peers_[index]->is_sending(begin, end)) return static_cast<int>(index);
+    if (peers_[index] && peers_[index]->channel().is_sending(begin, end)) return static_cast<int>(index);
   }
   return -1;
 }
@@ -328,9 +327,8 @@ bool RemotePeerSet::goodbye_pending() {
     ucx_->progress();
     unsent |= !ucx_->is_flushed();
   }
-  for_each_locked([&](const RemotePeer& peer) {
-    for (const auto& stream : peer.streams()) unsent |= stream->unacknowledged() > 0;
-    unsent |= peer.is_cut_off() && peer.bundle().has_unsent();
+  for_each_locked([&](RemotePeer& peer) {
+    unsent |= peer.sockets().has_unacknowledged() || (peer.is_cut_off() && peer.sockets().has_unsent());
   });
   if (!unsent || now_ns() > goodbye_deadline_ns_) return false;
   receive();  // notices peers that have ended, which are not waited for
@@ -338,9 +336,7 @@ bool RemotePeerSet::goodbye_pending() {
 }
 
 void RemotePeerSet::end_goodbye() {
-  for_each_locked([](const RemotePeer& peer) {
-    for (const auto& stream : peer.streams()) stream->shutdown_send();
-  });
+  for_each_locked([](RemotePeer& peer) { peer.sockets().shutdown_send(); });
 }
 
 void RemotePeerSet::close() {

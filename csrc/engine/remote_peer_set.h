@@ -40,10 +40,10 @@ class RemotePeerSet {
   void allow_restoring(int event_fd);
   struct LostConnection {
     int peer;
-    RemotePeer::LostStream stream;
+    StreamBundle::LostStream stream;
   };
   std::vector<LostConnection> lost_connections();
-  // As the methods of RemotePeer.
+  // As the methods of RemotePeer and StreamBundle.
   bool restore(int peer, std::size_t number, std::uint32_t generation, int fd);
   void end_connection(int peer, std::size_t number, std::uint32_t generation);
   void give_up(int peer, const std::string& reason);
@@ -79,7 +79,7 @@ class RemotePeerSet {
   void receive_locked();
   void receive_from_sockets();
   RemotePeer* find_locked(int peer);
-  void notify_ended(const RemotePeer& peer);
+  void notify_ended(RemotePeer& peer);
   void receive_from_socket(std::size_t peer, std::size_t stream);
   // The number of a socket in the set of sockets; that of UCX follows the ranks' first ones.
   int socket_number(std::size_t peer, std::size_t stream) const {
@@ -90,6 +90,8 @@ class RemotePeerSet {
 
   std::mutex mutex_;
   std::vector<std::unique_ptr<RemotePeer>> peers_;  // by rank; empty if there are none
+  // Null without UCX, which moves the frames of all its channels at once and wakes this rank by one descriptor. So this
+  // object, and not a RemotePeer, asks it to progress, to arm and to flush.
   std::unique_ptr<UcxWorker> unconnected_ucx_, ucx_;
   EpollSet epoll_;
   bool has_parallel_sockets_ = false;

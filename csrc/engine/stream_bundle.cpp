@@ -12,15 +12,29 @@ namespace {
 constexpr std::uint64_t kRateIntervalNs = 50 * 1000 * 1000;
 constexpr std::size_t kLeastRates = 8;
 
+// The payload to which a part belongs.
+FrameHeader payload_of(FrameHeader part) {
+  part.kind = kBox;
+  part.bytes = static_cast<std::uint32_t>(PartWords::of(part).payload_bytes);
+  return part;
+}
+
 }  // namespace
 
-StreamBundle::StreamBundle(const std::vector<int>& fds, std::size_t flags)
-    : handled_end_(fds.size()), generations_(fds.size()), left_(fds.size()), dropped_(fds.size()) {
+StreamBundle::StreamBundle(const std::vector<int>& fds, std::size_t flags, FrameSink& sink)
+    : sink_(sink), handled_end_(fds.size()), generations_(fds.size()), left_(fds.size()), arriving_(fds.size()) {
   for (const int fd : fds) streams_.push_back(std::make_unique<FrameStream>(fd));
   if (fds.size() > 1) {
     part_sender_.emplace(streams_);
     part_receiver_.emplace(streams_, flags);
   }
+}
+
+void StreamBundle::enqueue(const FrameHeader& frame, const std::uint8_t* data) {
+  if (!part_sender_ || frame.kind != kBox) return control().enqueue(frame, data);
+  FrameHeader parts = frame;
+  parts.kind = kPart;
+  part_sender_->add(parts, data);
 }
 
 bool StreamBundle::flush() {
@@ -65,26 +79,48 @@ double StreamBundle::measured_rate() const {
   return *middle;
 }
 
-std::uint8_t* StreamBundle::part_buffer(std::size_t stream, const PartWords& part, std::size_t bytes,
-                                        std::uint8_t* payload, std::uint64_t seq_there) {
-  Dropped& dropped = dropped_[stream];
-  dropped.active = false;
+void StreamBundle::receive(std::size_t stream) {
+  receiving_ = stream;
+  streams_[stream]->receive(part_sender_ ? *this : sink_);
+  // Before ends are handled, so that parts which the peer has just reported as done are not sent again.
+  if (part_sender_) part_sender_->set_done(pieces_done_);
+}
+
+std::uint8_t* StreamBundle::payload_buffer(const FrameHeader& frame, std::uint8_t* text) {
+  if (frame.kind == kBox) return nullptr;  // a payload that is not cut into parts
+  if (frame.kind != kPart) return sink_.payload_buffer(frame, text);
+  const PartWords part = PartWords::of(frame);
   const PartLayout layout(part.payload_bytes);
-  if (part.number >= layout.count || bytes != layout.bytes(part.number)) return nullptr;
-  switch (part_receiver_->begin(stream, part, seq_there)) {
+  ArrivingPart& arriving = arriving_[receiving_];
+  arriving.payload = sink_.payload_buffer(payload_of(frame), text);
+  if (!arriving.payload || part.number >= layout.count || frame.bytes != layout.bytes(part.number)) return nullptr;
+  switch (part_receiver_->begin(receiving_, part)) {
     case PartReceiver::Action::store:
-      return payload + layout.offset(part.number);
+      return arriving.payload + layout.offset(part.number);
     case PartReceiver::Action::drop:
-      dropped.active = true;
-      dropped.bytes.resize(std::max<std::size_t>(1, bytes));  // not empty, as null would reject the part
-      return dropped.bytes.data();
+      arriving.payload = nullptr;
+      arriving.dropped.resize(std::max<std::uint32_t>(1, frame.bytes));  // not empty, as null would reject the part
+      return arriving.dropped.data();
     default:
       return nullptr;
   }
 }
 
-bool StreamBundle::complete_part(std::size_t stream) {
-  return !dropped_[stream].active && part_receiver_->complete(stream);
+void StreamBundle::on_frame(const FrameHeader& frame, const std::uint8_t* payload) {
+  if (frame.kind != kPart) {
+    if (frame.kind == kDone) pieces_done_ = std::max(pieces_done_, frame.words[0]);
+    sink_.on_frame(frame, payload);
+  } else if (const std::uint8_t* const whole = arriving_[receiving_].payload) {
+    if (part_receiver_->complete(receiving_)) sink_.on_frame(payload_of(frame), whole);
+  }
+}
+
+void StreamBundle::shutdown_send() {
+  for (const auto& stream : streams_) stream->shutdown_send();
+}
+
+bool StreamBundle::has_unacknowledged() const {
+  return std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) { return stream->unacknowledged() > 0; });
 }
 
 // Looks at all streams: a part that begins to arrive on one ends the other one on which it was arriving (PartReceiver).

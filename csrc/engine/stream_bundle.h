@@ -7,7 +7,7 @@
 // as it knows which of them still matter. Streams are made anew only if allow_restoring() was called.
 //
 // RemotePeerSet's mutex guards an object of this class. Threads that only list the peers do not take it: they may call
-// ended(), may_be_restored(), given_up() and, once the peer is lost, end_reason().
+// ended(), may_be_restored() and, once the peer is lost, end_reason().
 #pragma once
 
 #include <array>
@@ -23,40 +23,51 @@
 
 namespace dtcomm {
 
-class StreamBundle {
+// The kinds of frames. The numbers travel between ranks.
+enum FrameKind : std::uint32_t {
+  kBox = 1,
+  kDone = 2,
+  kHeader = 3,
+  kWaiting = 4,
+  kFailure = 5,
+  kClosed = 6,
+  kHello = 7,
+  kPart = 8,
+};
+
+class StreamBundle final : public FrameChannel, private FrameSink {
  public:
-  // Takes ownership of the connected sockets, at least one. Payloads have flags below `flags`.
-  StreamBundle(const std::vector<int>& fds, std::size_t flags);
+  // Takes ownership of the connected sockets, at least one. Frames go to `sink`, which must outlive this object, and
+  // never in parts. Payloads have flags below `flags`.
+  StreamBundle(const std::vector<int>& fds, std::size_t flags, FrameSink& sink);
 
   const Streams& streams() const { return streams_; }
   // Whether payloads travel in parts: there are several streams.
   bool uses_parts() const { return part_sender_.has_value(); }
-  // The stream of short frames.
-  FrameStream& control() { return *streams_[control_]; }
 
-  // The rest of this group needs uses_parts(), except flush(), has_unsent() and is_sending().
-  // Queues the parts of a payload, which all have the kind of `payload`; see PartSender.
-  void enqueue_parts(const FrameHeader& payload, const std::uint8_t* data) { part_sender_->add(payload, data); }
-  // Sends what was queued, as far as that is possible now; true if something is left that a stream can carry.
-  bool flush();
-  // The peer has finished this number of pieces: their parts need not be sent again.
-  void set_done(std::uint64_t pieces) { part_sender_->set_done(pieces); }
-  // Whether parts wait for a stream.
-  bool has_unsent() const { return part_sender_ && part_sender_->has_unsent(); }
-  // Whether some of these bytes belong to parts that the kernel has not taken yet.
-  bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const {
+  void enqueue(const FrameHeader& frame, const std::uint8_t* data) override;
+  void enqueue(FrameHeader frame, std::string text) override { control().enqueue(frame, std::move(text)); }
+  bool flush() override;
+  // A single stream has passed a payload to the kernel before the peer can be done with it; a part may be repeated.
+  bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const override {
     return part_sender_ && part_sender_->is_sending(begin, end);
   }
+  bool keeps_order() const override { return !uses_parts(); }
+  // Whether no stream is left. One may still be made anew: see may_be_restored().
+  bool ended() const override { return left_.load(std::memory_order_acquire) == 0; }
+  const std::string& end_reason() const override { return given_up() ? give_up_reason_ : streams_[0]->end_reason(); }
+
+  // Reads all frames that have arrived on a stream. handle_ends() is to be called then.
+  void receive(std::size_t stream);
+  // Ends the sending direction. The kernel still sends what it has accepted.
+  void shutdown_send();
+  // Whether the peer's kernel has still to acknowledge bytes that this one has taken.
+  bool has_unacknowledged() const;
+  // Whether parts wait for a stream.
+  bool has_unsent() const { return part_sender_ && part_sender_->has_unsent(); }
   // Bytes per second that the peer has acknowledged on all payload streams together while more was waiting: the median
   // of the last intervals. 0 if there is one stream, or too few intervals have passed.
   double measured_rate() const;
-
-  // Where to store a part of `bytes` bytes whose header has arrived on a stream; null rejects it. `payload` is the
-  // place of the whole payload, `seq_there` the last payload of this flag that is complete.
-  std::uint8_t* part_buffer(std::size_t stream, const PartWords& part, std::size_t bytes, std::uint8_t* payload,
-                            std::uint64_t seq_there);
-  // The part for which part_buffer() was called last on this stream has arrived. True if it completes its payload.
-  bool complete_part(std::size_t stream);
 
   struct Ends {
     bool any = false;  // streams have ended
@@ -67,16 +78,12 @@ class StreamBundle {
   Ends handle_ends();
   // The peer has lost this stream, which may still look alive at this end. handle_ends() is to be called then.
   void end_lost(std::size_t number, std::uint32_t generation);
-  // Whether no stream is left.
-  bool ended() const { return left_.load(std::memory_order_acquire) == 0; }
-  const std::string& end_reason() const { return given_up() ? give_up_reason_ : streams_[0]->end_reason(); }
 
   // Streams that end will be made anew, by replace(). Does nothing if there is only one, over which frames are not
   // repeated.
   void allow_restoring() { restoring_allowed_.store(streams_.size() > 1, std::memory_order_release); }
   // No stream can be made anew any more.
   void give_up(std::string reason);
-  bool given_up() const { return given_up_.load(std::memory_order_acquire); }
   bool may_be_restored() const { return restoring_allowed_.load(std::memory_order_acquire) && !given_up(); }
   // A stream that has ended, and has been made anew `generation` times.
   struct LostStream {
@@ -94,14 +101,22 @@ class StreamBundle {
   std::uint64_t restored() const { return restored_; }
 
  private:
-  // The part that is arriving on a stream and is there already: its bytes go into `bytes`, which nothing reads.
-  struct Dropped {
-    bool active = false;
-    std::vector<std::uint8_t> bytes;
+  // The part that is arriving on a stream: where its payload begins, or, if it is there already, bytes that nothing
+  // reads.
+  struct ArrivingPart {
+    std::uint8_t* payload = nullptr;
+    std::vector<std::uint8_t> dropped;
   };
+  // The frames of several streams. They become those of sink_.
+  std::uint8_t* payload_buffer(const FrameHeader& frame, std::uint8_t* text) override;
+  void on_frame(const FrameHeader& frame, const std::uint8_t* payload) override;
+  // The stream of short frames.
+  FrameStream& control() { return *streams_[control_]; }
+  bool given_up() const { return given_up_.load(std::memory_order_acquire); }
   void sample_rate(bool parts_wait);
   void end(std::size_t number, std::string reason);
 
+  FrameSink& sink_;
   Streams streams_;
   std::size_t control_ = 0;                 // the stream of short frames
   std::vector<bool> handled_end_;           // by stream
@@ -112,7 +127,9 @@ class StreamBundle {
   std::uint64_t restored_ = 0;             // streams
   std::optional<PartSender> part_sender_;  // both if there are several streams
   std::optional<PartReceiver> part_receiver_;
-  std::vector<Dropped> dropped_;  // by stream
+  std::vector<ArrivingPart> arriving_;  // by stream
+  std::size_t receiving_ = 0;           // the stream whose frames are being read
+  std::uint64_t pieces_done_ = 0;       // by the peer
   static constexpr std::size_t kRates = 32;
   std::array<double, kRates> rates_{};  // the last ones, in a ring
   std::size_t rates_seen_ = 0;

@@ -1,5 +1,5 @@
-// What carries frames to a peer: a fixed header and a payload. FrameStream does it over a socket, UcxChannel over UCX.
-// Nothing here blocks.
+// What carries frames to and from a peer: a fixed header and a payload. StreamBundle does it over sockets, the channels
+// of UcxWorker over UCX. Nothing here blocks.
 #pragma once
 
 #include <array>
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace dtcomm {
 
@@ -22,10 +23,12 @@ struct FrameHeader {
 class FrameSink {
  public:
   virtual ~FrameSink() = default;
-  // Where to store the payload of the frame; null rejects the frame, which ends the connection.
-  virtual std::uint8_t* payload_buffer(const FrameHeader& frame) = 0;
-  // The payload has been stored.
-  virtual void on_frame(const FrameHeader& frame) = 0;
+  // Where to store the payload of the frame; null rejects the frame, which ends the connection. `text` is memory of the
+  // channel, kMaxText bytes, for a payload that is read only in on_frame().
+  static constexpr std::size_t kMaxText = 384;
+  virtual std::uint8_t* payload_buffer(const FrameHeader& frame, std::uint8_t* text) = 0;
+  // The payload has been stored at `payload`, which payload_buffer() returned.
+  virtual void on_frame(const FrameHeader& frame, const std::uint8_t* payload) = 0;
 };
 
 class FrameChannel {
@@ -34,23 +37,32 @@ class FrameChannel {
   // Queues a frame. `data` must stay unchanged until it has been sent; a `text` is copied.
   virtual void enqueue(const FrameHeader& frame, const std::uint8_t* data) = 0;
   virtual void enqueue(FrameHeader frame, std::string text) = 0;
-  // Sends queued frames, as far as that is possible now.
-  virtual void flush() = 0;
-  // Whether there are frames that have not been sent to their end.
-  virtual bool has_queued() const = 0;
-  // Whether the connection has ended, by either side or by an error, and how.
-  bool ended() const { return ended_.load(std::memory_order_acquire); }
-  const std::string& end_reason() const { return end_reason_; }
+  // Sends queued frames, as far as that is possible now; true if something is left that can still be sent.
+  virtual bool flush() = 0;
+  // Whether some of these bytes may still be read, although the peer has finished their piece.
+  virtual bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const = 0;
+  // Whether frames arrive once and in the order in which they were sent.
+  virtual bool keeps_order() const = 0;
+  // Whether the connection has ended, by either side or by an error, and how. May be called by any thread.
+  virtual bool ended() const = 0;
+  virtual const std::string& end_reason() const = 0;
+  // What the channel has chosen to carry its frames, such as "tcp/eth0"; empty if it has no choice.
+  virtual std::vector<std::string> lanes() const { return {}; }
+};
 
- protected:
-  void set_ended(std::string reason) {
-    end_reason_ = std::move(reason);
-    ended_.store(true, std::memory_order_release);
+// How a connection has ended, if it has. Threads that list the peers read it while another one sets it.
+class ConnectionEnd {
+ public:
+  void set(std::string reason) {
+    reason_ = std::move(reason);
+    reached_.store(true, std::memory_order_release);
   }
+  bool reached() const { return reached_.load(std::memory_order_acquire); }
+  const std::string& reason() const { return reason_; }
 
  private:
-  std::atomic<bool> ended_{false};  // also read by threads that list the peers
-  std::string end_reason_;
+  std::atomic<bool> reached_{false};
+  std::string reason_;
 };
 
 }  // namespace dtcomm

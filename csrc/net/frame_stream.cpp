@@ -84,7 +84,7 @@ void FrameStream::flush() {
 }
 
 void FrameStream::end(std::string reason) {
-  set_ended(std::move(reason));
+  connection_end_.set(std::move(reason));
   queue_.clear();
   ::shutdown(fd_, SHUT_RDWR);  // so that the peer learns of it
 }
@@ -158,12 +158,12 @@ bool FrameStream::parse(FrameSink& sink) {
       begin_ += size;
       if (missing_ > 0) return true;
       in_payload_ = false;
-      sink.on_frame(header_);
+      sink.on_frame(header_, payload_ - header_.bytes);
     }
     if (end_ - begin_ < sizeof header_) return true;
     std::memcpy(&header_, buffer_.data() + begin_, sizeof header_);
     begin_ += sizeof header_;
-    payload_ = sink.payload_buffer(header_);
+    payload_ = sink.payload_buffer(header_, text_);
     if (!payload_) return false;
     missing_ = header_.bytes;
     in_payload_ = true;

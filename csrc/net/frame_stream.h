@@ -11,23 +11,27 @@
 
 namespace dtcomm {
 
-class FrameStream final : public FrameChannel {
+class FrameStream {
  public:
   // Takes ownership of the connected socket. Forked children close it, so that the peer sees this process end.
   explicit FrameStream(int fd);
-  ~FrameStream() override;
+  ~FrameStream();
   FrameStream(const FrameStream&) = delete;
 
   int fd() const { return fd_; }
-  void enqueue(const FrameHeader& frame, const std::uint8_t* data) override;
-  void enqueue(FrameHeader frame, std::string text) override;
+  // Queues a frame. `data` must stay unchanged until it has been sent; a `text` is copied.
+  void enqueue(const FrameHeader& frame, const std::uint8_t* data);
+  void enqueue(FrameHeader frame, std::string text);
   // Passes queued frames to the kernel, as many as it accepts.
-  void flush() override;
-  bool has_queued() const override { return !queue_.empty(); }
+  void flush();
+  bool has_queued() const { return !queue_.empty(); }
   // How many of the queued frames have data that stays with the caller.
   std::size_t queued_payloads() const;
   // Whether frames that are queued now may be sent.
   bool can_send() const { return !ended() && send_error_.empty(); }
+  // Whether the connection has ended, by either side or by an error, and how.
+  bool ended() const { return connection_end_.reached(); }
+  const std::string& end_reason() const { return connection_end_.reason(); }
   // Reads what has arrived.
   void receive(FrameSink& sink);
   // Ends the sending direction. The kernel still sends what it has accepted; `unacknowledged` counts those bytes.
@@ -56,6 +60,7 @@ class FrameStream final : public FrameChannel {
 
   static constexpr std::size_t kReadAhead = 16 * 1024;
   int fd_;
+  ConnectionEnd connection_end_;
   std::string send_error_;  // why nothing more is sent; empty while frames may be queued
   std::deque<QueuedFrame> queue_;
   std::size_t front_sent_ = 0;                   // bytes of the first queued frame that were sent
@@ -65,6 +70,7 @@ class FrameStream final : public FrameChannel {
   FrameHeader header_;
   std::uint8_t* payload_ = nullptr;
   std::size_t missing_ = 0;
+  std::uint8_t text_[FrameSink::kMaxText];
 };
 
 }  // namespace dtcomm

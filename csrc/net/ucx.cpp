@@ -166,16 +166,18 @@ std::unique_ptr<Element> take(std::vector<std::unique_ptr<Element>>& list, const
   return taken;
 }
 
-class Channel final : public UcxChannel {
+class Channel final : public FrameChannel {
  public:
   Channel(Worker& worker, std::uint32_t own_number, const std::string& address, FrameSink& sink);
   Channel(const Channel&) = delete;
 
   void enqueue(const FrameHeader& frame, const std::uint8_t* data) override;
   void enqueue(FrameHeader frame, std::string text) override;
-  void flush() override;
-  bool has_queued() const override { return !batch_.empty() || !sending_.empty(); }
+  bool flush() override;
   bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const override;
+  bool keeps_order() const override { return false; }
+  bool ended() const override { return end_.reached(); }
+  const std::string& end_reason() const override { return end_.reason(); }
   std::vector<std::string> lanes() const override;
 
   // Takes a message apart. `frames` is its header behind the MessageHeader.
@@ -197,6 +199,7 @@ class Channel final : public UcxChannel {
   struct Arrival {
     Channel* channel = nullptr;
     FrameHeader frame;
+    std::uint8_t* payload = nullptr;
   };
   void append(const FrameHeader& frame, const std::string& text);
   void send(const std::uint8_t* data, std::size_t bytes);
@@ -207,11 +210,13 @@ class Channel final : public UcxChannel {
 
   Worker& worker_;
   FrameSink& sink_;
+  ConnectionEnd end_;
   MessageHeader prefix_;
   ucp_ep_h endpoint_ = nullptr;
   std::vector<std::uint8_t> batch_;  // the next message's header
   std::vector<std::unique_ptr<Message>> sending_, unused_;
   std::vector<std::unique_ptr<Arrival>> arriving_;
+  std::uint8_t text_[FrameSink::kMaxText];
 };
 
 class Worker final : public UcxWorker {
@@ -220,8 +225,8 @@ class Worker final : public UcxWorker {
   ~Worker() override;
 
   std::string address() const override;
-  UcxChannel& connect(std::uint32_t number, std::uint32_t own_number, const std::string& address,
-                      FrameSink& sink) override;
+  FrameChannel& connect(std::uint32_t number, std::uint32_t own_number, const std::string& address,
+                        FrameSink& sink) override;
   void progress() override;
   int event_fd() const override { return event_fd_; }
   bool arm() override { return ucx().ucp_worker_arm(worker_) == UCS_OK; }
@@ -284,8 +289,9 @@ void Channel::enqueue(FrameHeader frame, std::string text) {
   append(frame, text);
 }
 
-void Channel::flush() {
+bool Channel::flush() {
   if (!ended() && !batch_.empty()) send(nullptr, 0);
+  return !ended() && !sending_.empty();
 }
 
 void Channel::send(const std::uint8_t* data, std::size_t bytes) {
@@ -316,7 +322,7 @@ void Channel::on_sent(void* request, ucs_status_t status, void* message) {
 }
 
 bool Channel::is_sending(const std::uint8_t* begin, const std::uint8_t* end) const {
-  return std::any_of(sending_.begin(), sending_.end(), [&](const std::unique_ptr<Message>& message) {
+  return !ended() && std::any_of(sending_.begin(), sending_.end(), [&](const std::unique_ptr<Message>& message) {
     return message->bytes > 0 && message->data < end && begin < message->data + message->bytes;
   });
 }
@@ -340,26 +346,26 @@ void Channel::receive(const std::uint8_t* frames, std::size_t frame_bytes, void*
       return receive_payload(frame, data, (parameters.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0);
     }
     if (frame.bytes > frame_bytes) break;
-    std::uint8_t* const buffer = sink_.payload_buffer(frame);
+    std::uint8_t* const buffer = sink_.payload_buffer(frame, text_);
     if (!buffer) break;
     if (frame.bytes > 0) std::memcpy(buffer, frames, frame.bytes);
     frames += frame.bytes;
     frame_bytes -= frame.bytes;
-    sink_.on_frame(frame);
+    sink_.on_frame(frame, buffer);
     if (frame_bytes == 0 && !payload_expected) return;
   }
   end("it sent an invalid frame");
 }
 
 void Channel::receive_payload(const FrameHeader& frame, void* data, bool is_descriptor) {
-  std::uint8_t* const buffer = sink_.payload_buffer(frame);
+  std::uint8_t* const buffer = sink_.payload_buffer(frame, text_);
   if (!buffer) return end("it sent an invalid frame");
   if (!is_descriptor) {
     std::memcpy(buffer, data, frame.bytes);
-    sink_.on_frame(frame);
+    sink_.on_frame(frame, buffer);
     return;
   }
-  arriving_.push_back(std::make_unique<Arrival>(Arrival{this, frame}));
+  arriving_.push_back(std::make_unique<Arrival>(Arrival{this, frame, buffer}));
   ucp_request_param_t parameters{};
   parameters.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
   parameters.cb.recv_am = &Channel::on_received;
@@ -379,7 +385,7 @@ void Channel::on_received(void* request, ucs_status_t status, std::size_t length
   } else if (length != arrived->frame.bytes) {
     channel.end("it sent an invalid frame");
   } else if (!channel.ended()) {
-    channel.sink_.on_frame(arrived->frame);
+    channel.sink_.on_frame(arrived->frame, arrived->payload);
   }
   ucx().ucp_request_free(request);
 }
@@ -389,7 +395,7 @@ void Channel::on_error(void* channel, ucp_ep_h, ucs_status_t status) {
 }
 
 void Channel::end(std::string reason) {
-  if (!ended()) set_ended(std::move(reason));
+  if (!ended()) end_.set(std::move(reason));
 }
 
 ucs_status_ptr_t Channel::close() {
@@ -495,8 +501,8 @@ std::string Worker::address() const {
   return address;
 }
 
-UcxChannel& Worker::connect(std::uint32_t number, std::uint32_t own_number, const std::string& address,
-                            FrameSink& sink) {
+FrameChannel& Worker::connect(std::uint32_t number, std::uint32_t own_number, const std::string& address,
+                              FrameSink& sink) {
   auto channel = std::make_unique<Channel>(*this, own_number, address, sink);
   if (channels_.size() <= number) channels_.resize(number + std::size_t{1});
   channels_[number] = std::move(channel);

@@ -22,16 +22,6 @@ struct UcxDescription {
 // std::runtime_error with the reason if that or UCX itself fails.
 UcxDescription open_ucx(const std::vector<std::string>& libraries);
 
-// The frames to and from one peer. Frames of text arrive in the order in which they were sent, and payloads too where
-// they are small; large payloads may arrive later than what was sent after them.
-class UcxChannel : public FrameChannel {
- public:
-  // Whether UCX may still read some of these bytes, which were given to enqueue().
-  virtual bool is_sending(const std::uint8_t* begin, const std::uint8_t* end) const = 0;
-  // The transport and device of each lane that UCX has chosen, such as "tcp/eth0".
-  virtual std::vector<std::string> lanes() const = 0;
-};
-
 // The endpoint of one rank of a communicator. Not thread-safe. Destroying it ends all channels and cancels what they
 // send and receive.
 class UcxWorker {
@@ -40,9 +30,11 @@ class UcxWorker {
   // What peers connect with. It holds `token`, which they send with every message.
   virtual std::string address() const = 0;
   // Connects to a peer. Its frames go to `sink`, which must outlive this object. `own_number` is the number under which
-  // the peer connects to this worker. Throws std::runtime_error if no transport reaches the peer.
-  virtual UcxChannel& connect(std::uint32_t number, std::uint32_t own_number, const std::string& address,
-                              FrameSink& sink) = 0;
+  // the peer connects to this worker. Throws std::runtime_error if no transport reaches the peer. Frames of text arrive
+  // in the order in which they were sent, and payloads too where they are small; large payloads may arrive later than
+  // what was sent after them.
+  virtual FrameChannel& connect(std::uint32_t number, std::uint32_t own_number, const std::string& address,
+                                FrameSink& sink) = 0;
   // Sends and receives what can be sent and received now.
   virtual void progress() = 0;
   // A descriptor that is readable while there is something to progress, if arm() has returned true since the last call

@@ -165,7 +165,7 @@ py::list lost_connections(Communicator& communicator) {
   });
   py::list list;
   for (const RemotePeerSet::LostConnection& connection : lost) {
-    const RemotePeer::LostStream& stream = connection.stream;
+    const StreamBundle::LostStream& stream = connection.stream;
     list.append(py::make_tuple(connection.peer, stream.number, stream.generation, stream.reason));
   }
   return list;
@@ -344,19 +344,21 @@ class UcxPeer {
 
  private:
   struct Received final : FrameSink {
-    std::uint8_t* payload_buffer(const FrameHeader& frame) override {
+    std::uint8_t* payload_buffer(const FrameHeader& frame, std::uint8_t*) override {
       std::string& buffer = buffers[frame.words];
       buffer.resize(frame.bytes);
       return reinterpret_cast<std::uint8_t*>(buffer.data());
     }
-    void on_frame(const FrameHeader& frame) override { frames.emplace_back(frame, std::move(buffers[frame.words])); }
+    void on_frame(const FrameHeader& frame, const std::uint8_t*) override {
+      frames.emplace_back(frame, std::move(buffers[frame.words]));
+    }
     std::map<std::array<std::uint64_t, 5>, std::string> buffers;  // a large payload arrives after what follows it
     std::vector<std::pair<FrameHeader, std::string>> frames;
   };
   Received received_;
   std::deque<std::string> sent_;
   std::unique_ptr<UcxWorker> worker_;  // ends before what it writes to
-  UcxChannel* channel_ = nullptr;
+  FrameChannel* channel_ = nullptr;
 };
 
 void bind_ucx(py::module_& module) {

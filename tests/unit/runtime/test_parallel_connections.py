@@ -18,7 +18,7 @@ from dtcomm.errors import CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
-BOX, PART, DONE = 1, 8, 2  # csrc/engine/remote_peer.cpp
+BOX, PART, DONE = 1, 8, 2  # csrc/engine/stream_bundle.h
 FRAME = struct.Struct("<II5Q")
 SLOT_BYTES = 2 * 2**20
 BOXES = 8

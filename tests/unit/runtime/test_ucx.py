@@ -22,7 +22,7 @@ from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.support.ucx import requires_ucx
 
-BOX, DONE, HEADER, WAITING, FAILURE, CLOSED, HELLO = range(1, 8)  # csrc/engine/remote_peer.cpp
+BOX, DONE, HEADER, WAITING, FAILURE, CLOSED, HELLO = range(1, 8)  # csrc/engine/stream_bundle.h
 SLOTS = 8
 SLOT_BYTES = 64 * 1024
 BOXES = 8

@@ -23,7 +23,7 @@ from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, Pa
 from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.types import OpSpec, TensorSpec
 
-BOX, DONE, HEADER, WAITING, FAILURE, CLOSED = range(1, 7)  # csrc/engine/remote_peer.cpp
+BOX, DONE, HEADER, WAITING, FAILURE, CLOSED = range(1, 7)  # csrc/engine/stream_bundle.h
 FRAME = struct.Struct("<II5Q")
 NONE = 2**64 - 1  # -1 as a word
 SLOTS = 8
