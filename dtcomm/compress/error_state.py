@@ -9,13 +9,14 @@ once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dtcomm.compress.bucket import Segment
+from dtcomm.compress.bucket import BucketLayout, Segment
 from dtcomm.compress.feedback import DGC, Feedback, FeedbackStates, References, Velocities, common_momentum
+from dtcomm.compress.measurements import ErrorSample, l2_norm
 from dtcomm.compress.residuals import Residuals, average_states
 from dtcomm.compress.spec import Scheme
 from dtcomm.streams import record_streams
@@ -49,6 +50,23 @@ class PendingGradient:
     encoder_input: torch.Tensor | None = None
     deferred_residual: torch.Tensor | None = None
     has_update: torch.Tensor | None = None
+
+
+@dataclass
+class PreparedBucket:
+    """What of a bucket is averaged.
+
+    Attributes:
+        tensors: The tensor to average of each segment.
+        residuals: The residual of each segment, or None.
+        pending: The lossy segments.
+        samples: A sample of each of ``pending`` in steps in which errors are measured, else empty.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    residuals: list[torch.Tensor | None] = field(default_factory=list)
+    pending: list[PendingGradient] = field(default_factory=list)
+    samples: list[ErrorSample] = field(default_factory=list)
 
 
 class ErrorState:
@@ -101,6 +119,33 @@ class ErrorState:
         """
         if name in self._residuals:
             self._repaying[name] = REPAYMENT_STEPS
+
+    def prepare_bucket(
+        self,
+        layout: BucketLayout,
+        buffer: torch.Tensor,
+        ranks: int,
+        *,
+        may_be_unused: bool = False,
+        sampled: bool = False,
+    ) -> PreparedBucket:
+        """Return what to average of a bucket; the other arguments are those of `prepare`."""
+        bucket = PreparedBucket()
+        for segment, gradient in zip(layout.segments, layout.split(buffer), strict=True):
+            if segment.lossless:
+                self.prepare_uncompressed(segment, gradient)
+                bucket.tensors.append(gradient)
+                bucket.residuals.append(None)
+                continue
+            norm = l2_norm(gradient) if sampled else 0.0
+            prepared = self.prepare(segment, gradient, ranks, may_be_unused=may_be_unused, sampled=sampled)
+            sent, residual = prepared.sent, prepared.residual
+            if sampled:
+                bucket.samples.append(ErrorSample.take(segment.name, segment.codec, norm, sent, residual))
+            bucket.pending.append(prepared)
+            bucket.tensors.append(sent)
+            bucket.residuals.append(residual)
+        return bucket
 
     def prepare(
         self,

@@ -148,7 +148,7 @@ class SketchWindow:
 
     Args:
         guard: The limits, and the smallest number of steps in a window.
-        momentum: As for `dtcomm.compress.monitor.GuardMonitor`.
+        momentum: As for `dtcomm.compress.monitor.Monitor`.
 
     Attributes:
         schemes: What the parameters that are sketched are compressed with.

@@ -11,7 +11,7 @@ have other gradients, and copies of the same norms and biases, which would drift
 mean is taken over them too (`Monitor.agreeing_groups`). Stages of a pipeline share neither parameters nor collectives
 that depend on a decision, so each decides for itself; if one stops, the others lose it as they lose any rank.
 
-The DDP hook, `LocalSGD` and FSDP make a monitor with `make_monitor`.
+The DDP hook, `LocalSGD` and FSDP have a `Monitor` each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dtcomm.compress.measurements import (
 from dtcomm.compress.spec import Scheme
 from dtcomm.streams import copy_to_device
 
-HEADER_SIZE = 5  # of `GuardMonitor.stats_tensor`
+HEADER_SIZE = 5  # of `Monitor.stats_tensor`
 STEPS_TO_EVALUATE = 2  # at most, from a step to the evaluation of its statistics
 LOSS_PATIENCE = 2  # steps in a row in which a loss must exceed its limit
 DECAY = 0.9  # of the running mean and deviation, for each loss
@@ -50,115 +50,6 @@ MIN_LOSSES = 5  # losses that the running mean needs before anything is compared
 DEVIATIONS = 4.0
 
 _log = logging.getLogger("dtcomm")
-
-
-class Monitor:
-    """What an integration tells the guard in a step, and asks it between steps.
-
-    This is the monitor of a run without a guard, which records and changes nothing.
-
-    Attributes:
-        group: The process group whose ranks average the statistics; None is the default group.
-        agreeing_groups: Other groups, such as those of tensor parallelism, whose ranks decide alike.
-        events: What exceeded a limit so far, in order; the same on all ranks.
-        revision: Changes whenever the scheme of a parameter may have changed.
-    """
-
-    group: dist.ProcessGroup | None = None
-    agreeing_groups: Sequence[dist.ProcessGroup] = ()
-    events: Sequence[Event] = ()
-    revision: int = 0
-
-    @property
-    def fidelity(self) -> Fidelity | None:
-        """The comparison of the last window, the same on all ranks; None before the end of the first one."""
-        return None
-
-    def begin_step(self, step: int) -> None:
-        """Start a step, after the statistics that have arrived were evaluated."""
-
-    def observe_loss(self, loss: float | torch.Tensor) -> None:
-        """Record this step's loss on this rank; a tensor on a device is not read by the host."""
-
-    def register_sample(self, name: str, scheme: Scheme, held_to_error: bool = False) -> None:
-        """Announce that a parameter is sampled in this step, on every rank and in the same order.
-
-        ``held_to_error`` says whether `Guard.error` applies to it.
-        """
-
-    def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
-        """Record what the encoding of a sampled parameter lost."""
-
-    def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement | None:
-        """Measure a bucket on this rank before it is compressed; on every rank for the same buckets."""
-        return None
-
-    def record_mean(
-        self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
-    ) -> None:
-        """Record the averaged bucket, with what was measured before."""
-
-    def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sketch of a gradient of this rank before it is compressed; None if there is nothing to compare."""
-        return None
-
-    def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
-        """Add the sketches of a gradient before compression and of the mean after it.
-
-        The averages of both over the ranks must be sketches of the same mean.
-        """
-
-    @property
-    def window_is_complete(self) -> bool:
-        """Whether the next `stats_tensor` carries the sketches of a window; the same on all ranks."""
-        return False
-
-    def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
-        """Record whether this step's mean or this rank's own gradients held NaN or Inf, bools without dimensions."""
-
-    def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
-        """Return what to average over ranks: fp32 [n] on ``device`` (None: the CPU), or None if there is no guard."""
-        return None
-
-    def average_over_agreeing_groups(self, mean: torch.Tensor) -> None:
-        """Average, in place, what the ranks of `group` have averaged; on all ranks of all groups."""
-
-    def evaluate(self, step: int, mean: torch.Tensor) -> None:
-        """Compare the mean over ranks of the oldest `stats_tensor` that was not evaluated yet with the limits."""
-
-    def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
-        """Return what a parameter is compressed with in a step, if the policy wants ``wanted``."""
-        return wanted
-
-    def pop_resets(self) -> list[str]:
-        """Return the parameters whose residuals are to be set to zero, once."""
-        return []
-
-    def pop_changes(self) -> list[str]:
-        """Return the parameters that are compressed with another scheme from now on, once."""
-        return []
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the decisions in force as plain values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue with the decisions of a `state_dict`."""
-
-
-def make_monitor(
-    guard: Guard | None,
-    group: dist.ProcessGroup | None = None,
-    momentum: float | None = None,
-    agreeing_groups: Sequence[dist.ProcessGroup] = (),
-) -> Monitor:
-    """Return the monitor of a guard for the ranks of a group; without a guard one that does nothing.
-
-    ``momentum`` and ``agreeing_groups`` are as for `GuardMonitor`.
-    """
-    if guard is None:
-        return Monitor()
-    return GuardMonitor(guard, group, momentum=momentum, agreeing_groups=agreeing_groups)
 
 
 @dataclass
@@ -195,19 +86,25 @@ class LossMean:
 
 
 @dataclass
-class GuardMonitor(Monitor):
-    """The `Monitor` of a guard.
+class Monitor:
+    """What an integration tells the guard in a step, and asks it between steps.
+
+    Without a guard it measures and changes nothing.
 
     Args:
-        guard: The limits and actions.
+        guard: The limits and actions; None: no guard.
         group: The process group; None is the default group.
         ranks: (rank, number of ranks), where there is no process group.
         momentum: The momentum that the compressor applies to all gradients before it averages them (DGC); None if it
             applies none. What is averaged is compared with gradients that have the same momentum.
-        agreeing_groups: See `Monitor`.
+        agreeing_groups: Other groups, such as those of tensor parallelism, whose ranks decide alike.
+
+    Attributes:
+        events: What exceeded a limit so far, in order; the same on all ranks.
+        revision: Changes whenever the scheme of a parameter may have changed.
     """
 
-    guard: Guard
+    guard: Guard | None
     group: dist.ProcessGroup | None = None
     ranks: tuple[int, int] | None = None
     momentum: float | None = None
@@ -234,22 +131,27 @@ class GuardMonitor(Monitor):
     _nonfinite_steps: int = 0
 
     def __post_init__(self) -> None:
-        self._window = SketchWindow(self.guard, self.momentum)
+        self._window = SketchWindow(self.guard or Guard(), self.momentum)
 
     @property
     def fidelity(self) -> Fidelity | None:
-        """See `Monitor.fidelity`."""
+        """The comparison of the last window, the same on all ranks; None before the end of the first one."""
         return self._window.fidelity
 
     def observe_loss(self, loss: float | torch.Tensor) -> None:
-        """See `Monitor.observe_loss`."""
+        """Record this step's loss on this rank; a tensor on a device is not read by the host."""
+        if self.guard is None:
+            return
         if isinstance(loss, torch.Tensor) and not loss.is_cpu:
             self._loss = loss.detach().reshape(1).float()
         else:
             self._loss = float(loss)
 
     def register_sample(self, name: str, scheme: Scheme, held_to_error: bool = False) -> None:
-        """See `Monitor.register_sample`."""
+        """Announce that a parameter is sampled in this step, on every rank and in the same order.
+
+        ``held_to_error`` says whether `Guard.error` applies to it.
+        """
         self._sampled.append(name)
         self._schemes[name] = scheme
         if held_to_error:
@@ -258,11 +160,14 @@ class GuardMonitor(Monitor):
             self._held_to_error.discard(name)
 
     def record_error(self, sample: ErrorSample, lost: torch.Tensor) -> None:
-        """See `Monitor.record_error`."""
-        self._errors[sample.name] = sample.measure(lost)
+        """Record what the encoding of a sampled parameter lost."""
+        if self.guard is not None:
+            self._errors[sample.name] = sample.measure(lost)
 
-    def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement:
-        """See `Monitor.measure_gradient`."""
+    def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement | None:
+        """Measure a bucket on this rank before it is compressed; on every rank for the same buckets."""
+        if self.guard is None:
+            return None
         if gradient.numel() and (self._nonfinite_steps or self.guard.nonfinite <= STEPS_TO_EVALUATE):
             nonfinite = ~torch.isfinite(gradient.abs().amax())  # the message is to say whose they are
         else:
@@ -270,8 +175,8 @@ class GuardMonitor(Monitor):
         return GradientMeasurement(self.sketch_gradient(layout, gradient), nonfinite)
 
     def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
-        """See `Monitor.sketch_gradient`."""
-        if self.guard.on_harm == "ignore":
+        """Return the sketch of a gradient of this rank before it is compressed; None if there is nothing to compare."""
+        if self.guard is None or self.guard.on_harm == "ignore":
             return None
         sketch = layout.sketch(gradient.device)
         if sketch.is_empty:
@@ -283,7 +188,7 @@ class GuardMonitor(Monitor):
     def record_mean(
         self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
     ) -> None:
-        """See `Monitor.record_mean`."""
+        """Record the averaged bucket, with what was measured before."""
         if measurement is None:
             return
         if measurement.sketch is None:
@@ -294,26 +199,33 @@ class GuardMonitor(Monitor):
         self.add_sketches(measurement.sketch, sketch)
 
     def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
-        """See `Monitor.add_sketches`."""
+        """Add the sketches of a gradient before compression and of the mean after it.
+
+        The averages of both over the ranks must be sketches of the same mean.
+        """
         self._window.add(gradient, mean)
 
     @property
     def window_is_complete(self) -> bool:
-        """See `Monitor.window_is_complete`."""
+        """Whether the next `stats_tensor` carries the sketches of a window; the same on all ranks."""
         return self._window.complete is not None
 
     def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
-        """See `Monitor.report_nonfinite`."""
+        """Record whether this step's mean or this rank's own gradients held NaN or Inf, bools without dimensions."""
+        if self.guard is None:
+            return
         both = torch.stack([nonfinite, own.to(nonfinite.device)])
         self._nonfinite = both if self._nonfinite is None else self._nonfinite | both
 
-    def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor:
-        """See `Monitor.stats_tensor`.
+    def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
+        """Return what to average over ranks: fp32 [n] on ``device`` (None: the CPU), or None if there is no guard.
 
         The layout is: 1 if this rank has no loss, the loss, 1 if a mean was not finite, 1 if this rank's gradients were
         not finite, then this rank + 1, otherwise two zeros, then (missing share, |residual| / |gradient|) of each
         sampled parameter, then both sketches if a window is complete.
         """
+        if self.guard is None:
+            return None
         names, window = self._sampled_before, self._window.pop_complete()
         loss = self._loss if isinstance(self._loss, float) else math.nan
         header = [0.0 if math.isfinite(loss) else 1.0, loss, *[0.0] * (HEADER_SIZE - 2)]
@@ -339,12 +251,17 @@ class GuardMonitor(Monitor):
         return torch.nan_to_num(stats, nan=0.0, posinf=3e38, neginf=-3e38)
 
     def average_over_agreeing_groups(self, mean: torch.Tensor) -> None:
-        """See `Monitor.average_over_agreeing_groups`."""
+        """Average, in place, what the ranks of `group` have averaged; on all ranks of all groups."""
         for group in self.agreeing_groups:
             all_reduce(mean, "avg", group=group)
 
     def evaluate(self, step: int, mean: torch.Tensor) -> None:
-        """See `Monitor.evaluate`. Raises CompressionHarmful if an action is "stop"."""
+        """Compare the mean over ranks of the oldest `stats_tensor` that was not evaluated yet with the limits.
+
+        Raises CompressionHarmful if an action is "stop".
+        """
+        guard = self.guard
+        assert guard is not None  # without one there are no statistics
         names, with_sketches = self._in_flight.popleft() if self._in_flight else (self._sampled_before, False)
         if with_sketches:
             mean, sketches = mean[: -2 * SKETCH_SIZE], mean[-2 * SKETCH_SIZE :].view(2, SKETCH_SIZE)
@@ -352,24 +269,24 @@ class GuardMonitor(Monitor):
                 self._act(step, "harm", "", harm.value, harm.limit, harm.explanation, "compression")
         without_loss, loss, nonfinite, own_nonfinite, own_rank, *errors = mean.tolist()
         self._nonfinite_steps = self._nonfinite_steps + 1 if nonfinite > 0 else 0
-        if self._nonfinite_steps >= self.guard.nonfinite:
+        if self._nonfinite_steps >= guard.nonfinite:
             blame = self._blame(own_nonfinite, own_rank)
-            self._act(step, "nonfinite", "", self._nonfinite_steps, self.guard.nonfinite, *blame)
+            self._act(step, "nonfinite", "", self._nonfinite_steps, guard.nonfinite, *blame)
         if without_loss < 1 and loss > 0:
-            excess = self._losses.update(loss / (1 - without_loss), self.guard.loss)
+            excess = self._losses.update(loss / (1 - without_loss), guard.loss)
             if excess is not None:
                 self._losses = LossMean()  # the losses after this one are compared with a new mean
-                self._act(step, "loss", "", excess, self.guard.loss)
+                self._act(step, "loss", "", excess, guard.loss)
         for name, missing, residual_ratio in zip(names, errors[::2], errors[1::2], strict=True):
             scheme = self._schemes[name]
-            if name in self._held_to_error and missing > self.guard.error:
-                self._act(step, "error", name, missing, self.guard.error, cause="compression")
-            limit = residual_limit(scheme) if self.guard.residual is None else self.guard.residual
+            if name in self._held_to_error and missing > guard.error:
+                self._act(step, "error", name, missing, guard.error, cause="compression")
+            limit = residual_limit(scheme) if guard.residual is None else guard.residual
             if residual_ratio > limit:
                 self._act(step, "residual", name, residual_ratio, limit, cause="compression")
 
     def scheme_for(self, name: str, wanted: Scheme, step: int) -> Scheme:
-        """See `Monitor.scheme_for`."""
+        """Return what a parameter is compressed with in a step, if the policy wants ``wanted``."""
         if step < self._uncompressed_until:
             return codec("none")
         for _ in range(self._finer_steps.get(name, 0)):
@@ -377,28 +294,32 @@ class GuardMonitor(Monitor):
         return wanted
 
     def begin_step(self, step: int) -> None:
-        """See `Monitor.begin_step`."""
+        """Start a step, after the statistics that have arrived were evaluated."""
         self._window.end_step()
         self._sampled_before, self._sampled = self._sampled, []
         if step == self._uncompressed_until and step > 0:
             self.revision += 1  # the action "none" ends here
 
     def pop_resets(self) -> list[str]:
-        """See `Monitor.pop_resets`."""
+        """Return the parameters whose residuals are to be set to zero, once."""
         popped, self._resets = self._resets, []
         return popped
 
     def pop_changes(self) -> list[str]:
-        """See `Monitor.pop_changes`."""
+        """Return the parameters that are compressed with another scheme from now on, once."""
         popped, self._changed = self._changed, []
         return popped
 
     def state_dict(self) -> dict[str, object]:
-        """See `Monitor.state_dict`."""
+        """Return the decisions in force as plain values."""
+        if self.guard is None:
+            return {}
         return {"finer": dict(self._finer_steps), "plain_until": self._uncompressed_until}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """See `Monitor.load_state_dict`."""
+        """Continue with the decisions of a `state_dict`."""
+        if self.guard is None:
+            return
         finer_steps, until = state.get("finer", {}), state.get("plain_until", 0)
         assert isinstance(finer_steps, Mapping) and isinstance(until, int)
         self._finer_steps, self._uncompressed_until = dict(finer_steps), until
@@ -443,7 +364,9 @@ class GuardMonitor(Monitor):
         cause: str = "unknown",
         rank: int | None = None,
     ) -> None:
-        action = getattr(self.guard, f"on_{kind}")
+        guard = self.guard
+        assert guard is not None  # `evaluate` has one
+        action = getattr(guard, f"on_{kind}")
         if action == "ignore":
             return
         event = Event(
@@ -469,7 +392,7 @@ class GuardMonitor(Monitor):
                 self._changed.append(parameter)
             self.revision += 1
         elif action == "none":
-            self._uncompressed_until = step + self.guard.steps
+            self._uncompressed_until = step + guard.steps
             self.revision += 1
         elif action == "reset":
             self._resets += affected

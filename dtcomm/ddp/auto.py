@@ -41,6 +41,7 @@ from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import CodecChoice, Policy, default_policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import AUTO, LevelCodecs, Scheme, gaussian_error, parse_scheme
+from dtcomm.ddp.layouts import Chooser
 
 CANDIDATES = ("bf16:round=stochastic", "int8", "int4")
 NONE = codec("none")
@@ -174,7 +175,7 @@ class Decision(Event):
         return f"step {self.step}: auto: {self.action}; {times}{self.reason}"
 
 
-class Tuner:
+class Tuner(Chooser):
     """A `Chooser` that tries its candidates; `TunerObserver` attaches it to the reducer.
 
     Args:
@@ -183,12 +184,8 @@ class Tuner:
         excluded: The rules of what stays uncompressed whatever it chooses; None: none.
 
     Attributes:
-        schemes: The candidates, and "none".
-        revision: See `Chooser.revision`.
         plan: What is in force.
         settled: Whether the choice is made.
-        decisions: The choices so far.
-        rows: What the last decision compared.
     """
 
     def __init__(
@@ -198,7 +195,6 @@ class Tuner:
         excluded: Policy | None = None,
     ) -> None:
         self.schemes = parse_candidates(candidates)
-        self.revision = 0
         self.plan = UNCOMPRESSED
         self.settled = False
         self.decisions: list[Decision] = []
@@ -218,18 +214,7 @@ class Tuner:
     def __str__(self) -> str:
         return AUTO
 
-    @property
-    def bypass(self) -> bool:
-        """See `Chooser.bypass`."""
-        return self.plan.bypass
-
-    @property
-    def in_stages(self) -> bool:
-        """See `Chooser.in_stages`."""
-        return isinstance(self.plan.scheme, PowerSGD)
-
     def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
-        """See `Chooser.choose`."""
         self._names[name] = None
         if self.plan.scheme != NONE:
             return (self._excluded | default_policy(self.plan.scheme)).choose(name, gradient)
@@ -343,7 +328,7 @@ class Tuner:
     def _install(self, plan: Plan) -> None:
         if plan.scheme != self.plan.scheme:
             self._changed = list(self._names)
-        self.plan = plan
+        self.plan, self.bypass, self.in_stages = plan, plan.bypass, isinstance(plan.scheme, PowerSGD)
         self.revision += 1
 
 

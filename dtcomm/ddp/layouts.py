@@ -7,7 +7,7 @@ warm-up when the reducer needs the layout of a bucket.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,66 +24,41 @@ from dtcomm.torch_compat import GradBucket
 NONE = codec("none")
 
 
-class Chooser(Protocol):
-    """Chooses what the gradient of each parameter is compressed with; the same on all ranks."""
+class Chooser:
+    """Chooses what the gradient of each parameter is compressed with, alike on all ranks; this one asks a policy.
 
-    @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """All schemes that may ever be chosen."""
-
-    @property
-    def revision(self) -> int:
-        """Changes whenever a choice may have changed."""
-
-    @property
-    def bypass(self) -> bool:
-        """Whether buckets are averaged by the group's own backend, uncompressed, as DDP does it without a hook."""
-
-    @property
-    def in_stages(self) -> bool:
-        """Whether a scheme in force takes several collectives (PowerSGD)."""
-
-    @property
-    def decisions(self) -> Sequence[Event]:
-        """The decisions so far, for reports."""
-
-    @property
-    def rows(self) -> Sequence[dict[str, Any]]:
-        """What the last decision compared, for reports."""
-
-    def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
-        """Return what a parameter is compressed with now."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the choices in force as plain values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the choices of a `state_dict`."""
-
-
-class FixedPolicy:
-    """A `Chooser` that gives the answers of a policy at every step."""
+    Attributes:
+        schemes: All schemes that may ever be chosen.
+        revision: Changes whenever a choice may have changed.
+        bypass: Whether buckets are averaged by the group's own backend, uncompressed, as DDP does it without a hook.
+        in_stages: Whether a scheme in force takes several collectives (PowerSGD).
+        decisions: The decisions so far, for reports.
+        rows: What the last decision compared, for reports.
+    """
 
     revision = 0
-    bypass = False
+    bypass = in_stages = False
     decisions: Sequence[Event] = ()
     rows: Sequence[dict[str, Any]] = ()
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self._policy = policy
         self.schemes: tuple[Scheme, ...] = tuple(rule.codec for rule in policy.rules)
         self.in_stages = any(isinstance(scheme, PowerSGD) for scheme in self.schemes)
 
     def __str__(self) -> str:
-        return str(self.policy)
+        return str(self._policy)
 
     def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
-        return self.policy.choose(name, gradient)
+        """Return what a parameter is compressed with now."""
+        return self._policy.choose(name, gradient)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the choices in force as plain values."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the choices of a `state_dict`."""
 
 
 class SparseLayout(BucketLayout):

@@ -15,7 +15,7 @@ from dtcomm.arguments import require_int
 from dtcomm.collectives import all_reduce
 from dtcomm.collectives.sparse import start_stages, sum_stages
 from dtcomm.compress.bucket import BucketAverager, BucketLayout
-from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.error_state import ErrorState, PendingGradient, PreparedBucket
 from dtcomm.compress.feedback import Feedback
 from dtcomm.compress.measurements import ErrorSample, GradientMeasurement, l2_norm
 from dtcomm.compress.monitor import Monitor
@@ -281,61 +281,47 @@ class Reducer:
             bucket_ready(self.steps, bucket)
         # Nothing is measured of a bucket that travels uncompressed: that took 4 % of a step in which nothing pays.
         measurement = self._monitor.measure_gradient(layout, buffer) if layout.lossy else None
-        pending, samples, tensors, residuals = self._prepare(layout, buffer)
+        prepared = self._prepare(layout, buffer)
         stats = None
         if bucket.is_last() and not self._chooser.bypass:
             stats = self._monitor.stats_tensor(buffer.device)
         in_flight = InFlightBucket(
-            bucket.index(), layout, buffer, pending, samples, stats, measurement, self._key
+            bucket.index(),
+            layout,
+            buffer,
+            prepared.pending,
+            prepared.samples,
+            stats,
+            measurement,
+            self._key,
         )
         for bucket_prepared in self._callbacks["bucket_prepared"]:
             bucket_prepared(in_flight)
         in_flight.ready_s = time.perf_counter()
-        in_flight.work = self._start(in_flight, tensors, residuals, streams, last=bucket.is_last())
+        in_flight.work = self._start(in_flight, prepared, streams, last=bucket.is_last())
         for bucket_started in self._callbacks["bucket_started"]:
             bucket_started(in_flight)
         return in_flight
 
-    def _prepare(
-        self, layout: BucketLayout, buffer: torch.Tensor
-    ) -> tuple[list[PendingGradient], list[ErrorSample], list[torch.Tensor], list[torch.Tensor | None]]:
-        """Apply error feedback; returns the lossy segments, their samples, and what to average of every segment."""
+    def _prepare(self, layout: BucketLayout, buffer: torch.Tensor) -> PreparedBucket:
+        """Apply error feedback."""
         if isinstance(layout, SparseLayout):
-            return [], [], [buffer], [None]
+            return PreparedBucket([buffer], [None])
         sampled = self._sample_every > 0 and self.steps % self._sample_every == 0
-        pending: list[PendingGradient] = []
-        samples: list[ErrorSample] = []
-        tensors: list[torch.Tensor] = []
-        residuals: list[torch.Tensor | None] = []
-        for segment, gradient in zip(layout.segments, layout.split(buffer), strict=True):
-            if segment.lossless:
-                self.error_state.prepare_uncompressed(segment, gradient)
-                tensors.append(gradient)
-                residuals.append(None)
-                continue
-            norm = l2_norm(gradient) if sampled else 0.0
-            prepared = self.error_state.prepare(
-                segment, gradient, self._ranks, may_be_unused=self.may_have_unused, sampled=sampled
-            )
-            if sampled:
-                samples.append(
-                    ErrorSample.take(segment.name, segment.codec, norm, prepared.sent, prepared.residual)
-                )
-            pending.append(prepared)
-            tensors.append(prepared.sent)
-            residuals.append(prepared.residual)
-        return pending, samples, tensors, residuals
+        return self.error_state.prepare_bucket(
+            layout, buffer, self._ranks, may_be_unused=self.may_have_unused, sampled=sampled
+        )
 
     def _start(
         self,
         bucket: InFlightBucket,
-        tensors: list[torch.Tensor],
-        residuals: list[torch.Tensor | None],
+        prepared: PreparedBucket,
         streams: Streams,
         *,
         last: bool,
     ) -> Work:
         """Start the collective of a bucket."""
+        tensors, residuals = prepared.tensors, prepared.residuals
         if isinstance(bucket.layout, SparseLayout):
             return self._start_sparse(bucket, streams, last=last)
         if self._chooser.bypass:

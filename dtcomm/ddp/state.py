@@ -29,7 +29,7 @@ from dtcomm.compress.checkpoint import (
 )
 from dtcomm.compress.feedback import DGC, Feedback, common_momentum
 from dtcomm.compress.guard import Event, count_events
-from dtcomm.compress.monitor import make_monitor
+from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
@@ -37,7 +37,7 @@ from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.auto import BASELINE, ProcessGroupConsensus, Tuner
-from dtcomm.ddp.layouts import Chooser, FixedPolicy, SparseLayout
+from dtcomm.ddp.layouts import Chooser, SparseLayout
 from dtcomm.ddp.observers import (
     GuardObserver,
     LossScaleObserver,
@@ -101,7 +101,7 @@ class State(Reporting):
         elif candidates is not None:
             raise ValueError(f"spec: candidates goes with {AUTO!r}, got {str(spec)!r}")
         self._tuner = tuner
-        self._chooser: Chooser = tuner or FixedPolicy(excluded | as_policy(spec))
+        self._chooser: Chooser = tuner or Chooser(excluded | as_policy(spec))
         self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
         self.group = group
         self.feedback = feedback
@@ -109,7 +109,7 @@ class State(Reporting):
         self._compresses = tuner is None and any(scheme != NONE for scheme in self._chooser.schemes)
         if all(scheme == NONE for scheme in self._chooser.schemes):
             guard = None  # nothing is lost, so nothing can be harmful
-        self._monitor = make_monitor(guard, group, common_momentum(self._chooser.schemes))
+        self._monitor = Monitor(guard, group, momentum=common_momentum(self._chooser.schemes))
         self._reducer = Reducer(group, self._chooser, self._monitor, named, feedback, options)
         self._decide_alike([parameter for _, parameter in named or ()])
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from

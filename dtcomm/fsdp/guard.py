@@ -19,7 +19,7 @@ from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
 from dtcomm.compress.guard import Event, Guard
 from dtcomm.compress.measurements import ErrorSample, Fidelity, GradientSketch, l2_norm
-from dtcomm.compress.monitor import make_monitor
+from dtcomm.compress.monitor import Monitor
 from dtcomm.fsdp.options import CompressionSpec
 from dtcomm.streams import AsyncHostCopy
 
@@ -100,7 +100,7 @@ class ShardGuard:
             raise TypeError(f"sample_every: expected a number of steps (int), got {type(every).__name__}")
         if every < 0:
             raise ValueError(f"sample_every: expected 0 (never) or more, got {every!r}")
-        self._monitor = make_monitor(guard)
+        self._monitor = Monitor(guard)
         self._every = every
         self._evaluation_due = False
         self._device: torch.device | None = None  # of the gradients

@@ -3,7 +3,7 @@
 A flat tensor holds the gradients or parameters of a module, an FSDP1 unit or a bucket; a layout says where each
 parameter lies in it. Residuals, the errors of gradient encodings, are stored flat during training and saved by
 parameter name: the length and order of a flat tensor depend on the number of ranks, a parameter's own shape does not.
-Prefix ``ef:`` uses `FullResidual`, ``loco:`` uses `LoCoResidual`; both follow the protocol `ResidualStore`.
+Prefix ``ef:`` uses `FullResidual`, ``loco:`` uses `LoCoResidual`; a `ResidualStore` is one of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,23 +49,6 @@ class ParameterShape:
     def shard_numel(self, ranks: int) -> int:
         """Return the number of elements in each rank's shard, padding included."""
         return self.rows(ranks) * self.shape[1:].numel()
-
-
-class FlatLayout(Protocol):
-    """Where parameters lie in a flat tensor."""
-
-    @property
-    def parameters(self) -> tuple[ParameterShape, ...]:
-        """The parameters, in the order of the flat tensor."""
-
-    def numel(self, ranks: int) -> int:
-        """Return the number of elements of the flat tensor."""
-
-    def split(self, flat: torch.Tensor, ranks: int) -> dict[str, torch.Tensor]:
-        """Return copies of the parameters by name, each one-dimensional and without padding."""
-
-    def join(self, parameters: Mapping[str, torch.Tensor], ranks: int) -> torch.Tensor:
-        """Return the flat fp32 tensor, padded with zeros; ValueError if a parameter has another size."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +123,10 @@ class ConcatenatedLayout:
         return flat
 
 
+#: Where parameters lie in a flat tensor.
+FlatLayout: TypeAlias = ShardedLayout | ConcatenatedLayout
+
+
 def _require_size(tensor: torch.Tensor, parameter: ParameterShape, kind: str) -> torch.Tensor:
     if tensor.numel() != parameter.shape.numel():
         raise ValueError(
@@ -187,39 +174,6 @@ def parameter_names(prefix: str, module: torch.nn.Module) -> dict[int, str]:
 # --- residuals --------------------------------------------------------------------------------------------------------
 
 
-class ResidualStore(Protocol):
-    """Residuals by module."""
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Number of calls of each module, for checkpoints."""
-
-    def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the flat fp32 residual, which the next encoding adds and overwrites; ``like`` is the gradient."""
-
-    def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
-        """Store the same tensor after the encoding.
-
-        Stochastic rounding to the stored form is keyed by ``key``, which differs between ranks, the module and its
-        number of calls: not by a number of calls of all modules, since several may be under way.
-        """
-
-    def scale(self, factor: float) -> None:
-        """Multiply all residuals by ``factor``."""
-
-    def reset(self, module: str) -> None:
-        """Set the residual of a module to zero."""
-
-    def nbytes(self) -> int:
-        """Return the memory in use."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return copies of all residuals, in fp32 on the CPU."""
-
-    def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Restore what `state_dict` and `counts` returned."""
-
-
 class FullResidual:
     """The whole error of each encoding.
 
@@ -242,7 +196,11 @@ class FullResidual:
         return self._residuals.get(module, like)
 
     def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
-        """Store the same tensor after the encoding; see `ResidualStore.put`."""
+        """Store the same tensor after the encoding.
+
+        Stochastic rounding to the stored form is keyed by ``key``, which differs between ranks, the module and its
+        number of calls: not by a number of calls of all modules, since several may be under way.
+        """
         calls = self._calls[module] = self._calls.get(module, 0) + 1
         self._residuals.put(module, counter_rng.absorb(key, calls))
 
@@ -367,6 +325,8 @@ class LoCoResidual:
         self._numels = {name: residual.numel() for name, residual in residuals.items()}
         self._loaded = {name: residual.clone() for name, residual in residuals.items()}
 
+
+ResidualStore: TypeAlias = FullResidual | LoCoResidual
 
 # --- buffers of collectives -------------------------------------------------------------------------------------------
 

@@ -21,11 +21,11 @@ from dtcomm.arguments import complete_options, require_int, shares_options
 from dtcomm.collectives import broadcast
 from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
-from dtcomm.compress.error_state import ErrorState, PendingGradient
+from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.measurements import ErrorSample, l2_norm
-from dtcomm.compress.monitor import Monitor, make_monitor
+from dtcomm.compress.measurements import l2_norm
+from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
 from dtcomm.compress.powersgd import Factors
@@ -253,7 +253,7 @@ class LocalSGD(Reporting):
 
     def _make_monitor(self) -> Monitor:
         guard = self._guard if self._compresses else None
-        return make_monitor(guard, self.group, agreeing_groups=self._island.tensor_parallel_groups)
+        return Monitor(guard, self.group, agreeing_groups=self._island.tensor_parallel_groups)
 
     def _in_flight_bytes(self) -> dict[str, int]:
         """Return the bytes of averages in flight, for reports; empty if there are none."""
@@ -472,27 +472,10 @@ class LocalSGD(Reporting):
         buffer, ranks = self._differences(names), dist.get_world_size(self.group)
         sampled = self._sample_every > 0 and averages % self._sample_every == 0
         measurement = self._monitor.measure_gradient(layout, buffer)
-        samples: list[ErrorSample] = []
-        tensors: list[torch.Tensor] = []
-        residuals: list[torch.Tensor | None] = []
-        pending: list[PendingGradient] = []
-        for segment, tensor in zip(layout.segments, layout.split(buffer), strict=True):
-            if segment.lossless:
-                tensors.append(tensor)
-                residuals.append(None)
-                continue
-            norm = l2_norm(tensor) if sampled else 0.0
-            prepared = self._error_state.prepare(segment, tensor, ranks, sampled=sampled)
-            if sampled:
-                samples.append(
-                    ErrorSample.take(segment.name, segment.codec, norm, prepared.sent, prepared.residual)
-                )
-            pending.append(prepared)
-            tensors.append(prepared.sent)
-            residuals.append(prepared.residual)
+        prepared = self._error_state.prepare_bucket(layout, buffer, ranks, sampled=sampled)
         layout.messages += 1
-        stages = self._averager.stages(layout, tensors, residuals, stats, averages)
-        return PendingBucket(names, layout, stages, buffer, pending, samples, measurement)
+        stages = self._averager.stages(layout, prepared.tensors, prepared.residuals, stats, averages)
+        return PendingBucket(names, layout, stages, buffer, prepared.pending, prepared.samples, measurement)
 
     def _measure(self, bucket: PendingBucket) -> None:
         """Record what was lost of a bucket, and its mean, for the guard and the report."""

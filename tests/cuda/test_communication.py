@@ -16,7 +16,7 @@ import torch.distributed as dist
 import dtcomm.collectives as C
 from dtcomm import ddp, fsdp, tp
 from dtcomm.compress.guard import Guard
-from dtcomm.compress.monitor import GuardMonitor
+from dtcomm.compress.monitor import Monitor
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.cuda_peer import memory
@@ -210,7 +210,7 @@ def test_integrations_match_cpu_bits(integration: Callable[..., list[torch.Tenso
 
 def test_ddp_guard_does_not_synchronize() -> None:
     """The results of finiteness checks stay on the device until an asynchronous copy brings them to the host."""
-    monitor, mean = GuardMonitor(Guard()), torch.ones(5000, device="cuda")
+    monitor, mean = Monitor(Guard()), torch.ones(5000, device="cuda")
     own = torch.ones(5000, device="cuda")
     copies = []
     torch.cuda.set_sync_debug_mode("error")

@@ -12,7 +12,7 @@ from dtcomm.compress.error_state import PendingGradient
 from dtcomm.compress.feedback import common_momentum
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.measurements import ErrorSample, l2_norm
-from dtcomm.compress.monitor import GuardMonitor
+from dtcomm.compress.monitor import Monitor
 from tests.support.simulated_ranks import SimulatedRanks
 
 
@@ -41,7 +41,7 @@ class GuardedRanks(SimulatedRanks):
         super().__init__(spec, ranks, parameters, **options)
         guard = guard or Guard()
         momentum = common_momentum(rule.codec for rule in self.policy.rules)
-        self.monitors = [GuardMonitor(guard, ranks=(rank, ranks), momentum=momentum) for rank in range(ranks)]
+        self.monitors = [Monitor(guard, ranks=(rank, ranks), momentum=momentum) for rank in range(ranks)]
         self._stats: list[torch.Tensor] = []
         self._sample_every, self._held_to_error, self._spoil = sample_every, held_to_error, spoil
         self._samples: list[list[ErrorSample]] = [[] for _ in range(ranks)]
@@ -89,7 +89,7 @@ class GuardedRanks(SimulatedRanks):
         self._samples[rank].clear()
 
 
-def _evaluate(monitor: GuardMonitor, step: int, mean: torch.Tensor) -> Exception | None:
+def _evaluate(monitor: Monitor, step: int, mean: torch.Tensor) -> Exception | None:
     try:
         monitor.evaluate(step, mean)
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,46 +27,30 @@ class RankInfo:
     device: str
 
 
-class Placement(Protocol):
-    """Where the tensors of a rank are.
+class CpuPlacement:
+    """CPU tensors.
 
     ``kind`` is one of DEVICES. ``shared_gpu`` says which ranks share a GPU; it is empty if none do.
     """
-
-    kind: str
-    device: torch.device
-    shared_gpu: str
-
-    def pin(self, wanted: bool | None) -> str:
-        """Pin this rank to a core if ``wanted`` says so; return a description for the header."""
-
-    def clock(self, cpu: bool) -> Clock:
-        """Return the clock for calls on this device; ``cpu`` measures CPU time."""
-
-    def free_bytes(self) -> int:
-        """Return the bytes of device memory this rank may use; practically unlimited on the CPU."""
-
-    def describe_gpu(self) -> dict[str, Any] | None:
-        """Return facts about the GPU for the JSON, or None on the CPU."""
-
-
-class CpuPlacement:
-    """CPU tensors."""
 
     kind = CPU
     device = torch.device("cpu")
     shared_gpu = ""
 
     def pin(self, wanted: bool | None) -> str:
+        """Pin this rank to a core if ``wanted`` says so; return a description for the header."""
         return pin_to_core(wanted)
 
     def clock(self, cpu: bool) -> Clock:
+        """Return the clock for calls on this device; ``cpu`` measures CPU time."""
         return make_clock(self.device, cpu)
 
     def free_bytes(self) -> int:
+        """Return the bytes of device memory this rank may use; practically unlimited on the CPU."""
         return 1 << 62  # `memory_per_rank` checks the host's memory
 
     def describe_gpu(self) -> dict[str, Any] | None:
+        """Return facts about the GPU for the JSON, or None on the CPU."""
         return None
 
 
@@ -95,6 +79,9 @@ class GpuPlacement:
 
     def describe_gpu(self) -> dict[str, Any] | None:
         return {"host": platform.node(), "device": str(self.device), **device_info.describe_gpu(self.device)}
+
+
+Placement: TypeAlias = CpuPlacement | GpuPlacement
 
 
 def cuda_available() -> bool:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 import dtcomm
 from dtcomm.collectives import barrier, recv, release, send
 from dtcomm.compress.checkpoint import VERSION
-from dtcomm.compress.monitor import GuardMonitor
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import CollectiveMismatch, DtcommError
@@ -288,8 +287,7 @@ class ElasticLocalSGD(LocalSGD):
         self._averager = self._make_averager(self._averager.seed, self._averager.factors)
         monitor = self._make_monitor()  # windows begin anew, on all ranks
         monitor.load_state_dict(self._monitor.state_dict())
-        if isinstance(monitor, GuardMonitor):
-            monitor.events.extend(self._monitor.events)
+        monitor.events.extend(self._monitor.events)
         self._monitor = monitor
         is_single = dist.get_world_size() == 1
         if is_single != self._is_single or any(isinstance(scheme, LevelCodecs) for scheme in self._schemes):

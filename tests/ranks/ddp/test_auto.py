@@ -23,7 +23,7 @@ def compare_bypass_to_ddp(rank: int, world_size: int) -> None:
     state = ddp.compress(ours, "auto")
     for step in range(5):
         assert isinstance(state._chooser, Tuner)
-        state._chooser.plan = PLAIN_DDP if step >= 2 else UNCOMPRESSED
+        state._chooser._install(PLAIN_DDP if step >= 2 else UNCOMPRESSED)
         for model in (ours, plain):
             model.zero_grad()
             backward(model, rank, step)

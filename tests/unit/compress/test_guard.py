@@ -14,7 +14,7 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.guard import KINDS, Event, Guard, finer, residual_limit
 from dtcomm.compress.measurements import ErrorSample
-from dtcomm.compress.monitor import GuardMonitor, LossMean
+from dtcomm.compress.monitor import LossMean, Monitor
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.kernels import ops
 from tests.support.guarded_ranks import GuardedRanks
@@ -133,7 +133,7 @@ def test_each_limit_catches_a_failure_first(name: str) -> None:
 def test_noisy_losses_near_zero_raise_no_event() -> None:
     """Minibatch losses of a model that has almost learnt its data, and then one that diverges."""
     generator = torch.Generator().manual_seed(0)
-    monitor = GuardMonitor(Guard())
+    monitor = Monitor(Guard())
     for step in range(400):
         loss = math.exp(-step / 100 + float(torch.randn((), generator=generator)))
         monitor.evaluate(step, torch.tensor([0.0, loss, 0.0, 0.0, 0.0]))

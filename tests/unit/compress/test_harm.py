@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from dtcomm.compress.guard import CompressionHarmful, Guard
 from dtcomm.compress.measurements import SKETCH_SIZE, GradientSketch, compare_sketches
-from dtcomm.compress.monitor import GuardMonitor
+from dtcomm.compress.monitor import Monitor
 from tests.support.guarded_ranks import GuardedRanks
 from tests.support.simulated_ranks import SimulatedRanks
 
@@ -159,7 +159,7 @@ def test_dgc_is_compared_with_gradients_that_have_its_momentum(spec: str) -> Non
 
 def test_momentum_that_does_not_arrive_is_flagged() -> None:
     """Everything but a hundredth of every mean is lost; the part that arrives has the right direction."""
-    monitor = GuardMonitor(Guard(window=8), ranks=(0, 1), momentum=0.9)
+    monitor = Monitor(Guard(window=8), ranks=(0, 1), momentum=0.9)
     layout = SimulatedRanks("dgc:ratio=0.5", 1, [("w", torch.zeros(64, 64))])._layout(torch.zeros(4096), 0)
     gradient = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     for step in range(20):
