@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from dtcomm.backend.process_group_base import (
     copy_to_tensors,
     flatten,
     is_async,
+    joined,
     joined_view,
     require_alike,
     root_rank,
@@ -39,14 +40,12 @@ class GatherOps(ProcessGroupBase):
         tensor, root = tensors[0], root_rank(opts)
         reason = unsupported_reason(tensor)
         if reason:
-            return self._fall_back(
-                "broadcast", reason, tensor.device, lambda group: group.broadcast(tensors, opts)
-            )
+            return self._fall_back("broadcast", reason, tensor.device, "broadcast", tensors, opts)
         flat = flatten(tensor)
         work = collectives.broadcast(
             as_sendable(flat), self._ranks[root], group=self, async_op=is_async(opts)
         )
-        copy_back = None if root == self.rank() else copy_back_of(flat, tensor)
+        copy_back = None if root == self.rank() else copy_back_of([flat], [tensor])
         return self._make_work(work, tensors, timeout, copy_back)
 
     def allgather(
@@ -62,36 +61,30 @@ class GatherOps(ProcessGroupBase):
         reason = unsupported_reason(tensor)
         if reason:
             return self._fall_back(
-                "all_gather",
-                reason,
-                tensor.device,
-                lambda group: group.allgather(output_tensors, input_tensors, opts),
+                "all_gather", reason, tensor.device, "allgather", output_tensors, input_tensors, opts
             )
         require_alike(outputs, tensor, self.size(), "all_gather", "output_tensors")
-        flat, async_op = flatten(tensor), is_async(opts)
-        joined = joined_view(outputs)
-        if joined is not None:
-            work = collectives.all_gather(
-                as_sendable(joined), as_sendable(flat), group=self, async_op=async_op
-            )
-            return self._make_work(work, outputs, timeout)
-        return self._via_staging(
-            outputs,
-            flat.numel() * self.size(),
-            lambda staging: collectives.all_gather(
-                as_sendable(staging), as_sendable(flat), group=self, async_op=async_op
-            ),
-            timeout,
-        )
+        flat, async_op = as_sendable(flatten(tensor)), is_async(opts)
 
-    def _via_staging(
-        self, outputs: Tensors, numel: int, collective: Any, timeout: timedelta | None = None
+        def collective(whole: torch.Tensor) -> Work | None:
+            return collectives.all_gather(whole, flat, group=self, async_op=async_op)
+
+        return self._into(outputs, collective, timeout)
+
+    def _into(
+        self,
+        outputs: Tensors,
+        collective: Callable[[torch.Tensor], Work | None],
+        timeout: timedelta | None,
     ) -> dist.Work:
-        """Run ``collective`` on a staging buffer and copy consecutive parts of that to the outputs."""
-        dtype = outputs[0].dtype
+        """Run ``collective`` on one tensor with the memory of all outputs, or on a staging buffer that is copied."""
+        whole = joined_view(outputs)
+        if whole is not None:
+            return self._make_work(collective(as_sendable(whole)), outputs, timeout)
+        dtype, numel = outputs[0].dtype, sum(tensor.numel() for tensor in outputs)
         buffer = self._staging.take(numel * dtype.itemsize)
         staging = buffer[: numel * dtype.itemsize].view(dtype)
-        work = collective(staging)
+        work = collective(as_sendable(staging))
 
         def copy_back() -> None:
             copy_to_tensors(outputs, staging)
@@ -105,16 +98,13 @@ class GatherOps(ProcessGroupBase):
         reason = unsupported_reason(output, input)
         if reason:
             return self._fall_back(
-                "all_gather_single",
-                reason,
-                output.device,
-                lambda group: group._allgather_base(output, input, opts),
+                "all_gather_single", reason, output.device, "_allgather_base", output, input, opts
             )
         flat = flatten(output)
         work = collectives.all_gather(
             as_sendable(flat), as_sendable(flatten(input)), group=self, async_op=is_async(opts)
         )
-        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
+        return self._make_work(work, [output], timeout, copy_back_of([flat], [output]))
 
     all_gather_single = _allgather_base
 
@@ -123,11 +113,9 @@ class GatherOps(ProcessGroupBase):
     ) -> dist.Work:
         reason = unsupported_reason(*outputs, *inputs)
         if reason:
+            method = "allgather_into_tensor_coalesced"
             return self._fall_back(
-                "all_gather_single_coalesced",
-                reason,
-                outputs[0].device,
-                lambda group: group.allgather_into_tensor_coalesced(outputs, inputs, opts),
+                "all_gather_single_coalesced", reason, outputs[0].device, method, outputs, inputs, opts
             )
         return self._run_coalesced(outputs, inputs, collectives.all_gather_coalesced, opts)
 
@@ -139,11 +127,9 @@ class GatherOps(ProcessGroupBase):
         """Gather input i of each rank into ``output_lists[rank][i]``; inputs may differ in size and dtype."""
         reason = unsupported_reason(*inputs)
         if reason:
+            method = "allgather_coalesced"
             return self._fall_back(
-                "all_gather_coalesced",
-                reason,
-                inputs[0].device,
-                lambda group: group.allgather_coalesced(output_lists, inputs, opts),
+                "all_gather_coalesced", reason, inputs[0].device, method, output_lists, inputs, opts
             )
         outputs = [tensor for tensors_of_rank in output_lists for tensor in tensors_of_rank]
         counts = [tensor.numel() for tensor in inputs]
@@ -180,30 +166,18 @@ class GatherOps(ProcessGroupBase):
         reason = unsupported_reason(tensor)
         if reason:
             return self._fall_back(
-                "gather",
-                reason,
-                tensor.device,
-                lambda group: group.gather(output_tensors, input_tensors, opts),
+                "gather", reason, tensor.device, "gather", output_tensors, input_tensors, opts
             )
         flat, async_op, dst = as_sendable(flatten(tensor)), is_async(opts), self._ranks[root]
+
+        def collective(whole: torch.Tensor | None) -> Work | None:
+            return collectives.gather(flat, whole, dst, group=self, async_op=async_op)
+
         if self.rank() != root:
-            return self._make_work(
-                collectives.gather(flat, None, dst, group=self, async_op=async_op), (), timeout
-            )
+            return self._make_work(collective(None), (), timeout)
         outputs = output_tensors[0]
         require_alike(outputs, tensor, self.size(), "gather", "output_tensors")
-        joined = joined_view(outputs)
-        if joined is not None:
-            work = collectives.gather(flat, as_sendable(joined), dst, group=self, async_op=async_op)
-            return self._make_work(work, outputs, timeout)
-        return self._via_staging(
-            outputs,
-            tensor.numel() * self.size(),
-            lambda staging: collectives.gather(
-                flat, as_sendable(staging), dst, group=self, async_op=async_op
-            ),
-            timeout,
-        )
+        return self._into(outputs, collective, timeout)
 
     def scatter(
         self,
@@ -218,24 +192,18 @@ class GatherOps(ProcessGroupBase):
         reason = unsupported_reason(output)
         if reason:
             return self._fall_back(
-                "scatter",
-                reason,
-                output.device,
-                lambda group: group.scatter(output_tensors, input_tensors, opts),
+                "scatter", reason, output.device, "scatter", output_tensors, input_tensors, opts
             )
-        joined = None
+        source = None
         if self.rank() == root:
             inputs = input_tensors[0]
             require_alike(inputs, output, self.size(), "scatter", "input_tensors")
-            joined = joined_view(inputs)
-            joined = as_sendable(
-                torch.cat([flatten(tensor) for tensor in inputs]) if joined is None else joined
-            )
+            source = as_sendable(joined(inputs))
         flat = flatten(output)
         work = collectives.scatter(
-            as_sendable(flat), joined, self._ranks[root], group=self, async_op=is_async(opts)
+            as_sendable(flat), source, self._ranks[root], group=self, async_op=is_async(opts)
         )
-        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
+        return self._make_work(work, [output], timeout, copy_back_of([flat], [output]))
 
     def alltoall_base(
         self,
@@ -248,12 +216,8 @@ class GatherOps(ProcessGroupBase):
     ) -> dist.Work:
         reason = unsupported_reason(output, input)
         if reason:
-            return self._fall_back(
-                "all_to_all_single",
-                reason,
-                output.device,
-                lambda group: group.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
-            )
+            arguments = (output, input, output_split_sizes, input_split_sizes, opts)
+            return self._fall_back("all_to_all_single", reason, output.device, "alltoall_base", *arguments)
         flat, source = flatten(output), flatten(input)
         output_rows, input_rows = flat.view(output.shape), source.view(input.shape)
         if output.dtype not in ELEMENT_TYPES:
@@ -266,7 +230,7 @@ class GatherOps(ProcessGroupBase):
             group=self,
             async_op=is_async(opts),
         )
-        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
+        return self._make_work(work, [output], timeout, copy_back_of([flat], [output]))
 
     all_to_all_single = alltoall_base
 
@@ -276,30 +240,21 @@ class GatherOps(ProcessGroupBase):
         """Exchange one tensor with every rank; sizes may differ."""
         reason = unsupported_reason(*outputs, *inputs)
         if reason:
-            return self._fall_back(
-                "all_to_all", reason, outputs[0].device, lambda group: group.alltoall(outputs, inputs, opts)
-            )
+            return self._fall_back("all_to_all", reason, outputs[0].device, "alltoall", outputs, inputs, opts)
         for argument, tensors in (("output_tensors", outputs), ("input_tensors", inputs)):
             if len(tensors) != self.size():
                 raise ValueError(
                     f"all_to_all: {argument} has {len(tensors)} tensors, the group {self.size()} ranks"
                 )
         scale = 1 if outputs[0].dtype in ELEMENT_TYPES else outputs[0].element_size()
-        source = joined_view(inputs)
-        source = as_sendable(torch.cat([flatten(tensor) for tensor in inputs]) if source is None else source)
+        source, async_op = as_sendable(joined(inputs)), is_async(opts)
         sent = [tensor.numel() * scale for tensor in inputs]
         received = [tensor.numel() * scale for tensor in outputs]
-        async_op = is_async(opts)
 
-        def collective(flat: torch.Tensor) -> Work | None:
-            return collectives.all_to_all(
-                as_sendable(flat), source, received, sent, group=self, async_op=async_op
-            )
+        def collective(whole: torch.Tensor) -> Work | None:
+            return collectives.all_to_all(whole, source, received, sent, group=self, async_op=async_op)
 
-        joined = joined_view(outputs)
-        if joined is not None:
-            return self._make_work(collective(joined), outputs, timeout)
-        return self._via_staging(outputs, sum(tensor.numel() for tensor in outputs), collective, timeout)
+        return self._into(outputs, collective, timeout)
 
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:

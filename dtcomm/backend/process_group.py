@@ -197,9 +197,7 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
         """Wait for all ranks. With a GPU in the options, NCCL's barrier also waits for the device."""
         device = getattr(opts, "device", None)
         if device is not None and device.type != "cpu":
-            return self._fallbacks.run(
-                "barrier", f"on {device.type}", device, lambda group: group.barrier(opts)
-            )
+            return self._fall_back("barrier", f"on {device.type}", device, "barrier", opts)
         limit = timeout if timeout is not None else getattr(opts, "timeout", None)
         limit_s = limit.total_seconds() if limit is not None and limit > timedelta(0) else None
         if limit_s is None and opts is not None and not opts.asyncOp:
@@ -227,28 +225,20 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> dist.Work:
         device = tensors[0].device
         if device.type != "cpu":
-            return self._fallbacks.run(
-                "send", f"on {device.type}", device, lambda group: group.send(tensors, dstRank, tag)
-            )
+            return self._fall_back("send", f"on {device.type}", device, "send", tensors, dstRank, tag)
         return self._messages.send(tensors[0], dstRank, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> dist.Work:
         device = tensors[0].device
         if device.type != "cpu":
-            return self._fallbacks.run(
-                "recv", f"on {device.type}", device, lambda group: group.recv(tensors, srcRank, tag)
-            )
+            return self._fall_back("recv", f"on {device.type}", device, "recv", tensors, srcRank, tag)
         return self._messages.receive(tensors[0], srcRank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
         device = tensors[0].device
         if device.type != "cpu":
-            return self._fallbacks.run(
-                "recv from any rank",
-                f"on {device.type}",
-                device,
-                lambda group: group.recv_anysource(tensors, tag),
-            )
+            reason = f"on {device.type}"
+            return self._fall_back("recv from any rank", reason, device, "recv_anysource", tensors, tag)
         return self._messages.receive(tensors[0], None, tag)
 
 

@@ -45,10 +45,12 @@ class ProcessGroupBase(dist.ProcessGroup):
         return dist.get_process_group_ranks(self)
 
     def _fall_back(
-        self, operation: str, reason: str, device: torch.device, call: Callable[[Any], Any]
+        self, operation: str, reason: str, device: torch.device, method: str, *arguments: Any
     ) -> dist.Work:
-        """Carry out an operation with the fallback backend for ``device``, and count it."""
-        return self._fallbacks.run(operation, reason, device, call)
+        """Carry out an operation by ``method`` of the fallback's process group for ``device``, and count it."""
+        return self._fallbacks.run(
+            operation, reason, device, lambda group: getattr(group, method)(*arguments)
+        )
 
     def _fall_back_contiguous(
         self,
@@ -110,15 +112,7 @@ class ProcessGroupBase(dist.ProcessGroup):
             group=self,
             async_op=is_async(opts),
         )
-        copied = [
-            (output, flat) for output, flat in zip(outputs, flat_outputs) if not shares_memory(flat, output)
-        ]
-
-        def copy_back() -> None:
-            for output, flat in copied:
-                copy_to_tensors([output], flat)
-
-        return self._make_work(work, outputs, on_completion=copy_back if copied else None)
+        return self._make_work(work, outputs, on_completion=copy_back_of(flat_outputs, outputs))
 
 
 def is_async(opts: Any) -> bool:
@@ -189,6 +183,12 @@ def joined_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((numel,), (1,))
 
 
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of the tensors as one dimension: a view if they lie back to back, otherwise a copy."""
+    view = joined_view(tensors)
+    return torch.cat([flatten(tensor) for tensor in tensors]) if view is None else view
+
+
 def copy_to_tensors(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
     """Copy consecutive parts of ``flat`` to the tensors."""
     offset = 0
@@ -198,9 +198,15 @@ def copy_to_tensors(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None
         offset += numel
 
 
-def copy_back_of(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None] | None:
-    """Return a function that copies ``flat``, made by `flatten`, back to ``tensor``; None if it is a view of it."""
-    return None if shares_memory(flat, tensor) else lambda: copy_to_tensors([tensor], flat)
+def copy_back_of(flats: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """Return a function that copies what `flatten` made back to the tensors; None if all are views of their memory."""
+    copied = [(tensor, flat) for tensor, flat in zip(tensors, flats) if not shares_memory(flat, tensor)]
+
+    def copy_back() -> None:
+        for tensor, flat in copied:
+            copy_to_tensors([tensor], flat)
+
+    return copy_back if copied else None
 
 
 def require_alike(

@@ -17,10 +17,9 @@ from dtcomm.backend.process_group_base import (
     copy_to_tensors,
     flatten,
     is_async,
-    joined_view,
+    joined,
     require_alike,
     root_rank,
-    shares_memory,
     unsupported_reason,
 )
 from dtcomm.codecs.base import ELEMENT_TYPES
@@ -126,13 +125,7 @@ class ReduceOps(ProcessGroupBase):
         work = collectives.all_reduce_coalesced(
             flats, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
         )
-        copied = [(tensor, flat) for tensor, flat in zip(tensors, flats) if not shares_memory(flat, tensor)]
-
-        def copy_back() -> None:
-            for tensor, flat in copied:
-                copy_to_tensors([tensor], flat)
-
-        return self._make_work(work, tensors, on_completion=copy_back if copied else None)
+        return self._make_work(work, tensors, on_completion=copy_back_of(flats, tensors))
 
     def reduce(
         self,
@@ -160,7 +153,7 @@ class ReduceOps(ProcessGroupBase):
         work = collectives.reduce(
             flat, self._ranks[root], _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
         )
-        copy_back = copy_back_of(flat, tensor) if root == self.rank() else None
+        copy_back = copy_back_of([flat], [tensor]) if root == self.rank() else None
         return self._make_work(work, tensors, timeout, copy_back)
 
     def reduce_scatter(
@@ -184,19 +177,16 @@ class ReduceOps(ProcessGroupBase):
                 lambda group, outputs, inputs: group.reduce_scatter(outputs, [inputs], opts),
             )
         require_alike(inputs, output, self.size(), "reduce_scatter", "input_tensors")
-        joined = joined_view(inputs)
-        if joined is None:
-            joined = torch.cat([flatten(tensor) for tensor in inputs])
-        return self._reduce_scatter_flat(output, joined, op, opts, timeout)
+        return self._reduce_scatter_flat(output, joined(inputs), op, opts, timeout)
 
     def _reduce_scatter_flat(
-        self, output: torch.Tensor, joined: torch.Tensor, op: Any, opts: Any, timeout: timedelta | None = None
+        self, output: torch.Tensor, whole: torch.Tensor, op: Any, opts: Any, timeout: timedelta | None = None
     ) -> dist.Work:
         flat = flatten(output)
         work = collectives.reduce_scatter(
-            flat, joined, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
+            flat, whole, _NATIVE_OPS[hash(op)], group=self, async_op=is_async(opts)
         )
-        return self._make_work(work, [output], timeout, copy_back_of(flat, output))
+        return self._make_work(work, [output], timeout, copy_back_of([flat], [output]))
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, timeout: timedelta | None = None

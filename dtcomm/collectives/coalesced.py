@@ -64,8 +64,7 @@ def all_reduce_coalesced(
     """
     tensors = list(tensors)
     communicator = get_communicator_for(group, tensors[0] if tensors else None, "tensors[0]")
-    specs = _codec_per_tensor(codec, len(tensors))
-    tensor_residuals = _residual_per_tensor(residuals, len(tensors))
+    specs, tensor_residuals = _per_tensor(codec, residuals, len(tensors))
     segments = []
     for index, (tensor, spec, residual) in enumerate(zip(tensors, specs, tensor_residuals, strict=True)):
         memory = in_memory(tensor, f"tensors[{index}]")
@@ -228,8 +227,7 @@ def _segments_of_pairs(
             f"outputs: has {len(outputs)} tensors, inputs {len(inputs)}; expected one output for each input"
         )
     segments = []
-    specs = _codec_per_tensor(codec, len(inputs))
-    tensor_residuals = _residual_per_tensor(residuals, len(inputs))
+    specs, tensor_residuals = _per_tensor(codec, residuals, len(inputs))
     pairs = zip(outputs, inputs, specs, tensor_residuals, strict=True)
     for index, (output, input, spec, residual) in enumerate(pairs):
         names = (f"outputs[{index}]", f"inputs[{index}]")
@@ -247,22 +245,21 @@ def _segments_of_pairs(
     return segments
 
 
-def _codec_per_tensor(codec: Specs, count: int) -> list[str | Codec]:
+def _per_tensor(
+    codec: Specs, residuals: Residuals, count: int
+) -> tuple[list[str | Codec], list[Tensor | None]]:
+    """Return the codec and the residual of each tensor."""
     specs = [codec] * count if isinstance(codec, str | Codec) else list(codec)
     if len(specs) != count:
         raise ValueError(
             f"codec: has {len(specs)} codecs for {count} tensors; give one, or one for each tensor"
         )
-    return specs
-
-
-def _residual_per_tensor(residuals: Residuals, count: int) -> list[Tensor | None]:
-    tensor_residuals: list[Tensor | None] = [None] * count if residuals is None else list(residuals)
-    if len(tensor_residuals) != count:
+    of_tensors: list[Tensor | None] = [None] * count if residuals is None else list(residuals)
+    if len(of_tensors) != count:
         raise ValueError(
-            f"residuals: has {len(tensor_residuals)} for {count} tensors; give one (or None) for each tensor"
+            f"residuals: has {len(of_tensors)} for {count} tensors; give one (or None) for each tensor"
         )
-    return tensor_residuals
+    return specs, of_tensors
 
 
 def _buckets(segments: Sequence[_Segment], bucket_bytes: int) -> list[Sequence[_Segment]]:

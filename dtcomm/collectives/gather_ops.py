@@ -151,9 +151,12 @@ def gather(
     if _is_root(communicator, root, gather_list, "gather_list", "dst"):
         assert gather_list is not None
         require_shards(gather_list, tensor, "gather_list", communicator.size)
-        output = _flat_output(gather_list, tensor, communicator.size)
+        if isinstance(gather_list, Tensor):
+            output = gather_list
+        else:
+            output = tensor.new_empty(tensor.numel() * communicator.size)
         require_no_overlap(output, tensor, tensor.numel() * root, "tensor", "gather_list")
-    outputs = [] if gather_list is None else _as_list(gather_list)
+    outputs = [gather_list] if isinstance(gather_list, Tensor) else list(gather_list or ())
     if has_variable_length(codec):
         _encoded.gather(tensor, output, root, communicator.size, options)
         work = None
@@ -231,17 +234,6 @@ def _is_root(communicator: Communicator, root: int, shards: Shards | None, argum
     if shards is None:
         raise ValueError(f"{argument}: {role} must pass one, with a tensor for every rank")
     return True
-
-
-def _flat_output(shards: Shards, like: Tensor, ranks: int) -> Tensor:
-    """Return the tensor that holds the shards of all ranks: the caller's, or a new one."""
-    if isinstance(shards, Tensor):
-        return shards
-    return torch.empty(like.numel() * ranks, dtype=like.dtype, device=like.device)
-
-
-def _as_list(shards: Shards) -> list[Tensor]:
-    return [shards] if isinstance(shards, Tensor) else list(shards)
 
 
 def _copy_to_list(gathered: Tensor, shards: Sequence[Tensor]) -> None:

@@ -166,10 +166,15 @@ def compression_pays(
     Latency-critical paths ask before they compress. The answer depends only on what all ranks know alike, so all ranks
     get the same answer.
     """
-    communicator = get_communicator(group)
+    return _compression_pays(get_communicator(group), codec(spec), numel, dtype)
+
+
+def _compression_pays(
+    communicator: Communicator, codec: Codec, numel: int, dtype: torch.dtype
+) -> planner.PayoffVerdict:
     communicator.connect()
     return planner.compression_pays(
-        codec(spec), numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
+        codec, numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
     )
 
 
@@ -325,11 +330,7 @@ class DeviceGroup:
 
     def why_uncompressed(self, codec: Codec, numel: int, dtype: torch.dtype) -> str:
         """Return the planner's reason not to compress a sum; empty if compressing it pays. Equal on all ranks."""
-        communicator = self._communicator()
-        communicator.connect()
-        verdict = planner.compression_pays(
-            codec, numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
-        )
+        verdict = _compression_pays(self._communicator(), codec, numel, dtype)
         return "" if verdict.pays else verdict.reason
 
     def why_no_fused_kernel(self, codec: Codec, numel: int, dtype: torch.dtype, algorithm: str) -> str:

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from dtcomm.arguments import complete_options, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
+from dtcomm.collectives.groups import host_groups
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import Carried, Hop, make_hop, one_hot, sum_slots, unique_destinations, with_zero_row
 from dtcomm.moe.placement import Counts, Hosts, gather_tables
@@ -187,7 +188,7 @@ def dispatch(
     if capacity is not None:
         require_capacity(capacity)
     codecs = make_codecs(**complete_options("dtcomm.moe.dispatch", options, DEFAULTS))
-    hosts = Hosts.of(x, group)
+    hosts = Hosts.of(host_groups(x, group))
     by_hosts = hosts.has_two_levels if hierarchical is None else hierarchical
     local_experts = num_experts // world_size
 

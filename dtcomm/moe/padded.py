@@ -14,6 +14,7 @@ from dtcomm import torch_compat
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
+from dtcomm.collectives.groups import host_groups
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import sum_slots, with_zero_row
@@ -215,7 +216,7 @@ def dispatch_padded(
         rank=rank,
         codecs=codecs,
         group=group,
-        relays=Relays.of(Hosts.of(x, group), rank) if hierarchical else None,
+        relays=Relays.of(Hosts.of(host_groups(x, group)), rank) if hierarchical else None,
     )
     # Rows that are not in use hold the payload of zeros; one more row takes what is dropped.
     payload = encode_rows(with_zero_row(x.detach()), codecs.dispatch, rank)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.collectives import all_gather
-from dtcomm.collectives.groups import host_groups
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe.hops import constant, unique_destinations
 from dtcomm.moe.route import HEADER, mismatch
@@ -43,9 +42,14 @@ class Hosts:
     of_position: tuple[int, ...]
 
     @staticmethod
-    def of(x: torch.Tensor, group: dist.ProcessGroup | None) -> Hosts:
-        """The hosts of a group, for calls with tensors on the device of ``x``."""
-        return _hosts(host_groups(x, group))
+    @functools.lru_cache(maxsize=64)
+    def of(groups: tuple[tuple[int, ...], ...]) -> Hosts:
+        """The hosts with these ranks, as `dtcomm.collectives.groups.host_groups` returns them."""
+        ranks = tuple(rank for members in groups for rank in members)
+        of_position = tuple(host for host, members in enumerate(groups) for _ in members)
+        position = tuple(ranks.index(rank) for rank in range(len(ranks)))
+        of_rank = tuple(of_position[place] for place in position)
+        return Hosts(groups=groups, ranks=ranks, position=position, of_rank=of_rank, of_position=of_position)
 
     @property
     def count(self) -> int:
@@ -85,20 +89,6 @@ class Hosts:
         """The rank of each host that receives the rows of ``rank`` for this host and passes them on."""
         place = self.members(rank).index(rank)
         return [members[place % len(members)] for members in self.groups]
-
-
-@functools.lru_cache(maxsize=64)
-def _hosts(groups: tuple[tuple[int, ...], ...]) -> Hosts:
-    ranks = tuple(rank for members in groups for rank in members)
-    of_position = tuple(host for host, members in enumerate(groups) for _ in members)
-    position = tuple(ranks.index(rank) for rank in range(len(ranks)))
-    return Hosts(
-        groups=groups,
-        ranks=ranks,
-        position=position,
-        of_rank=tuple(of_position[place] for place in position),
-        of_position=of_position,
-    )
 
 
 class Counts:
@@ -186,9 +176,41 @@ class Relays:
     order: tuple[int, ...]
 
     @staticmethod
+    @functools.lru_cache(maxsize=64)
     def of(hosts: Hosts, rank: int) -> Relays:
         """The hops of ``rank``."""
-        return _relays(hosts, rank)
+        ranks, own_host = range(len(hosts.ranks)), hosts.of_rank[rank]
+        relays = hosts.relays_of(rank)
+        members = hosts.members(rank)
+        # Whose blocks each member of this host receives for it, in the order of the sources.
+        sources = {
+            member: [source for source in ranks if hosts.relays_of(source)[own_host] == member]
+            for member in members
+        }
+        blocks_for = [
+            hosts.groups[hosts.of_rank[peer]] if relays[hosts.of_rank[peer]] == peer else () for peer in ranks
+        ]
+        between = _RelayHop(
+            level="between hosts, padded",
+            order=tuple(block for blocks in blocks_for for block in blocks),
+            sent=tuple(map(len, blocks_for)),
+            received=tuple(len(members) if peer in sources[rank] else 0 for peer in ranks),
+        )
+        # This rank now has, of each of its sources, a block for each member.
+        own = len(sources[rank])
+        inside = _RelayHop(
+            level="inside hosts, padded",
+            order=tuple(
+                number * len(members) + members.index(peer)
+                for peer in ranks
+                if peer in members
+                for number in range(own)
+            ),
+            sent=tuple(own if peer in members else 0 for peer in ranks),
+            received=tuple(len(sources[peer]) if peer in members else 0 for peer in ranks),
+        )
+        arrived = [source for peer in ranks if peer in members for source in sources[peer]]
+        return Relays(hops=(between, inside), order=tuple(arrived.index(source) for source in ranks))
 
     def exchange(self, blocks: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         """Send ``blocks``, one for each rank, by the all-to-all ``exchange``; return the block of each rank."""
@@ -200,39 +222,3 @@ class Relays:
 def _reorder(blocks: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     # Not an index on the device, whose copy from the host a CUDA graph cannot capture.
     return torch.stack([blocks[number] for number in order]) if order else blocks[:0]
-
-
-@functools.lru_cache(maxsize=64)
-def _relays(hosts: Hosts, rank: int) -> Relays:
-    ranks, own_host = range(len(hosts.ranks)), hosts.of_rank[rank]
-    relays = hosts.relays_of(rank)
-    # Whose blocks each member of this host receives for it, in the order of the sources.
-    sources = {
-        member: [source for source in ranks if hosts.relays_of(source)[own_host] == member]
-        for member in hosts.members(rank)
-    }
-    blocks_for = [
-        hosts.groups[hosts.of_rank[peer]] if relays[hosts.of_rank[peer]] == peer else () for peer in ranks
-    ]
-    members = hosts.members(rank)
-    between = _RelayHop(
-        level="between hosts, padded",
-        order=tuple(block for blocks in blocks_for for block in blocks),
-        sent=tuple(map(len, blocks_for)),
-        received=tuple(len(members) if peer in sources[rank] else 0 for peer in ranks),
-    )
-    # This rank now has, of each of its sources, a block for each member.
-    own = len(sources[rank])
-    inside = _RelayHop(
-        level="inside hosts, padded",
-        order=tuple(
-            number * len(members) + members.index(peer)
-            for peer in ranks
-            if peer in members
-            for number in range(own)
-        ),
-        sent=tuple(own if peer in members else 0 for peer in ranks),
-        received=tuple(len(sources[peer]) if peer in members else 0 for peer in ranks),
-    )
-    arrived = [source for peer in ranks if peer in members for source in sources[peer]]
-    return Relays(hops=(between, inside), order=tuple(arrived.index(source) for source in ranks))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dtcomm.arguments import require_bool
 from dtcomm.codecs import Codec
 from dtcomm.compress.residuals import SampleReferences
 from dtcomm.compress.spec import message_codec, require_accurate
@@ -111,8 +112,7 @@ def compress(
         ("dynamic_shapes", dynamic_shapes),
         ("allow_inaccurate", allow_inaccurate),
     ):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+        require_bool(name, value)
     if differences and dynamic_shapes:
         raise ValueError(
             "differences: not valid with dynamic_shapes: a sample's activation must keep its shape"

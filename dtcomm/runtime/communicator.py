@@ -281,7 +281,12 @@ def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
         if communicator is not None:
             return communicator
     sweep()  # a call on a destroyed group fails below: its peers must not wait for this rank
-    return _make(require_group(group))
+    usable = require_group(group)
+    entry = group_entry(usable)
+    with _lock:
+        if entry.communicator is None:
+            entry.communicator = _new(usable, entry, "cpu")
+        return entry.communicator
 
 
 def get_communicator_for(group: dist.ProcessGroup | None, tensor: Any, argument: str) -> Communicator:
@@ -290,19 +295,23 @@ def get_communicator_for(group: dist.ProcessGroup | None, tensor: Any, argument:
         not isinstance(tensor, torch.Tensor) or tensor.is_cpu
     ):  # callers refuse non-tensors with a better message
         return get_communicator(group)
-    device = tensor.device
-    if device.type != "cuda":
-        raise ValueError(f"{argument}: is on {device}; valid: tensors on the CPU and on CUDA devices")
-    return _on_device(require_group(group), device)
+    return get_communicator_for_device(group, tensor.device, argument)
 
 
-def get_communicator_for_device(group: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+def get_communicator_for_device(
+    group: dist.ProcessGroup | None, device: torch.device, argument: str = "device"
+) -> Communicator:
     """The group's communicator for tensors of a device; ValueError if that is neither the CPU nor CUDA."""
     if device.type == "cpu":
         return get_communicator(group)
     if device.type != "cuda":
-        raise ValueError(f"device: is {device}; valid: the CPU and CUDA devices")
-    return _on_device(require_group(group), device)
+        raise ValueError(f"{argument}: is on {device}; valid: tensors on the CPU and on CUDA devices")
+    target = require_group(group)
+    entry = group_entry(target)
+    with _lock:
+        if device not in entry.devices:
+            entry.devices[device] = _new(target, entry, device.type, device=device)
+        return entry.devices[device]
 
 
 def get_communicator_of_pair(
@@ -369,8 +378,7 @@ def existing_communicators(group: dist.ProcessGroup | None) -> list[Communicator
     if target is None or entry is None or entry.reference() is not target:
         return []
     with _lock:
-        made = [entry.communicator, *entry.devices.values(), *entry.pairs.values()]
-    return [communicator for communicator in made if communicator is not None]
+        return entry.communicators()
 
 
 def group_entry(group: dist.ProcessGroup) -> GroupEntry:
@@ -427,22 +435,6 @@ def _new(
             communicator, group, name, members is not None, entry.forget
         )
     return communicator
-
-
-def _make(group: dist.ProcessGroup) -> Communicator:
-    entry = group_entry(group)
-    with _lock:
-        if entry.communicator is None:
-            entry.communicator = _new(group, entry, "cpu")
-        return entry.communicator
-
-
-def _on_device(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    entry = group_entry(group)
-    with _lock:
-        if device not in entry.devices:
-            entry.devices[device] = _new(group, entry, device.type, device=device)
-        return entry.devices[device]
 
 
 def _drop(chosen: Callable[[GroupEntry], bool]) -> None:

@@ -120,7 +120,7 @@ class CpuBootstrap:
                     listener.close()
                 on_failure.pop_all()
                 return native
-        return self._group_runtime()
+        return self._message_runtime(self._private_group(), None)
 
     @functools.cached_property
     def _store(self) -> c10d.Store:
@@ -196,7 +196,7 @@ class CpuBootstrap:
         on_failure.callback(native.close)
         native.round_trip_ms = longest_ms
         offer = _ucx_offer(native, library, missing) if self._uses_sockets() else {}
-        _extend(infos, exchange.all_gather({"address": native.address(), "ucx": offer}))
+        _extend(infos, exchange.all_gather({"address": native.native.address(), "ucx": offer}))
         return native, infos
 
     def _round_trips(self, infos: Infos) -> dict[str, Any]:
@@ -395,10 +395,6 @@ class CpuBootstrap:
         if len(self.groups) > 1:
             return f"the ranks are on {len(self.groups)} hosts: {transport}"
         return f"DTCOMM_TRANSPORT={env.get('DTCOMM_TRANSPORT')}"
-
-    def _group_runtime(self) -> Runtime:
-        """The runtime over the group's own backend."""
-        return self._message_runtime(self._private_group(), None)
 
     def _message_runtime(self, group: Any, streams: Streams | None) -> Runtime:
         """A runtime over the point-to-point messages of a group; ``streams`` are those of the device, None: the CPU."""

@@ -113,10 +113,6 @@ class NativeRuntime:
             wide_area=wide_area,
         )
 
-    def address(self) -> dict[str, int]:
-        """What a peer needs to map this rank's memory: fields of ``_C.Address``."""
-        return self.native.address()
-
     def attach(
         self,
         addresses: Sequence[Mapping[str, int]],
@@ -131,7 +127,7 @@ class NativeRuntime:
         OSError if the system refuses to connect to a rank; RuntimeError if a rank's memory is not what it announced.
 
         Args:
-            addresses: ``address`` of every rank.
+            addresses: ``native.address`` of every rank, what a peer needs to map its memory.
             names: How errors name each rank.
             affinities: The cores that each rank of the communicator on this host may run on.
             ranks_of_host: All ranks of this host, also those of other communicators.

@@ -105,11 +105,15 @@ def _bytes_of_tensors(spec: OpSpec, ranks: int) -> tuple[int, int]:
     return spec.nbytes * (ranks if sharded_input else 1), spec.nbytes * (ranks if sharded_output else 1)
 
 
+def _bytes_of_all_chunks(spec: OpSpec, ranks: int) -> int:
+    return spec.nbytes * (1 if spec.collective in CUT_AT_GRANULES else ranks)
+
+
 def _piece_sizes(spec: OpSpec, ranks: int, piece: int, largest: int) -> list[int]:
     """The sizes of pieces to try."""
     if env.get("DTCOMM_PIECE_KIB") != "0":
         return [piece]
-    total = spec.nbytes * (1 if spec.collective in CUT_AT_GRANULES else ranks)
+    total = _bytes_of_all_chunks(spec, ranks)
     sizes = {piece}
     size = largest
     while size >= MIN_PIECE_BYTES and len(sizes) < PIECE_SIZES:
@@ -174,14 +178,12 @@ def piece_bytes(spec: OpSpec, ranks: int, threads: int = 1) -> int:
     chosen = int(env.get("DTCOMM_PIECE_KIB"))
     if chosen:
         return chosen * 1024
-    total = spec.nbytes
     if spec.algorithm == "send":
         # In one direction the copy in and the copy out overlap but for the first and the last piece. Whole pages, so
         # that the engine does not round a piece down to the granule of a codec and needs a slot more.
-        eighth = -(-total // (SLOTS * PAGE)) * PAGE
+        eighth = -(-spec.nbytes // (SLOTS * PAGE)) * PAGE
         return min(max(eighth, 64 * 1024), 256 * 1024)
-    if spec.collective not in CUT_AT_GRANULES:
-        total *= ranks
+    total = _bytes_of_all_chunks(spec, ranks)
     if total <= 4 * 2**20:
         return SLOT_BYTES
     largest = slot_bytes(threads) // 2
@@ -195,10 +197,7 @@ def socket_piece_bytes(spec: OpSpec, ranks: int) -> int:
 
     There are enough pieces to overlap, and few enough that a peer whose core is busy does not hold up the link.
     """
-    total = spec.nbytes
-    if spec.collective not in CUT_AT_GRANULES:
-        total *= ranks
-    return min(max(total // 64, SLOT_BYTES), SOCKET_SLOT_BYTES)
+    return min(max(_bytes_of_all_chunks(spec, ranks) // 64, SLOT_BYTES), SOCKET_SLOT_BYTES)
 
 
 def wide_area_piece_bytes(spec: OpSpec, ranks: int, slot_bytes: int) -> int:
@@ -206,10 +205,7 @@ def wide_area_piece_bytes(spec: OpSpec, ranks: int, slot_bytes: int) -> int:
 
     Over a long link what counts is that the pieces in all slots are under way at once.
     """
-    total = spec.nbytes
-    if spec.collective not in CUT_AT_GRANULES:
-        total *= ranks
-    return min(max(total // SLOTS, SLOT_BYTES), slot_bytes)
+    return min(max(_bytes_of_all_chunks(spec, ranks) // SLOTS, SLOT_BYTES), slot_bytes)
 
 
 def link_slot_bytes(link: Link) -> int:
