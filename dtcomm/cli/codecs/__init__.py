@@ -1,11 +1,12 @@
 """Command ``dtcomm codecs``: the size, error and speed of each codec, on random samples and on your own tensors.
 
-`measure` takes the measurements; this file has the arguments, the table and the JSON values.
+`measure` takes the measurements; this file has the arguments, the tables, the JSON values and the plot.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import textwrap
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from dtcomm import measure as device_info
-from dtcomm.cli import count_argument, size_argument, split_codecs
+from dtcomm.cli import GREY, INK, count_argument, size_argument, split_codecs, styled_pyplot
 from dtcomm.cli.codecs import measure as codecs_measure
 from dtcomm.cli.codecs.measure import CodecRow, OnDevice
 from dtcomm.cli.perf import placement
@@ -34,6 +35,7 @@ from dtcomm.measure.memory_floor import REDUCED_PAYLOADS
 
 VERSION = 1  # of the JSON
 SUM = f"reduce {REDUCED_PAYLOADS}"  # the reduction whose share of the memory floor the table shows
+MARKERS = "osD^vP*X<>ph8d"
 WIDTH = 112  # least columns of the table; a narrower terminal wraps its lines
 SIZES = {
     placement.CPU: 4 << 20,
@@ -91,6 +93,9 @@ def select_codecs(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return 0, or 2 if a file is wrong."""
     options = _parse(argv)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        print("dtcomm codecs: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
     try:
         samples = codecs_measure.distributions(options.numel)
         samples += [codecs_measure.load_sample(path) for path in options.tensor]
@@ -116,6 +121,11 @@ def main(argv: list[str] | None = None) -> int:
         console = Console()
         console = Console(width=max(console.width, WIDTH) if console.is_terminal else PIPE_WIDTH)
         print_table(rows, console, size, facts["name"] if facts else "")
+        if options.per_tensor and rows[0].tensors:
+            print_tensor_table(rows, console)
+    if options.plot is not None:
+        plot(rows, options.plot)
+        print(f"Wrote {options.plot}", file=sys.stderr)
     return 0
 
 
@@ -148,6 +158,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="show this codec in addition; repeated or a,b")  # fmt: skip
     add("--tensor", metavar="FILE", type=Path, action="append", default=[],
         help="also measure the error on the tensors of a .pt or .npy file; may be repeated")  # fmt: skip
+    add("--per-tensor", action="store_true", help="also print a line for each tensor of a file with several")
     add("--no-speed", action="store_true", help="do not measure speed")
     add("--device", choices=(placement.CPU, placement.CUDA), default=placement.CPU,
         help="measure the speed of one core (default), or of a GPU, with the share of the memory floor")  # fmt: skip
@@ -156,6 +167,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "powers of 1024)")  # fmt: skip
     add("--numel", metavar="N", type=count_argument(1), default=codecs_measure.NUMEL,
         help=f"elements of each distribution (default {codecs_measure.NUMEL})")  # fmt: skip
+    add("--plot", metavar="FILE", type=Path, nargs="?", const=Path("codecs.png"),
+        help="plot error against bits per element (default codecs.png)")  # fmt: skip
     add("--json", metavar="FILE", nargs="?", const="-", help="write JSON: to FILE, or instead of the table")
     options = parser.parse_args(argv)
     try:
@@ -167,14 +180,18 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
             setattr(options, name, [codec(spec) for spec in split_codecs(getattr(options, name))])
         except ValueError as error:
             parser.error(f"argument --{name}: {error}")
-    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {Path(options.json).parent}")
+    for name in ("plot", "json"):
+        target = getattr(options, name)
+        if target not in (None, "-") and not Path(target).absolute().parent.is_dir():
+            parser.error(f"--{name} {target}: there is no folder {Path(target).parent}")
     if options.size is None:
         options.size = SIZES[options.device]
     if options.device == placement.CUDA and not placement.cuda_available():
         parser.error("--device cuda: torch sees no CUDA device; valid: cpu")
     if options.device == placement.CUDA and options.no_speed:
         parser.error("--no-speed: not valid with --device cuda, which only measures speed")
+    if options.per_tensor and not options.tensor:
+        parser.error("--per-tensor: needs --tensor FILE")
     return options
 
 
@@ -255,6 +272,28 @@ def print_table(rows: Sequence[CodecRow], console: Console, size: int | None, de
             console.print(f"no speed of {row.spec}: {row.no_speed}", highlight=False, markup=False)
 
 
+def print_tensor_table(rows: Sequence[CodecRow], console: Console) -> None:
+    """Print one line for each tensor of the user's file and each codec."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("codec", overflow="fold")
+    for head in ("elements", "bits per\nelement", "error", "worst\nblock", "1 - cosine"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for name in rows[0].tensors:
+        for row in rows:
+            error = row.tensors[name]
+            table.add_row(
+                name if row is rows[0] else "",
+                row.spec,
+                f"{error.numel:,}",
+                f"{8 * error.wire_bytes / error.numel:.3g}",
+                _number(error.relative_l2),
+                _number(error.worst_block),
+                _number(None if error.cosine is None else max(0.0, 1 - error.cosine)),
+            )
+    console.print(table)
+
+
 def _number(value: float | None) -> str:
     """Return three significant digits, or a dash for a missing value."""
     if value is None:
@@ -262,3 +301,86 @@ def _number(value: float | None) -> str:
     if value == 0:
         return "0"
     return f"{value:.2e}" if value < 1e-3 else f"{value:.3g}"
+
+
+def pareto_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (bits, error) that no other point beats in both coordinates, by increasing bits."""
+    front: list[tuple[float, float]] = []
+    for bits, error in sorted(set(points)):
+        if not front or error < front[-1][1]:
+            if front and front[-1][0] == bits:
+                front.pop()
+            front.append((bits, error))
+    return front
+
+
+def plot(rows: Sequence[CodecRow], path: Path) -> None:
+    """Write a plot in the format of the path's extension, with a panel for the first and for the last sample.
+
+    Codecs without error, and errors that do not exist, are left out of the logarithmic scale.
+    """
+    names = list(rows[0].errors)
+    panels = list(dict.fromkeys((names[0], names[-1])))
+    families = list(dict.fromkeys(row.family for row in rows))
+    with styled_pyplot() as pyplot:
+        colours = pyplot.get_cmap("tab20").colors
+        figure, all_axes = pyplot.subplots(
+            1, len(panels), figsize=(2 + 5.2 * len(panels), 6.4), layout="constrained", squeeze=False
+        )
+        for axes, name in zip(all_axes[0], panels, strict=True):
+            _plot_panel(axes, rows, families, name, colours)
+        figure.draw_without_rendering()  # fixes the positions of the points, which labels need
+        for axes, name in zip(all_axes[0], panels, strict=True):
+            _label_points(axes, rows, name)
+        handles, labels = all_axes[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", frameon=False)
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+
+def _plot_panel(
+    axes: Any, rows: Sequence[CodecRow], families: Sequence[str], name: str, colours: Sequence[Any]
+) -> None:
+    points = [(row, row.errors[name].relative_l2) for row in rows]
+    shown = [(row, error) for row, error in points if error]
+    front = _pareto_front(rows, name)
+    axes.plot(*zip(*front, strict=True), color=GREY, linewidth=1, zorder=1, label="Pareto front")
+    for number, family in enumerate(families):
+        here = [(row.bits_per_element, error) for row, error in shown if row.family == family]
+        if here:
+            axes.scatter(
+                *zip(*here, strict=True),
+                label=family,
+                color=colours[number % len(colours)],
+                marker=MARKERS[number % len(MARKERS)],
+                s=34,
+                zorder=3,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(right=80)  # room for labels to the right of the points
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("bits per element, with overhead")
+    axes.set_ylabel("|x - y| / |x|")
+    axes.set_title(f"relative error on {name}")
+    axes.grid(which="major")
+
+
+def _pareto_front(rows: Sequence[CodecRow], name: str) -> list[tuple[float, float]]:
+    points = [(row.bits_per_element, row.errors[name].relative_l2) for row in rows]
+    return pareto_points([(bits, error) for bits, error in points if error])
+
+
+def _label_points(axes: Any, rows: Sequence[CodecRow], name: str) -> None:
+    """Label the codecs on the Pareto front; a label that would overlap another one is left out."""
+    front = _pareto_front(rows, name)
+    taken: list[tuple[float, float, float]] = []  # left, right and baseline of the labels, in points
+    for row in sorted(rows, key=lambda row: len(row.spec)):
+        place = (row.bits_per_element, row.errors[name].relative_l2)
+        if place not in front:
+            continue
+        x, y = axes.transData.transform(place) * 72 / axes.figure.dpi
+        left, right = x, x + 3.9 * len(row.spec)
+        if all(right < a or b < left or abs(y - base) > 8 for a, b, base in taken):
+            taken.append((left, right, y))
+            axes.annotate(row.spec, place, xytext=(5, 4), textcoords="offset points", fontsize=7, color=INK)

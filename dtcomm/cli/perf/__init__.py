@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dtcomm.cli import LAUNCHER
 from dtcomm.cli.perf.args import PerfOptions, import_modules, parse
-from dtcomm.cli.perf.output import Printer, to_json
+from dtcomm.cli.perf.output import Printer, to_json, write_plot
 from dtcomm.cli.perf.runner import PerfReport, ProgressListener, run
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
@@ -41,6 +41,9 @@ def main(argv: list[str]) -> int:
             sys.stdout.flush()
         elif options.json is not None:
             Path(options.json).write_text(to_json(report, argv))
+        if options.plot is not None:
+            write_plot(report, Path(options.plot))
+            print(f"# {options.plot}", file=sys.stderr)
     return 1 if report.wrong else 0
 
 

@@ -110,6 +110,7 @@ class PerfOptions:
     timeout: float
     quiet: bool
     json: str | None
+    plot: str | None
     imports: tuple[str, ...] = ()  # the ranks import them too
 
     @property
@@ -266,6 +267,9 @@ def parser() -> argparse.ArgumentParser:
     add("--pin", action=argparse.BooleanOptionalAction,
         help="pin each rank, and dtcomm's threads, to a core (if there are enough cores)")  # fmt: skip
     add("-J", "--json", metavar="FILE", help="also write JSON; - writes only that, to stdout")
+    add("--plot", metavar="FILE",
+        help="also plot busbw against size, a line for each variant, and the time up to 64K (needs "
+        "matplotlib)")  # fmt: skip
     return command
 
 

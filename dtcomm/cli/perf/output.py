@@ -1,4 +1,4 @@
-"""What ``dtcomm perf`` writes: the table on stdout and a progress bar while the benchmark runs, and JSON.
+"""What ``dtcomm perf`` writes: the table on stdout and a progress bar while the benchmark runs, JSON and a plot.
 
 The table's first columns are exactly those of nccl-tests, so that parsers of these work. `Printer` is rank 0's
 progress listener: it prints each row when it is measured, with a progress bar on stderr if that is a terminal.
@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import dtcomm
+from dtcomm.cli import format_size, styled_pyplot
 from dtcomm.cli.perf.args import PerfOptions
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.runner import (
@@ -26,6 +29,8 @@ from dtcomm.cli.perf.runner import (
 from dtcomm.codecs import codec
 
 VERSION = 1  # of the JSON
+SMALL = 64 * 1024  # bytes up to which latency matters more than bandwidth, for plots
+MARKERS = "osD^vP*X<>ph8d"
 _TRANSPORT_WIDTH = len("fused:double_tree")  # the column's width
 
 
@@ -336,3 +341,86 @@ def _finite(value: float | None) -> float | None:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+
+
+def plot_lines(report: PerfReport) -> dict[str, list[PerfRow]]:
+    """Return the rows of each line by its label; labels leave out what does not differ between lines."""
+    fields = [_label_fields(row) for row in report.rows]
+    # Peers have no codec and no algorithm, so these two fields are compared over dtcomm's rows only.
+    with_codec = [
+        row_fields
+        for row, row_fields in zip(report.rows, fields, strict=True)
+        if row.variant.algorithm != "own"
+    ]
+    distinct = [
+        len({row_fields[part] for row_fields in (with_codec if part in (1, 2) else fields)})
+        for part in range(6)
+    ]
+    lines: dict[str, list[PerfRow]] = {}
+    for row, row_fields in zip(report.rows, fields, strict=True):
+        is_peer = row.variant.algorithm == "own"
+        label = [
+            row_fields[part] for part in range(6) if distinct[part] > 1 and not (is_peer and part in (1, 2))
+        ]
+        lines.setdefault(" ".join(label) or row.variant.backend, []).append(row)
+    return {label: sorted(rows, key=lambda row: row.size) for label, rows in lines.items()}
+
+
+def _label_fields(row: PerfRow) -> tuple[str, ...]:
+    variant = row.variant
+    backend = "dtcomm" if variant.backend == "native" else variant.backend
+    return backend, variant.codec, variant.algorithm, row.datatype, row.op, f"root {row.root}"
+
+
+def write_plot(report: PerfReport, path: Path) -> None:
+    """Write the plot in the format of the path's extension; it shows medians, in place if that was measured."""
+    series = plot_lines(report)
+    small = {name: [row for row in rows if 0 < row.size <= SMALL] for name, rows in series.items()}
+    panels = 2 if any(len(rows) > 1 for rows in small.values()) else 1
+    ranks, collective = len(report.ranks), report.options.collective
+    with styled_pyplot() as pyplot:
+        colours = pyplot.get_cmap("tab10").colors
+        figure, all_axes = pyplot.subplots(
+            1, panels, figsize=(1 + 5.4 * panels, 4.4), layout="constrained", squeeze=False
+        )
+        _plot_panel(all_axes[0][0], series, colours, lambda row: _bandwidth(row, ranks, collective))
+        all_axes[0][0].set_ylabel("bus bandwidth, GB/s (1e9 bytes)")
+        all_axes[0][0].set_title(f"{collective}, {ranks} ranks")
+        if panels == 2:
+            _plot_panel(all_axes[0][1], small, colours, lambda row: _seconds(row) * 1e6)
+            all_axes[0][1].set_ylabel("time, µs")
+            all_axes[0][1].set_title(f"up to {format_size(SMALL)}B")
+        if len(series) > 1:
+            figure.legend(
+                *all_axes[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False
+            )
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
+
+
+def _plot_panel(axes: Any, series: dict[str, list[PerfRow]], colours: Sequence[Any], value: Any) -> None:
+    for number, (name, rows) in enumerate(series.items()):
+        points = [(row.size, value(row)) for row in rows if row.size > 0]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                label=name,
+                color=colours[number % len(colours)],
+                marker=MARKERS[number % len(MARKERS)],
+                markersize=4,
+                linewidth=1.4,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda size, _: format_size(round(size)) if size >= 1 else "")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("size, bytes")
+    axes.grid(which="major")
+
+
+def _seconds(row: PerfRow) -> float:
+    return row.primary.timing.statistics.p50
+
+
+def _bandwidth(row: PerfRow, ranks: int, collective: str) -> float:
+    return bandwidths(COLLECTIVES[collective], row.size, _seconds(row), ranks)[1]

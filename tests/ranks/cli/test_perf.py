@@ -14,6 +14,7 @@ from dtcomm.cli.main import main
 from dtcomm.cli.perf import measure, mpi
 from dtcomm.cli.perf.args import parse
 from dtcomm.cli.perf.collectives import COLLECTIVES, DTYPES
+from dtcomm.cli.perf.output import plot_lines
 from dtcomm.cli.perf.runner import PerfReport, PerfRow
 from dtcomm.launch.ranks import run_ranks
 
@@ -291,11 +292,24 @@ def test_ranks_of_torchrun_are_used(tmp_path: Path) -> None:
     assert completed.stdout.count("Collective test starting") == 1
 
 
-def test_comparison_with_peers_is_reported(tmp_path: Path) -> None:
+def test_comparison_with_peers_is_reported_and_plotted(tmp_path: Path) -> None:
     peers = "gloo" if mpi.why_unavailable() else "gloo,mpi"
-    document = perf(tmp_path, f"broadcast -b 4K -e 32K -f 8 --codec none,int8:block=64 --compare {peers}")
+    file = tmp_path / "picture.png"
+    document = perf(
+        tmp_path, f"broadcast -b 4K -e 32K -f 8 --codec none,int8:block=64 --compare {peers} --plot {file}"
+    )
     for row in document["results"]:
         assert set(row["ratios"]) == set(peers.split(",")) and all(row["ratios"].values())
     mpi_rows = [row for row in document["results"] if row["backend"] == "mpi"]
     assert len(mpi_rows) == 2 * peers.count("mpi")
     assert all(row["out_of_place"] is None and row["in_place"]["time"] > 0 for row in mpi_rows)
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+
+
+def test_plot_lines_are_named_by_what_differs() -> None:
+    report = measure_on_warm_ranks("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
+    assert [(name, len(rows)) for name, rows in plot_lines(report).items()] == [
+        ("dtcomm none", 2),
+        ("dtcomm int8", 2),
+        ("gloo", 2),
+    ]

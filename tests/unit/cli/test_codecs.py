@@ -230,6 +230,8 @@ def test_tensors_of_files_are_measured(tensor_files: Path, capsys: pytest.Captur
     assert rows["int8"]["errors"]["state.pt"]["numel"] == 840
     wire = sum(codec("int8").wire_bytes(n) for n in (800, 7, 33))
     assert rows["int8"]["errors"]["state.pt"]["wire_bytes"] == wire
+    output = output_of(capsys, "--tensor", str(tensor_files / "state.pt"), "--per-tensor", "--codec", "int8")
+    assert "state.pt" in output and "layer.weight" in output and "momenta.0" in output
 
     rows = rows_by_spec(
         capsys,
@@ -272,6 +274,8 @@ def test_unreadable_files_are_refused(
         (["--size", "2"], "at least 4 bytes"),
         (["--numel", "0"], "at least 1"),
         (["--json", "/nowhere/x.json"], "no folder /nowhere"),
+        (["--plot", "/nowhere/x.png"], "no folder /nowhere"),
+        (["--per-tensor"], "needs --tensor"),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -284,6 +288,21 @@ def test_wrong_arguments_are_refused(
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "c.json"
-    assert "int8" in output_of(capsys, "--json", str(data))
+    picture, data = tmp_path / "c.png", tmp_path / "c.json"
+    output = output_of(capsys, "--plot", str(picture), "--json", str(data))
+    assert "int8" in output and picture.read_bytes().startswith(b"\x89PNG")
     assert {row["codec"] for row in json.loads(data.read_text())["codecs"]} >= set(names())
+
+
+def test_pareto_points() -> None:
+    points = [(8.5, 0.5), (4.0, 2.0), (16.0, 0.1), (8.5, 0.4), (9.0, 0.45), (32.0, 0.1), (4.0, 2.0)]
+    assert codecs_command.pareto_points(points) == [(4.0, 2.0), (8.5, 0.4), (16.0, 0.1)]
+    assert codecs_command.pareto_points([]) == []
+
+
+def test_a_plot_without_matplotlib_is_refused_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(codecs_command.importlib.util, "find_spec", lambda name: None)
+    assert codecs_command.main(["--plot"]) == 2
+    assert "matplotlib" in capsys.readouterr().err
