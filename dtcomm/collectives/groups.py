@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from dtcomm.collectives.planning import levels
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.rendezvous import name_ranks
 from dtcomm.runtime.communicator import (
+    Channel,
     Communicator,
     device_communicators,
     existing_communicator,
@@ -303,6 +305,24 @@ def host_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, .
     communicator = get_communicator_for(group, tensor, "tensor")
     communicator.connect()
     return communicator.groups
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def next_channel(group: Group = None) -> int:
+    """Return a new number for a `channel` of the group; all ranks call this in one order."""
+    target = require_group(group)
+    _channels[target] = _channels.get(target, 0) + 1
+    return _channels[target]
+
+
+def channel(group: Group, number: int) -> Any:
+    """Return what collectives take in place of a group, so that they have a communicator of their own.
+
+    Who starts collectives from a thread needs one: the clock decides their order among those of other threads.
+    """
+    return Channel(require_group(group), f"channel {number}")
 
 
 class DeviceGroup:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
-from dtcomm.collectives.groups import level_shares
+from dtcomm.collectives.groups import channel, level_shares, next_channel
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.feedback import DGC
 from dtcomm.compress.measurements import GradientSketch
@@ -321,6 +321,7 @@ class BucketAverager:
         self.seed = seed
         self.factors = factors or Factors()
         self._algorithm, self._group, self._all_reduce = algorithm, group, all_reduce
+        self._channel_number = next_channel(group) if dist.is_initialized() else 0
         self._level_shares: LevelShares | None = (1.0, 0.0)
         for scheme in schemes:
             if isinstance(scheme, LevelCodecs):
@@ -331,6 +332,11 @@ class BucketAverager:
                         f"algorithm: {scheme} names a codec for each level, and {name} has no levels; valid: "
                         "direct, auto, hierarchical, hierarchical:INSIDE/BETWEEN, a Schedule with transfers of level 1"
                     )
+
+    @functools.cached_property
+    def staged_group(self) -> Any:
+        """The group of collectives that a `StageScheduler` starts from its thread."""
+        return channel(self._group, self._channel_number or next_channel(self._group))
 
     def level_shares(self, buffer: torch.Tensor) -> LevelShares:
         """Return `BucketLayout.level_shares`; the first call asks on how many hosts the ranks are.
@@ -351,6 +357,8 @@ class BucketAverager:
         residuals: Sequence[torch.Tensor | None],
         stats: torch.Tensor | None,
         step: int,
+        *,
+        staged: bool = False,
     ) -> Work:
         """Start averaging a bucket without PowerSGD, in one message.
 
@@ -360,6 +368,7 @@ class BucketAverager:
             residuals: The residual of each segment, or None.
             stats: A tensor to average along with the bucket, uncompressed, or None.
             step: The step, for stochastic rounding.
+            staged: Whether it is one of the stages of a `StageScheduler`.
         """
         codecs = layout.codecs
         if stats is not None:
@@ -369,7 +378,7 @@ class BucketAverager:
             "avg",
             codec=codecs,
             algorithm=self._algorithm,
-            group=self._group,
+            group=self.staged_group if staged else self._group,
             async_op=True,
             seed=self.seed + step,
             residuals=residuals,
@@ -409,7 +418,7 @@ class BucketAverager:
             factors=self.factors,
             step=step,
             algorithm=self._algorithm,
-            group=self._group,
+            group=self.staged_group,
             seed=self.seed + step,
             all_reduce=self._all_reduce,
         )

@@ -173,6 +173,8 @@ class Reducer:
         self._scheduler: StageScheduler | None = None
         self._in_flight: list[InFlightBucket] = []
         self._in_backward = False
+        self._awaits_end = False  # whether autograd will call `_end_compute`
+        self._complete = False  # whether the last bucket of the pass was started
         self._ranks, self._key = 1, 0  # of this pass
         self._samples: tuple[int, int] | None = (
             None  # of this rank and of all ranks in a pass; None: alike on all
@@ -208,6 +210,8 @@ class Reducer:
         streams = self._streams = self._streams or streams_of(buffer.device)
         if bucket.index() == 0:
             self._begin_pass(streams)
+        elif self._in_backward and not self._awaits_end:  # the callback came before the last bucket
+            self._await_end()
         profiler_range = AsyncRange(f"bucket {bucket.index()}")
         try:
             if self.error is not None:
@@ -224,6 +228,7 @@ class Reducer:
         self._in_flight.append(in_flight)
         if bucket.is_last():
             self.steps += 1
+            self._complete = True
         in_flight.finished = profiler_range.until(self._finish_when_done(in_flight, streams))
         in_flight.ready_ns, in_flight.launched_ns = ready_ns, time.monotonic_ns()
         return in_flight.finished
@@ -244,17 +249,22 @@ class Reducer:
                     begin_pass(self.steps, streams)
             except Exception as error:
                 self.error = error
-        try:
-            torch_compat.after_backward(self._end_compute)
-        except RuntimeError:  # called outside a backward pass: errors go into the futures
-            self._in_backward = False
-        else:
-            self._in_backward = True
+        self._complete = False
+        self._await_end()
         self._active = self._count_active(streams) if self.divides_by_active() else 0
         if not self._in_backward:
             return
         for begin_backward in self._callbacks["begin_backward"]:
             begin_backward()
+
+    def _await_end(self) -> None:
+        """Let autograd call `_end_compute` at the end of the backward pass that it is in."""
+        try:
+            torch_compat.after_backward(self._end_compute)
+        except RuntimeError:  # called outside a backward pass: errors go into the futures
+            self._in_backward = self._awaits_end = False
+        else:
+            self._in_backward = self._awaits_end = True
 
     def _count_active(self, streams: Streams) -> int:
         """Return how many ranks have inputs; DDP's join calls the hook of the others outside a backward pass."""
@@ -339,12 +349,14 @@ class Reducer:
         collectives are in the order of the scheduler too, and its thread waits.
         """
         step = self.steps  # `sum_rows` may be called when it is larger
+        staged = self._chooser.in_stages and not self._chooser.bypass
 
         def sum_rows(rows: torch.Tensor) -> Work:
-            return self.averager.all_reduce(bucket.layout, [rows], [None], bucket.stats, step)
+            return self.averager.all_reduce(bucket.layout, [rows], [None], bucket.stats, step, staged=staged)
 
-        stages = sum_stages(bucket.buffer, sum_rows, self._group)
-        if self._chooser.bypass or not self._chooser.in_stages:
+        group = self.averager.staged_group if staged else self._group
+        stages = sum_stages(bucket.buffer, sum_rows, group)
+        if not staged:
             return start_stages(stages, bucket.buffer)
         return self._scheduler_on(streams).submit(stages, [bucket.buffer], [bucket.stats], last=last)
 
@@ -402,7 +414,13 @@ class Reducer:
         waiting, and DDP is done with its step when an error is raised. Only if DDP itself reduces a map of unused
         parameters (``finish_before_ddp``) the waiting comes first: DDP would fail over a lost peer with an error of
         its own.
+
+        Reentrant checkpoints run backward passes within the backward pass, at whose ends autograd calls this too. It
+        must not wait then: stages of these buckets start with the next ones, on the thread that would wait.
         """
+        self._awaits_end = False
+        if not self._complete and self.error is None:
+            return
         for end_compute in self._callbacks["end_compute"]:
             end_compute()
         self._waiting = AsyncRange("waiting for communication")

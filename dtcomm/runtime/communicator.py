@@ -222,16 +222,33 @@ class Communicator:
             self.runtime.close()
 
 
+@dataclass(frozen=True)
+class Channel:
+    """The ranks of a group with a communicator of their own for CPU tensors; collectives take it in place of a group.
+
+    Who starts collectives from a thread needs one: the order of its calls among those of other threads is left to the
+    clock, and differs between ranks. Calls on devices use the group's communicators, as no thread queues those.
+
+    Attributes:
+        group: The process group.
+        name: Distinguishes it from the group's other channels; equal on all ranks.
+    """
+
+    group: dist.ProcessGroup
+    name: str
+
+
 @dataclass
 class GroupEntry:
     """The communicators of one process group.
 
-    ``communicator`` serves CPU tensors, ``devices`` those of each device, and ``pairs`` the messages to or from a peer,
-    by its global rank, the direction and their purpose.
+    ``communicator`` serves CPU tensors, ``devices`` those of each device, ``channels`` those of each `Channel`, by
+    name, and ``pairs`` the messages to or from a peer, by its global rank, the direction and their purpose.
     """
 
     reference: weakref.ref[dist.ProcessGroup]
     communicator: Communicator | None = None
+    channels: dict[str, Communicator] = field(default_factory=dict)
     devices: dict[torch.device, Communicator] = field(default_factory=dict)
     pairs: dict[tuple[int, bool, str], Communicator] = field(default_factory=dict)
 
@@ -240,12 +257,13 @@ class GroupEntry:
         with _lock:
             if self.communicator is failed:
                 self.communicator = None
+            self.channels = {key: made for key, made in self.channels.items() if made is not failed}
             self.devices = {key: made for key, made in self.devices.items() if made is not failed}
             self.pairs = {key: made for key, made in self.pairs.items() if made is not failed}
 
     def communicators(self) -> list[Communicator]:
         """All communicators."""
-        communicators = [*self.pairs.values(), *self.devices.values()]
+        communicators = [*self.pairs.values(), *self.channels.values(), *self.devices.values()]
         return communicators + ([self.communicator] if self.communicator else [])
 
 
@@ -269,11 +287,13 @@ def connect_with(make: MakeConnection) -> None:
     _make_connection = make
 
 
-def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
+def get_communicator(group: dist.ProcessGroup | Channel | None) -> Communicator:
     """The group's communicator for CPU tensors. Its ranks may not be connected yet.
 
     Raises what ``require_group`` raises.
     """
+    if isinstance(group, Channel):
+        return _in_channel(group)
     target: Any = torch_compat.default_group() if group is None else group
     entry = _cache.get(id(target))
     if entry is not None and entry.reference() is target and target in torch_compat.all_groups():
@@ -289,12 +309,16 @@ def get_communicator(group: dist.ProcessGroup | None) -> Communicator:
         return entry.communicator
 
 
-def get_communicator_for(group: dist.ProcessGroup | None, tensor: Any, argument: str) -> Communicator:
+def get_communicator_for(
+    group: dist.ProcessGroup | Channel | None, tensor: Any, argument: str
+) -> Communicator:
     """The group's communicator for the device of ``tensor``; ValueError if that is neither the CPU nor CUDA."""
     if (
         not isinstance(tensor, torch.Tensor) or tensor.is_cpu
     ):  # callers refuse non-tensors with a better message
         return get_communicator(group)
+    if isinstance(group, Channel):
+        group = group.group
     return get_communicator_for_device(group, tensor.device, argument)
 
 
@@ -372,7 +396,7 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
 
 
 def existing_communicators(group: dist.ProcessGroup | None) -> list[Communicator]:
-    """All communicators of a group that exist already: for the CPU, for devices and for pairs of ranks."""
+    """All communicators of a group that exist already: for the CPU, channels, devices and pairs of ranks."""
     target = torch_compat.default_group() if group is None else group
     entry = _cache.get(id(target))
     if target is None or entry is None or entry.reference() is not target:
@@ -435,6 +459,15 @@ def _new(
             communicator, group, name, members is not None, entry.forget
         )
     return communicator
+
+
+def _in_channel(channel: Channel) -> Communicator:
+    group = require_group(channel.group)
+    entry = group_entry(group)
+    with _lock:
+        if channel.name not in entry.channels:
+            entry.channels[channel.name] = _new(group, entry, channel.name)
+        return entry.channels[channel.name]
 
 
 def _drop(chosen: Callable[[GroupEntry], bool]) -> None:
