@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_THREADS = 256
-MAX_CONNECTIONS = 64
+_UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,7 @@ class Variable:
         meaning: What the variable does, for the reference page.
         choices: The valid values; empty: any.
         shared: Whether all ranks need the same value, which they compare when a communicator is made.
-        number: Whether the value is a whole number.
+        most: The largest value of a variable that is a whole number; None: it is something else.
         build: Whether the variable is read when dtcomm is built, by setup.py or CMake.
         check: Called with a value that is not empty; raises ValueError, with the reason, if it is not valid.
     """
@@ -34,7 +33,7 @@ class Variable:
     meaning: str
     choices: tuple[str, ...] = ()
     shared: bool = False
-    number: bool = False
+    most: int | None = None
     build: bool = False
     check: Callable[[str], object] | None = None
 
@@ -46,20 +45,6 @@ def _ports(text: str) -> range:
     if not 1 <= first <= last <= 65535:
         raise ValueError("expected a port or a range of ports from 1 to 65535, such as 20000-20100")
     return range(first, last + 1)
-
-
-def _threads(text: str) -> int:
-    """The number of threads."""
-    if not text.isdecimal() or int(text) > MAX_THREADS:
-        raise ValueError(f"expected a whole number from 0 to {MAX_THREADS}")
-    return int(text)
-
-
-def _connections(text: str) -> int:
-    """The number of connections."""
-    if not text.isdecimal() or int(text) > MAX_CONNECTIONS:
-        raise ValueError(f"expected a whole number from 0 to {MAX_CONNECTIONS}")
-    return int(text)
 
 
 VARIABLES: dict[str, Variable] = {
@@ -111,7 +96,7 @@ VARIABLES: dict[str, Variable] = {
         " than one, a further connection carries what is short. 0: one, or several where a round trip takes 2 ms or"
         " more, by the round trip and the kernel's largest socket buffers",
         shared=True,
-        check=_connections,
+        most=64,
     ),
     "DTCOMM_LINKS": Variable(
         default="",
@@ -177,7 +162,7 @@ VARIABLES: dict[str, Variable] = {
         default="0",
         meaning="Size of a pipelined piece in KiB. 0: chosen by the size of the message and by trials",
         shared=True,
-        number=True,
+        most=_UNLIMITED,
     ),
     "DTCOMM_THREADS": Variable(
         default="0",
@@ -185,19 +170,19 @@ VARIABLES: dict[str, Variable] = {
         " and more, 1 to 256. 0: as many as the host has cores for each of its ranks, or one where trials show that"
         " it takes less time",
         shared=True,
-        check=_threads,
+        most=256,
     ),
     "DTCOMM_SPINS": Variable(
         default="0",
         meaning="How often a waiting rank polls a flag before it yields its core. 0: 1000 times, 64 where ranks "
         "share cores, 32 with sockets and UCX",
-        number=True,
+        most=_UNLIMITED,
     ),
     "DTCOMM_YIELD_US": Variable(
         default="0",
         meaning="How long a waiting rank yields before it sleeps, in microseconds. 0: 50, or 1000 where ranks "
         "share cores",
-        number=True,
+        most=_UNLIMITED,
     ),
     "DTCOMM_TUNE": Variable(
         default="",
@@ -254,8 +239,8 @@ def get(name: str) -> str:
     value = os.environ.get(name, variable.default)
     if variable.choices and value not in variable.choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(variable.choices)}")
-    if variable.number and not value.isdecimal():
-        raise ValueError(f"{name}={value!r} is not a whole number")
+    if variable.most is not None and not (value.isdecimal() and int(value) <= variable.most):
+        raise ValueError(f"{name}={value!r}: expected a whole number from 0 to {variable.most}")
     if variable.check is not None and value:
         try:
             variable.check(value)

@@ -113,7 +113,6 @@ class _PhaseBuilder:
     def schedule(
         self, collective: str, groups: Sequence[Sequence[int]], chunks: int, root: int = 0
     ) -> Schedule:
-        """Return the schedule of all phases."""
         return Schedule(
             collective=collective,
             ranks=sum(map(len, groups)),

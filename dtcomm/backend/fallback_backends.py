@@ -2,7 +2,7 @@
 
 They are created when first needed. Creating one involves no other rank: Gloo connects to a rank when it first sends to
 it, NCCL in its first operation. Gloo's errors about broken connections are replaced by `PeerLost`, which names the
-rank. `FallbackCounts` counts what they carry out for the backend's report.
+rank. What they carry out is counted for the backend's report.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,21 +31,6 @@ _PID = re.compile(r"pid (\d+)")
 _log = logging.getLogger("dtcomm.backend")
 
 
-@dataclass
-class FallbackCounts:
-    """Counts the operations of one group that other backends carried out: (operation, backend, reason) → calls."""
-
-    name: str
-    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-
-    def record(self, operation: str, backend: str, reason: str) -> None:
-        """Count one operation; the first of its kind is also logged."""
-        entry = (operation, backend, reason)
-        if entry not in self.counts:
-            _log.debug("group %s: %s falls back to %s: %s", self.name, operation, backend, reason)
-        self.counts[entry] += 1
-
-
 class _Fallback(NamedTuple):
     name: str
     backend: Any
@@ -54,7 +38,7 @@ class _Fallback(NamedTuple):
 
 
 class FallbackBackends:
-    """The fallback backends of one process group, which count what they carry out in ``counts``.
+    """The fallback backends of one process group; ``counts`` is (operation, backend, reason) → calls.
 
     ``communicator`` returns the group's communicator, or None before the first native operation; it knows the ranks'
     process ids.
@@ -66,14 +50,15 @@ class FallbackBackends:
         rank: int,
         size: int,
         timeout: timedelta,
-        counts: FallbackCounts,
+        name: str,
         communicator: Callable[[], Communicator | None],
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._counts = counts
+        self._name = name
+        self.counts: Counter[tuple[str, str, str]] = Counter()
         self._communicator = communicator
         self._fallbacks: dict[str, _Fallback] = {}  # by device type
 
@@ -82,7 +67,10 @@ class FallbackBackends:
     ) -> FallbackWork:
         """Carry out an operation: ``call`` receives the process group of the fallback for ``device``."""
         fallback = self._fallback(device)
-        self._counts.record(operation, fallback.name, reason)
+        entry = (operation, fallback.name, reason)
+        if entry not in self.counts:
+            _log.debug("group %s: %s falls back to %s: %s", self._name, *entry)
+        self.counts[entry] += 1
         try:
             return FallbackWork(call(fallback.group), self._translate)
         except RuntimeError as error:

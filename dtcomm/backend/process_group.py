@@ -22,13 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import collectives, torch_compat
-from dtcomm.backend.fallback_backends import (
-    CPU,
-    CUDA,
-    FallbackBackends,
-    FallbackCounts,
-    FallbackWork,
-)
+from dtcomm.backend.fallback_backends import CPU, CUDA, FallbackBackends, FallbackWork
 from dtcomm.backend.gather_ops import GatherOps
 from dtcomm.backend.p2p_matching import MessageMatcher
 from dtcomm.backend.reduce_ops import ReduceOps
@@ -68,9 +62,8 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
         self._monitored_barriers = 0
         self._split_counts: Counter[str] = Counter()  # by the ranks of the new group
         self._store = store
-        self._fallback_counts = FallbackCounts(name)
         self._fallbacks = FallbackBackends(
-            store, rank, size, timeout, self._fallback_counts, lambda: existing_communicator(self)
+            store, rank, size, timeout, name, lambda: existing_communicator(self)
         )
         self._messages = MessageMatcher(self)
         _groups.add(self)
@@ -131,7 +124,7 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
         """Return this group's entry in `dtcomm.backend.report`."""
         fallbacks = [
             {"operation": operation, "backend": backend, "reason": reason, "count": count}
-            for (operation, backend, reason), count in sorted(self._fallback_counts.counts.items())
+            for (operation, backend, reason), count in sorted(self._fallbacks.counts.items())
         ]
         communicator = existing_communicator(self)
         info: dict[str, Any] = {"operations": 0, "wire_bytes": 0}

@@ -300,7 +300,6 @@ class Codec(abc.ABC):
             raise self._refuse("spikes")
 
     def _refuse(self, option: str) -> ValueError:
-        """The error for an option with a wrong value."""
         (field,) = (field for field in dataclasses.fields(self) if field.name == option)
         value = _text(getattr(self, option))
         return ValueError(f"{self.name}: option {option!r} is {value}; valid: {field.metadata['valid']}")

@@ -198,7 +198,6 @@ def _decode(codec: Codec, payload: Tensor, out: Tensor) -> None:
 def _gather_lengths(
     codec: Codec, payload: Tensor, tensor: Tensor, ranks: int, group: Group, verbs: tuple[str, str] = SEND
 ) -> list[int]:
-    """Return the lengths of all ranks' payloads."""
     sizes = torch.empty(ranks, 2, dtype=torch.int64)
     own = torch.tensor([payload.numel(), tensor.numel()])
     run_internal(Call("all_gather", own, sizes), Options(group=group))
@@ -206,7 +205,6 @@ def _gather_lengths(
 
 
 def _members(ranks: int) -> list[str]:
-    """Return how errors name the ranks of a group."""
     return [f"rank {rank} of the group" for rank in range(ranks)]
 
 

@@ -248,7 +248,6 @@ def _segments_of_pairs(
 def _per_tensor(
     codec: Specs, residuals: Residuals, count: int
 ) -> tuple[list[str | Codec], list[Tensor | None]]:
-    """Return the codec and the residual of each tensor."""
     specs = [codec] * count if isinstance(codec, str | Codec) else list(codec)
     if len(specs) != count:
         raise ValueError(

@@ -321,7 +321,6 @@ def require_equal_shards(output: Tensor, input: Tensor, ranks: int) -> int:
 
 
 def _elements(tensor: Tensor, splits: Sequence[int] | None, name: str, ranks: int) -> list[int]:
-    """Return the elements of each shard."""
     if tensor.dim() == 0:
         raise ValueError(f"{name}: a tensor without dimensions has no rows to split")
     rows = tensor.shape[0]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm import algorithms, planner
 from dtcomm.codecs import Codec, codec, parse_levels
@@ -34,6 +36,29 @@ from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, parse
 from dtcomm.schedule.ir import trace
 from dtcomm.work import Work
+
+GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
+
+
+def process_group_of(group: GroupOrMesh, axis: str, argument: str = "group") -> Group:
+    """Return the process group of one axis of a mesh, such as ``axis``; a group or None is returned unchanged."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{argument}: expected a mesh with one dimension, got {group.ndim}: pass mesh[{axis!r}]"
+            )
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument}: expected a process group, a device mesh or None, got {type(group).__name__}"
+        )
+    return group
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name, as compiled code knows it."""
+    group: dist.ProcessGroup = vars(c10d)["_resolve_process_group"](name)
+    return group
 
 
 def barrier(*, group: Group = None, async_op: bool = False) -> Work | None:

@@ -198,7 +198,6 @@ class StagesOfCommunicator:
     def _begin(
         self, buffers: Sequence[Buffers], seed: int, hooks: OpHooks | None
     ) -> tuple[list[Stage], list[Callable[[], None]]]:
-        """Return the stages of a call and what follows them."""
         stages, check = self._plan.stages(buffers, seed, self._communicator.scratch)
         assert hooks is None or not hooks.before
         return stages, [*([] if check is None else [check]), *(() if hooks is None else hooks.after)]

@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from dtcomm.arguments import shares_options
 from dtcomm.codecs import codec as parse
+from dtcomm.collectives.groups import GroupOrMesh
 from dtcomm.context_parallel import block_attention
 from dtcomm.context_parallel.exchange import (
     DirectGradients,
@@ -25,7 +26,6 @@ from dtcomm.context_parallel.exchange import (
     exchange_heads,
 )
 from dtcomm.context_parallel.layout import (
-    GroupOrMesh,
     Visible,
     order_by_position,
     order_by_rank,

@@ -17,13 +17,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.arguments import require_int, suggest
 from dtcomm.collectives import all_gather
+from dtcomm.collectives.groups import GroupOrMesh, process_group_of
 
 LAYOUTS = ("zigzag", "contiguous")
-GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
 
 _log = logging.getLogger("dtcomm")
 _logged: set[tuple[int, int]] = set()  # (tokens, padded tokens) of the log lines so far
@@ -166,7 +165,7 @@ def shard(
         tokens = dtcomm.context_parallel.shard(tokens, 1)                      # [batch, sequence]
         targets = dtcomm.context_parallel.shard(targets, 1, pad_value=-100)
     """
-    process_group = process_group_of(group)
+    process_group = process_group_of(group, "cp")
     rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     dim = require_dim(x, dim, "dim")
     length = x.shape[dim]
@@ -219,7 +218,7 @@ def unshard(
 
         logits = dtcomm.context_parallel.unshard(model(tokens), 1, length=1001)
     """
-    process_group = process_group_of(group)
+    process_group = process_group_of(group, "cp")
     ranks = dist.get_world_size(process_group)
     dim = require_dim(x, dim, "dim")
     require_layout(layout)
@@ -265,7 +264,7 @@ def positions(
     """
     require_int("tokens", tokens, 1)
     require_layout(layout)
-    process_group = process_group_of(group)
+    process_group = process_group_of(group, "cp")
     rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     if ranks == 1:
         return torch.arange(tokens, device=device)
@@ -276,17 +275,6 @@ def positions(
         )
     size = tokens // len(chunks)
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in chunks])
-
-
-def process_group_of(group: GroupOrMesh) -> dist.ProcessGroup | None:
-    """Return the process group of a one-dimensional mesh; a process group or None is returned unchanged."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group: expected a mesh with one dimension, got {group.ndim}: pass mesh['cp']")
-        return group.get_group()
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group: expected a process group, a device mesh or None, got {type(group).__name__}")
-    return group
 
 
 def require_layout(layout: object) -> None:

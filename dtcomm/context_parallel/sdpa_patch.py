@@ -10,8 +10,9 @@ from torch.nn import functional
 from typing_extensions import Unpack
 
 from dtcomm.arguments import shares_options
+from dtcomm.collectives.groups import GroupOrMesh
 from dtcomm.context_parallel.attention import sharded_attention, torch_attention
-from dtcomm.context_parallel.layout import GroupOrMesh, chunk_count, padded_length, require_dim, shard
+from dtcomm.context_parallel.layout import chunk_count, padded_length, require_dim, shard
 from dtcomm.context_parallel.state import DEFAULTS, Options, Settings, State, make_settings
 
 

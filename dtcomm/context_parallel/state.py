@@ -14,13 +14,13 @@ from typing import TypedDict
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from dtcomm.arguments import complete_options, require_bool, require_int, suggest
 from dtcomm.codecs import Codec
+from dtcomm.collectives.groups import GroupOrMesh, group_by_name, process_group_of
 from dtcomm.compress.report import GroupTraffic
 from dtcomm.compress.spec import message_codec, require_accurate
-from dtcomm.context_parallel.layout import GroupOrMesh, process_group_of, require_layout
+from dtcomm.context_parallel.layout import require_layout
 from dtcomm.torch_compat import constant_when_compiled
 from dtcomm.work import Work
 
@@ -131,7 +131,7 @@ def make_settings(function: str, group: GroupOrMesh, given: Mapping[str, object]
     backward = options["backward_codec"]
     if backward is None:
         backward = "none" if forward == queries == "none" else BACKWARD_CODEC
-    process_group = process_group_of(group) or dist.group.WORLD
+    process_group = process_group_of(group, "cp") or dist.group.WORLD
     if process_group is None:
         raise RuntimeError(
             "group: no process group is initialized; call torch.distributed.init_process_group first"
@@ -149,12 +149,6 @@ def make_settings(function: str, group: GroupOrMesh, given: Mapping[str, object]
             }
         )
     )
-
-
-def group_by_name(name: str) -> dist.ProcessGroup:
-    """Return the process group of a name."""
-    group: dist.ProcessGroup = vars(c10d)["_resolve_process_group"](name)
-    return group
 
 
 @functools.lru_cache(maxsize=256)
@@ -189,7 +183,7 @@ class State(GroupTraffic):
     integration = "context parallel"
 
     def __init__(self, group: GroupOrMesh = None) -> None:
-        super().__init__(process_group_of(group))
+        super().__init__(process_group_of(group, "cp"))
 
     def __str__(self) -> str:
         methods = {key[0] for key in self._traffic}

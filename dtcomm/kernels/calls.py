@@ -92,6 +92,11 @@ class DeviceKernels(Protocol):
         """`out` <- the `numel` elements of the payload; `dtype` is the element type that ``none`` has there."""
 
 
+def address(tensor: torch.Tensor | None) -> int:
+    """The address of a tensor's memory, as native code takes it; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def tensor(name: str, value: object, like: torch.Tensor | None = None) -> torch.Tensor:
     """`value`, if it is a contiguous tensor on the CPU or a CUDA device, which is that of `like` if given."""
     if not isinstance(value, torch.Tensor):

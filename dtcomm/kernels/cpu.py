@@ -13,7 +13,7 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import dispatch
-from dtcomm.kernels.calls import OPERATIONS, Combine
+from dtcomm.kernels.calls import OPERATIONS, Combine, address
 
 # Outputs of at least this size are written around the cache. With a 32 MB L3 cache and a reader that comes next,
 # ordinary stores are up to twice as fast at 8 MB and below; streaming stores are 1.2 to 1.4 times as fast at 32 MB.
@@ -23,13 +23,13 @@ STREAM_BYTES = 16 << 20
 def combine(kernel: str, call: Combine) -> None:
     """Run one call (see :class:`Combine`) with the native build called `kernel`."""
     dtype = ELEMENT_TYPES[call.dtype]
-    residual = _address(call.residual)
+    residual = address(call.residual)
     _C.combine(
         kernel,
         call.codec.native_bytes,
         [payload.data_ptr() for payload in call.payloads],
         call.position,
-        _address(call.local),
+        address(call.local),
         dtype if call.local is None else ELEMENT_TYPES[call.local.dtype],
         residual,
         residual,
@@ -38,8 +38,8 @@ def combine(kernel: str, call: Combine) -> None:
         OPERATIONS[call.op],
         call.key,
         call.offset,
-        _address(call.payload_out),
-        _address(call.out),
+        address(call.payload_out),
+        address(call.out),
         dtype,
         dtype if call.out is None else ELEMENT_TYPES[call.out.dtype],
         _streams(call.payload_out),
@@ -100,14 +100,9 @@ def _matrix(
 ) -> tuple[str, int, int, int, int, int, int]:
     """The first arguments of a native pass: kernel, gradient, dtype, residual, rows, columns, rank."""
     (rank, rows), columns = left.shape, right.shape[1]
-    name, address = dispatch.native_kernel(), _address(residual)
-    return name, gradient.data_ptr(), ELEMENT_TYPES[gradient.dtype], address, rows, columns, rank
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    native, dtype = dispatch.native_kernel(), ELEMENT_TYPES[gradient.dtype]
+    return native, gradient.data_ptr(), dtype, address(residual), rows, columns, rank
 
 
 def _streams(tensor: torch.Tensor | None) -> bool:
-    """Whether to write `tensor` with non-temporal stores."""
     return tensor is not None and tensor.numel() * tensor.itemsize >= STREAM_BYTES

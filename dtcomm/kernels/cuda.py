@@ -13,7 +13,7 @@ import torch
 from dtcomm import _cuda
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels.calls import OPERATIONS, Combine
+from dtcomm.kernels.calls import OPERATIONS, Combine, address
 
 
 def combine(call: Combine) -> None:
@@ -24,16 +24,16 @@ def combine(call: Combine) -> None:
     """
     device = _device_of(call.payload_out, call.out, call.local, *call.payloads, call.residual)
     dtype = ELEMENT_TYPES[call.dtype]
-    residual = _address(call.residual)
+    residual = address(call.residual)
     payloads = [payload.data_ptr() for payload in call.payloads]
     with torch.cuda.device(device):
         table = _table(payloads, device)
         _cuda.combine(
             call.codec.native(),
             payloads,
-            _address(table),
+            address(table),
             call.position,
-            _address(call.local),
+            address(call.local),
             dtype if call.local is None else ELEMENT_TYPES[call.local.dtype],
             residual,
             residual,
@@ -42,8 +42,8 @@ def combine(call: Combine) -> None:
             OPERATIONS[call.op],
             call.key,
             call.offset,
-            _address(call.payload_out),
-            _address(call.out),
+            address(call.payload_out),
+            address(call.out),
             dtype,
             dtype if call.out is None else ELEMENT_TYPES[call.out.dtype],
             torch.cuda.current_stream(device).cuda_stream,
@@ -100,13 +100,13 @@ def expand(
         _cuda.expand(
             gradient.data_ptr(),
             ELEMENT_TYPES[gradient.dtype],
-            _address(residual),
+            address(residual),
             rows,
             columns,
             rank,
             left.data_ptr(),
             right.data_ptr(),
-            _address(finite),
+            address(finite),
             torch.cuda.current_stream(device).cuda_stream,
         )
 
@@ -137,7 +137,3 @@ def _device_of(*tensors: torch.Tensor | None) -> torch.device:
     if len(devices) != 1 or any(device.type != "cuda" for device in devices):
         raise ValueError(f"tensors: expected all on one CUDA device, got {sorted(map(str, devices))}")
     return devices.pop()
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

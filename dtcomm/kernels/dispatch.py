@@ -194,7 +194,6 @@ def _known(name: str, argument: str) -> str:
 
 
 def _installed_for_devices() -> tuple[str, ...]:
-    """The installed kernels for CUDA devices, best first."""
     return tuple(name for name in (CUDA, TRITON) if _installed(name))
 
 

@@ -391,7 +391,6 @@ def _combine_in_torch(call: Combine) -> None:
 
 
 def _decode_in_torch(codec: Codec, payload: torch.Tensor, numel: int, out: torch.Tensor) -> None:
-    """`out` <- the `numel` elements of the payload."""
     with torch.inference_mode():
         out.view(-1).copy_(_decoded(cast(TopK | PythonCodec, codec), payload, numel))
 

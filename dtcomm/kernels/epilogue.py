@@ -20,7 +20,7 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.kernels import calls, dispatch, ops, reference, triton
-from dtcomm.kernels.calls import EpilogueCall
+from dtcomm.kernels.calls import EpilogueCall, address
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.kernels.reference.floats import NAN, get, put
 from dtcomm.kernels.reference.minifloat import FORMATS
@@ -335,20 +335,16 @@ def _native(call: EpilogueCall) -> _C.Epilogue:
         features=call.out.shape[-1] or 1,
         dtype=ELEMENT_TYPES[call.out.dtype],
         out=call.out.data_ptr(),
-        bias=_address(call.bias),
-        addend=_address(call.addend),
-        weight=_address(call.weight),
+        bias=address(call.bias),
+        addend=address(call.addend),
+        weight=address(call.weight),
         eps=call.eps,
-        norm_out=_address(call.norm_out),
-        codes=_address(codes),
-        scales=_address(scales),
+        norm_out=address(call.norm_out),
+        codes=address(codes),
+        scales=address(scales),
         groups=1 if scales is None else scales.shape[-1],
         to_int8=codes is not None and codes.dtype == torch.int8,
     )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _in_numpy(codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], call: EpilogueCall) -> None:

@@ -24,6 +24,7 @@ from dtcomm import _C
 from dtcomm.codecs import Codec, Exact, RandK
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import counter_rng, dispatch
+from dtcomm.kernels.calls import address
 from dtcomm.kernels.reference import reproducible, sparse
 from dtcomm.kernels.reference.floats import Floats, canonical, get, put
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK
@@ -162,7 +163,7 @@ def dequantize(
             divisor,
             ELEMENT_TYPES[out.dtype],
             out.data_ptr(),
-            0 if verdict is None else verdict.data_ptr(),
+            address(verdict),
         ),
         reference=reference,
         device=partial(dequantize_in_torch, codec, ranks, codes, exponents, divisor, out, verdict),
@@ -254,7 +255,7 @@ def gather_values(
             offset,
             *_contribution(x, residual),
             values.data_ptr(),
-            0 if value_residual is None else value_residual.data_ptr(),
+            address(value_residual),
         ),
         reference=reference,
         device=partial(gather_values_in_torch, codec, key, offset, x, residual, values, value_residual),
@@ -305,12 +306,7 @@ def restore_residual(
 
 def _contribution(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[int, int, int, int]:
     """The arguments of a native ``Contribution``: address, dtype, residual's address, elements."""
-    return (
-        x.data_ptr(),
-        ELEMENT_TYPES[x.dtype],
-        0 if residual is None else residual.data_ptr(),
-        x.numel(),
-    )
+    return x.data_ptr(), ELEMENT_TYPES[x.dtype], address(residual), x.numel()
 
 
 def _sum_of(x: torch.Tensor, residual: torch.Tensor | None) -> Floats:
@@ -464,12 +460,10 @@ def _in_nan_block(codec: Exact, exponents: torch.Tensor, numel: int) -> torch.Te
 
 
 def _per_element(codec: RandK, granules: torch.Tensor, numel: int) -> torch.Tensor:
-    """A property of each granule, for each of its elements."""
     return _repeat_rows(granules, codec.layout().granule, numel)
 
 
 def _per_value(codec: RandK, granules: torch.Tensor, numel: int) -> torch.Tensor:
-    """A property of each granule, for each of its kept values."""
     return _repeat_rows(granules, codec.layout().kept, codec.kept_in(numel))
 
 

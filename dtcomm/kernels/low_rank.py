@@ -411,7 +411,6 @@ def _direction(before: Floats, x: Floats) -> Floats | None:
 
 
 def _matrix(gradient: torch.Tensor, residual: torch.Tensor | None, rows: int) -> Floats:
-    """The fp32 matrix that is compressed."""
     matrix = get(gradient)
     if residual is not None:
         matrix = matrix + get(residual)

@@ -25,8 +25,8 @@ to every expert, and the counts stay on the device.
 from dtcomm.moe.dispatch import Route, combine, dispatch
 from dtcomm.moe.encoded_rows import EncodedRows as EncodedRows
 from dtcomm.moe.padded import combine_padded, dispatch_padded
+from dtcomm.moe.route import State
 from dtcomm.moe.route import expert_capacity as expert_capacity
-from dtcomm.moe.state import State
 
 __all__ = [
     "Route",

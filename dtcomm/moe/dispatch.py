@@ -17,17 +17,20 @@ from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import Carried, Hop, make_hop, one_hot, sum_slots, unique_destinations, with_zero_row
 from dtcomm.moe.placement import Counts, Hosts, gather_tables
 from dtcomm.moe.route import (
+    DEFAULTS,
     HEADER,
+    CodecOptions,
+    RowCodecs,
     check_headers,
     checked_choices,
     count_choices,
     deliver,
+    make_codecs,
     make_header,
     positions_of_choices,
     require_capacity,
     require_weights,
 )
-from dtcomm.moe.state import DEFAULTS, CodecOptions, RowCodecs, make_codecs
 from dtcomm.torch_compat import autograd_apply, exclude_from_compilation
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_to_all
 from dtcomm.moe.encoded_rows import decode_rows, encode_rows
-from dtcomm.moe.state import record
+from dtcomm.moe.route import record
 from dtcomm.streams import copy_to_device
 
 

@@ -20,18 +20,22 @@ from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import sum_slots, with_zero_row
 from dtcomm.moe.placement import Hosts, Relays
 from dtcomm.moe.route import (
+    DEFAULTS,
     HEADER,
+    CodecOptions,
+    RowCodecs,
     check_headers,
     checked_choices,
     count_choices,
     deliver,
+    make_codecs,
     make_header,
     mismatch,
     positions_of_choices,
+    record,
     require_capacity,
     require_weights,
 )
-from dtcomm.moe.state import DEFAULTS, CodecOptions, RowCodecs, make_codecs, record
 from dtcomm.torch_compat import autograd_apply, exclude_from_compilation
 
 

@@ -116,7 +116,6 @@ def _computations(actions: Sequence[Any]) -> list[_Computation]:
 def _finish_times(
     actions: Mapping[int, Sequence[_Computation]], seconds: Mapping[str, float]
 ) -> dict[_Computation, float]:
-    """Return when each computation ends."""
     known = {computation for of_rank in actions.values() for computation in of_rank}
     finished: dict[_Computation, float] = {}
     position, free = dict.fromkeys(actions, 0), dict.fromkeys(actions, 0.0)
@@ -143,7 +142,6 @@ def _finish_times(
 
 
 def _inputs(computation: _Computation, known: set[_Computation]) -> set[_Computation]:
-    """Return the computations whose results a computation needs."""
     stage, kind, micro_batch = computation
     if kind == "F":
         return {_Computation(stage - 1, "F", micro_batch)} if stage else set()

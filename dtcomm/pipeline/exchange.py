@@ -174,8 +174,6 @@ def shape_header(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _LinkEnd:
-    """The common part of both ends of a link."""
-
     def __init__(
         self,
         peer: int,

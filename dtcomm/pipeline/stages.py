@@ -192,7 +192,6 @@ class _StageMessages:
     # --- what schedules call ------------------------------------------------------------------------------------------
 
     def clear_runtime_states(self) -> None:
-        """Begin a step."""
         self._computed = self._sent = 0
         self._receipts.clear()
         self._posted.clear()
@@ -200,7 +199,6 @@ class _StageMessages:
         self._methods["clear_runtime_states"]()
 
     def get_fwd_send_ops(self, micro_batch: int) -> list[Any]:
-        """Send the activations of a micro-batch."""
         for number, (tensor, link) in enumerate(self._messages_of("get_fwd_send_ops", micro_batch)):
             self._send_activation(tensor, link, number, micro_batch)
         if not self._stage.is_last:
@@ -208,12 +206,10 @@ class _StageMessages:
         return []
 
     def get_fwd_recv_ops(self, micro_batch: int) -> list[Any]:
-        """Begin to receive the activations of a micro-batch."""
         self._post(ACTIVATIONS, micro_batch)
         return []
 
     def get_bwd_send_ops(self, micro_batch: int) -> list[Any]:
-        """Send the gradients of the activations of a micro-batch."""
         messages = self._messages_of("get_bwd_send_ops", micro_batch)
         if self._stage.is_first or not self._stage.has_backward:
             return []
@@ -228,7 +224,6 @@ class _StageMessages:
         return []
 
     def get_bwd_recv_ops(self, micro_batch: int) -> list[Any]:
-        """Begin to receive the gradients of the activations that a micro-batch has sent."""
         self._post(GRADIENTS, micro_batch)
         return []
 
@@ -256,7 +251,6 @@ class _StageMessages:
             self._count_computed()
 
     def backward_weight_one_chunk(self, micro_batch: int, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of the weights of a micro-batch."""
         begin = time.perf_counter()
         self._methods["backward_weight_one_chunk"](micro_batch, *args, **kwargs)
         self._state.add_time(backward=time.perf_counter() - begin)
@@ -327,7 +321,6 @@ class _StageMessages:
         return spec if dtype.is_floating_point and dtype in spec.dtypes else NONE
 
     def _codec_of(self, tensor: torch.Tensor, what: str) -> tuple[Codec, Traffic]:
-        """Return the codec of a message, and its counters."""
         spec = self._codec_for(tensor.dtype, what)
         traffic = self._traffic_of(tensor, what, str(spec))
         wanted = self._settings.forward if what == ACTIVATIONS else self._settings.backward
@@ -361,7 +354,6 @@ class _StageMessages:
         exchange.send(as_sendable(tensor, spec), link, spec, traffic, tensor.nbytes)
 
     def _activation_steps(self, info: Any, link: Link, number: int, micro_batch: int) -> Steps:
-        """Return the receives of one activation, as `_send_activation` sends it."""
         buffer = _buffer_of(info)
         assert buffer is not None  # the caller has left others out
         if self._sends_differences(buffer):

@@ -68,7 +68,8 @@ class Communicator:
     """The ranks of one process group and the runtime that executes their operations.
 
     Making one waits for no other rank. Who makes one of several ranks gives it a ``connection``, which takes the
-    operations until the ranks are connected.
+    operations until the ranks are connected. ``name`` distinguishes it from the group's other communicators and is
+    equal on all ranks. ``members`` are the group ranks that take part, in order; None: all.
 
     Attributes:
         rank, size: This rank and the number of ranks, within the group.
@@ -83,12 +84,6 @@ class Communicator:
         device: The device of the tensors; None is the CPU.
         plans: Prepared plans by the arguments of a call. ``dtcomm.collectives`` fills it.
         counter: Counts the calls.
-
-    Args:
-        group: The process group.
-        name: Distinguishes it from the group's other communicators; equal on all ranks.
-        members: The group ranks that take part, in order; None: all.
-        device: The device of the tensors; None: the CPU.
     """
 
     def __init__(
@@ -346,15 +341,10 @@ def get_communicator_of_pair(
     purpose: str = "",
     device: torch.device | None = None,
 ) -> Communicator:
-    """The communicator of the messages from this rank to a peer, or from the peer.
+    """The communicator of the messages from this rank to a peer, a global rank, or from the peer.
 
-    Args:
-        group: The process group; None is the default group.
-        peer: The peer's global rank; ValueError, which calls it ``argument``, if it is not in the group, or this rank.
-        argument: What errors call ``peer``.
-        sends: Whether this rank sends.
-        purpose: Messages of different purposes use different communicators.
-        device: The device of the tensors; None is the CPU. Each device has communicators of its own.
+    Messages of different purposes use different communicators, and so do devices; None is the CPU. ValueError, which
+    calls the peer ``argument``, if it is not in the group, or this rank.
     """
     purpose += "" if device is None else f"{device.type}/"
     target = require_group(group)

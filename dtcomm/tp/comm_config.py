@@ -12,18 +12,16 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.collectives import Algorithm
-from dtcomm.collectives.groups import compression_pays
+from dtcomm.collectives.groups import GroupOrMesh, compression_pays, process_group_of
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.spec import AUTO, COMPRESSORS
 from dtcomm.profiling.summary import format_bytes
 
-GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
 #: Up to this many uncompressed bytes (one token, or a few) a message is sent uncompressed if the planner predicts that
 #: to be faster.
 SMALL_MESSAGE_BYTES = 64 * 1024
@@ -199,7 +197,7 @@ class CommConfig:
             comm = dtcomm.tp.CommConfig.of("int8", backward="fp8_e4m3", group=mesh["tp"])
             y = dtcomm.tp.functional.reduce_from_ranks(x, comm)
         """
-        process_group = process_group_of(group)
+        process_group = process_group_of(group, "tp", "mesh")
         require_algorithm(algorithm, process_group)
         forward_codec, backward_codec = parse_codec(spec), parse_codec(backward, "backward_codec")
         return cls(
@@ -348,12 +346,3 @@ def parse_codec(spec: object, argument: str = "codec") -> Codec:
         hint = suggest(name, names(), lambda guess: text.replace(name, guess, 1))
         reason = f"unknown codec {name!r}{hint}; {valid}"
     raise ValueError(f"{argument}: {reason}")
-
-
-def process_group_of(group: GroupOrMesh) -> dist.ProcessGroup | None:
-    """Return the process group of a one-dimensional mesh; a process group or None is returned unchanged."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"mesh: expected one dimension, got {group.ndim}: pass mesh['tp']")
-        return group.get_group()
-    return group

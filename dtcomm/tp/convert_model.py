@@ -22,13 +22,13 @@ from typing_extensions import Unpack
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
-from dtcomm.collectives.groups import expected_call
+from dtcomm.collectives.groups import GroupOrMesh, expected_call
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Payoff, Report, Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
 from dtcomm.compress.traffic import Traffic
 from dtcomm.compress.uneven_inputs import refuse_join
-from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, GroupOrMesh, parse_codec
+from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, parse_codec
 from dtcomm.tp.functional import compiled_traffic
 from dtcomm.tp.layer_plan import (
     PLANS,
@@ -298,7 +298,6 @@ class _Counted:
     source: str = ""
 
     def add(self, kind: CallKind, calls: int, group: dist.ProcessGroup | None) -> None:
-        """Add calls of a kind."""
         sent, plain = (
             expected_call(kind.collective, kind.numel, kind.dtype, codec, kind.algorithm, group)
             for codec in (kind.codec, NONE)

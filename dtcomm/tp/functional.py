@@ -25,9 +25,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import collectives
+from dtcomm.collectives.groups import group_by_name
 from dtcomm.torch_compat import autograd_apply
 from dtcomm.tp.comm_config import CommConfig, LayerTraffic
 from dtcomm.tp.flash_all_reduce import flash_all_reduce
@@ -180,7 +180,7 @@ def _tp_collective(
         codec,
         backward_codec,
         algorithm=algorithm,
-        group=_group_by_name(group),
+        group=group_by_name(group),
         latency=latency,
         traffic=compiled_traffic(group),
     )
@@ -200,7 +200,7 @@ def _(
     dim: int,
 ) -> torch.Tensor:
     shape = list(x.shape)
-    world_size = _group_by_name(group).size()
+    world_size = group_by_name(group).size()
     if forward == "all_gather":
         shape[dim] *= world_size
     elif forward in ("split", "reduce_scatter"):
@@ -216,11 +216,6 @@ def _tp_collective_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]
     forward, backward, codec, backward_codec, *rest = ctx.options
     dx = torch.ops.dtcomm.tp_collective(gradient, backward, forward, backward_codec, codec, *rest)
     return (dx, *(None for _ in ctx.options))
-
-
-def _group_by_name(name: str) -> Any:
-    resolve: Any = vars(c10d)["_resolve_process_group"]
-    return resolve(name)
 
 
 _tp_collective.register_autograd(_tp_collective_backward, setup_context=_setup_context)

@@ -24,14 +24,12 @@ import torch
 
 from dtcomm.codecs import Codec
 from dtcomm.collectives.checks import require_no_overlap, require_tensor
-from dtcomm.collectives.groups import DeviceGroup
+from dtcomm.collectives.groups import DeviceGroup, GroupOrMesh, process_group_of
 from dtcomm.tp.comm_config import (
     NONE,
     SMALL_MESSAGE_BYTES,
-    GroupOrMesh,
     default_algorithm,
     parse_codec,
-    process_group_of,
 )
 
 MAX_BYTES = 8 * 2**20
@@ -116,7 +114,7 @@ class AllReduce:
             raise ValueError(f"algorithm: {algorithm!r}; valid: {', '.join(ALGORITHMS)}")
         if compress_from is not None and (not isinstance(compress_from, int) or compress_from < 0):
             raise ValueError(f"compress_from: expected bytes or None, got {compress_from!r}")
-        process_group = process_group_of(group)
+        process_group = process_group_of(group, "tp", "mesh")
         self.max_bytes, self.codec, self.algorithm = max_bytes, parse_codec(codec), algorithm
         if not any(dtype in self.codec.dtypes for dtype in DTYPES):
             raise ValueError(f"codec: {self.codec} takes no fp32, fp16 or bf16 tensors")
@@ -183,7 +181,6 @@ class AllReduce:
         return SumChoice(codec=self.codec, algorithm=algorithm, reason="")
 
     def _why_uncompressed(self, numel: int, dtype: torch.dtype) -> str:
-        """Return why the codec is not used, or an empty string."""
         if self.codec == NONE:
             return ""
         if dtype not in self.codec.dtypes:

@@ -22,9 +22,10 @@ from dtcomm import torch_compat
 from dtcomm.arguments import complete_options, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Algorithm
+from dtcomm.collectives.groups import GroupOrMesh
 from dtcomm.kernels.epilogue import supports_epilogue
 from dtcomm.tp import functional
-from dtcomm.tp.comm_config import NONE, CommConfig, GroupOrMesh
+from dtcomm.tp.comm_config import NONE, CommConfig
 from dtcomm.tp.flash_all_reduce import Epilogue, EpilogueResult, Norm
 from dtcomm.tp.row_linear import row_linear
 from dtcomm.tp.sharded_module import ShardedModule
@@ -73,8 +74,6 @@ def _comm_config(options: LayerOptions) -> CommConfig:
 
 
 class _ParallelLinear(ShardedModule):
-    """The common part of both layers."""
-
     weight: nn.Parameter
     bias: nn.Parameter | None
     in_features: int
@@ -410,7 +409,6 @@ class _WrappedModule(ShardedModule):
         self.training = module.training
 
     def _run(self, parameters: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the dense module's forward pass with these parameters."""
         (dense,) = self._dense
         dense.train(self.training)
         return functional_call(dense, parameters, args, kwargs)

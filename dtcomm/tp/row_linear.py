@@ -102,7 +102,6 @@ def _rms_norm_backward(
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, comm: CommConfig, chunks: int | str, epilogue: Epilogue
 ) -> EpilogueResult:
-    """The forward pass, without a gradient."""
     tokens = x.detach().reshape(-1, x.shape[-1])
     features = len(weight)
     # Of the final shape: autograd refuses to let the caller change a view in place, as models with `y += residual` do.

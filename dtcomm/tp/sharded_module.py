@@ -104,7 +104,6 @@ class ShardedModule(nn.Module):
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def _part_sizes(self, name: str, length: int) -> list[int]:
-        """Return the sizes of the parts of a shard of this length."""
         packed = self._packed.get(name, self.packed)
         if isinstance(packed, int):
             return [length // packed] * packed

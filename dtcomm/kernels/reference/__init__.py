@@ -181,7 +181,6 @@ def _encode_granules(
 
 
 def _decode_granules(codec: Codec, payload: Bytes, numel: int, dtype: torch.dtype) -> Floats:
-    """The `numel` floats of a payload."""
     wire_dtype = codec.wire_dtype(dtype)
     if wire_dtype is not None:
         return widen(wire_dtype, payload[: numel * wire_dtype.itemsize])

@@ -153,7 +153,6 @@ def _store_codes(payload, at, codes, rows, RULES: tl.constexpr):
 
 @triton.jit
 def _decode_blocks(payload, scale_at, zero_at, codes_at, rows, RULES: tl.constexpr):
-    """The decoded floats of a payload."""
     scale = _load_field(payload, scale_at, rows, RULES)
     values = decode_code(_load_codes(payload, codes_at, rows, RULES), RULES) * scale
     if not RULES.symmetric:
@@ -175,7 +174,6 @@ def _join(a, b, OP: tl.constexpr):
 
 @triton.jit
 def _decode_cast(payload, i, here, WIRE: tl.constexpr):
-    """The decoded floats of a payload."""
     return canonical(widen(tl.load(payload.to(tl.pointer_type(WIRE)) + i, mask=here)))
 
 

@@ -128,7 +128,6 @@ class CpuBootstrap:
         return private_store(self._group)
 
     def _base_info(self) -> dict[str, Any]:
-        """What every bootstrap exchanges first."""
         return {
             "host": host_id(),
             "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",

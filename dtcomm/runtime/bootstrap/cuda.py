@@ -124,7 +124,6 @@ class CudaBootstrap(CpuBootstrap):
         return None
 
     def _backend_runtime(self, streams: Streams, backend: str) -> Runtime:
-        """The runtime over the group's own backend."""
         if backend != "nccl":
             return self._message_runtime(self._private_backend("gloo"), streams)
         transport = NcclTransport(self._private_backend("nccl"), "nccl", self._device)

@@ -175,7 +175,6 @@ class ConnectionKeeper:
         self._accepts_at = time.monotonic() + MIN_PAUSE_S
 
     def _find_losses(self, native: _C.NativeCommunicator) -> None:
-        """Ask the engine which connections are missing."""
         lost = {
             (peer, number): (generation, why) for peer, number, generation, why in native.lost_connections()
         }
@@ -232,7 +231,6 @@ class ConnectionKeeper:
         self._conclude(native, loss)
 
     def _conclude(self, native: _C.NativeCommunicator, loss: _Loss) -> None:
-        """Draw the conclusions of an attempt that has an outcome."""
         attempt = loss.attempt
         if attempt is None or attempt.outcome is None:
             return
@@ -294,7 +292,6 @@ class ConnectionKeeper:
         return True
 
     def _serve(self, native: _C.NativeCommunicator, caller: Caller) -> None:
-        """Answer a caller that has said who it is."""
         hello = self._listener.hello_of(caller)
         if (
             hello is None
@@ -351,7 +348,6 @@ class _Loss:
         self.attempt: _Attempt | None = None
 
     def drop(self, selector: selectors.BaseSelector) -> None:
-        """End the attempt, if there is one."""
         if self.attempt is not None:
             self.attempt.forget(selector)
             self.attempt.close()

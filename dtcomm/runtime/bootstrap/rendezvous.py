@@ -229,7 +229,6 @@ class Rendezvous:
         return late
 
     def _error(self) -> dict[str, Any] | None:
-        """The last error that a rank reported."""
         if not self._store.check([self._error_key]):
             return None
         report: dict[str, Any] = json.loads(self._store.get(self._error_key))

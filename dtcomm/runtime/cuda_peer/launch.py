@@ -22,7 +22,7 @@ import torch
 from dtcomm import _C
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.errors import ScheduleError
-from dtcomm.kernels.calls import OPERATIONS
+from dtcomm.kernels.calls import OPERATIONS, address
 from dtcomm.runtime.types import GEOMETRY, TWO_SHOT_SYMMETRIC, Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
@@ -253,10 +253,7 @@ class FusedEpilogue(NamedTuple):
 
     def pointers(self) -> tuple[int, int]:
         """The addresses of bias and addend; 0 where there is none."""
-        return (
-            0 if self.bias is None else self.bias.data_ptr(),
-            0 if self.addend is None else self.addend.data_ptr(),
-        )
+        return address(self.bias), address(self.addend)
 
 
 NO_EPILOGUE = FusedEpilogue(None, None)

@@ -251,7 +251,6 @@ def map_ipc_handles(
 
 
 def _encode(value: Any) -> Any:
-    """A value of an IPC handle as JSON."""
     return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
 
 

@@ -55,14 +55,10 @@ class NativeRuntime:
             what all ranks agree on.
         no_trials: Why the engine does not try variants of operations; empty if it does. Agreed on as well.
         codec_thread: Runs operations with codecs written in Python; None if there was none yet.
-        threads: Threads with which this rank works on an operation.
+        threads: Threads with which this rank works on an operation, equal on all ranks.
 
     Args:
-        rank: This rank.
-        ranks: The number of ranks.
-        timeout_s: Seconds that an operation waits for other ranks.
         slot_bytes: Bytes of a slot of shared memory; None: as many as ``threads`` need.
-        threads: Threads that an operation may use; equal on all ranks.
         wide_area: Whether ranks are far apart, so that the pieces in all slots are to be under way; equal on all.
     """
 

@@ -99,7 +99,6 @@ def variants(spec: OpSpec, ranks: int, single_copy: bool, trials: bool, threads:
 
 
 def _bytes_of_tensors(spec: OpSpec, ranks: int) -> tuple[int, int]:
-    """The bytes of a rank's input and of its output."""
     geometry = GEOMETRY[spec.collective]
     sharded_input, sharded_output = geometry in (SCATTER, EXCHANGE), geometry in (GATHER, EXCHANGE)
     return spec.nbytes * (ranks if sharded_input else 1), spec.nbytes * (ranks if sharded_output else 1)
@@ -110,7 +109,6 @@ def _bytes_of_all_chunks(spec: OpSpec, ranks: int) -> int:
 
 
 def _piece_sizes(spec: OpSpec, ranks: int, piece: int, largest: int) -> list[int]:
-    """The sizes of pieces to try."""
     if env.get("DTCOMM_PIECE_KIB") != "0":
         return [piece]
     total = _bytes_of_all_chunks(spec, ranks)

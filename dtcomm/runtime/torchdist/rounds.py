@@ -533,18 +533,16 @@ class Arithmetic:
         return tensor[part_slice.in_offset : part_slice.in_offset + part_slice.numel]
 
     def _output(self, part_slice: Slice) -> torch.Tensor | None:
-        tensor = self._outputs[part_slice.part]
-        return (
-            None
-            if tensor is None
-            else tensor[part_slice.out_offset : part_slice.out_offset + part_slice.numel]
-        )
+        return self._part(self._outputs, part_slice, part_slice.out_offset)
 
     def _residual(self, part_slice: Slice) -> torch.Tensor | None:
-        tensor = self._residuals[part_slice.part]
-        return (
-            None if tensor is None else tensor[part_slice.in_offset : part_slice.in_offset + part_slice.numel]
-        )
+        return self._part(self._residuals, part_slice, part_slice.in_offset)
+
+    def _part(
+        self, tensors: Sequence[torch.Tensor | None], part_slice: Slice, offset: int
+    ) -> torch.Tensor | None:
+        tensor = tensors[part_slice.part]
+        return None if tensor is None else tensor[offset : offset + part_slice.numel]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

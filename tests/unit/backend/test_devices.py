@@ -97,6 +97,6 @@ def test_every_operation_on_a_gpu_falls_back_and_is_reported(
     kind = GroupStub.BackendType.NCCL if nccl else GroupStub.BackendType.GLOO
     assert nccl_group.registered == [("cuda", kind)]
     assert nccl_group.called == list(calls)
-    fallbacks = [(to, reason, times) for (_, to, reason), times in group._fallback_counts.counts.items()]
+    fallbacks = [(to, reason, times) for (_, to, reason), times in group._fallbacks.counts.items()]
     assert len(fallbacks) == len(calls)
     assert set(fallbacks) == {("nccl" if nccl else "gloo", "on cuda", 1)}

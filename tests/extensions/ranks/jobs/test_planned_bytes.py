@@ -12,7 +12,7 @@ from dtcomm import moe
 from dtcomm.extensions.jobs import ExpertRoutes, ExpertTraffic
 from dtcomm.extensions.jobs.network import RETURN_CODEC
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.moe.state import BACKWARD_CODEC, COMBINE_CODEC
+from dtcomm.moe.route import BACKWARD_CODEC, COMBINE_CODEC
 
 EXPERTS, CHOICES, FEATURES, REPEATS = 8, 2, 160, 3
 
