@@ -50,12 +50,8 @@ def test_ranks_that_share_a_device_go_over_gloo(tmp_path: Path, capfd: pytest.Ca
     assert {row["moved_by"] for row in document["results"]} == {"gloo"}
     output = capfd.readouterr().out
     assert "# Device cuda: torch sees a GPU" in output and "share a GPU" in output
-    for backend, message in (
-        ("nccl", "NCCL"),
-        ("symm_two_shot", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"),
-    ):
-        assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", "--backend", backend]) == 2
-        assert message in capfd.readouterr().err
+    assert main(["perf", "all_reduce", "-b", "1K", "-e", "1K", "--backend", "nccl"]) == 2
+    assert "NCCL" in capfd.readouterr().err
 
 
 @one_device
@@ -76,13 +72,12 @@ def test_fused_kernels_of_processes_that_share_a_device(
 
 @two_devices
 @pytest.mark.parametrize("graph", ["", "-G 3"], ids=["calls", "replays"])
-def test_perf_compares_with_nccl_and_symmetric_memory(tmp_path: Path, graph: str) -> None:
-    line = f"all_reduce -b 64K -e 1M -f 16 --nproc 2 --compare nccl,symm_one_shot,symm_two_shot {graph}"
+def test_perf_compares_with_nccl(tmp_path: Path, graph: str) -> None:
+    line = f"all_reduce -b 64K -e 1M -f 16 --nproc 2 --compare nccl {graph}"
     document = perf(tmp_path, f"{line} --backend dtcomm,process_group --codec none,int8 -c 2")
     assert document["out_of_bounds"]["okay"]
     moved = {row["backend"]: row["moved_by"] for row in document["results"]}
     assert moved["process_group"] == "nccl" == moved["nccl"]
-    assert moved["symm_one_shot"] == "symm_mem" == moved["symm_two_shot"]
 
 
 @two_devices

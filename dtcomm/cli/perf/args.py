@@ -44,8 +44,8 @@ reading the table
 on GPUs
   times are between CUDA events on the stream, and the host waits once per batch; -C reports the CPU time of queueing
   instead. With -G time is a graph replay's divided by its calls (-n, or fewer if a sum in place would overflow).
-  moved is what moved the bytes: fused (dtcomm's kernels over peer memory), nccl, gloo (through host memory), symm_mem;
-  the reason why it is not fused is printed below the table.
+  moved is what moved the bytes: fused (dtcomm's kernels over peer memory), nccl, gloo (through host memory); the reason
+  why it is not fused is printed below the table.
 differences from nccl-tests: -w is 5, -a is 3 (max), -g and -t are --nproc.
 exit status: 0; 1 if a value is wrong; 2 if an argument is wrong or a rank failed.
 """

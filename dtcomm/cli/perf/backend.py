@@ -55,13 +55,11 @@ class Backend(abc.ABC):
     Attributes:
         supports_codecs: Whether it has codecs and algorithms.
         measures_itself: Whether it has its own processes and clock (`measure_calls`); its results are not checked.
-        supports_in_place: Whether it can work on one tensor.
         devices: The devices its tensors may be on.
     """
 
     supports_codecs: ClassVar[bool] = False
     measures_itself: ClassVar[bool] = False
-    supports_in_place: ClassVar[bool] = True
     devices: ClassVar[tuple[str, ...]] = (CPU, CUDA)
 
     def __init__(self, timeout: float, place: Placement | None = None) -> None:
@@ -124,10 +122,3 @@ class Backend(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - most backends start nothing
         """Stop the processes it started."""
-
-
-def first_error_of_any_rank(error: str) -> str:
-    """Return the error of the lowest rank that has one, or an empty string; all ranks must call it."""
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text), "")

@@ -1,4 +1,4 @@
-"""Backends of ``dtcomm perf``: dtcomm's runtimes, torch.distributed over Gloo and NCCL, and torch's symmetric memory.
+"""Backends of ``dtcomm perf``: dtcomm's runtimes, and torch.distributed over Gloo and NCCL.
 
 `BACKENDS` lists them by name; Open MPI's is in `mpi`. ``module:Class`` names a subclass of `Backend` from elsewhere.
 """
@@ -8,22 +8,19 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import platform
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from dtcomm import torch_compat
-from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed, first_error_of_any_rank
+from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.mpi import OpenMpi
 from dtcomm.cli.perf.placement import CPU, CUDA, Placement
 from dtcomm.work import COMPLETED, CompositeWork
 
 THROUGH_HOST = "Gloo moves bytes through host memory, which a graph cannot capture"
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 # Part of a runtime's description if a backend queues its messages on a device's streams.
 QUEUED = ", queued on streams of "
 
@@ -310,102 +307,12 @@ class Nccl(TorchDistributed):
         return f"torch.distributed nccl {version}, torch {torch.__version__}"
 
 
-class _Symmetric(Backend):
-    """torch's all-reduce kernels over symmetric memory, on tensors allocated there."""
-
-    devices: ClassVar[tuple[str, ...]] = (CUDA,)
-    name: ClassVar[str]
-
-    def __init__(self, timeout: float, place: Placement | None = None) -> None:
-        super().__init__(timeout, place)
-        hosts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hosts, platform.node())
-        reason = why_no_symmetric(len(hosts), len(set(hosts)), self.place.shared_gpu)
-        if reason:
-            raise ValueError(f"--backend {self.name}: {reason}")
-        error_text = ""
-        try:
-            self.empty(4, torch.float32)
-        except (RuntimeError, ImportError) as error:
-            error_text = (str(error).splitlines() or [repr(error)])[0]
-        if error_text := first_error_of_any_rank(error_text):
-            raise ValueError(f"--backend {self.name}: torch cannot allocate symmetric memory: {error_text}")
-
-    @classmethod
-    def why_unsupported(cls, collective: str, datatype: str, op: str) -> str | None:
-        """Return why a call is not supported: the kernels sum float and bfloat16."""
-        if collective != "all_reduce":
-            return f"--backend {cls.name}: torch has all_reduce over symmetric memory, not {collective}"
-        if op != "sum":
-            return f"-o {op}: {cls.name} takes sum"
-        if datatype not in ("float", "bfloat16"):
-            return f"-d {datatype}: {cls.name} takes float, bfloat16"
-        return None
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = torch_compat.symmetric_memory()
-
-        tensor: torch.Tensor = memory.empty(numel, dtype=dtype, device=self.place.device)
-        if memory.rendezvous(tensor, self.group.group_name) is None:
-            raise RuntimeError("the ranks cannot map each other's memory")
-        return tensor
-
-    def transport_used(self, before: Any) -> TransportUsed:
-        return TransportUsed("symm_mem")
-
-    def describe(self) -> str:
-        return f"torch.ops.symm_mem, torch {torch.__version__}"
-
-
-class SymmetricOneShot(_Symmetric):
-    """``one_shot_all_reduce_out``: every rank reads all inputs, so it cannot work in place."""
-
-    name = "symm_one_shot"
-    supports_in_place: ClassVar[bool] = False
-
-    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        do = torch.ops.symm_mem.one_shot_all_reduce_out
-        group = self.group.group_name
-        return lambda: _done(do(call.input, "sum", group, call.output), asynchronous)
-
-    def bind_with_copy(self, call: CollectiveCall, asynchronous: bool = False) -> Callable[[], Any]:
-        """Return `bind`'s function; input and output are two tensors, so no copy is needed."""
-        return self.bind(call, asynchronous)
-
-
-class SymmetricTwoShot(_Symmetric):
-    """``two_shot_all_reduce_``: every rank sums a chunk and writes it to all ranks, in place."""
-
-    name = "symm_two_shot"
-
-    def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        do = torch.ops.symm_mem.two_shot_all_reduce_
-        group = self.group.group_name
-        return lambda: _done(do(call.output, "sum", group), asynchronous)
-
-
-def _done(result: Any, asynchronous: bool) -> Any:
-    """Return a handle for work queued on the current stream, which needs no wait."""
-    return COMPLETED if asynchronous else None
-
-
 def why_no_nccl(shared_gpu: str) -> str:
     """Return why NCCL cannot be used, or an empty string; ``shared_gpu`` says which ranks share a GPU."""
     if not dist.is_nccl_available():
         return f"torch {torch.__version__} was built without NCCL"
     if shared_gpu:
         return f"{shared_gpu}, but NCCL needs one for each rank; valid: dtcomm, process_group, gloo"
-    return ""
-
-
-def why_no_symmetric(ranks: int, hosts: int, shared_gpu: str) -> str:
-    """Return why torch's kernels over symmetric memory cannot be used, or an empty string if no reason is known."""
-    if ranks < 2:
-        return "there is only one rank"
-    if hosts > 1:
-        return f"the ranks are on {hosts} hosts, but these kernels need ranks of one host"
-    if shared_gpu and os.environ.get(OVERLAPPING) != "1":
-        return f"{shared_gpu}, which torch supports for symmetric memory only with {OVERLAPPING}=1"
     return ""
 
 
@@ -445,11 +352,9 @@ BACKENDS: dict[str, type[Backend]] = {
     "process_group": ProcessGroup,
     "gloo": Gloo,
     "nccl": Nccl,
-    "symm_one_shot": SymmetricOneShot,
-    "symm_two_shot": SymmetricTwoShot,
     "mpi": OpenMpi,
 }
-PEERS = ("gloo", "mpi", "nccl", "symm_one_shot", "symm_two_shot")
+PEERS = ("gloo", "mpi", "nccl")
 BACKEND_HELP = (
     f"{', '.join(BACKENDS)}, or module:Class of your own; repeated or a,b compares in one table "
     "(native; dtcomm on GPUs)"

@@ -315,7 +315,7 @@ def _measure_row(options: PerfOptions, backend: Backend, variant: Variant, group
         transport = backend.transport_used(None)
     else:
         bench = CaseBench(options, backend, variant, case)
-        works_in_place = backend.supports_in_place and not collective.needs_two_tensors
+        works_in_place = not collective.needs_two_tensors
         if options.out_of_place or not works_in_place:
             out_of_place = bench.measure(in_place=False)
         in_place = bench.measure(in_place=True) if works_in_place else None
@@ -379,9 +379,7 @@ class CaseBench:
 
     def measure_transport(self) -> tuple[int | None, TransportUsed]:
         """Return the bytes sent by the rank that sends most, if the backend counts them, and what moved them."""
-        in_place = (
-            self._backend.supports_in_place and not COLLECTIVES[self._case.collective].needs_two_tensors
-        )
+        in_place = not COLLECTIVES[self._case.collective].needs_two_tensors
         call = self._call(self._buffers[0], in_place)
         self._refill([call])
         before = self._backend.transport_snapshot()

@@ -8,12 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dtcomm.cli.perf import args as perf_args
 from dtcomm.cli.perf import output, placement, runner
 from dtcomm.cli.perf.backend import TransportUsed
-from dtcomm.cli.perf.libraries import OVERLAPPING
 from dtcomm.cli.perf.runner import PerfReport, ProgressListener
 from dtcomm.launch.ranks import run_ranks
 from tests.support.fake_cuda_ranks import fake_cuda_rank
@@ -130,42 +128,6 @@ def test_wait_in_a_timed_call_is_detected() -> None:
     options = parse(f"all_reduce {SMALL} --nproc 2 --backend tests.ranks.cli.backends:CopiesToHost")
     _, timed_faults = run_ranks(run_on_fake_cuda_tensors, 2, options, fresh=True)[0]
     assert timed_faults and set(timed_faults) == {"the host waits for the device in item"}
-
-
-def run_with_symmetric_memory(rank: int, world_size: int, options: perf_args.PerfOptions) -> PerfReport:
-    """Run with Gloo on CPU tensors in place of torch's operators over symmetric memory."""
-    import torch.distributed._symmetric_memory as memory
-
-    def one_shot(tensor: torch.Tensor, op: str, group: str, out: torch.Tensor) -> torch.Tensor:
-        assert tensor.data_ptr() != out.data_ptr() and op == "sum"
-        out.copy_(tensor)
-        dist.all_reduce(out)
-        return out
-
-    def two_shot(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
-        assert op == "sum"
-        dist.all_reduce(tensor)
-        return tensor
-
-    library = torch.library.Library("symm_mem", "IMPL")
-    library.impl("one_shot_all_reduce_out", one_shot, "CPU")
-    library.impl("two_shot_all_reduce_", two_shot, "CPU")
-    memory.empty = torch.empty  # type: ignore[assignment]
-    memory.rendezvous = lambda tensor, group: group  # type: ignore[assignment]
-    return runner.run(options, ProgressListener(), FakeGpu())
-
-
-def test_all_reduces_of_torch_over_symmetric_memory() -> None:
-    options = parse(f"all_reduce {SMALL} --nproc 2 -O 0 -c 2 --backend symm_one_shot,symm_two_shot")
-    report = run_ranks(run_with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: "1"})[0]
-    one_shot, two_shot = report.rows
-    assert report.wrong == 0 and {row.transport.name for row in report.rows} == {"symm_mem"}
-    assert (
-        one_shot.in_place is None and one_shot.out_of_place is not None
-    )  # peers read the input: not in place
-    assert two_shot.in_place is not None and two_shot.out_of_place is None
-    with pytest.raises(ValueError, match="--backend symm_one_shot: ranks 0 and 1 share a GPU"):
-        run_ranks(run_with_symmetric_memory, 2, options, fresh=True, env={OVERLAPPING: None})
 
 
 def place_on_simulated_gpus(

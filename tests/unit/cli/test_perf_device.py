@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf import args, libraries, placement
 from dtcomm.cli.perf.backend import TransportUsed
-from dtcomm.cli.perf.libraries import OVERLAPPING, transport_between, why_no_nccl, why_no_symmetric
+from dtcomm.cli.perf.libraries import transport_between, why_no_nccl
 from tests.support.recording_clock import SHARED
 
 SMALL = "-b 4K -e 4K -n 3 -w 1"
@@ -38,8 +38,7 @@ def test_gpus_are_measured_by_default_if_torch_sees_them() -> None:
             continue
         assert named.device == "cpu" and "CPU tensors only" in named.device_reason
     assert parse("all_reduce --nproc 2 --device cuda").nproc == 2
-    peers = parse("all_reduce --compare nccl,symm_two_shot,symm_one_shot -d bfloat16")
-    assert peers.backends == ["dtcomm", "nccl", "symm_two_shot", "symm_one_shot"]
+    assert parse("all_reduce --compare nccl -d bfloat16").backends == ["dtcomm", "nccl"]
 
 
 def test_the_cpu_is_measured_without_a_gpu() -> None:
@@ -77,25 +76,14 @@ def test_calls_that_gpus_do_not_support_are_refused(capsys: pytest.CaptureFixtur
         "all_reduce --device cuda --backend native", capsys
     )
     assert "-z 1: not possible with -G 5" in error_of("all_reduce -G 5 -z 1", capsys)
-    assert "not broadcast" in error_of("broadcast --backend symm_two_shot", capsys)
-    assert "-d half: symm_one_shot takes float, bfloat16" in error_of(
-        "all_reduce -d half --backend symm_one_shot", capsys
-    )
 
 
-def test_reasons_why_nccl_or_symmetric_memory_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_why_nccl_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert why_no_nccl("") == ""
     assert why_no_nccl(SHARED).startswith("ranks 0 and 1 share a GPU, but NCCL needs one for each rank")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert "was built without NCCL" in why_no_nccl("")
-    monkeypatch.delenv(OVERLAPPING, raising=False)
-    assert why_no_symmetric(2, 1, "") == ""
-    assert "only one rank" in why_no_symmetric(1, 1, "")
-    assert "2 hosts" in why_no_symmetric(4, 2, "")
-    assert f"only with {OVERLAPPING}=1" in why_no_symmetric(2, 1, SHARED)
-    monkeypatch.setenv(OVERLAPPING, "1")
-    assert why_no_symmetric(2, 1, SHARED) == ""
     assert placement.describe_shared_gpu(["a 1", "a 2", "b 1"]) == ""
     assert placement.describe_shared_gpu(["a 1", "a 2", "b 1", "a 2"]) == "ranks 1 and 3 share a GPU"
 

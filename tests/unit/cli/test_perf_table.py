@@ -134,10 +134,10 @@ def test_numbers_are_right_aligned_with_their_headings(flags: str) -> None:
 def test_numbers_are_right_aligned_in_tables_of_peers_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "cuda_available", lambda: True)
     text = format_report(
-        make_report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,symm_one_shot")
+        make_report("all_reduce -b 1K -e 64M -f 65536 --device cuda --nproc 2 --compare nccl,gloo")
     )
     (heads,) = (line for line in text.splitlines() if line.startswith("#       size"))
-    assert "vs symm_one_shot" in heads and "moved" in heads
+    assert "vs gloo" in heads and "moved" in heads
     edges = right_edges(heads.replace("vs ", "vs_"))
     assert all(right_edges(row)[:17] == edges[:17] for row in rows(text))
 
