@@ -40,8 +40,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def parse_size(text: str) -> int:
     """Return the bytes of a number with an optional unit K, M, G or T (``KB`` and ``KiB`` mean the same).
 
-    Raises:
-        ValueError: ``text`` is not a size.
+    ValueError if ``text`` is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", text.strip().upper())
     if not match:
@@ -86,8 +85,7 @@ def format_size(size: int) -> str:
 def series(smallest: int, largest: int, step: int, factor: int) -> list[int]:
     """Return the sizes from ``smallest`` to ``largest``, growing by ``factor`` if it is above 1, else by ``step``.
 
-    Raises:
-        ValueError: The sizes do not grow.
+    ValueError if they do not grow.
     """
     sizes = [smallest]
     while (size := sizes[-1] * factor if factor > 1 else sizes[-1] + step) <= largest:

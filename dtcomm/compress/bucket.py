@@ -50,16 +50,11 @@ class Segment:
     """The elements [start, stop) of the buffer, under one codec or compressor.
 
     Attributes:
-        start: The first element.
-        stop: The element after the last one.
-        codec: The scheme.
-        dtype: The dtype of the buffer.
-        members: The parameters; a lossy segment holds one.
+        members: The parameters; a lossy segment holds one, whose name is the segment's.
         matrix: The rows and columns that PowerSGD sees.
         error: The sum of |what was lost|^2 over the sampled steps that were read from the device.
         signal: The sum of |gradient|^2 over the same steps.
         lossless: Whether the scheme keeps every bit of this dtype.
-        name: The name of the first parameter, the only one of a lossy segment.
     """
 
     start: int
@@ -121,10 +116,6 @@ class BucketLayout:
 
     Attributes:
         parameter_ids: Identifies the parameters, in order. A bucket with others needs a new layout.
-        dtype: The dtype of the buffer.
-        segments: The segments, in order.
-        messages: How often the buffer was sent.
-        wire_bytes: What this rank sent, all messages together.
         seconds: The time of the collectives, start to finish, all messages together.
         revision: Identifies the decisions behind the codecs. After other decisions a bucket needs a new layout.
         level_shares: How many payloads a rank sends on each level; only their ratio counts.
@@ -249,16 +240,10 @@ def build_layout(
     parameter_ids: tuple[int, ...],
     choose: Callable[[str, torch.Tensor], CodecChoice],
 ) -> BucketLayout:
-    """Return the layout of a buffer.
+    """Return the layout of a 1-D buffer; ValueError if the gradients extend beyond it.
 
-    Args:
-        buffer: A 1-D tensor.
-        gradients: (name, view of the buffer) pairs, in the order in which they lie in it.
-        parameter_ids: Identifies the parameters.
-        choose: Returns what a gradient is compressed with.
-
-    Raises:
-        ValueError: The gradients extend beyond the buffer.
+    ``gradients`` are (name, view of the buffer) pairs, in the order in which they lie in it. ``choose`` returns what a
+    gradient is compressed with.
     """
     segments: list[Segment] = []
     origin = buffer.storage_offset()
@@ -295,8 +280,6 @@ class BucketAverager:
     """Averages buckets over a group.
 
     Args:
-        algorithm: The algorithm of the all-reduce.
-        group: The process group; None is the default group.
         seed: The seed of stochastic rounding; the step is added to it.
         schemes: All schemes that may be used. If one of them is a `LevelCodecs`, "direct" means "hierarchical" on
             several hosts, for every bucket: the result of a parameter does not depend on its bucket then either.
@@ -362,13 +345,8 @@ class BucketAverager:
     ) -> Work:
         """Start averaging a bucket without PowerSGD, in one message.
 
-        Args:
-            layout: The layout of the bucket.
-            tensors: The tensor to average of each segment.
-            residuals: The residual of each segment, or None.
-            stats: A tensor to average along with the bucket, uncompressed, or None.
-            step: The step, for stochastic rounding.
-            staged: Whether it is one of the stages of a `StageScheduler`.
+        ``tensors`` and ``residuals`` have one entry for each segment; ``stats`` is averaged along with them,
+        uncompressed. ``staged``: it is one of the stages of a `StageScheduler`.
         """
         codecs = layout.codecs
         if stats is not None:

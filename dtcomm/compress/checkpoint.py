@@ -107,15 +107,9 @@ def select_share(
 ) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """Return a state with the counters, and the residuals with which ``rank`` of ``world_size`` ranks starts.
 
-    Args:
-        saved: This rank's own state, or the states of all ranks of the run that saved them, in rank order. From a list
-            the residuals may be loaded into another number of ranks; their sum over ranks is kept.
-        rank: The rank that loads.
-        world_size: The number of ranks that load.
-
-    Raises:
-        ValueError: A state has another version, the list is not complete, or a single state comes from another rank
-            or another number of ranks.
+    ``saved`` is this rank's own state, or the states of all ranks of the run that saved them, in rank order. From a
+    list the residuals may be loaded into another number of ranks; their sum over ranks is kept. ValueError if a state
+    has another version, the list is not complete, or a single state comes from another rank or another number of ranks.
     """
     states = [saved] if isinstance(saved, Mapping) else list(saved)
     if not states:
@@ -147,17 +141,10 @@ def select_share(
 
 
 def has_options(saved: SavedState, options: Mapping[str, str], strict: bool) -> bool:
-    """Return whether a state was saved with these options.
+    """Return whether a state was saved with these options; ValueError if one differs, and ``strict`` is True.
 
-    What belongs to an option, such as PowerSGD's factors, is of no use with another one; residuals are.
-
-    Args:
-        saved: A state that `select_share` returned.
-        options: The options that load it, by name.
-        strict: Refuse a state that was saved with others; else say what differs, in the log.
-
-    Raises:
-        ValueError: An option differs, and ``strict`` is True.
+    What belongs to an option, such as PowerSGD's factors, is of no use with another one; residuals are. If not
+    ``strict``, the log says what differs.
     """
     differences = [
         f"{name}={saved['options'].get(name)!r} (here {value!r})"

@@ -32,7 +32,6 @@ class PendingGradient:
     """One lossy segment of a bucket while its collective is in flight.
 
     Attributes:
-        segment: The segment.
         gradient: The gradient, flat; it is to become the mean.
         sent: The tensor that is averaged in place, often the gradient itself.
         residual: The collective adds it to ``sent`` and leaves there what the encoding lost; None without feedback.
@@ -54,13 +53,9 @@ class PendingGradient:
 
 @dataclass
 class PreparedBucket:
-    """What of a bucket is averaged.
+    """What of a bucket is averaged: a tensor and a residual, or None, for each segment.
 
-    Attributes:
-        tensors: The tensor to average of each segment.
-        residuals: The residual of each segment, or None.
-        pending: The lossy segments.
-        samples: A sample of each of ``pending`` in steps in which errors are measured, else empty.
+    ``pending`` are the lossy segments, ``samples`` those of them in steps in which errors are measured, else empty.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -77,9 +72,6 @@ class ErrorState:
             `Feedback`: the user's own; False: nothing is kept.
         form: How residuals are kept between steps: "fp32", "bf16" or "int8".
         schemes: All schemes that may be used. If DGC is one of them, every parameter gets its momentum.
-
-    Raises:
-        ValueError: An argument is unknown, or the arguments exclude each other.
     """
 
     def __init__(
@@ -156,12 +148,9 @@ class ErrorState:
         may_be_unused: bool = False,
         sampled: bool = False,
     ) -> PendingGradient:
-        """Return what to average for a lossy segment.
+        """Return what to average for a lossy segment, which holds one parameter; the flat gradient may be changed.
 
         Args:
-            segment: The segment; it holds one parameter.
-            gradient: The local gradient, flat; it may be changed.
-            ranks: The number of ranks of the collective.
             may_be_unused: It may be that no rank used the parameter.
             sampled: The error is measured in this step, so a residual is needed even without feedback.
         """
@@ -214,10 +203,7 @@ class ErrorState:
     ) -> None:
         """Apply what a segment without DGC needs, in place: DGC's momentum, if others use it, and repayments.
 
-        Args:
-            segment: The segment, with any number of parameters.
-            gradient: Its gradients, flat.
-            used: A bool tensor without dimensions; the momentum stays as it is where it is False. None: True.
+        ``used`` is a bool tensor without dimensions; the momentum stays as it is where it is False. None: True.
         """
         if self._momentum is None and not self._repaying:
             return
@@ -235,12 +221,7 @@ class ErrorState:
             part.copy_(torch.where(has_update, velocity, part))
 
     def finish(self, pending: PendingGradient, key: int) -> None:
-        """Store what the encoding lost, once the mean has arrived.
-
-        Args:
-            pending: What `prepare` returned.
-            key: Chooses the random numbers with which a residual is rounded to its form.
-        """
+        """Store what the encoding lost, once the mean has arrived; ``key`` chooses how that is rounded."""
         name, residual = pending.segment.name, pending.residual
         if self.kind is False or residual is None:
             return
@@ -338,15 +319,11 @@ class ErrorState:
         *,
         residuals_only: bool = False,
     ) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint: this rank's state, or the list of all ranks' states.
 
-        Args:
-            saved: This rank's state or the list of all ranks' states.
-            residuals: This rank's residuals, as `select_share` returns them for ``saved``.
-            rank: This rank.
-            world_size: The number of ranks now. If it differs from the saved one, the sum of the residuals over ranks
-                is kept, and the mean of the velocities and of the references.
-            residuals_only: Start with no velocities and no references.
+        If ``world_size`` differs from the saved one, the sum of the residuals over ranks is kept, and the mean of the
+        velocities and of the references. ``residuals`` are this rank's, as `select_share` returns them for ``saved``.
+        With ``residuals_only`` it starts with no velocities and no references.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         same_size = states[0]["world_size"] == world_size

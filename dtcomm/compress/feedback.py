@@ -224,12 +224,6 @@ class References:
 
     What arrived of a rank is what it sent less what its encodings lost, those of sums included, so that h stays the
     mean of all h_i.
-
-    Args:
-        rate: The step of the estimates, above 0 and at most 1.
-
-    Raises:
-        ValueError: The rate is out of range.
     """
 
     def __init__(self, rate: float = 1.0) -> None:
@@ -250,13 +244,9 @@ class References:
         return (gradient if gradient.dtype == torch.float32 else gradient.float()), minus_local
 
     def finish(self, name: str, gradient: torch.Tensor, mean: torch.Tensor, lost: torch.Tensor) -> None:
-        """Update both estimates and the gradient.
+        """Update both estimates; ``gradient`` becomes the estimate of the mean gradient.
 
-        Args:
-            name: The parameter.
-            gradient: Becomes the estimate of the mean gradient.
-            mean: The mean over ranks of what arrived.
-            lost: What the encodings of this rank lost.
+        ``mean`` is that over ranks of what arrived, ``lost`` what the encodings of this rank lost.
         """
         shared = _estimate(self._shared, name, gradient)
         result = shared + mean
@@ -417,8 +407,7 @@ class DGC:
 def common_momentum(schemes: Iterable[object]) -> float | None:
     """Return the momentum that every parameter gets if one of ``schemes`` is DGC, else None.
 
-    Raises:
-        ValueError: The schemes have different momenta.
+    ValueError if the schemes have different momenta.
     """
     momenta = {scheme.momentum for scheme in schemes if isinstance(scheme, DGC)}
     if len(momenta) > 1:
@@ -442,16 +431,8 @@ class Velocities:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute ``u = momentum u + gradient`` in place, with the gradient clipped to ``max_norm`` (0: not clipped).
 
-        Args:
-            name: The parameter.
-            gradient: Its gradient, flat.
-            momentum: The momentum.
-            max_norm: The bound of the gradient's norm; 0 for none.
-            used: A bool tensor without dimensions; u stays as it is where it is False. None: True.
-
-        Returns:
-            u, and whether it was updated: a bool tensor without dimensions on the gradient's device. u stays as it is
-            if the gradient holds NaN or Inf.
+        Returns u, and whether it was updated, a bool tensor without dimensions on the gradient's device. u stays as it
+        is if the gradient holds NaN or Inf, and where ``used``, such a tensor too, is False.
         """
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         has_update = norm < float("inf")

@@ -53,10 +53,8 @@ HARM_PATIENCE = 2  # windows in a row that must exceed a limit
 class GradientSketch:
     """The map from a flat tensor to its sketch.
 
-    Args:
-        parameters: (name, first element, number of elements) of the parameters that take part; those of fewer than
-            `RUN` elements are left out.
-        device: The device of the tensors.
+    ``parameters`` are (name, first element, number of elements) of those that take part; those of fewer than `RUN`
+    elements are left out.
 
     Example:
         >>> sketch = GradientSketch([("weight", 0, 4096)], torch.device("cpu"))
@@ -145,10 +143,6 @@ class Harm(NamedTuple):
 
 class SketchWindow:
     """Sums of both sketches over a window of steps, and their comparison.
-
-    Args:
-        guard: The limits, and the smallest number of steps in a window.
-        momentum: As for `dtcomm.compress.monitor.Monitor`.
 
     Attributes:
         schemes: What the parameters that are sketched are compressed with.
@@ -280,8 +274,6 @@ class ErrorSample:
     """A sample of one parameter before its encoding, to be compared with what the encoding lost.
 
     Attributes:
-        name: The parameter.
-        scheme: What it is compressed with.
         stride: Every ``stride``-th element is in the sample.
         encoder_input: The sampled elements of gradient + residual, fp32.
         gradient_norm: The norm of the whole gradient; a tensor without dimensions on the gradient's device.

@@ -59,11 +59,8 @@ def predict_payoff(
 ) -> Payoff | None:
     """Return whether compression pays by prediction, beside what was measured with it; None if that is not known.
 
-    Args:
-        layouts: The layouts in use, in the order of their messages.
-        group: The process group.
-        period: What one message of each layout belongs to, such as ``"a step"``.
-        summary: The timeline's summary, which tells when backward hides communication. Default: nothing hides it.
+    ``layouts`` are those in use, in the order of their messages. One message of each belongs to a ``period``, such as
+    ``"a step"``. ``summary`` is the timeline's, which tells when backward hides communication; None: nothing hides it.
     """
     if not layouts or all(layout.messages == 0 for layout in layouts):
         return None
@@ -103,10 +100,7 @@ def predict_payoff(
 def exposed_ms(ready: Iterable[float], durations: Iterable[float], backward_ms: float) -> float:
     """Return how long a step waits after backward, if messages follow each other on one link.
 
-    Args:
-        ready: When each message is ready, in milliseconds from the beginning of backward.
-        durations: Milliseconds of each message.
-        backward_ms: Milliseconds of backward.
+    ``ready`` says when each message is ready, in milliseconds from the beginning of backward.
 
     Example:
         >>> from dtcomm.compress.payoff import exposed_ms

@@ -194,14 +194,8 @@ class Policy:
 def exclusions(patterns: str | Sequence[str], names: Collection[str] | None = None) -> Policy:
     """Return the rules that leave parameters uncompressed; ``exclusions(...) | policy`` applies them first.
 
-    Args:
-        patterns: Shell patterns of parameters, or of modules with all that they contain, such as ``lm_head`` or
-            ``*.norm``.
-        names: The parameters of the model; None if they are not known.
-
-    Raises:
-        TypeError: ``patterns`` is neither a string nor a sequence of strings.
-        ValueError: A pattern matches none of ``names``.
+    ``patterns`` are shell patterns of parameters, or of modules with all that they contain, such as ``lm_head`` or
+    ``*.norm``. TypeError if they are not strings; ValueError if one matches none of ``names``, unless that is None.
     """
     if not isinstance(patterns, Collection):
         raise TypeError(f"exclude: expected patterns of names, got {type(patterns).__name__}")

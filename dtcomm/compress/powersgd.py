@@ -177,17 +177,9 @@ def low_rank_stages(
 ) -> Stages:
     """Average one bucket; yields each collective that it starts, and continues when that is done.
 
-    Args:
-        tasks: The matrices, which are averaged by their factors.
-        other_tensors: The other tensors of the bucket; they travel in the first message.
-        codecs: The codecs of the other tensors, or specs of two codecs.
-        residuals: The residuals of the other tensors.
-        factors: The factors of the last step; they are updated.
-        step: The step; with ``alternate`` it decides which factor is computed.
-        algorithm: The algorithm of the all-reduce.
-        group: The process group.
-        seed: The seed of stochastic rounding.
-        all_reduce: The collective.
+    The matrices of ``tasks`` are averaged by their ``factors``, which are updated. ``other_tensors``, with ``codecs``
+    and ``residuals`` of their own, travel in the first message. With ``alternate`` the step decides which factor is
+    computed.
     """
     lefts, rights = [factors.left(task) for task in tasks], [factors.right(task) for task in tasks]
 

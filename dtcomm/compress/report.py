@@ -409,11 +409,8 @@ def _explain_large_error(rows: Sequence[Row], feedback: bool | str) -> list[str]
 def describe_uncompressed(rows: Sequence[Row], unit: str = "parameters") -> str:
     """Return what was asked for and is not compressed, as a sentence; empty if there is nothing.
 
-    Parameters that a policy leaves uncompressed count only if it leaves all of them so.
-
-    Args:
-        rows: The rows of a report in which something was to be compressed.
-        unit: What the names of the rows are.
+    Parameters that a policy leaves uncompressed count only if it leaves all of them so. ``unit`` says what the names of
+    the rows are.
     """
     nothing = all(row.codec == "none" for row in rows)
     named = [row for row in rows if row.refused or (nothing and row.reason.startswith(_BY_POLICY))]
@@ -500,12 +497,6 @@ class GroupTraffic(Reporting):
 
     A subclass is one integration. Its operations call `record`, which counts in all of the subclass's objects for the
     group.
-
-    Args:
-        group: Process group. None is the default group.
-
-    Raises:
-        RuntimeError: No process group is initialized.
     """
 
     integration: ClassVar[str]
@@ -536,16 +527,9 @@ class GroupTraffic(Reporting):
         numel: int,
         work: Work,
     ) -> None:
-        """Count a completed operation in every object of its group.
+        """Count a completed operation in every object of its group; ``what`` is what was sent, such as ``"tokens"``.
 
-        Args:
-            group_name: The name of the group.
-            message: The name of the message in reports.
-            what: What was sent, such as ``"tokens"``.
-            codec: The codec.
-            dtype: The dtype in which it would travel uncompressed.
-            numel: Elements that this rank sent.
-            work: The handle.
+        ``message`` is its name in reports, ``dtype`` that in which ``numel`` elements would travel uncompressed.
         """
         key = (message, what, codec, str(dtype).removeprefix("torch."))
         for state in list(cls._live):
@@ -579,11 +563,7 @@ class GroupTraffic(Reporting):
 
 
 def group_name(group: dist.ProcessGroup | None) -> str:
-    """Return the name of a group; None is the default group.
-
-    Raises:
-        RuntimeError: No process group is initialized.
-    """
+    """Return the name of a group; None is the default group. RuntimeError if no process group is initialized."""
     named = dist.group.WORLD if group is None else group
     if named is None:
         raise RuntimeError(

@@ -26,14 +26,7 @@ FORMS = {"fp32": None, "bf16": codec("bf16"), "int8": codec("int8:round=stochast
 
 
 class Residuals:
-    """The residuals of one rank: ``name -> fp32 tensor [numel]``.
-
-    Args:
-        form: How they are kept between steps, one of `FORMS`.
-
-    Raises:
-        ValueError: The form is unknown.
-    """
+    """The residuals of one rank, ``name -> fp32 tensor [numel]``, kept between steps in one of `FORMS`."""
 
     def __init__(self, form: str = "fp32") -> None:
         if form not in FORMS:
@@ -48,10 +41,7 @@ class Residuals:
     def get(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return the residual of ``name`` in fp32, on the device of ``like`` [numel]; zeros at first use.
 
-        Until `put` it is the same memory at every call.
-
-        Raises:
-            ValueError: A loaded residual has another number of elements than the gradient.
+        Until `put` it is the same memory at every call. ValueError if a loaded residual has another number of elements.
         """
         residual = self._expand(name) if name in self._packed else self._expanded.get(name)
         if residual is None:
@@ -205,9 +195,6 @@ class SampleReferences:
     (arXiv:2206.01299): the sender encodes the difference between a sample's activation and its reference, which is what
     the receiver had of the same sample the last time. Both add the decoded difference to their reference, so that the
     references stay equal, bit for bit. The first time a sample is sent, it travels uncompressed.
-
-    Attributes:
-        codec: Codec of the differences.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -224,13 +211,7 @@ class SampleReferences:
             self._references[sample] = row.detach().flatten().to(torch.float32, copy=True)
 
     def encode(self, samples: Sequence[int], rows: torch.Tensor, key: int) -> torch.Tensor:
-        """Return the payload of the differences of ``rows`` [samples, ...], and advance the references.
-
-        Args:
-            samples: The samples of the rows; all have a reference.
-            rows: Their activations.
-            key: Key of stochastic rounding.
-        """
+        """Return the payload of the differences of ``rows`` [samples, ...] from their references, and advance these."""
         references = self._stack(samples)
         payload = ops.encode(self.codec, rows.detach().flatten(1).float() - references, key=key)
         self._advance(samples, references, payload)

@@ -81,12 +81,8 @@ INNER_CODEC_OPTIONS = {"topk": "values", "randk": "values", DGC_NAME: "values", 
 def parse_scheme(spec: str | Scheme) -> Scheme:
     """Return the scheme that a spec describes; a scheme is returned unchanged.
 
-    Args:
-        spec: A codec spec (``int8:block=64``), two of them (``int8/int4``: int8 inside hosts, int4 between hosts), a
-            compressor spec (``powersgd:rank=4``, ``dgc:ratio=0.001``) or a scheme.
-
-    Returns:
-        A codec, a `LevelCodecs`, or a compressor's description such as `PowerSGD` or `DGC`.
+    A spec is that of a codec (``int8:block=64``), two of them (``int8/int4``: int8 inside hosts, int4 between hosts),
+    or that of a compressor (``powersgd:rank=4``, ``dgc:ratio=0.001``).
 
     Raises:
         TypeError: ``spec`` is neither a string nor a scheme.
@@ -131,14 +127,8 @@ def parse_scheme(spec: str | Scheme) -> Scheme:
 def message_codec(spec: str | Codec, argument: str, messages: str) -> Codec:
     """Return the codec that a spec describes, if messages can have it.
 
-    Args:
-        spec: The spec, or a codec.
-        argument: Name of the argument, with which error messages begin.
-        messages: What is sent and not summed, as a plural: ``"rows"``.
-
-    Raises:
-        TypeError: ``spec`` is neither a string nor a `Codec`.
-        ValueError: It is wrong, has two levels or payloads of variable length, or is for sums.
+    Errors begin with ``argument`` and name ``messages``, what is sent and not summed, as a plural: ``"rows"``.
+    ValueError if the spec is wrong, has two levels or payloads of variable length, or is for sums.
 
     Example:
         >>> from dtcomm.compress.spec import message_codec
@@ -183,11 +173,8 @@ def gaussian_error(scheme: Codec) -> float:
 def require_accurate(codec: Codec, argument: str, carried: str, remedy: str = "") -> None:
     """Raise ValueError for a codec that drops too much of the values, where no error feedback resends them.
 
-    Args:
-        codec: The codec.
-        argument: Name of the argument.
-        carried: What it carries: ``"tokens"``.
-        remedy: An argument with which the codec is accepted, besides ``allow_inaccurate=True``. Default: none.
+    The message names the ``argument``, what the codec carries, such as ``"tokens"``, and as a ``remedy`` an argument
+    with which the codec is accepted, besides ``allow_inaccurate=True``.
     """
     if (error := gaussian_error(codec)) > MAX_ERROR:
         instead = f", or {remedy}" if remedy else ""

@@ -115,11 +115,8 @@ class StageScheduler:
     ) -> Work:
         """Run the first stage of a bucket, and the stages of earlier buckets that are due.
 
-        Args:
-            stages: The stages.
-            outputs: The tensors of the handle's future.
-            used: Other tensors that the stages read and write.
-            last: This is the last bucket of the backward pass.
+        ``outputs`` are the tensors of the handle's future, ``used`` others that the stages read and write. ``last``
+        says that it is the last bucket of the backward pass.
         """
         work = QueuedWork(outputs, self._streams)
         bucket = _StagedBucket(stages, work, self._streams, first=self._first, last=last)

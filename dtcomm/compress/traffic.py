@@ -31,8 +31,7 @@ def total_seconds(times: Iterable[float | None]) -> float | None:
 class ParameterTotals:
     """The totals of one parameter; ``error`` and ``signal`` are sums of squares over the sampled steps.
 
-    Attributes:
-        messages: For each layout that contained the parameter (by its identity) the number of messages.
+    ``messages`` has the number of messages of each layout that contained the parameter, by the layout's identity.
     """
 
     numel: int
@@ -251,12 +250,7 @@ def message_rows(
     traffic: Sequence[tuple[str, Traffic]],
     events: Mapping[tuple[str, str], dict[str, int]] | None = None,
 ) -> tuple[MessageRow, ...]:
-    """Return a row for each pair of a module and its counters.
-
-    Args:
-        traffic: The pairs.
-        events: (module, what is communicated) → counts of the guard's events. Default: none.
-    """
+    """Return a row for each module and its counters; ``events`` counts the guard's by (module, kind)."""
     return tuple(
         MessageRow(
             name=name,

@@ -30,9 +30,7 @@ class _Refusal:
 def refuse_join(model: nn.Module, integration: str) -> None:
     """Let ``torch.distributed.algorithms.join.Join`` refuse a model whose ranks communicate in every forward pass.
 
-    Args:
-        model: The model, which torch would refuse with an AttributeError.
-        integration: What communicates, for the message.
+    torch would refuse it with an AttributeError. ``integration`` says what communicates, for the message.
     """
     model.__dict__["join_hook"] = _Refusal(type(model).__name__, integration)
 
@@ -40,8 +38,7 @@ def refuse_join(model: nn.Module, integration: str) -> None:
 def require_no_sync_batch_norm(model: Any) -> None:
     """Refuse a forward pass in DDP's ``join`` of a model that averages statistics over the ranks.
 
-    Raises:
-        ValueError: ``join`` is active, and a layer would wait for ranks that have joined.
+    ValueError if ``join`` is active, and a layer would wait for ranks that have joined.
     """
     config = torch_compat.join_config(model)
     if config is None or not config.enable or config.throw_on_early_termination:

@@ -67,9 +67,7 @@ _log = logging.getLogger("dtcomm")
 class Plan:
     """What all gradients are compressed with; parameters that `default_policy` leaves out stay uncompressed.
 
-    Attributes:
-        scheme: The scheme.
-        bypass: Uncompressed, by the group's own backend, as DDP does it without a hook.
+    With ``bypass`` they travel uncompressed, by the group's own backend, as DDP does it without a hook.
     """
 
     scheme: Scheme
@@ -96,13 +94,9 @@ PLAIN_DDP = Plan(NONE, bypass=True)
 
 
 def parse_candidates(candidates: Sequence[str | Scheme] | None) -> tuple[Scheme, ...]:
-    """Return the schemes that "auto" may choose from; "none" is always the first of them.
+    """Return the schemes that "auto" may choose from, by default `CANDIDATES`; "none" is always the first of them.
 
-    Args:
-        candidates: Schemes or their specs. None: `CANDIDATES`.
-
-    Raises:
-        ValueError: It is not a list, or contains DGC.
+    ValueError if ``candidates`` is not a list, or contains DGC.
     """
     candidates = CANDIDATES if candidates is None else candidates
     if isinstance(candidates, str) or not candidates:
@@ -116,11 +110,7 @@ def parse_candidates(candidates: Sequence[str | Scheme] | None) -> tuple[Scheme,
 class ProcessGroupConsensus:
     """What "auto" asks about all ranks; calls are made on all ranks in the same order.
 
-    Args:
-        group: The process group; None is the default group.
-
     Attributes:
-        ranks: The number of ranks.
         device: The device of the gradients; None for the CPU.
         agreeing_groups: Other groups, such as those of tensor parallelism, whose ranks choose alike. Default: none.
     """
@@ -159,13 +149,9 @@ class ProcessGroupConsensus:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Event):
-    """A choice of "auto".
+    """A choice of "auto": ``value`` is the seconds of a step's communication with it, ``limit`` those with plain DDP.
 
-    Attributes:
-        action: What was chosen.
-        value: The seconds of a step's communication with it.
-        limit: The seconds with plain DDP.
-        reason: What else was tried.
+    ``reason`` says what else was tried.
     """
 
     reason: str
@@ -178,14 +164,8 @@ class Decision(Event):
 class Tuner(Chooser):
     """A `Chooser` that tries its candidates; `TunerObserver` attaches it to the reducer.
 
-    Args:
-        candidates: The schemes to choose from, or their specs. None: `CANDIDATES`.
-        consensus: Agreement with the other ranks.
-        excluded: The rules of what stays uncompressed whatever it chooses; None: none.
-
-    Attributes:
-        plan: What is in force.
-        settled: Whether the choice is made.
+    ``excluded`` has the rules of what stays uncompressed whatever it chooses. ``plan`` is in force, and the choice once
+    ``settled``.
     """
 
     def __init__(
@@ -338,8 +318,6 @@ class Trials:
     Call `add_turn` with the step time of `current` until `running` is False; then `chosen` is the result.
 
     Args:
-        candidates: What may replace the baseline.
-        baseline: What stays if no candidate is faster.
         risk: The probability with which a candidate that is no faster may be accepted.
         seed: The seed of the order of turns, the same on all ranks.
         agree: Returns the largest of all ranks' values, element by element.
@@ -348,7 +326,6 @@ class Trials:
         seconds: The step times on the slowest rank, by candidate; those of the baseline are the last.
         won: The blocks of the confirmation in which the candidate was faster.
         lost: The others.
-        chosen: The result; None while it runs.
     """
 
     def __init__(

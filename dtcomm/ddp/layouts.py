@@ -77,9 +77,6 @@ class BucketLayouts:
         retired: The layouts that were replaced; they hold counts for reports.
 
     Args:
-        chooser: Chooses the scheme of each parameter.
-        monitor: The guard's monitor, which may replace it.
-        averager: Sends the buckets.
         warmup: The number of uncompressed steps at the start.
         parameters: (name, parameter) pairs. Without them a parameter is named when a bucket first contains it.
     """
@@ -110,11 +107,7 @@ class BucketLayouts:
         }
 
     def of(self, bucket: GradBucket, buffer: torch.Tensor, step: int, ranks: int) -> BucketLayout:
-        """Return the layout of a bucket in a step.
-
-        Raises:
-            TypeError: The gradient is sparse, and DGC is among the schemes.
-        """
+        """Return the layout of a bucket in a step; TypeError if it is sparse, and DGC is among the schemes."""
         parameter_ids = tuple(map(id, bucket.parameters()))
         dgc_stages = [dgc.warmup_stage(step) for dgc in self._dgc_schemes] if self._dgc_schemes else None
         revision = step < self._warmup, self._monitor.revision, self._chooser.revision, dgc_stages

@@ -236,17 +236,8 @@ class StepRecorder:
     """Records when buckets were ready and how long each took, then writes a file once, for ``dtcomm plan --record``.
 
     The planner replays the times over another link. They are medians over the recorded steps; a step begins when its
-    first bucket is ready.
-
-    Args:
-        path: The file.
-        steps: The number of steps.
-        ranks: The number of ranks, for the file.
-        codec: What gradients are compressed with, for the file.
-        writes: Whether this rank writes the file.
-
-    Raises:
-        ValueError: There is no such folder, or ``steps`` is below 1.
+    first bucket is ready. The rank that ``writes`` notes ``ranks`` and ``codec`` in the file. ValueError if there is no
+    such folder, or ``steps`` is below 1.
     """
 
     def __init__(
@@ -353,10 +344,6 @@ class RegistrationObserver(ReducerObserver):
     """Announces that this rank has registered the hook, and requires it of all ranks in the first backward pass.
 
     A rank without the hook runs other collectives, and the others would wait.
-
-    Args:
-        group: The process group of the model.
-        reducer: The reducer that it is attached to.
     """
 
     def __init__(self, group: dist.ProcessGroup, reducer: Reducer) -> None:
@@ -364,11 +351,7 @@ class RegistrationObserver(ReducerObserver):
         self._announcement = Announcement(group, "ddp")
 
     def begin_pass(self, step: int, streams: Streams) -> None:
-        """Wait until all ranks have registered the hook.
-
-        Raises:
-            CollectiveMismatch: Some rank has not within `REGISTRATION_LIMIT_S`.
-        """
+        """Wait until all ranks have registered the hook; CollectiveMismatch after `REGISTRATION_LIMIT_S`."""
         deadline = time.monotonic() + REGISTRATION_LIMIT_S
         while missing := self._announcement.missing():
             if time.monotonic() >= deadline:

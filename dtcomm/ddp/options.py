@@ -72,12 +72,7 @@ DEFAULTS: Options = {
 
 
 def checked(given: Mapping[str, object]) -> Options:
-    """Return all options of a call.
-
-    Raises:
-        TypeError: An option is unknown or has a wrong type.
-        ValueError: A number is too small.
-    """
+    """Return all options of a call; TypeError or ValueError if one is unknown, of a wrong type or too small."""
     options = complete_options("dtcomm.ddp", given, DEFAULTS)
     require_int("seed", options["seed"])
     for name, number in (

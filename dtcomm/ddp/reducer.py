@@ -35,8 +35,6 @@ class InFlightBucket:
     """A bucket from its preparation to the end of the backward pass.
 
     Attributes:
-        index: DDP's index of the bucket.
-        layout: Its segments.
         buffer: Its flat buffer, or its sparse gradient, which becomes the mean.
         pending: The lossy segments.
         samples: A sample of each of ``pending`` in steps in which errors are measured, else empty.
@@ -47,7 +45,6 @@ class InFlightBucket:
         launched_ns: When the hook returned.
         finished_ns: When the gradients were the mean and the residuals stored.
         ready_s: When the collective was started, by ``time.perf_counter``.
-        work: The collective.
         finished: The future that DDP waits for.
     """
 

@@ -34,10 +34,8 @@ class Integration(Generic[S]):
 
     Attributes:
         name: Its name in messages, such as "dtcomm.ddp".
-        wrapper: The wrapper that it needs, such as "DDP".
-        accepts: Whether a model is wrapped so.
+        wrapper: The wrapper that it needs, such as "DDP"; ``accepts`` says whether a model has it.
         obstacle: Why another model cannot be compressed; empty if there is nothing to say.
-        compress: Compresses such a model and returns the state.
         unused: Returns the state of a job with one process, in which nothing is compressed.
         step_ended: Called with the state after every step of the optimizer. Default None: nothing.
         training_ended: Called with the state at the end of training. Default None: nothing.
@@ -54,11 +52,7 @@ class Integration(Generic[S]):
 
 
 class SavedWithFramework:
-    """Saves and restores a state where a framework saves and restores its checkpoints.
-
-    Args:
-        state: The compressor, or None until there is one.
-    """
+    """Saves and restores a state where a framework saves and restores its checkpoints; None until there is one."""
 
     compresses = False
 
@@ -183,12 +177,7 @@ class Attached(SavedWithFramework, Generic[S]):
 
 
 def save_files(state: Compressor, folder: str) -> None:
-    """Write this rank's state; rank 0 removes the files of other numbers of ranks, left by an earlier run.
-
-    Args:
-        state: The compressor.
-        folder: The folder of the files, which is created.
-    """
+    """Write this rank's state; rank 0 removes the files of other numbers of ranks, left by an earlier run."""
     rank, size = rank_and_size()
     packed = io.BytesIO()
     torch.save(state.state_dict(), packed)
@@ -208,20 +197,10 @@ def save_files(state: Compressor, folder: str) -> None:
 
 
 def load_files(state: Compressor, folder: str, *, strict: bool = True) -> bool:
-    """Load what `save_files` wrote; all ranks must call it. If it is not complete, rank 0 warns and nothing is loaded.
+    """Load what `save_files` wrote; all ranks must call it. If it is not complete, rank 0 warns, and it returns False.
 
     With another number of ranks than saved, every rank reads all files, and the sum of the residuals is kept.
-
-    Args:
-        state: The compressor.
-        folder: The folder of the files.
-        strict: Refuse a state that was saved with other options.
-
-    Returns:
-        Whether the state was loaded.
-
-    Raises:
-        ValueError: The state was saved with other options, or for another model.
+    ValueError if the state is that of another model, or was saved with other options and ``strict`` is True.
     """
     rank, size = rank_and_size()
     files, path = fsspec.core.url_to_fs(folder)

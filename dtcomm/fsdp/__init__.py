@@ -414,10 +414,6 @@ def _require_unmixed_units(state: State, model: FullyShardedDataParallel) -> Non
 
     FSDP1 keeps the parameters of a unit as one flat parameter, and its hook gets one gradient, which cannot be encoded
     in parts.
-
-    Raises:
-        ValueError: A unit that is compressed has shards of tensor-parallel layers beside parameters that all ranks of
-            tensor parallelism have.
     """
     for path, module in model.named_modules():
         flat = (
@@ -456,11 +452,8 @@ def _reduce_fsdp1_gradient(
 ) -> None:
     """Average a gradient over the ranks; FSDP1's hook, which is for gradients only.
 
-    Args:
-        unit: The hook's state.
-        gradient: The whole gradient of the unit's flat parameter, which receives the mean (NO_SHARD); with all other
-            strategies the padded gradient.
-        shard: This rank's shard of the mean, which the hook writes. None with NO_SHARD.
+    With NO_SHARD, where ``shard`` is None, the whole gradient receives the mean; with all other strategies the gradient
+    is padded, and the hook writes this rank's shard of the mean.
     """
     reduction = GradientReduction(unit.state, unit.name, gradient)
     if shard is None:

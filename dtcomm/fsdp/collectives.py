@@ -40,9 +40,6 @@ class GradientReduction:
     """One reduction of a gradient: its codec and residual, and the measurement of its error.
 
     Args:
-        state: The model's state.
-        module: Name of the module whose gradient it is.
-        gradient: The gradient.
         kind: The name of the collective in the report. Default: ``"gradients"``.
         guarded: The guard may change the codec of this collective, and its errors are sampled. This must be True for
             only one collective per module. Default: True.
@@ -95,10 +92,7 @@ class GradientReduction:
     def finish(self, mean: torch.Tensor, *, is_shard: bool = True, divisor: int = 1) -> None:
         """Record the error and store the residual, after the collective has completed; on any thread.
 
-        Args:
-            mean: The reduced gradient times ``divisor``.
-            is_shard: Whether that is this rank's shard of it. Default: True.
-            divisor: The number of ranks if the gradients were added up. Default: 1.
+        ``mean`` is the reduced gradient, or this rank's shard of it, times ``divisor``.
         """
         state = self._state
         if self._sketch is not None:
@@ -323,14 +317,7 @@ class BackwardOverlap:
 
 
 class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
-    """The reduce-scatter of one module's gradients.
-
-    Args:
-        state: The model's state.
-        name: The module's name.
-        module: The module.
-        overlap: The reduce-scatters in progress, common to all modules of the model.
-    """
+    """The reduce-scatter of one module's gradients; all modules of the model have ``overlap`` in common."""
 
     def __init__(self, state: State, name: str, module: FSDPModule, overlap: BackwardOverlap) -> None:
         super().__init__(state, name)
@@ -473,11 +460,7 @@ class PendingCollective(TorchWork):
 
 
 def op_name(op: Any) -> str:
-    """Return the name of FSDP's reduction operator.
-
-    Raises:
-        ValueError: It is a sum with a factor, which torch does not let Python read.
-    """
+    """Return the name of FSDP's reduction operator; ValueError for a sum with a factor, which torch hides."""
     name = _OPS.get(op)
     if name is None:
         raise ValueError(

@@ -40,12 +40,7 @@ def _sends_most_elements(scheme: Codec) -> bool:
 class GradientShards:
     """A flat gradient that is cut into equal shards, or the shard of one rank, as the guard sketches it.
 
-    Args:
-        module: The guard's name of its module.
-        codec: What the gradient is compressed with.
-        shard_numel: The elements of a shard.
-        shards: The shards that the tensor holds, in order.
-        total: The number of shards of the whole gradient.
+    ``shards`` are those that the tensor holds, in order, of ``total`` shards of the whole gradient.
     """
 
     def __init__(
@@ -85,10 +80,6 @@ class ShardGuard:
     Attributes:
         steps: Number of steps begun.
         sampling: Whether errors are measured in the current step.
-
-    Raises:
-        TypeError: ``guard`` is not a Guard, or ``every`` is not an int.
-        ValueError: ``every`` is negative.
     """
 
     def __init__(self, guard: Guard | None, every: int) -> None:
@@ -129,15 +120,9 @@ class ShardGuard:
     ) -> list[str]:
         """Begin a step, on all ranks of ``group``: evaluate the measurements of the one before.
 
-        On devices the averaged measurements are read one step later, so that the host does not wait for the device.
-
-        Args:
-            group: The ranks among which parameters are sharded.
-            agreeing_groups: Other groups whose ranks have the same modules, and decide alike: otherwise the parameters
-                that all of them have would be encoded differently. Default: none.
-
-        Returns:
-            The modules whose residuals must be reset.
+        On devices the averaged measurements are read one step later, so that the host does not wait for the device. The
+        ranks of ``agreeing_groups`` have the same modules, and decide alike: otherwise the parameters that all of them
+        have would be encoded differently. Returns the modules whose residuals must be reset.
 
         Raises:
             CompressionHarmful: The guard's action is to stop.
@@ -208,13 +193,9 @@ class ShardGuard:
         shards: int,
         shard: int | None,
     ) -> None:
-        """Record a reduced gradient, with the sketch of this rank's own.
+        """Record a reduced gradient, with what `sketch_gradient` returned of this rank's own.
 
-        Args:
-            sketch: What `sketch_gradient` returned.
-            module: As before, as ``spec`` and ``shards``.
-            mean: The mean over the ranks: this rank's shard, or all of it.
-            shard: The number of this rank's shard; None if ``mean`` is all.
+        ``mean`` is that over the ranks: the ``shard`` of this number, or all of it if that is None.
         """
         own = range(shards) if shard is None else (shard,)
         layout = self._layout(module, spec, mean.numel() // len(own), own, shards)

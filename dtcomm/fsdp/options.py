@@ -124,13 +124,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class CompressionSpec:
-    """A parsed spec.
-
-    Attributes:
-        inside: Codec inside hosts, or everywhere.
-        between: Codec between hosts; None if it is ``inside``.
-        prefix: ``"ef"``, ``"loco"``, ``"delta"`` or empty.
-    """
+    """A parsed spec: codec ``inside`` hosts, or everywhere if ``between`` is None, and one of the prefixes or none."""
 
     inside: Codec
     between: Codec | None
@@ -182,16 +176,9 @@ UNCOMPRESSED = CompressionSpec(codec("none"), None, "")
 
 
 def parse_spec(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> CompressionSpec:
-    """Parse a spec.
+    """Parse a spec, which may have one of ``prefixes``, `FEEDBACKS` or `PARAMETER_PREFIXES`.
 
-    Args:
-        spec: The spec, or a codec.
-        prefixes: The valid prefixes, `FEEDBACKS` or `PARAMETER_PREFIXES`.
-        argument: Name of the argument, for error messages.
-
-    Raises:
-        TypeError: ``spec`` is neither a string nor a codec.
-        ValueError: The prefix is not one of ``prefixes``, or a codec is wrong.
+    TypeError or ValueError, which name the ``argument``, if it is no spec, or a prefix or a codec is wrong.
     """
     parsed = _parse(spec, prefixes, argument)
     variable = next((level for level in parsed.codecs() if level.variable_length), None)
@@ -258,13 +245,8 @@ def _quoted(prefixes: tuple[str, ...]) -> str:
 def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> CompressionSpec:
     """Return the spec of gradients with the error feedback that ``feedback`` asks for.
 
-    Args:
-        gradients: The spec; one with a prefix has feedback already.
-        feedback: True, False, or ``"auto"``: for codecs that lose more than `MAX_ERROR`.
-
-    Raises:
-        TypeError: ``feedback`` is neither a bool nor a string.
-        ValueError: It is another string, or contradicts the prefix.
+    One with a prefix has it already. ``"auto"`` means for codecs that lose more than `MAX_ERROR`. ValueError if
+    ``feedback`` contradicts the prefix.
     """
     valid = "valid: True, False, 'auto', or a prefix of gradients, 'ef:' or 'loco:'"
     if not isinstance(feedback, bool | str):
@@ -285,28 +267,16 @@ def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> Compressi
 
 
 def residual_size(numel: int, residual: str) -> str:
-    """Return the memory of error feedback on each rank, as text.
-
-    Args:
-        numel: Elements of the gradients of the whole model.
-        residual: How residuals are stored.
-    """
+    """Return the memory of error feedback on each rank, as text; ``numel`` is that of the whole model's gradients."""
     size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(residual, 4.0))
     return f"{size} of residuals" + (" (a quarter with residual='int8')" if residual == "fp32" else "")
 
 
 def require_accurate(gradients: CompressionSpec, parameters: CompressionSpec, residual_bytes: str) -> None:
-    """Refuse codecs that destroy what they are applied to.
+    """Refuse codecs that lose more than `MAX_ERROR` or `MAX_DIFFERENCE_ERROR` of what they are applied to.
 
-    With error feedback any codec of gradients is accurate enough, because what it loses is sent later.
-
-    Args:
-        gradients: Spec of the gradients.
-        parameters: Spec of the parameters.
-        residual_bytes: The memory of error feedback on each rank, for the message.
-
-    Raises:
-        ValueError: An encoding loses more than `MAX_ERROR` or `MAX_DIFFERENCE_ERROR`; the message says how to allow it.
+    With error feedback any codec of gradients is accurate enough, because what it loses is sent later. The message says
+    how to allow it, and that feedback takes ``residual_bytes`` on each rank.
     """
     allow = "allow_inaccurate=True allows it"
     if not gradients.prefix:

@@ -52,13 +52,7 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class _BucketKey(NamedTuple):
-    """What the parameters of a bucket have in common.
-
-    Attributes:
-        dtype: Their dtype.
-        excluded_by: The pattern that leaves them uncompressed, or empty.
-        tensor_parallel_groups: Names of the groups over which they are cut.
-    """
+    """What the parameters of a bucket have in common; tensor parallelism cuts them over the same groups."""
 
     dtype: torch.dtype
     excluded_by: str

@@ -59,12 +59,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an FSDP module.
+    """The parts of an FSDP module, in the order of the parameters.
 
-    Attributes:
-        parts: In the order of the parameters.
-        parameter_numel: Elements of each rank's shard of the flat parameters.
-        gradient_numel: Elements of each rank's shard of the flat gradient, if all parameters have gradients.
+    The numbers of elements are those of each rank's shard of the flat tensors, if all parameters have gradients.
     """
 
     parts: tuple[Part, ...]
@@ -75,10 +72,7 @@ class Parts:
 def split_module(name: str, module: FSDPModule, group: Any) -> tuple[list[dist.ProcessGroup], Parts | None]:
     """Return the groups of tensor parallelism of a module's parameters, and its parts if there are several.
 
-    Args:
-        name: The module's name.
-        module: The module.
-        group: Its only parameter group.
+    ``group`` is its only parameter group.
     """
     shards = getattr(group.mesh_info, "shard_process_group", None)
     groups: dict[str, dist.ProcessGroup] = {}

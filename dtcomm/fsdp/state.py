@@ -539,12 +539,7 @@ def codec_spec_for(
 ) -> str | Codec:
     """Return the codecs of ``spec``, or ``none`` if they cannot compress a tensor; ``traffic`` says which, and why.
 
-    Args:
-        spec: The spec.
-        dtype: The dtype of the tensor.
-        traffic: The counters of its collective.
-        numel: Elements that are encoded together: those of a shard.
-        shards: The number of shards.
+    ``numel`` elements are encoded together: those of a shard.
     """
     traffic.dtype, traffic.numel = str(dtype).removeprefix("torch."), numel * shards
     traffic.reason = spec.obstacle(dtype, numel)

@@ -175,12 +175,7 @@ def parameter_names(prefix: str, module: torch.nn.Module) -> dict[int, str]:
 
 
 class FullResidual:
-    """The whole error of each encoding.
-
-    Args:
-        form: How residuals are stored (`dtcomm.compress.residuals`): ``"fp32"`` is exact and takes 4 bytes per
-            element of the whole gradient, ``"bf16"`` takes 2, ``"int8"`` about 1. Default: ``"fp32"``.
-    """
+    """The whole error of each encoding, stored in one of `dtcomm.compress.residuals.FORMS`."""
 
     def __init__(self, form: str = "fp32") -> None:
         self._residuals = Residuals(form)
@@ -335,10 +330,8 @@ class BufferPool:
     """The buffers that FSDP allocates in every step: shared tensors, reused once nothing else refers to their storage.
 
     A collective whose tensors lie in memory that the ranks of a host share needs no staging copy. And for tens of
-    megabytes, the page faults of a fresh allocation cost more than moving the data.
-
-    Attributes:
-        unshared_reason: Why ordinary memory is used, after an allocation of shared memory failed; otherwise empty.
+    megabytes, the page faults of a fresh allocation cost more than moving the data. ``unshared_reason`` says why
+    ordinary memory is used, after an allocation of shared memory failed.
     """
 
     def __init__(self) -> None:
@@ -387,7 +380,6 @@ class OptimizerBucket:
 
     Attributes:
         flat: The parameters that the model computes with, decoded and padded.
-        layout: Where each parameter lies in it.
         master_shard: This rank's shard in fp32, which the optimizer updates.
         gradient: The flat gradient accumulated so far, or None.
         missing: Number of parameters whose gradient has not arrived in this backward pass.

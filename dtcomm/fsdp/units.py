@@ -21,12 +21,10 @@ MAX_NAMES = 8  # modules that an error lists
 
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP module.
+    """An FSDP module; the root module's name is empty.
 
-    Attributes:
-        name: Its name in the model; empty for the root module.
-        parameters: Names of the parameters that it gathers and reduces itself, as one tensor.
-        trainable_numel: Elements of those that have gradients, on all ranks together.
+    ``parameters`` are those that it gathers and reduces itself, as one tensor. ``trainable_numel`` counts elements of
+    those that have gradients, on all ranks together.
     """
 
     name: str
@@ -42,9 +40,7 @@ class Unit:
 def find_units(model: torch.nn.Module) -> list[Unit]:
     """Return the FSDP modules of a model that `fully_shard` was applied to, or of an FSDP1 root module.
 
-    Raises:
-        TypeError: There is none.
-        RuntimeError: One is compressed already.
+    TypeError if there is none; RuntimeError if one is compressed already.
     """
     units: list[Unit] = []
     if isinstance(model, FullyShardedDataParallel):
@@ -89,13 +85,8 @@ def _already_compressed(unit: Unit, what: str) -> RuntimeError:
 def excluded_units(patterns: str | Collection[str], units: Sequence[Unit]) -> dict[str, str]:
     """Return the units that ``exclude`` leaves uncompressed, each with the pattern that it matches.
 
-    Args:
-        patterns: Shell patterns of modules, or of all parameters of a unit; one, or several.
-        units: The FSDP modules of the model.
-
-    Raises:
-        TypeError: A pattern is not a string.
-        ValueError: A pattern matches nothing, or a part of a unit; or no unit is left.
+    Patterns are those of modules, or of all parameters of a unit. TypeError if one is not a string; ValueError if one
+    matches nothing, or a part of a unit, or if no unit is left.
     """
     if isinstance(patterns, str):
         patterns = (patterns,)

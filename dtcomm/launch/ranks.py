@@ -57,9 +57,6 @@ class RankOutcome:
     """How a rank ended.
 
     Attributes:
-        rank: The rank.
-        ok: Whether the function returned.
-        result: What it returned.
         exception: What it raised, if that can be pickled.
         traceback: The traceback of the exception, or the stack of a rank that timed out.
         exitcode: Exit code as in subprocess (-9: killed by SIGKILL); None if the process went back to the pool.
@@ -97,14 +94,9 @@ _pool = ProcessPool()
 
 
 class RunningRanks:
-    """The rank processes of one run, as returned by `spawn_ranks`.
+    """The rank processes of one run, as returned by `spawn_ranks`; with ``reuse`` they return to the pool.
 
     As a context manager it kills whatever still runs at the end of the block.
-
-    Args:
-        processes: The processes, by rank.
-        directory: Where the ranks write what they report.
-        reuse: Whether processes that finished return to the pool.
     """
 
     def __init__(self, processes: list[RankProcess], directory: Path, reuse: bool) -> None:
@@ -129,12 +121,7 @@ class RunningRanks:
     def receive(self, rank: int, timeout: float = 60.0) -> object:
         """Return the next message that ``rank`` sent with `send_to_parent`.
 
-        Args:
-            rank: The sender.
-            timeout: Seconds to wait.
-
-        Raises:
-            RankTimeout: No message came in time, or the rank ended without sending one.
+        RankTimeout if none came within ``timeout`` seconds, or the rank ended without sending one.
         """
         process, deadline = self._processes[rank], time.monotonic() + timeout
         while True:
@@ -148,14 +135,10 @@ class RunningRanks:
             wait(process.events, left)
 
     def join(self, timeout: float | None = 60.0, *, grace: float | None = None) -> list[RankOutcome]:
-        """Wait until every rank has returned, raised or died.
+        """Wait until every rank has returned, raised or died; return the outcome of each.
 
-        Args:
-            timeout: Seconds from now after which remaining ranks are killed; None for no limit.
-            grace: Seconds after the first failure after which remaining ranks are killed; None for no such limit.
-
-        Returns:
-            The outcome of each rank, in rank order.
+        Remaining ranks are killed ``timeout`` seconds from now, or ``grace`` seconds after the first failure; None: no
+        limit.
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while waiting := [r for r in range(len(self._processes)) if r not in self._outcomes]:

@@ -138,15 +138,7 @@ def attach(
 
 
 def keep_gradients(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A DDP communication hook that sends nothing: gradients stay those of the rank.
-
-    Args:
-        state: Not used.
-        bucket: The bucket that DDP passes.
-
-    Returns:
-        A completed future of the bucket's buffer.
-    """
+    """A DDP communication hook that sends nothing: gradients stay those of the rank."""
     kept: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     kept.set_result(bucket.buffer())
     return kept

@@ -29,8 +29,6 @@ class Fragment:
     """Parameters and buffers that are averaged together.
 
     Attributes:
-        weights: The names of its parameters.
-        buffers: The names of its floating-point buffers.
         offset: The step of its first average, counted from the end of the warm-up, from 1 to ``every``.
         averages: How often it was averaged.
         buckets: The names and the layout of each of its messages.
@@ -57,8 +55,6 @@ class PendingBucket:
     """A bucket while it is averaged.
 
     Attributes:
-        names: The parameters and buffers in it.
-        layout: Its segments.
         stages: The stages of its average that have not begun.
         buffer: The differences, which become their mean.
         pending: Its lossy segments.
@@ -82,7 +78,6 @@ class PendingAverage:
     """An average of some fragments that was started and not applied yet.
 
     Attributes:
-        fragments: The fragments.
         number: The number of averages before it.
         due: The step after which it is applied.
         buckets: Its messages; none if it was loaded from a checkpoint.
@@ -106,20 +101,10 @@ def make_fragments(
     pattern: str,
     every: int,
 ) -> list[Fragment]:
-    """Return the fragments of a model.
+    """Return the fragments of a model; the arguments are options of `LocalSGD`. ValueError if it cannot be divided so.
 
-    Args:
-        model: The model.
-        sizes: The elements of each parameter that is averaged, by name and in order.
-        buffers: The names of the buffers that are averaged. They belong to the fragment of their layer or module, else
-            to the last one.
-        fragments: The number of fragments, or the patterns of each of them.
-        pattern: Which units a fragment consists of, if ``fragments`` is a number: "strided" or "sequential".
-        every: The steps between two averages of a fragment. The fragments' offsets are spread evenly over them.
-
-    Raises:
-        TypeError: ``fragments`` is neither a number nor a sequence of patterns.
-        ValueError: The model cannot be divided so; the message says what is valid.
+    ``sizes`` has the elements of each parameter that is averaged, in order. Buffers belong to the fragment of their
+    layer or module, else to the last one. The fragments' offsets are spread evenly over ``every`` steps.
     """
     if pattern not in PATTERNS:
         raise ValueError(f"pattern: {pattern!r}; valid: {', '.join(PATTERNS)}{suggest(pattern, PATTERNS)}")

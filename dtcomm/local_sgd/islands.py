@@ -28,8 +28,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
 def unwrap(model: torch.nn.Module, group: dist.ProcessGroup | None) -> torch.nn.Module:
     """Return the module that is averaged over ``group``: the model, or what DDP wraps.
 
-    Raises:
-        TypeError: ``model`` is not a module, or DDP or a DTensor of the model synchronises ranks of ``group`` already.
+    TypeError if it is not a module, or if DDP or a DTensor of the model synchronises ranks of ``group`` already.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a module, got {type(model).__name__}")
@@ -54,14 +53,10 @@ def _require_apart(what: str, inner: Iterable[int], group: dist.ProcessGroup | N
 
 
 class Island:
-    """What the ranks of an island do together around an average.
+    """What the ranks of an island do together around an average of the model.
 
-    Args:
-        model: The module that is averaged.
-
-    Attributes:
-        tensor_parallel_groups: The groups over which layers of `dtcomm.tp` are cut. Their ranks have copies of the
-            other parameters, and the guard decides alike on them.
+    ``tensor_parallel_groups`` are those over which layers of `dtcomm.tp` are cut. Their ranks have copies of the other
+    parameters, and the guard decides alike on them.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -21,17 +21,8 @@ from dtcomm.local_sgd.islands import local_shard
 class MomentAverager:
     """Averages the state of an optimizer over a group, each kind of state after so many steps, uncompressed.
 
-    A parameter without the state on a rank counts as zeros there.
-
-    Args:
-        optimizer: The inner optimizer.
-        periods: The key of a state tensor, such as "exp_avg" → the steps between two averages of it.
-        parameters: The parameters by name.
-        group: The process group; None is the default group.
-        algorithm: The algorithm of the all-reduce.
-
-    Attributes:
-        layouts: What was sent of each kind of state so far.
+    A parameter without the state on a rank counts as zeros there. ``periods`` has the steps between two averages by the
+    key of a state tensor, such as "exp_avg"; ``layouts`` has what was sent of each kind so far.
     """
 
     def __init__(
@@ -50,11 +41,7 @@ class MomentAverager:
 
     @torch.no_grad()
     def step(self, step: int) -> None:
-        """Average what is due after a step; all ranks call it.
-
-        Raises:
-            ValueError: The optimizer has no state of a name that was asked for.
-        """
+        """Average what is due after a step; all ranks call it. ValueError if the optimizer has no such state."""
         for key, period in self._periods.items():
             if step % period == 0:
                 self._average(key)

@@ -22,19 +22,10 @@ from dtcomm.measure import Clock, time_calls
 def minimum_bytes_moved(
     collective: str, algorithm: str, ranks: int, numel: int, itemsize: int, wire: int
 ) -> int | None:
-    """Return the bytes that all virtual ranks of a fused collective read and write at least.
+    """Return the bytes that all virtual ranks of a fused collective read and write at least; None if it is not known.
 
-    Args:
-        collective: Name of the collective.
-        algorithm: Name of the algorithm.
-        ranks: Number of ranks that share the device.
-        numel: Elements of the tensor (all_reduce) or of one shard (all other collectives).
-        itemsize: Bytes of an element.
-        wire: Bytes of the encoded payload of ``numel`` elements.
-
-    Returns:
-        Bytes, or None if the pair of collective and algorithm is not known. A payload that a rank keeps for itself
-        counts only where the algorithm writes it.
+    ``numel`` counts elements of the tensor (all_reduce) or of one shard (all other collectives), ``wire`` the bytes of
+    their payload. A payload that a rank keeps for itself counts only where the algorithm writes it.
     """
     tensor = numel * itemsize
     match collective, algorithm:
@@ -103,11 +94,8 @@ class KernelWorkloads:
     """Kernel workloads of a codec on fp32 tensors of ``numel`` elements, with ``sets`` buffer sets on a device.
 
     Kernels are called as collectives call them, without the argument checks of ``dtcomm.kernels.ops``. The host does
-    not wait for the device, so that a CUDA graph can capture the calls.
-
-    Raises:
-        RuntimeError: The kernels of the device are not available.
-        ValueError: No kernel of the device supports the codec.
+    not wait for the device, so that a CUDA graph can capture the calls. RuntimeError or ValueError if the device has no
+    kernels, or none for the codec.
     """
 
     CACHE: ClassVar[int] = 256 << 20  # bytes; all buffer sets together must exceed this

@@ -47,10 +47,6 @@ class Operation:
     """One collective of one rank.
 
     Attributes:
-        shape: The collective and its tensors.
-        schedule: Its schedule.
-        buffers: Its tensors.
-        seed: Seed of the stochastic rounding.
         shared: Whether its tensors count as shared memory.
         single_copy: Whether peers may read its tensors in place.
         variants: How it is carried out and what is tried; None: pieces of the simulation's size, nothing is tried.
@@ -69,17 +65,13 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """How `run_simulated` steps the ranks.
+    """How `run_simulated` steps the ranks, in an order that ``seed`` decides.
 
     Attributes:
-        ranks: Number of ranks.
-        seed: Seed of the order of steps.
         delay: Probability that a rank does not see a peer's next published payload yet.
-        crash_rank: Rank that dies; None for none.
-        crash_after: Steps after which it dies.
+        crash_rank: Rank that dies after ``crash_after`` steps; None for none.
         corrupt_payload: Index of the published payload in which a bit is flipped; None for none.
         piece_bytes: Size of a piece; small, so that small tensors are cut into many pieces.
-        slot_bytes: Size of a slot.
     """
 
     ranks: int
@@ -161,11 +153,9 @@ EMULATED_BOX_BYTES = 2**20
 
 
 class VirtualRanks:
-    """Several ranks on one device, with buffers that are kept from call to call.
+    """Several ranks on a CUDA device, or on ``"cpu"`` in the emulator, with buffers that are kept from call to call.
 
     Args:
-        ranks: Number of ranks, at least 2.
-        device: A CUDA device, or ``"cpu"`` for the emulator.
         blocks: Thread blocks of a rank; 0 takes as many as run concurrently.
         slot_bytes: Bytes for a payload of the direct algorithms.
         box_bytes: Bytes for a payload of a program; 0 takes the default of the device.
@@ -173,9 +163,6 @@ class VirtualRanks:
         seed: Seed of the order in which the emulator runs threads.
         absent: A rank that never starts, in the emulator; -1 for none.
         pushes: Whether kernels of lowered schedules push payloads, as where the group's GPUs have no NVLink.
-
-    Raises:
-        ValueError: The number of ranks or the device is not supported.
     """
 
     def __init__(

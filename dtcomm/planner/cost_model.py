@@ -27,11 +27,7 @@ PLACEMENTS = ("", NEAR, FAR)
 
 @dataclass(frozen=True)
 class Topology:
-    """Which rank is on which host.
-
-    Attributes:
-        host_of: The host of each rank; hosts are numbered in the order of their first ranks.
-    """
+    """Which rank is on which host; hosts are numbered in the order of their first ranks."""
 
     host_of: tuple[int, ...]
 
@@ -84,11 +80,6 @@ class Measured:
     """The measured times of one algorithm with one codec on a group of a given size.
 
     Args:
-        collective: The collective's name.
-        algorithm: The algorithm's name.
-        codec: The codec's spec.
-        ranks: The number of ranks.
-        hosts: The number of hosts.
         points: (uncompressed bytes, seconds), sizes ascending.
         placement: ``near`` if the CPUs of a host's ranks shared a cache, ``far`` if not, empty if that is unknown.
     """
@@ -305,24 +296,10 @@ def measured_bytes(numel: int, dtype: torch.dtype, codec: Codec) -> int:
 def predict(
     schedule: Schedule, numel: int, dtype: torch.dtype, codec: Codec, topology: Topology, table: Table
 ) -> float:
-    """Predict the time of one pass over a schedule.
+    """Predict the seconds of one pass over a schedule; ``numel`` counts as in `Schedule.bytes_on_wire`.
 
     For large tensors, whose pieces overlap, this is an upper bound: it serves to compare algorithms, not to promise
     times.
-
-    Args:
-        schedule: The schedule.
-        numel: Elements of the whole tensor, as in `Schedule.bytes_on_wire`.
-        dtype: The dtype of the tensor.
-        codec: The codec of the messages.
-        topology: Which rank is on which host.
-        table: The constants.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ValueError: If the topology has another number of ranks than the schedule.
 
     Example:
         >>> import torch

@@ -337,18 +337,13 @@ def levels_of(
 ) -> tuple[tuple[tuple[int, ...], ...], Table]:
     """Return the groups of ranks that schedules are built for, and the table that ``auto`` decides by.
 
+    These are the groups that fast links join, if there are several, and the table with the rates of these links,
+    without measured times of other groups. ValueError if ``text`` cannot be read, or has no link of one of the ranks.
+
     Args:
         text: A file with the links of all ranks, as `LinkRates.of` reads it; empty: hosts are the groups.
-        table: The table of `dtcomm tune`.
         ranks: The global ranks of the group.
         hosts: The ranks of each host, by their positions in the group.
-
-    Returns:
-        The groups that fast links join, if there are several, and the table with the rates of these links. Measured
-        times of other groups are left out.
-
-    Raises:
-        ValueError: The text cannot be read, or has no link of one of the ranks.
 
     Example:
         >>> from dtcomm.planner import Table, levels_of

@@ -45,13 +45,7 @@ NONE = codec("none")
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The choice of an algorithm.
-
-    Attributes:
-        algorithm: The algorithm's name.
-        reason: Why it was chosen.
-        seconds: (name, predicted or measured seconds) of the candidates that were compared.
-    """
+    """The choice of an algorithm; ``seconds`` has the predicted or measured times of what was compared."""
 
     algorithm: str
     reason: str
@@ -71,24 +65,13 @@ def select(
     table: Table = DEFAULT,
     algorithm: str = "auto",
 ) -> str:
-    """Return the name of the algorithm to build.
+    """Return the name of the algorithm to build; ValueError if ``algorithm`` is not valid.
 
     Args:
-        collective: The collective's name.
         numel: Elements of the whole tensor, as in `Schedule.bytes_on_wire`: the input of reduce_scatter, the output of
             all_gather.
-        dtype: The dtype of the tensor.
-        codec: The codec of the messages.
-        ranks: The number of ranks.
-        hosts: The number of hosts.
         table: The constants and measurements to decide by.
         algorithm: ``"auto"`` or ``"direct"``; any other name is returned as it is if it is valid.
-
-    Returns:
-        The name.
-
-    Raises:
-        ValueError: If the name is not valid. The message lists the valid names.
 
     Example:
         >>> import torch
@@ -109,20 +92,7 @@ def explain(
     table: Table = DEFAULT,
     algorithm: str = "auto",
 ) -> Decision:
-    """Return what `select` chooses and why.
-
-    Args:
-        collective: Name of the collective, such as ``"all_reduce"``.
-        numel: Elements of the whole message, all shards together.
-        dtype: Type of the elements.
-        codec: Codec of the payloads.
-        ranks: Number of ranks.
-        hosts: Number of hosts.
-        table: Measurements and links, as `dtcomm tune` writes them.
-        algorithm: A name, ``"direct"`` or ``"auto"``.
-
-    Returns:
-        The choice and its reason.
+    """Return what `select` chooses and why; the arguments are those of `select`.
 
     Example:
         >>> import torch
@@ -263,15 +233,8 @@ def compression_pays(
     """Return whether an all_reduce is expected to be faster with the codec ``lossy`` than with none.
 
     If `dtcomm tune` has measured both, its times decide; otherwise the cost model predicts them. It does not predict a
-    gain where ranks share memory, because there the machine decides.
-
-    Args:
-        lossy: The codec.
-        numel: The elements of the tensor.
-        dtype: The dtype of the tensor.
-        ranks: The number of ranks.
-        hosts: The number of hosts.
-        tuning_table: The text of the group's tuning table, as rank 0 read it; empty for the defaults.
+    gain where ranks share memory, because there the machine decides. ``tuning_table`` is the text of the group's table,
+    as rank 0 read it; empty for the defaults.
 
     Example:
         >>> import torch
@@ -299,17 +262,7 @@ def collective_seconds(
 ) -> tuple[float, bool]:
     """Return the expected seconds of a call, and whether `dtcomm tune` has measured them for this codec.
 
-    Args:
-        collective: The collective's name.
-        numel: Elements of the whole tensor, all shards together.
-        dtype: The dtype of the tensor.
-        codec: The codec of the messages.
-        ranks: The number of ranks.
-        hosts: The number of hosts.
-        table: The constants and measurements to decide by.
-
-    Returns:
-        The seconds, and whether they were measured.
+    ``numel`` counts elements of the whole tensor, all shards together.
 
     Example:
         >>> import torch

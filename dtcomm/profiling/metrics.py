@@ -18,15 +18,7 @@ from dtcomm.profiling.summary import Summary
 
 @dataclass(frozen=True)
 class Metric:
-    """One value.
-
-    Attributes:
-        name: Its name; metrics of one name differ in their labels.
-        value: The value.
-        help: What it is.
-        kind: "counter" (only grows) or "gauge".
-        labels: Names and values of labels.
-    """
+    """One value; metrics of one name differ in their labels. A "counter" only grows, a "gauge" need not."""
 
     name: str
     value: float

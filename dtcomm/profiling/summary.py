@@ -67,10 +67,6 @@ class MessageSummary:
     """Medians of one message, in milliseconds.
 
     Attributes:
-        label: Its name.
-        codec: Its codecs.
-        plain_bytes: Its uncompressed size.
-        wire_bytes: What this rank sent.
         ready_ms: From the beginning of the backward pass (of the step, if that was not recorded) until it was ready.
         queued_ms: From then until its operation started.
         took_ms: From then until it was done.

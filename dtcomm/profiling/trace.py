@@ -44,10 +44,6 @@ class MessageRecord:
     """One bucket, or the collective of one module.
 
     Attributes:
-        label: Its name, such as "bucket 0".
-        codec: Its codecs.
-        plain_bytes: Its uncompressed size.
-        wire_bytes: What this rank sent.
         ready: When its tensors were ready.
         launched: When the caller's thread continued.
         started: When the operation started.
@@ -82,16 +78,7 @@ class MessageRecord:
 
 @dataclass
 class StepRecord:
-    """One step.
-
-    Attributes:
-        number: Its number.
-        begin: When it began.
-        end: When the next step began.
-        forward: One interval for each micro-batch.
-        backward: One interval for each micro-batch.
-        messages: Its messages.
-    """
+    """One step, which ends when the next one begins; each micro-batch has an interval forward and one backward."""
 
     number: int
     begin: int

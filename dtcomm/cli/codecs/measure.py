@@ -59,10 +59,7 @@ def distributions(numel: int = NUMEL) -> list[Sample]:
 def load_sample(path: Path) -> Sample:
     """Read the floating-point tensors of a ``.npy`` or ``.pt`` file without executing code in it.
 
-    A ``.pt`` file holds a tensor, or dicts and lists of tensors such as a state dict.
-
-    Raises:
-        ValueError: The file cannot be read or has no floating-point tensor.
+    A ``.pt`` file holds a tensor, or dicts and lists of tensors such as a state dict. ValueError if there are none.
     """
     if not path.is_file():
         raise ValueError(f"--tensor {path}: no such file")
@@ -351,14 +348,10 @@ def measure_codecs(
     step: Callable[[str], None],
     device: OnDevice | None = None,
 ) -> list[CodecRow]:
-    """Return a row for each codec.
+    """Return a row for each codec; errors do not depend on the machine, since all kernels produce the same bytes.
 
-    Args:
-        codecs: The codecs.
-        samples: Inputs for the errors, which do not depend on the machine since all kernels produce the same bytes.
-        size: Bytes of fp32 for the speed; None to skip it.
-        step: Called with each codec's spec before it is measured.
-        device: Measures the speed of a GPU; None for one CPU core.
+    ``size`` is the bytes of fp32 for the speed, None to skip it. ``step`` is called with each codec's spec before it is
+    measured. ``device`` measures the speed of a GPU; None: of one CPU core.
     """
     rows = []
     for codec in codecs:

@@ -55,10 +55,7 @@ def load_corpus(root: Path | None = None, limit: int = 8_000_000) -> Corpus:
     """Read up to ``limit`` characters of the library's modules, in the order of their names.
 
     A tenth of the files, chosen by a checksum of their names, is held out. Order and split depend only on the names, so
-    every rank and every run reads the same text.
-
-    Raises:
-        ValueError: ``root`` has too little text.
+    every rank and every run reads the same text. ValueError if that is too little.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     texts: dict[bool, list[str]] = {False: [], True: []}

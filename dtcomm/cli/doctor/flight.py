@@ -23,11 +23,9 @@ CommunicatorRecord = dict[str, Any]
 
 @dataclass(frozen=True)
 class RankState:
-    """State of one rank of a communicator.
+    """State of one rank of a communicator; ``name`` is its rank, host and process, as error messages name it.
 
     Attributes:
-        rank: Its global rank.
-        name: Its rank, host and process, as error messages name it.
         record: Its own record; None if it left none.
         last: Number of the last operation that it is known to have entered; 0 for none.
         gone: Whether it left no record and a peer saw that its process had ended.
@@ -47,16 +45,13 @@ class RankState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """State of one communicator.
+    """State of one communicator; ``sentence`` is the diagnosis.
 
     Attributes:
-        id: Its identifier.
         kind: One of healthy, missing, stuck, mismatch, corrupt, connecting (ranks wait for others to create it), unmade
             (it could not be created) and failed.
-        sentence: The diagnosis in one sentence.
         number: Number of the first operation that did not finish; of the last operation if all finished.
         culprits: Global ranks at fault.
-        ranks: All its ranks.
     """
 
     id: str

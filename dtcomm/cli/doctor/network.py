@@ -46,14 +46,12 @@ _MATRIX_RANKS = 16  # more ranks have no table
 
 @dataclass(frozen=True, kw_only=True)
 class LinkResult:
-    """The measurements of a pair of ranks.
+    """The measurements of a pair of ranks, the lower one first; ``error`` says why there are none.
 
     Attributes:
-        ranks: The two ranks, the lower one first.
         level: "inside" a host or "between" hosts.
         gbit: The bandwidth in Gbit/s from the first to the second rank and back; empty if the pair failed.
         latency_us: Half of the time of a message of 4 bytes and its answer, in microseconds.
-        error: Why the pair could not be measured.
         connections: TCP connections that carry the payloads from one to the other; 0 if they share memory or use UCX.
     """
 
@@ -72,12 +70,7 @@ class LinkResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What is slow or failed, as lines of text.
-
-    Attributes:
-        failures: Links that failed, or that are worse than what was expected.
-        slow: Hosts, ranks and links that are slower than others of their kind.
-    """
+    """What is slow or failed, as lines of text; ``failures`` also has links that are worse than what was expected."""
 
     failures: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
@@ -99,9 +92,7 @@ def main(expect: str, as_json: bool) -> list[Check] | None:
 def measure(expect: str = "", *, quiet: bool = False) -> list[Check] | None:
     """Measure as one rank of the default group; rank 0 returns the checks, the others None.
 
-    Args:
-        expect: What links have to reach, as `emulated_link.parse` takes it; empty: nothing.
-        quiet: Whether rank 0 prints no progress.
+    ``expect`` says what links have to reach, as `emulated_link.parse` takes it; empty: nothing.
     """
     from dtcomm import collectives
 
@@ -137,11 +128,7 @@ def measure(expect: str = "", *, quiet: bool = False) -> list[Check] | None:
 
 
 def schedule(hosts: Sequence[str]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ranks to measure; in a round a host takes part in one pair.
-
-    Args:
-        hosts: The host of each rank.
-    """
+    """Return rounds of pairs of ranks to measure, from the ranks' hosts; in a round a host takes part in one pair."""
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)

@@ -149,8 +149,7 @@ def add_import_argument(add: Callable[..., object]) -> None:
 def import_modules(names: Iterable[str]) -> None:
     """Import the user's modules, which register algorithms and codecs; from the current folder too.
 
-    Raises:
-        ValueError: If a module cannot be imported, or a registration is refused.
+    ValueError if one cannot be imported, or a registration is refused.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -25,12 +25,8 @@ class Collective:
     """Properties of a collective that a bandwidth benchmark needs.
 
     Attributes:
-        name: Name in dtcomm.
         sharded: Whether the input or output holds a shard of every rank; ``count`` is then that of one shard.
-        reduces: Whether it has a reduction operator.
-        rooted: Whether it has a root.
         round_trip: Whether bytes cross the slowest link twice, as in all_reduce.
-        same_on_all_ranks: Whether all ranks end with the same output.
         in_place_api: Whether its API works on one tensor, so that an out-of-place call is a copy and the operation.
         needs_two_tensors: Whether it cannot work in place.
     """

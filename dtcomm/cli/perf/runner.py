@@ -40,12 +40,7 @@ MAX_BUFFERS = 4  # with a larger -m, operations reuse these buffers in turn
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One timed and checked operation.
-
-    Attributes:
-        timing: Times.
-        check: Result of the checks, summed over the ranks; None with -c 0.
-    """
+    """One timed and checked operation; ``check`` is summed over the ranks, None with -c 0."""
 
     timing: Timing
     check: CheckResult | None

@@ -154,14 +154,8 @@ def time_operation(
 ) -> Timing:
     """Time an operation call by call, or by graph replays, as the options say; all ranks must call it.
 
-    Args:
-        options: PerfOptions of the command.
-        run: Carries out the operation once.
-        refill: Restores inputs that grow from call to call; None if they do not.
-        clock: Clock of the device.
-        barrier: Synchronizes the ranks.
-        safe: Calls after which a growing input must be restored.
-        gather: Collects the times of all ranks, by default over torch.distributed.
+    ``refill`` restores inputs that grow from call to call, after ``safe`` calls; None if they do not grow. ``gather``
+    collects the times of all ranks, by default over torch.distributed.
     """
     safe = safe if refill is not None else options.iters + options.warmup_iters + 1
     restore = refill or (lambda: None)

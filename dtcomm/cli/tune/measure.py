@@ -67,12 +67,9 @@ class TuneOptions:
     """What to measure.
 
     Attributes:
-        collectives: Names of collectives.
-        codecs: Codec specs.
         largest: Largest size in bytes.
         imports: Modules that the ranks import, which register the user's algorithms.
         seconds: Time for everything since ``begun``.
-        quiet: Whether to print no progress.
         begun: Start in seconds of time.time(); None for the start of the call.
     """
 
@@ -250,11 +247,8 @@ def sample_cases(
 ) -> list[CaseSamples]:
     """Sample all ``cases`` for ``seconds``; all ranks must call it, and all return the same.
 
-    Args:
-        cases: What to measure. A case that did not fit into the time has no medians.
-        seconds: Total time.
-        cpus: CPUs whose distance matters (`first_two_cpus`); empty if it does not.
-        label: Text of the progress on stderr; empty for none.
+    A case that did not fit into the time has no medians. ``cpus`` are those whose distance matters (`first_two_cpus`).
+    ``label`` is the text of the progress on stderr; empty for none.
     """
     return _Sampler(cases, cpus, label).run(seconds)
 
