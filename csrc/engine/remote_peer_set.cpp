@@ -41,6 +41,7 @@ void RemotePeerSet::add(int peer, const std::vector<int>& fds, const RegionLayou
     epoll_.add(fds[stream], socket_number(static_cast<std::size_t>(peer), stream));
   }
   has_parallel_sockets_ |= fds.size() > 1;
+  keeps_order_ &= added->channel().keeps_order();
   peers_[static_cast<std::size_t>(peer)] = std::move(added);
 }
 
@@ -62,6 +63,7 @@ void RemotePeerSet::connect_ucx(const std::vector<std::string>& addresses, const
     if (!peers_[index]) continue;
     try {
       peers_[index]->connect(*ucx_, addresses[index]);
+      keeps_order_ &= peers_[index]->channel().keeps_order();
     } catch (const std::runtime_error& error) {
       throw std::runtime_error(names[index] + ": " + error.what());
     }
@@ -257,7 +259,7 @@ bool RemotePeerSet::arm() {
 }
 
 int RemotePeerSet::awaited_by_sends(const std::uint8_t* begin, const std::uint8_t* end) {
-  if (!ucx_ && !has_parallel_sockets_) return -1;
+  if (keeps_order_) return -1;  // a peer that is done with a piece has received it
   const std::lock_guard<std::mutex> lock(mutex_);
   for (std::size_t index = 0; index < peers_.size(); ++index) {
     if (peers_[index] && peers_[index]->channel().is_sending(begin, end)) return static_cast<int>(index);
@@ -312,10 +314,6 @@ void RemotePeerSet::start_goodbye(bool failed) {
     peer.flush();
     peer.send_closed();
   });
-  if (ucx_ && !peers_.empty()) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ucx_->start_flush();
-  }
   goodbye_deadline_ns_ = now_ns() + (failed ? kFailedGoodbyeNs : kGoodbyeNs);
 }
 
@@ -324,7 +322,6 @@ bool RemotePeerSet::goodbye_pending() {
   bool unsent = flush();
   if (ucx_) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    ucx_->progress();
     unsent |= !ucx_->is_flushed();
   }
   for_each_locked([&](RemotePeer& peer) {

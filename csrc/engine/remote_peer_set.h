@@ -95,8 +95,9 @@ class RemotePeerSet {
   std::unique_ptr<UcxWorker> unconnected_ucx_, ucx_;
   EpollSet epoll_;
   bool has_parallel_sockets_ = false;
-  int ended_fd_ = -1;  // an eventfd
-  int polls_ = 0;      // of UCX since the sockets were read
+  bool keeps_order_ = true;  // every channel does
+  int ended_fd_ = -1;        // an eventfd
+  int polls_ = 0;            // of UCX since the sockets were read
   std::uint64_t wait_sent_ns_ = 0;
   std::uint64_t goodbye_deadline_ns_ = 0;
 };

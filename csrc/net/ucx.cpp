@@ -230,8 +230,7 @@ class Worker final : public UcxWorker {
   void progress() override;
   int event_fd() const override { return event_fd_; }
   bool arm() override { return ucx().ucp_worker_arm(worker_) == UCS_OK; }
-  void start_flush() override;
-  bool is_flushed() const override;
+  bool is_flushed() override;
 
   ucp_worker_h handle() const { return worker_; }
 
@@ -247,6 +246,7 @@ class Worker final : public UcxWorker {
   int event_fd_ = -1;
   std::vector<ListeningSocket> listening_;
   std::vector<std::unique_ptr<Channel>> channels_;  // by the peer's number
+  bool flush_started_ = false;
   ucs_status_ptr_t flush_ = nullptr;
 };
 
@@ -517,12 +517,12 @@ void Worker::progress() {
   }
 }
 
-void Worker::start_flush() {
-  const ucp_request_param_t parameters{};
-  flush_ = ucx().ucp_worker_flush_nbx(worker_, &parameters);
-}
-
-bool Worker::is_flushed() const {
+bool Worker::is_flushed() {
+  if (!std::exchange(flush_started_, true)) {
+    const ucp_request_param_t parameters{};
+    flush_ = ucx().ucp_worker_flush_nbx(worker_, &parameters);
+  }
+  progress();
   return !UCS_PTR_IS_PTR(flush_) || ucx().ucp_request_check_status(flush_) != UCS_INPROGRESS;
 }
 

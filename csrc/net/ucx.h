@@ -41,9 +41,8 @@ class UcxWorker {
   // of progress(); arm() returns false if there is something already.
   virtual int event_fd() const = 0;
   virtual bool arm() = 0;
-  // Starts to wait until the network has everything that was sent so far; is_flushed() says whether it has.
-  virtual void start_flush() = 0;
-  virtual bool is_flushed() const = 0;
+  // Makes progress; true when the network has everything that was sent before the first call.
+  virtual bool is_flushed() = 0;
 };
 
 // Throws std::runtime_error as open_ucx(), which must have been called before, does.
