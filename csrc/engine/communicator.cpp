@@ -159,6 +159,12 @@ std::shared_ptr<Work> Communicator::submit(Call call, bool begin) {
       ProgressThread::instance().wake();
       break;
   }
+  if (!work->finished() && !ProgressThread::instance().start()) {
+    try {
+      wait(work);    // nobody else would run it, and the caller may free the tensors if this threw
+    } catch (...) {  // the work keeps the failure for its waiters
+    }
+  }
   return work;
 }
 

@@ -46,13 +46,30 @@ void ProgressThread::wake() {
   full_fence();  // a HelpingWaiter looks for work after it has stopped helping
   if (!rests()) {
     std::unique_lock<std::mutex> lock(idle_mutex_);
-    await_stop(lock);
-    if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
-    idle_.notify_one();
+    if (start_locked(lock)) idle_.notify_one();
   }
   // The thread, or a waiter that helps it, may sleep because another communicator is blocked.
   LocalProcess::instance().page().wakeup.notify();
   if (sleeps_on_sockets_.load(std::memory_order_relaxed)) eventfd_write(wake_fd_, 1);
+}
+
+bool ProgressThread::start() {
+  if (runs_.load(std::memory_order_relaxed)) return true;
+  std::unique_lock<std::mutex> lock(idle_mutex_);
+  return start_locked(lock);
+}
+
+bool ProgressThread::start_locked(std::unique_lock<std::mutex>& lock) {
+  await_stop(lock);
+  if (!thread_.joinable()) {
+    try {
+      thread_ = std::thread([this] { loop(); });
+    } catch (const std::system_error&) {  // a limit of processes or of memory; the next call tries again
+      return false;
+    }
+    runs_ = true;
+  }
+  return true;
 }
 
 void ProgressThread::await_stop(std::unique_lock<std::mutex>& lock) {
@@ -64,6 +81,7 @@ void ProgressThread::stop() {
   await_stop(lock);
   if (!thread_.joinable()) return;
   stopping_ = true;
+  runs_ = false;
   std::thread thread = std::move(thread_);
   idle_.notify_one();
   lock.unlock();

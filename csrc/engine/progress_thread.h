@@ -26,8 +26,11 @@ class ProgressThread {
   void add(Communicator* communicator);
   // Returns when the thread no longer uses the communicator.
   void remove(Communicator* communicator);
-  // To be called when an operation was queued and no thread drives.
+  // To be called when an operation was queued and no thread drives. Without a thread only threads that wait do the
+  // work.
   void wake();
+  // Starts the thread unless it runs; false if the process may have no more threads.
+  bool start();
   // Ends the thread; wake() starts a new one.
   void stop();
 
@@ -53,6 +56,7 @@ class ProgressThread {
 
  private:
   void loop();
+  bool start_locked(std::unique_lock<std::mutex>& lock);
   // Returns when no stop() is under way: two threads must not run loop() at once.
   void await_stop(std::unique_lock<std::mutex>& lock);
   // Advances every communicator once.
@@ -77,6 +81,7 @@ class ProgressThread {
   std::atomic<int> latency_communicators_{0};
   std::atomic<bool> has_work_{false};
   std::atomic<int> helping_waiters_{0};
+  std::atomic<bool> runs_{false};
   std::atomic<bool> stopping_{false};
 };
 

@@ -129,15 +129,15 @@ class CompletionThreads:
         self._may_block = False
         self._idle = 0
 
-    def expect(self) -> None:
-        """Say that an item will come; to be called once ``pending`` is true."""
+    def expect(self) -> bool:
+        """Say that an item will come; to be called once ``pending`` is true. False: no thread can be started for it."""
         if self._watching:
-            return
+            return True
         with self._lock:
             if not self._started:
-                self._started = True
-                self._start_thread()
+                self._started = self._start_thread()
             self._wake.set()
+            return self._started
 
     def hand_over(self) -> None:
         """Let another thread lead if the calling one does: what it calls may wait for a later item."""
@@ -157,9 +157,14 @@ class CompletionThreads:
             if thread.ident == leader and thread is not threading.current_thread():
                 thread.join(timeout=5)
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
+        """Start an idle thread; False if the process may have no more threads."""
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        except RuntimeError:
+            return False
         self._idle += 1
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return True
 
     def _run(self) -> None:
         while self._await_leadership() and self._lead():
@@ -218,10 +223,15 @@ _awaiting_completion: dict[int, Callable[[], None]] = {}
 
 
 def notify(operation: _C.NativeWork, complete: Callable[[], None]) -> int:
-    """Call ``complete`` on a completion thread when the operation has ended; returns a ticket for `cancel`."""
+    """Call ``complete`` on a completion thread when the operation has ended; returns a ticket for `cancel`.
+
+    Returns 0 and calls nothing if no thread can be started.
+    """
     ticket = next(_tickets)
     _awaiting_completion[ticket] = complete
-    _completions.expect()
+    if not _completions.expect():
+        del _awaiting_completion[ticket]
+        return 0
     _C.notify(operation, ticket)
     return ticket
 
@@ -248,9 +258,18 @@ _abandoned: list[Any] = []
 
 
 def call_detached(call: Callable[[], None]) -> None:
-    """Call something that runs callbacks on a thread that may block."""
+    """Call something that runs callbacks on a thread that may block; on this one if none can be started."""
     _detached.put(call)
-    _callbacks.expect()
+    if not _callbacks.expect():
+        while (own := _next_detached()) is not None:
+            own()
+
+
+def _next_detached() -> Callable[[], None] | None:
+    try:
+        return _detached.get_nowait()
+    except queue.Empty:
+        return None
 
 
 def about_to_block() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -140,6 +141,10 @@ class NativeWork(Work):
         if self._future is None:
             self._future = torch.futures.Future()
             self._ticket = completion.notify(self._native, self.complete)
+            if not self._ticket:  # no thread to complete it: the caller waits
+                with contextlib.suppress(DtcommError):  # the future gets the error
+                    self._native.wait()
+                self.complete()
         return self._future
 
     def call_when_done(self, callback: Callable[[TensorsFuture], None]) -> None:

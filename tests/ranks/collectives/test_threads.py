@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -250,3 +251,28 @@ def test_trials_choose_between_one_thread_and_several() -> None:
     for choice, other in zip(first, second, strict=True):
         assert choice["trials"] >= 14
         assert {**choice, "microseconds": 0} == {**other, "microseconds": 0}
+
+
+def run_without_new_threads(rank: int, world_size: int) -> tuple[float, float]:
+    dtcomm.all_reduce(torch.ones(10))  # connects the ranks
+    dist.barrier()
+    is_root = os.geteuid() == 0
+    if rank == 1:
+        if is_root:  # no limit holds for root
+            os.setresuid(1103, 1103, 0)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    try:
+        if rank == 1:
+            with pytest.raises(RuntimeError):
+                threading.Thread(target=int).start()
+        large = torch.ones(3_000_000)
+        dtcomm.all_reduce(large, async_op=True).wait()
+        (small,) = dtcomm.all_reduce(torch.ones(1000), async_op=True).get_future().wait()
+    finally:
+        if rank == 1 and is_root:
+            os.setresuid(0, 0, 0)
+    return float(large.mean()), float(small.mean())
+
+
+def test_a_rank_that_may_start_no_thread_runs_asynchronous_operations_itself() -> None:
+    assert run_ranks(run_without_new_threads, 2, fresh=True) == [(2.0, 2.0)] * 2
