@@ -301,10 +301,16 @@ class BackwardOverlap:
         if graph_task != self._graph_task:
             self.finish()  # a nested backward pass (checkpointing), or one after a pass that failed
             self._graph_task = graph_task
-            torch_compat.after_backward(self.finish)
+            torch_compat.after_backward(self._end_pass)
         self._pending.append(work)
         while len(self._pending) > MAX_PENDING + 1:
             self._pending.pop(0).wait()
+
+    def _end_pass(self) -> None:
+        # Where layers are roots of their own, FSDP starts the last reduce-scatters in callbacks behind this one: each
+        # of them has to register another callback.
+        self._graph_task = -1
+        self.finish()
 
     def finish(self) -> None:
         """Wait for all. After an error the remaining ones are dropped, so that it is raised only once."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from dtcomm import fsdp
@@ -206,3 +212,30 @@ def check_refusals(rank: int, ranks: int) -> None:
 
 def test_invalid_arguments_are_refused() -> None:
     run_ranks(check_refusals, 2)
+
+
+def compare_roots(rank: int, ranks: int) -> bool:
+    """Whether gradients of layers that are roots of their own are complete when backward() returns."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for layer in layers:
+            fully_shard(layer)
+        models.append(layers)
+    ours, plain = models
+    fsdp.compress(ours, gradients="none")
+    torch.manual_seed(rank)
+    x = torch.randn(8, 64)
+    results = []
+    for layers in (ours, plain):
+        hidden = layers[0](x)
+        if rank == 1:  # the other rank is then done long before
+            hidden.register_hook(lambda _: time.sleep(0.3))
+        layers[2](layers[1](hidden)).square().mean().backward()
+        results.append([parameter.grad.to_local().clone() for parameter in layers.parameters()])
+    return all(map(torch.equal, *results))
+
+
+def test_layers_without_a_common_root_have_their_gradients_after_backward() -> None:
+    assert run_ranks(compare_roots, 2) == [True, True]
