@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import platform
 import re
@@ -13,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _UNLIMITED = 2**31 - 1
+TUNE_VERSION = 1  # of the tables that `dtcomm tune` writes
+
+_log = logging.getLogger("dtcomm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,18 +279,30 @@ def tune_file() -> Path:
 def tune_text() -> str:
     """The contents of the table that DTCOMM_TUNE names, or of the user's own; empty if there is none.
 
-    ValueError if the file cannot be read.
+    ValueError if the file that DTCOMM_TUNE names cannot be read. One in the cache folder, which nobody named, is left
+    aside with a warning.
     """
     chosen = get("DTCOMM_TUNE")
     if chosen == "off":
         return ""
-    path = Path(chosen) if chosen else tune_file()
+    if chosen:
+        try:
+            return Path(chosen).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"DTCOMM_TUNE={chosen}: {error.strerror}") from None
+    path = tune_file()
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        if not chosen and isinstance(error, FileNotFoundError):
-            return ""
-        raise ValueError(f"DTCOMM_TUNE={chosen}: {path}: {error.strerror}") from None
+        text = path.read_text(encoding="utf-8")
+        version = json.loads(text)["version"]
+        if version == TUNE_VERSION:
+            return text
+        reason = f"version {version}, expected {TUNE_VERSION}"
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = str(error)
+    _log.warning("dtcomm: %s is not used (%s); run `dtcomm tune` again", path, reason)
+    return ""
 
 
 def links_text() -> str:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from dtcomm.codecs.base import Codec
+from dtcomm.env import TUNE_VERSION
 from dtcomm.schedule.ir import Schedule, Transfer
 from dtcomm.schedule.simulate import ComputeCost, LinkCost, simulate
 
-VERSION = 1
 NEAR, FAR = "near", "far"
 PLACEMENTS = ("", NEAR, FAR)
 
@@ -184,7 +184,7 @@ class Table:
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON, times in microseconds and bandwidths in GB/s; `parse` reads it back."""
         return {
-            "version": VERSION,
+            "version": TUNE_VERSION,
             "source": self.source,
             "one_shot_bytes": self.one_shot_bytes,
             "links": {"inside": _link(self.inside), "between": _link(self.between)},
@@ -234,8 +234,10 @@ def parse(text: str) -> Table:
         return Table()
     try:
         content = json.loads(text)
-        if content["version"] != VERSION:
-            raise ValueError(f"version {content['version']}, expected {VERSION}: run `dtcomm tune` again")
+        if content["version"] != TUNE_VERSION:
+            raise ValueError(
+                f"version {content['version']}, expected {TUNE_VERSION}: run `dtcomm tune` again"
+            )
         return Table(
             one_shot_bytes=int(content["one_shot_bytes"]),
             inside=_to_link(content["links"]["inside"]),

@@ -169,15 +169,24 @@ def test_all_ranks_use_the_table_of_rank_zero(tmp_path: Path) -> None:
 
 
 def test_table_is_read_from_the_cache_or_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DTCOMM_TUNE")
     assert env.tune_file().parent == tmp_path / "dtcomm"
     assert env.tune_text() == ""
     env.tune_file().parent.mkdir()
-    env.tune_file().write_text("a table")
-    assert env.tune_text() == "a table"
+    table = json.dumps(planner.Table().as_dict())
+    env.tune_file().write_text(table)
+    assert env.tune_text() == table
+    for damaged in ("", table[:40], "[]", '{"version": 0}'):
+        env.tune_file().write_text(damaged)
+        caplog.clear()
+        assert env.tune_text() == ""
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert str(env.tune_file()) in caplog.text
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # as a HOME that is no folder
+    assert env.tune_text() == ""
     monkeypatch.setenv("DTCOMM_TUNE", "off")
     assert env.tune_text() == ""
     monkeypatch.setenv("DTCOMM_TUNE", str(tmp_path / "none.json"))
