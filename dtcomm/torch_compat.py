@@ -468,14 +468,10 @@ def has_accumulation_hooks(tensor: Any) -> bool:
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """The flat parameter of an FSDP1 unit.
+    """The flat parameter of an FSDP1 unit, with the names and shapes of the parameters in it, relative to the unit.
 
-    Attributes:
-        parameter: The parameter itself.
-        names: The names of the parameters in it, relative to the unit.
-        shapes: Their shapes.
-        owners: For each of them the module that had it, and what torch keeps of its placement over other axes.
-        padded: Whether torch pads between parameters.
+    ``owners`` has for each of them the module that had it, and what torch keeps of its placement over other axes.
+    ``padded`` says whether torch pads between parameters.
     """
 
     parameter: Any

@@ -134,34 +134,13 @@ def register(name: str, collective: str, builder: Callable[..., Schedule]) -> No
 
 
 def is_registered(name: str) -> bool:
-    """Return whether `register` added the algorithm, or a level of it.
-
-    Args:
-        name: The algorithm's name.
-
-    Returns:
-        True or False.
-
-    Example:
-        >>> from dtcomm import algorithms
-        >>> algorithms.is_registered("ring")
-        False
-    """
+    """Return whether `register` added the algorithm, or a level of it."""
     kind, _, levels = name.partition(":")
     return any(part in REGISTERED for part in (kind, *split_levels(levels)))
 
 
 def collectives() -> tuple[str, ...]:
-    """Return the collectives that at least one algorithm implements.
-
-    Returns:
-        Their names.
-
-    Example:
-        >>> from dtcomm import algorithms
-        >>> "all_reduce" in algorithms.collectives()
-        True
-    """
+    """Return the collectives that at least one algorithm implements."""
     return tuple(name for name in COLLECTIVES if single_level(name))
 
 

@@ -183,6 +183,7 @@ class Codec(abc.ABC):
         ('int8:block=64', 1056, 1024)
     """
 
+    codec_name: ClassVar[str]  # its name, if no option decides it
     family: ClassVar[int]  # the number of its family in csrc/codec/codec.h
     reference: ClassVar[str]  # the module of dtcomm.kernels.reference with its `encode` and `decode`
     # Capabilities, which callers ask for instead of the class.
@@ -195,9 +196,9 @@ class Codec(abc.ABC):
     variable_length: ClassVar[bool] = False  # payloads' lengths depend on the data; `wire_bytes` is the bound
 
     @property
-    @abc.abstractmethod
     def name(self) -> str:
         """The name that its spec string starts with."""
+        return self.codec_name
 
     @abc.abstractmethod
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
@@ -283,7 +284,7 @@ class Codec(abc.ABC):
         options = ",".join(f"{key}={_text(value)}" for key, value in self.options().items())
         return f"{self.name}:{options}" if options else self.name
 
-    def _check_block(self) -> None:
+    def __post_init__(self) -> None:
         """Check the options that several families share. Raises ValueError for a wrong value."""
         block = getattr(self, "block", SMALLEST_BLOCK)
         known = isinstance(block, int) and not isinstance(block, bool)

@@ -32,13 +32,10 @@ class Uncompressed(Codec):
     wrapping. Reference: dtcomm.kernels.reference.floats.
     """
 
+    codec_name: ClassVar[str] = "none"
     family: ClassVar[int] = 0
     reference: ClassVar[str] = "floats"
     elementwise: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        return "none"
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         if dtype not in ELEMENT_TYPES:
@@ -89,12 +86,9 @@ class Fp16(_Cast):
     to even. Reference: dtcomm.kernels.reference.floats.
     """
 
+    codec_name: ClassVar[str] = "fp16"
     family: ClassVar[int] = 1
     element_type: ClassVar[torch.dtype] = torch.float16
-
-    @property
-    def name(self) -> str:
-        return "fp16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +102,11 @@ class Bf16(_Cast):
             distance from the neighbour nearer to zero, so that errors have mean zero and add up like noise.
     """
 
+    codec_name: ClassVar[str] = "bf16"
     family: ClassVar[int] = 2
     element_type: ClassVar[torch.dtype] = torch.bfloat16
 
     round: str = option(default="nearest", choices=ROUNDINGS)
-
-    def __post_init__(self) -> None:
-        self._check_block()
 
     def native(self) -> bytes:
         return pack(self.family, stochastic=self.round == "stochastic")
@@ -122,10 +114,6 @@ class Bf16(_Cast):
     @property
     def operations(self) -> tuple[str, ...]:
         return ("sum", "min", "max") if self.round == "nearest" else ("sum",)
-
-    @property
-    def name(self) -> str:
-        return "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,13 +133,10 @@ class Lossless(Codec):
     Huffman codes; codes of a fixed width decode faster. Reference: dtcomm.kernels.reference.lossless.
     """
 
+    codec_name: ClassVar[str] = "lossless"
     reference: ClassVar[str] = "lossless"
     has_cuda_kernel: ClassVar[bool] = False
     variable_length: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        return "lossless"
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         self._refuse_layout()
@@ -207,6 +192,7 @@ class Exact(Codec):
     dtcomm.kernels.reference.reproducible.
     """
 
+    codec_name: ClassVar[str] = "exact"
     family: ClassVar[int] = 9
     reference: ClassVar[str] = "reproducible"
     reproducible: ClassVar[bool] = True
@@ -217,11 +203,7 @@ class Exact(Codec):
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in CODE_TYPES:
             raise self._refuse("bits")
-        self._check_block()
-
-    @property
-    def name(self) -> str:
-        return "exact"
+        super().__post_init__()
 
     @property
     def needs_agreement(self) -> bool:

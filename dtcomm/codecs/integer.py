@@ -62,7 +62,7 @@ class Integer(Codec):
         known = isinstance(self.bits, int) and not isinstance(self.bits, bool)
         if not known or not 2 <= self.bits <= 8:
             raise ValueError(f"bits: expected 2 to 8, got {self.bits}")
-        self._check_block()
+        super().__post_init__()
         if not isinstance(self.symmetric, bool):
             raise self._refuse("symmetric")
 
@@ -112,18 +112,12 @@ class Sign(Codec):
     2021. Reference: dtcomm.kernels.reference.integer.
     """
 
+    codec_name: ClassVar[str] = "sign"
     family: ClassVar[int] = 6
     reference: ClassVar[str] = "integer"
     block: int = option(default=256, valid=BLOCKS)
     scale: str = option(default="bf16", choices=("bf16", "fp32"))
     rotate: str = option(default="none", choices=("none", "hadamard"))
-
-    def __post_init__(self) -> None:
-        self._check_block()
-
-    @property
-    def name(self) -> str:
-        return "sign"
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return block_layout(self.block, SCALE_BYTES[self.scale], 1)
@@ -156,6 +150,7 @@ class VariableInteger(Codec):
         5.25
     """
 
+    codec_name: ClassVar[str] = "intv"
     family: ClassVar[int] = 11
     reference: ClassVar[str] = "integer"
     blocks_compete: ClassVar[bool] = True
@@ -165,11 +160,7 @@ class VariableInteger(Codec):
     def __post_init__(self) -> None:
         if isinstance(self.width, bool) or self.width not in MEAN_WIDTHS:
             raise self._refuse("width")
-        self._check_block()
-
-    @property
-    def name(self) -> str:
-        return "intv"
+        super().__post_init__()
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return Layout(

@@ -56,7 +56,7 @@ class Float8(Codec):
     def __post_init__(self) -> None:
         if self.element not in ("e4m3", "e5m2", "e3m4"):
             raise ValueError(f"element: expected e4m3, e5m2 or e3m4, got {self.element}")
-        self._check_block()
+        super().__post_init__()
 
     @property
     def name(self) -> str:
@@ -110,17 +110,14 @@ class Mxfp8(Mx):
     Format: OCP Microscaling Formats (MX) 1.0. Reference: dtcomm.kernels.reference.minifloat.
     """
 
+    codec_name: ClassVar[str] = "mxfp8"
     code_bits: ClassVar[int] = 8
     element: str = option(default="e4m3", choices=("e4m3", "e5m2"))
 
     def __post_init__(self) -> None:
         if self.element not in ("e4m3", "e5m2"):
             raise self._refuse("element")
-        self._check_block()
-
-    @property
-    def name(self) -> str:
-        return "mxfp8"
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +135,14 @@ class Mxfp4(Mx):
     Format: OCP Microscaling Formats (MX) 1.0. Reference: dtcomm.kernels.reference.minifloat.
     """
 
+    codec_name: ClassVar[str] = "mxfp4"
     code_bits: ClassVar[int] = 4
     element: str = "e2m1"
 
     def __post_init__(self) -> None:
         if self.element != "e2m1":
             raise ValueError(f"element: expected e2m1, got {self.element}")
-        self._check_block()
-
-    @property
-    def name(self) -> str:
-        return "mxfp4"
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +165,7 @@ class Nvfp4(Codec):
     dtcomm.kernels.reference.minifloat.
     """
 
+    codec_name: ClassVar[str] = "nvfp4"
     family: ClassVar[int] = 10
     reference: ClassVar[str] = "minifloat"
     element: str = "e2m1"
@@ -178,10 +173,6 @@ class Nvfp4(Codec):
     def __post_init__(self) -> None:
         if self.element != "e2m1":
             raise ValueError(f"element: expected e2m1, got {self.element}")
-
-    @property
-    def name(self) -> str:
-        return "nvfp4"
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return Layout(

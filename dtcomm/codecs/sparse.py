@@ -121,6 +121,7 @@ class TopK(_Sparse):
     positions, is that of DeMo and SparseLoCo. Reference: dtcomm.kernels.reference.sparse.
     """
 
+    codec_name: ClassVar[str] = "topk"
     family: ClassVar[int] = 7
     stores_positions: ClassVar[bool] = True
     scope: str = option(default="granule", choices=SCOPES)
@@ -133,10 +134,6 @@ class TopK(_Sparse):
             raise ValueError(
                 f"topk: option 'values' is {self.values}; valid with scope=tensor: {', '.join(CASTS)}"
             )
-
-    @property
-    def name(self) -> str:
-        return "topk"
 
     @property
     def in_python(self) -> bool:
@@ -204,6 +201,7 @@ class RandK(_Sparse):
     al., "Sparsified SGD with Memory", both NeurIPS 2018. Reference: dtcomm.kernels.reference.sparse.
     """
 
+    codec_name: ClassVar[str] = "randk"
     family: ClassVar[int] = 8
     head: ClassVar[int] = RANDK_HEAD
     positions: str = option(default="own", choices=("own", "shared"))
@@ -227,7 +225,3 @@ class RandK(_Sparse):
         if not self.needs_agreement:
             return super().sum_messages(numel)
         return [(self.kept_in(numel), self.value_codec(), torch.float32)]
-
-    @property
-    def name(self) -> str:
-        return "randk"

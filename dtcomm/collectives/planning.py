@@ -49,18 +49,9 @@ def require_algorithm(
 class Request(NamedTuple):
     """What distinguishes calls that need different plans; it is the key of the plan in ``communicator.plans``.
 
-    Attributes:
-        collective: The collective's name.
-        parts: For each tensor its number of elements (of the whole tensor or of one shard, as in `TensorSpec`), its
-            dtype and its codec.
-        op: The caller's reduction.
-        algorithm: The caller's choice.
-        checksum: Whether payloads carry a checksum; None: the value of DTCOMM_CHECKSUM.
-        root: The rank in the communicator that is the root of a rooted collective.
-        splits: The unequal shards of an all_to_all; see `OpSpec`.
-        feedback: Whether a tensor has a residual.
-        audit: Whether the sum is checked.
-        purpose: Names the stage of a larger operation that this one is, for errors.
+    ``parts`` has for each tensor its number of elements (of the whole tensor or of one shard, as in `TensorSpec`), its
+    dtype and its codec. ``root`` is a rank in the communicator, and ``splits`` are as in `OpSpec`. ``feedback`` says
+    whether a tensor has a residual. ``purpose`` names the stage of a larger operation that this one is, for errors.
     """
 
     collective: str

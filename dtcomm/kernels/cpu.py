@@ -78,13 +78,9 @@ def project_columns(
 
 
 def expand(
-    gradient: torch.Tensor,
-    residual: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    finite: torch.Tensor | None = None,
+    gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
 ) -> None:
-    """:func:`dtcomm.kernels.low_rank.expand`; `finite` is None."""
+    """:func:`dtcomm.kernels.low_rank.expand`, of finite factors."""
     _C.expand(*_matrix(gradient, residual, left, right), left.data_ptr(), right.data_ptr())
 
 

@@ -173,7 +173,8 @@ def run_decode(
     if kernel == dispatch.REFERENCE:
         reference.decode(codec, payload, numel, dtype, out)
     elif kernel == dispatch.PYTHON:
-        _decode_in_torch(codec, payload, numel, out)
+        with torch.inference_mode():
+            out.view(-1).copy_(_decoded(cast(TopK | PythonCodec, codec), payload, numel))
     elif kernel in dispatch.CUDA_KERNELS:
         dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
     else:
@@ -388,11 +389,6 @@ def _combine_in_torch(call: Combine) -> None:
             residual.copy_(torch.where(error.isfinite(), error, residual))
         if call.out is not None:
             call.out.view(-1).copy_(decoded)
-
-
-def _decode_in_torch(codec: Codec, payload: torch.Tensor, numel: int, out: torch.Tensor) -> None:
-    with torch.inference_mode():
-        out.view(-1).copy_(_decoded(cast(TopK | PythonCodec, codec), payload, numel))
 
 
 def _encoded(codec: TopK | PythonCodec, x: torch.Tensor, key: int) -> torch.Tensor:

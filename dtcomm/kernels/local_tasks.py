@@ -29,6 +29,7 @@ from dtcomm.kernels.reference import reproducible, sparse
 from dtcomm.kernels.reference.floats import Floats, canonical, get, put
 from dtcomm.kernels.reference.reproducible import NAN_BLOCK
 from dtcomm.kernels.reference.sparse import ROUNDS, positions
+from dtcomm.streams import copy_to_device
 
 ALL_RANKS = 0xFFFFFFFF  # the rank number in keys that all ranks share
 AUDIT_OK = _C.AUDIT_OK
@@ -406,7 +407,9 @@ def gather_values_in_torch(
     total = _tensor_sum(x, residual)
     finite = torch.isfinite(_rows(total, codec.layout().granule)).all(1)
     taken = floats.index_select(0, indices)
-    values.copy_(torch.where(_per_value(codec, finite, x.numel()), taken, float("nan")))
+    values.copy_(
+        torch.where(_repeat_rows(finite, codec.layout().kept, codec.kept_in(x.numel())), taken, float("nan"))
+    )
     if residual is not None and value_residual is not None:
         value_residual.copy_(residual.index_select(0, indices))
         residual.copy_(torch.where(_per_element(codec, finite, x.numel()), total, residual))
@@ -463,10 +466,6 @@ def _per_element(codec: RandK, granules: torch.Tensor, numel: int) -> torch.Tens
     return _repeat_rows(granules, codec.layout().granule, numel)
 
 
-def _per_value(codec: RandK, granules: torch.Tensor, numel: int) -> torch.Tensor:
-    return _repeat_rows(granules, codec.layout().kept, codec.kept_in(numel))
-
-
 def _repeat_rows(rows: torch.Tensor, length: int, numel: int) -> torch.Tensor:
     """Each element repeated `length` times, cut to `numel` elements."""
     return rows[:, None].expand(-1, length).reshape(-1)[:numel]
@@ -495,12 +494,7 @@ def _value_indices(codec: RandK, key: int, offset: int, like: torch.Tensor) -> t
         return result
     last_key = counter_rng.absorb(first, offset + whole * layout.granule)
     last = torch.from_numpy(positions(last_key, rest, layout.kept_of(rest))) + whole * layout.granule
-    return torch.cat([result, _to_device(last, like)])
-
-
-def _to_device(host: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`host` on the device of `like`, copied without waiting for it."""
-    return host.to(like.device) if like.is_cpu else host.pin_memory().to(like.device, non_blocking=True)
+    return torch.cat([result, copy_to_device(last, like.device)])
 
 
 def _signed(word: int) -> int:

@@ -31,25 +31,8 @@ CHUNK = 1 << 22  # elements of a product that are computed at a time
 _LANES = 16  # partial sums of a dot product
 
 
-class FactorPasses(Protocol):
-    """What implementations for CPU and for CUDA tensors have in common; their arguments are checked."""
-
-    def expand(
-        self,
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        finite: torch.Tensor | None,
-    ) -> None:
-        """See :func:`expand`; on the CPU `finite` is None."""
-
-    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-        """See :func:`orthonormalize_all`. No tensor is empty."""
-
-
-class Passes(FactorPasses, Protocol):
-    """An implementation for CPU tensors: `cpu` or :class:`InNumpy`."""
+class Passes(Protocol):
+    """An implementation for CPU tensors, whose arguments are checked: `cpu` or :class:`InNumpy`."""
 
     def project_rows(
         self, gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
@@ -61,9 +44,30 @@ class Passes(FactorPasses, Protocol):
     ) -> None:
         """See :func:`project_columns`."""
 
+    def expand(
+        self, gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
+    ) -> None:
+        """See :func:`expand`, of finite factors."""
 
-class DevicePasses(FactorPasses, Protocol):
+    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+        """See :func:`orthonormalize_all`. No tensor is empty."""
+
+
+class DevicePasses(Protocol):
     """An implementation for CUDA tensors, but for projections, which are :class:`InTorch`'s: itself or `cuda`."""
+
+    def expand(
+        self,
+        gradient: torch.Tensor,
+        residual: torch.Tensor | None,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        finite: torch.Tensor | None,
+    ) -> None:
+        """See :func:`expand`."""
+
+    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
+        """See :func:`orthonormalize_all`. No tensor is empty."""
 
     def factors_finite(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
         """See :func:`factors_finite`: one bool tensor with an element per matrix."""
@@ -105,12 +109,12 @@ def expand(
     argument.
     """
     _check(gradient, residual, left, right)
-    if finite is not None and gradient.is_cpu:
-        if not finite:
-            gradient.fill_(float("nan"))
-            return
-        finite = None
-    _passes(gradient).expand(gradient, residual, left, right, finite)
+    if not gradient.is_cpu:
+        _device_passes().expand(gradient, residual, left, right, finite)
+    elif finite is None or finite:
+        _host_passes().expand(gradient, residual, left, right)
+    else:
+        gradient.fill_(float("nan"))
 
 
 def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -152,15 +156,12 @@ def orthonormalize_all(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> 
     checked = [(tensor, calls.uint64("key", key)) for tensor, key in zip(vectors, keys) if tensor.numel()]
     if checked:
         tensors, words = zip(*checked)
-        _passes(tensors[0]).orthonormalize(tensors, words)
+        passes = _host_passes() if tensors[0].is_cpu else _device_passes()
+        passes.orthonormalize(tensors, words)
 
 
 def _projections(gradient: torch.Tensor) -> Passes | type[InTorch]:
     return _host_passes() if gradient.is_cpu else InTorch
-
-
-def _passes(tensor: torch.Tensor) -> Passes | DevicePasses:
-    return _host_passes() if tensor.is_cpu else _device_passes()
 
 
 def _host_passes() -> Passes:
@@ -342,13 +343,9 @@ class InNumpy:
 
     @staticmethod
     def expand(
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        finite: torch.Tensor | None = None,
+        gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
     ) -> None:
-        """gradient <- the outer products of the factors, added in order; residual <- the error. `finite` is None."""
+        """gradient <- the outer products of the factors, added in order; residual <- the error."""
         matrix = _matrix(gradient, residual, left.shape[1])
         product = left.numpy()[0][:, None] * right.numpy()[0]
         for p, q in zip(left.numpy()[1:], right.numpy()[1:], strict=True):

@@ -56,15 +56,12 @@ class Hop:
 
     Attributes:
         level: Between which ranks it is, for reports.
-        sent: Number of rows that this rank sends to each rank.
-        received: Number of rows that it receives from each rank.
+        sent, received: Number of rows that this rank sends to each rank, and receives from it.
         send_index: int64 [sum of ``sent``], the source row of each sent row.
         slots: int64 [source rows, columns], the positions of a row's copies among the sent rows, in the order of the
             sum of what comes back; ``sum(sent)`` in columns that are not used.
         begins: bool [source rows, columns]: the copy is the first one of a host. Copies are summed host by host, and
             then the hosts' sums, as a hierarchical dispatch does. None: there is one sum.
-        rank: This rank in the group.
-        group: Process group; None is the default group.
     """
 
     level: str

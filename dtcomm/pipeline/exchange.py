@@ -29,12 +29,7 @@ MAX_IN_FLIGHT = 64  # messages; before sending more, a sender waits for the olde
 
 
 class Link(NamedTuple):
-    """The other end of messages.
-
-    Attributes:
-        peer: Global rank of the stage there.
-        group: Process group that contains both ranks.
-    """
+    """The other end of messages: the global rank of the stage there, and a group that contains both ranks."""
 
     peer: int
     group: dist.ProcessGroup | None

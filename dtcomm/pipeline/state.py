@@ -21,10 +21,7 @@ from dtcomm.pipeline.exchange import Exchange
 class StepTimes:
     """The times of one step on this rank, in seconds; on a CUDA device only the host's, so not those of kernels.
 
-    Attributes:
-        span: From the start of the step to the end of its last computation.
-        forward: Time in forward passes.
-        backward: Time in backward passes.
+    ``span`` is from the start of the step to the end of its last computation.
     """
 
     span: float = 0.0

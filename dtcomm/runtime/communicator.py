@@ -308,9 +308,8 @@ def get_communicator_for(
     group: dist.ProcessGroup | Channel | None, tensor: Any, argument: str
 ) -> Communicator:
     """The group's communicator for the device of ``tensor``; ValueError if that is neither the CPU nor CUDA."""
-    if (
-        not isinstance(tensor, torch.Tensor) or tensor.is_cpu
-    ):  # callers refuse non-tensors with a better message
+    # Callers refuse what is no tensor with a better message.
+    if not isinstance(tensor, torch.Tensor) or tensor.is_cpu:
         return get_communicator(group)
     if isinstance(group, Channel):
         group = group.group
@@ -414,9 +413,8 @@ def sweep() -> None:
     if not _cache:
         return
     groups = torch_compat.all_groups()
-    _drop(
-        lambda entry: entry.reference() not in groups
-    )  # the reference is None once torch has freed the group
+    # The reference is None once torch has freed the group.
+    _drop(lambda entry: entry.reference() not in groups)
 
 
 def release(group: dist.ProcessGroup | None = None) -> None:

@@ -30,16 +30,11 @@ STAGES = ("issued", "started", "done", "failed")
 
 @dataclass
 class FlightEntry:
-    """One operation.
+    """One operation; ``number`` counts those of the communicator from 1.
 
-    Attributes:
-        number: Counts the communicator's operations from 1.
-        text: The operation as error messages show it.
-        details: The operation as JSON values.
-        stage: One of ``STAGES``.
-        issued_ns, started_ns, finished_ns: Times on the clock of ``time.monotonic_ns``; 0 if not reached.
-        waiting_for: The group rank that it waits for, or -1.
-        waited_for: The group ranks that it has waited for.
+    ``text`` is the operation as error messages show it, ``details`` the same as JSON values. Times are on the clock of
+    ``time.monotonic_ns``; 0 if ``stage``, one of ``STAGES``, was not reached. ``waiting_for`` is the group rank that it
+    waits for, or -1, and ``waited_for`` are those that it has waited for.
     """
 
     number: int

@@ -37,15 +37,8 @@ SMALL = "small: predicted to be faster uncompressed"
 class CallKind(NamedTuple):
     """What calls of a layer have in common.
 
-    Attributes:
-        collective: The collective's name.
-        backward: Whether it communicates gradients.
-        codec: What was used.
-        reason: Why nothing was compressed although a codec was asked for, or empty.
-        numel: Elements of the whole tensor, all shards together.
-        dtype: Its dtype.
-        algorithm: The algorithm that was asked for.
-        on_cpu: Whether the tensor was on the CPU.
+    ``codec`` was used; ``reason`` says why nothing was compressed although a codec was asked for, or is empty.
+    ``numel`` counts the elements of the whole tensor, all shards together. ``backward`` calls communicate gradients.
     """
 
     collective: str

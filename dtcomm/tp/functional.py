@@ -188,17 +188,8 @@ def _tp_collective(
 
 
 @_tp_collective.register_fake
-def _(
-    x: torch.Tensor,
-    forward: str,
-    backward: str,
-    codec: str,
-    backward_codec: str,
-    algorithm: str,
-    group: str,
-    latency: bool,
-    dim: int,
-) -> torch.Tensor:
+def _(x: torch.Tensor, forward: str, *options: Any) -> torch.Tensor:
+    *_, group, _, dim = options
     shape = list(x.shape)
     world_size = group_by_name(group).size()
     if forward == "all_gather":

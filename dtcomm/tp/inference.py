@@ -39,12 +39,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class SumChoice:
-    """How `AllReduce` sums a tensor of one size.
+    """How `AllReduce` sums a tensor of one size; ``reason`` says why its codec is not used, or is empty.
 
-    Attributes:
-        codec: The codec of the messages; `none` is uncompressed.
-        algorithm: The algorithm of `dtcomm.all_reduce`. ``"direct"`` is one shot or two, as suits the size.
-        reason: Why the codec is not used, or empty.
+    ``algorithm`` is one of `dtcomm.all_reduce`: ``"direct"`` is one shot or two, as suits the size.
     """
 
     codec: Codec

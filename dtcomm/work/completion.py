@@ -243,9 +243,8 @@ def cancel(ticket: int) -> None:
 
 def _take_finished() -> Callable[[], None] | None:
     while (ticket := _C.next_completion()) is not None:
-        complete = _awaiting_completion.pop(
-            ticket, None
-        )  # None in a forked child: an operation of its parent
+        # None in a forked child: an operation of its parent.
+        complete = _awaiting_completion.pop(ticket, None)
         if complete is not None:
             return complete
     return None

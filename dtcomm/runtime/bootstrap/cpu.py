@@ -259,7 +259,7 @@ class CpuBootstrap:
             return "DTCOMM_RUNTIME=process_group"
         if len(self.groups) > 1 and env.get("DTCOMM_TRANSPORT") == "memory":
             return f"the ranks are on {len(self.groups)} hosts"
-        host = self._ranks_of_this_host()
+        host = next(group for group in self.groups if self.rank in group)
         in_memory = () if env.get("DTCOMM_TRANSPORT") in ("sockets", "ucx") else host
         by_socket = {
             rank: info["listener"]
@@ -413,9 +413,6 @@ class CpuBootstrap:
         transport = GlooTransport(group, self.names, timeout_s, wait_records, streams, has_ended)
         compare = transport.require_same_operation if env.get("DTCOMM_CHECK") == "1" else None
         return TorchDistRuntime(transport, streams or HostStreams(), self.rank, compare=compare)
-
-    def _ranks_of_this_host(self) -> tuple[int, ...]:
-        return next(group for group in self.groups if self.rank in group)
 
     def _private_group(self) -> Any:
         """A group or backend over the same ranks that carries dtcomm's messages alone."""

@@ -186,7 +186,8 @@ class ConnectionKeeper:
             peer = key[0]
             if key not in self._losses:
                 left = self._counts[peer] - sum(of == peer for of, _ in lost)
-                self._losses[key] = _Loss(*key, generation, now, self._first_try(peer, left, now))
+                wait_s = 0.0 if peer < self._rank else ASK_S if left else ASK_CUT_OFF_S
+                self._losses[key] = _Loss(*key, generation, now, now + wait_s)
                 new.setdefault(peer, []).append(why)
             elif self._losses[key].lost_generation != generation:
                 self._losses[key].lost_generation = generation
@@ -199,11 +200,6 @@ class ConnectionKeeper:
                 reasons[0],
                 "it" if len(reasons) == 1 else "them",
             )
-
-    def _first_try(self, peer: int, left: int, now: float) -> float:
-        if peer < self._rank:
-            return now
-        return now + (ASK_S if left else ASK_CUT_OFF_S)
 
     def _try(self, native: _C.NativeCommunicator, loss: _Loss) -> None:
         if not any(lost[:2] == (loss.peer, loss.number) for lost in native.lost_connections()):
@@ -322,9 +318,8 @@ class ConnectionKeeper:
         for loss in self._losses.values():
             if loss.attempt is not None:
                 loss.attempt.close()
-        with contextlib.suppress(
-            OSError, RuntimeError, AttributeError
-        ):  # the thread may have been at work on it
+        # The thread may have been at work on the selector.
+        with contextlib.suppress(OSError, RuntimeError, AttributeError):
             for caller in self._callers():
                 caller.connection.close()
             self._selector.close()

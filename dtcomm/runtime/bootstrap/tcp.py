@@ -99,15 +99,10 @@ class Listener:
 
         Of two ranks the higher one connects to the lower one. A rank makes all its own connections before it accepts
         any, and reads the proofs of those that it called last, so ranks do not wait in a circle. OSError names the peer
-        that cannot be reached.
+        that cannot be reached. It ends after ``timeout_s``, at most 30.
 
-        Args:
-            rank: This rank.
-            listeners: ``info`` of each peer's listener, by rank.
-            names: How errors name each rank.
-            timeout_s: Seconds until all connections must have been made, at most 30.
-            check: Called while it waits; raises what ends the wait.
-            connections: How many connections to make, by rank; equal on both ends. One to ranks that are not named.
+        ``listeners`` are the ``info`` of each peer's listener. ``check`` is called while it waits and raises what ends
+        the wait. ``connections`` says how many to make, by rank, equal on both ends; one to ranks that are not named.
         """
         counts = {peer: (connections or {}).get(peer, 1) for peer in listeners}
         connected: dict[_Key, socket.socket] = {}

@@ -121,17 +121,13 @@ class RoundsPlan:
     """The plan of one operation for one rank.
 
     Attributes:
-        spec, text: The operation, and the same as text.
-        instructions: The rank's program.
-        pieces: The pieces that the tensors are cut into.
-        rounds: The rounds that every piece goes through.
+        rounds: The rounds that every one of ``pieces`` goes through.
         order: (piece, round) in the order in which all ranks hand rounds to the group. Each piece is ``lookahead``
             rounds behind the one before it, and the newest piece comes first, so that its encoding overlaps the
             exchange of the others. A round reads only what earlier rounds of this order have brought, on any rank,
             so ranks cannot wait in a circle.
-        places: For each piece, the byte offset of each payload in the piece's memory.
+        places: For each piece, the byte offset of each payload in the piece's memory of ``memory_bytes``.
         regions: For each piece and round, the regions that are sent and received.
-        memory_bytes: For each piece, the size of its memory.
         residual_reads, residual_writes: Positions of the instructions that read and rewrite the residual.
         fingerprint: A number that makes the tags of different operations differ, so that a message is never received
             into a buffer meant for another operation.
@@ -393,9 +389,8 @@ class Arithmetic:
         self._outputs = [None if part.output is None else _flat(part.output) for part in buffers]
         self._residuals = [None if part.residual is None else _flat(part.residual) for part in buffers]
         self._partial_sums: dict[SliceId, torch.Tensor] = {}
-        self._old_residuals: dict[
-            SliceId, torch.Tensor
-        ] = {}  # of residuals that a partial sum contains already
+        # Of residuals that a partial sum contains already.
+        self._old_residuals: dict[SliceId, torch.Tensor] = {}
 
     def payload(self, piece: int, rank: int, payload_id: int, chunk: int, level: int) -> torch.Tensor:
         """The bytes of a payload of ``rank``, which is an encoding of a chunk for a level."""

@@ -168,13 +168,8 @@ class GlooTransport(Transport):
     Tensors of a device go through host memory: before a send the host waits for the payload alone, and what arrives is
     copied in the stream's order. Torch's allocator of pinned memory keeps a buffer until the copies are done.
 
-    Args:
-        group: A group or backend that carries nothing else.
-        names: How errors name each rank.
-        timeout_s: Seconds that a wait lasts.
-        store: Where ranks record whom they gave up on; None: the group's own store.
-        streams: The streams of the tensors' device; None: CPU tensors.
-        has_ended: Whether the process of a rank is known to have ended.
+    ``store`` is where ranks record whom they gave up on; None: the group's own store. ``streams`` are those of the
+    tensors' device; None: CPU tensors. ``has_ended`` says whether the process of a rank is known to have ended.
     """
 
     name = "gloo"
