@@ -120,7 +120,7 @@ def train_with_bad_loss(rank: int, world_size: int, bad: float, spec: str) -> tu
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("spec", ["none", "fp16", "int8"])
+@pytest.mark.parametrize("spec", ["none", "fp16", "int8", "powersgd:rank=2"])
 def test_nan_and_inf_reach_every_rank_and_are_gone_at_the_next_step(bad: float, spec: str) -> None:
     for finite, residuals_finite in run_ranks(train_with_bad_loss, 2, bad, spec):
         assert finite == [True, False, True, True]

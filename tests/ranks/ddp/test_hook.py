@@ -145,26 +145,6 @@ def test_layers_of_unsupported_dtypes_stay_uncompressed() -> None:
     assert ("float64", "none", "int8 does not take float64") in rows
 
 
-def train_uneven(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
-    """Train rank 1 on twice as many batches as rank 0, which then only joins its collectives."""
-    model = wrapped(**SMALL_BUCKETS)
-    state = ddp.compress(model, "int8")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with model.join():
-        for step in range(3 + 3 * rank):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
-    assert state.error is None
-    return model.module.first.weight.detach().clone(), state.report().messages
-
-
-def test_join_supports_uneven_inputs() -> None:
-    (weight, _), (second_weight, messages) = run_ranks(train_uneven, 2)
-    assert torch.equal(weight, second_weight)  # join() ends with a broadcast from the last rank
-    assert messages >= 6
-
-
 def compare_accumulation(rank: int, world_size: int) -> None:
     ours, plain = wrapped(), wrapped()
     ddp.compress(ours, "none")

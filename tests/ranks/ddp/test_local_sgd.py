@@ -1,4 +1,4 @@
-"""Local SGD: the weights after each average, feedback, checkpoints, the guard."""
+"""Local SGD: when weights are averaged, buffers, the guard. `test_streaming_local_sgd` has weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 from dtcomm.compress.guard import Guard
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
-from tests.support.simulated_ranks import SimulatedRanks
 from tests.unit.ddp.models import Net, backward, wrapped
 
 
@@ -80,85 +78,6 @@ def test_ranks_average_after_each_step_of_the_warm_up_and_then_every_third_step(
         assert same == [False, True, False]
 
 
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "int4": ("int4", {}),
-    "topk, bf16": ("topk:ratio=0.05", {"residual": "bf16"}),
-    "EF21": ("int2", {"feedback": "ef21"}),
-    "PowerSGD": ("powersgd:rank=2", {}),
-    "no feedback": ("int4", {"feedback": False}),
-}
-
-
-def compare_to_reference(rank: int, world_size: int, spec: str, options: dict[str, Any], outer: bool) -> None:
-    """Compare with a reference: differences of all ranks, averaged in a loop and applied by the outer optimiser."""
-    model = make_net()
-    start = [parameter.detach().clone() for parameter in model.parameters()]
-    named_parameters = list(model.named_parameters())
-
-    def momentum(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
-
-    local = LocalSGD(
-        model,
-        4,
-        spec,
-        algorithm="one_shot",
-        outer=momentum if outer else None,
-        bucket_bytes=12_000,
-        **options,
-    )
-    run = SimulatedRanks(spec, world_size, named_parameters, **options)
-    theirs = momentum(start)
-    for sync in range(4):
-        train(model, local, rank, range(4 * sync, 4 * sync + 3))
-        # The last step by hand, so that the weights before the average can be seen.
-        train(model, None, rank, range(4 * sync + 3, 4 * sync + 4))
-        differences: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-        for common, (_, parameter) in zip(start, named_parameters):
-            for of_rank, weight in zip(differences, from_all_ranks(parameter.detach())):
-                of_rank.append(common - weight)
-        means = run.average(differences)
-        assert local.step()
-        assert len(local._buckets) > 1
-        for common, mean in zip(start, means):
-            if outer:
-                common.grad = mean.clone()
-            else:
-                common -= mean
-        if outer:
-            theirs.step()
-        for (name, parameter), common in zip(named_parameters, start):
-            assert torch.equal(parameter, common), (sync, name)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_equal_the_reference_algorithm_bit_for_bit(kind: str) -> None:
-    run_ranks(compare_to_reference, 2, *KINDS[kind], kind == "int4")
-
-
-def compare_resumed(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> bool:
-    """Return whether a run that stopped between two averages and continued in another model has the same weights."""
-
-    def outer(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(tensors, lr=0.7, momentum=0.9)
-
-    uninterrupted, first, second = make_net(), make_net(), make_net(seed=7)
-    train(uninterrupted, LocalSGD(uninterrupted, 3, spec, outer=outer, **options), rank, range(11))
-    local = LocalSGD(first, 3, spec, outer=outer, **options)
-    train(first, local, rank, range(5))
-    state, values = local.state_dict(), first.state_dict()
-    local = LocalSGD(second, 3, spec, outer=outer, **options)
-    second.load_state_dict(values)
-    local.load_state_dict(state)
-    train(second, local, rank, range(5, 11))
-    return torch.equal(weights(uninterrupted), weights(second))
-
-
-@pytest.mark.parametrize("kind", ["topk, bf16", "EF21", "PowerSGD"])
-def test_a_resumed_run_continues_bit_for_bit(kind: str) -> None:
-    assert run_ranks(compare_resumed, 2, *KINDS[kind]) == [True] * 2
-
-
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,28 +103,6 @@ def test_running_means_are_averaged_and_the_report_says_what_was_sent() -> None:
         assert "a buffer" in text
         assert "4 steps, 2 messages" in text
         assert "of common weights" in text
-
-
-def train_with_nan(rank: int, world_size: int) -> tuple[str, bool, bool]:
-    model = make_net()
-    local = LocalSGD(model, 2, "int8")
-    train(model, local, rank, range(2))
-    good = weights(model)
-    with torch.no_grad():
-        if rank == 1:
-            model.first.weight[3, 5] = float("nan")
-    with pytest.raises(FloatingPointError) as error:
-        local.sync()
-    restored = torch.equal(good, weights(model))
-    train(model, local, rank, range(2, 6))
-    return str(error.value), restored, bool(torch.isfinite(weights(model)).all())
-
-
-def test_after_nan_all_ranks_have_the_weights_of_the_last_average() -> None:
-    for message, restored, finite in run_ranks(train_with_nan, 2):
-        assert "after 2 steps: a rank sent NaN or Inf" in message
-        assert restored
-        assert finite
 
 
 class Uneven(nn.Module):
@@ -257,24 +154,6 @@ def test_the_guard_acts_on_averages() -> None:
     events, codecs = results[0]
     assert set(events[:-1]) == {"harm  raise"} and events[-1] == "loss  none"
     assert set(codecs.values()) == {"int4"}
-
-
-def check_refusals(rank: int, world_size: int) -> None:
-    for arguments, says in (
-        ({"every": 0}, "every=0: expected 1 or more"),
-        ({"spec": "dgc"}, "dgc has a momentum for gradients"),
-        ({"feedback": "ef20"}, "feedback: 'ef20'"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            LocalSGD(make_net(), **arguments)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="outer: expected a function that makes an optimizer, got int"):
-        LocalSGD(make_net(), 2, "int8", outer=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="got DistributedDataParallel"):
-        LocalSGD(DistributedDataParallel(make_net()))
-
-
-def test_invalid_arguments_are_named() -> None:
-    run_ranks(check_refusals, 2)
 
 
 def compare_single_rank(rank: int, world_size: int, spec: str, options: dict[str, Any]) -> float:

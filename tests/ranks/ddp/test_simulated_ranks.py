@@ -23,6 +23,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "EF21": ("topk:ratio=0.05", {"feedback": "ef21"}),
     "DIANA": ("int4:round=stochastic", {"feedback": "diana"}),
     "EF21 of factors": ("powersgd:rank=2,factors=int8", {"feedback": "ef21"}),
+    "PowerSGD": ("powersgd:rank=4", {}),
+    "one factor at a time": ("powersgd:rank=2,alternate=true", {}),
     "shared positions": ("randk:ratio=0.05,positions=shared", {"seed": 3}),
     "DGC": ("dgc:ratio=0.02,clip=0.5,warmup=4", {}),
     "DGC in bf16": ("dgc:ratio=0.02,warmup=3,values=int4", {"residual": "bf16"}),
@@ -101,7 +103,7 @@ def train_and_compare_ranks(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["in 8 bit", "EF21", "DGC"])
+@pytest.mark.parametrize("kind", ["in 8 bit", "EF21", "PowerSGD", "one factor at a time", "DGC"])
 def test_weights_stay_equal_on_all_ranks(mode: str, kind: str) -> None:
     assert run_ranks(train_and_compare_ranks, 2, *KINDS[kind], mode) == [True] * 2
 

@@ -101,35 +101,6 @@ def test_feedback_conserves_mass() -> None:
     run_ranks(check_mass, 2)
 
 
-def compare_resumed(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (ranks,))
-    codecs: dict[str, Any] = {"gradients": "int8:round=stochastic", "feedback": True}
-    uninterrupted = sharded(mesh)
-    fsdp.compress(uninterrupted, **codecs)
-    first, second = sharded(mesh), sharded(mesh)
-    state = fsdp.compress(first, **codecs)
-    resumed_state = fsdp.compress(second, **codecs)
-
-    def step(model: nn.Module, number: int) -> None:
-        model.zero_grad()
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
-        model(x).square().mean().backward()
-
-    for number in range(4):
-        step(uninterrupted, number)
-    for number in range(2):
-        step(first, number)
-    resumed_state.load_state_dict(state.state_dict())
-    for number in range(2, 4):
-        step(second, number)
-    for a, b in zip(uninterrupted.parameters(), second.parameters()):
-        assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
-
-
-def test_a_resumed_run_continues_bit_for_bit() -> None:
-    run_ranks(compare_resumed, 2)
-
-
 def train_fsdp1(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
     results = []
     for compressed in (False, True):

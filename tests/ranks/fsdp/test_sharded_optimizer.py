@@ -158,18 +158,11 @@ def test_bf16_parameters() -> None:
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stage": 3}, ValueError, "stage: expected 1 or 2, got 3"),
     ({"bucket_bytes": "25MiB"}, TypeError, "bucket_bytes: expected an integer, got '25MiB'"),
-    ({"gradients": "delta:int8"}, ValueError, "gradients: 'delta:' is not valid here"),
-    ({"gradients": "intt8"}, ValueError, r"gradients: unknown codec or prefix 'intt8'.*did you mean 'int8'"),
     ({"gradients": "auto"}, ValueError, "gradients: 'auto' is for dtcomm.ddp.compress"),
     (
         {"gradients": "topk", "feedback": False},
         ValueError,
         "gradients: topk loses 96%.*use feedback=True, which keeps",
-    ),
-    (
-        {"parameters": "topk"},
-        ValueError,
-        "parameters: topk loses 96% of the parameters.*allow_inaccurate=True allows",
     ),
     ({"parameters": "delta:sign"}, ValueError, "parameters: sign loses 60% of each difference"),
     (
@@ -183,9 +176,6 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"feedbak: neither an argument of .* nor an option of SGD.*'feedback'",
     ),
     ({"momentun": 0.9}, TypeError, r"momentun: neither .*did you mean 'momentum'"),
-    ({"feedback": "ef21"}, ValueError, "feedback: 'ef21' is for dtcomm.ddp.compress"),
-    ({"guard": True}, TypeError, r"guard: expected a Guard or None, got bool; Guard\(\) has"),
-    ({"sample_every": -1}, ValueError, "sample_every: expected 0"),
     ({"exclude": "blocs.0"}, ValueError, r"exclude: 'blocs.0' matches no parameter.*did you mean 'blocks.0'"),
     ({"allow_inaccurate": 1}, TypeError, "allow_inaccurate: expected a bool, got int"),
 ]

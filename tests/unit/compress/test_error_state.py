@@ -48,12 +48,6 @@ def test_mass_is_conserved_to_the_rounding_of_stored_residuals(spec: str, form: 
         old = new
 
 
-def test_simulated_ranks_of_two_levels_use_the_codec_inside_a_host() -> None:
-    levels, inside = SimulatedRanks("int8/int4", 2, LAYER), SimulatedRanks("int8", 2, LAYER)
-    for step in range(3):
-        assert torch.equal(levels.average(gradients(2, step))[0], inside.average(gradients(2, step))[0])
-
-
 @pytest.mark.parametrize(("form", "max_bytes_per_element"), [("fp32", 4.0), ("bf16", 2.01), ("int8", 1.1)])
 def test_the_memory_of_residuals_is_reported(form: str, max_bytes_per_element: float) -> None:
     run = SimulatedRanks("int4", 2, LAYER, residual=form)

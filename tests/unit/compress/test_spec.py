@@ -62,6 +62,10 @@ def test_options_of_powersgd_may_follow_the_codec_of_its_factors() -> None:
         ("dgc:warmup=soon", "option 'warmup' is 'soon'; valid: 0 or more steps"),
         ("dgc:values=int9", "option 'values' is int9"),
         ("powersgd:rank=2,factors=", "powersgd: option 'factors='; valid: rank=1 to 64"),
+        ("powersgd:rank=0", "rank is 0; valid: 1 to 64"),
+        ("powersgd:rang=2", "option 'rang=2'; valid: rank"),
+        ("powersgd:rank=2,factors=int9", "unknown codec 'int9'"),
+        ("power", "unknown codec or compressor 'power'"),
         ("powersgd:factors=int8:block=64,rung=2", "int8: unknown option 'rung'"),
     ],
 )
