@@ -319,6 +319,8 @@ class BucketAverager:
     @functools.cached_property
     def staged_group(self) -> Any:
         """The group of collectives that a `StageScheduler` starts from its thread."""
+        if not dist.is_initialized():  # simulated ranks have a collective of their own
+            return self._group
         return channel(self._group, self._channel_number or next_channel(self._group))
 
     def level_shares(self, buffer: torch.Tensor) -> LevelShares:
