@@ -63,37 +63,28 @@ def run(
     communicator = get_communicator(group)
     if schedule.ranks != communicator.size:
         raise ValueError(f"schedule: is for {schedule.ranks} ranks, the group has {communicator.size}")
-    options: dict[str, Any] = {
-        "codec": codec,
-        "algorithm": schedule,
-        "group": group,
-        "async_op": async_op,
-        "seed": seed,
-        "residual": residual,
-        "checksum": checksum,
-    }
+    options = dict[str, Any](codec=codec, algorithm=schedule, group=group, async_op=async_op)
+    options.update(seed=seed, residual=residual, checksum=checksum)
     root = communicator.ranks[schedule.root]
     if schedule.collective in ("all_reduce", "broadcast", "reduce") and input is not None:
         raise ValueError(f"input: {schedule.collective} works on tensor in place; pass None")
     # The collectives themselves check that the tensors they need are given.
     target: Any = tensor
     source: Any = input
-    work: Work | None
     match schedule.collective:
         case "all_reduce":
-            work = all_reduce(target, op, **options)
+            return all_reduce(target, op, **options)
         case "broadcast":
-            work = broadcast(target, root, **options)
+            return broadcast(target, root, **options)
         case "reduce":
-            work = reduce(target, root, op, **options)
+            return reduce(target, root, op, **options)
         case "reduce_scatter":
-            work = reduce_scatter(target, source, op, **options)
+            return reduce_scatter(target, source, op, **options)
         case "all_gather":
-            work = all_gather(target, source, **options)
+            return all_gather(target, source, **options)
         case "gather":
-            work = gather(source, tensor, root, **options)
+            return gather(source, tensor, root, **options)
         case "scatter":
-            work = scatter(target, source, root, **options)
+            return scatter(target, source, root, **options)
         case _:
-            work = all_to_all(target, source, **options)
-    return work
+            return all_to_all(target, source, **options)

@@ -359,14 +359,12 @@ class DeviceGroup:
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group, self._device = group, device
         communicator = self._communicator()
-        communicator.connect()
         self.rank, self.size = communicator.rank, communicator.size
 
     @property
     def runtime(self) -> tuple[str, str]:
         """The name of what executes operations, and why."""
         communicator = self._communicator()
-        communicator.connect()
         return communicator.runtime.name, communicator.runtime_reason
 
     def sum_into(self, out: Tensor, inp: Tensor, codec: Codec, algorithm: str) -> None:
@@ -380,12 +378,12 @@ class DeviceGroup:
 
     def why_no_fused_kernel(self, codec: Codec, numel: int, dtype: torch.dtype, algorithm: str) -> str:
         """Return why fused CUDA kernels do not serve a sum; empty if they do. Equal on all ranks."""
-        communicator = self._communicator()
-        communicator.connect()
-        return why_no_fused_kernel(communicator, numel, dtype, codec, algorithm)
+        return why_no_fused_kernel(self._communicator(), numel, dtype, codec, algorithm)
 
     def _communicator(self) -> Communicator:
-        return get_communicator_for_device(self._group, self._device)
+        communicator = get_communicator_for_device(self._group, self._device)
+        communicator.connect()
+        return communicator
 
 
 class Announcement:
