@@ -388,7 +388,10 @@ class Coordinator:
                 return
             member.request, member.ok = request, bool(message.get("ok", True))
             self._settle()
-        elif request != "ping":
+        elif request == "ping":  # a member gives up a coordinator that is silent
+            if member.connection is not None:
+                member.connection.write({"pong": True})
+        else:
             raise ValueError(f"an unknown request: {request!r}")
 
     def _remove_lost(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtcomm.errors import DtcommError, JoinRefused, PeerLost
@@ -145,7 +145,7 @@ class Member:
                 self._drop(error)
                 if isinstance(error, JoinRefused):
                     return
-                select.select([self._wake], [], [], _RETRY_SECONDS)
+                wait_readable([self._wake], _RETRY_SECONDS)
 
     def _drop(self, error: Exception) -> None:
         """Forget the connection, which has ended with an error."""
@@ -169,14 +169,22 @@ class Member:
         """Take one answer, or tell that this rank lives if there is none for a while."""
         if connection is None:
             return
-        readable, _, _ = select.select([connection.socket, self._wake], [], [], _PING_SECONDS)
+        readable = wait_readable([connection.socket, self._wake], _PING_SECONDS)
         if self._wake in readable:
             return
         if not readable:
+            silent_s = time.monotonic() - connection.heard
+            if silent_s > max(
+                self._timeout_s, 2 * _PING_SECONDS
+            ):  # it is stopped, or the network drops everything
+                raise ConnectionError(f"nothing has come from it for {silent_s:.0f} s")
             with self._changed:
                 connection.send({"request": "ping", "steps": 0})
             return
         message = connection.receive()
+        connection.heard = time.monotonic()
+        if "pong" in message:
+            return
         if "refused" in message:
             raise JoinRefused(f"{self._address} refused this rank: {message['refused']}")
         with self._changed:
@@ -200,12 +208,23 @@ class Member:
         return connection
 
 
+def wait_readable(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.socket]:
+    """Return the sockets that can be read, after at most ``timeout_s``; unlike select with descriptors above 1,023."""
+    with selectors.DefaultSelector() as selector:
+        for each in sockets:
+            selector.register(each, selectors.EVENT_READ)
+        return [
+            key.fileobj for key, _ in selector.select(timeout_s) if isinstance(key.fileobj, socket.socket)
+        ]
+
+
 class _Connection:
     """An authenticated connection to the coordinator."""
 
     def __init__(self, address: str, host: str, port: int, timeout_s: float) -> None:
         self._address = address
         self.socket = socket.create_connection((host, port), timeout=timeout_s)
+        self.heard = time.monotonic()  # when the last message came
         _configure(self.socket)
 
     def introduce(self, hello: Mapping[str, Any]) -> None:

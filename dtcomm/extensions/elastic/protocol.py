@@ -28,7 +28,7 @@ from typing import Any
 
 from dtcomm.runtime.bootstrap.tcp import PROOF_BYTES, is_proof, prove
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE = 1 << 20
 HEAD = struct.Struct(f"<I{PROOF_BYTES}s")
 COORDINATOR, MEMBER = b"coordinator", b"member"  # who sends

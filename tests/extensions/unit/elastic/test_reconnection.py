@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import re
+import resource
+import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dtcomm.errors import JoinRefused, PeerLost
+from dtcomm.extensions.elastic import member as member_module
 from dtcomm.extensions.elastic.coordinator import Coordinator
 from dtcomm.extensions.elastic.member import Member
 from dtcomm.extensions.elastic.protocol import Verdict
@@ -201,3 +207,33 @@ def test_a_coordinator_that_does_not_come_back_is_named(threads: ThreadPoolExecu
         with pytest.raises(PeerLost, match=rf"{group.coordinator.address} is gone for more than 0.6 s"):
             group.members[1].vote(True, 8)
         assert 0.3 < time.monotonic() - start < 10
+
+
+def test_a_coordinator_that_is_stopped_with_its_connections_open_is_given_up(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_PING_SECONDS", "_RECONNECT_SECONDS"):
+        monkeypatch.setattr(member_module, name, 0.1)
+    with Group(threads, patience_s=1.0) as group:
+        goes_on = threading.Event()
+        group.coordinator._loop.call_soon_threadsafe(goes_on.wait)
+        try:
+            with pytest.raises(PeerLost, match=re.escape(group.members[1]._address)):
+                group.members[1].vote(True, 8)
+        finally:
+            goes_on.set()
+
+
+def test_descriptors_above_those_of_select_are_waited_for() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    near, far = socket.socketpair()
+    try:
+        with socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD, 1100)) as high:
+            assert member_module.wait_readable([high], 0) == []
+            far.send(b"x")
+            assert member_module.wait_readable([high], 10) == [high]
+    finally:
+        near.close()
+        far.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
