@@ -79,6 +79,7 @@ class TensorReader {
       if (tensor.strides && tensor.shape[i] != 1 && tensor.strides[i] != numel) return false;
       numel *= tensor.shape[i];
     }
+    if (!tensor.data && numel) return false;  // its storage was freed
     view.data = static_cast<std::uint8_t*>(tensor.data) + tensor.byte_offset;
     view.numel = static_cast<std::size_t>(numel);
     view.bytes = view.numel * tensor.bits / 8;

@@ -138,10 +138,18 @@ def unsupported_reason(*tensors: torch.Tensor) -> str:
 MAX_RETAINED_BYTES = 64 * 2**20  # the largest staging buffer that is kept between calls
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a functional collective has given, once it is complete; other tensors unchanged."""
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor
+        completed: torch.Tensor = tensor.trigger_wait()
+        return completed
+    return tensor
+
+
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as one contiguous dimension: a view if the tensor is contiguous, otherwise a copy."""
     # reshape alone returns a view with gaps for a column of a matrix
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return plain(tensor).detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:

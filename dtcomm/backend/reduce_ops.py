@@ -18,6 +18,7 @@ from dtcomm.backend.process_group_base import (
     flatten,
     is_async,
     joined,
+    plain,
     require_alike,
     root_rank,
     unsupported_reason,
@@ -75,7 +76,7 @@ class ReduceOps(ProcessGroupBase):
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
         op = _reduce_op(opts)
-        tensor = tensors[0]
+        tensor = plain(tensors[0])
         name = _NATIVE_OPS.get(hash(op))
         if (
             name is None

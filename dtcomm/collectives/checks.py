@@ -61,7 +61,7 @@ def require_type(tensor: Any, argument: str) -> None:
 
 
 def require_tensor(tensor: Any, argument: str) -> None:
-    """Check that the argument is a dense tensor of a dtype that can be sent."""
+    """Check that the argument is a dense tensor of a dtype that can be sent, in memory of its own."""
     require_type(tensor, argument)
     if tensor.layout is not torch.strided:
         raise ValueError(
@@ -71,6 +71,21 @@ def require_tensor(tensor: Any, argument: str) -> None:
     if tensor.dtype not in ELEMENT_TYPES:
         valid = ", ".join(map(_dtype_name, ELEMENT_TYPES))
         raise TypeError(f"{argument}: dtype {tensor.dtype} is not one of {valid}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{argument}: is a lazy view; pass {argument}.resolve_conj().resolve_neg()")
+    if tensor.numel() and not tensor.is_meta and not has_memory(tensor):
+        raise TypeError(
+            f"{argument}: a {type(tensor).__name__} without memory of its own cannot be sent; pass the tensor that it "
+            f"wraps, as {argument}.to_local() of a DTensor"
+        )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory of its own: wrappers (DTensor), fake and freed tensors have none."""
+    try:
+        return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() != 0
+    except RuntimeError:  # torch refuses to say where a tensor without storage lies
+        return False
 
 
 def in_memory(tensor: torch.Tensor, argument: str) -> torch.Tensor:

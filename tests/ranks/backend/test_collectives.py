@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import dtcomm
 from dtcomm.launch.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -206,3 +210,26 @@ def compare(rank: int, world_size: int) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_results_equal_those_of_gloo(ranks: int) -> None:
     assert run_ranks(compare, ranks, backend="dtcomm") == [[]] * ranks
+
+
+def reduce_unusual_tensors(rank: int, world_size: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    for _ in range(3):
+        dist.all_reduce(torch.ones(8))  # from now on such calls take the short way
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    sharded = distribute_tensor(torch.ones(8), mesh, [Shard(0)])
+    for tensor, error in ((freed, "tensor"), (sharded, "to_local")):
+        for call in (dist.all_reduce, dtcomm.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
+            with pytest.raises(TypeError, match=error):
+                call(tensor)
+    summed = functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD)
+    dist.all_reduce(summed)
+    other = functional.all_reduce(torch.ones(8), "sum", dist.group.WORLD)
+    gathered = torch.empty(8 * world_size)
+    dist.all_gather_into_tensor(gathered, other)
+    return [*summed.tolist(), *gathered.tolist()]
+
+
+def test_tensors_without_memory_are_refused_and_results_of_functional_collectives_taken() -> None:
+    assert run_ranks(reduce_unusual_tensors, 2, backend="dtcomm") == [[4.0] * 8 + [2.0] * 16] * 2
