@@ -156,6 +156,8 @@ def compress(
     config = getattr(model, "config", None)
     layers: dict[str, ShardedModule] = {}
     for name, (module, entry) in modules.items():
+        if entry.kind not in ("experts", "replicated"):  # those run the module's own forward
+            _require_plain(model, module, name)
         shared["codec"] = NONE if name in excluded else parse_codec(entry.codec or forward)
         if entry.kind == "vocabulary":
             layers[name] = _sharded_embedding(module, name, shared)
@@ -222,6 +224,29 @@ def _excluded_layers(patterns: str | Sequence[str], layers: Iterable[str]) -> di
         for rule in rules
         if fnmatchcase(weight, str(rule.name))
     }
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _require_plain(model: nn.Module, module: nn.Module, name: str) -> None:
+    """Check that weight and bias are all that a module is: a layer that is made of them drops the rest."""
+    problem = ""
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        problem = "has hooks, which the new layer would not call; register them after compress"
+    elif "forward" in vars(module) or (
+        isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    ):
+        problem = f"({type(module).__name__}) has a forward of its own, which the new layer would not run"
+    elif getattr(module, "max_norm", None) is not None:
+        problem = "has a max_norm, which the new layer would not apply"
+    else:
+        weight = getattr(module, "weight", None)
+        others = [path for path, other in model.named_modules() if getattr(other, "weight", None) is weight]
+        if weight is not None and len(others) > 1:
+            problem = f"shares its weight with {', '.join(set(others) - {name})}; the new layers would not"
+    if problem:
+        raise ValueError(f"plan: {name} {problem}. Leave it out of the plan, or give it a layer of its own")
 
 
 def _sharded_embedding(module: nn.Module, name: str, options: dict[str, Any]) -> ShardedModule:

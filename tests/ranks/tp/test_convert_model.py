@@ -29,6 +29,11 @@ class SmallModel(nn.Module):
         return out
 
 
+class Adapted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.mean(-1, keepdim=True)
+
+
 PLAN = {"embed": "vocabulary", "up": "column", "down": "row", "head": "column_gather"}
 
 
@@ -164,6 +169,17 @@ def check_refusals(rank: int, ranks: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tp.compress(model, None, plan=plan)
+    for part, change in {
+        "up": lambda model: model.up.register_forward_hook(lambda module, inputs, output: 2 * output),
+        "down": lambda model: model.down.register_full_backward_hook(lambda module, inputs, outputs: None),
+        "head": lambda model: setattr(model, "head", Adapted(16, 40)),
+        "embed": lambda model: setattr(model.embed, "max_norm", 1.0),
+        "head|embed": lambda model: setattr(model.head, "weight", model.embed.weight),
+    }.items():
+        changed = SmallModel()
+        change(changed)
+        with pytest.raises(ValueError, match=f"plan: ({part}) "):
+            tp.compress(changed, None, "none", PLAN)
     assert {name: type(module) for name, module in model.named_modules()} == types_before
     odd = tiny_model("llama")
     odd.config.num_key_value_heads = 3
