@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -102,6 +103,7 @@ class Attached(SavedWithFramework, Generic[S]):
         self._integration = integration
         self._processes = 0
         self._model: torch.nn.Module | None = None
+        self._compressed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._obstacle = ""
 
     @property
@@ -158,7 +160,7 @@ class Attached(SavedWithFramework, Generic[S]):
     def model_is_wrapped(self, model: Any) -> None:
         """Compress a model that the framework has just wrapped, unless that has been done."""
         model = torch_compat.original_module(model)  # torch.compile's wrapper is the outer one
-        if not isinstance(model, torch.nn.Module) or model is self._model:
+        if not isinstance(model, torch.nn.Module) or model in self._compressed:
             return
         if not self._integration.accepts(model):
             if (obstacle := self._integration.obstacle(model)) and obstacle != self._obstacle:
@@ -172,6 +174,7 @@ class Attached(SavedWithFramework, Generic[S]):
             )
         self._current = self._integration.compress(model)
         self._model = model
+        self._compressed.add(model)
         if self._folder_to_load is not None:
             self.load(self._folder_to_load)
 

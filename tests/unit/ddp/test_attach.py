@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import ddp
 
@@ -101,3 +103,16 @@ def test_one_process_says_that_it_does_not_use_a_saved_state(
     (tmp_path / "dtcomm" / "rank0-of-2.pt").write_bytes(b"")
     accelerator.hooks["load"]([], str(tmp_path))
     assert "is not used, and the residuals in it are lost" in caplog.text
+
+
+def test_each_of_several_models_is_compressed_once() -> None:
+    accelerator = fake_accelerator()
+    accelerator.prepare_model = DistributedDataParallel
+    accelerator.prepare = lambda *models: tuple(accelerator.prepare_model(model) for model in models)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp.attach(accelerator, "int8")
+        first, second = accelerator.prepare(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        assert [len(model._comm_hooks) for model in (first, second)] == [1, 1]
+    finally:
+        dist.destroy_process_group()
