@@ -141,6 +141,7 @@ class LocalSGD(Reporting):
         self._algorithm, self._schemes, self._guard = algorithm, schemes, guard
         self._averager = self._make_averager(options["seed"])
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         if not self._weights:
             raise ValueError("model: has no parameters that require gradients")
         self._float_buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
@@ -373,6 +374,11 @@ class LocalSGD(Reporting):
     @torch.no_grad()
     def _start(self, fragments: Sequence[Fragment], due: int) -> PendingAverage:
         """Start to average fragments: the first stage of each of their buckets is in flight."""
+        if thawed := [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
+            raise ValueError(
+                f"model: {', '.join(thawed)} did not require gradients when this LocalSGD was made, so it is not "
+                "averaged; make a new LocalSGD after layers are unfrozen"
+            )
         self._monitor.begin_step(self.syncs)
         self._update_layouts()
         messages = [(fragment, *bucket) for fragment in fragments for bucket in fragment.buckets]

@@ -184,3 +184,19 @@ def compare_single_rank(rank: int, world_size: int, spec: str, options: dict[str
 )
 def test_compression_on_a_single_rank_changes_nothing(spec: str, options: dict[str, Any]) -> None:
     assert run_ranks(compare_single_rank, 1, spec, options)[0] < 1e-6
+
+
+def average_thawed(rank: int, world_size: int) -> None:
+    model = Net()
+    model.first.requires_grad_(False)
+    local = LocalSGD(model, every=2, spec="none")
+    assert not local.step()
+    assert local.step()
+    model.first.requires_grad_(True)
+    assert not local.step()
+    with pytest.raises(ValueError, match=r"first\.weight, first\.bias"):
+        local.step()
+
+
+def test_layers_that_are_unfrozen_later_are_named() -> None:
+    run_ranks(average_thawed, 2)
