@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dtcomm import ddp
 from dtcomm.codecs import codec
 from dtcomm.compress.guard import KINDS, Event, Guard, finer, residual_limit
 from dtcomm.compress.measurements import ErrorSample
@@ -198,3 +199,9 @@ def test_finer_powersgd_has_a_higher_rank() -> None:
 def test_invalid_guard_options_are_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Guard(**options)
+
+
+@pytest.mark.parametrize("guard", [None, Guard()])
+def test_a_loss_in_text_is_refused(guard: Guard | None) -> None:
+    with pytest.raises(TypeError, match="loss"):
+        ddp.State("int8", guard=guard).observe("0.3")  # type: ignore[arg-type]
