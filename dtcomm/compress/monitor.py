@@ -140,7 +140,8 @@ class Monitor:
 
     def observe_loss(self, loss: float | torch.Tensor) -> None:
         """Record this step's loss on this rank; a tensor on a device is not read by the host."""
-        if isinstance(loss, str):  # float() would take it
+        given: object = loss
+        if isinstance(given, str):  # float() would take it
             raise TypeError(f"loss: expected a number or a tensor, got {loss!r}")
         if self.guard is None:
             return
