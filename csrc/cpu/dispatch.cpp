@@ -5,7 +5,8 @@
 namespace dtcomm {
 
 extern const Kernels kGenericKernels;
-#if defined(__x86_64__)
+#if defined(DTCOMM_GENERIC_ONLY)
+#elif defined(__x86_64__)
 extern const Kernels kAvx512VbmiKernels;
 extern const Kernels kAvx512Kernels;
 extern const Kernels kAvx2Kernels;
@@ -15,7 +16,8 @@ extern const Kernels kNeonKernels;
 
 const Kernels* const* all_kernels() {
   static const Kernels* const kAll[] = {
-#if defined(__x86_64__)
+#if defined(DTCOMM_GENERIC_ONLY)
+#elif defined(__x86_64__)
       &kAvx512VbmiKernels, &kAvx512Kernels, &kAvx2Kernels,
 #elif defined(__aarch64__)
       &kNeonKernels,

@@ -85,9 +85,9 @@ float quantize(const float* x, std::size_t n, bool to_int8, std::uint8_t* codes)
 }
 
 // The runs as one stream of decoded elements.
-class Stream {
+class DecodedRuns {
  public:
-  Stream(const Kernels& kernels, const Codec& codec, DType dtype, const std::vector<PayloadRun>& runs)
+  DecodedRuns(const Kernels& kernels, const Codec& codec, DType dtype, const std::vector<PayloadRun>& runs)
       : kernels_(kernels),
         codec_(codec),
         dtype_(dtype),
@@ -204,7 +204,7 @@ void epilogue(const Kernels& kernels, const Codec& codec, const std::vector<Payl
   std::size_t numel = 0;
   for (const PayloadRun& run : runs) numel += run.numel;
   const std::size_t features = call.features, rows = features ? numel / features : 0;
-  Stream decoded(kernels, codec, call.dtype, runs);
+  DecodedRuns decoded(kernels, codec, call.dtype, runs);
   const Rows each(kernels, call);
   std::vector<float> row(features);
   for (std::size_t at = 0; at < rows * features; at += features) {

@@ -32,7 +32,7 @@ def test_triton_runs_in_the_interpreter() -> None:
 @pytest.mark.parametrize("codec", codecs_with_option_sets(), ids=str)
 def test_every_option(codec: Codec) -> None:
     tile = max(launch.TILE, codec.granularity)
-    n = tile + codec.granularity + 37 if tile < 4096 else tile + 37
+    n = tile + 37
     compare(codec, mixed(n, seed=1), mixed(n, seed=2), ["triton"])
 
 
@@ -145,7 +145,7 @@ def test_alignment_and_aliased_arguments(codec: Codec) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "features", "dtype"),
-    [(1, 1, torch.float32), (9, 40, torch.bfloat16), (2, 64, torch.float32), (2, 100, torch.float16)],
+    [(1, 1, torch.float32), (9, 40, torch.bfloat16), (2, 64, torch.float32), (2, 20, torch.float16)],
 )
 def test_epilogue(rows: int, features: int, dtype: torch.dtype) -> None:
     """Bias, residual and norm, of payloads and of unencoded sums."""
