@@ -16,15 +16,11 @@ class FusedPlan:
         ranks: int,
         first_rank: int,
         local_ranks: int,
-        buffer_layout: tuple[int, int, int],
+        buffer_layout: tuple[int, int],
         blocks: int,
         section: int,
         timeout_ns: int,
         memory: list[int],
-        programs: list[tuple[int, list[int], list[int], list[int]]] = ...,
-        steps: int = 0,
-        keeps_sums: bool = False,
-        inboxes: list[list[tuple[int, int]]] = ...,
     ) -> None: ...
     def launch(
         self,

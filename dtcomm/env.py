@@ -67,14 +67,6 @@ VARIABLES: dict[str, Variable] = {
         choices=("auto", "native", "peer", "process_group"),
         shared=True,
     ),
-    "DTCOMM_PUSH": Variable(
-        default="auto",
-        meaning="Whether fused kernels of lowered schedules (ring, tree, your own) store payloads into the receivers'"
-        " memory instead of letting receivers load them from the sender's. auto: where not all GPUs of the group are"
-        " known to be connected by NVLink. on: always. off: never. The direct algorithms always store",
-        choices=("auto", "on", "off"),
-        shared=True,
-    ),
     "DTCOMM_TRANSPORT": Variable(
         default="auto",
         meaning="How the native engine reaches other ranks: memory (shared memory), sockets (TCP) or ucx (UCX, for"

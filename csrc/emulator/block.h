@@ -33,7 +33,7 @@ struct EmulatedWarp {
 // What is left out of a launch, to show that the tests find it. The memory orders matter to a MemoryObserver alone: the
 // CPU's own memory provides them all.
 struct Fault {
-  int barrier = -1;              // a BarrierId that threads skip, except for the first time (peers_entered always)
+  int barrier = -1;              // a BarrierId that threads skip, except for the first time
   bool waits = true;             // for signals
   bool alternates = true;        // one_shot's slots
   bool releases = true;          // signals are releases, else relaxed stores
@@ -56,8 +56,7 @@ struct EmulatedBlock : EmulatedWarp {
   cuda::Shared& shared() const { return shared_; }
   void sync_warp() const { scheduler.exchange(0, 0, -1, fault.syncs_warps); }
   void sync_block(cuda::BarrierId barrier) const {
-    const bool skipped =
-        static_cast<int>(barrier) == fault.barrier && (barrier == cuda::BarrierId::peers_entered || skippable++ > 0);
+    const bool skipped = static_cast<int>(barrier) == fault.barrier && skippable++ > 0;
     if (!skipped) scheduler.sync_block();
   }
   unsigned slot_parity(std::uint32_t epoch) const { return fault.alternates ? epoch & 1 : 0; }

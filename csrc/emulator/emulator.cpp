@@ -38,20 +38,16 @@ Launch make_launch(unsigned blocks, const Params& params, const Family& family, 
   return {blocks, body, arguments.get(), sizeof *arguments};
 }
 
-void add_launches(const EmulatedCall& call, std::vector<Launch>& launches) {
+void add_launch(const EmulatedCall& call, std::vector<Launch>& launches) {
   const cuda::FusedSpec& spec = call.plan->spec();
   // Recording a launch cannot fail.
   (void)cuda::with_fused_family(spec.codec, spec.dtype, [&](const auto& family) {
     using Family = std::decay_t<decltype(family)>;
-    return call.plan->for_each_kernel(call.tensors, [&](const auto& params) -> Status {
-      if constexpr (std::is_same_v<std::decay_t<decltype(params)>, cuda::StepParams>) {
-        launches.push_back(make_launch(spec.blocks, params, family, cuda::run_step<Family, EmulatedBlock>));
-      } else {
-        cuda::with_fused_variant(params, [&](auto kernel) {
-          using Kernel = decltype(kernel);
-          launches.push_back(make_launch(spec.blocks, params, family, Kernel::template run<Family, EmulatedBlock>));
-        });
-      }
+    return call.plan->with_params(call.tensors, [&](const cuda::FusedParams& params) -> Status {
+      cuda::with_fused_variant(params, [&](auto kernel) {
+        using Kernel = decltype(kernel);
+        launches.push_back(make_launch(spec.blocks, params, family, Kernel::template run<Family, EmulatedBlock>));
+      });
       return Status();
     });
   });
@@ -83,7 +79,7 @@ Status Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64_t se
     if (Status status = call.plan->check(call.tensors); !status.ok()) return status;
     if (spec.local_ranks != spec.ranks) return Status::error("local_ranks: all ranks of an emulated call are virtual");
     if (spec.ranks != first.ranks) return Status::error("ranks: must be the same for all calls");
-    add_launches(call, launches);
+    add_launch(call, launches);
     blocks = std::max(blocks, spec.blocks);
   }
   if (launches.empty()) return Status();
@@ -101,12 +97,7 @@ Status Emulator::launch(const std::vector<EmulatedCall>& calls, std::uint64_t se
     const std::size_t buffer_bytes = cuda::memory_bytes(first.buffer_layout) - cuda::kPadBytes;
     for (unsigned rank = 0; rank < ranks; ++rank) {
       observer_->pushed(first.peers[rank].pad, cuda::kPadBytes, "pad", rank);
-      // A program without inboxes has receivers that load payloads from the sender's memory; all others are pushed.
-      if (first.algorithm == cuda::Algorithm::program && first.inboxes.empty()) {
-        observer_->shared(first.peers[rank].buffer, buffer_bytes, "buffer", rank);
-      } else {
-        observer_->pushed(first.peers[rank].buffer, buffer_bytes, "buffer", rank);
-      }
+      observer_->pushed(first.peers[rank].buffer, buffer_bytes, "buffer", rank);
     }
   }
   Status status = scheduler.run(ranks * blocks, kBlockThreads, seed, [&](unsigned at) {

@@ -17,30 +17,29 @@
 
 namespace dtcomm::python {
 
-// A PeerBufferLayout: blocks, bytes of a slot, bytes of boxes.
-using LayoutNumbers = std::tuple<unsigned, std::uint64_t, std::uint64_t>;
+// A PeerBufferLayout: blocks, bytes of a slot.
+using LayoutNumbers = std::tuple<unsigned, std::uint64_t>;
 // The addresses of a rank's input, output, residual, bias and addend; 0: none.
 using TensorAddresses = std::array<std::uintptr_t, 5>;
-// The program of a rank: its chunks, the boxes of all ranks, the flat instructions and the step of each.
-using ProgramNumbers = std::tuple<int, std::vector<int>, std::vector<std::int64_t>, std::vector<int>>;
 
 inline cuda::PeerBufferLayout buffer_layout_of(int ranks, const LayoutNumbers& numbers) {
   cuda::PeerBufferLayout layout;
   layout.ranks = ranks;
-  std::tie(layout.blocks, layout.slot_bytes, layout.box_bytes) = numbers;
+  std::tie(layout.blocks, layout.slot_bytes) = numbers;
   return layout;
 }
 
-inline std::unique_ptr<cuda::FusedPlan> make_fused_plan(
-    int collective, int algorithm, const pybind11::bytes& codec, int dtype, std::size_t numel,
-    std::vector<std::size_t> splits, int op, std::size_t divisor, bool encodes_own, bool rounds_sum, int ranks,
-    int first_rank, int local_ranks, const LayoutNumbers& buffer_layout, unsigned blocks, std::uint32_t section,
-    std::uint64_t timeout_ns, const std::vector<std::uintptr_t>& memory, const std::vector<ProgramNumbers>& programs,
-    int steps, bool keeps_sums, std::vector<cuda::Inbox> inboxes) {
+inline std::unique_ptr<cuda::FusedPlan> make_fused_plan(int collective, int algorithm, const pybind11::bytes& codec,
+                                                        int dtype, std::size_t numel, std::vector<std::size_t> splits,
+                                                        int op, std::size_t divisor, bool encodes_own, bool rounds_sum,
+                                                        int ranks, int first_rank, int local_ranks,
+                                                        const LayoutNumbers& buffer_layout, unsigned blocks,
+                                                        std::uint32_t section, std::uint64_t timeout_ns,
+                                                        const std::vector<std::uintptr_t>& memory) {
   if (collective < 0 || collective > static_cast<int>(cuda::Collective::all_to_all)) {
     throw pybind11::value_error("collective: unknown number");
   }
-  if (algorithm < 0 || algorithm > static_cast<int>(cuda::Algorithm::program)) {
+  if (algorithm < 0 || algorithm > static_cast<int>(cuda::Algorithm::one_shot)) {
     throw pybind11::value_error("algorithm: unknown number");
   }
   if (op < 0 || op > static_cast<int>(ReduceOp::max)) throw pybind11::value_error("op: unknown number");
@@ -67,13 +66,6 @@ inline std::unique_ptr<cuda::FusedPlan> make_fused_plan(
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
     if (memory[rank] % 16 != 0) throw pybind11::value_error("memory: must be aligned to 16");
     spec.peers[rank] = cuda::peer_at(pointer<std::uint8_t>(memory[rank]));
-  }
-  spec.steps = steps;
-  spec.keeps_sums = keeps_sums;
-  spec.inboxes = std::move(inboxes);
-  for (const auto& [chunks, boxes, flat, step_of] : programs) {
-    const int rank = first_rank + static_cast<int>(spec.programs.size());
-    spec.programs.push_back({Program::parse(rank, ranks, chunks, boxes, flat), step_of});
   }
   return std::make_unique<cuda::FusedPlan>(std::move(spec));
 }
@@ -104,9 +96,7 @@ inline pybind11::class_<cuda::FusedPlan> bind_fused_plan(pybind11::module_& modu
       .def(py::init(&make_fused_plan), py::arg("collective"), py::arg("algorithm"), py::arg("codec"), py::arg("dtype"),
            py::arg("numel"), py::arg("splits"), py::arg("op"), py::arg("divisor"), py::arg("encodes_own"),
            py::arg("rounds_sum"), py::arg("ranks"), py::arg("first_rank"), py::arg("local_ranks"),
-           py::arg("buffer_layout"), py::arg("blocks"), py::arg("section"), py::arg("timeout_ns"), py::arg("memory"),
-           py::arg("programs") = std::vector<ProgramNumbers>(), py::arg("steps") = 0, py::arg("keeps_sums") = false,
-           py::arg("inboxes") = std::vector<cuda::Inbox>());
+           py::arg("buffer_layout"), py::arg("blocks"), py::arg("section"), py::arg("timeout_ns"), py::arg("memory"));
 }
 
 }  // namespace dtcomm::python

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from dtcomm import _C, algorithms
+from dtcomm import _C
 from dtcomm.codecs import Codec, codec
 from dtcomm.errors import PeerLost
 from dtcomm.runtime.cuda_peer.launch import (
-    BOX_BYTES,
     SLOT_BYTES,
     TIMEOUT_NS,
     CudaLauncher,
@@ -36,7 +35,7 @@ from dtcomm.runtime.cuda_peer.launch import (
 )
 from dtcomm.runtime.native import native_plan
 from dtcomm.runtime.native.copy_policy import can_use_single_copy
-from dtcomm.runtime.types import NO_HOOKS, TWO_SHOT_SYMMETRIC, Buffers, OpHooks, OpSpec, TensorSpec
+from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 
 STATUSES = ("done", "died", "peer_lost", "mismatch", "stuck", "corrupt")
@@ -149,7 +148,6 @@ _native_plan = functools.lru_cache(maxsize=4096)(native_plan)
 
 
 EMULATED_BLOCKS = 2
-EMULATED_BOX_BYTES = 2**20
 
 
 class VirtualRanks:
@@ -157,12 +155,10 @@ class VirtualRanks:
 
     Args:
         blocks: Thread blocks of a rank; 0 takes as many as run concurrently.
-        slot_bytes: Bytes for a payload of the direct algorithms.
-        box_bytes: Bytes for a payload of a program; 0 takes the default of the device.
+        slot_bytes: Bytes for the payload of a section.
         timeout_ns: Nanoseconds a kernel waits for a peer before it reports the peer missing.
         seed: Seed of the order in which the emulator runs threads.
         absent: A rank that never starts, in the emulator; -1 for none.
-        pushes: Whether kernels of lowered schedules push payloads, as where the group's GPUs have no NVLink.
     """
 
     def __init__(
@@ -172,11 +168,9 @@ class VirtualRanks:
         *,
         blocks: int = 0,
         slot_bytes: int = SLOT_BYTES,
-        box_bytes: int = 0,
         timeout_ns: int = TIMEOUT_NS,
         seed: int = 0,
         absent: int = -1,
-        pushes: bool = False,
     ) -> None:
         device = torch.device(device)
         if not 2 <= ranks <= _C.MAX_RANKS:
@@ -185,18 +179,18 @@ class VirtualRanks:
             raise ValueError(f"device: expected cpu or cuda, got {device}")
         launcher: Launcher
         if device.type == "cuda":
-            blocks, box_bytes = blocks or blocks_of(device, ranks), box_bytes or BOX_BYTES
+            blocks = blocks or blocks_of(device, ranks)
             launcher = CudaLauncher(device)
         else:
-            blocks, box_bytes = blocks or EMULATED_BLOCKS, box_bytes or EMULATED_BOX_BYTES
+            blocks = blocks or EMULATED_BLOCKS
             launcher = EmulatorLauncher(seed, absent)
         self.ranks, self.device = ranks, device
-        layout = PeerBufferLayout(blocks, slot_bytes, box_bytes)
+        layout = PeerBufferLayout(blocks, slot_bytes)
         size = _C.fused_bytes(ranks, layout)
         self._memory = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
         pads = [memory[_C.MISSING_OFFSET :][:4].view(torch.int32) for memory in self._memory]
         addresses = [memory.data_ptr() for memory in self._memory]
-        self.fused = FusedRanks(launcher, layout, addresses, pads, 0, ranks, timeout_ns, pushes)
+        self.fused = FusedRanks(launcher, layout, addresses, pads, 0, ranks, timeout_ns)
 
     def plan(
         self,
@@ -207,19 +201,11 @@ class VirtualRanks:
         *,
         algorithm: str = "one_shot",
         op: str = "sum",
-        root: int = 0,
         splits: tuple[int, ...] = (),
-        schedule: Schedule | None = None,
     ) -> FusedPlan:
-        """Prepare a call of one shape, which `run` can repeat.
-
-        ``numel`` counts elements of the tensor or of one shard. ``algorithm`` is a name of ``dtcomm.algorithms``; it is
-        only a label if a ``schedule`` is passed.
-        """
-        shape = OpSpec(collective, op, (TensorSpec(numel, dtype, codec(spec)),), algorithm, root, splits)
-        if schedule is None and algorithm != TWO_SHOT_SYMMETRIC:
-            schedule = algorithms.build(algorithm, collective, self.ranks, root)
-        return self.fused.prepare(shape, schedule)
+        """Prepare a call of one shape, which `run` can repeat; ``numel`` are elements of the tensor or of one shard."""
+        shape = OpSpec(collective, op, (TensorSpec(numel, dtype, codec(spec)),), algorithm, splits=splits)
+        return self.fused.prepare(shape)
 
     def run(
         self,
@@ -231,7 +217,6 @@ class VirtualRanks:
     ) -> None:
         """Queue the call for all ranks without blocking the host; a CUDA graph can capture it.
 
-        A tensor is None for a rank that has none, for example the inputs of a scatter on ranks other than the root.
         ``epilogues`` holds the fused epilogue of each rank.
         """
         losses = [None] * self.ranks if residuals is None else residuals

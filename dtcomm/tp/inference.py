@@ -10,8 +10,7 @@ has been captured.
 
 **Pushes only.** The fused kernels of one and two shots, which are the ones used here, store payloads and signals into
 the peers' memory and load from their own memory alone, as devices need that reach each other over PCIe without NVLink.
-`make races` checks this for every access. Kernels of other schedules (ring, tree) do so with ``DTCOMM_PUSH=on``, or
-where the devices are not known to have NVLink.
+`make races` checks this for every access.
 """
 
 from __future__ import annotations

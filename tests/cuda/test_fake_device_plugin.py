@@ -13,7 +13,6 @@ HERE = Path(__file__).parent
 # ranks in separate processes, and properties that only a real device has.
 BODIES = {
     "test_fused.py": "sanitizer or graph or queued or (virtual_ranks and all_gather and bfloat16 and 2)",
-    "test_programs.py": "sanitizer",
     "test_epilogue.py": "sanitizer or graph or symmetric_sum_of_virtual_ranks and 3",
     "test_device.py": "sanitizer or stream or too_many or exact_types or more_payloads or (graph_replays and mx)",
     "test_waiting.py": "virtual_ranks",

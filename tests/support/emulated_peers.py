@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.runtime.bootstrap import cpu, cuda
 from dtcomm.runtime.communicator import Communicator, _new, group_entry, require_group
-from dtcomm.runtime.cuda_peer.launch import GEOMETRY, LaunchFunction, RankPointers
+from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, LaunchFunction, RankPointers
 from dtcomm.runtime.cuda_peer.memory import PeerBuffers
 
 ELEMENT_SIZES = {number: dtype.itemsize for dtype, number in ELEMENT_TYPES.items()}
@@ -44,12 +44,9 @@ class GatheringLauncher:
         _emulator.FusedPlan(**spec)  # raises for what the rank cannot plan for itself, on all ranks
         specs: list[Any] = [None] * self.ranks
         dist.all_gather_object(specs, spec)
-        for name in set(spec) - {"first_rank", "memory", "programs"}:
+        for name in set(spec) - {"first_rank", "memory"}:
             assert all(other[name] == spec[name] for other in specs), f"ranks plan different calls: {name}"
-        programs = [program for other in specs for program in other.get("programs", [])]
-        plan = _emulator.FusedPlan(
-            **{**spec, "first_rank": 0, "local_ranks": self.ranks, "programs": programs}
-        )
+        plan = _emulator.FusedPlan(**{**spec, "first_rank": 0, "local_ranks": self.ranks})
 
         def launch(tensors: list[RankPointers], features: int) -> None:
             spans = merged_spans(zip(tensors[0], self._sizes(spec, features), strict=True))
@@ -69,9 +66,9 @@ class GatheringLauncher:
         """Bytes of the rank's input, output, residual, bias and addend."""
         rank, ranks, size = self.rank, self.ranks, ELEMENT_SIZES[spec["dtype"]]
         numel_in = numel_out = spec["numel"]
-        if spec["collective"] in (GEOMETRY["reduce_scatter"], GEOMETRY["all_to_all"]):
+        if spec["collective"] in (COLLECTIVES["reduce_scatter"], COLLECTIVES["all_to_all"]):
             numel_in *= ranks
-        if spec["collective"] in (GEOMETRY["all_gather"], GEOMETRY["all_to_all"]):
+        if spec["collective"] in (COLLECTIVES["all_gather"], COLLECTIVES["all_to_all"]):
             numel_out *= ranks
         if spec["splits"]:
             numel_in = sum(spec["splits"][rank * ranks : (rank + 1) * ranks])

@@ -5,35 +5,29 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "codec/codec.h"
 #include "core/status.h"
 #include "core/types.h"
-#include "engine/program.h"
 
 namespace dtcomm::cuda {
 
 constexpr int kMaxRanks = 8;                // of a host
 constexpr unsigned kMaxThreadBlocks = 160;  // thread blocks of a rank; GPUs of 2026 have up to 148 multiprocessors
-constexpr unsigned kSignalStages = 5, kCounters = 3;
+constexpr unsigned kSignalStages = 3, kCounters = 2;
 
-// For a program it only determines how chunks lie in the tensors: a broadcast counts as all_reduce, a gather as
-// all_gather.
 enum class Collective : unsigned { all_reduce = 0, reduce_scatter = 1, all_gather = 2, all_to_all = 3 };
 
-// two_shot serves all_reduce. one_shot serves every collective and is the only direct algorithm of the other three.
-// program runs a lowered schedule (ring, tree, ...) with one kernel for each of its steps.
-enum class Algorithm : unsigned { two_shot = 0, one_shot = 1, program = 2 };
+// two_shot serves all_reduce. one_shot serves every collective and is the only algorithm of the other three.
+enum class Algorithm : unsigned { two_shot = 0, one_shot = 1 };
 
 // The part of a rank's reachable memory that signals lie in. It begins as zeros; hosts never write it after that.
 struct SignalPad {
   std::uint32_t missing_rank;      // written by this rank: 0, or 1 + the rank that did not come in time
   std::uint32_t reported_missing;  // written by a peer: 0, or 1 + the rank that the peer misses
   std::uint32_t signals[kSignalStages][kMaxThreadBlocks][kMaxRanks];  // the last index is the rank that signals
-  std::uint32_t epoch[kCounters]
-                     [kMaxThreadBlocks];  // written by this rank: sections or steps completed, over all calls
+  std::uint32_t epoch[kCounters][kMaxThreadBlocks];  // written by this rank: sections completed, over all calls
 };
 constexpr std::size_t kPadBytes = (sizeof(SignalPad) + 127) / 128 * 128;
 constexpr std::size_t kMissingOffset = offsetof(SignalPad, missing_rank);
@@ -44,17 +38,10 @@ struct PeerBufferLayout {
   int ranks = 2;
   unsigned blocks = 16;              // the most thread blocks of a call, up to kMaxThreadBlocks
   std::uint64_t slot_bytes = 32768;  // for one section's payload; a multiple of 16
-  std::uint64_t box_bytes = 0;       // for the payloads of programs; 0: programs cannot run
 };
 
-// Bytes that a rank makes reachable, aligned to 16 bytes: a signal pad, slots for the direct algorithms, boxes for
-// programs.
+// Bytes that a rank makes reachable, aligned to 16 bytes: a signal pad and slots.
 std::uint64_t memory_bytes(const PeerBufferLayout& layout);
-
-// PeerBufferLayout::box_bytes with which a program runs in one piece; with less it runs in several. The specification
-// must be complete except for its buffer_layout.
-struct FusedSpec;
-std::uint64_t box_bytes(const FusedSpec& spec);
 
 // The reachable memory of one rank.
 struct PeerPointers {
@@ -65,8 +52,7 @@ struct PeerPointers {
 // The pointers into memory that begins at `base`.
 inline PeerPointers peer_at(std::uint8_t* base) { return {base + kPadBytes, reinterpret_cast<SignalPad*>(base)}; }
 
-// A rank's own tensors, contiguous and aligned to their elements. In a program, whose ranks may have a root, tensors
-// that the rank neither reads nor wants may be missing, and some ranks may have a residual where others have none.
+// A rank's own tensors, contiguous and aligned to their elements.
 struct RankTensors {
   const void* input = nullptr;
   void* output = nullptr;        // may be the input; with shards, may contain it or lie in it at its place
@@ -81,17 +67,8 @@ struct LaunchTensors {
   std::size_t features = 0;      // the last dimension of the output, where there is a bias
 };
 
-// The program of one rank, and the schedule's step of each of its instructions (schedule.lower.steps).
-struct LoweredProgram {
-  Program program;
-  std::vector<int> step_of;
-};
-
-// The payloads that peers push to a rank, by the place in its inbox: the rank that owns each, and its box there.
-using Inbox = std::vector<std::pair<int, int>>;
-
 // A collective without its tensors, as specified by the ranks first_rank .. first_rank + local_ranks - 1: one in a
-// process of its own, or all of them as virtual ranks. All other fields but `programs` are the same on all ranks.
+// process of its own, or all of them as virtual ranks. All other fields are the same on all ranks.
 struct FusedSpec {
   Collective collective = Collective::all_reduce;
   Algorithm algorithm = Algorithm::two_shot;
@@ -106,15 +83,9 @@ struct FusedSpec {
   int ranks = 2, first_rank = 0, local_ranks = 2;
   PeerBufferLayout buffer_layout;
   unsigned blocks = 1;                        // thread blocks of a rank
-  std::uint32_t section = 0;                  // granules of a chunk per section or piece; 0: as many as fit
+  std::uint32_t section = 0;                  // granules of a chunk per section; 0: as many as fit
   std::uint64_t timeout_ns = 10'000'000'000;  // how long a kernel waits for one signal
-  int steps = 0;                              // program: steps of the schedule
-  bool keeps_sums = true;                // program: some rank keeps sums in fp32; all ranks reserve memory for them
-  PeerPointers peers[kMaxRanks] = {};    // of all ranks
-  std::vector<LoweredProgram> programs;  // [i]: of rank first_rank + i
-  // program: of all ranks, where senders store payloads into the receivers' memory and no rank loads from a peer's.
-  // Empty: payloads stay with the sender, and receivers load them from there.
-  std::vector<Inbox> inboxes;
+  PeerPointers peers[kMaxRanks] = {};         // of all ranks
 };
 
 // Whether there are fused kernels for the codec: those of the first tier, with blocks that a warp holds.
@@ -122,8 +93,8 @@ bool fusible(const Codec& codec, DType dtype);
 
 class FusedPlan;  // cuda/fused/plan.h
 
-// Queues a planned collective on `stream` (a cudaStream_t) of the current device: one cooperative kernel, or one for
-// each step of a program. All blocks of a kernel run at once, or it is refused. An error holds CUDA's
+// Queues a planned collective on `stream` (a cudaStream_t) of the current device: one cooperative kernel, whose
+// blocks run at once, or it is refused. An error holds CUDA's
 // reason why a kernel was not queued. When the work is done, SignalPad::missing_rank of each rank names the missing
 // rank; while it is not 0, later calls of that rank do nothing.
 Status launch(FusedPlan& plan, const LaunchTensors& tensors, void* stream);

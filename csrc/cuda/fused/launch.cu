@@ -5,7 +5,7 @@ namespace dtcomm::cuda {
 
 Status launch(FusedPlan& plan, const LaunchTensors& tensors, void* stream) {
   return with_fused_family(plan.spec().codec, plan.spec().dtype, [&](const auto& family) -> Status {
-    return plan.for_each_kernel(tensors, [&](const auto& params) { return enqueue(params, family, stream); });
+    return plan.with_params(tensors, [&](const FusedParams& params) { return enqueue(params, family, stream); });
   });
 }
 

@@ -16,39 +16,19 @@ __global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
               blockIdx.x % fused.blocks);
 }
 
-template <class Family>
-__global__ void __launch_bounds__(kFusedThreads, kBlocksPerMultiprocessor)
-    step_kernel(const __grid_constant__ StepParams step, const __grid_constant__ Family family) {
-  __shared__ Shared shared;
-  run_step(DeviceBlock(shared), step, family, step.first_rank + static_cast<int>(blockIdx.x / step.blocks),
-           blockIdx.x % step.blocks);
-}
-
 // A cooperative launch: refused where the blocks do not fit on the device together.
-template <class Argument, class Family>
-Status launch_cooperative(void (*kernel)(Argument, Family), const Argument& argument, const Family& family,
-                          unsigned blocks, void* stream) {
-  void* arguments[] = {const_cast<Argument*>(&argument), const_cast<Family*>(&family)};
-  const cudaError_t error =
-      cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kFusedThreads), arguments,
-                                  0, static_cast<cudaStream_t>(stream));
-  if (error == cudaSuccess) return Status();
-  (void)cudaGetLastError();  // or the next, unrelated call would report it
-  return Status::error(cudaGetErrorString(error));
-}
-
 template <class Family>
 Status enqueue(const FusedParams& fused, const Family& family, void* stream) {
   return with_fused_variant(fused, [&](auto kernel) {
-    return launch_cooperative<FusedParams, Family>(fused_kernel<decltype(kernel), Family>, fused, family,
-                                                   static_cast<unsigned>(fused.local_ranks) * fused.blocks, stream);
+    const auto blocks = static_cast<unsigned>(fused.local_ranks) * fused.blocks;
+    void* arguments[] = {const_cast<FusedParams*>(&fused), const_cast<Family*>(&family)};
+    const cudaError_t error =
+        cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(fused_kernel<decltype(kernel), Family>), dim3(blocks),
+                                    dim3(kFusedThreads), arguments, 0, static_cast<cudaStream_t>(stream));
+    if (error == cudaSuccess) return Status();
+    (void)cudaGetLastError();  // or the next, unrelated call would report it
+    return Status::error(cudaGetErrorString(error));
   });
-}
-
-template <class Family>
-Status enqueue(const StepParams& step, const Family& family, void* stream) {
-  return launch_cooperative<StepParams, Family>(step_kernel<Family>, step, family,
-                                                static_cast<unsigned>(step.local_ranks) * step.blocks, stream);
 }
 
 }  // namespace dtcomm::cuda

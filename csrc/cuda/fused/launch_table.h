@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/families.h"
-#include "cuda/fused/program_step.cuh"
+#include "cuda/fused/pipeline.cuh"
 
 namespace dtcomm::cuda {
 
@@ -10,7 +10,5 @@ namespace dtcomm::cuda {
 // CMake writes one source file with the instantiations of each family of instantiations.txt that has fused kernels.
 template <class Family>
 Status enqueue(const FusedParams& params, const Family& family, void* stream);
-template <class Family>
-Status enqueue(const StepParams& params, const Family& family, void* stream);
 
 }  // namespace dtcomm::cuda

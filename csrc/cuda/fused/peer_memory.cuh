@@ -16,9 +16,8 @@ namespace dtcomm::cuda {
 constexpr unsigned kFusedThreads = 384;
 constexpr unsigned kBlocksPerMultiprocessor = 2;
 
-// The stages that signals announce: scattered and gathered in two_shot, shot in one_shot, entered and stepped in
-// programs.
-enum class SignalStage : unsigned { scattered = 0, gathered = 1, shot = 2, entered = 3, stepped = 4 };
+// The stages that signals announce: scattered and gathered in two_shot, shot in one_shot.
+enum class SignalStage : unsigned { scattered = 0, gathered = 1, shot = 2 };
 
 // The passes of a rank over its tensors: encoding for peers, decoding from peers, and its own sum.
 enum class Pass : unsigned { encode = 0, decode = 1, reduce = 2 };
@@ -39,12 +38,10 @@ enum class BarrierId : unsigned {
   sum_encoded,        // all of the encoded sum is stored, before it is copied to peers
   payloads_pushed,    // copies are in peers' memory, before one thread signals the peers
   payloads_gathered,  // one thread has seen the peers' signals, before all read their copies
-  peers_entered,      // all peers have begun this call, before memory that they read in the last one is written
   section_done,       // the section has been read, before its parameters point at the next one
-  payloads_written,   // own payloads are stored, before they are copied to peers
 };
 
-// The arguments of the kernel of a direct algorithm. The launch contains ranks first_rank .. first_rank + local_ranks -
+// The arguments of a kernel. The launch contains ranks first_rank .. first_rank + local_ranks -
 // 1: one in a process of its own, or all of them as virtual ranks.
 struct FusedParams {
   Collective collective;

@@ -27,8 +27,7 @@ bool has_epilogue(const FusedSpec& spec, const LaunchTensors& tensors) {
 
 // Whether payloads are the elements' bytes, so that a tensor of any type will do.
 bool verbatim(const FusedSpec& spec, bool residual) {
-  const bool moves = spec.algorithm == Algorithm::program ? !has_sums(spec) : gathers(spec);
-  return spec.codec.family == Family::none && moves && !residual;
+  return spec.codec.family == Family::none && gathers(spec) && !residual;
 }
 
 // Elements of a rank's input or output in an all_to_all of unequal shards.
@@ -75,8 +74,7 @@ Status check_memory(const FusedSpec& spec) {
   if (layout.ranks != spec.ranks) return Status::error("buffer_layout: is of " + number(layout.ranks) + " ranks");
   if (layout.blocks < 1 || layout.blocks > kMaxThreadBlocks)
     return Status::error("buffer_layout: blocks must be 1 to " + number(kMaxThreadBlocks));
-  if (layout.slot_bytes % kAlign || layout.box_bytes % kAlign)
-    return Status::error("buffer_layout: bytes must be multiples of 16");
+  if (layout.slot_bytes % kAlign) return Status::error("buffer_layout: slot_bytes must be a multiple of 16");
   if (spec.blocks < 1 || spec.blocks > layout.blocks) {
     return Status::error("blocks: must be 1 to the buffer_layout's " + number(layout.blocks));
   }
@@ -87,6 +85,12 @@ Status check_memory(const FusedSpec& spec) {
     }
   }
   return Status();
+}
+
+// Granules of a chunk that a block takes at a time.
+std::uint32_t section_granules(const FusedSpec& spec, const Layout& layout) {
+  const std::uint64_t most = spec.buffer_layout.slot_bytes / layout.bytes(layout.granule);
+  return static_cast<std::uint32_t>(spec.section ? spec.section : most);
 }
 
 constexpr const char* kNoCodec = "codec: there is no fused kernel for it and the dtype";
@@ -108,7 +112,6 @@ Status check_spec(const FusedSpec& spec) {
   }
   if (spec.encodes_own && spec.algorithm != Algorithm::two_shot) return Status::error("encodes_own: is of two_shot");
   if (Status status = check_memory(spec); !status.ok()) return status;
-  if (spec.algorithm == Algorithm::program) return check_programs(spec);
   const Layout layout = layout_of(spec.codec, spec.dtype);
   const std::uint64_t section = section_granules(spec, layout);
   if (section < 1 || section * layout.bytes(layout.granule) > spec.buffer_layout.slot_bytes) {
@@ -144,8 +147,7 @@ void set_addresses(const RankTensors& tensors, KernelParams& params) {
 std::uint64_t memory_bytes(const PeerBufferLayout& layout) {
   // A slot for each block and rank in the inbox and the outbox of two_shot, and in the two alternating regions of the
   // algorithms with one signal a section.
-  return kPadBytes + std::uint64_t{4} * layout.blocks * static_cast<unsigned>(layout.ranks) * layout.slot_bytes +
-         layout.box_bytes;
+  return kPadBytes + std::uint64_t{4} * layout.blocks * static_cast<unsigned>(layout.ranks) * layout.slot_bytes;
 }
 
 bool fusible(const Codec& codec, DType dtype) {
@@ -154,23 +156,8 @@ bool fusible(const Codec& codec, DType dtype) {
   return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kSpecialized; });
 }
 
-std::uint32_t section_granules(const FusedSpec& spec, const Layout& layout) {
-  const std::uint64_t most = spec.buffer_layout.slot_bytes / layout.bytes(layout.granule);
-  return static_cast<std::uint32_t>(spec.section ? spec.section : most);
-}
-
-KernelParams whole_tensor_params(const FusedSpec& spec, const RankTensors& tensors) {
-  Combine all;
-  all.local = tensors.input;
-  all.out = tensors.output;
-  all.numel = std::max<std::size_t>(spec.numel, 1);
-  all.local_dtype = all.out_dtype = all.dtype = spec.dtype;
-  all.residual_in = all.residual_out = tensors.residual;
-  all.op = spec.op;
-  return make_params(spec.codec, all, nullptr, true);
-}
-
-FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors) {
+// The parameters for tensors that are present as these are.
+static FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors) {
   const Layout layout = layout_of(spec.codec, spec.dtype);
   FusedParams params = {};
   params.collective = spec.collective;
@@ -214,21 +201,21 @@ FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensor
 FusedPlan::FusedPlan(FusedSpec spec) : spec_(std::move(spec)) {
   throw_if_invalid(check_spec(spec_));
   for (int i = 0; i < spec_.local_ranks; ++i) {
-    const bool program = spec_.algorithm == Algorithm::program, uneven = !spec_.splits.empty();
+    const bool uneven = !spec_.splits.empty();
     const int rank = spec_.first_rank + i;
-    reads_input_[i] = program ? reads_input(spec_, i) : !uneven || uneven_numel(spec_, rank, true) > 0;
-    writes_output_[i] = !program && (!uneven || uneven_numel(spec_, rank, false) > 0);
+    reads_input_[i] = !uneven || uneven_numel(spec_, rank, true) > 0;
+    writes_output_[i] = !uneven || uneven_numel(spec_, rank, false) > 0;
   }
 }
 
 Status FusedPlan::check(const LaunchTensors& tensors) const {
-  const bool residual = has_residual(spec_, tensors), program = spec_.algorithm == Algorithm::program;
+  const bool residual = has_residual(spec_, tensors);
   for (int i = 0; i < spec_.local_ranks; ++i) {
     const RankTensors& rank = tensors.ranks[i];
     const std::string whose = "tensors: rank " + number(spec_.first_rank + i);
     if ((reads_input_[i] && !rank.input) || (writes_output_[i] && !rank.output))
       return Status::error(whose + " lacks a tensor");
-    if (residual && !rank.residual && !program) return Status::error(whose + " has no residual, others do");
+    if (residual && !rank.residual) return Status::error(whose + " has no residual, others do");
     if (rank.bias && tensors.features == 0)
       return Status::error("features: must be the last dimension where there is a bias");
   }
@@ -236,37 +223,25 @@ Status FusedPlan::check(const LaunchTensors& tensors) const {
   if (residual && spec_.encodes_own) return Status::error("encodes_own: must be without a residual");
   if (!has_epilogue(spec_, tensors)) return Status();
   if (spec_.collective != Collective::all_reduce) return Status::error("tensors: only all_reduce has an epilogue");
-  if (program) return Status::error("tensors: a program has no epilogue");
   return Status();
 }
 
-const FusedPlan::Prepared& FusedPlan::prepare(const LaunchTensors& tensors) {
+const FusedParams& FusedPlan::prepare(const LaunchTensors& tensors) {
   const std::uint64_t present = presence_of(spec_, tensors);
   const auto same = [&](const auto& entry) { return entry->present == present; };
   auto found = std::find_if(prepared_.begin(), prepared_.end(), same);
   if (found == prepared_.end()) {
-    auto entry = std::make_unique<Prepared>();
-    entry->present = present;
-    if (spec_.algorithm == Algorithm::program) {
-      entry->steps = make_step_params(spec_, tensors);
-    } else {
-      entry->fused.push_back(make_fused_params(spec_, tensors));
-      if (entry->fused[0].sections == 0) entry->fused.clear();
-    }
-    found = prepared_.insert(prepared_.end(), std::move(entry));
+    found = prepared_.insert(found, std::make_unique<Prepared>(Prepared{present, make_fused_params(spec_, tensors)}));
   }
-  Prepared& prepared = **found;
+  FusedParams& params = (*found)->params;
+  params.features = std::max<std::uint64_t>(tensors.features, 1);
   for (int i = 0; i < spec_.local_ranks; ++i) {
     const RankTensors& rank = tensors.ranks[i];
-    for (FusedParams& params : prepared.fused) {
-      params.features = std::max<std::uint64_t>(tensors.features, 1);
-      for (KernelParams& pass : params.states[i].params) set_addresses(rank, pass);
-      params.states[i].bias = rank.bias;
-      params.states[i].addend = rank.addend;
-    }
-    for (StepParams& params : prepared.steps) set_addresses(rank, params.rank_steps[i].params);
+    for (KernelParams& pass : params.states[i].params) set_addresses(rank, pass);
+    params.states[i].bias = rank.bias;
+    params.states[i].addend = rank.addend;
   }
-  return prepared;
+  return params;
 }
 
 }  // namespace dtcomm::cuda

@@ -40,9 +40,10 @@ std::size_t output_numel(const cuda::FusedSpec& call, int rank) {
 
 void run_on_engine(const Programs& programs, const Scenario& scenario, std::vector<Tensors>& ranks) {
   const cuda::FusedSpec& shape = scenario.spec;
-  const LoweredSchedule& lowering = programs.of(name_of(shape.collective), scenario.algorithm, shape.ranks);
+  const RankPrograms& own = programs.of(name_of(shape.collective), scenario.algorithm, shape.ranks);
   PlanSpec spec;
-  spec.geometry = cuda::geometry_of(shape.collective);
+  const Geometry geometries[] = {Geometry::whole, Geometry::scatter, Geometry::gather, Geometry::exchange};
+  spec.geometry = geometries[static_cast<unsigned>(shape.collective)];
   spec.op = shape.op;
   spec.average = shape.divisor != 1;
   spec.variants.piece_bytes = 32 << 10;
@@ -56,7 +57,7 @@ void run_on_engine(const Programs& programs, const Scenario& scenario, std::vect
   world.ranks = shape.ranks;
   world.seed = scenario.seed;
   for (std::size_t r = 0; r < ranks.size(); ++r) {
-    spec.program = lowering.programs[r];
+    spec.program = own[r];
     auto plan = std::make_shared<const Plan>(spec);
     world.max_boxes = std::max(world.max_boxes, static_cast<std::uint32_t>(plan->max_boxes()));
     world.slot_bytes = std::max(world.slot_bytes, plan->box_stride() * static_cast<std::size_t>(plan->max_boxes()));

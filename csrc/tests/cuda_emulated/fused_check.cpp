@@ -42,9 +42,7 @@ Scenario make_scenario(Collective collective, const std::string& algorithm, int 
   Scenario scenario;
   scenario.algorithm = algorithm;
   scenario.spec.collective = collective;
-  scenario.spec.algorithm = algorithm == "two_shot"   ? Algorithm::two_shot
-                            : algorithm == "one_shot" ? Algorithm::one_shot
-                                                      : Algorithm::program;
+  scenario.spec.algorithm = algorithm == "two_shot" ? Algorithm::two_shot : Algorithm::one_shot;
   scenario.spec.ranks = scenario.spec.local_ranks = scenario.spec.buffer_layout.ranks = ranks;
   scenario.spec.buffer_layout.blocks = 4;
   return scenario;
@@ -55,13 +53,6 @@ std::string difference(TestBench& bench, const Scenario& scenario, std::uint64_t
   cuda::FusedSpec spec = scenario.spec;
   const auto count = static_cast<std::size_t>(spec.ranks);
   const std::size_t size = size_of(spec.dtype);
-  if (spec.algorithm == Algorithm::program) {
-    const LoweredSchedule& lowering = bench.programs.of(name_of(spec.collective), scenario.algorithm, spec.ranks);
-    spec.steps = lowering.steps;
-    if (scenario.pushes) spec.inboxes = lowering.inboxes;
-    for (std::size_t r = 0; r < count; ++r) spec.programs.push_back({*lowering.programs[r], lowering.step_of[r]});
-    spec.buffer_layout.box_bytes = (cuda::box_bytes(spec) + 15) / 16 * 16;
-  }
   Bytes bias(scenario.features * size);
   fill(spec.dtype, scenario.seed / 9 * 9, scenario.features, bias.data());
   std::vector<Bytes> memory, residuals;
@@ -153,11 +144,11 @@ std::string describe(const Scenario& scenario) {
   std::snprintf(
       text, sizeof text,
       "%s, %s, of %zu elements, dtype %d, %d ranks, %u blocks, sections of %u granules, divisor %zu, op %d, "
-      "residual %d, in place %d, epilogue %d/%d of %zu, encodes own %d, rounds %d, splits %zu, calls %u%s%s, seed %u: ",
+      "residual %d, in place %d, epilogue %d/%d of %zu, encodes own %d, rounds %d, splits %zu, calls %u%s, seed %u: ",
       name_of(spec.collective), scenario.algorithm.c_str(), spec.numel, static_cast<int>(spec.dtype), spec.ranks,
       spec.blocks, spec.section, spec.divisor, static_cast<int>(spec.op), scenario.residual, scenario.in_place,
       scenario.bias, scenario.addend, scenario.features, spec.encodes_own, spec.rounds_sum, spec.splits.size(),
-      scenario.calls, scenario.alternates_plans ? " that vary" : "", scenario.pushes ? ", pushes" : "", scenario.seed);
+      scenario.calls, scenario.alternates_plans ? " that vary" : "", scenario.seed);
   return text + describe(spec.codec);
 }
 

@@ -17,7 +17,6 @@ struct Scenario {
   bool bias = false, addend = false;  // of the epilogue
   std::size_t features = 0;           // of the bias
   unsigned calls = 1;                 // calls one after the other, on the same memory
-  bool pushes = false;                // a program: senders store into the receivers' memory
   bool alternates_plans = false;      // every second call has other sections and blocks
   unsigned seed = 0;                  // of the data
 };

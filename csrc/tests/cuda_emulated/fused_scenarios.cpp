@@ -5,20 +5,12 @@ namespace dtcomm::cuda_emulated {
 using cuda::BarrierId;
 using cuda::Collective;
 
-bool is_program(const Kind& kind) {
-  return make_scenario(kind.collective, kind.algorithm, 2).spec.algorithm == cuda::Algorithm::program;
-}
-
 const std::vector<Kind>& collective_kinds() {
-  static const std::vector<Kind> all = {
-      {Collective::all_reduce, "two_shot"},     {Collective::all_reduce, "one_shot"},
-      {Collective::reduce_scatter, "one_shot"}, {Collective::all_gather, "one_shot"},
-      {Collective::all_to_all, "one_shot"},     {Collective::all_reduce, "ring"},
-      {Collective::all_reduce, "tree"},         {Collective::all_reduce, "halving"},
-      {Collective::all_reduce, "double_tree"},  {Collective::reduce_scatter, "ring"},
-      {Collective::all_gather, "ring"},         {Collective::all_reduce, "ring", true},
-      {Collective::all_reduce, "tree", true},   {Collective::all_reduce, "double_tree", true},
-      {Collective::all_gather, "ring", true}};
+  static const std::vector<Kind> all = {{Collective::all_reduce, "two_shot"},
+                                        {Collective::all_reduce, "one_shot"},
+                                        {Collective::reduce_scatter, "one_shot"},
+                                        {Collective::all_gather, "one_shot"},
+                                        {Collective::all_to_all, "one_shot"}};
   return all;
 }
 
@@ -46,7 +38,6 @@ Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kin
   Scenario scenario = make_scenario(kind.collective, kind.algorithm, ranks);
   cuda::FusedSpec& spec = scenario.spec;
   const bool whole = kind.collective == Collective::all_reduce, reduces = kind.collective <= Collective::reduce_scatter;
-  scenario.pushes = kind.pushes;
   spec.codec = codec;
   spec.dtype = dtypes[one_of(4)];
   spec.numel = 1 + one_of(granule * (whole ? n + 2 : ranks < 4 ? 3 : 2));
@@ -58,7 +49,7 @@ Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kin
   scenario.calls = static_cast<unsigned>(1 + one_of(2));
   scenario.alternates_plans = scenario.calls > 1 && one_of(2);
   scenario.seed = static_cast<unsigned>(one_of(90000));
-  if (kind.collective == Collective::all_to_all && kind.algorithm == std::string("one_shot") && one_of(2)) {
+  if (kind.collective == Collective::all_to_all && one_of(2)) {
     for (std::size_t pair = 0; pair < n * n; ++pair) {
       spec.splits.push_back(one_of(4) ? one_of(granule * 2) : 0);
     }
@@ -68,7 +59,7 @@ Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kin
     spec.op = static_cast<ReduceOp>(one_of(3));
     if (spec.op != ReduceOp::sum) spec.divisor = 1;
   }
-  if (whole && spec.algorithm != cuda::Algorithm::program && one_of(4) == 0) {
+  if (whole && one_of(4) == 0) {
     scenario.bias = one_of(2);
     scenario.addend = !scenario.bias || one_of(2);
     scenario.features = 1 + one_of(300);
@@ -81,33 +72,17 @@ Scenario random_scenario(std::minstd_rand& random, const Codec& codec, const Kin
 
 Scenario small_scenario(const Kind& kind, int ranks) {
   Scenario scenario = make_scenario(kind.collective, kind.algorithm, ranks);
-  scenario.pushes = kind.pushes;
   scenario.spec.codec.family = Family::integer;
   scenario.spec.codec.bits = 8;
   scenario.spec.codec.block = 32;
   scenario.spec.section = 1;
   // Whole granules: lanes that see another section than their neighbours must not come to other exchanges, too.
   const bool cut = scenario.spec.algorithm != cuda::Algorithm::one_shot && kind.collective == Collective::all_reduce;
-  if (is_program(kind)) {
-    scenario.alternates_plans = true;
-    scenario.calls = 2;
-  }
   scenario.spec.numel = kGranule * (cut ? 3 * static_cast<unsigned>(ranks) : 3);
   return scenario;
 }
 
 std::vector<BarrierId> barriers_of(const Kind& kind) {
-  if (is_program(kind)) {
-    std::vector<BarrierId> all = {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived};
-    // The calls of a tree wait for each other by themselves. Where payloads are pushed, payloads_written comes between
-    // the peers' entering and the first store that they could see.
-    if (kind.pushes) {
-      all.push_back(BarrierId::payloads_written);
-    } else if (kind.algorithm != std::string("tree")) {
-      all.push_back(BarrierId::peers_entered);
-    }
-    return all;
-  }
   if (kind.collective == Collective::reduce_scatter || kind.collective == Collective::all_to_all) {
     return {BarrierId::pointers_set, BarrierId::payloads_stored, BarrierId::payloads_arrived, BarrierId::section_done};
   }
@@ -120,16 +95,9 @@ std::vector<BarrierId> barriers_of(const Kind& kind) {
 }
 
 const char* name_of(BarrierId barrier) {
-  const char* const names[] = {"pointers_set",  "payloads_stored", "payloads_arrived",
-                               "sum_encoded",   "payloads_pushed", "payloads_gathered",
-                               "peers_entered", "section_done",    "payloads_written"};
+  const char* const names[] = {"pointers_set",    "payloads_stored",   "payloads_arrived", "sum_encoded",
+                               "payloads_pushed", "payloads_gathered", "section_done"};
   return names[static_cast<unsigned>(barrier)];
-}
-
-bool shows_its_kernel(const Kind& kind) {
-  const std::string algorithm = kind.algorithm;
-  const bool shown = kind.collective == Collective::all_reduce && (algorithm == "ring" || algorithm == "tree");
-  return !is_program(kind) || shown;
 }
 
 }  // namespace dtcomm::cuda_emulated

@@ -13,14 +13,10 @@ namespace dtcomm::cuda_emulated {
 struct Kind {
   cuda::Collective collective;
   const char* algorithm;
-  bool pushes = false;  // of a program
 };
 
-// Every collective with its direct algorithms, and algorithms whose programs differ in kind.
+// Every collective with its algorithms.
 const std::vector<Kind>& collective_kinds();
-bool is_program(const Kind& kind);
-// Whether faults are injected for this kind. All programs share one kernel: a ring and a tree show what it needs.
-bool shows_its_kernel(const Kind& kind);
 
 // Those of `codecs` that have fused kernels: casts, and the usual blocks of int8, int4 and e4m3.
 std::vector<Codec> first_tier(const std::vector<Codec>& codecs);

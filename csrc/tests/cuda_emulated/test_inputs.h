@@ -8,26 +8,20 @@
 #include <vector>
 
 #include "codec/codec.h"
-#include "cuda/fused/collective.h"
 #include "engine/program.h"
 
 namespace dtcomm::cuda_emulated {
 
-struct LoweredSchedule {
-  int steps = 0;
-  std::vector<std::shared_ptr<const Program>> programs;  // by rank
-  std::vector<std::vector<int>> step_of;
-  std::vector<cuda::Inbox> inboxes;
-};
+using RankPrograms = std::vector<std::shared_ptr<const Program>>;
 
 class Programs {
  public:
   // Reads programs.txt of a folder; throws std::runtime_error.
   explicit Programs(const std::string& folder);
-  const LoweredSchedule& of(const std::string& collective, const std::string& algorithm, int ranks) const;
+  const RankPrograms& of(const std::string& collective, const std::string& algorithm, int ranks) const;
 
  private:
-  std::map<std::tuple<std::string, std::string, int>, LoweredSchedule> all_;
+  std::map<std::tuple<std::string, std::string, int>, RankPrograms> all_;
 };
 
 // The codecs of codecs.txt of a folder: those of the registry that have CUDA kernels, with options such that every

@@ -15,7 +15,7 @@ from dtcomm.runtime.bootstrap.cpu import CpuBootstrap
 from dtcomm.runtime.bootstrap.rendezvous import StoreExchange, require_equal
 from dtcomm.runtime.cuda_peer import PeerRuntime
 from dtcomm.runtime.cuda_peer.launch import RAN_BETWEEN_GPUS, FusedRanks, launcher_for, layout_for
-from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, why_not_peers, why_pushed
+from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, missing_nvlink, why_not_peers
 from dtcomm.runtime.process_groups import Deadline
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
 from dtcomm.runtime.torchdist.transport import NcclTransport
@@ -111,12 +111,9 @@ class CudaBootstrap(CpuBootstrap):
             pads = [memory.own[_C.MISSING_OFFSET :][:4].view(torch.int32)]
             timeout_ns = min(int(self._timeout.total_seconds() * 1e9), 2**63 - 1)
             launcher = launcher_for(self._device)
-            pushed = {"on": "DTCOMM_PUSH=on", "off": ""}.get(env.get("DTCOMM_PUSH"), why_pushed(gpus))
-            fused = FusedRanks(
-                launcher, layout, memory.addresses, pads, self.rank, 1, timeout_ns, pushes=bool(pushed)
-            )
-            self.reason = "all ranks reach each other's memory" + (f"; no {failure}" if failure else "")
-            self.reason += f"; schedules push payloads: {pushed}" if pushed else ""
+            fused = FusedRanks(launcher, layout, memory.addresses, pads, self.rank, 1, timeout_ns)
+            notes = [f"no {failure}" if failure else "", missing_nvlink(gpus)]
+            self.reason = "; ".join(filter(None, ["all ranks reach each other's memory", *notes]))
             return PeerRuntime(fused, streams, fallback, self.names, memory.kind, memory, forced)
         if forced:
             raise DtcommError(f"DTCOMM_RUNTIME=peer, but {failure}")

@@ -79,7 +79,7 @@ class PeerRuntime(StreamRuntime[FusedPlan | FallbackPlan]):
         ValueError if there are no fused kernels, and only they are allowed.
         """
         try:
-            return self._fused.prepare(spec, schedule)
+            return self._fused.prepare(spec)
         except NoFusedKernel as reason:
             if spec.algorithm == TWO_SHOT_SYMMETRIC:  # no schedule expresses it
                 raise
@@ -144,17 +144,12 @@ class PeerRuntime(StreamRuntime[FusedPlan | FallbackPlan]):
         self._require_usable()
 
     def info(self) -> dict[str, Any]:
-        """Facts for reports.
-
-        ``elsewhere`` counts the calls that had no fused kernel, by reason. ``pushes`` says whether kernels of lowered
-        schedules load from no peer's memory.
-        """
+        """Facts for reports. ``elsewhere`` counts the calls that had no fused kernel, by reason."""
         fallback = self._fallback.info()
         return {
             "runtime": self.name,
             "transport": f"fused kernels over {self._memory} of {self._streams.device}",
             "kernels": "fused",
-            "pushes": self._fused.pushes,
             "operations": self._operations + fallback["operations"],
             "wire_bytes": self._wire_bytes + fallback["wire_bytes"],
             "elsewhere": dict(self._reasons),

@@ -93,8 +93,8 @@ def nvlinks_of(gpu: int, ids: Sequence[str]) -> list[str] | None:
     return [gpu_id for gpu_id, count in zip(ids, links, strict=False) if count]
 
 
-def why_pushed(gpus: Sequence[dict[str, Any]]) -> str:
-    """Why ranks should not load from their peers' memory; empty where NVLink connects all pairs of GPUs."""
+def missing_nvlink(gpus: Sequence[dict[str, Any]]) -> str:
+    """Two GPUs that NVLink does not connect, or may not connect; empty where it connects all pairs."""
     for rank, gpu in enumerate(gpus):
         for peer, other in enumerate(gpus):
             if other["id"] == gpu["id"]:

@@ -1,5 +1,5 @@
 """The whole path of fused kernels between processes, whose kernels run in the emulator: tp.AllReduce and the slot of
-inference engines, epilogues, experts and lowered schedules have the engine's bits and use no other runtime.
+inference engines, epilogues and experts have the engine's bits and use no other runtime.
 
 The bodies are those of tests/cuda/test_inference.py, which runs them on a device.
 """
@@ -9,13 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import dtcomm
 import dtcomm.collectives as C
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
 from tests.cuda import test_inference as on_device
 from tests.support.emulated_peers import communicator_of_emulated_peers
-from tests.unit.algorithms.every_algorithm import build
 
 SPECS = ("none", "bf16", "int8", "int4", "int4:spikes=1", "int4:block=128,spikes=1", "fp8_e4m3", "fp8_e3m4")
 
@@ -35,22 +33,9 @@ def sums(rank: int) -> list[torch.Tensor]:
     return results
 
 
-def schedules(rank: int, ranks: int) -> list[torch.Tensor]:
-    """Sums and broadcasts by lowered schedules, with error feedback."""
-    results = []
-    for spec in ("none", "int8", "int4:block=128,spikes=1"):
-        for algorithm in ("ring", "tree"):
-            x, residual = torch.randn(2500, generator=torch.Generator().manual_seed(rank)), torch.zeros(2500)
-            dtcomm.all_reduce(x, codec=spec, algorithm=algorithm, residual=residual)
-            results += [x, residual]
-    C.run(build("ring", "broadcast", ranks), x, codec="int8")
-    return [*results, x]
-
-
 def compare(rank: int, ranks: int, nvlink: bool) -> dict[str, object]:
     bodies = {
         "sums": lambda: sums(rank),
-        "schedules": lambda: schedules(rank, ranks),
         "quantized norms": lambda: on_device.quantized_norms(rank, "cpu"),
         "experts": lambda: on_device.experts(rank, "cpu"),
     }
@@ -67,7 +52,7 @@ def compare(rank: int, ranks: int, nvlink: bool) -> dict[str, object]:
         if (reason := tp.AllReduce(codec=spec, compress_from=0).why_no_fused_kernel(700, torch.bfloat16))
     ]
     info = communicator.info()
-    return report | {"elsewhere": info["elsewhere"], "pushes": info["pushes"]}
+    return report | {"elsewhere": info["elsewhere"]}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -76,17 +61,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize(("ranks", "nvlink"), [(2, True), (4, False)])
 def test_fused_kernels_between_processes_have_the_engines_bits(ranks: int, nvlink: bool) -> None:
-    reason = "; schedules push payloads: NVLink does not connect the GPUs of ranks 0 and 1"
+    reason = "; NVLink does not connect the GPUs of ranks 0 and 1"
     expected = {
         "reason": "all ranks reach each other's memory" + ("" if nvlink else reason),
         "runtime": "peer",
         "sums": [],
-        "schedules": [],
         "quantized norms": [],
         "experts": [],
         "unserved": [],
         "elsewhere": {},
-        "pushes": not nvlink,
     }
     for report in run_ranks(compare, ranks, nvlink):
         assert report == expected

@@ -79,6 +79,35 @@ def test_virtual_ranks_match_engine_bytes(collective: str, ranks: int) -> None:
     virtual.check()
 
 
+def test_messages_of_several_tensors() -> None:
+    parts = tuple(
+        TensorSpec(numel, torch.float32, codec(spec))
+        for spec, numel in (("int8", 2000), ("none", 0), ("int4", 1), ("int8", 1500))
+    )
+    shape = OpSpec("all_reduce", "avg", parts, "two_shot")
+    virtual = VirtualRanks(4)
+    fused, reference = (
+        [tensors("all_reduce", 4, part.numel, torch.float32, part.numel > 0) for part in parts] for _ in "ab"
+    )
+    virtual.fused.launch(virtual.fused.prepare(shape), list(zip(*fused, strict=True)))
+    virtual.check()
+    for part, result, expected in zip(parts, fused, reference, strict=True):
+        run_by_engine(shape._replace(parts=(part,)), 4, expected)
+        same(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int64, torch.bool], ids=str)
+def test_copying_collectives_accept_any_dtype(dtype: torch.dtype) -> None:
+    virtual = VirtualRanks(3)
+    for collective in ("all_gather", "all_to_all"):
+        shape = OpSpec(collective, "sum", (TensorSpec(1111, dtype, codec("none")),), "one_shot")
+        fused, reference = (tensors(collective, 3, 1111, dtype, feedback=False) for _ in "ab")
+        virtual.fused.launch(virtual.fused.prepare(shape), [[buffer] for buffer in fused])
+        run_by_engine(shape, 3, reference)
+        same(fused, reference)
+    virtual.check()
+
+
 def test_all_reduce_of_virtual_ranks() -> None:
     virtual = VirtualRanks(4, seed=7)
     xs, losses = (

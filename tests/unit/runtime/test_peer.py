@@ -22,14 +22,20 @@ from dtcomm.runtime.cuda_peer.launch import (
     PeerBufferLayout,
     layout_for,
 )
-from dtcomm.runtime.cuda_peer.memory import PeerBuffers, describe_gpu, nvlinks_of, why_not_peers, why_pushed
+from dtcomm.runtime.cuda_peer.memory import (
+    PeerBuffers,
+    describe_gpu,
+    missing_nvlink,
+    nvlinks_of,
+    why_not_peers,
+)
 from dtcomm.runtime.types import Buffers, OpSpec, SingleRankRuntime, TensorSpec
 from tests.ranks.runtime.test_on_streams import CheckedRanks
 from tests.support.stream_checker import RecordedStreams
 from tests.unit.kernels.inputs import floats
 from tests.unit.runtime.test_fused import run_by_engine
 
-LAYOUT = PeerBufferLayout(2, 4096, 64 * 1024)
+LAYOUT = PeerBufferLayout(2, 4096)
 
 
 class JoinedLauncher:
@@ -46,10 +52,9 @@ class JoinedLauncher:
     def launch_all(self) -> None:
         launches = [self.launches[rank] for rank in range(self.ranks)]
         specs = [dict(spec, first_rank=0, local_ranks=self.ranks) for spec, *_ in launches]
-        programs = [program for spec in specs for program in spec.pop("programs", [])]  # one per rank
         assert all(spec == specs[0] for spec in specs), "ranks launch different calls"
         tensors = [own[0] for _, own, _ in launches]
-        _emulator.FusedPlan(**specs[0], programs=programs).launch(tensors, 3, self.absent, launches[0][2])
+        _emulator.FusedPlan(**specs[0]).launch(tensors, 3, self.absent, launches[0][2])
 
     class OneRank:
         def __init__(self, joined: "JoinedLauncher", rank: int) -> None:
@@ -69,9 +74,7 @@ class JoinedLauncher:
 class CheckedPeers(CheckedRanks):
     """Peer runtimes over runtimes on streams; the order of all accesses is checked."""
 
-    def __init__(
-        self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "", pushes: bool = False
-    ) -> None:
+    def __init__(self, ranks: int, absent: int = -1, forced: bool = False, leave_out: str = "") -> None:
         super().__init__(ranks, leave_out)
         size = _C.fused_bytes(ranks, LAYOUT)
         self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)]
@@ -86,7 +89,6 @@ class CheckedPeers(CheckedRanks):
                     [self.memory[rank][_C.MISSING_OFFSET :][:4].view(torch.int32)],
                     rank,
                     1,
-                    pushes=pushes,
                 ),
                 streams,
                 self.below[rank],
@@ -103,11 +105,8 @@ def shape_of(algorithm: str = "two_shot", spec: str = "int8", numels: tuple[int,
     return OpSpec("all_reduce", "avg", parts, algorithm)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "pushes"),
-    [("two_shot", False), ("ring", False), ("tree", False), ("ring", True), ("tree", True)],
-)
-def test_peer_runtimes_match_engine_bytes(algorithm: str, pushes: bool) -> None:
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
+def test_peer_runtimes_match_engine_bytes(algorithm: str) -> None:
     """A message of three tensors, synchronous and asynchronous, whose results the caller's stream uses."""
     numels, ranks = (3000, 0, 1), 3
     shape = shape_of(algorithm, numels=numels)
@@ -129,9 +128,8 @@ def test_peer_runtimes_match_engine_bytes(algorithm: str, pushes: bool) -> None:
         assert [entry.stage for entry in runtime.flight_entries()] == ["done", "done"]
         info = runtime.info()
         assert info["runtime"] == "peer" and info["operations"] == 2 and info["elsewhere"] == {}
-        assert info["pushes"] is pushes
 
-    peers = CheckedPeers(ranks, pushes=pushes)
+    peers = CheckedPeers(ranks)
     assert peers.run(work) == []
     for at, numel in enumerate(numels):
         if numel:
@@ -152,8 +150,8 @@ def test_call_without_fused_kernel_falls_back_and_is_counted() -> None:
     xs = [torch.full((100,), float(rank)) for rank in range(3)]
 
     def work(rank: int, runtime: PeerRuntime) -> None:
-        shape = shape_of("ring", "fp8_e5m2", (100,))
-        plan = runtime.make_plan(shape, algorithms.build("ring", "all_reduce", 3))
+        shape = shape_of("two_shot", "fp8_e5m2", (100,))
+        plan = runtime.make_plan(shape, algorithms.build("two_shot", "all_reduce", 3))
         assert isinstance(plan, FallbackPlan)
         for _ in range(2):
             runtime.run(plan, [Buffers(xs[rank], xs[rank])], 1)
@@ -168,13 +166,13 @@ def test_call_without_fused_kernel_falls_back_and_is_counted() -> None:
 def test_forced_runtime_refuses_call_without_fused_kernel() -> None:
     def work(rank: int, runtime: PeerRuntime) -> None:
         with pytest.raises(ValueError, match="DTCOMM_RUNTIME=peer: codec topk"):
-            schedule = algorithms.build("ring", "all_reduce", 2)
-            runtime.make_plan(shape_of("ring", "topk:ratio=0.1"), schedule)
+            schedule = algorithms.build("two_shot", "all_reduce", 2)
+            runtime.make_plan(shape_of("two_shot", "topk:ratio=0.1"), schedule)
 
     run_on_all_ranks(2, work, forced=True)
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
 def test_absent_rank_is_named_by_the_next_call(algorithm: str) -> None:
     xs = [torch.ones(500) for _ in range(3)]
 
@@ -261,8 +259,8 @@ def test_cpu_is_reported_as_no_cuda_device() -> None:
         ),
     ],
 )
-def test_reason_why_schedules_push(gpus: list, reason: str) -> None:
-    assert why_pushed(gpus) == reason == "" or (reason and reason in why_pushed(gpus))
+def test_pairs_of_gpus_without_nvlink_are_named(gpus: list, reason: str) -> None:
+    assert missing_nvlink(gpus) == reason == "" or (reason and reason in missing_nvlink(gpus))
 
 
 def test_nvlinks_come_from_torch_or_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,33 +273,20 @@ def test_nvlinks_come_from_torch_or_are_unknown(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("push", "nvlinks", "reason"),
-    [
-        ("auto", "ab", ""),
-        ("auto", "", "; schedules push payloads: NVLink does not connect the GPUs of ranks 0 and 1"),
-        ("on", "ab", "; schedules push payloads: DTCOMM_PUSH=on"),
-        ("off", "", ""),
-    ],
+    ("nvlinks", "reason"), [("ab", ""), ("", "; NVLink does not connect the GPUs of ranks 0 and 1")]
 )
-def test_bootstrap_chooses_pushes(
-    monkeypatch: pytest.MonkeyPatch, push: str, nvlinks: str, reason: str
+def test_the_reason_names_gpus_without_nvlink(
+    monkeypatch: pytest.MonkeyPatch, nvlinks: str, reason: str
 ) -> None:
     own = torch.zeros(_C.fused_bytes(2, layout_for([gpu_info()])), dtype=torch.uint8)
     mapped = PeerBuffers("memory of a test", (own.data_ptr(), own.data_ptr()), own, None)
-    fallback = SingleRankRuntime()
-    monkeypatch.setattr(fallback, "info", lambda: {"operations": 0, "wire_bytes": 0, "transport": "none"})
-    monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: fallback)
+    monkeypatch.setattr(CudaBootstrap, "_backend_runtime", lambda *_: SingleRankRuntime())
     monkeypatch.setattr(cuda, "map_peers", lambda *_: (mapped, ""))
     monkeypatch.setenv("DTCOMM_RUNTIME", "peer")
-    monkeypatch.setenv("DTCOMM_PUSH", push)
     bootstrap = bootstrap_of_two()
     infos = [{"gpu": gpu_info(gpu, nvlinks=nvlinks)} for gpu in "ab"]
-    runtime = bootstrap._choose_runtime(None, infos, "nccl")
+    assert isinstance(bootstrap._choose_runtime(None, infos, "nccl"), PeerRuntime)
     assert bootstrap.reason == "all ranks reach each other's memory" + reason
-    assert runtime.info()["pushes"] is bool(reason)
-    monkeypatch.setenv("DTCOMM_PUSH", "yes")
-    with pytest.raises(ValueError, match="DTCOMM_PUSH='yes' is not one of auto, on, off"):
-        bootstrap._choose_runtime(None, infos, "nccl")
 
 
 def bootstrap_of_two() -> CudaBootstrap:
