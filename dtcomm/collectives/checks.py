@@ -174,14 +174,14 @@ def require_residual(residual: Any, tensor: torch.Tensor, argument: str, op: Any
 
 
 def require_no_overlap(
-    whole: torch.Tensor, part: torch.Tensor, offset: int | None, argument: str, other_name: str
+    tensor: torch.Tensor, part: torch.Tensor, offset: int | None, argument: str, other_name: str
 ) -> None:
-    """Check that two tensors share no memory, unless ``part`` is the shard of ``whole`` at element ``offset``."""
+    """Check that two tensors share no memory, unless ``part`` is the shard of ``tensor`` at element ``offset``."""
     begin, end = part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()
-    low, high = whole.data_ptr(), whole.data_ptr() + whole.numel() * whole.element_size()
+    low, high = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
     if begin >= high or end <= low or begin == end or low == high:
         return
-    if offset is None or begin != low + offset * whole.element_size():
+    if offset is None or begin != low + offset * tensor.element_size():
         exception = "" if offset is None else " other than this rank's shard of it"
         raise ValueError(f"{argument}: overlaps the memory of {other_name}{exception}")
 

@@ -58,8 +58,8 @@ def all_gather(
             dtcomm.all_gather(whole, shard, codec="fp8_e4m3")
     """
     repeated = (group, input, output, "all_gather", codec, algorithm, checksum)
-    if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+        return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum)
     communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "output", communicator.size)
@@ -97,8 +97,8 @@ def broadcast(
             dtcomm.broadcast(weight, src=0)
     """
     repeated = (group, tensor, tensor, "broadcast", src, codec, algorithm, checksum)
-    if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+        return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum)
     communicator = get_communicator_for(group, tensor, "tensor")
     memory = in_memory(tensor, "tensor")
@@ -140,8 +140,8 @@ def gather(
             dtcomm.gather(metrics, rows, dst=0)
     """
     repeated = (group, tensor, gather_list, "gather", dst, codec, algorithm, checksum)
-    if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+        return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum)
     communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
@@ -201,8 +201,8 @@ def scatter(
             dtcomm.scatter(batch, batches, src=0)
     """
     repeated = (group, scatter_list, tensor, "scatter", src, codec, algorithm, checksum)
-    if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+        return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum)
     communicator = get_communicator_for(group, tensor, "tensor")
     require_tensor(tensor, "tensor")
@@ -278,8 +278,8 @@ def all_to_all(
     repeated = None
     if output_splits is None and input_splits is None:
         repeated = (group, input, output, "all_to_all", codec, algorithm, checksum)
-        if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-            return done
+        if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+            return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum)
     communicator = get_communicator_for(group, output, "output")
     require_exchange(output, input)

@@ -49,8 +49,8 @@ def send(
             dtcomm.send(activation, dst=rank + 1, codec="fp8_e4m3")
     """
     repeated = (group, tensor, tensor, "send", dst, codec, checksum)
-    if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+        return work
     options = Options(codec, "auto", group, async_op, seed, residual, checksum)
     return _message(tensor, dst, "dst", options, repeated)
 
@@ -77,8 +77,8 @@ def recv(
             dtcomm.recv(activation, src=rank - 1, codec="fp8_e4m3")
     """
     repeated = (group, tensor, tensor, "recv", src, codec, checksum)
-    if (done := run_repeated(repeated, async_op)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op)) is not False:
+        return work
     return _message(tensor, src, "src", Options(codec, "auto", group, async_op, checksum=checksum), repeated)
 
 

@@ -68,8 +68,8 @@ def all_reduce(
             dtcomm.all_reduce(embedding.weight.grad, "avg")
     """
     repeated = (group, tensor, tensor, "all_reduce", op, codec, algorithm, checksum, audit)
-    if (done := run_repeated(repeated, async_op, seed, residual, epilogue)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual, epilogue)) is not False:
+        return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum, audit, epilogue)
     if getattr(tensor, "layout", None) is torch.sparse_coo:
         return sparse.all_reduce(tensor, op, options)
@@ -105,8 +105,8 @@ def reduce(
             dtcomm.reduce(loss, dst=0)
     """
     repeated = (group, tensor, tensor, "reduce", dst, op, codec, algorithm, checksum)
-    if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+        return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum)
     communicator = get_communicator_for(group, tensor, "tensor")
     memory = in_memory(tensor, "tensor")
@@ -142,8 +142,8 @@ def reduce_scatter(
             dtcomm.reduce_scatter(shard, gradient, "avg", codec="int8")
     """
     repeated = (group, input, output, "reduce_scatter", op, codec, algorithm, checksum)
-    if (done := run_repeated(repeated, async_op, seed, residual)) is not False:
-        return done
+    if (work := run_repeated(repeated, async_op, seed, residual)) is not False:
+        return work
     options = Options(codec, algorithm, group, async_op, seed, residual, checksum)
     communicator = get_communicator_for(group, output, "output")
     require_pair(output, input, "input", communicator.size)

@@ -35,9 +35,9 @@ forget_repeated = _C.forget_repeated
 
 
 def keep_repeated(
-    arguments: tuple[Any, ...], plan: Any, buffers: Buffers, rank: int, counter: _C.CallCounter
+    repeated: tuple[Any, ...], plan: Any, buffers: Buffers, rank: int, counter: _C.CallCounter
 ) -> None:
-    """Let `run_repeated` run an operation that has been run with these arguments, its first one.
+    """Let `run_repeated` run an operation that has been run; ``repeated`` is its first argument.
 
     Nothing is kept if ``plan`` is not one of the native engine. Which of ``buffers`` this rank has is the same in every
     call.
@@ -49,7 +49,7 @@ def keep_repeated(
     has_input, has_output = buffers.input is not None, buffers.output is not None
     has_residual = buffers.residual is not None
     _C.keep_repeated(
-        arguments, engine, native_plan, counter, rank, has_input, has_output, has_residual, failed
+        repeated, engine, native_plan, counter, rank, has_input, has_output, has_residual, failed
     )
 
 

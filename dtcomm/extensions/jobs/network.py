@@ -35,12 +35,7 @@ INT_BYTES = 4  # of the number of an expert or of a rank
 
 
 class Network:
-    """Estimates of collectives on a system, each computed once.
-
-    Args:
-        system: The hardware.
-        dtype: The dtype of the tensors.
-    """
+    """Estimates of collectives of tensors of ``dtype`` on a system, each computed once."""
 
     def __init__(self, system: System, dtype: torch.dtype) -> None:
         self.system, self.dtype = system, dtype
@@ -232,12 +227,7 @@ class ExpertTraffic:
         }
 
     def seconds(self, network: Network, stride: int) -> tuple[float, float]:
-        """Return the seconds of a forward and of a backward pass.
-
-        Args:
-            network: The system.
-            stride: How many ranks apart the ranks of the group are.
-        """
+        """Return the seconds of a forward and of a backward pass; ranks of the group are ``stride`` ranks apart."""
         forward, backward = (
             sum(self._message_seconds(network, stride, sent) for sent in messages.values())
             for messages in (self.forward(), self.backward())
