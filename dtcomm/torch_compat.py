@@ -60,7 +60,7 @@ class PrivateName:
     Attributes:
         path: ``module:attribute.attribute``; where the attribute is one of instances only, the class that has it.
         without: What happens in a torch that does not have it.
-        checked: The versions of torch in which it was found.
+        checked: The versions of torch in which it was found; versions before the first of them do not have it.
         instances: Whether only instances have it, so that it cannot be looked up on the class.
     """
 
@@ -85,6 +85,9 @@ NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName(f"{_C10D}:_world._default_pg", "repeated calls take 0.3 us longer"),
     PrivateName(f"{_C10D}:_pg_map", "repeated calls take 0.3 us longer"),
+    PrivateName(
+        f"{_C10D}:_FR_SELF_RECORDING_BACKENDS", 'from 2.15 on init_process_group("dtcomm") raises', "2.15"
+    ),
     PrivateName(f"{_C10D}:_get_default_group", "monitored_barrier of the backend raises"),
     PrivateName(f"{_C10D}:_check_valid_timeout", "monitored_barrier of the backend raises"),
     PrivateName(f"{_C}._distributed_c10d:AllToAllOptions", "collectives over Gloo and NCCL raise"),
@@ -180,6 +183,17 @@ def all_groups() -> dict[Any, Any]:
 def group_or_raise(group: Any) -> Any:
     """Return ``group``, or the default group for None; torch raises where there is none."""
     return c10d._get_default_group() if group is None else group
+
+
+def leave_out_of_flight_recorder(backend: str) -> None:
+    """Let torch attach no flight recorder to groups of a backend.
+
+    From 2.15 on it attaches one to every group whose backend it does not know to keep its own record, and expects that
+    the group holds the backend's object, which a group that is the backend does not.
+    """
+    recording: set[str] | None = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recording is not None:
+        recording.add(backend)
 
 
 def check_timeout(timeout: timedelta) -> None:

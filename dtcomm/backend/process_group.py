@@ -44,6 +44,7 @@ def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
     if backend_options is not None:
         raise TypeError(f"pg_options: the backend dtcomm has none, got {type(backend_options).__name__}")
     _install_monitored_barrier()
+    torch_compat.leave_out_of_flight_recorder("dtcomm")
     torch_compat.complete_forward_pass_handles((TorchWork, FallbackWork))
     return DtcommProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id)

@@ -153,6 +153,7 @@ class _StageMessages:
         self._stage, self._settings, self._state = stage, settings, state
         self._receipts: dict[tuple[str, int], list[Receipt]] = {}
         self._posted: set[tuple[str, int]] = set()  # receives of this step
+        self._sent_shapes: dict[int, list[torch.Size]] = {}  # of the activations of each micro-batch
         self._messages = 0
         self._computed = self._sent = 0
         self._methods: dict[str, Callable[..., Any]] = {}
@@ -194,12 +195,15 @@ class _StageMessages:
     def clear_runtime_states(self) -> None:
         self._computed = self._sent = 0
         self._receipts.clear()
+        self._sent_shapes.clear()
         self._posted.clear()
         self._state.begin_step()
         self._methods["clear_runtime_states"]()
 
     def get_fwd_send_ops(self, micro_batch: int) -> list[Any]:
-        for number, (tensor, link) in enumerate(self._messages_of("get_fwd_send_ops", micro_batch)):
+        messages = self._messages_of("get_fwd_send_ops", micro_batch)
+        self._sent_shapes[micro_batch] = [tensor.shape for tensor, _ in messages]
+        for number, (tensor, link) in enumerate(messages):
             self._send_activation(tensor, link, number, micro_batch)
         if not self._stage.is_last:
             self._count_sent()
@@ -285,25 +289,28 @@ class _StageMessages:
         return RECEIVES_AHEAD
 
     def _post_activations(self, micro_batch: int) -> list[Receipt]:
-        infos = [info for info in self._stage.args_recv_info[micro_batch] if _buffer_of(info) is not None]
+        messages = self._messages_of("get_fwd_recv_ops", micro_batch)  # torch 2.15 makes the buffers here
+        infos = _with_buffers(self._stage.args_recv_info[micro_batch])
         return [
             self._state.exchange.receive(link, self._activation_steps(info, link, number, micro_batch))
-            for number, (info, (_, link)) in enumerate(
-                zip(infos, self._messages_of("get_fwd_recv_ops", micro_batch), strict=True)
-            )
+            for number, (info, (_, link)) in enumerate(zip(infos, messages, strict=True))
         ]
 
     def _post_gradients(self, micro_batch: int) -> list[Receipt]:
-        if self._settings.dynamic_shapes and self._stage.has_backward and not self._stage.is_last:
-            outputs = self._stage.fwd_cache[micro_batch][0]
-            for info, output in zip(self._stage.grad_recv_info[micro_batch], outputs, strict=True):
-                if info.buffer is not None and info.buffer.shape != output.shape:
-                    info.buffer = torch.empty_like(output.detach())
+        messages = self._messages_of("get_bwd_recv_ops", micro_batch)
+        if messages and self._settings.dynamic_shapes:
+            # Of all activations, which torch may have dropped; those without a gradient are not received.
+            shapes = dict(zip(self._stage.grad_recv_info[micro_batch], self._sent_shapes.pop(micro_batch)))
+            for number, info in enumerate(_with_buffers(list(shapes))):
+                buffer, link = messages[number]
+                if buffer.shape != shapes[info]:
+                    info.buffer = buffer.new_empty(shapes[info])
+                    messages[number] = info.buffer, link
         return [
             self._state.exchange.receive(
                 link, receive_tensor(buffer, link, self._codec_for(buffer.dtype, GRADIENTS))
             )
-            for buffer, link in self._messages_of("get_bwd_recv_ops", micro_batch)
+            for buffer, link in messages
         ]
 
     def _messages_of(self, method: str, micro_batch: int) -> list[tuple[torch.Tensor, Link]]:
@@ -354,8 +361,7 @@ class _StageMessages:
         exchange.send(as_sendable(tensor, spec), link, spec, traffic, tensor.nbytes)
 
     def _activation_steps(self, info: Any, link: Link, number: int, micro_batch: int) -> Steps:
-        buffer = _buffer_of(info)
-        assert buffer is not None  # the caller has left others out
+        buffer: torch.Tensor = info.buffer
         if self._sends_differences(buffer):
             return self._difference_steps(buffer, link, number, micro_batch)
         spec = self._codec_for(buffer.dtype, ACTIVATIONS)
@@ -452,7 +458,6 @@ def _select(samples: Sequence[int], known: torch.Tensor, wanted: bool) -> list[i
     return [sample for sample, is_known in zip(samples, known.tolist(), strict=True) if is_known is wanted]
 
 
-def _buffer_of(info: Any) -> torch.Tensor | None:
-    """Return the buffer of an input that is received; None for an input of the whole model."""
-    buffer: torch.Tensor | None = getattr(info, "buffer", None)
-    return buffer
+def _with_buffers(infos: Sequence[Any]) -> list[Any]:
+    """Leave out inputs of the whole model, and gradients that are None: nothing is received for them."""
+    return [info for info in infos if getattr(info, "buffer", None) is not None]

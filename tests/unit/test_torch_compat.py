@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.torch_version import TorchVersion
 
 from dtcomm import torch_compat
 from dtcomm.torch_compat import NAMES, PrivateName
@@ -36,6 +37,8 @@ def resolve(path: str) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.instances], ids=lambda name: name.path)
 def test_torch_has_the_name(name: PrivateName) -> None:
+    if TorchVersion(torch.__version__) < name.checked.split(",")[0]:
+        pytest.skip("this torch is older than the name")
     resolve(name.path)
     assert name.without and name.checked
 
