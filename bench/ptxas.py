@@ -68,9 +68,6 @@ def readable(name: str) -> str:
         family = family.strip()
         operation = f"{COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
         return f"{family} {operation}{' with feedback' if feedback == 'true' else ''}"
-    match = re.fullmatch(r"step_kernel<(.*)>", name)
-    if match is not None:
-        return f"{match.group(1).strip()} program's step"
     match = re.fullmatch(r"combine_(warp|block)_kernel<(.*), (-?\d+), (true|false), (true|false)>", name)
     if match is None:
         return name
@@ -114,7 +111,7 @@ def compile_one(source: Path, architecture: int) -> list[Resources]:
             kernel in name for kernel in ("combine_warp_kernel", "fused_kernel", "expand_kernel")
         )
         threads = WARP_THREADS if first_tier else BLOCK_THREADS
-        if name.split("<")[0].endswith(("fused_kernel", "step_kernel")):
+        if name.split("<")[0].endswith("fused_kernel"):
             threads = FUSED_THREADS
         shared = used.get("bytes smem", 0)
         kernel: Resources = {

@@ -320,6 +320,8 @@ def _choose_algorithm(communicator: Communicator, request: OpSpec) -> str:
         _require_fused_kernels(communicator)
         return algorithm
     groups, table = levels(communicator)
+    if algorithm == "auto" and communicator.runtime.name == "peer":
+        algorithm = "direct"  # fused kernels have no other, and the table was measured without them
     if any(part.between for part in parts) and len(groups) > 1:
         requested = algorithm
         algorithm = "hierarchical" if requested == "auto" else requested

@@ -155,7 +155,7 @@ def _install() -> None:
 
     fused.CudaLauncher = virtual_ranks.CudaLauncher = CudaLauncher  # type: ignore[assignment, misc]
     memory_floor.TimedCopy.LARGE = 1 << 20  # no host copies gigabytes in no time
-    host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel step_kernel"]))[1]  # type: ignore[func-returns-value]
+    host_sync_trace.trace = lambda step: (step(), host_sync_trace.Trace([], ["fused_kernel"]))[1]  # type: ignore[func-returns-value]
     _OnCpu().__enter__()
 
 

@@ -36,7 +36,7 @@ def all_reduce_by_fused_kernels(rank: int, world_size: int) -> dict[str, object]
     wrong = []
     for turn in range(2):
         for spec in ("none", "int8", "int4", "fp8_e4m3"):
-            for algorithm in ("two_shot", "one_shot", "ring", "tree", "halving"):
+            for algorithm in ("two_shot", "one_shot"):
                 on_cpu = torch.randn(20_000, generator=torch.Generator().manual_seed(rank + turn))
                 on_gpu, losses = on_cpu.cuda(), [torch.zeros(20_000), torch.zeros(20_000, device="cuda")]
                 os.environ["DTCOMM_RUNTIME"] = "auto"
@@ -55,7 +55,7 @@ def all_reduce_by_fused_kernels(rank: int, world_size: int) -> dict[str, object]
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     try:
-        C.all_reduce(x, codec="topk:ratio=0.1", algorithm="ring")
+        C.all_reduce(x, codec="topk:ratio=0.1", algorithm="two_shot")
         refused = ""
     except ValueError as error:
         refused = str(error)

@@ -48,7 +48,7 @@ def test_sanitizer_sized_virtual_ranks() -> None:
         virtual.check()
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "ring", "tree", "halving"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
 def test_graph_replays_fused_collectives(algorithm: str) -> None:
     ranks, numel = 4, 30_000
     virtual = VirtualRanks(ranks, "cuda")
@@ -67,7 +67,7 @@ def test_graph_replays_fused_collectives(algorithm: str) -> None:
     virtual.check()
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
 def test_fused_kernels_are_queued_without_synchronization(algorithm: str) -> None:
     virtual = VirtualRanks(2, "cuda")
     xs = [torch.ones(1000, device="cuda") for _ in range(2)]

@@ -41,14 +41,14 @@ def test_trace_records_synchronization(wait: Callable[[torch.Tensor], object]) -
     assert recording.waits and recording.kernels
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "ring"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
 def test_virtual_ranks_do_not_synchronize(algorithm: str) -> None:
     virtual = VirtualRanks(4, "cuda")
     xs = [torch.ones(30_000, device="cuda") for _ in range(4)]
     plan = virtual.plan("all_reduce", 30_000, torch.float32, "int8", algorithm=algorithm)
     virtual.run(plan, xs, xs)
     recording = trace(lambda: virtual.run(plan, xs, xs))
-    assert recording.waits == [] and recording.ran("step_kernel" if algorithm == "ring" else "fused_kernel")
+    assert recording.waits == [] and recording.ran("fused_kernel")
     virtual.check()
 
 
@@ -120,7 +120,7 @@ def traced(rank: int, world_size: int, prepare: Callable[[int, int], Step]) -> t
 def test_step_between_processes_does_not_synchronize(prepare: Callable[[int, int], Step]) -> None:
     """Over fused kernels. Fresh processes: torch numbers the rendezvous of a process."""
     for recording, info in run_ranks(traced, 2, prepare, env=PEER_RUNTIME, timeout=100, fresh=True):
-        assert recording.waits == [] and (recording.ran("fused_kernel") or recording.ran("step_kernel")), info
+        assert recording.waits == [] and recording.ran("fused_kernel"), info
 
 
 def trace_nccl_transport(rank: int, world_size: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def test_only_waits_within_the_step_are_counted() -> None:
     ]
     trace = read(events)
     assert trace.waits == ["cudaStreamSynchronize"]
-    assert trace.ran("fused_kernel") and not trace.ran("step_kernel")
+    assert trace.ran("fused_kernel") and not trace.ran("expand_kernel")
     assert read([*events, Event("Memcpy DtoH (Device -> Pageable)", True, 42, 43)]).waits[1:] == [
         "Memcpy DtoH (Device -> Pageable)"
     ]
