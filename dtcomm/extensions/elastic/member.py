@@ -174,9 +174,8 @@ class Member:
             return
         if not readable:
             silent_s = time.monotonic() - connection.heard
-            if silent_s > max(
-                self._timeout_s, 2 * _PING_SECONDS
-            ):  # it is stopped, or the network drops everything
+            # It is stopped, or the network drops everything.
+            if silent_s > max(self._timeout_s, 2 * _PING_SECONDS):
                 raise ConnectionError(f"nothing has come from it for {silent_s:.0f} s")
             with self._changed:
                 connection.send({"request": "ping", "steps": 0})

@@ -35,7 +35,12 @@ INT_BYTES = 4  # of the number of an expert or of a rank
 
 
 class Network:
-    """Estimates of collectives of tensors of ``dtype`` on a system, each computed once."""
+    """Estimates of collectives on a system, each computed once.
+
+    Args:
+        system: The hardware.
+        dtype: The dtype of the tensors.
+    """
 
     def __init__(self, system: System, dtype: torch.dtype) -> None:
         self.system, self.dtype = system, dtype
@@ -190,9 +195,7 @@ class ExpertTraffic:
     def bytes_of(self, row_bytes: int, metadata_bytes: int = 0) -> tuple[float, float]:
         """Return the bytes of a hop's messages to other hosts and inside the host.
 
-        Args:
-            row_bytes: Bytes of a row.
-            metadata_bytes: Bytes of a row's metadata, which follow the rows of a message and are padded to whole rows.
+        Metadata of rows follow the rows of a message and are padded to whole rows.
         """
         sent = {True: 0.0, False: 0.0}
         for outside, count, rows in self.routes.messages():

@@ -187,7 +187,15 @@ def in_flight(job: Job, layout: Layout) -> float:
 
 
 def job_memory(job: Job, layout: Layout) -> JobMemory:
-    """Return the memory of the rank that needs most."""
+    """Return the memory of the rank that needs most.
+
+    Args:
+        job: The job.
+        layout: How it is divided.
+
+    Returns:
+        The bytes of each part.
+    """
     model, itemsize = job.model, job.dtype.itemsize
     local = local_parameters(job, layout)
     copies = 0 if itemsize == 4 else 1

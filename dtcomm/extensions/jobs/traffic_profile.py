@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from dtcomm import algorithms
@@ -314,7 +315,7 @@ class _LoadCounter:
         copied_in: dict[int, int] = {}
         encodings: dict[int, int] = {}
         class_of = self._class_of
-        for step, transfers in groupby(sorted(path, key=_step_of), key=_step_of):
+        for step, transfers in groupby(sorted(path, key=attrgetter("step")), key=attrgetter("step")):
             self._steps = max(self._steps, step + 1)
             arriving: dict[int, tuple[int, int, bool]] = {}
             for t in transfers:
@@ -393,10 +394,5 @@ def _largest(counts: Counter[Any]) -> dict[int, int]:
     """Return the largest count of any rank, class or host by step."""
     most: dict[int, int] = {}
     for (step, *_), count in counts.items():
-        if count > most.get(step, 0):
-            most[step] = count
+        most[step] = max(count, most.get(step, 0))
     return most
-
-
-def _step_of(t: Transfer) -> int:
-    return t.step

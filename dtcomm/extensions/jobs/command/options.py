@@ -215,7 +215,6 @@ OTHERS = (
 def _refuse_beside_jobs(
     fail: Callable[[object], NoReturn], arguments: argparse.Namespace, shape: ModelShape | None
 ) -> None:
-    """Refuse what would otherwise be ignored."""
     if shape is None:
         for name in JOB_FLAGS:
             if getattr(arguments, name):
