@@ -348,7 +348,7 @@ class BucketAverager:
         """Start averaging a bucket without PowerSGD, in one message.
 
         ``tensors`` and ``residuals`` have one entry for each segment; ``stats`` is averaged along with them,
-        uncompressed. ``staged``: it is one of the stages of a `StageScheduler`.
+        uncompressed. ``staged``: a `StageScheduler` runs it.
         """
         codecs = layout.codecs
         if stats is not None:
@@ -374,8 +374,10 @@ class BucketAverager:
         residuals: Sequence[torch.Tensor | None],
         stats: torch.Tensor | None,
         step: int,
+        *,
+        staged: bool = False,
     ) -> Stages:
-        """Return the stages that average any bucket, for a `StageScheduler`; the arguments are `all_reduce`'s."""
+        """Return the stages that average any bucket. The arguments are `all_reduce`'s."""
         tasks: list[LowRankTask] = []
         other_tensors: list[torch.Tensor] = []
         other_residuals: list[torch.Tensor | None] = []
@@ -398,7 +400,7 @@ class BucketAverager:
             factors=self.factors,
             step=step,
             algorithm=self._algorithm,
-            group=self.staged_group,
+            group=self.staged_group if staged else self._group,
             seed=self.seed + step,
             all_reduce=self._all_reduce,
         )

@@ -335,7 +335,9 @@ class Reducer:
             return plain_all_reduce(bucket.buffer, self._group, streams)
         if not self._chooser.in_stages:
             return self.averager.all_reduce(bucket.layout, tensors, residuals, bucket.stats, self.steps)
-        stages = self.averager.stages(bucket.layout, tensors, residuals, bucket.stats, self.steps)
+        stages = self.averager.stages(
+            bucket.layout, tensors, residuals, bucket.stats, self.steps, staged=True
+        )
         used = [*tensors, *residuals, bucket.stats]
         return self._scheduler_on(streams).submit(stages, [bucket.buffer], used, last=last)
 
