@@ -226,6 +226,8 @@ def _excluded_layers(patterns: str | Sequence[str], layers: Iterable[str]) -> di
     }
 
 
+# Subclasses of Linear, as `type(module).__qualname__`, whose forward is Linear's, written out (transformers).
+_PLAIN_SUBCLASSES = ("FalconLinear",)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -235,7 +237,9 @@ def _require_plain(model: nn.Module, module: nn.Module, name: str) -> None:
     if any(getattr(module, hooks) for hooks in _HOOKS):
         problem = "has hooks, which the new layer would not call; register them after compress"
     elif "forward" in vars(module) or (
-        isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        isinstance(module, nn.Linear)
+        and type(module).forward is not nn.Linear.forward
+        and type(module).__qualname__ not in _PLAIN_SUBCLASSES
     ):
         problem = f"({type(module).__name__}) has a forward of its own, which the new layer would not run"
     elif getattr(module, "max_norm", None) is not None:
