@@ -19,7 +19,7 @@ import dtcomm
 import dtcomm.collectives as C
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.communicator import existing_communicator
+from dtcomm.runtime.communicator import existing_communicator, get_communicator
 
 SEEDS = int(os.environ.get("DTCOMM_TEST_SEEDS", "24"))
 NUMEL = 70_000
@@ -99,8 +99,10 @@ def call_beside_a_corrupting_rank(rank: int, world_size: int) -> list[str]:
     """Return what the calls of rank 0 ended with."""
     outcomes = []
     for seed in range(SEEDS):
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=0.3))
+        group = dist.new_group([0, 1])
         C.barrier(group=group)
+        get_communicator(group).set_timeout(timedelta(seconds=0.3))
+        dist.barrier()  # both ranks have left the group's barrier before one of them changes its memory
         calls = random_calls(group, random.Random(seed))
         with corrupted_region(group, seed) if rank == 1 else contextlib.nullcontext() as corrupt:
             outcome = "right"
