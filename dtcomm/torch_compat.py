@@ -88,6 +88,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName(
         f"{_C10D}:_FR_SELF_RECORDING_BACKENDS", 'from 2.15 on init_process_group("dtcomm") raises', "2.15"
     ),
+    PrivateName(f"{_C10D}:_resolve_process_group", "compiled tp and context_parallel raise"),
     PrivateName(f"{_C10D}:_get_default_group", "monitored_barrier of the backend raises"),
     PrivateName(f"{_C10D}:_check_valid_timeout", "monitored_barrier of the backend raises"),
     PrivateName(f"{_C}._distributed_c10d:AllToAllOptions", "collectives over Gloo and NCCL raise"),
@@ -178,6 +179,13 @@ def all_groups() -> dict[Any, Any]:
     world: Any = c10d._world
     groups: dict[Any, Any] = world.pg_map
     return groups
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name, as compiled code knows it."""
+    registry: Any = c10d
+    group: dist.ProcessGroup = registry._resolve_process_group(name)
+    return group
 
 
 def group_or_raise(group: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtcomm import algorithms, planner
@@ -52,12 +51,6 @@ def process_group_of(group: GroupOrMesh, axis: str, argument: str = "group") -> 
         raise TypeError(
             f"{argument}: expected a process group, a device mesh or None, got {type(group).__name__}"
         )
-    return group
-
-
-def group_by_name(name: str) -> dist.ProcessGroup:
-    """Return the process group of a name, as compiled code knows it."""
-    group: dist.ProcessGroup = vars(c10d)["_resolve_process_group"](name)
     return group
 
 

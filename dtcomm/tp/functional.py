@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from dtcomm import collectives
-from dtcomm.collectives.groups import group_by_name
-from dtcomm.torch_compat import autograd_apply
+from dtcomm.torch_compat import autograd_apply, group_by_name
 from dtcomm.tp.comm_config import CommConfig, LayerTraffic
 from dtcomm.tp.flash_all_reduce import flash_all_reduce
 

@@ -177,6 +177,14 @@ def private_torch_names(
                 and node.args[1].value not in own
             ):
                 name = f"{node.func.id}(…, {node.args[1].value!r})"  # type: ignore[attr-defined]
+            elif (
+                isinstance(node, ast.Subscript)
+                and isinstance(node.slice, ast.Constant)
+                and isinstance(node.slice.value, str)
+                and _PRIVATE.match(node.slice.value)
+                and re.match(r"vars\((?!self)|.*\.__dict__$", ast.unparse(node.value))
+            ):
+                name = ast.unparse(node)
             if name and not name.startswith(("torch.ops.dtcomm", "sys.", "os.")):
                 yield f"{_relative(path)}:{node.lineno}: {name}"
 

@@ -68,10 +68,13 @@ def test_only_torch_compat_uses_private_names_of_torch() -> None:
 
 
 def test_a_planted_use_is_found() -> None:
-    source = "import torch\n\n\ndef f(x):\n    return torch._C._thing(x) or x._odd_name or getattr(x, '_hidden', 0)\n"
+    source = (
+        "import torch\n\n\ndef f(x):\n    torch._C._thing(x) or x._odd_name or getattr(x, '_hidden', 0)\n"
+        "    return vars(torch)['_there'] or torch.__dict__['_here']\n"
+    )
     path = structure.ROOT / "dtcomm" / "planted.py"
     found = list(structure.private_torch_names([path], texts={path: source}))
-    assert len(found) >= 3
+    assert len(found) >= 5
 
 
 @pytest.mark.parametrize(
