@@ -154,10 +154,11 @@ def compress(
     excluded = _excluded_layers(given["exclude"], entries)
     shared: dict[str, Any] = {"algorithm": algorithm, "group": mesh, "device": "meta"}
     config = getattr(model, "config", None)
+    sharing = _modules_of_weights(model)
     layers: dict[str, ShardedModule] = {}
     for name, (module, entry) in modules.items():
         if entry.kind not in ("experts", "replicated"):  # those run the module's own forward
-            _require_plain(model, module, name)
+            _require_plain(module, name, sharing.get(id(getattr(module, "weight", None)), ()))
         shared["codec"] = NONE if name in excluded else parse_codec(entry.codec or forward)
         if entry.kind == "vocabulary":
             layers[name] = _sharded_embedding(module, name, shared)
@@ -226,29 +227,40 @@ def _excluded_layers(patterns: str | Sequence[str], layers: Iterable[str]) -> di
     }
 
 
-# Subclasses of Linear, as `type(module).__qualname__`, whose forward is Linear's, written out (transformers).
-_PLAIN_SUBCLASSES = ("FalconLinear",)
+# Subclasses of Linear whose own forward computes what Linear's does.
+_EQUAL_TO_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _require_plain(model: nn.Module, module: nn.Module, name: str) -> None:
-    """Check that weight and bias are all that a module is: a layer that is made of them drops the rest."""
+def _modules_of_weights(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of the modules that have a weight, by the weight's id."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            names.setdefault(id(weight), []).append(name)
+    return names
+
+
+def _require_plain(module: nn.Module, name: str, sharing: Sequence[str]) -> None:
+    """Check that a module consists of weight and bias alone: a layer that is made of them drops everything else.
+
+    ``sharing`` are the names of the modules that have its weight.
+    """
     problem = ""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         problem = "has hooks, which the new layer would not call; register them after compress"
     elif "forward" in vars(module) or (
         isinstance(module, nn.Linear)
         and type(module).forward is not nn.Linear.forward
-        and type(module).__qualname__ not in _PLAIN_SUBCLASSES
+        and f"{type(module).__module__}.{type(module).__qualname__}" not in _EQUAL_TO_LINEAR
     ):
         problem = f"({type(module).__name__}) has a forward of its own, which the new layer would not run"
     elif getattr(module, "max_norm", None) is not None:
         problem = "has a max_norm, which the new layer would not apply"
-    else:
-        weight = getattr(module, "weight", None)
-        others = [path for path, other in model.named_modules() if getattr(other, "weight", None) is weight]
-        if weight is not None and len(others) > 1:
-            problem = f"shares its weight with {', '.join(set(others) - {name})}; the new layers would not"
+    elif len(sharing) > 1:
+        others = ", ".join(other for other in sharing if other != name)
+        problem = f"shares its weight with {others}; the new layers would not"
     if problem:
         raise ValueError(f"plan: {name} {problem}. Leave it out of the plan, or give it a layer of its own")
 
