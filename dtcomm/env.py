@@ -271,8 +271,8 @@ def tune_file() -> Path:
 def tune_text() -> str:
     """The contents of the table that DTCOMM_TUNE names, or of the user's own; empty if there is none.
 
-    ValueError if the file that DTCOMM_TUNE names cannot be read. One in the cache folder, which nobody named, is left
-    aside with a warning.
+    ValueError if the file that DTCOMM_TUNE names cannot be read. The user's own table is ignored with a warning if it
+    cannot be read.
     """
     chosen = get("DTCOMM_TUNE")
     if chosen == "off":

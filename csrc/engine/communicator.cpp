@@ -160,9 +160,11 @@ std::shared_ptr<Work> Communicator::submit(Call call, bool begin) {
       break;
   }
   if (!work->finished() && !ProgressThread::instance().start()) {
+    // No thread would run the operation. An error must not leave this function: the caller would free the tensors,
+    // which peers may still write. The work keeps the error for those who wait for it.
     try {
-      wait(work);    // nobody else would run it, and the caller may free the tensors if this threw
-    } catch (...) {  // the work keeps the failure for its waiters
+      wait(work);
+    } catch (...) {
     }
   }
   return work;

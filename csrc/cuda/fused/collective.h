@@ -24,8 +24,7 @@ enum class Algorithm : unsigned { two_shot = 0, one_shot = 1 };
 
 // The part of a rank's reachable memory that signals lie in. It begins as zeros; hosts never write it after that.
 struct SignalPad {
-  std::uint32_t missing_rank;      // written by this rank: 0, or 1 + the rank that did not come in time
-  std::uint32_t reported_missing;  // written by a peer: 0, or 1 + the rank that the peer misses
+  std::uint32_t missing_rank;  // written by this rank: 0, or 1 + the rank that did not come in time
   std::uint32_t signals[kSignalStages][kMaxThreadBlocks][kMaxRanks];  // the last index is the rank that signals
   std::uint32_t epoch[kCounters][kMaxThreadBlocks];  // written by this rank: sections completed, over all calls
 };

@@ -41,8 +41,8 @@ enum class BarrierId : unsigned {
   section_done,       // the section has been read, before its parameters point at the next one
 };
 
-// The arguments of a kernel. The launch contains ranks first_rank .. first_rank + local_ranks -
-// 1: one in a process of its own, or all of them as virtual ranks.
+// The arguments of a kernel. The launch contains the ranks from first_rank to first_rank + local_ranks - 1: one in a
+// process of its own, or all of them as virtual ranks.
 struct FusedParams {
   Collective collective;
   Algorithm algorithm;

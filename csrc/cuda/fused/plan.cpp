@@ -134,30 +134,8 @@ std::uint64_t presence_of(const FusedSpec& spec, const LaunchTensors& tensors) {
   return present;
 }
 
-// Replaces the addresses of tensors that a kernel uses. The kernel tests their alignment in each section.
-void set_addresses(const RankTensors& tensors, KernelParams& params) {
-  if (params.local) params.local = tensors.input;
-  if (params.out) params.out = tensors.output;
-  if (params.residual_in) params.residual_in = tensors.residual;
-  if (params.residual_out) params.residual_out = tensors.residual;
-}
-
-}  // namespace
-
-std::uint64_t memory_bytes(const PeerBufferLayout& layout) {
-  // A slot for each block and rank in the inbox and the outbox of two_shot, and in the two alternating regions of the
-  // algorithms with one signal a section.
-  return kPadBytes + std::uint64_t{4} * layout.blocks * static_cast<unsigned>(layout.ranks) * layout.slot_bytes;
-}
-
-bool fusible(const Codec& codec, DType dtype) {
-  if (codec.family == Family::exact || is_sparse(codec) || is_native_sum_type(dtype)) return false;
-  if (codec.stochastic) return false;  // there are no random numbers in fused kernels
-  return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kSpecialized; });
-}
-
 // The parameters for tensors that are present as these are.
-static FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors) {
+FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensors) {
   const Layout layout = layout_of(spec.codec, spec.dtype);
   FusedParams params = {};
   params.collective = spec.collective;
@@ -196,6 +174,28 @@ static FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors&
     params.states[i] = rank_state(spec, spec.first_rank + i, tensors.ranks[i], params.has_epilogue);
   }
   return params;
+}
+
+// Replaces the addresses of tensors that a kernel uses. The kernel tests their alignment in each section.
+void set_addresses(const RankTensors& tensors, KernelParams& params) {
+  if (params.local) params.local = tensors.input;
+  if (params.out) params.out = tensors.output;
+  if (params.residual_in) params.residual_in = tensors.residual;
+  if (params.residual_out) params.residual_out = tensors.residual;
+}
+
+}  // namespace
+
+std::uint64_t memory_bytes(const PeerBufferLayout& layout) {
+  // A slot for each block and rank in the inbox and the outbox of two_shot, and in the two alternating regions of the
+  // algorithms with one signal a section.
+  return kPadBytes + std::uint64_t{4} * layout.blocks * static_cast<unsigned>(layout.ranks) * layout.slot_bytes;
+}
+
+bool fusible(const Codec& codec, DType dtype) {
+  if (codec.family == Family::exact || is_sparse(codec) || is_native_sum_type(dtype)) return false;
+  if (codec.stochastic) return false;  // there are no random numbers in fused kernels
+  return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kSpecialized; });
 }
 
 FusedPlan::FusedPlan(FusedSpec spec) : spec_(std::move(spec)) {
