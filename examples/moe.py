@@ -51,13 +51,14 @@ def load_balancing_loss(
     """
     counts = counts.clone()
     dtcomm.all_reduce(counts, group=group)
-    return len(counts) * (counts / counts.sum() * probabilities.mean(0)).sum()
+    mean = probabilities.sum(0) / max(1, len(probabilities))
+    return len(counts) * (counts / counts.sum().clamp(min=1) * mean).sum()
 
 
 class MoE(nn.Module):
     """A mixture of experts whose experts are distributed over the ranks of a group.
 
-    Every rank passes its own tokens, at least one; the router is the same on all ranks. Initial weights depend on rank
+    Every rank passes its own tokens, of any number; the router is the same on all ranks. Initial weights depend on rank
     0's random state alone, and not on the number of ranks. Names in state dicts contain the number of the expert.
 
     The router's gradients are those of this rank's tokens, which DDP averages. Those of experts come from all ranks'
@@ -69,8 +70,9 @@ class MoE(nn.Module):
         expert: Makes an expert, which maps [rows, features] to [rows, features] row by row.
         top_k: Number of experts of a token.
         capacity_factor: Limits the rows from one rank to one expert, as `dtcomm.moe.expert_capacity` says. Rows then
-            travel in a fixed number, and nothing waits for the device. All ranks must pass as many tokens. None: no
-            limit.
+            travel in a fixed number, and nothing waits for the device. None: no limit.
+        max_tokens: The largest number of tokens of a rank, by which the capacity is computed. Needed on CUDA if ranks
+            pass different numbers. None: this rank's number; the largest capacity of a rank holds for all.
         group: The ranks. None: all.
         codecs: Options of `dtcomm.moe.dispatch`: ``codec``, ``combine_codec``, ``backward_codec``.
 
@@ -87,11 +89,13 @@ class MoE(nn.Module):
         *,
         top_k: int = 2,
         capacity_factor: float | None = None,
+        max_tokens: int | None = None,
         group: dist.ProcessGroup | None = None,
         **codecs: Any,
     ) -> None:
         super().__init__()
-        self.num_experts, self.top_k, self.capacity_factor = num_experts, top_k, capacity_factor
+        self.num_experts, self.top_k = num_experts, top_k
+        self.capacity_factor, self.max_tokens = capacity_factor, max_tokens
         self.group, self.ranks, self.codecs = group, dist.get_world_size(group), codecs
         self.auxiliary_loss, self.counts = torch.zeros(()), torch.zeros(num_experts, dtype=torch.int64)
         seed = torch.randint(2**31, (1,))
@@ -115,8 +119,9 @@ class MoE(nn.Module):
             outputs = torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts)])
             y = moe.combine(self.scale(outputs, 1 / self.ranks), route, weights)
         else:
+            count = len(tokens) if self.max_tokens is None else self.max_tokens
             capacity = moe.expert_capacity(
-                len(tokens), self.num_experts, choices=self.top_k, factor=self.capacity_factor
+                count, self.num_experts, choices=self.top_k, factor=self.capacity_factor
             )
             rows, route = moe.dispatch_padded(
                 tokens, choices, self.num_experts, capacity, group=self.group, **self.codecs
@@ -124,7 +129,7 @@ class MoE(nn.Module):
             parts = self.scale(rows, self.ranks)
             outputs = torch.stack([expert(part) for expert, part in zip(self.experts.values(), parts)])
             y = moe.combine_padded(self.scale(outputs, 1 / self.ranks), route, weights)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -144,7 +149,7 @@ class MoE(nn.Module):
             self.counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
             balance = load_balancing_loss(probabilities, self.counts, self.group)
             # ST-MoE (arXiv:2202.08906, equation 5): small scores have small rounding errors.
-            z = torch.logsumexp(logits, 1).square().mean()
+            z = torch.logsumexp(logits, 1).square().sum() / max(1, len(tokens))
         self.auxiliary_loss = 0.01 * balance + 0.001 * z
         return weights, choices
 

@@ -167,7 +167,8 @@ def dispatch(
     Args:
         experts: The experts of each token, int32 or int64, [tokens] or [tokens, choices], 0 to ``num_experts - 1``, on
             the device of ``x``.
-        capacity: Most rows from one rank to one expert; what exceeds it is dropped and not sent. Default: no limit.
+        capacity: Most rows from this rank to one expert; what exceeds it is dropped and not sent. Ranks with different
+            numbers of tokens may pass different ones. Default: no limit.
         hierarchical: Whether tokens travel first between hosts and then inside them. Default: if there are several
             hosts and one of them has several ranks.
 
@@ -178,7 +179,7 @@ def dispatch(
 
     Raises:
         TypeError, ValueError: An argument is not valid; the message names it.
-        CollectiveMismatch: Ranks pass different sizes, dtypes, codecs or capacities; the message names the argument.
+        CollectiveMismatch: Ranks pass different sizes, dtypes or codecs; the message names the argument.
 
     Example::
 

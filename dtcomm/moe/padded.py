@@ -20,6 +20,7 @@ from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, encode_rows
 from dtcomm.moe.hops import sum_slots, with_zero_row
 from dtcomm.moe.placement import Hosts, Relays
 from dtcomm.moe.route import (
+    CAPACITY,
     DEFAULTS,
     HEADER,
     CodecOptions,
@@ -175,8 +176,9 @@ def dispatch_padded(
     Args:
         experts: The experts of each token, int32 or int64, [tokens] or [tokens, choices], 0 to ``num_experts - 1``, on
             the device of ``x``. On CUDA another value is a failed assertion of the device.
-        capacity: Rows from one rank to one expert, the same on all ranks. If it is the number of tokens, and no token
-            chooses an expert twice, nothing is ever dropped.
+        capacity: Rows from one rank to one expert. The largest that a rank passes holds for all, so each may compute it
+            from its own number of tokens; on CUDA, where the host does not wait, all ranks pass the same. If it is the
+            number of tokens, and no token chooses an expert twice, nothing is ever dropped.
         hierarchical: Whether rows travel first between hosts, to one rank of each, and then inside them: the same rows
             and the same bytes between hosts, in fewer messages. Default: False, they travel directly.
 
@@ -189,8 +191,8 @@ def dispatch_padded(
 
     Raises:
         TypeError, ValueError: An argument is not valid; the message names it.
-        CollectiveMismatch: Ranks pass different sizes, dtypes, codecs or capacities; the message names the argument. On
-            CUDA this is a failed assertion of the device.
+        CollectiveMismatch: Ranks pass different sizes, dtypes or codecs; the message names the argument. On CUDA this
+            is a failed assertion of the device, as different capacities are.
 
     Example::
 
@@ -207,10 +209,10 @@ def dispatch_padded(
     flat = choices.reshape(-1).clamp(0, num_experts - 1)
     counts = count_choices(flat, num_experts)
     positions = positions_of_choices(flat, counts, priorities)
+    header = make_header(x, choices, capacity, hierarchical, codecs)
+    received_counts, capacity = _exchange_counts(header, counts, capacity, rank, num_experts, group)
     total = num_experts * capacity
     slots = torch.where(positions < capacity, flat * capacity + positions, total)
-    header = make_header(x, choices, capacity, hierarchical, codecs)
-    received_counts = _exchange_counts(header, counts.clamp(max=capacity), rank, num_experts, group)
     route = PaddedRoute(
         capacity=capacity,
         choices_shape=(len(x), choices.shape[1]),
@@ -288,11 +290,15 @@ class _Returned(torch.autograd.Function):
 def _exchange_counts(
     header: torch.Tensor,
     counts: torch.Tensor,
+    capacity: int,
     rank: int,
     num_experts: int,
     group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """Send each rank the counts of its experts, and check the headers; return int64 [ranks, local experts]."""
+) -> tuple[torch.Tensor, int]:
+    """Send each rank the counts of its experts, and check the headers.
+
+    Returns the counts of rows, int64 [ranks, local experts], and the capacity, on which the ranks agree.
+    """
     ranks = dist.get_world_size(group)
     sent = torch.cat([header.expand(ranks, -1), counts.view(ranks, -1)], 1)
     received = torch.empty_like(sent)
@@ -302,11 +308,13 @@ def _exchange_counts(
         raise mismatch(num_experts, error) from None
     headers = received[:, :HEADER]
     if header.is_cpu:
-        check_headers(headers.tolist(), rank, num_experts, group)
+        lists = headers.tolist()
+        check_headers(lists, rank, num_experts, group)
+        capacity = max(values[CAPACITY] for values in lists)
     else:
         torch_compat.assert_async(
             (headers[:, :-2] == header[:-2]).all(), "dispatch_padded: the ranks pass different arguments"
         )
         in_range = ((headers[:, -2] >= 0) & (headers[:, -1] < num_experts)).all()
         torch_compat.assert_async(in_range, f"experts: expected 0 to {num_experts - 1}")
-    return received[:, HEADER:]
+    return received[:, HEADER:].clamp(max=capacity), capacity

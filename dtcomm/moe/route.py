@@ -106,8 +106,8 @@ def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> Codec:
     return codec
 
 
-#: Fields of a header that are equal on all ranks, with the argument that an error names.
-EQUAL_FIELDS = {
+#: Fields of a header with the argument that an error names. All but the capacity are equal on all ranks.
+FIELDS = {
     "features": "x",
     "dtype": "x",
     "choices": "experts",
@@ -115,7 +115,8 @@ EQUAL_FIELDS = {
     "hierarchical": "hierarchical",
     "codecs": "codec",
 }
-HEADER = len(EQUAL_FIELDS) + 2  # and the lowest and the highest expert
+HEADER = len(FIELDS) + 2  # and the lowest and the highest expert
+CAPACITY = list(FIELDS).index("capacity")  # its column
 
 
 def make_header(
@@ -143,9 +144,9 @@ def check_headers(
 ) -> None:
     """Raise an error if an expert does not exist, or CollectiveMismatch if the ranks' headers differ."""
     names = [f"rank {number}" for number in dist.get_process_group_ranks(group or dist.group.WORLD)]
-    for index, (field, argument) in enumerate(EQUAL_FIELDS.items()):
+    for index, (field, argument) in enumerate(FIELDS.items()):
         for other, header in enumerate(headers):
-            if header[index] == headers[0][index]:
+            if header[index] == headers[0][index] or index == CAPACITY:
                 continue
             if field == "codecs":
                 raise CollectiveMismatch(
@@ -167,8 +168,6 @@ def _text(field: str, value: int) -> str:
         return next(str(dtype) for dtype, number in ELEMENT_TYPES.items() if number == value)
     if field == "hierarchical":
         return str(bool(value))
-    if field == "capacity":
-        return str(value or None)
     return f"{value} {field}"
 
 

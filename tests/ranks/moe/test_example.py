@@ -90,6 +90,23 @@ def test_the_loss_decreases() -> None:
     run_ranks(train, 2)
 
 
+def check_uneven_tokens(rank: int, ranks: int) -> None:
+    """A last batch, a rank without tokens, and an evaluation with larger batches between the steps of a training."""
+    layer = MoE(WIDTH, EXPERTS, lambda: nn.Linear(WIDTH, WIDTH), capacity_factor=2.0, codec="none")
+    for tokens in ((8, 8), (8, 5), (8, 0), (0, 0)):
+        x = torch.randn(tokens[rank], WIDTH, requires_grad=True)
+        y = layer(x)
+        (y.square().sum() + layer.auxiliary_loss).backward()
+        assert y.shape == x.shape and x.grad is not None and x.grad.isfinite().all()
+        assert all(p.grad.isfinite().all() for p in layer.parameters() if p.grad is not None)
+        with torch.no_grad():
+            assert layer(torch.randn(20 + rank, WIDTH)).isfinite().all()
+
+
+def test_ranks_may_pass_different_numbers_of_tokens() -> None:
+    run_ranks(check_uneven_tokens, 2)
+
+
 def compare_compiled(rank: int, ranks: int) -> None:
     for options in VARIANTS[1:]:
         torch.manual_seed(0)
