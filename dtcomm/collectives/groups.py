@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -223,25 +223,15 @@ def why_no_fused_kernel(
     return why_not(OpSpec("all_reduce", "sum", (TensorSpec(numel, dtype, codec),), name), communicator.size)
 
 
-class ExpectedCall(NamedTuple):
-    """What one call costs: seconds, bytes that this rank sends, and where the seconds come from."""
-
-    seconds: float
-    wire_bytes: float
-    source: str
-
-
-def expected_call(
+def sent_bytes(
     collective: str,
     numel: int,
     dtype: torch.dtype,
     spec: str | Codec,
     algorithm: str = "auto",
     group: Group = None,
-) -> ExpectedCall | None:
-    """Return what a call costs by the group's measurements (`dtcomm tune`), or by prediction.
-
-    Nothing is communicated, so reports may ask on one rank alone. The seconds are those of CPU tensors.
+) -> float | None:
+    """Return how many bytes this rank sends in a call. Nothing is communicated, so one rank may ask alone.
 
     Args:
         numel: Elements of the whole tensor, all shards together.
@@ -249,7 +239,7 @@ def expected_call(
         algorithm: The algorithm of the call, which decides what this rank sends.
 
     Returns:
-        The costs; None if the group has not communicated yet, or if the length of payloads depends on the data.
+        The bytes; None if the group has not communicated yet, or if the length of payloads depends on the data.
     """
     communicator = existing_communicator(require_group(group))
     if communicator is None:
@@ -259,12 +249,11 @@ def expected_call(
     groups, table = levels(communicator)
     ranks, hosts = communicator.size, len(groups)
     if ranks == 1 or numel == 0:
-        return ExpectedCall(0.0, 0.0, "nothing is sent")
+        return 0.0
     inside, between = parse_levels(spec)
     chosen = between if between is not None and hosts > 1 else inside
     if chosen.variable_length:
         return None
-    seconds, measured = planner.collective_seconds(collective, numel, dtype, chosen, ranks, hosts, table)
     if algorithm == TWO_SHOT_SYMMETRIC:
         algorithm = "two_shot"
     elif "\n" not in algorithm:
@@ -272,8 +261,7 @@ def expected_call(
             collective, numel, dtype, chosen, ranks, hosts=hosts, table=table, algorithm=algorithm
         )
     share = _sent_share(algorithm, collective, ranks, groups, communicator.rank)
-    source = f"{'measured by dtcomm tune' if measured else 'predicted'}, {table.source}"
-    return ExpectedCall(seconds, share * chosen.wire_bytes(numel, dtype), source)
+    return share * chosen.wire_bytes(numel, dtype)
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,7 +9,6 @@ average a buffer: one all-reduce for codecs, several in stages for PowerSGD.
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.powersgd import Factors, LowRankTask, PowerSGD, low_rank_stages
 from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, wire_codec
 from dtcomm.compress.stage_scheduler import Stages
-from dtcomm.compress.traffic import MessageRow, ParameterTotals
+from dtcomm.compress.traffic import MessageRow, ParameterTotals, relative_error, total_seconds
 
 NONE = codec("none")
 #: What a rank sends of a tensor in an all-reduce, in multiples of one payload: encoded inside hosts and between hosts.
@@ -144,6 +143,11 @@ class BucketLayout:
         ]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters, in order."""
+        return tuple(member.name for segment in self.segments for member in segment.members)
+
+    @property
     def schemes(self) -> dict[str, Scheme]:
         """What the parameters that `sketch` compares are compressed with."""
         return {segment.name: segment.codec for segment in self._sketched()}
@@ -179,35 +183,6 @@ class BucketLayout:
         """The codecs of the segments, each once."""
         return ", ".join(dict.fromkeys(str(segment.codec) for segment in self.segments))
 
-    @property
-    def relative_error(self) -> float | None:
-        """|what was lost| / |gradient| over the sampled steps; None before the first of them."""
-        signal = sum(segment.read_errors().signal for segment in self.lossy)
-        if not self.lossy:
-            return 0.0
-        return math.sqrt(sum(segment.error for segment in self.lossy) / signal) if signal else None
-
-    def row(self, name: str, what: str, events: Mapping[str, Mapping[str, int]]) -> MessageRow:
-        """Return the row of a report; ``events`` counts the guard's events by parameter."""
-        counts: Counter[str] = Counter()
-        members = [member for segment in self.segments for member in segment.members]
-        for member in members:
-            counts.update(events.get(member.name, {}))
-        return MessageRow(
-            name=name,
-            what=what,
-            codec=self.spec,
-            dtype=str(self.dtype).removeprefix("torch."),
-            tensors=len(members),
-            numel=sum(segment.numel for segment in self.segments),
-            calls=self.messages,
-            wire_bytes=self.wire_bytes,
-            plain_bytes=round(self.plain_bytes),
-            seconds=self.seconds,
-            relative_error=self.relative_error,
-            events=dict(counts),
-        )
-
     def add_codecs_to(self, totals: dict[str, ParameterTotals]) -> None:
         """Add the parameters with what each is compressed with, without what was counted."""
         for segment in self.segments:
@@ -232,6 +207,52 @@ class BucketLayout:
                 total.plain_bytes += share * segment.plain_bytes(shares)
                 total.error += segment.error
                 total.signal += segment.signal
+
+
+def bucket_rows(
+    what: str,
+    retired: Iterable[BucketLayout],
+    current: Mapping[int, BucketLayout],
+    totals: Mapping[str, ParameterTotals],
+    events: Mapping[str, Mapping[str, int]],
+) -> tuple[MessageRow, ...]:
+    """Return the rows of a report for buckets, each with all layouts that its parameters have had.
+
+    ``current`` has the layouts in use by the bucket's number. Buckets of other parameters, such as those of DDP's first
+    step, come last. ``totals`` are those of all parameters; ``events`` counts the guard's events by parameter.
+    """
+    groups = {layout.names: (f"bucket {index}", [layout]) for index, layout in sorted(current.items())}
+    for layout in retired:
+        earlier = f"earlier bucket {len(groups) - len(current)}"
+        groups.setdefault(layout.names, (earlier, []))[1].append(layout)
+    return tuple(_bucket_row(name, what, layouts, totals, events) for name, layouts in groups.values())
+
+
+def _bucket_row(
+    name: str,
+    what: str,
+    layouts: Sequence[BucketLayout],
+    totals: Mapping[str, ParameterTotals],
+    events: Mapping[str, Mapping[str, int]],
+) -> MessageRow:
+    names = layouts[0].names
+    counts: Counter[str] = Counter()
+    for member in names:
+        counts.update(events.get(member, {}))
+    return MessageRow(
+        name=name,
+        what=what,
+        codec=layouts[0].spec,
+        dtype=str(layouts[0].dtype).removeprefix("torch."),
+        tensors=len(names),
+        numel=sum(segment.numel for segment in layouts[0].segments),
+        calls=sum(layout.messages for layout in layouts),
+        wire_bytes=sum(layout.wire_bytes for layout in layouts),
+        plain_bytes=round(sum(layout.plain_bytes for layout in layouts)),
+        seconds=total_seconds(layout.seconds for layout in layouts),
+        relative_error=relative_error([totals[member] for member in names]),
+        events=dict(counts),
+    )
 
 
 def build_layout(

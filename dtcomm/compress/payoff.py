@@ -1,113 +1,135 @@
-"""Predicts what messages cost with and without compression, for the reports of DDP and `LocalSGD`."""
+"""Whether compression pays: steps with it and without it are timed in turn, and only that is claimed."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from dtcomm.collectives.groups import expected_call
-from dtcomm.compress.bucket import NONE, BucketLayout
-from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.compress.report import Payoff
-from dtcomm.compress.spec import LevelCodecs, wire_codec
-from dtcomm.compress.traffic import total_seconds
-from dtcomm.profiling import Summary
-
-
-@dataclass(frozen=True)
-class ExpectedTimes:
-    """Seconds of one message, with its codecs and with none, and where they come from."""
-
-    compressed: float
-    uncompressed: float
-    source: str
+#: Times that differ by less than this factor count as equal.
+EQUAL_TIMES = 1.03
+#: How often chance alone may win as many pairs as are asked of a claim.
+CHANCE = 0.05
+TURN_STEPS = 2  # the first step of a turn changes codecs, and the second is timed
+FIRST_SKIPPED = (
+    3  # steps before the first turn: DDP rebuilds its buckets, memory is touched for the first time
+)
 
 
-def expected_times(layout: BucketLayout, group: dist.ProcessGroup | None) -> ExpectedTimes | None:
-    """Return what a message of this layout costs.
+@dataclass(frozen=True, kw_only=True)
+class Payoff:
+    """The measured times of steps with and without compression; ``str()`` says whether compression paid.
 
-    None if that is not known: for PowerSGD, whose products cost more than its messages, for tensors on a device, and
-    before the group has communicated.
+    Attributes:
+        compressed_ms: Milliseconds with compression.
+        uncompressed_ms: Milliseconds without.
+        scope: What the milliseconds are.
+        baseline: What communicates without compression.
+        pairs: The pairs of steps that were compared; 0: a decision of "auto", which has a test of its own.
+        won: The pairs in which compression was faster.
     """
-    if layout.seconds is None or any(isinstance(segment.codec, PowerSGD) for segment in layout.segments):
-        return None
-    numel: Counter[str] = Counter()
-    for segment in layout.segments:
-        scheme = segment.codec
-        assert not isinstance(scheme, PowerSGD)
-        numel[str(scheme if isinstance(scheme, LevelCodecs) else wire_codec(scheme))] += segment.numel
-    parts = [
-        expected_call("all_reduce", count, layout.dtype, spec, group=group) for spec, count in numel.items()
-    ]
-    latency = expected_call("all_reduce", 1, layout.dtype, NONE, group=group)
-    plain = expected_call("all_reduce", sum(numel.values()), layout.dtype, NONE, group=group)
-    if latency is None or plain is None:
-        return None
-    # The parts travel in one message, which has its latency once.
-    compressed = sum(part.seconds for part in parts if part) - (len(parts) - 1) * latency.seconds
-    return ExpectedTimes(compressed, plain.seconds, plain.source)
 
+    compressed_ms: float
+    uncompressed_ms: float
+    scope: str
+    baseline: str = "codec none"
+    pairs: int = 0
+    won: int = 0
 
-def predict_payoff(
-    layouts: Sequence[BucketLayout],
-    group: dist.ProcessGroup | None,
-    period: str,
-    summary: Summary | None = None,
-) -> Payoff | None:
-    """Return whether compression pays by prediction, beside what was measured with it; None if that is not known.
+    @property
+    def verdict(self) -> str:
+        """``"paid"``, ``"did not pay"`` or ``"made no difference"``, which pairs that chance can explain do not."""
+        faster = max(self.won, self.pairs - self.won)
+        tail = sum(math.comb(self.pairs, won) for won in range(faster, self.pairs + 1)) / 2**self.pairs
+        if not self.pairs or tail <= CHANCE:
+            gain = self.uncompressed_ms / self.compressed_ms if self.compressed_ms else 1.0
+            if gain > EQUAL_TIMES and (not self.pairs or 2 * self.won > self.pairs):
+                return "paid"
+            if gain < 1 / EQUAL_TIMES and (not self.pairs or 2 * self.won < self.pairs):
+                return "did not pay"
+        return "made no difference"
 
-    ``layouts`` are those in use, in the order of their messages. One message of each belongs to a ``period``, such as
-    ``"a step"``. ``summary`` is the timeline's, which tells when backward hides communication; None: nothing hides it.
-    """
-    if not layouts or all(layout.messages == 0 for layout in layouts):
-        return None
-    times = [expected_times(layout, group) for layout in layouts]
-    known = [expected for expected in times if expected is not None]
-    if len(known) < len(times):
-        return None
-    seconds = total_seconds(
-        None if layout.seconds is None else layout.seconds / max(1, layout.messages) for layout in layouts
-    )
-    if summary is not None and len(summary.messages) == len(layouts) and summary.micro_batches == 1:
-        ready = [message.ready_ms for message in summary.messages]
-        compressed, uncompressed = (
-            exposed_ms(ready, durations, summary.backward_ms)
-            for durations in (
-                [expected.compressed * 1e3 for expected in known],
-                [expected.uncompressed * 1e3 for expected in known],
-            )
+    def __str__(self) -> str:
+        pairs = f", faster in {self.won} of {self.pairs} pairs of steps" if self.pairs else ""
+        return (
+            f"compression {self.verdict}: {self.compressed_ms:.3g} ms of {self.scope}, "
+            f"{self.uncompressed_ms:.3g} ms with {self.baseline} (both measured{pairs})"
         )
-        scope = f"exposed communication in {period}"
-        measured_ms: float | None = summary.exposed_ms
-    else:
-        compressed = sum(expected.compressed for expected in known) * 1e3
-        uncompressed = sum(expected.uncompressed for expected in known) * 1e3
-        scope = f"communication in {period}, hidden or exposed"
-        measured_ms = None if seconds is None else seconds * 1e3
-    return Payoff(
-        compressed_ms=compressed,
-        uncompressed_ms=uncompressed,
-        source="predicted",
-        basis=known[0].source,
-        scope=scope,
-        measured_ms=measured_ms,
-    )
 
 
-def exposed_ms(ready: Iterable[float], durations: Iterable[float], backward_ms: float) -> float:
-    """Return how long a step waits after backward, if messages follow each other on one link.
+class StepPairs:
+    """Lets steps with and without compression take turns, in random order within a pair, and compares their times.
 
-    ``ready`` says when each message is ready, in milliseconds from the beginning of backward.
+    Call `begin_step` on all ranks with each step; ``compresses`` then says whether it is one with compression.
 
-    Example:
-        >>> from dtcomm.compress.payoff import exposed_ms
-        >>> exposed_ms([2.0, 5.0], [4.0, 3.0], backward_ms=5.0)
-        4.0
+    Args:
+        wanted: The number of pairs.
+        scope: What is timed.
+        baseline: What communicates without compression.
+        agree: Returns the largest of all ranks' values, element by element.
     """
-    link_free = 0.0
-    for begin, duration in sorted(zip(ready, durations, strict=True)):
-        link_free = max(link_free, begin) + duration
-    return max(0.0, link_free - backward_ms)
+
+    def __init__(
+        self, wanted: int, scope: str, baseline: str, agree: Callable[[Sequence[float]], list[float]]
+    ) -> None:
+        self.compresses = True
+        self._wanted, self._scope, self._baseline, self._agree = wanted, scope, baseline, agree
+        self._random = random.Random(wanted)
+        self._turns: list[bool] = []  # of this pair that are not over, the current one included
+        self._own: dict[bool, float] = {}  # this rank's seconds in this pair, by whether it compressed
+        self._pairs: list[
+            tuple[float, float]
+        ] = []  # seconds on the slowest rank, uncompressed and compressed
+        self._act_at: int | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether pairs are still to be measured."""
+        return len(self._pairs) < self._wanted
+
+    def reads_clock(self, step: int) -> bool:
+        """Return whether `begin_step` needs the time of the step before."""
+        return self.running and self._act_at is not None and step >= self._act_at
+
+    def begin_step(self, step: int, warmup: int, seconds: float) -> bool:
+        """Begin a step on all ranks, after one that took ``seconds`` on this rank; return whether a turn ended.
+
+        ``warmup`` is the first step in which there is compression.
+        """
+        if self._act_at is None:
+            self._act_at = max(step, warmup) + FIRST_SKIPPED
+        if not self.reads_clock(step):
+            return False
+        if self._turns:
+            self._own[self._turns.pop(0)] = seconds
+            if not self._turns:
+                uncompressed, compressed = self._agree([self._own[False], self._own[True]])
+                self._pairs.append((uncompressed, compressed))
+        if not self._turns and self.running:
+            self._turns = [False, True]
+            self._random.shuffle(self._turns)
+        self.compresses = self._turns[0] if self._turns else True
+        self._act_at = step + TURN_STEPS
+        return True
+
+    @property
+    def payoff(self) -> Payoff | None:
+        """The result; None before the last pair."""
+        if self.running:
+            return None
+        uncompressed, compressed = (statistics.median(times) for times in zip(*self._pairs, strict=True))
+        return Payoff(
+            compressed_ms=compressed * 1e3,
+            uncompressed_ms=uncompressed * 1e3,
+            scope=self._scope,
+            baseline=self._baseline,
+            pairs=self._wanted,
+            won=sum(with_it < without for without, with_it in self._pairs),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"whether compression paid is being measured: {len(self._pairs)} of {self._wanted} pairs are over"
+        )

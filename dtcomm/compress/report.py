@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.compress.measurements import Fidelity
+from dtcomm.compress.payoff import Payoff
 from dtcomm.compress.traffic import (
     MessageRow,
     Row,
@@ -35,11 +35,8 @@ from dtcomm.profiling.summary import format_bytes, format_table, rich_group, ric
 from dtcomm.work import Work
 
 MAX_MESSAGES_SHOWN = 16
-LEGEND_WIDTH = 118
 #: From this relative error on a legend line says what such an error means.
 LARGE_ERROR = 0.2
-#: Times that differ by less than this factor count as equal.
-EQUAL_TIMES = 1.03
 _BY_POLICY = ("policy:", "no rule matches")  # how reasons of a policy begin
 #: Column → meaning.
 COLUMNS = {
@@ -62,53 +59,6 @@ MESSAGE_COLUMNS = {
     "guard": "the guard's events",
 }
 _LEFT = {"message", "what", "codec", "dtype", "note", "guard"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Payoff:
-    """The time of communication with and without compression; ``str()`` says whether compression paid.
-
-    Both times come from the same source, because a measured time and a predicted one do not compare.
-
-    Attributes:
-        compressed_ms: Milliseconds with compression.
-        uncompressed_ms: Milliseconds without.
-        source: ``"measured"`` or ``"predicted"``.
-        scope: What the milliseconds are.
-        basis: What predictions are made from.
-        baseline: What communicates without compression.
-        measured_ms: If both are predicted: the same time as it was measured with compression; None if it was not.
-        exposed_ms: How much of that a step waited for, as measured; None if that was not measured.
-    """
-
-    compressed_ms: float
-    uncompressed_ms: float
-    source: str
-    scope: str
-    basis: str = ""
-    baseline: str = "codec none"
-    measured_ms: float | None = None
-    exposed_ms: float | None = None
-
-    @property
-    def verdict(self) -> str:
-        """``"paid"``, ``"did not pay"`` or ``"made no difference"``."""
-        if self.uncompressed_ms > EQUAL_TIMES * self.compressed_ms:
-            return "paid"
-        if self.compressed_ms > EQUAL_TIMES * self.uncompressed_ms:
-            return "did not pay"
-        return "made no difference"
-
-    def __str__(self) -> str:
-        text = (
-            f"compression {self.verdict}: {self.compressed_ms:.3g} ms of {self.scope}, "
-            f"{self.uncompressed_ms:.3g} ms with {self.baseline} (both {self.basis or self.source})"
-        )
-        if self.measured_ms is not None:
-            text += f"; measured with compression: {self.measured_ms:.3g} ms"
-        if self.exposed_ms is not None:
-            text += f", of which {self.exposed_ms:.3g} ms exposed"
-        return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +90,8 @@ class Report:
         plans: What "auto" compared last: measured milliseconds of a step, first to last bucket.
         notes: What is communicated by others, uncompressed, and why.
         uncompressed: What was asked for and is not compressed, as a sentence; empty if there is nothing.
-        payoff: Whether compression paid; None if that is neither measured nor predictable.
+        payoff: Whether compression paid, from pairs of steps that were measured; None: there were none.
+        unmeasured: What the text says instead where something is compressed.
     """
 
     integration: str = "DDP"
@@ -166,6 +117,7 @@ class Report:
     notes: tuple[str, ...] = ()
     uncompressed: str = ""
     payoff: Payoff | None = None
+    unmeasured: str = "whether compression paid was not measured"
 
     @classmethod
     def of_traffic(
@@ -221,7 +173,7 @@ class Report:
         return json.dumps(self.to_dict(), indent=indent)
 
     def legend(self) -> list[str]:
-        """Return what the columns mean, and what a large relative error means if a row has one."""
+        """Return what all columns mean, and what a large relative error means if a row has one."""
         columns = MESSAGE_COLUMNS if self.by_message else COLUMNS
         lines = [", ".join(f"{name}: {meaning}" for name, meaning in columns.items())]
         if self.modules:
@@ -247,7 +199,9 @@ class Report:
         tables = [rich_table(self._title(), *self._table())]
         if self.by_message:
             tables.append(rich_table("", *self._message_table()))
-        return rich_group(*filter(None, [self.uncompressed]), *tables, *self._summary(), *self.legend())
+        return rich_group(
+            *filter(None, [self.uncompressed]), *tables, *self._summary(), *self._short_legend()
+        )
 
     def metrics(self) -> list[Metric]:
         """Return the metrics for Prometheus and TensorBoard."""
@@ -262,26 +216,31 @@ class Report:
             ("plain_bytes", "bytes that it would have sent uncompressed"),
             ("calls", "collectives"),
         ):
-            for what in dict.fromkeys(row.what for row in self.rows):
-                total = sum(getattr(row, name) for row in self.rows if row.what == what)
+            # One collective carries several rows of codecs, and one row of messages.
+            rows: Sequence[Row | MessageRow] = self.by_message if name == "calls" else self.rows
+            for what in dict.fromkeys(row.what for row in rows):
+                total = sum(getattr(row, name) for row in rows if row.what == what)
                 metrics.append(Metric(f"dtcomm_{name}_total", total, text, "counter", {"what": what}))
         metrics.append(
             Metric("dtcomm_residual_bytes", self.residual_bytes, "memory of feedback and momentum")
         )
         error_help = "what encodings dropped over what was to be sent, of sampled steps"
-        for row in self.rows:
-            if row.relative_error is not None:
-                labels = {"what": row.what, "codec": row.codec, "dtype": row.dtype, "note": row.reason}
-                metrics.append(Metric("dtcomm_relative_error", row.relative_error, error_help, labels=labels))
-        for message in self.by_message:
-            labels = {"message": message.name, "what": message.what, "codec": message.codec}
-            if message.seconds is not None and message.calls:
+        # Labels that stay from step to step: what is not compressed has no error, and the reason why may change.
+        lossy = [row for row in self.rows if row.codec != "none" and row.relative_error is not None]
+        for (what, name, dtype), alike in _grouped(lossy, "what", "codec", "dtype"):
+            labels = {"what": what, "codec": name, "dtype": dtype}
+            metrics.append(Metric("dtcomm_relative_error", _largest_error(alike), error_help, labels=labels))
+        for (name, what), alike in _grouped(self.by_message, "name", "what"):
+            labels = {"message": name, "what": what}
+            seconds = total_seconds(message.seconds for message in alike)
+            calls = sum(message.calls for message in alike)
+            if seconds is not None and calls:
                 text = "mean time of a message, start to finish"
-                mean = message.seconds / message.calls
-                metrics.append(Metric("dtcomm_message_seconds", mean, text, labels=labels))
-            if message.relative_error is not None:
-                name, text = "dtcomm_message_relative_error", f"{error_help}, by message"
-                metrics.append(Metric(name, message.relative_error, text, labels=labels))
+                metrics.append(Metric("dtcomm_message_seconds", seconds / calls, text, labels=labels))
+            if any(message.relative_error is not None for message in alike):
+                text = f"{error_help}, by message"
+                error = _largest_error(alike)
+                metrics.append(Metric("dtcomm_message_relative_error", error, text, labels=labels))
         return metrics + _guard_metrics(self.fidelity, self.events)
 
     def _title(self) -> str:
@@ -323,8 +282,13 @@ class Report:
                 yield f"… {len(self.by_message) - MAX_MESSAGES_SHOWN} more messages in to_dict()"
         yield ""
         yield from self._summary()
-        for line in self.legend():
-            yield from textwrap.wrap(line, LEGEND_WIDTH, subsequent_indent="  ")
+        yield from self._short_legend()
+
+    def _short_legend(self) -> list[str]:
+        if not self.rows:
+            return []
+        first = f"rel. error: {COLUMNS['rel. error']}; report.legend() explains every column"
+        return [first, *_explain_large_error(self.rows, self.feedback)]
 
     def _summary(self) -> list[str]:
         duration = "" if not self.seconds else f" in {self.seconds:.3f} s"
@@ -339,6 +303,10 @@ class Report:
         ]
         if self.payoff is not None:
             lines.append(str(self.payoff))
+        elif (
+            any(row.codec != "none" and row.calls for row in self.rows) or self.wire_bytes < self.plain_bytes
+        ):
+            lines.append(self.unmeasured)
         return [*lines, *self.auto, *_guard_lines(self.fidelity, self.events), *self.notes]
 
 
@@ -360,6 +328,18 @@ class Reporting(ABC):
             state.print_report()  # one report, however many ranks there are
         """
         self.report().print(all_ranks=all_ranks)
+
+
+def _grouped(rows: Iterable[Any], *names: str) -> Iterable[tuple[tuple[str, ...], list[Any]]]:
+    """Return rows with the same values of these attributes together."""
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for row in rows:
+        groups.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return groups.items()
+
+
+def _largest_error(rows: Iterable[Row | MessageRow]) -> float:
+    return max(row.relative_error for row in rows if row.relative_error is not None)
 
 
 def _guard_lines(fidelity: Fidelity | None, events: Mapping[str, int]) -> list[str]:
@@ -396,14 +376,11 @@ def _explain_large_error(rows: Sequence[Row], feedback: bool | str) -> list[str]
         else "only a part"
     )
     rest = (
-        "The rest is in the residuals and is sent in later steps, so the error of one step is not that of training"
+        "the residuals keep the rest for later steps"
         if feedback not in (False, "none", "")
-        else "Without error feedback the rest is lost"
+        else "without error feedback the rest is lost"
     )
-    return [
-        f"a relative error of {error:.2f} ({row.codec}) means that one call sends {part} of what it was given. {rest}; "
-        "low-rank, sparse and sign schemes and codecs of 2 bits have such errors by design"
-    ]
+    return [f"rel. error {error:.2f} ({row.codec}): one call sends {part}; {rest}"]
 
 
 def describe_uncompressed(rows: Sequence[Row], unit: str = "parameters") -> str:

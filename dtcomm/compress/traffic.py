@@ -212,7 +212,7 @@ def group_rows(totals: Iterable[tuple[str, ParameterTotals]], what: str = "gradi
                 calls=sum(messages.values()),
                 wire_bytes=round(sum(total.wire_bytes for _, total in members)),
                 plain_bytes=round(sum(total.plain_bytes for _, total in members)),
-                relative_error=_relative_error([total for _, total in members]),
+                relative_error=relative_error([total for _, total in members]),
                 refused=members[0][1].refused,
             )
         )
@@ -276,7 +276,8 @@ def format_error(relative: float | None) -> str:
     return "-" if relative is None else f"{relative:.1e}" if relative else "0"
 
 
-def _relative_error(totals: list[ParameterTotals]) -> float | None:
+def relative_error(totals: Sequence[ParameterTotals]) -> float | None:
+    """Return |what was lost| / |gradient| over the sampled steps; None before the first of them."""
     if all(total.lossless for total in totals):
         return 0.0
     signal = sum(total.signal for total in totals)

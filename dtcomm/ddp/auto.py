@@ -38,6 +38,7 @@ from dtcomm.collectives import all_reduce, info
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.feedback import DGC
 from dtcomm.compress.guard import Event
+from dtcomm.compress.payoff import FIRST_SKIPPED, TURN_STEPS, StepPairs
 from dtcomm.compress.policy import CodecChoice, Policy, default_policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import AUTO, LevelCodecs, Scheme, gaussian_error, parse_scheme
@@ -46,9 +47,8 @@ from dtcomm.ddp.layouts import Chooser
 CANDIDATES = ("bf16:round=stochastic", "int8", "int4")
 NONE = codec("none")
 BASELINE = "plain DDP"
+SCOPE = "a step from its first bucket to its last"
 
-FIRST_SKIPPED = 3  # steps before the trials: DDP rebuilds its buckets, memory is touched for the first time
-TURN_STEPS = 2  # of a candidate; the last one is timed
 RISK = 0.01  # of all trials of a run, to accept a candidate that is no faster; every trial takes half of what is left
 
 SELECTION_TURNS = 20  # of a round, about; rounds with fewer candidates have more blocks
@@ -310,6 +310,39 @@ class Tuner(Chooser):
             self._changed = list(self._names)
         self.plan, self.bypass, self.in_stages = plan, plan.bypass, isinstance(plan.scheme, PowerSGD)
         self.revision += 1
+
+
+class Verifier(Chooser):
+    """A `Chooser` of a policy that takes turns with plain DDP for ``wanted`` pairs of steps; residuals are kept.
+
+    Attributes:
+        pairs: What was measured.
+    """
+
+    def __init__(self, policy: Policy, wanted: int, warmup: int, consensus: ProcessGroupConsensus) -> None:
+        super().__init__(policy)
+        self._warmup, self._consensus, self._seconds = warmup, consensus, 0.0
+        baseline = f"codec {NONE}" if consensus.emulated() else BASELINE
+        self.pairs = StepPairs(wanted, SCOPE, baseline, consensus.max)
+
+    def choose(self, name: str, gradient: torch.Tensor) -> CodecChoice:
+        if self.pairs.compresses:
+            return super().choose(name, gradient)
+        return CodecChoice(codec=NONE, reason="verify: a step without compression")
+
+    def reads_clock(self, step: int) -> bool:
+        """Return whether `begin_step` needs the time of the step before."""
+        return self.pairs.reads_clock(step)
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, on all ranks, perhaps with another turn."""
+        self.pairs.begin_step(step, self._warmup, self._seconds)
+        self.bypass = not self.pairs.compresses and not self._consensus.emulated()
+        self.revision = int(self.pairs.compresses)
+
+    def end_step(self, step: int, seconds: float) -> None:
+        """Record a step: the seconds from its first bucket until the last one was the mean."""
+        self._seconds = seconds
 
 
 class Trials:

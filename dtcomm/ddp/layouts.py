@@ -117,6 +117,11 @@ class BucketLayouts:
             if same_buffer and layout.revision == revision:
                 return layout
             self.retired.append(layout)
+        for old in self.retired:  # compression takes turns with plain DDP while it is verified
+            if (old.parameter_ids, old.dtype, old.revision) == (parameter_ids, buffer.dtype, revision):
+                self.retired.remove(old)
+                self.current[bucket.index()] = old
+                return old
         layout = (
             self._sparse_layout(bucket, buffer, parameter_ids, ranks)
             if buffer.is_sparse

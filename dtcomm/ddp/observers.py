@@ -27,7 +27,7 @@ from dtcomm.collectives.groups import Announcement
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.report import describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, group_rows
-from dtcomm.ddp.auto import Tuner
+from dtcomm.ddp.auto import Tuner, Verifier
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.profiling import MessageRecord, Timeline
@@ -140,13 +140,13 @@ class _StepMarks(NamedTuple):
 
 
 class TunerObserver(ReducerObserver):
-    """Gives the tuner of "auto" the times of steps, and applies its choices.
+    """Gives the tuner of "auto", or a `Verifier`, the times of steps, and applies its choices.
 
     Steps are measured with timing events of the device, which are read once the device has passed them. On the CPU an
     event is a time, and has always passed.
     """
 
-    def __init__(self, tuner: Tuner, reducer: Reducer) -> None:
+    def __init__(self, tuner: Tuner | Verifier, reducer: Reducer) -> None:
         self._tuner = tuner
         self._error_state, self._factors = reducer.error_state, reducer.averager.factors
         self._streams: Streams | None = None
@@ -157,13 +157,15 @@ class TunerObserver(ReducerObserver):
         """Report the steps that are over, let the tuner choose, and drop the state of parameters that change."""
         if self._streams is None:
             self._streams = streams
-            self._tuner.set_device(streams.device)
+            if isinstance(self._tuner, Tuner):
+                self._tuner.set_device(streams.device)
         self._report(streams, wait=self._tuner.reads_clock(step))
         self._tuner.begin_step(step)
-        for name in self._tuner.pop_changes():
-            self._factors.forget(name)
-        for name in self._tuner.pop_uncompressed():
-            self._error_state.repay_residual(name)
+        if isinstance(self._tuner, Tuner):
+            for name in self._tuner.pop_changes():
+                self._factors.forget(name)
+            for name in self._tuner.pop_uncompressed():
+                self._error_state.repay_residual(name)
         self._begin = streams.mark()
 
     def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:

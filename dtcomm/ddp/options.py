@@ -39,6 +39,9 @@ class Options(TypedDict, total=False):
         warmup: The number of uncompressed steps at the start. Default 0.
         timeline: Record the times of so many last steps, for ``state.timeline.summary()`` and ``state.trace(path)``;
             0: none (``state.timeline.start()`` switches it on later). Default 0.
+        verify: The number of pairs of steps that are measured at the start of the run, one with compression and one of
+            plain DDP in turn, so that the report can say whether compression paid; a turn takes two steps. Not with
+            "auto", which measures by itself. 0: none. Default 0.
         candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
         grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
             skips leaves them as they were, which takes a second copy of them. Default None: that of the framework, with
@@ -53,6 +56,7 @@ class Options(TypedDict, total=False):
     guard: Guard | None
     warmup: int
     timeline: int
+    verify: int
     candidates: Sequence[str | Scheme] | None
     grad_scaler: Any
 
@@ -66,6 +70,7 @@ DEFAULTS: Options = {
     "guard": Guard(),
     "warmup": 0,
     "timeline": 0,
+    "verify": 0,
     "candidates": None,
     "grad_scaler": None,
 }
@@ -79,6 +84,7 @@ def checked(given: Mapping[str, object]) -> Options:
         ("sample_every", options["sample_every"]),
         ("warmup", options["warmup"]),
         ("timeline", options["timeline"]),
+        ("verify", options["verify"]),
     ):
         require_int(name, number, 0)
     if not isinstance(options["guard"], Guard | None):

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from dtcomm import torch_compat
 from dtcomm.arguments import shares_options
-from dtcomm.compress.bucket import NONE, BucketLayout
+from dtcomm.compress.bucket import NONE, bucket_rows
 from dtcomm.compress.checkpoint import (
     VERSION,
     has_options,
@@ -30,14 +30,14 @@ from dtcomm.compress.checkpoint import (
 from dtcomm.compress.feedback import DGC, Feedback, common_momentum
 from dtcomm.compress.guard import Event, count_events
 from dtcomm.compress.monitor import Monitor
-from dtcomm.compress.payoff import predict_payoff
+from dtcomm.compress.payoff import Payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
-from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
-from dtcomm.ddp.auto import BASELINE, ProcessGroupConsensus, Tuner
-from dtcomm.ddp.layouts import Chooser, SparseLayout
+from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
+from dtcomm.ddp.layouts import Chooser
 from dtcomm.ddp.observers import (
     GuardObserver,
     LossScaleObserver,
@@ -97,11 +97,16 @@ class State(Reporting):
         tuner = None
         self._consensus = ProcessGroupConsensus(group)
         if spec == AUTO:
+            if options["verify"]:
+                raise ValueError(f"verify: {AUTO!r} measures by itself; valid: 0")
             tuner = Tuner(candidates, self._consensus, excluded)
         elif candidates is not None:
             raise ValueError(f"spec: candidates goes with {AUTO!r}, got {str(spec)!r}")
         self._tuner = tuner
+        self._verifier: Verifier | None = None
         self._chooser: Chooser = tuner or Chooser(excluded | as_policy(spec))
+        if options["verify"] and tuner is None:
+            self._chooser = self._verifier = self._make_verifier(excluded | as_policy(spec), options)
         self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
         self.group = group
         self.feedback = feedback
@@ -125,10 +130,18 @@ class State(Reporting):
             self._reducer.attach(GuardObserver(self._monitor, self._reducer))
         if tuner is not None:
             self._reducer.attach(TunerObserver(tuner, self._reducer))
+        elif self._verifier is not None and self._compresses:
+            self._reducer.attach(TunerObserver(self._verifier, self._reducer))
         if self._compresses:
             self._reducer.attach(UncompressedObserver(self._reducer, options["warmup"]))
         self._reducer.attach(TimelineObserver(self.timeline))
         self._reducer.attach(self._recorder)
+
+    def _make_verifier(self, policy: Policy, options: Options) -> Verifier:
+        verifier = Verifier(policy, options["verify"], options["warmup"], self._consensus)
+        if any(isinstance(scheme, DGC) for scheme in verifier.schemes):
+            raise ValueError("verify: dgc replaces the optimizer's momentum and cannot come and go; valid: 0")
+        return verifier
 
     def _decide_alike(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let the guard and "auto" decide alike on ranks of tensor parallelism.
@@ -218,10 +231,6 @@ class State(Reporting):
         for layout in all_layouts:
             layout.add_to(totals)
         rows = group_rows(totals.items())
-        # How much a sparse gradient sends is not known before, and compression does not change it.
-        dense = [
-            layout for _, layout in sorted(layouts.current.items()) if not isinstance(layout, SparseLayout)
-        ]
         rank, world_size = rank_and_size(self.group)
         return Report(
             rank=rank,
@@ -242,28 +251,28 @@ class State(Reporting):
             plans=tuple(self._chooser.rows),
             rows=rows,
             uncompressed=self._unused or (describe_uncompressed(rows) if self._compresses else ""),
-            by_message=tuple(
-                layout.row(f"bucket {index}", "gradients", events)
-                for index, layout in sorted(layouts.current.items())
+            by_message=bucket_rows("gradients", layouts.retired, layouts.current, totals, events),
+            payoff=None if self._unused else self._payoff(),
+            unmeasured=(
+                "whether compression paid was not measured; verify=20 measures it"
+                if self._verifier is None
+                else str(self._verifier.pairs)
             ),
-            payoff=None if self._unused else self._payoff(dense),
         )
 
-    def _payoff(self, layouts: list[BucketLayout]) -> Payoff | None:
-        """Return whether compression pays: as "auto" measured it, or by prediction."""
+    def _payoff(self) -> Payoff | None:
+        """Return whether compression pays, as "auto" or ``verify`` measured it."""
+        if self._verifier is not None:
+            return self._verifier.pairs.payoff
         choice = self._chooser.decisions[-1] if self._chooser.decisions else None
-        if choice is not None and choice.limit:
-            return Payoff(
-                compressed_ms=choice.value * 1e3,
-                uncompressed_ms=choice.limit * 1e3,
-                source="measured",
-                scope="a step from its first bucket to its last",
-                baseline=BASELINE,
-            )
-        if all(segment.lossless for layout in layouts for segment in layout.segments):
+        if choice is None or not choice.limit:
             return None
-        summary = self.timeline.summary() if self.timeline.has_summary else None
-        return predict_payoff(layouts, self.group, "a step", summary)
+        return Payoff(
+            compressed_ms=choice.value * 1e3,
+            uncompressed_ms=choice.limit * 1e3,
+            scope=SCOPE,
+            baseline=BASELINE,
+        )
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of the report, and of the timeline if one is kept.

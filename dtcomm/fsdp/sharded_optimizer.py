@@ -402,7 +402,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
     # --- state ------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what was sent, by codec and by bucket, what that lost, what the guard did, and whether it paid."""
+        """Return what was sent, by codec and by bucket, what that lost, and what the guard did."""
         return self._compression.report()
 
     @property

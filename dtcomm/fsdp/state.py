@@ -14,12 +14,11 @@ import torch.distributed as dist
 from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
-from dtcomm.collectives.groups import expected_call
 from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.report import Payoff, Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.residuals import FORMS
-from dtcomm.compress.traffic import Traffic, group_traffic, total_seconds
+from dtcomm.compress.traffic import Traffic, group_traffic
 from dtcomm.fsdp.guard import ROOT, ShardGuard, parameters_name
 from dtcomm.fsdp.options import UNCOMPRESSED, CompressionSpec
 from dtcomm.fsdp.storage import BufferPool, FlatLayout, FullResidual, LoCoResidual, ResidualStore
@@ -31,8 +30,6 @@ _log = logging.getLogger("dtcomm")
 
 #: Integration → its name in logs.
 LOG_NAMES = {"FSDP": "dtcomm.fsdp", "ShardedOptimizer": "dtcomm.fsdp.ShardedOptimizer"}
-#: What is communicated → the collective, for predictions.
-COLLECTIVES = {"gradients": "reduce_scatter", "parameters": "all_gather", "replicas": "all_reduce"}
 
 
 class State(Reporting):
@@ -107,7 +104,7 @@ class State(Reporting):
     # --- for users --------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what was sent, by codec and by module, why something was not compressed, and whether that paid."""
+        """Return what was sent, by codec and by module, and why something was not compressed."""
         if self.buffers.unshared_reason:
             self.add_note(self.buffers.unshared_reason)
         traffic = self._traffic()
@@ -140,7 +137,6 @@ class State(Reporting):
             fidelity=self.guard.fidelity,
             notes=tuple(self._notes),
             uncompressed=self._unused or self._uncompressed(),
-            payoff=None if self._unused else self._payoff(),
         )
         self.log_uncompressed()
         return report
@@ -174,45 +170,6 @@ class State(Reporting):
             key: count_events([event for event in self.events if event.name == name])
             for key, name in names.items()
         }
-
-    def _payoff(self) -> Payoff | None:
-        """Return whether compression pays by prediction, if steps and times are known."""
-        steps = self._steps()
-        traffic = [counters for _, counters in self._traffic() if counters.calls]
-        seconds = total_seconds(counters.seconds for counters in traffic)
-        if (
-            not traffic
-            or seconds is None
-            or steps < 1
-            or (self.gradients.is_none and self.parameters.is_none)
-        ):
-            return None
-        compressed = uncompressed = 0.0
-        basis = ""
-        for counters in traffic:
-            collective = COLLECTIVES.get(counters.what)
-            if collective is None or not counters.dtype:
-                continue
-            dtype = getattr(torch, counters.dtype)
-            spec = counters.codec.removeprefix(f"{self.gradients.prefix}:").removeprefix("delta:")
-            sent, plain = (
-                expected_call(collective, counters.numel, dtype, codec, self.algorithm, self.group)
-                for codec in (spec, "none")
-            )
-            if sent is None or plain is None:
-                return None
-            compressed += counters.calls * sent.seconds
-            uncompressed += (counters.calls + counters.saved_calls) * plain.seconds
-            basis = plain.source
-        return Payoff(
-            compressed_ms=compressed / steps * 1e3,
-            uncompressed_ms=uncompressed / steps * 1e3,
-            source="predicted",
-            basis=basis,
-            scope="communication in a step, hidden or exposed",
-            measured_ms=seconds / steps * 1e3,
-            exposed_ms=self.timeline.summary().exposed_ms if self.timeline.has_summary else None,
-        )
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of the report and the timeline.

@@ -19,14 +19,13 @@ from typing_extensions import Unpack
 
 from dtcomm.arguments import complete_options, require_int, shares_options
 from dtcomm.collectives import broadcast
-from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, build_layout
+from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, bucket_rows, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.measurements import l2_norm
 from dtcomm.compress.monitor import Monitor
-from dtcomm.compress.payoff import predict_payoff
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
 from dtcomm.compress.powersgd import Factors
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
@@ -47,6 +46,7 @@ from dtcomm.local_sgd.options import DEFAULTS, Options
 _log = logging.getLogger("dtcomm")
 
 WHAT = "differences of weights"  # what the ranks average, in reports
+MOMENTS = "moments of the optimizer"
 
 
 @shares_options(DEFAULTS, Options)
@@ -212,7 +212,8 @@ class LocalSGD(Reporting):
     def report(self) -> Report:
         """Return what was sent and saved, compared with uncompressed averages at the same steps."""
         totals: dict[str, ParameterTotals] = {}
-        layouts = [*self._retired, *(layout for _, layout in self._buckets)]
+        buckets = dict(enumerate(layout for _, layout in self._buckets))
+        layouts = [*self._retired, *buckets.values()]
         for layout in layouts:
             layout.add_to(totals)
         rows = group_rows(totals.items(), WHAT)
@@ -221,8 +222,6 @@ class LocalSGD(Reporting):
         for layout in moments:
             layout.add_to(moment_totals)
         all_layouts = [*layouts, *moments]
-        current = [layout for _, layout in self._buckets]
-        period = "an average" if len(self._fragments) == 1 else "an average of each fragment"
         return Report(
             integration="LocalSGD",
             rank=dist.get_rank(self.group),
@@ -243,10 +242,12 @@ class LocalSGD(Reporting):
             },
             events=count_events(self.events),
             fidelity=self._monitor.fidelity,
-            rows=(*rows, *group_rows(moment_totals.items(), "moments of the optimizer")),
-            by_message=tuple(layout.row(f"bucket {index}", WHAT, {}) for index, layout in enumerate(current)),
+            rows=(*rows, *group_rows(moment_totals.items(), MOMENTS)),
+            by_message=(
+                *bucket_rows(WHAT, self._retired, buckets, totals, {}),
+                *bucket_rows(MOMENTS, (), dict(enumerate(moments)), moment_totals, {}),
+            ),
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
-            payoff=predict_payoff(current, self.group, period) if self._compresses else None,
         )
 
     def _make_averager(self, seed: int, factors: Factors | None = None) -> BucketAverager:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +102,9 @@ def write_prometheus(
 
 
 def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix: str = "dtcomm") -> None:
-    """Write every metric as a scalar, such as ``dtcomm/relative_error/int8``.
+    """Write every metric as a scalar, such as ``dtcomm/message_seconds/bucket_0/gradients``.
+
+    In the labels that make up a tag, what TensorBoard does not take in names becomes ``_``.
 
     Args:
         state: What has metrics.
@@ -112,9 +115,8 @@ def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix
     for metric in state.metrics():
         if not math.isfinite(metric.value):
             continue  # TensorBoard cannot draw it
-        tag = "/".join(
-            [metric.name.removeprefix("dtcomm_"), *(value for value in metric.labels.values() if value)]
-        )
+        labels = (re.sub(r"[^\w.-]+", "_", value) for value in metric.labels.values() if value)
+        tag = "/".join([metric.name.removeprefix("dtcomm_"), *labels])
         writer.add_scalar(f"{prefix}/{tag}", metric.value, step)
 
 

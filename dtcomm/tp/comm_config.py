@@ -48,7 +48,6 @@ class CallKind(NamedTuple):
     numel: int
     dtype: torch.dtype
     algorithm: str
-    on_cpu: bool
 
 
 class LayerTraffic:
@@ -87,7 +86,7 @@ class LayerTraffic:
         reason = ""
         if codec is not asked and codec != asked:
             reason = SMALL if x.dtype in asked.dtypes else _unsupported(asked, x.dtype)
-        kind = CallKind(collective, backward, codec, reason, numel, x.dtype, algorithm, x.is_cpu)
+        kind = CallKind(collective, backward, codec, reason, numel, x.dtype, algorithm)
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def _forward(self) -> list[tuple[CallKind, int]]:

@@ -22,9 +22,9 @@ from typing_extensions import Unpack
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
-from dtcomm.collectives.groups import GroupOrMesh, expected_call
+from dtcomm.collectives.groups import GroupOrMesh, sent_bytes
 from dtcomm.compress.policy import exclusions
-from dtcomm.compress.report import Payoff, Report, Reporting
+from dtcomm.compress.report import Report, Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
 from dtcomm.compress.traffic import Traffic
 from dtcomm.compress.uneven_inputs import refuse_join
@@ -326,32 +326,22 @@ def _divide_head_counts(model: nn.Module, plan: Mapping[str, PlanEntry], world_s
 
 @dataclass
 class _Counted:
-    """Calls of one layer that have the same codec, dtype and reason, with their expected seconds.
-
-    ``uncompressed`` is for the same calls with codec none. ``source`` is where the seconds come from; empty if they are
-    not known, as for tensors on a device.
-    """
+    """Calls of one layer that have the same codec, dtype and reason."""
 
     name: str
     traffic: Traffic
-    compressed: float = 0.0
-    uncompressed: float = 0.0
-    source: str = ""
 
     def add(self, kind: CallKind, calls: int, group: dist.ProcessGroup | None) -> None:
         sent, plain = (
-            expected_call(kind.collective, kind.numel, kind.dtype, codec, kind.algorithm, group)
+            sent_bytes(kind.collective, kind.numel, kind.dtype, codec, kind.algorithm, group)
             for codec in (kind.codec, NONE)
         )
         self.traffic.calls += calls
         self.traffic.numel += calls * kind.numel
         if sent is None or plain is None:
             return
-        self.traffic.wire_bytes += round(calls * sent.wire_bytes)
-        self.traffic.plain_bytes += round(calls * plain.wire_bytes)
-        self.compressed += calls * sent.seconds
-        self.uncompressed += calls * plain.seconds
-        self.source = plain.source if kind.on_cpu else ""
+        self.traffic.wire_bytes += round(calls * sent)
+        self.traffic.plain_bytes += round(calls * plain)
 
 
 class State(Reporting):
@@ -399,9 +389,9 @@ class State(Reporting):
         ]
 
     def report(self) -> Report:
-        """Return what the layers have sent on this rank, by codec and by layer, and whether that paid.
+        """Return what the layers have sent on this rank, by codec and by layer.
 
-        Bytes and times are those of the algorithms, for the calls that were counted. Nothing is communicated. Compiled
+        Bytes are those of the algorithms, for the calls that were counted. Nothing is communicated. Compiled
         code is counted by process group, not by layer.
 
         Example::
@@ -423,23 +413,9 @@ class State(Reporting):
             seconds=None,
             residual_bytes=0,
             notes=tuple(f"exclude: {name} ({pattern!r})" for name, pattern in self.excluded.items()),
-            payoff=self._payoff(counted),
         )
         self._log_uncompressed(report)
         return report
-
-    def _payoff(self, counted: Sequence[_Counted]) -> Payoff | None:
-        compresses = {self.codec, self.backward_codec, *self.codecs.values()} != {"none"}
-        if not counted or not compresses or not all(part.source for part in counted):
-            return None
-        calls = sum(part.traffic.calls for part in counted)
-        return Payoff(
-            compressed_ms=sum(part.compressed for part in counted) * 1e3,
-            uncompressed_ms=sum(part.uncompressed for part in counted) * 1e3,
-            source="predicted",
-            basis=counted[0].source,
-            scope=f"exposed communication in {calls} calls",
-        )
 
     def _count(self) -> list[_Counted]:
         """Return what the layers have sent, by layer, codec, dtype and reason."""

@@ -83,16 +83,9 @@ def test_all_integrations_report_in_one_format() -> None:
             sent = sum(row["wire_bytes"] for row in values["rows"])
             assert abs(sent - values["wire_bytes"]) <= len(values["rows"])
             assert set(values) == set(reports[0][1])
-            payoff = values["payoff"]
-            assert payoff["source"] == "predicted" and payoff["compressed_ms"] >= 0
-            assert (
-                f"compression {payoff['verdict']}: " in text
-                and "(both predicted, dtcomm's own constants)" in text
-            )
-            assert (payoff["measured_ms"] is None) == (values["integration"] == "TP")
-        # DDP's timeline is on: the times are those that a step waits.
-        assert reports[0][1]["payoff"]["scope"] == "exposed communication in a step"
-        assert reports[1][1]["payoff"]["scope"] == "communication in a step, hidden or exposed"
+            # Nothing is claimed that was not measured, and every message has a row.
+            assert values["payoff"] is None and "whether compression paid was not measured" in text
+            assert sum(row["calls"] for row in values["by_message"]) == values["messages"]
         errors = {row["what"]: row["relative_error"] for row in reports[2][1]["rows"]}
         assert 1e-4 < errors["gradients"] < 0.05 and 1e-4 < errors["parameters"] < 0.05
 

@@ -95,6 +95,34 @@ def test_auto_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> No
     assert tried[-1]["plan"] == "none" and tried[-2]["measured_ms"] < tried[-1]["measured_ms"]
 
 
+def train_verified(rank: int, world_size: int, spec: str) -> dict[str, Any]:
+    model = DistributedDataParallel(torch.nn.Linear(256, 256))
+    state = ddp.compress(model, spec, verify=8, warmup=2)
+    for step in range(45):
+        if step == 20:
+            assert "is being measured: " in str(state.report()), state.report()
+        model(torch.full((2, 256), float(step + rank))).square().mean().backward()
+    report = state.report()
+    assert str(report.payoff) in str(report) and report.payoff is not None and state.error is None
+    assert report.messages == 45 == sum(row.calls for row in report.by_message)
+    return {"payoff": report.payoff, "codecs": {row.codec for row in report.rows}}
+
+
+@pytest.mark.parametrize("spec", ["int8", "powersgd:rank=2"])
+@pytest.mark.parametrize("link", ["100mbit,50us", ""])
+def test_verify_measures_pairs_of_steps_and_claims_what_they_show(
+    monkeypatch: pytest.MonkeyPatch, link: str, spec: str
+) -> None:
+    """Over a slow link compression pays; in shared memory that is whatever the pairs have shown."""
+    monkeypatch.setenv("DTCOMM_LINK", link)
+    first, second = run_ranks(train_verified, 2, spec)
+    assert first == second and first["codecs"] == {spec, "none"}
+    payoff = first["payoff"]
+    assert payoff.pairs == 8 and payoff.baseline == ("codec none" if link else "plain DDP")
+    if link:
+        assert payoff.verdict == "paid" and payoff.won == 8
+
+
 def test_auto_stays_uncompressed_in_shared_memory() -> None:
     results = run_ranks(train_with_auto, 2, 24, 256)
     assert results[0] == results[1]

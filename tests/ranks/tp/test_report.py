@@ -83,9 +83,8 @@ def train_and_report(rank: int, ranks: int) -> dict[str, Any]:
         "exclude: blocks.1.up ('blocks.1')",
         "exclude: blocks.1.down ('blocks.1')",
     )
-    assert report.payoff is not None and report.payoff.source == "predicted"
     text = str(report)
-    assert "total" in text and "compression " in text and "calls: " in text
+    assert "total" in text and "whether compression paid was not measured" in text
     assert printed(state) == (f"{text}\n" if rank == 0 else "")
     assert printed(state, all_ranks=True) == f"{text}\n"
     return json.loads(report.to_json())
@@ -94,7 +93,6 @@ def train_and_report(rank: int, ranks: int) -> dict[str, Any]:
 def test_report_has_the_traffic_of_the_whole_model() -> None:
     for values in run_ranks(train_and_report, 2):
         assert values["integration"] == "TP" and len(values["by_message"]) == 6
-        assert values["payoff"]["verdict"] in ("paid", "did not pay", "made no difference")
         assert sum(row["wire_bytes"] for row in values["rows"]) == values["wire_bytes"]
 
 

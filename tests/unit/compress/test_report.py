@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtcomm.compress.payoff import exposed_ms
-from dtcomm.compress.report import COLUMNS, MESSAGE_COLUMNS, Payoff, Report, Reporting, describe_uncompressed
+from dtcomm.compress.payoff import Payoff, StepPairs
+from dtcomm.compress.report import COLUMNS, MESSAGE_COLUMNS, Report, Reporting, describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, Row, Traffic, group_rows, group_traffic, message_rows
 
 
@@ -44,9 +44,7 @@ def make_report(*rows: Row, **options: Any) -> Report:
     return Report(**{**values, **options})
 
 
-PAYOFF = Payoff(
-    compressed_ms=2.0, uncompressed_ms=6.0, source="predicted", basis="by a model", scope="a step"
-)
+PAYOFF = Payoff(compressed_ms=2.0, uncompressed_ms=6.0, scope="a step")
 
 
 def test_text_has_every_column_a_row_for_each_codec_and_totals() -> None:
@@ -66,16 +64,17 @@ def test_text_has_every_column_a_row_for_each_codec_and_totals() -> None:
     )
 
 
-def test_legend_explains_each_column_that_is_shown() -> None:
-    report = make_report(make_row())
-    text = " ".join(str(report).split())
-    assert all(f"{name}: {meaning}" in text for name, meaning in COLUMNS.items())
-    assert "ms: mean time" not in text
+def test_legend_explains_each_column_and_takes_at_most_two_lines_of_the_text() -> None:
     traffic = Traffic(codec="int8", what="gradients", dtype="float32", calls=2, seconds=0.004)
-    with_messages = make_report(make_row(), by_message=message_rows([("layer", traffic)]))
-    text = " ".join(str(with_messages).split())
-    assert all(f"{name}: {meaning}" in text for name, meaning in MESSAGE_COLUMNS.items())
-    assert "2.00" in text
+    for messages, columns in (((), COLUMNS), (message_rows([("layer", traffic)]), MESSAGE_COLUMNS)):
+        report = make_report(make_row("sign", relative_error=0.6), by_message=messages)
+        assert all(f"{name}: {meaning}" in report.legend()[0] for name, meaning in columns.items())
+        *_, rest = str(report).partition("this run: ")
+        unmeasured, first, second = rest.splitlines()[1:]
+        assert unmeasured == report.unmeasured
+        assert first.startswith("rel. error: ") and second.startswith("rel. error 0.60 (sign)")
+        assert max(map(len, (first, second))) <= 160
+    assert "rel. error: " not in str(make_report())  # an empty report has no legend
 
 
 @pytest.mark.parametrize(
@@ -85,11 +84,11 @@ def test_legend_explains_each_column_that_is_shown() -> None:
             "powersgd:rank=4",
             0.86,
             True,
-            "0.86 (powersgd:rank=4) means that one call sends a part with 51% of the norm",
+            "0.86 (powersgd:rank=4): one call sends a part with 51% of the norm",
         ),
-        ("powersgd:rank=4", 0.86, True, "The rest is in the residuals and is sent in later steps"),
+        ("powersgd:rank=4", 0.86, True, "the residuals keep the rest for later steps"),
         ("topk:ratio=0.01", 0.96, "ef21", "a part with 28% of the norm"),
-        ("sign", 0.6, False, "Without error feedback the rest is lost"),
+        ("sign", 0.6, False, "without error feedback the rest is lost"),
     ],
 )
 def test_a_large_relative_error_is_explained(
@@ -97,31 +96,55 @@ def test_a_large_relative_error_is_explained(
 ) -> None:
     report = make_report(make_row(codec, relative_error=error), make_row(), feedback=feedback)
     assert any(says in line for line in report.legend())
-    assert not any("relative error of" in line for line in make_report(make_row()).legend())
+    assert not any("(int8)" in line for line in make_report(make_row()).legend())
 
 
 @pytest.mark.parametrize(
-    ("compressed", "uncompressed", "verdict"),
-    [(1.0, 2.0, "paid"), (2.0, 1.0, "did not pay"), (1.0, 1.01, "made no difference")],
+    ("compressed", "uncompressed", "won", "pairs", "verdict"),
+    [
+        (1.0, 2.0, 0, 0, "paid"),
+        (2.0, 1.0, 0, 0, "did not pay"),
+        (1.0, 1.01, 0, 0, "made no difference"),
+        (1.0, 2.0, 18, 20, "paid"),
+        (2.0, 1.0, 2, 20, "did not pay"),
+        (1.0, 2.0, 12, 20, "made no difference"),  # chance wins as often
+        (1.0, 2.0, 2, 20, "made no difference"),  # medians and pairs contradict each other
+        (1.0, 2.0, 3, 3, "made no difference"),  # too few
+        (1.0, 1.01, 20, 20, "made no difference"),
+    ],
 )
-def test_payoff_says_whether_it_paid_and_where_the_times_come_from(
-    compressed: float, uncompressed: float, verdict: str
+def test_payoff_claims_only_what_was_measured(
+    compressed: float, uncompressed: float, won: int, pairs: int, verdict: str
 ) -> None:
-    measured = Payoff(
+    payoff = Payoff(
         compressed_ms=compressed,
         uncompressed_ms=uncompressed,
-        source="measured",
         scope="a step",
         baseline="plain DDP",
+        pairs=pairs,
+        won=won,
     )
-    expected = f"{compressed:.3g} ms of a step, {uncompressed:.3g} ms with plain DDP (both measured)"
-    assert str(measured) == f"compression {verdict}: {expected}"
-    predicted = replace(PAYOFF, measured_ms=2.5, exposed_ms=0.5)
-    assert str(predicted) == (
-        "compression paid: 2 ms of a step, 6 ms with codec none (both by a model); measured with compression: 2.5 ms, "
-        "of which 0.5 ms exposed"
-    )
-    assert str(predicted) in str(make_report(make_row(), payoff=predicted))
+    counted = f", faster in {won} of {pairs} pairs of steps" if pairs else ""
+    expected = f"{compressed:.3g} ms of a step, {uncompressed:.3g} ms with plain DDP (both measured{counted})"
+    assert str(payoff) == f"compression {verdict}: {expected}"
+    report = make_report(make_row(), payoff=payoff)
+    assert str(payoff) in str(report) and report.unmeasured not in str(report)
+
+
+def test_pairs_of_steps_take_turns_and_time_the_second_step_of_each() -> None:
+    pairs = StepPairs(8, "a step", "plain DDP", list)
+    steps, seconds = [], 9.0  # a step that is not timed takes long
+    for step in range(60):
+        changed = pairs.begin_step(step, 4, seconds)
+        steps.append(pairs.compresses)
+        seconds = 9.0 if changed else 1.0 if pairs.compresses else 3.0
+    assert (
+        all(steps[:7]) and all(steps[39:]) and steps[7:39].count(True) == 16
+    )  # after warm-up and three more
+    assert all(sum(steps[at : at + 4]) == 2 for at in range(7, 39, 4))
+    payoff = pairs.payoff
+    assert payoff is not None and (payoff.compressed_ms, payoff.uncompressed_ms) == (1000, 3000)
+    assert (payoff.won, payoff.verdict) == (8, "paid")
 
 
 def test_plain_values_have_everything_and_survive_json() -> None:
@@ -138,7 +161,7 @@ def test_plain_values_have_everything_and_survive_json() -> None:
     values = json.loads(report.to_json())
     assert values == report.to_dict()
     assert values["rows"][0]["names"] == ["a", "b"] and values["rows"][0]["saved_bytes"] == 3000
-    assert values["payoff"]["verdict"] == "paid" and values["payoff"]["source"] == "predicted"
+    assert values["payoff"]["verdict"] == "paid" and values["payoff"]["pairs"] == 0
     assert values["modules"]["layer"]["gradients"]["relative_error"] == 0.25
     assert values["by_message"][0]["name"] == "layer" and values["notes"] == ["a note"]
     assert values["legend"] == report.legend() and values["events"] == {"loss: none": 1}
@@ -222,24 +245,20 @@ def test_traffic_prints_as_one_readable_line() -> None:
     assert str(traffic) == "2 calls in int8: sent 1.0 KiB instead of 4.0 KiB, relative error 5.0e-03"
 
 
-def test_metrics_have_labels_for_what_was_communicated() -> None:
-    rows = (make_row(), make_row(what="parameters", wire_bytes=7, relative_error=None))
-    metrics = {(m.name, m.labels.get("what")): m.value for m in make_report(*rows, events={"x": 2}).metrics()}
-    assert metrics["dtcomm_wire_bytes_total", "gradients"] == 1000
+def test_metrics_have_labels_for_what_was_communicated_that_stay_from_step_to_step() -> None:
+    rows = (make_row(), make_row(what="parameters", wire_bytes=7, relative_error=None), make_row("none"))
+    traffic = [
+        ("bucket 0", Traffic(codec=spec, what="gradients", calls=2, seconds=0.002, relative_error=error))
+        for spec, error in (("int8", 0.5), ("none", None))
+    ]
+    report = make_report(*rows, events={"x": 2}, by_message=message_rows(traffic))
+    metrics = {(m.name, *m.labels.values()): m.value for m in report.metrics()}
+    assert len(metrics) == len(report.metrics())
+    assert metrics["dtcomm_wire_bytes_total", "gradients"] == 2000
     assert metrics["dtcomm_wire_bytes_total", "parameters"] == 7
-    assert metrics["dtcomm_guard_events_total", None] == 2
-    assert ("dtcomm_relative_error", "parameters") not in metrics
-
-
-@pytest.mark.parametrize(
-    ("ready", "durations", "backward", "expected"),
-    [
-        ([0.0, 5.0], [2.0, 3.0], 8.0, 0.0),
-        ([2.0, 5.0], [4.0, 3.0], 5.0, 4.0),
-        ([5.0, 1.0], [1.0, 1.0], 5.0, 1.0),
-    ],
-)
-def test_exposed_time_is_what_remains_after_backward(
-    ready: list[float], durations: list[float], backward: float, expected: float
-) -> None:
-    assert exposed_ms(ready, durations, backward) == expected
+    assert metrics["dtcomm_calls_total", "gradients"] == 4  # collectives, of which each carries several rows
+    assert metrics["dtcomm_guard_events_total", "x"] == 2
+    assert metrics["dtcomm_relative_error", "gradients", "int8", "float32"] == 0.005
+    assert metrics["dtcomm_message_seconds", "bucket 0", "gradients"] == 0.001
+    assert metrics["dtcomm_message_relative_error", "bucket 0", "gradients"] == 0.5
+    assert not any(name[0] == "dtcomm_relative_error" and "none" in name for name in metrics)

@@ -64,6 +64,17 @@ def test_tensorboard_gets_all_finite_values() -> None:
 
     writer = Writer()
     write_tensorboard(
-        StateWithMetrics(STATE.metrics()[0], STATE.metrics()[2], STATE.metrics()[3]), writer, 12
+        StateWithMetrics(
+            *(STATE.metrics()[index] for index in (0, 2, 3)),
+            Metric(
+                "dtcomm_error", 0.5, "lost", labels={"message": "bucket 0", "codec": "int8/int4:block=64"}
+            ),
+        ),
+        writer,
+        12,
     )
-    assert writer.scalars == [("dtcomm/bytes_total", 2**40, 12), ("dtcomm/error/topk", 1e-9, 12)]
+    assert writer.scalars == [
+        ("dtcomm/bytes_total", 2**40, 12),
+        ("dtcomm/error/topk", 1e-9, 12),
+        ("dtcomm/error/bucket_0/int8_int4_block_64", 0.5, 12),
+    ]
