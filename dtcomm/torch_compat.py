@@ -483,6 +483,27 @@ def unsharded_size(fsdp_parameter: Any) -> torch.Size:
     return size
 
 
+def sharded_gradient_dtype(fsdp_parameter: Any) -> torch.dtype | None:
+    """Return the dtype to which torch casts the reduced gradient of an FSDP2 parameter; None where it casts nothing.
+
+    Up to 2.14 it is the parameter's own dtype, from 2.15 on its ``grad_dtype``.
+    """
+    dtype: torch.dtype | None = getattr(fsdp_parameter, "sharded_grad_dtype", fsdp_parameter.orig_dtype)
+    return dtype
+
+
+def in_order_of_reduction(fsdp_parameters: Sequence[Any]) -> list[Any]:
+    """Return the FSDP2 parameters of a module in the order in which their gradients lie in its reduce-scatter.
+
+    From 2.15 on gradients of one ``grad_dtype`` lie together.
+    """
+    by_dtype: dict[Any, list[Any]] = {}
+    for parameter in fsdp_parameters:
+        follows = hasattr(parameter, "sharded_grad_dtype")
+        by_dtype.setdefault(parameter.sharded_param.grad_dtype if follows else None, []).append(parameter)
+    return [parameter for alike in by_dtype.values() for parameter in alike]
+
+
 def has_accumulation_hooks(tensor: Any) -> bool:
     """Say whether a hook runs after the gradient of ``tensor`` was accumulated."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))

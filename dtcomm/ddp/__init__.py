@@ -94,7 +94,10 @@ def compress(
     """
     ddp_model = model if isinstance(model, DistributedDataParallel) else None
     if ddp_model is None and not (isinstance(model, torch.nn.Module) and rank_and_size()[1] == 1):
-        raise TypeError(f"model: expected a DistributedDataParallel, got {type(model).__name__}")
+        raise TypeError(
+            f"model: expected a DistributedDataParallel, got {type(model).__name__}; wrap the model in it (torch's "
+            "replicate() has no place for compression), or apply fully_shard and call dtcomm.fsdp.compress"
+        )
     module = model if ddp_model is None else ddp_model.module
     state = State(
         spec if spec == AUTO else as_policy(spec).for_model(module),

@@ -99,8 +99,8 @@ def compress(
 
     Raises:
         TypeError: ``model`` has no FSDP module, FSDP1 was asked for ``parameters``, or an argument has a wrong type.
-        ValueError: A spec, preset or option is wrong, a codec is too inaccurate, or ``replicas`` were passed for a mesh
-            that has replicas already.
+        ValueError: A spec, preset or option is wrong, a codec is too inaccurate, ``replicas`` were passed for a mesh
+            that has replicas already, or torch's ``replicate`` was applied to a module.
         RuntimeError: The model, or a part of it, is compressed already. In all of these cases the model is unchanged.
 
     Example::
@@ -265,11 +265,22 @@ def _attach_to_fsdp2(
             f"replicas: expected a DeviceMesh, a ProcessGroup or None, got {type(replicas).__name__}"
         )
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    for _, module in modules:
-        for group in torch_compat.fsdp2_parameter_groups(module):
-            if isinstance(group.mesh_info, FSDPMeshInfo):
-                for collective in ("reduce_scatter", "all_gather"):
-                    require_algorithm(state.algorithm, group.mesh_info.shard_process_group, collective)
+    for name, module in modules:
+        groups = torch_compat.fsdp2_parameter_groups(module)
+        if len(groups) > 1 and replicas is not None:
+            raise ValueError(
+                f"replicas: {name or ROOT} has its parameters in {len(groups)} groups, for which torch accepts no "
+                "custom all-reduce; apply fully_shard to the layers of each mesh by themselves"
+            )
+        for group in groups:
+            if not isinstance(group.mesh_info, FSDPMeshInfo):
+                raise ValueError(
+                    f"model: replicate() was applied to {name or ROOT}, and torch does not let its all-reduce be "
+                    "replaced; use fully_shard(module, mesh=mesh['shard']), where the dimension of shards may have "
+                    "one rank, and compress(replicas=mesh['replicate'])"
+                )
+            for collective in ("reduce_scatter", "all_gather"):
+                require_algorithm(state.algorithm, group.mesh_info.shard_process_group, collective)
             if _has_replicas(group.mesh_info) and replicas is not None:
                 raise ValueError(
                     "replicas: the mesh passed to fully_shard has a dimension of replicas already, whose all-reduce is "
@@ -295,14 +306,15 @@ def _attach_to_module(
     groups = torch_compat.fsdp2_parameter_groups(module)
     if len(groups) > 1:
         state.add_fallback(
-            name, f"its parameters are in {len(groups)} groups, for which torch accepts no custom collectives"
+            name,
+            f"its parameters are in {len(groups)} groups, for which torch accepts no custom collectives; apply "
+            "fully_shard to the layers of each mesh by themselves",
         )
         return
     for group in groups:
         mesh = group.mesh_info
-        if isinstance(mesh, FSDPMeshInfo):
-            state.num_shards, state.shard_index = mesh.shard_mesh_size, mesh.shard_mesh_rank
-            state.group = mesh.shard_process_group
+        state.num_shards, state.shard_index = mesh.shard_mesh_size, mesh.shard_mesh_rank
+        state.group = mesh.shard_process_group
         if _has_replicas(mesh):
             state.replica_index = mesh.replicate_mesh_rank
             state.decide_alike_over([mesh.replicate_process_group])

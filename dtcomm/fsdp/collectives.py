@@ -382,7 +382,7 @@ def _is_only_sliced(parameter: Any, reduced_dtype: torch.dtype) -> bool:
     sharded = parameter.sharded_param
     return (
         sharded.grad is None
-        and parameter.orig_dtype == reduced_dtype
+        and torch_compat.sharded_gradient_dtype(parameter) in (None, reduced_dtype)
         and not parameter.offload_to_cpu
         and not torch_compat.has_accumulation_hooks(sharded)
     )

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from dtcomm import torch_compat
 from dtcomm.collectives import all_gather, reduce_scatter
 from dtcomm.fsdp.collectives import (
     BackwardOverlap,
@@ -74,19 +75,20 @@ def split_module(name: str, module: FSDPModule, group: Any) -> tuple[list[dist.P
 
     ``group`` is its only parameter group.
     """
-    shards = getattr(group.mesh_info, "shard_process_group", None)
+    shards = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
     groups: dict[str, dist.ProcessGroup] = {}
     members: dict[tuple[str, ...], list[Any]] = {}
     all_groups = shard_groups(parameter.sharded_param for parameter in group.fsdp_params)
     for parameter, cut_over in zip(group.fsdp_params, all_groups, strict=True):
-        # Without the group over which FSDP cuts it.
-        own = [other for other in cut_over if shards is None or other.group_name != shards.group_name]
+        # Without the group over which FSDP cuts it; torch may give it as another group of the same ranks.
+        own = [other for other in cut_over if dist.get_process_group_ranks(other) != shards]
         groups |= {found.group_name: found for found in own}
         members.setdefault(tuple(found.group_name for found in own), []).append(parameter)
     if len(members) < 2:
         return list(groups.values()), None
     every = group.fsdp_params
-    trained = [parameter for parameter in every if parameter.sharded_param.requires_grad]
+    reduced = torch_compat.in_order_of_reduction(every)
+    trained = [parameter for parameter in reduced if parameter.sharded_param.requires_grad]
     parts = []
     sharded = 0  # parts that are sharded over some group; the first one keeps the module's name
     for key, own_parameters in members.items():
@@ -99,7 +101,7 @@ def split_module(name: str, module: FSDPModule, group: Any) -> tuple[list[dist.P
                 part_name,
                 _columns(every, own_parameters),
                 _columns(trained, own_parameters),
-                layout_of(name, module, own_parameters),
+                layout_of(name, module, [parameter for parameter in reduced if parameter in own_parameters]),
             )
         )
     return list(groups.values()), Parts(tuple(parts), _numel(every), _numel(trained))

@@ -148,7 +148,8 @@ def layout_of(
         return None
     parameters = []
     names = parameter_names(name, module)  # type: ignore[arg-type]
-    for fsdp_parameter in group.fsdp_params if fsdp_parameters is None else fsdp_parameters:
+    chosen = group.fsdp_params if fsdp_parameters is None else fsdp_parameters
+    for fsdp_parameter in torch_compat.in_order_of_reduction(chosen):
         if fsdp_parameter.fsdp_placement.dim != 0:
             return None
         if fsdp_parameter.sharded_param.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,20 @@ MODES: dict[str, dict[str, Any]] = {
     "static_graph": {"static_graph": True, **SMALL_BUCKETS},
     "bucket_view": {"gradient_as_bucket_view": True, **SMALL_BUCKETS},
     "find_unused": {"find_unused_parameters": True, **SMALL_BUCKETS},
+    "lazy_buckets": {"lazy_bucket_allocation": True, **SMALL_BUCKETS},
+    "batched_copy": {"batched_grad_copy": True, **SMALL_BUCKETS},
 }
+
+
+def require_argument(mode: str) -> None:
+    """Skip a test of an argument that this version of torch does not have."""
+    missing = [
+        name
+        for name in MODES[mode]
+        if name not in inspect.signature(DistributedDataParallel.__init__).parameters
+    ]
+    if missing:
+        pytest.skip(f"torch {torch.__version__} has no {missing[0]}")
 
 
 def require_equal(
@@ -51,6 +65,7 @@ def compare_to_ddp(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_none_equals_plain_ddp_bit_for_bit_on_two_ranks(mode: str) -> None:
+    require_argument(mode)
     run_ranks(compare_to_ddp, 2, "none", mode, torch.float32, None)
 
 
@@ -63,9 +78,33 @@ def test_none_equals_plain_ddp_bit_for_bit_on_two_ranks(mode: str) -> None:
         ("fp16", torch.float32, 2e-3),
     ],
 )
-@pytest.mark.parametrize("mode", ["small_buckets", "find_unused"])
+@pytest.mark.parametrize("mode", ["small_buckets", "find_unused", "lazy_buckets", "batched_copy"])
 def test_three_ranks_agree_with_plain_ddp(mode: str, spec: str, dtype: torch.dtype, relative: float) -> None:
+    require_argument(mode)
     run_ranks(compare_to_ddp, 3, spec, mode, dtype, relative)
+
+
+def finalize_by_hand(rank: int, world_size: int, spec: str, relative: float | None) -> None:
+    ours, plain = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(ours, spec)
+    for model in (ours, plain):
+        model.require_manual_backward_finalization = True  # type: ignore[attr-defined]
+    for step in range(4):
+        for model in (ours, plain):
+            model.zero_grad()
+            backward(model, rank, step)
+            model.finalize_backward()
+        require_equal(gradients(ours), gradients(plain), relative)
+    assert state.report().steps == 4
+
+
+@pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "finalize_backward"),
+    reason=f"torch {torch.__version__} has no require_manual_backward_finalization",
+)
+@pytest.mark.parametrize(("spec", "relative"), [("none", None), ("int8", 0.05), ("powersgd:rank=32", 1.0)])
+def test_backward_may_be_finalized_by_hand(spec: str, relative: float | None) -> None:
+    run_ranks(finalize_by_hand, 2, spec, relative)
 
 
 def gradients_by_order(

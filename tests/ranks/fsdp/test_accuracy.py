@@ -264,6 +264,8 @@ def lines_of_several_groups(rank: int, ranks: int) -> tuple[list[str], str]:
         shard_placement_fn=lambda p: in_other if p is weight else None,
     )
     fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="replicas: 0 has its parameters in 2 groups"):
+        fsdp.compress(model, "int8", replicas=mesh)
     with Records() as records:
         state = fsdp.compress(model, "int8", "int8")
         model(torch.ones(2, 64)).sum().backward()
@@ -275,7 +277,8 @@ def lines_of_several_groups(rank: int, ranks: int) -> tuple[list[str], str]:
 )
 def test_modules_that_torch_does_not_let_compress_are_named() -> None:
     reason = (
-        "1 of 2 modules, 0 (its parameters are in 2 groups, for which torch accepts no custom collectives)"
+        "1 of 2 modules, 0 (its parameters are in 2 groups, for which torch accepts no custom collectives; apply "
+        "fully_shard to the layers of each mesh by themselves)"
     )
     expected = f"not compressed although asked for: parameters of {reason}; gradients of {reason}"
     (first, head), (second, _) = run_ranks(lines_of_several_groups, 2)

@@ -21,6 +21,8 @@ from dtcomm import fsdp
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def compare(rank: int, ranks: int, codecs: dict[str, Any], options: dict[str, Any], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
@@ -77,6 +79,42 @@ def test_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     run_ranks(compare, 2, NONE, {"mp_policy": policy}, 0.0)
     run_ranks(compare, 2, LOSSY, {"mp_policy": policy, "prefetch": True}, 0.1)
+
+
+def follow_gradient_dtypes(rank: int, ranks: int) -> None:
+    """Gradients have the ``grad_dtype`` of their parameters, sorted by it in one message, and residuals their names."""
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def model_of(**options: Any) -> Net:
+        model = sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options))
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight"):
+                parameter.grad_dtype = torch.bfloat16
+        return model
+
+    for options in ({}, {"reduce_dtype": torch.float32}, {"reduce_dtype": torch.bfloat16}):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+        plain, exact, lossy = (model_of(**options) for _ in range(3))
+        fsdp.compress(exact, **NONE)
+        state = fsdp.compress(lossy, "int2", feedback=True)
+        for model in (plain, exact, lossy):
+            model(x).float().square().mean().backward()
+        residuals = state.state_dict()["residuals"]
+        for (name, expected), same, near in zip(
+            plain.named_parameters(), exact.parameters(), lossy.parameters(), strict=True
+        ):
+            assert same.grad.dtype == expected.grad.dtype == (same.grad_dtype or torch.bfloat16), name
+            assert torch.equal(same.grad.full_tensor(), expected.grad.full_tensor()), name
+            lost = residuals[name].double()
+            torch.distributed.all_reduce(lost)
+            full = expected.grad.full_tensor().double().flatten()
+            kept = near.grad.full_tensor().double().flatten() + lost / ranks
+            torch.testing.assert_close(kept, full, atol=0.02 * float(full.abs().max()), rtol=0)
+
+
+@pytest.mark.skipif(TORCH < (2, 15), reason="grad_dtype is followed from torch 2.15 on")
+def test_reductions_follow_grad_dtype() -> None:
+    run_ranks(follow_gradient_dtypes, 2)
 
 
 def check_mass(rank: int, ranks: int) -> None:

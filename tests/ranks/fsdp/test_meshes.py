@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtcomm import fsdp
+from dtcomm import ddp, fsdp
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
 
@@ -45,6 +45,29 @@ def torch_replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: flo
 @pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
 def test_torchs_replicas_stay_uncompressed(codecs: dict[str, str], tolerance: float) -> None:
     run_ranks(torch_replicas, 4, codecs, tolerance, fresh=True)
+
+
+def replicate_models(rank: int, ranks: int) -> None:
+    """torch's replicate() is refused, and what the error names instead compresses the sum between replicas."""
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicate", "shard"))
+    replicated = replicate_with_fsdp(nn.Linear(64, 64), mesh=mesh["replicate"])
+    with pytest.raises(ValueError, match=r"model: replicate\(\) .* compress\(replicas="):
+        fsdp.compress(replicated, "int8")  # type: ignore[arg-type]
+    for model in (replicated, replicate(nn.Linear(64, 64))):  # type: ignore[no-untyped-call]
+        with pytest.raises(TypeError, match="model: expected a DistributedDataParallel"):
+            ddp.compress(model, "int8")  # type: ignore[arg-type]
+    model = sharded(mesh["shard"])
+    state = fsdp.compress(model, "int8", replicas=mesh["replicate"])
+    compare(model, sharded(mesh["replicate"]), rank, 0.1)  # type: ignore[arg-type]
+    traffic = state.report().modules["blocks.0"]["replicas"]
+    assert traffic.calls == 3 and traffic.wire_bytes < 0.35 * traffic.plain_bytes
+
+
+def test_replicate_is_refused_with_what_serves_instead() -> None:
+    run_ranks(replicate_models, 2, fresh=True)
 
 
 def keep_copies(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
