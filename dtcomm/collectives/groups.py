@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from dtcomm.codecs import Codec, codec, parse_levels
 from dtcomm.collectives._call import Call, run, run_internal
 from dtcomm.collectives._options import Group, Options
 from dtcomm.collectives.planning import levels
+from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime import flight_recorder
-from dtcomm.runtime.bootstrap.rendezvous import name_ranks
+from dtcomm.runtime.bootstrap.rendezvous import name_ranks, require_equal
 from dtcomm.runtime.communicator import (
     Channel,
     Communicator,
@@ -367,26 +370,71 @@ class DeviceGroup:
         return communicator
 
 
-class Announcement:
-    """Says in the group's store that this rank has reached a point of the program, and sees which ranks have.
+#: How long a rank waits for the others to call a function that all of them must call, where it then needs them.
+ANNOUNCEMENT_LIMIT_S = 20.0
+#: The same where the function itself communicates, and ranks may still load their models.
+CONSTRUCTOR_LIMIT_S = 60.0
+_POLL_S = 0.05
+#: Options that may differ between ranks.
+_OWN_OPTIONS = ("seed", "timeline", "optimizer", "replicas")
 
-    The nth announcement of a rank under a name belongs to the nth of every other rank.
+
+class Announcement:
+    """Says in the group's store that this rank has called a function, and requires that all ranks call it alike.
+
+    The nth call of a rank belongs to the nth of every other. A rank that has not called it runs other collectives, and
+    the others would wait for it; ranks with other options would average other things.
+
+    Args:
+        group: The process group.
+        function: The name of the function.
+        options: Its options by name; some may differ (seeds), all others must have the same text.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self._store = group_store(group)
-        self._ranks = dist.get_process_group_ranks(group)
-        counter = f"dtcomm/announced/{name}/{dist.get_rank(group)}"
-        number = self._store.add(counter, 1)
-        self._keys = [f"dtcomm/announced/{name}/{rank}/{number}" for rank in range(len(self._ranks))]
-        self._store.set(f"{counter}/{number}", "")
+    def __init__(self, group: Group, function: str, options: Mapping[str, object]) -> None:
+        target = require_group(group)
+        self._store, self._function = group_store(target), function
+        self._ranks = dist.get_process_group_ranks(target)
+        own = self._ranks.index(dist.get_rank())
+        number = self._store.add(f"dtcomm/announced/{function}/{own}", 1)
+        self._keys = [f"dtcomm/announced/{function}/{rank}/{number}" for rank in range(len(self._ranks))]
+        texts = {name: _option_text(value) for name, value in options.items() if name not in _OWN_OPTIONS}
+        self._store.set(self._keys[own], json.dumps(texts))
 
-    def missing(self) -> str:
-        """Return the global ranks that have not reached the point yet, as text; empty if all have."""
-        if self._store.check(self._keys):
-            return ""
-        # Ranks may arrive between the two looks.
-        missing = [
-            rank for rank, key in zip(self._ranks, self._keys, strict=True) if not self._store.check([key])
-        ]
-        return name_ranks(missing) if missing else ""
+    def require_all(self, limit_s: float | None = None) -> None:
+        """Wait until all ranks have called the function; CollectiveMismatch names who has not, or what differs.
+
+        Args:
+            limit_s: Seconds to wait. Default: `ANNOUNCEMENT_LIMIT_S`.
+        """
+        limit_s = ANNOUNCEMENT_LIMIT_S if limit_s is None else limit_s
+        deadline = time.monotonic() + limit_s
+        while not self._store.check(self._keys):
+            if time.monotonic() >= deadline:
+                found = [self._store.check([key]) for key in self._keys]
+                missing = [rank for rank, has in zip(self._ranks, found, strict=True) if not has]
+                if missing:  # they may have arrived between the two looks
+                    raise CollectiveMismatch(
+                        f"{self._function}: {name_ranks(missing)} did not call it within {limit_s:g} s after this rank "
+                        "needed them; call it on every rank, and torch.distributed.barrier() before it if a rank only "
+                        "takes longer to get there"
+                    )
+            time.sleep(_POLL_S)
+        options = [{"options": json.loads(text)} for text in self._store.multi_get(self._keys)]
+        require_equal(options, "options", f"options of {self._function}", self._ranks)
+
+    def require_all_at_forward(self, model: torch.nn.Module) -> Any:
+        """Call `require_all` before the model's next forward; return the handle of the hook."""
+
+        def check(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.require_all()
+                handle.remove()
+
+        handle = model.register_forward_pre_hook(check, prepend=True)
+        return handle
+
+
+def _option_text(value: object) -> str:
+    text = str(value)
+    return type(value).__qualname__ if " at 0x" in text else text

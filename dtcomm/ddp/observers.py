@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import statistics
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from dtcomm.compress.report import describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, group_rows
 from dtcomm.ddp.auto import Tuner, Verifier
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
-from dtcomm.errors import CollectiveMismatch
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.streams import AsyncHostCopy, Streams
 
@@ -337,30 +335,16 @@ def _median_ms(seconds: Iterable[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 4)
 
 
-# DDP's constructor has just made the ranks wait for each other, so they register at nearly the same time.
-REGISTRATION_LIMIT_S = 20.0
-_POLL_S = 0.05
-
-
 class RegistrationObserver(ReducerObserver):
-    """Announces that this rank has registered the hook, and requires it of all ranks in the first backward pass.
+    """Requires in the first backward pass that all ranks have registered the hook, with the same options.
 
-    A rank without the hook runs other collectives, and the others would wait.
+    DDP's constructor has just made the ranks wait for each other, so they register at nearly the same time.
     """
 
-    def __init__(self, group: dist.ProcessGroup, reducer: Reducer) -> None:
-        self._reducer = reducer
-        self._announcement = Announcement(group, "ddp")
+    def __init__(self, announcement: Announcement, reducer: Reducer) -> None:
+        self._announcement, self._reducer = announcement, reducer
 
     def begin_pass(self, step: int, streams: Streams) -> None:
-        """Wait until all ranks have registered the hook; CollectiveMismatch after `REGISTRATION_LIMIT_S`."""
-        deadline = time.monotonic() + REGISTRATION_LIMIT_S
-        while missing := self._announcement.missing():
-            if time.monotonic() >= deadline:
-                raise CollectiveMismatch(
-                    f"dtcomm.ddp: {missing} did not register the hook for this model within "
-                    f"{REGISTRATION_LIMIT_S:g} s of this rank's first backward pass; call dtcomm.ddp.compress on every "
-                    "rank"
-                )
-            time.sleep(_POLL_S)
+        """Wait until all ranks have registered the hook; CollectiveMismatch after a while, or if options differ."""
+        self._announcement.require_all()
         self._reducer.detach(self)

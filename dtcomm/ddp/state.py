@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from dtcomm import torch_compat
 from dtcomm.arguments import shares_options
+from dtcomm.collectives.groups import Announcement
 from dtcomm.compress.bucket import NONE, bucket_rows
 from dtcomm.compress.checkpoint import (
     VERSION,
@@ -108,6 +109,7 @@ class State(Reporting):
         if options["verify"] and tuner is None:
             self._chooser = self._verifier = self._make_verifier(excluded | as_policy(spec), options)
         self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
+        self._announced = {"spec": spec, "feedback": feedback, **options}
         self.group = group
         self.feedback = feedback
         self._unused = ""
@@ -403,7 +405,8 @@ class State(Reporting):
 
         self._reducer.divides_by_active = divides_by_active
         model.register_comm_hook(self, hook)
-        self._reducer.attach(RegistrationObserver(model.process_group, self._reducer))
+        announcement = Announcement(model.process_group, "dtcomm.ddp.compress", self._announced)
+        self._reducer.attach(RegistrationObserver(announcement, self._reducer))
 
         def raise_error(module: torch.nn.Module, args: Any) -> None:
             if self.error is not None:

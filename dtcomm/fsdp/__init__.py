@@ -33,6 +33,7 @@ from dtcomm import torch_compat
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
+from dtcomm.collectives.groups import Announcement
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.report import Report
@@ -134,6 +135,10 @@ def compress(
         _attach_to_fsdp2(state, model, given["replicas"])
     state.timeline.attach(model)
     _observe_forward(model, state)
+    if rank_and_size(state.group)[1] > 1:
+        announced = {"gradients": gradient_spec, "parameters": parameter_spec, **given}
+        announcement = Announcement(state.group, "dtcomm.fsdp.compress", announced)
+        state.on_detach(announcement.require_all_at_forward(model).remove)
     refuse_join(model, "FSDP")
     state.on_detach(lambda: model.__dict__.pop("join_hook", None))
     if given["feedback"] == "auto":

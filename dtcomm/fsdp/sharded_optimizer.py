@@ -28,6 +28,7 @@ from dtcomm import torch_compat
 from dtcomm.arguments import require_bool, require_int, shares_options, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
+from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
@@ -43,7 +44,7 @@ from dtcomm.fsdp.options import (
     residual_size,
     with_feedback,
 )
-from dtcomm.fsdp.state import State, codec_spec_for
+from dtcomm.fsdp.state import LOG_NAMES, State, codec_spec_for
 from dtcomm.fsdp.storage import OptimizerBucket
 from dtcomm.tp.sharded_module import shard_groups
 
@@ -167,6 +168,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._sync, self._callback_queued = True, False
         self._pending: dict[int, _PendingReduction] = {}  # by index of the bucket
+        announced = {"gradients": gradient_spec, "parameters": parameter_spec, "stage": stage, **given}
+        announced["bucket_bytes"] = bucket_bytes
+        if self._compression.num_shards > 1:
+            Announcement(group, LOG_NAMES["ShardedOptimizer"], announced).require_all(CONSTRUCTOR_LIMIT_S)
         for bucket in self._buckets:
             self._compression.register_layout(bucket.name, bucket.layout)
             broadcast(bucket.flat, dist.get_global_rank(group, 0) if group else 0, group=group)

@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from dtcomm.arguments import complete_options, require_int, shares_options
 from dtcomm.collectives import broadcast
+from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
 from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, bucket_rows, build_layout
 from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.error_state import ErrorState
@@ -152,6 +153,9 @@ class LocalSGD(Reporting):
         self._moments = None
         if optimizer is not None and moments:
             self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
+        announced = {"every": every, "spec": self.policy, "feedback": feedback, **options}
+        if dist.get_world_size(group) > 1:
+            Announcement(group, "dtcomm.local_sgd.LocalSGD", announced).require_all(CONSTRUCTOR_LIMIT_S)
         root = 0 if group is None else dist.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in map(local_shard, (*model.parameters(), *model.buffers())):

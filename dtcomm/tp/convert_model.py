@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
-from dtcomm.collectives.groups import GroupOrMesh, sent_bytes
+from dtcomm.collectives.groups import Announcement, GroupOrMesh, sent_bytes
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
@@ -178,6 +178,12 @@ def compress(
         replace_module(model, name, layer)
     _divide_head_counts(model, entries, comm.world_size)
     refuse_join(model, "tensor parallelism")
+    if comm.world_size > 1:
+        codecs = {"spec": forward, "backward_codec": backward}
+        kinds = {f"plan: {name}": f"{entry.kind} {entry.codec or ''}" for name, entry in entries.items()}
+        Announcement(comm.group, "dtcomm.tp.compress", {**given, **codecs, **kinds}).require_all_at_forward(
+            model
+        )
     return State(model, comm, entries, layers, excluded)
 
 

@@ -427,11 +427,25 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def require_equal(infos: Sequence[Mapping[str, Any]], key: str, what: str) -> None:
-    """CollectiveMismatch that lists every rank's value if ranks differ in ``key``."""
-    values = [json.dumps(info[key], sort_keys=True) for info in infos]
-    if len(set(values)) > 1:
-        raise disagreement(what, {f"rank {rank}": value for rank, value in enumerate(values)})
+def require_equal(
+    infos: Sequence[Mapping[str, Any]], key: str, what: str, ranks: Sequence[int] | None = None
+) -> None:
+    """CollectiveMismatch that lists the values if ranks differ in ``key``, of mappings only the entries that differ.
+
+    ``ranks`` are the numbers by which the ranks are called; None: their positions.
+    """
+    values = [info[key] for info in infos]
+    if all(isinstance(value, Mapping) for value in values):
+        texts = {
+            name: {json.dumps(value.get(name)) for value in values} for value in values for name in value
+        }
+        differing = sorted(name for name, found in texts.items() if len(found) > 1)
+        values = [{name: value.get(name) for name in differing} for value in values]
+    alike: dict[str, list[int]] = {}
+    for rank, value in zip(ranks or range(len(values)), values, strict=True):
+        alike.setdefault(json.dumps(value, sort_keys=True), []).append(rank)
+    if len(alike) > 1:
+        raise disagreement(what, {name_ranks(members): value for value, members in alike.items()})
 
 
 def disagreement(what: str, values: Mapping[str, str]) -> CollectiveMismatch:

@@ -95,7 +95,10 @@ def test_a_range_with_too_few_free_ports_is_an_error_on_all_ranks_that_need_conn
 
 def test_ranks_with_different_ranges_are_refused() -> None:
     for text in run_ranks(_reduce_with_own_range, 2):
-        assert "DTCOMM_ variables" in text and "20001" in text
+        assert (
+            'DTCOMM_ variables: rank 0: {"DTCOMM_PORTS": "20000-20100"}; rank 1: {"DTCOMM_PORTS": "20001-'
+            in text
+        )
 
 
 def _reduce_with_own_range(rank: int, world_size: int) -> str:
