@@ -142,6 +142,7 @@ std::uint64_t Communicator::run(Call call, const WaitPolicy* policy) {
 }
 
 std::shared_ptr<Work> Communicator::submit(Call call, bool begin) {
+  require_no_handler();
   auto work = std::make_shared<Work>();
   const std::uint64_t issued = now_ns();
   const std::uint64_t poll_until = call.plan->input_bytes() <= kPolledBytes ? issued + kPollNs : 0;
@@ -171,6 +172,7 @@ std::shared_ptr<Work> Communicator::submit(Call call, bool begin) {
 }
 
 void Communicator::wait(const std::shared_ptr<Work>& work) {
+  bool is_interrupted = false;
   while (!work->finished()) {
     if (in_forked_child()) throw ClosedError("the operation is one of the process that this one was forked from");
     const OperationQueue::WaitRole role = queue_.start_waiting(*work);
@@ -178,12 +180,33 @@ void Communicator::wait(const std::shared_ptr<Work>& work) {
     if (role == OperationQueue::WaitRole::drive) {
       drive_until_finished(*work);
     } else {
-      work->await_handover();
+      require_no_handler();
+      InterruptWatch interrupts;
+      while (!work->await_handover(InterruptWatch::kIntervalNs)) {
+        if (interrupts.interrupted()) failures_.set_interrupted(is_interrupted = true);
+      }
       if (!queue_.stop_waiting(*work)) continue;
     }
     hand_over();
   }
+  if (is_interrupted && !work->failure()) failures_.set_interrupted(false);  // it ended first
   work->wait();
+}
+
+// A handler of an interrupt runs in the thread that drives: what it queues cannot run before it returns.
+void Communicator::require_no_handler() const {
+  if (handler_thread_.load(std::memory_order_relaxed) != std::this_thread::get_id()) return;
+  throw Error(ErrorKind::internal,
+              "a signal handler calls a collective of the group in which " + peers_.name(peers_.rank) +
+                  " waits; let the handler set a flag, and call the collective after the wait",
+              peers_.rank);
+}
+
+// Driver only, before it sleeps.
+void Communicator::check_interrupt(InterruptWatch& interrupts) {
+  handler_thread_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+  if (interrupts.interrupted()) failures_.set_interrupted(true);
+  handler_thread_.store(std::thread::id(), std::memory_order_relaxed);
 }
 
 // Ends driving: lets a waiting thread take over, or else the progress thread if something is left to do.
@@ -278,6 +301,7 @@ void Communicator::check_blocked_front() {
 // Runs an operation that is not in the queue to its end.
 void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline, const WaitPolicy& policy) {
   failures_.check_interpreter(interpreter);
+  InterruptWatch interrupts;
   spin_yield_sleep(
       peers_, failures_, policy,
       [&] {
@@ -287,7 +311,10 @@ void Communicator::drive_inline(Interpreter& interpreter, std::uint64_t deadline
         failures_.check_interpreter(interpreter);
         return progress;
       },
-      [&] { check_blocked(interpreter, deadline); });
+      [&] {
+        check_interrupt(interrupts);
+        check_blocked(interpreter, deadline);
+      });
 }
 
 // Runs what is queued until `work` is finished. If cores are shared, this thread also drives other communicators
@@ -299,6 +326,7 @@ void Communicator::drive_until_finished(const Work& work) {
     helper.emplace(this);
     policy = {std::max(1, policy.spins / kHelpingPollCost), std::min(policy.yield_ns, kHelpingYieldNs)};
   }
+  InterruptWatch interrupts;
   spin_yield_sleep(
       peers_, failures_, policy,
       [&] {
@@ -309,6 +337,7 @@ void Communicator::drive_until_finished(const Work& work) {
         return moved ? Progress::moved : Progress::blocked;
       },
       [&] {
+        check_interrupt(interrupts);
         check_blocked_front();
         if (helper) helper->check_fronts();
       });

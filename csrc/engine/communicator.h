@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/failure_monitor.h"
@@ -72,7 +73,7 @@ class Communicator {
   // Queues an operation. `begin`: the caller is about to wait, so it begins the operation whatever its size.
   std::shared_ptr<Work> submit(Call call, bool begin = false);
   // Waits for a queued operation, and meanwhile runs what is queued up to it unless another thread does. Rethrows the
-  // operation's failure.
+  // operation's failure. An interrupt (InterruptCheck) of this or another wait ends all operations on all ranks.
   void wait(const std::shared_ptr<Work>& work);
   // Ends all operations with an error, tells the peers and releases all memory. Does nothing in a forked child.
   void close() { close_all({this}); }
@@ -113,6 +114,8 @@ class Communicator {
   void check_blocked_front();
   void check_blocked(Interpreter& interpreter, std::uint64_t deadline);
   std::unique_ptr<Interpreter> start_operation(QueuedOperation& operation);
+  void require_no_handler() const;
+  void check_interrupt(InterruptWatch& interrupts);
   void drive_inline(Interpreter& interpreter, std::uint64_t deadline, const WaitPolicy& policy);
   void drive_until_finished(const Work& work);
   void hand_over();
@@ -128,6 +131,7 @@ class Communicator {
   OperationQueue queue_;
   WaitPolicy wait_policy_;
   std::atomic<std::uint64_t> timeout_ns_;
+  std::atomic<std::thread::id> handler_thread_{};  // the driver, while it may run a handler of an interrupt
   int owner_pid_;
 };
 

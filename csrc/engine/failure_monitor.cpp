@@ -20,6 +20,12 @@ std::string seconds_text(std::uint64_t ns) {
   return text;
 }
 
+std::string rounded_seconds(std::uint64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, ns < 10'000'000'000 ? "%.1f" : "%.0f", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
 std::string describe(const Interpreter& interpreter) {
   return "operation " + std::to_string(interpreter.number()) + ", " + interpreter.call().plan->text();
 }
@@ -60,6 +66,12 @@ void FailureMonitor::check_blocked(const Interpreter& interpreter, std::uint64_t
         header.fingerprint.load(std::memory_order_relaxed) != interpreter.fingerprint()) {
       throw_mismatch(interpreter);
     }
+  }
+  if (interrupted_.load(std::memory_order_relaxed)) {
+    const std::string whom = awaited < 0 ? "" : " for " + peers_.name(awaited);
+    throw Error(ErrorKind::internal,
+                peers_.name(peers_.rank) + " was interrupted while it waited" + whom + ": " + describe(interpreter),
+                peers_.rank);
   }
   if (awaited >= 0 && peers_.has_ended(awaited)) {
     if (!confirm_suspect(awaited)) return;
@@ -152,11 +164,17 @@ void FailureMonitor::throw_timeout(const Interpreter& interpreter, std::uint64_t
       last = std::max(last, header.number.load(std::memory_order_relaxed));
     }
     const RemotePeer* const remote = peers_.remote_peer(failed);
+    const std::uint64_t now = now_ns();
     message += ": waiting for " + peers_.name(failed);
     if (remote && remote->is_cut_off()) {
       message += ", to which all connections have ended and none could be made anew";
+    } else if (remote &&
+               peers_.peer(failed).header->waiting_since.load(std::memory_order_acquire) + kStaleWaitNs < now) {
+      // What it has called and where it is may be on the way.
+      message += "; nothing has come from it for " + rounded_seconds(now - remote->heard_ns()) +
+                 " s: it may have stopped or be busy elsewhere, or the link may be down";
     } else {
-      message += ", which is alive and " +
+      message += std::string(remote ? ", which answers and " : ", which is alive and ") +
                  (last < interpreter.number() ? "has not called it (its last operation is " + std::to_string(last) + ")"
                                               : std::string("does not move on"));
     }

@@ -14,7 +14,8 @@
 
 namespace dtcomm {
 
-// Only the thread that drives operations calls it, except for failed(), throw_if_failed() and message().
+// Only the thread that drives operations calls it, except for set_interrupted(), failed(), throw_if_failed() and
+// message().
 class FailureMonitor {
  public:
   explicit FailureMonitor(PeerSet& peers) : peers_(peers) {}
@@ -33,6 +34,8 @@ class FailureMonitor {
   // before that, also while this process was stopped, so the caller must let the interpreter look once more, without
   // sleeping; the next call throws.
   bool looks_once_more() const { return suspect_ != kNone; }
+  // Any thread: the program has asked a wait of this rank to end. The next check_blocked() throws, whoever calls it.
+  void set_interrupted(bool interrupted) { interrupted_.store(interrupted, std::memory_order_relaxed); }
 
   // Makes this communicator fail: every later call throws, and the peers read the error in this rank's region.
   void publish(const Error& error);
@@ -50,6 +53,7 @@ class FailureMonitor {
   PeerSet& peers_;
   static constexpr int kNone = -1, kDeadline = -2;
   int suspect_ = kNone;  // or the peer that has ended
+  std::atomic<bool> interrupted_{false};
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;  // of what follows
   ErrorKind kind_ = ErrorKind::none;

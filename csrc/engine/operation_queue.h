@@ -73,7 +73,7 @@ class OperationQueue {
   // Waiting threads.
   enum class WaitRole {
     drive,     // the caller is now the driver
-    sleep,     // another thread drives: call Work::await_handover(), then stop_waiting()
+    sleep,     // another thread drives: call Work::await_handover() until it is true, then stop_waiting()
     finished,  // nothing is queued: the work is finished or about to be
   };
   WaitRole start_waiting(Work& work);

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -65,6 +66,11 @@ class Condition {
   template <class Predicate>
   void wait(std::unique_lock<std::mutex>& lock, Predicate predicate) {
     condition_.wait(lock, std::move(predicate));
+  }
+  // Whether the predicate became true within `limit_ns`.
+  template <class Predicate>
+  bool wait_for(std::unique_lock<std::mutex>& lock, std::uint64_t limit_ns, Predicate predicate) {
+    return condition_.wait_for(lock, std::chrono::nanoseconds(limit_ns), std::move(predicate));
   }
   void notify_one() { condition_.notify_one(); }
   void notify_all() { condition_.notify_all(); }

@@ -237,6 +237,7 @@ std::uint8_t* RemotePeer::payload_buffer(const FrameHeader& frame, std::uint8_t*
 
 void RemotePeer::on_frame(const FrameHeader& frame, const std::uint8_t* payload) {
   RegionHeader& region = *view_.header;
+  heard_ = true;
   switch (frame.kind) {
     case kBox:
       on_box(frame);

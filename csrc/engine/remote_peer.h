@@ -48,6 +48,12 @@ class RemotePeer final : private FrameSink {
   const std::string& end_reason() const;
   // Whether no stream is left although the peer has not closed, and one may still be made.
   bool is_cut_off() const;
+  // For a report: when something came from the peer, of which note_heard() was told by the next call of it.
+  std::uint64_t heard_ns() const { return heard_ns_.load(std::memory_order_relaxed); }
+  void note_heard(std::uint64_t now) {
+    if (heard_) heard_ns_.store(now, std::memory_order_relaxed);
+    heard_ = false;
+  }
 
   // The streams to be made anew; none if the peer closes or is given up.
   std::vector<StreamBundle::LostStream> lost_streams() const;
@@ -99,6 +105,8 @@ class RemotePeer final : private FrameSink {
   StreamBundle sockets_;
   FrameChannel* channel_ = &sockets_;
   bool greeted_ = false;
+  bool heard_ = true;  // since note_heard()
+  std::atomic<std::uint64_t> heard_ns_{0};
   std::atomic<bool> says_goodbye_{false};  // also read by threads that list the peers
   std::uint64_t boxes_sent_ = 0, boxes_received_ = 0;
   std::uint64_t pieces_done_sent_ = 0;

@@ -295,6 +295,7 @@ void RemotePeerSet::send_waiting_for(std::uint64_t last_operation, int rank, boo
   if (!force && wait_sent_ns_ != 0 && now - wait_sent_ns_ < kWaitIntervalNs) return;
   wait_sent_ns_ = now;
   for_each_locked([&](RemotePeer& peer) {
+    peer.note_heard(now);
     peer.send_headers(last_operation);
     peer.send_waiting_for(rank);
     peer.flush();

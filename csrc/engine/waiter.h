@@ -18,6 +18,22 @@ struct WaitPolicy {
   std::uint64_t yield_ns = 50 * 1000;  // time spent yielding before it sleeps
 };
 
+// Runs the program's handler of an interrupt that has come, if the calling thread runs such handlers. True if the
+// handler raises, so that the thread has to end its wait. The bindings set it; without it no wait is interrupted.
+using InterruptCheck = bool (*)();
+void set_interrupt_check(InterruptCheck check);
+
+// Calls the InterruptCheck for one wait, so seldom that it costs nothing.
+class InterruptWatch {
+ public:
+  static constexpr std::uint64_t kIntervalNs = 500 * 1000 * 1000;
+  // To be called whenever the thread is about to sleep.
+  bool interrupted();
+
+ private:
+  std::uint64_t next_ns_ = 0;  // 0: not called yet
+};
+
 // Counts the polls of one wait.
 class Backoff {
  public:

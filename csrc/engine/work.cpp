@@ -10,10 +10,11 @@ void Work::wait() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
-void Work::await_handover() {
+bool Work::await_handover(std::uint64_t limit_ns) {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return finished() || handed_over_; });
+  if (!changed_.wait_for(lock, limit_ns, [&] { return finished() || handed_over_; })) return false;
   handed_over_ = false;
+  return true;
 }
 
 void Work::hand_over() {

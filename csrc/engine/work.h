@@ -22,8 +22,8 @@ class Work {
   void wait();
   bool finished() const { return finished_.load(std::memory_order_acquire); }
   // For a thread that could run the operation itself while another one does: returns when it is asked to take over
-  // (hand_over), or when the work is finished.
-  void await_handover();
+  // (hand_over), or when the work is finished. False if neither has happened within `limit_ns`.
+  bool await_handover(std::uint64_t limit_ns);
   void hand_over();
   std::exception_ptr failure() const;
 

@@ -385,6 +385,7 @@ void bind_ucx(py::module_& module) {
 
 void bind_engine(py::module_& module) {
   py::register_exception_translator(&translate_error);
+  set_interrupt_check(&run_interrupt_handler);
   py::class_<SharedTensorMemory, std::shared_ptr<SharedTensorMemory>>(module, "SharedTensorMemory",
                                                                       py::buffer_protocol())
       .def(py::init<std::size_t>(), py::arg("bytes"))

@@ -10,6 +10,7 @@
 #include "cpu/kernels.h"
 #include "engine/process_page.h"
 #include "python/arguments.h"
+#include "python/without_gil.h"
 
 namespace py = pybind11;
 
@@ -106,6 +107,13 @@ py::object text_of(const std::string& text) {
   PyObject* const decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
   if (!decoded) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(decoded);
+}
+
+void throw_raised_by_handler() {
+  ReleasedGil& gil = released_gil;
+  PyErr_Restore(gil.raised_type, gil.raised, gil.traceback);
+  gil.raised_type = gil.raised = gil.traceback = nullptr;
+  throw py::error_already_set();
 }
 
 void translate_error(std::exception_ptr pointer) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <Python.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <exception>
@@ -36,6 +37,31 @@ inline void take_gil_back(PyThreadState* state) {
   for (;;) pause();
 }
 
+// What a thread has let go while it runs native code, and what a handler of an interrupt has raised meanwhile.
+struct ReleasedGil {
+  PyThreadState* state = nullptr;
+  PyObject *raised_type = nullptr, *raised = nullptr, *traceback = nullptr;
+};
+inline thread_local ReleasedGil released_gil;
+
+// The InterruptCheck of the engine. It takes the GIL, so it is for threads that have waited for a while. The handlers
+// of other signals run when the call has ended, as they may call collectives.
+inline bool run_interrupt_handler() {
+  static thread_local const bool is_main_thread = getpid() == static_cast<pid_t>(syscall(SYS_gettid));
+  ReleasedGil& gil = released_gil;
+  if (!is_main_thread || !gil.state || gil.raised_type) return gil.raised_type != nullptr;
+  take_gil_back(gil.state);
+  if (PyOS_InterruptOccurred()) {  // which forgets the interrupt
+    PyErr_SetInterrupt();
+    if (PyErr_CheckSignals() != 0) PyErr_Fetch(&gil.raised_type, &gil.raised, &gil.traceback);
+  }
+  gil.state = PyEval_SaveThread();
+  return gil.raised_type != nullptr;
+}
+
+// Sets what the handler has raised as Python's error, and throws py::error_already_set.
+[[noreturn]] void throw_raised_by_handler();
+
 // Calls `function` without the GIL and returns what it returns, or throws what it throws, with the GIL. Use it instead
 // of py::gil_scoped_release, whose destructor takes the GIL back.
 template <class Function>
@@ -44,6 +70,12 @@ std::invoke_result_t<Function&> without_gil(Function&& function) {
   // Only the thread that finalizes the interpreter can have the GIL then, and no other thread can use it.
   if (interpreter_is_finalizing()) return function();
   PyThreadState* const state = PyEval_SaveThread();
+  PyThreadState* const outer = std::exchange(released_gil.state, state);
+  const auto end = [&] {
+    released_gil.state = outer;
+    take_gil_back(state);
+    if (released_gil.raised_type) throw_raised_by_handler();
+  };
   std::exception_ptr failure;
   if constexpr (std::is_void_v<Result>) {
     try {
@@ -51,7 +83,7 @@ std::invoke_result_t<Function&> without_gil(Function&& function) {
     } catch (...) {
       failure = std::current_exception();
     }
-    take_gil_back(state);
+    end();
     if (failure) std::rethrow_exception(std::move(failure));
   } else {
     std::optional<Result> result;
@@ -60,7 +92,7 @@ std::invoke_result_t<Function&> without_gil(Function&& function) {
     } catch (...) {
       failure = std::current_exception();
     }
-    take_gil_back(state);
+    end();
     if (failure) std::rethrow_exception(std::move(failure));
     return std::move(*result);
   }

@@ -334,6 +334,7 @@ def test_a_lost_rank_is_named(sig: signal.Signals, transport: str) -> None:
             name, text, elapsed = ranks.receive(rank)
             assert name == kind.__name__, text
             assert f"rank {victim} (" in text and f"pid {ranks.pids[victim]}" in text, text
+            assert sig == signal.SIGKILL or "nothing has come from it for" in text, text
             limit = 2.0 if sig == signal.SIGKILL else 5.0
             assert elapsed.within(cpu_s=limit, wall_s=5 * limit), elapsed
 

@@ -1,10 +1,12 @@
-"""A rank that was stopped, while what it waited for arrived, or while another rank was lost."""
+"""A rank that was stopped or interrupted, while it waited for others or they for it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import dtcomm
 import dtcomm.collectives as C
 from dtcomm.errors import DtcommError
-from dtcomm.launch.ranks import send_to_parent, spawn_ranks
+from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from tests.support.ucx import requires_ucx
 
 TIMEOUT_S = 2.0
@@ -95,3 +97,45 @@ def test_rank_that_was_stopped_names_the_lost_rank_and_not_the_one_that_reported
         os.kill(pids[2], signal.SIGCONT)
         texts.append(ranks.receive(2))
         assert all(text.startswith("rank 1 (") and f"pid {pids[1]}" in text for text in texts), texts
+
+
+def interrupt_rank_0(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+    """Ranks 0 and 1 wait for rank 2, which does not come, and rank 0 gets Ctrl-C; what each of the two raises."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raised = []
+    for how in ("blocking", "wait", "handler"):
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        C.all_reduce(tensor := torch.ones(100_000), group=group)
+        dist.barrier()
+        if how == "handler":
+            signal.signal(signal.SIGINT, lambda *_: C.all_reduce(tensor, group=group))  # noqa: B023
+        if rank == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        try:
+            if rank < 2 and how == "wait":
+                C.all_reduce(tensor, group=group, async_op=True).wait()
+            elif rank < 2:
+                C.all_reduce(tensor, group=group)
+        except BaseException as error:
+            raised.append((type(error).__name__, str(error), time.monotonic() - begin))
+        dist.barrier()
+    return raised
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"DTCOMM_TRANSPORT": "memory"},
+        {"DTCOMM_TRANSPORT": "sockets"},
+        pytest.param({"DTCOMM_TRANSPORT": "ucx"}, marks=requires_ucx),
+    ],
+    ids=lambda environment: next(iter(environment.values())),
+)
+def test_an_interrupt_ends_the_wait_and_is_told_to_the_others(environment: dict[str, str]) -> None:
+    interrupted, told, late = run_ranks(interrupt_rank_0, 3, env=environment, fresh=True)
+    assert [(name, text) for name, text, _ in interrupted[:2]] == [("KeyboardInterrupt", "")] * 2
+    assert interrupted[2][0] == "DtcommError" and "a signal handler calls a collective" in interrupted[2][1]
+    assert [name for name, _, _ in told] == ["DtcommError"] * 3 and not late
+    assert all(text.startswith("rank 0 (") and "was interrupted" in text for _, text, _ in told), told
+    assert all(seconds < 10 for _, _, seconds in interrupted + told)
