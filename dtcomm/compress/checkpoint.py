@@ -2,7 +2,8 @@
 
 The state of one rank is a dict of plain values and tensors that ``torch.load(..., weights_only=True)`` reads:
 ``version``, ``steps`` and ``seed`` are the same on all ranks, ``rank`` and ``world_size`` say which rank saved it, and
-``residuals`` maps a parameter's name to a flat fp32 tensor. ``options`` says how the run compresses that saved it.
+``residuals`` maps a parameter's name to a flat fp32 tensor. ``options`` says how the run compresses that saved it, and
+``checksums`` has a checksum of each other entry, because torch does not notice a damaged file.
 Residuals differ between ranks, so every rank saves its own state. With torch.distributed.checkpoint::
 
     saved = {"model": ..., "compression": Checkpointed(state)}
@@ -13,25 +14,34 @@ Residuals differ between ranks, so every rank saves its own state. With torch.di
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
+import itertools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 
+from dtcomm import _C
 from dtcomm.compress.residuals import redistribute
 
-VERSION = 2
+VERSION = 3
+CHECKSUMS = "checksums"  # the entry that states of version 2 do not have
 
 _log = logging.getLogger("dtcomm")
 
-SavedState = Mapping[str, Any]
+SavedState: TypeAlias = Mapping[str, Any]
+#: Raises ValueError unless a value, whose name is the first argument, may be loaded.
+Check: TypeAlias = Callable[[str, Any], None]
 
 
 class Compressor(Protocol):
@@ -102,21 +112,179 @@ def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def seal(state: SavedState) -> dict[str, Any]:
+    """Return a state with its version and a checksum of each entry; one that was sealed is sealed anew."""
+    kept = {name: value for name, value in {"version": VERSION, **state}.items() if name != CHECKSUMS}
+    return {**kept, CHECKSUMS: {name: _checksum(value) for name, value in kept.items()}}
+
+
+def require_intact(
+    state: object,
+    checks: Mapping[str, Check] | None = None,
+    *,
+    optional: Collection[str] = (),
+    versions: Collection[int | None] = (2, VERSION),
+) -> None:
+    """Check the version of a state, the checksum of each entry, and each entry itself.
+
+    Args:
+        state: What may be a state.
+        checks: Entry → its check.
+        optional: The entries that a state without checksums may lack.
+        versions: The versions that can be loaded; None for states that were saved without one.
+
+    Raises:
+        ValueError: It names the entry that is missing, damaged or not valid.
+    """
+    MAPPING("state", state)
+    assert isinstance(state, Mapping)
+    version, checksums = state.get("version"), state.get(CHECKSUMS, {})
+    if version not in versions:
+        raise ValueError(f"state of version {version!r}: expected {VERSION}")
+    MAPPING(f"state: {CHECKSUMS}", checksums)
+    is_sealed = version == VERSION or CHECKSUMS in state
+    for name in [name for name in {**state, **checksums} if name != CHECKSUMS] if is_sealed else ():
+        if name not in state or checksums.get(name) != _checksum(state[name]):
+            raise ValueError(
+                f"state: the entry {name!r} is not what was saved: it is damaged, was changed, or is another rank's; "
+                "in torch.distributed.checkpoint wrap the state in dtcomm.compress.checkpoint.Checkpointed"
+            )
+    for name, check in (checks or {}).items():
+        if name in state:
+            check(f"state: {name}", state[name])
+        elif name not in optional:
+            raise ValueError(f"state: the entry {name!r} is missing")
+
+
+def plain(valid: str, test: Callable[[Any], bool]) -> Check:
+    """Return the check of a value that ``test`` accepts; ``valid`` says in errors what it accepts."""
+
+    def check(name: str, value: Any) -> None:
+        if not test(value):
+            shown = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+            raise ValueError(f"{name}: expected {valid}, got {shown[:100]}")
+
+    return check
+
+
+INTEGER = plain("an integer", lambda value: type(value) is int)
+COUNT = plain("an integer of at least 0", lambda value: type(value) is int and value >= 0)
+BOOL = plain("True or False", lambda value: isinstance(value, bool))
+TEXT = plain("text", lambda value: isinstance(value, str))
+TENSOR = plain("a tensor", lambda value: isinstance(value, torch.Tensor))
+MAPPING = plain("a mapping", lambda value: isinstance(value, Mapping))
+LIST = plain("a list", lambda value: isinstance(value, list))
+
+
+def each(check: Check, kind: Check = MAPPING) -> Check:
+    """Return the check of a mapping from text to values for ``check``, or of a `LIST` of them."""
+
+    def check_each(name: str, values: Any) -> None:
+        kind(name, values)
+        for key, value in enumerate(values) if kind is LIST else values.items():
+            if kind is MAPPING:
+                TEXT(f"{name}: key", key)
+            check(f"{name}[{key!r}]", value)
+
+    return check_each
+
+
+def entries(*, may_be_empty: bool = False, **checks: Check) -> Check:
+    """Return the check of a mapping with these entries; with ``may_be_empty`` also of one without any."""
+
+    def check_entries(name: str, value: Any) -> None:
+        MAPPING(name, value)
+        for entry, check in checks.items() if value or not may_be_empty else ():
+            if entry not in value:
+                raise ValueError(f"{name}: the entry {entry!r} is missing")
+            check(f"{name}[{entry!r}]", value[entry])
+
+    return check_entries
+
+
+def tensors(sizes: Mapping[str, int] | None = None, *, finite: bool = True) -> Check:
+    """Return the check of fp32 tensors by name, of which each has as many elements as ``sizes`` says; None: any."""
+
+    def check_tensor(name: str, tensor: Any) -> None:
+        TENSOR(name, tensor)
+        if tensor.dtype != torch.float32 or (finite and not torch.isfinite(tensor).all()):
+            raise ValueError(f"{name}: expected an fp32 tensor without NaN and Inf, got {tensor.dtype}")
+
+    def check_tensors(name: str, values: Any) -> None:
+        each(check_tensor)(name, values)
+        for key, tensor in values.items():
+            here = tensor.numel() if sizes is None else sizes.get(key, "no such parameter")
+            if tensor.numel() != here:
+                raise ValueError(f"{name}[{key!r}] has {tensor.numel()} elements, the model {here}")
+
+    return check_tensors
+
+
+def shaped_like(own: Mapping[str, torch.Tensor]) -> Check:
+    """Return the check of tensors with the names, shapes and dtypes of ``own``."""
+
+    def check_shapes(name: str, values: Any) -> None:
+        MAPPING(name, values)
+        for key in {**own, **values}:
+            here, saved = (
+                (getattr(of.get(key), "shape", None), getattr(of.get(key), "dtype", None))
+                for of in (own, values)
+            )
+            if here != saved:
+                raise ValueError(f"{name}[{key!r}] has the shape and dtype {saved}, the model {here}")
+
+    return check_shapes
+
+
+#: What the states of all integrations have.
+_COMMON_CHECKS = {
+    "seed": INTEGER,
+    "rank": COUNT,
+    "world_size": plain("an integer of at least 1", lambda value: type(value) is int and value >= 1),
+    "options": each(TEXT),
+}
+#: What a guard decided: how many codecs finer each parameter is sent, and until which step uncompressed.
+WATCH_CHECK = entries(
+    may_be_empty=True,
+    finer=each(plain("an integer from 0 to 64", lambda value: type(value) is int and 0 <= value <= 64)),
+    plain_until=COUNT,
+)
+
+
+@contextlib.contextmanager
+def loaded_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: Any) -> Iterator[None]:
+    """Load an optimizer's state, the entry ``name``; undo it if that (ValueError) or the body fails."""
+    before = optimizer.state, optimizer.param_groups
+    try:
+        try:
+            optimizer.load_state_dict(copy.deepcopy(saved))  # which it would change
+        except Exception as error:  # torch raises KeyError, AttributeError and others
+            raise ValueError(f"state: {name}: {type(error).__name__}: {error}") from error
+        yield
+    except BaseException:
+        optimizer.state, optimizer.param_groups = before
+        raise
+
+
 def select_share(
-    saved: SavedState | Sequence[SavedState], rank: int, world_size: int
+    saved: SavedState | Sequence[SavedState],
+    rank: int,
+    world_size: int,
+    checks: Mapping[str, Check],
+    optional: Collection[str] = (),
 ) -> tuple[SavedState, dict[str, torch.Tensor]]:
     """Return a state with the counters, and the residuals with which ``rank`` of ``world_size`` ranks starts.
 
     ``saved`` is this rank's own state, or the states of all ranks of the run that saved them, in rank order. From a
     list the residuals may be loaded into another number of ranks; their sum over ranks is kept. ValueError if a state
-    has another version, the list is not complete, or a single state comes from another rank or another number of ranks.
+    is not intact (`require_intact`, which takes ``checks`` and ``optional``), the list is not complete, or a single
+    state comes from another rank or another number of ranks.
     """
     states = [saved] if isinstance(saved, Mapping) else list(saved)
     if not states:
         raise ValueError("states: got none")
     for state in states:
-        if state.get("version") != VERSION:
-            raise ValueError(f"state of version {state.get('version')!r}: expected {VERSION}")
+        require_intact(state, {**_COMMON_CHECKS, **checks}, optional=optional)
     first = states[0]
     saved_ranks = first["world_size"]
     if isinstance(saved, Mapping):
@@ -162,14 +330,29 @@ def has_options(saved: SavedState, options: Mapping[str, str], strict: bool) -> 
     return not differences
 
 
-def require_matching_sizes(residuals: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError if the model (name -> elements) lacks a parameter of the size of one of the residuals."""
-    for name, residual in residuals.items():
-        if sizes.get(name) != residual.numel():
-            raise ValueError(
-                f"the state has {residual.numel()} residuals for {name!r}, the model "
-                f"{sizes.get(name, 'no such parameter')}"
-            )
+def _checksum(value: object, before: int = 0) -> int:
+    """Return a checksum of values and tensors; it depends neither on devices nor on the order of mappings.
+
+    ``before`` is the checksum of what precedes them.
+    """
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    parts: Iterable[object] = ()
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        text = f"{data.dtype}{tuple(data.shape)}{_C.crc32c(data.data_ptr(), data.nbytes)}"
+    elif isinstance(value, Mapping):
+        text = f"mapping of {len(value)}"
+        parts = itertools.chain.from_iterable((key, value[key]) for key in sorted(value, key=repr))
+    elif isinstance(value, list | tuple):
+        text, parts = f"sequence of {len(value)}", value
+    else:  # the text of other objects may have their address
+        is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes)
+        text = f"{type(value).__name__} {value!r}" if is_plain else type(value).__name__
+    checksum = zlib.crc32(f"{text};".encode(), before)
+    for part in parts:
+        checksum = _checksum(part, checksum)
+    return checksum
 
 
 def _rank_key(rank: int, world_size: int) -> str:
@@ -177,4 +360,7 @@ def _rank_key(rank: int, world_size: int) -> str:
 
 
 def _unpack(packed: bytes) -> Any:
-    return torch.load(io.BytesIO(packed), weights_only=True)
+    try:
+        return torch.load(io.BytesIO(packed), weights_only=True)
+    except Exception as error:  # torch.load has no error of its own for a damaged file
+        raise ValueError(f"state: it cannot be read: {type(error).__name__}: {error}") from error

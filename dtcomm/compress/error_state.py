@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import BucketLayout, Segment
 from dtcomm.compress.feedback import DGC, Feedback, FeedbackStates, References, Velocities, common_momentum
 from dtcomm.compress.measurements import ErrorSample, l2_norm
@@ -310,6 +311,19 @@ class ErrorState:
             "references": {} if self._references is None else self._references.state_dict(),
         }
 
+    def checks(self, sizes: Mapping[str, int] | None) -> dict[str, checkpoint.Check]:
+        """Return the checks of these entries (`compress.checkpoint`); ``sizes`` are those of the parameters."""
+        own = (
+            checkpoint.tensors(finite=False)
+            if isinstance(self._references, FeedbackStates)
+            else checkpoint.tensors(sizes)
+        )
+        return {
+            "residuals": checkpoint.tensors(sizes),
+            "velocities": checkpoint.tensors(sizes),
+            "references": checkpoint.entries(may_be_empty=True, local=own, shared=own),
+        }
+
     def load(
         self,
         saved: Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -323,23 +337,23 @@ class ErrorState:
 
         If ``world_size`` differs from the saved one, the sum of the residuals over ranks is kept, and the mean of the
         velocities and of the references. ``residuals`` are this rank's, as `select_share` returns them for ``saved``.
-        With ``residuals_only`` it starts with no velocities and no references.
+        With ``residuals_only`` it starts with no velocities and no references. All states fulfil `checks`.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
         same_size = states[0]["world_size"] == world_size
         own = states[0] if isinstance(saved, Mapping) else states[rank if same_size else 0]
-        self._residuals.load_state_dict(residuals)
-        self._repaying.clear()
         if residuals_only:
             own, states = {}, [{}]
-        velocities = [state.get("velocities", {}) for state in states]
-        self._velocities.load_state_dict(
-            own.get("velocities", {}) if same_size else average_states(velocities)
-        )
-        if self._references is not None:
-            references = dict(own.get("references", {}))
-            if isinstance(self._references, FeedbackStates) and references and not same_size:
+        velocities = own.get("velocities", {})
+        references = dict(own.get("references", {}))
+        if not same_size:  # nothing has changed yet if the tensors of the ranks cannot be added
+            velocities = average_states([state.get("velocities", {}) for state in states])
+            if isinstance(self._references, FeedbackStates) and references:
                 references["local"] = average_states([state["references"]["local"] for state in states])
+        self._residuals.load_state_dict(residuals)
+        self._repaying.clear()
+        self._velocities.load_state_dict(velocities)
+        if self._references is not None:
             self._references.load_state_dict(references, same_world_size=same_size)
 
     def _repay_part(self, name: str, gradient: torch.Tensor) -> None:

@@ -16,12 +16,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
+from dtcomm.compress import checkpoint
 from dtcomm.compress.stage_scheduler import Stages
 from dtcomm.kernels import counter_rng, low_rank
 from dtcomm.streams import match_device
@@ -154,6 +156,23 @@ class Factors:
             side: {name: factor.to("cpu", copy=True) for name, factor in factors.items()}
             for side, factors in (("left", self._left), ("right", self._right))
         }
+
+    def check(self, sizes: Mapping[str, int] | None) -> checkpoint.Check:
+        """Return the check of what `state_dict` returns; ``sizes`` are the elements of the parameters."""
+        sides = checkpoint.entries(may_be_empty=True, left=checkpoint.tensors(), right=checkpoint.tensors())
+
+        def check_factors(name: str, state: Any) -> None:
+            sides(name, state)
+            for parameter, left in state.get("left", {}).items():
+                right = state["right"].get(parameter)
+                shapes = left.shape, None if right is None else right.shape
+                fits = right is not None and left.dim() == right.dim() == 2 and len(left) == len(right)
+                if fits and sizes is not None:
+                    fits = left.shape[1] * right.shape[1] == sizes.get(parameter)
+                if not fits:
+                    raise ValueError(f"{name}: the shapes {shapes} are no factors of {parameter!r}")
+
+        return check_factors
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replace all factors with copies of ``state``."""

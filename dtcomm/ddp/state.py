@@ -20,21 +20,15 @@ from typing_extensions import Unpack
 from dtcomm import torch_compat
 from dtcomm.arguments import shares_options
 from dtcomm.collectives.groups import Announcement
+from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, bucket_rows
-from dtcomm.compress.checkpoint import (
-    VERSION,
-    has_options,
-    rank_and_size,
-    require_matching_sizes,
-    select_share,
-)
 from dtcomm.compress.feedback import DGC, Feedback, common_momentum
 from dtcomm.compress.guard import Event, count_events
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import Payoff
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
-from dtcomm.compress.spec import AUTO, Scheme
+from dtcomm.compress.spec import AUTO, Scheme, parse_scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
@@ -56,6 +50,27 @@ from dtcomm.torch_compat import GradBucket
 from dtcomm.tp.sharded_module import shard_groups
 
 _log = logging.getLogger("dtcomm")
+
+
+def _is_scheme(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(parse_scheme(value))
+    except ValueError:
+        return False
+
+
+def _is_loss_scale(value: object) -> bool:
+    return value is None or (isinstance(value, float) and 0 < value < math.inf)
+
+
+_CHECKS = {
+    "steps": checkpoint.COUNT,
+    "watch": checkpoint.WATCH_CHECK,
+    "auto": checkpoint.entries(
+        may_be_empty=True, chosen=checkpoint.plain("the spec of a scheme", _is_scheme), bypass=checkpoint.BOOL
+    ),
+    "loss_scale": checkpoint.plain("a number above 0", _is_loss_scale),
+}
 
 
 @shares_options(DEFAULTS, Options)
@@ -233,7 +248,7 @@ class State(Reporting):
         for layout in all_layouts:
             layout.add_to(totals)
         rows = group_rows(totals.items())
-        rank, world_size = rank_and_size(self.group)
+        rank, world_size = checkpoint.rank_and_size(self.group)
         return Report(
             rank=rank,
             world_size=world_size,
@@ -295,7 +310,7 @@ class State(Reporting):
         Raises:
             ValueError: No step was recorded; give ``timeline=100`` or call ``timeline.start()``.
         """
-        return self.timeline.trace(path, rank_and_size(self.group)[0])
+        return self.timeline.trace(path, checkpoint.rank_and_size(self.group)[0])
 
     def record(self, path: str | os.PathLike[str], steps: int = 20) -> None:
         """Record when buckets are ready and how long they take, for ``dtcomm plan --record``.
@@ -304,7 +319,7 @@ class State(Reporting):
             path: The file, which rank 0 of the group writes once the step after the recorded ones has begun.
             steps: The number of steps.
         """
-        rank, ranks = rank_and_size(self.group)
+        rank, ranks = checkpoint.rank_and_size(self.group)
         self._recorder.recorder = StepRecorder(path, steps, ranks, str(self._chooser), writes=rank == 0)
 
     def rescale(self, factor: float) -> None:
@@ -324,21 +339,22 @@ class State(Reporting):
 
         In a group with one rank, in which nothing is compressed, the value of ``"unused"`` says so.
         """
-        rank, world_size = rank_and_size(self.group)
-        return {
-            "version": VERSION,
-            "steps": self.steps,
-            "seed": self.seed,
-            "rank": rank,
-            "world_size": world_size,
-            "unused": self._unused,
-            "options": self._options,
-            **self._reducer.error_state.state_dict(),
-            "factors": self._reducer.averager.factors.state_dict(),
-            "watch": self._monitor.state_dict(),
-            "auto": self._chooser.state_dict(),
-            "loss_scale": None if self._loss_scale is None else self._loss_scale.scale,
-        }
+        rank, world_size = checkpoint.rank_and_size(self.group)
+        return checkpoint.seal(
+            {
+                "steps": self.steps,
+                "seed": self.seed,
+                "rank": rank,
+                "world_size": world_size,
+                "unused": self._unused,
+                "options": self._options,
+                **self._reducer.error_state.state_dict(),
+                "factors": self._reducer.averager.factors.state_dict(),
+                "watch": self._monitor.state_dict(),
+                "auto": self._chooser.state_dict(),
+                "loss_scale": None if self._loss_scale is None else self._loss_scale.scale,
+            }
+        )
 
     def load_state_dict(
         self,
@@ -359,18 +375,20 @@ class State(Reporting):
                 alone.
 
         Raises:
-            ValueError: A single state comes from another number of ranks, the parameters are not this model's, or it
-                was saved with other options.
+            ValueError: The state is damaged, an entry is missing or not valid, a single state comes from another number
+                of ranks, the parameters are not this model's, or it was saved with other options. Nothing has changed.
         """
-        own_rank, own_size = rank_and_size(self.group)
+        own_rank, own_size = checkpoint.rank_and_size(self.group)
         rank = own_rank if rank is None else rank
         world_size = own_size if world_size is None else world_size
-        first, residuals = select_share(state, rank, world_size)
         reducer = self._reducer
         sizes = reducer.layouts.sizes()
-        if sizes is not None:
-            require_matching_sizes(residuals, sizes)
-        same_options = has_options(first, self._options, strict)
+        checks = (
+            _CHECKS | reducer.error_state.checks(sizes) | {"factors": reducer.averager.factors.check(sizes)}
+        )
+        optional = ("watch", "loss_scale", "velocities", "references")
+        first, residuals = checkpoint.select_share(state, rank, world_size, checks, optional)
+        same_options = checkpoint.has_options(first, self._options, strict)
         reducer.error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         reducer.averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import torch_compat
-from dtcomm.compress.checkpoint import Compressor, rank_and_size
+from dtcomm.compress.checkpoint import VERSION, Compressor, rank_and_size, require_intact
 
 S = TypeVar("S", bound=Compressor)
 
@@ -217,6 +217,7 @@ def load_files(state: Compressor, folder: str, *, strict: bool = True) -> bool:
         try:
             with files.open(name, "rb") as file:
                 states.append(torch.load(io.BytesIO(file.read()), weights_only=True))
+            require_intact(states[-1], versions=(None, 2, VERSION))
         except FileNotFoundError:
             problem = f"{name} is missing"
         except Exception as error:  # torch.load has no error of its own for a damaged file

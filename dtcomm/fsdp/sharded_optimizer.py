@@ -14,6 +14,7 @@ fp32 master copy of this rank's shards, which no codec has touched.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from dtcomm.arguments import require_bool, require_int, shares_options, suggest
 from dtcomm.codecs import Codec
 from dtcomm.collectives import Work, all_gather, all_reduce, broadcast, reduce_scatter
 from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
+from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
@@ -421,23 +423,36 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part: the optimizer's state, the master shards, and the compression's state."""
-        return {
-            "optimizer": self._inner.state_dict(),
-            "shards": [bucket.master_shard.detach().cpu().clone() for bucket in self._buckets],
-            "compression": self._compression.state_dict(),
-        }
+        return checkpoint.seal(
+            {
+                "optimizer": copy.deepcopy(self._inner.state_dict()),
+                "shards": [bucket.master_shard.detach().cpu().clone() for bucket in self._buckets],
+                "compression": self._compression.state_dict(),
+            }
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from this rank's own `state_dict`; load the model's state before.
 
         Raises:
-            ValueError: The shards have other sizes.
+            ValueError: The state is damaged or not valid, or the shards have other sizes. Nothing has changed.
         """
-        self._compression.load_state_dict(state_dict["compression"])
+        sizes = [bucket.master_shard.numel() for bucket in self._buckets]
+
+        def check_shards(name: str, shards: Any) -> None:
+            checkpoint.each(checkpoint.TENSOR, checkpoint.LIST)(name, shards)
+            if [shard.numel() for shard in shards] != sizes:
+                raise ValueError(f"{name} have other sizes: was it saved from another model?")
+
+        checks = {
+            "optimizer": checkpoint.entries(),
+            "shards": check_shards,
+            "compression": checkpoint.entries(),
+        }
+        checkpoint.require_intact(state_dict, checks, versions=(None, checkpoint.VERSION))
         shards = state_dict["shards"]
-        if [shard.numel() for shard in shards] != [bucket.master_shard.numel() for bucket in self._buckets]:
-            raise ValueError("state_dict: its shards have other sizes: was it saved from another model?")
-        self._inner.load_state_dict(state_dict["optimizer"])
+        with checkpoint.loaded_optimizer("optimizer", self._inner, state_dict["optimizer"]):
+            self._compression.load_state_dict(state_dict["compression"])
         self._update_warmup()
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         for bucket, shard in zip(self._buckets, shards, strict=True):

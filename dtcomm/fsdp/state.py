@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dtcomm import torch_compat
 from dtcomm.arguments import require_int
 from dtcomm.codecs import Codec
-from dtcomm.compress.checkpoint import VERSION, has_options, rank_and_size, select_share
+from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.residuals import FORMS
@@ -28,6 +28,13 @@ from dtcomm.streams import Streams, record_streams, streams_of
 
 _log = logging.getLogger("dtcomm")
 
+_CHECKS = {
+    "calls": checkpoint.COUNT,
+    "counts": checkpoint.each(checkpoint.COUNT),
+    "guard": checkpoint.entries(may_be_empty=True, steps=checkpoint.COUNT, monitor=checkpoint.WATCH_CHECK),
+    "residuals": checkpoint.tensors(),
+    "references": checkpoint.each(checkpoint.TENSOR),
+}
 #: Integration → its name in logs.
 LOG_NAMES = {"FSDP": "dtcomm.fsdp", "ShardedOptimizer": "dtcomm.fsdp.ShardedOptimizer"}
 
@@ -75,7 +82,7 @@ class State(Reporting):
         self.seed = seed
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
-        self.shard_index, self.num_shards = rank_and_size()
+        self.shard_index, self.num_shards = checkpoint.rank_and_size()
         self.replica_index = 0
         self.agreeing_groups: list[dist.ProcessGroup] = []
         self.group: dist.ProcessGroup | None = None
@@ -109,7 +116,7 @@ class State(Reporting):
             self.add_note(self.buffers.unshared_reason)
         traffic = self._traffic()
         residual_bytes = 0 if self._residuals is None else self._residuals.nbytes()
-        rank, world_size = rank_and_size(self.group)
+        rank, world_size = checkpoint.rank_and_size(self.group)
         report = Report.of_traffic(
             traffic,
             self._events_by_message(),
@@ -183,7 +190,7 @@ class State(Reporting):
 
         See `dtcomm.ddp.State.trace`.
         """
-        return self.timeline.trace(path, rank_and_size()[0])
+        return self.timeline.trace(path, checkpoint.rank_and_size()[0])
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -239,23 +246,25 @@ class State(Reporting):
                 residuals |= layout.split(flat, self.num_shards)
             else:
                 residuals[f"[{module}]"] = flat
-        rank, ranks = rank_and_size()
-        return {
-            "version": VERSION,
-            "calls": self.calls,
-            "seed": self.seed,
-            "rank": rank,
-            "world_size": ranks,
-            "unused": self._unused,
-            "options": self._options(),
-            "guard": self.guard.state_dict(),
-            "counts": {} if self._residuals is None else dict(self._residuals.counts),
-            "residuals": residuals,
-            "references": {
-                name: reference.view(self.num_shards, -1)[self.shard_index].detach().to("cpu", copy=True)
-                for name, reference in self.references.items()
-            },
-        }
+        rank, ranks = checkpoint.rank_and_size()
+        return checkpoint.seal(
+            {
+                "calls": self.calls,
+                "seed": self.seed,
+                "rank": rank,
+                "world_size": ranks,
+                "unused": self._unused,
+                "options": self._options(),
+                "guard": self.guard.state_dict(),
+                "counts": {} if self._residuals is None else dict(self._residuals.counts),
+                "residuals": residuals,
+                "references": self._saved_reference_shards
+                | {
+                    name: reference.view(self.num_shards, -1)[self.shard_index].detach().to("cpu", copy=True)
+                    for name, reference in self.references.items()
+                },
+            }
+        )
 
     def _options(self) -> dict[str, str]:
         """Return what must be equal where a state is saved and where it is loaded."""
@@ -278,30 +287,30 @@ class State(Reporting):
                 residuals alone, if feedback is of the same kind.
 
         Raises:
-            ValueError: A single state comes from a run with another number of ranks, or the state was saved with other
-                options.
+            ValueError: The state is damaged, an entry is missing or not valid, a single state comes from a run with
+                another number of ranks, or the state was saved with other options. Nothing has changed.
         """
-        rank, ranks = rank_and_size()
-        first, residuals = select_share(state, rank, ranks)
-        same_options = has_options(first, self._options(), strict)
-        self.calls, self.seed = first["calls"], first["seed"]
-        steps = self.guard.steps - self._earlier_steps
-        self.guard.load_state_dict(first.get("guard", {}))
-        self._earlier_steps = max(0, self.guard.steps - steps)
-        self.resync()
+        rank, ranks = checkpoint.rank_and_size()
+        first, residuals = checkpoint.select_share(state, rank, ranks, _CHECKS, optional=("guard",))
+        same_options = checkpoint.has_options(first, self._options(), strict)
         same_ranks = first["world_size"] == ranks
-        if same_ranks and same_options:
-            own_state = state if isinstance(state, Mapping) else state[rank]
-            self._saved_reference_shards = dict(own_state["references"])
-        if self._residuals is None or first["options"]["feedback"] != self._options()["feedback"]:
-            return
         flat_residuals: dict[str, torch.Tensor] = {}
         for module, layout in self._layouts.items():
             if layout and all(parameter.name in residuals for parameter in layout.parameters):
                 flat_residuals[module] = layout.join(residuals, self.num_shards)
         if same_ranks:
             flat_residuals |= {name[1:-1]: flat for name, flat in residuals.items() if name.startswith("[")}
-        self._residuals.load_state_dict(flat_residuals, first["counts"])
+        self.calls, self.seed = first["calls"], first["seed"]
+        steps = self.guard.steps - self._earlier_steps
+        self.guard.load_state_dict(first.get("guard", {}))
+        self._earlier_steps = max(0, self.guard.steps - steps)
+        self.resync()
+        if same_ranks and same_options:
+            own_state = state if isinstance(state, Mapping) else state[rank]
+            self._saved_reference_shards = dict(own_state["references"])
+        same_feedback = first["options"].get("feedback") == self._options()["feedback"]
+        if self._residuals is not None and same_feedback:
+            self._residuals.load_state_dict(flat_residuals, first["counts"])
 
     # --- for `compress` ---------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ communicates between islands.
 """
 
 # Annotations stay objects in this file: register_comm_hook compares the hook's with the types themselves.
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.compress import checkpoint
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.local_sgd.local_sgd import LocalSGD
@@ -52,11 +54,8 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank."""
-        return {
-            **self.local.state_dict(),
-            "model": self._model.state_dict(),
-            "optimizer": self._trainer.optimizer.state_dict(),
-        }
+        own = {"model": self._model.state_dict(), "optimizer": self._trainer.optimizer.state_dict()}
+        return checkpoint.seal({**self.local.state_dict(), **copy.deepcopy(own)})
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
@@ -69,11 +68,15 @@ class TrainerState:
             state: What `state_dict` returned on this rank, or the list of all ranks' states.
             strict: As for `LocalSGD.load_state_dict`.
         """
-        self.local.load_state_dict(state, strict=strict)
         rank = dist.get_rank(self.local.group)
         own = state if isinstance(state, Mapping) else state[rank % len(state)]
+        checkpoint.require_intact(
+            own,
+            {"model": checkpoint.shaped_like(self._model.state_dict()), "optimizer": checkpoint.entries()},
+        )
+        with checkpoint.loaded_optimizer("optimizer", self._trainer.optimizer, own["optimizer"]):
+            self.local.load_state_dict(state, strict=strict)
         self._model.load_state_dict(own["model"])
-        self._trainer.optimizer.load_state_dict(own["optimizer"])
 
 
 def attach(

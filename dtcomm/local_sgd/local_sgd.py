@@ -7,6 +7,7 @@ A step that starts an average of a fragment prepares its messages and starts the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import deque
@@ -20,8 +21,8 @@ from typing_extensions import Unpack
 from dtcomm.arguments import complete_options, require_int, shares_options
 from dtcomm.collectives import broadcast
 from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
+from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, bucket_rows, build_layout
-from dtcomm.compress.checkpoint import VERSION, has_options, require_matching_sizes, select_share
 from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
@@ -297,31 +298,33 @@ class LocalSGD(Reporting):
         """
         for average in self._in_flight:
             self._complete(average)
-        return {
-            "version": VERSION,
-            "steps": self.steps,
-            "syncs": self.syncs,
-            "seed": self._averager.seed,
-            "rank": dist.get_rank(self.group),
-            "world_size": dist.get_world_size(self.group),
-            "options": self._options,
-            **self._error_state.state_dict(),
-            "factors": self._averager.factors.state_dict(),
-            "watch": self._monitor.state_dict(),
-            "common": {
-                name: common.clone() for name, common in zip(self._weights, self._common, strict=True)
-            },
-            "outer": {} if self._outer is None else copy.deepcopy(self._outer.state_dict()),
-            "averages": [fragment.averages for fragment in self._fragments],
-            "in_flight": [
-                {
-                    "number": average.number,
-                    "due": average.due,
-                    "means": {name: mean.clone() for name, mean in average.means.items()},
-                }
-                for average in self._in_flight
-            ],
-        }
+        return checkpoint.seal(
+            {
+                "steps": self.steps,
+                "syncs": self.syncs,
+                "seed": self._averager.seed,
+                "rank": dist.get_rank(self.group),
+                "world_size": dist.get_world_size(self.group),
+                "options": self._options,
+                **self._error_state.state_dict(),
+                "factors": self._averager.factors.state_dict(),
+                "watch": self._monitor.state_dict(),
+                "common": {name: common.clone() for name, common in self._named_common().items()},
+                "outer": {} if self._outer is None else copy.deepcopy(self._outer.state_dict()),
+                "averages": [fragment.averages for fragment in self._fragments],
+                "in_flight": [
+                    {
+                        "number": average.number,
+                        "due": average.due,
+                        "means": {name: mean.clone() for name, mean in average.means.items()},
+                    }
+                    for average in self._in_flight
+                ],
+            }
+        )
+
+    def _named_common(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self._weights, self._common, strict=True))
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
@@ -335,21 +338,42 @@ class LocalSGD(Reporting):
                 its residuals alone.
 
         Raises:
-            ValueError: A single state comes from another number of ranks, the parameters are not this model's, it was
-                saved with other options, or while averages of other fragments were in flight.
+            ValueError: The state is damaged, an entry is missing or not valid, a single state comes from another number
+                of ranks, the parameters are not this model's, it was saved with other options, or while averages of
+                other fragments were in flight. Nothing has changed.
         """
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        first, residuals = select_share(state, rank, world_size)
         sizes = {name: local_shard(weight).numel() for name, weight in self._weights.items()}
-        require_matching_sizes(residuals, sizes)
-        require_matching_sizes({name: common.flatten() for name, common in first["common"].items()}, sizes)
+        checks = {
+            "steps": checkpoint.COUNT,
+            "syncs": checkpoint.COUNT,
+            **self._error_state.checks(sizes),
+            "factors": self._averager.factors.check(sizes),
+            "watch": checkpoint.WATCH_CHECK,
+            "common": checkpoint.shaped_like(self._named_common()),
+            "outer": checkpoint.entries(),
+            "averages": checkpoint.each(checkpoint.COUNT, checkpoint.LIST),
+            "in_flight": checkpoint.each(
+                checkpoint.entries(
+                    number=checkpoint.COUNT,
+                    due=checkpoint.COUNT,
+                    means=checkpoint.tensors(sizes, finite=False),
+                ),
+                checkpoint.LIST,
+            ),
+        }
+        optional = ("velocities", "references", "watch", "averages", "in_flight")
+        first, residuals = checkpoint.select_share(state, rank, world_size, checks, optional)
         # A state of an earlier version has neither of the two entries of fragments.
         in_flight = [self._restore(saved) for saved in first.get("in_flight", [])]
-        same_options = has_options(first, self._options, strict)
+        same_options = checkpoint.has_options(first, self._options, strict)
         for average in self._in_flight:
             self._complete(average)  # its collectives cannot be called off
+        with contextlib.ExitStack() as outer:
+            if self._outer is not None:
+                outer.enter_context(checkpoint.loaded_optimizer("outer", self._outer, first["outer"]))
+            self._error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         self._in_flight = deque(in_flight)
-        self._error_state.load(state, residuals, rank, world_size, residuals_only=not same_options)
         self._averager.factors.load_state_dict(first["factors"] if same_options else {})
         self._monitor.load_state_dict(first.get("watch", {}))
         self._earlier_steps = first["steps"] - (self.steps - self._earlier_steps)
@@ -360,8 +384,6 @@ class LocalSGD(Reporting):
             fragment.averages = averages[index] if same else self.syncs
         for name, common in zip(self._weights, self._common, strict=True):
             common.copy_(first["common"][name])
-        if self._outer is not None:
-            self._outer.load_state_dict(first["outer"])
 
     def _restore(self, saved: Mapping[str, Any]) -> PendingAverage:
         """Return an average that was in flight when a state was saved."""

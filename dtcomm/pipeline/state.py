@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.collectives import all_gather
+from dtcomm.compress import checkpoint
 from dtcomm.compress.report import Report, Reporting
 from dtcomm.compress.residuals import Residuals, SampleReferences
 from dtcomm.compress.traffic import Traffic
@@ -159,32 +160,41 @@ class State(Reporting):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals and references of this rank, as plain tensors; save them on every rank."""
-        return {
-            "residuals": self.residuals.state_dict(),
-            "references": {
-                f"{stage.name}/{number}": references.state_dict()
-                for stage in self._stages
-                for number, references in stage.references.items()
-            },
-        }
+        return checkpoint.seal(
+            {
+                "residuals": self.residuals.state_dict(),
+                "references": {
+                    f"{stage.name}/{number}": references.state_dict()
+                    for stage in self._stages
+                    for number, references in stage.references.items()
+                },
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with what `state_dict` returned on this rank, with the same stages.
 
         Raises:
-            ValueError: It is from other stages, or was saved without ``differences``.
+            ValueError: It is damaged, from other stages, or was saved without ``differences``. Nothing has changed.
         """
-        stages = {stage.name: stage for stage in self._stages}
-        for name in state["references"]:
-            if name.rpartition("/")[0] not in stages:
-                raise ValueError(f"state: {name} is not on this rank, which has {', '.join(stages)}")
+        checks = {"residuals": checkpoint.tensors(), "references": checkpoint.each(checkpoint.tensors())}
+        checkpoint.require_intact(state, checks, versions=(None, checkpoint.VERSION))
+        own = {
+            f"{stage.name}/{number}": references
+            for stage in self._stages
+            for number, references in stage.references.items()
+        }
+        for name, samples in state["references"].items():
+            if name not in own:
+                raise ValueError(
+                    f"state: {name} keeps no references on this rank, which has "
+                    f"{', '.join(stage.name for stage in self._stages)}; compress it with differences=True"
+                )
+            if odd := [sample for sample in samples if not sample.isdecimal()]:
+                raise ValueError(f"state: references[{name!r}]: {odd[0]!r} is not the number of a sample")
         self.residuals.load_state_dict(state["residuals"])
-        for name, tensors in state["references"].items():
-            stage, _, number = name.rpartition("/")
-            references = stages[stage].references
-            if int(number) not in references:
-                raise ValueError(f"state: {stage} keeps no references; compress it with differences=True")
-            references[int(number)].load_state_dict(tensors)
+        for name, samples in state["references"].items():
+            own[name].load_state_dict(samples)
 
     def detach(self) -> None:
         """Undo `compress`: the stages send uncompressed, by torch, again."""

@@ -47,7 +47,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         "planner runtime algorithms schedule codecs kernels streams work", "torch typing_extensions"
     ),
     "profiling": _may("planner collectives runtime streams work", "torch rich"),
-    "compress": _may("profiling collectives planner kernels codecs streams work", "torch"),
+    "compress": _may("profiling collectives planner kernels codecs streams work _C", "torch"),
     # Hooks in training frameworks, which are imported when an object of theirs is passed.
     "frameworks": _may("compress", "torch fsspec transformers"),
     # tp: it says which parameters are shards.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm.collectives import barrier, recv, release, send
-from dtcomm.compress.checkpoint import VERSION
+from dtcomm.compress.checkpoint import require_intact, seal
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import CollectiveMismatch, DtcommError
@@ -120,7 +120,8 @@ class ElasticLocalSGD(LocalSGD):
             self._fixed = {name: tensor for name, tensor in tensors.items() if name not in self._weights}
             self._has_state = state is not None
             if state is not None:
-                self.load_state_dict({**state, "rank": 0, "world_size": 1})
+                require_intact(state)
+                self.load_state_dict(seal({**state, "rank": 0, "world_size": 1}))
                 with torch.no_grad():
                     self._move_model(self._weights, mixing=1.0)
             facts = self._facts(options)
@@ -320,20 +321,18 @@ class ElasticLocalSGD(LocalSGD):
         """Return what all ranks have in common."""
         state = super().state_dict()
         own = ("residuals", "velocities", "references", "rank", "world_size")
-        return {
-            **{name: value for name, value in state.items() if name not in own},
-            "fixed": self._fixed,
-            "repeat": self._repeat,
-        }
+        shared = {name: value for name, value in state.items() if name not in own}
+        return seal({**shared, "fixed": self._fixed, "repeat": self._repeat})
 
     @torch.no_grad()
     def _load_shared(self, state: dict[str, Any]) -> None:
+        require_intact(state)
         rank, size = dist.get_rank(), dist.get_world_size()
         own = {"rank": rank, "world_size": size, "residuals": {}, "velocities": {}, "references": {}}
         self._was_replaced = self._has_state
         if self._has_state:  # it was here before and fell behind: its residuals are still its own
             own |= self._error_state.state_dict()
-        self.load_state_dict({**state, **own, "version": VERSION})
+        self.load_state_dict(seal({**state, **own}))
         for name, tensor in self._fixed.items():
             tensor.copy_(state["fixed"][name])
         self._move_model(self._weights, mixing=1.0)

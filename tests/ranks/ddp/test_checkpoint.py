@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dtcomm import ddp
+from dtcomm.compress.checkpoint import seal
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, train, wrapped
 
@@ -96,9 +97,9 @@ def check_refusals(rank: int, world_size: int) -> list[str]:
     good = state.state_dict()
     bad: list[Any] = [
         {**good, "version": 99},
-        {**good, "residuals": {"gone.weight": torch.zeros(4)}},
-        {**good, "residuals": {"first.weight": torch.zeros(4)}},
-        [{**good, "rank": 1}, {**good, "rank": 0}],
+        seal({**good, "residuals": {"gone.weight": torch.zeros(4)}}),
+        seal({**good, "residuals": {"first.weight": torch.zeros(4)}}),
+        [seal({**good, "rank": 1}), seal({**good, "rank": 0})],
     ]
     messages = []
     for invalid_state in bad:

@@ -450,6 +450,9 @@ def continue_from_state(process: int, world_size: int, address: str, saved: Any)
     torch.set_num_threads(1)
     model = make_model(seed=7 + process)
     state = saved if process == 0 else None
+    if state is not None:
+        with pytest.raises(ValueError, match="steps"):
+            ElasticLocalSGD(model, address, EVERY, "int4", state={**saved, "steps": saved["steps"] + 1})
     local = ElasticLocalSGD(model, address, EVERY, "int4", state=state, timeout_s=20)
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     local.close()
