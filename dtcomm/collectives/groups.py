@@ -118,7 +118,8 @@ def info(group: Group = None) -> dict[str, Any]:
 
     Returns:
         A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank),
-        ``reason`` (why that one), ``ranks``, ``hosts``, and what the runtime reports, such as ``transport``,
+        ``reason`` (why that one), ``ranks``, ``hosts``, ``table`` (what "auto" decides by: which table of `dtcomm
+        tune`, or dtcomm's own constants), and what the runtime reports, such as ``transport``,
         ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
         have chosen for each kind and size of operation, and ``trials``, the value of ``DTCOMM_TRIALS`` or why there are
         none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between two ranks,
@@ -142,8 +143,8 @@ def info(group: Group = None) -> dict[str, Any]:
     communicator = existing_communicator(require_group(group)) if devices else get_communicator(group)
     for described in (*devices.values(), *([] if communicator is None else [communicator])):
         described.connect()
-    descriptions = {name: described.info() for name, described in devices.items()}
-    description = next(iter(descriptions.values())) if communicator is None else communicator.info()
+    descriptions = {name: _described(described) for name, described in devices.items()}
+    description = next(iter(descriptions.values())) if communicator is None else _described(communicator)
     messages = [
         {"peer": peer, "sends": sends, "choices": choices}
         for peer, sends, pair in pair_communicators(group)
@@ -154,6 +155,10 @@ def info(group: Group = None) -> dict[str, Any]:
         **({"messages": messages} if messages else {}),
         **({"devices": descriptions} if devices else {}),
     }
+
+
+def _described(communicator: Communicator) -> dict[str, Any]:
+    return {**communicator.info(), "table": levels(communicator)[1].source}
 
 
 def flight_record(directory: str | None = None) -> dict[str, Any]:

@@ -37,6 +37,10 @@ def main(argv: list[str]) -> int:
         return flight.report(options.flight, as_json=options.json)
     if all(name in os.environ for name in LAUNCHER):
         return _measure_job(options)
+    if options.expect:
+        parser.error(
+            "--expect: links are measured between the ranks of a job; start it with torchrun or dtcomm launch"
+        )
     results = [
         _guarded("versions", checks.versions),
         _guarded("build", checks.build),

@@ -317,16 +317,18 @@ def diagnose(
     results: Iterable[LinkResult], hosts: Sequence[str], limits: emulated_link.Links | None = None
 ) -> Diagnosis:
     """Name the links that failed or miss ``limits``, and the hosts, ranks and links that are slower than others."""
-    limits = limits or emulated_link.Links()
+    results, limits = list(results), limits or emulated_link.Links()
     failures, slow = [], []
     for level in ("inside", "between"):
         links = [result for result in results if result.level == level]
         broken = [result for result in links if result.error]
         failures += _described(broken, links, hosts, "")
         working = [result for result in links if not result.error]
+        limit = limits.inside if level == "inside" else limits.between
+        if limit is not None and not links and (limits.inside is not limits.between or not results):
+            failures.append(f"there is no link {level} hosts, of which one was expected")
         if not working:
             continue
-        limit = limits.inside if level == "inside" else limits.between
         if limit is not None:
             least, most = limit.bits_per_second / 1e9, limit.latency_s * 1e6 or float("inf")
             missed = [link for link in working if link.least_gbit < least or link.latency_us > most]

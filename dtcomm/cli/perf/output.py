@@ -50,7 +50,7 @@ def format_header(report: PerfReport) -> list[str]:
         lines.append("# Blocking Enabled: wait for completion of each collective, barrier before the next")
     if options.per_iter:
         lines.append("# Per-Iteration Report: i_* columns are of the slowest rank in each iteration")
-    lines += ["#", "# Using devices"]
+    lines += [f"# Times are the {_statistic(options)} over the iterations", "#", "# Using devices"]
     lines += [
         f"#  Rank {rank.rank:2d} Pid {rank.pid:6d} on {rank.hostname:>10} device {rank.device}"
         for rank in report.ranks
@@ -64,6 +64,12 @@ def format_header(report: PerfReport) -> list[str]:
         lines.append(f"# Codec {options.variants[0].codec}, algorithm {options.variants[0].algorithm}")
     lines += [f"# WARNING: {warning}" for warning in report.warnings]
     return [*lines, "#", *_column_heads(options)]
+
+
+def _statistic(options: PerfOptions) -> str:
+    """What the times of table and plot are."""
+    ranks = ("rank 0", "all ranks", "the fastest rank", "the slowest rank")[options.average]
+    return f"mean of {ranks}"
 
 
 def _column_heads(options: PerfOptions) -> list[str]:
@@ -373,7 +379,7 @@ def _label_fields(row: PerfRow) -> tuple[str, ...]:
 
 
 def write_plot(report: PerfReport, path: Path) -> None:
-    """Write the plot in the format of the path's extension; it shows medians, in place if that was measured."""
+    """Write the plot in the format of the path's extension: the table's numbers, in place if that was measured."""
     series = plot_lines(report)
     small = {name: [row for row in rows if 0 < row.size <= SMALL] for name, rows in series.items()}
     panels = 2 if any(len(rows) > 1 for rows in small.values()) else 1
@@ -385,7 +391,7 @@ def write_plot(report: PerfReport, path: Path) -> None:
         )
         _plot_panel(all_axes[0][0], series, colours, lambda row: _bandwidth(row, ranks, collective))
         all_axes[0][0].set_ylabel("bus bandwidth, GB/s (1e9 bytes)")
-        all_axes[0][0].set_title(f"{collective}, {ranks} ranks")
+        all_axes[0][0].set_title(f"{collective}, {ranks} ranks, {_statistic(report.options)}")
         if panels == 2:
             _plot_panel(all_axes[0][1], small, colours, lambda row: _seconds(row) * 1e6)
             all_axes[0][1].set_ylabel("time, µs")
@@ -419,7 +425,7 @@ def _plot_panel(axes: Any, series: dict[str, list[PerfRow]], colours: Sequence[A
 
 
 def _seconds(row: PerfRow) -> float:
-    return row.primary.timing.statistics.p50
+    return row.primary.timing.seconds
 
 
 def _bandwidth(row: PerfRow, ranks: int, collective: str) -> float:

@@ -33,8 +33,9 @@ EPILOG = """\
 Without torchrun, local ranks are started: 2, then 4 (--nproc). Under torchrun the ranks of the job are measured, on any
 number of hosts. The table holds times by collective, algorithm, codec and size, the rates of codecs, and link
 parameters derived from them. It is read when a communicator is created; all ranks use rank 0's. Results of other
-numbers of ranks and hosts stay in the file. The search of DTCOMM_TRIALS begins anew with each run. DTCOMM_TUNE=off
-disables the table."""
+numbers of ranks and hosts stay in the file. The search of DTCOMM_TRIALS begins anew with each run. DTCOMM_TUNE=FILE
+names another table, which dtcomm.info()["table"] shows; DTCOMM_TUNE=off disables it. "direct", the default algorithm of
+DDP and LocalSGD, reads no table."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,15 +44,18 @@ def main(argv: list[str] | None = None) -> int:
     launched = all(name in os.environ for name in LAUNCHER)
     begun = time.time()
     writes = not launched or os.environ["RANK"] == "0"
+    used = _default_path()  # a rank of a job switches DTCOMM_TUNE off
+    is_off = env.get("DTCOMM_TUNE") == "off"
     try:
-        path = options.output or _default_path()
+        path = options.output or used
         earlier = _read_rows(path) if writes and not options.fresh else []
         results = _measure_as_rank(options) if launched else _measure_local_ranks(options)
         if not writes:
             return 0
         document = _merged(earlier, results, time.time() - begun)
         parse_table(json.dumps(document))  # never write a table that cannot be read
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if options.output is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except (ValueError, TypeError, OSError, DtcommError, RankError) as error:
         print(f"dtcomm tune: {error}", file=sys.stderr)
@@ -59,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         sys.stdout.write(json.dumps(document, indent=1) + "\n")
     else:
-        _show(results, path, time.time() - begun)
+        how = "uses it from now on" if path.resolve() == used.resolve() and not is_off else ""
+        how = how or f"uses it in jobs with DTCOMM_TUNE={path.resolve()}"
+        _show(results, f"Wrote {path} in {time.time() - begun:.0f} s; algorithm='auto' {how}.")
     return 0
 
 
@@ -155,7 +161,7 @@ def _processor() -> str:
         return platform.processor()
 
 
-def _show(results: list[GroupResult], path: Path, seconds: float) -> None:
+def _show(results: list[GroupResult], last_line: str) -> None:
     from rich.console import Console
     from rich.table import Table as Shown
 
@@ -186,7 +192,7 @@ def _show(results: list[GroupResult], path: Path, seconds: float) -> None:
                 cells.append(f"{known[best]:,.0f}\n{best}" if best else "-")
             shown.add_row(*kind, *cells)
         console.print(shown)
-    console.print(f"Wrote {path} in {seconds:.0f} s; algorithm=auto uses it from now on.", soft_wrap=True)
+    console.print(last_line, soft_wrap=True, markup=False)
 
 
 def _size(size: int) -> str:
@@ -235,6 +241,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--nproc {min(options.nproc)}: expected at least 2 ranks")
     if options.seconds <= 0:
         parser.error(f"--seconds {options.seconds:g}: expected more than 0")
+    if options.output is not None:  # before minutes of measuring
+        folder = options.output.absolute().parent
+        if options.output.is_dir() or not folder.is_dir():
+            what = "is a folder" if options.output.is_dir() else f"there is no folder {folder}"
+            parser.error(f"--output {options.output}: {what}")
+        if not os.access(options.output if options.output.exists() else folder, os.W_OK):
+            parser.error(f"--output {options.output}: cannot be written")
     for spec in split_codecs(options.codec or ()):
         try:
             codecs.codec(spec)

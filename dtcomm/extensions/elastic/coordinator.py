@@ -18,22 +18,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from dtcomm import env
 from dtcomm.arguments import require_int
-from dtcomm.extensions.elastic.protocol import (
-    COORDINATOR,
-    HEAD,
-    MEMBER,
-    PROTOCOL,
-    Seal,
-    parse_address,
-    split_head,
-)
+from dtcomm.extensions.elastic import protocol
+from dtcomm.extensions.elastic.protocol import COORDINATOR, MEMBER, PROTOCOL, Seal
 from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
 
 _log = logging.getLogger("dtcomm")
@@ -148,6 +140,7 @@ class Coordinator:
         host: The address to listen on. Default "": all, of IPv4 and IPv6.
         port: The port; 0: one of ``ports``. Default 0.
         ranks: How many ranks the first view waits for. Default 1.
+        min_members: How many ranks a view waits for that begins after all members have left. Default 1.
         timeout_s: Seconds after which a silent member counts as gone. Default 30.
         ports: The ports of the stores, two or more, and of the coordinator if ``port`` is 0. Default None: those of
             DTCOMM_PORTS, else the kernel chooses.
@@ -171,14 +164,16 @@ class Coordinator:
         port: int = 0,
         *,
         ranks: int = 1,
+        min_members: int = 1,
         timeout_s: float = 30.0,
         ports: range | None = None,
     ) -> None:
         require_int("ranks", ranks, 1)
+        require_int("min_members", min_members, 1)
         require_int("port", port, 0)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s}: expected seconds above 0")
-        self._ranks, self._timeout_s = ranks, timeout_s
+        self._ranks, self._min_members, self._timeout_s = ranks, min_members, timeout_s
         self._ports = env.ports() if ports is None else ports
         self._socket = _listen(host, [port] if port else self._ports)
         bound, own_port = self._socket.getsockname()[:2]
@@ -219,9 +214,7 @@ class Coordinator:
     def __enter__(self) -> Coordinator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _run(self) -> None:
@@ -433,8 +426,8 @@ class Coordinator:
         waiting = [member for member in self._members if member.is_ready()]
         requests = {member.request for member in inside}
         if not inside:
-            if len(waiting) >= (1 if self._number else self._ranks):
-                self._form(waiting)
+            if len(waiting) >= (self._min_members if self._number else self._ranks):
+                self._form(waiting, anew=bool(self._number) and all(member.steps < 0 for member in waiting))
         elif requests == {"vote"}:
             self._is_forming = False
             commit = all(member.ok for member in inside)
@@ -455,7 +448,7 @@ class Coordinator:
         for member in members:
             member.answer(message)
 
-    def _form(self, members: list[_Member]) -> None:
+    def _form(self, members: list[_Member], *, anew: bool = False) -> None:
         """Make a view of these members, and tell them."""
         self._number += 1
         self._run_name = self._run_name or nonce().hex()
@@ -469,7 +462,7 @@ class Coordinator:
         while len(self._stores) > _LATE_STORES:
             self._stores.popleft()
         names = [member.name for member in members]
-        _log.info("dtcomm: view %d: %s", self._number, ", ".join(names))
+        _log.info("dtcomm: view %d%s: %s", self._number, " at step 0" if anew else "", ", ".join(names))
         # One that was left out gets the state again, with averages that it has not seen, also after equal steps.
         valid = [member for member in members if member.in_view and not member.is_late]
         valid = valid or [max(members, key=lambda member: member.steps)]
@@ -480,6 +473,7 @@ class Coordinator:
             "ids": [member.identity for member in members],
             "steps": [-1 if member.is_late and member not in valid else member.steps for member in members],
             "store_port": store.port,
+            "anew": anew,
         }
         for rank, member in enumerate(members):
             member.in_view = True
@@ -487,7 +481,7 @@ class Coordinator:
 
 
 async def _receive(reader: asyncio.StreamReader, opener: Seal) -> dict[str, Any]:
-    length, proof = split_head(await reader.readexactly(HEAD.size))
+    length, proof = protocol.split_head(await reader.readexactly(protocol.HEAD.size))
     return opener.open(proof, await reader.readexactly(length))
 
 
@@ -527,22 +521,22 @@ def main(argv: list[str]) -> int:
     add("--listen", default="[::]:29400",
         help="address and port, host:port or [IPv6 address]:port (default: %(default)s, all addresses)")  # fmt: skip
     add("--ranks", type=int, default=1, help="how many ranks the first group waits for (default: 1)")
-    add("--timeout", type=float, default=30.0,
+    add("--min-members", type=int, default=1,
+        help="how many ranks a group waits for that begins at step 0 after all have left (default: 1)")  # fmt: skip
+    add("--timeout", type=float, default=30.0, dest="timeout_s", metavar="TIMEOUT",
         help="seconds after which a silent rank counts as gone (default: 30)")  # fmt: skip
     options = parser.parse_args(argv)
+    listen = vars(options).pop("listen")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     try:
-        host, port = parse_address(options.listen, "--listen")
+        host, port = protocol.parse_address(listen, "--listen")
         host = "" if host == "::" else host
-        coordinator = Coordinator(host, port, ranks=options.ranks, timeout_s=options.timeout)
+        coordinator = Coordinator(host, port, **vars(options))
     except (OSError, ValueError) as error:
         print(f"dtcomm coordinator: {error}", file=sys.stderr)
         return 2
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     secured = "with" if env.get("DTCOMM_SECRET") else "without"
     print(f"dtcomm coordinator at {coordinator.address}, {secured} DTCOMM_SECRET", flush=True)
     try:

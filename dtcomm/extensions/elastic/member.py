@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -16,6 +17,7 @@ from dtcomm.extensions.elastic import protocol
 from dtcomm.extensions.elastic.protocol import COORDINATOR, MEMBER, PROTOCOL, Seal, Verdict, View
 from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
 
+_log = logging.getLogger("dtcomm")
 _CONNECT_SECONDS = 30.0  # for one attempt
 _PING_SECONDS = 2.0
 _RETRY_SECONDS = 0.25  # between two attempts to connect again
@@ -73,7 +75,12 @@ class Member:
     def join(self) -> View:
         """Wait for the first view that this rank belongs to; JoinRefused if the coordinator refuses it."""
         try:
-            return _view(self._wait())
+            answer = self._wait()
+            if answer.get("anew"):
+                _log.warning(
+                    "dtcomm: %s begins at step 0: all earlier members have left", self._hello["name"]
+                )
+            return _view(answer)
         except JoinRefused:
             self.close()
             raise

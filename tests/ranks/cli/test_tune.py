@@ -23,9 +23,9 @@ QUICK = ["--nproc", "2", "--seconds", "0.5", "--collective", "all_reduce", "-e",
 
 
 def test_tune_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "deep" / "tune.json"
+    path = tmp_path / "tune.json"
     assert tune_command.main([*QUICK, "--codec", "none", "--output", str(path)]) == 0
-    assert f"Wrote {path}" in capsys.readouterr().out
+    assert f"algorithm='auto' uses it in jobs with DTCOMM_TUNE={path}" in capsys.readouterr().out
     document = json.loads(path.read_text())
     assert {row["algorithm"] for row in document["measured"]} >= {"ring", "tree", "one_shot", "two_shot"}
     assert all(us > 0 for row in document["measured"] for _, us in row["points_us"])
@@ -107,6 +107,8 @@ def test_cpu_placement_follows_the_round_trip_time(monkeypatch: pytest.MonkeyPat
         (["--seconds", "0"], "--seconds 0: expected more than 0"),
         (["--codec", "int9"], "unknown codec 'int9'"),
         (["-e", "12"], "12: expected at least 1K bytes"),
+        (["-o", "/none/x.json"], "--output /none/x.json: there is no folder /none"),
+        (["-o", "/"], "--output /: is a folder"),
     ],
 )
 def test_invalid_arguments_are_refused(
@@ -150,6 +152,7 @@ def choose_algorithm(rank: int, world_size: int, tables: dict[int, str]) -> tupl
     tensor = torch.full((512,), rank + 1.0)
     dtcomm.all_reduce(tensor, algorithm="auto")
     communicator = get_communicator(None)
+    assert dtcomm.info()["table"] == ("dtcomm's own constants" if tables[0] == "off" else "a test")
     dtcomm.release()
     decision = planner.explain(
         "all_reduce",

@@ -97,6 +97,10 @@ def test_links_that_miss_what_is_expected_are_failures() -> None:
     ]
     assert len(diagnose(between, hosts, emulated_link.parse("between=0.5gbit,50us")).failures) == 2
     assert not diagnose(between, hosts, emulated_link.parse("inside=9gbit")).failures
+    one_host = links(list("aa"), {})
+    assert "no link between hosts" in diagnose(one_host, list("aa"), limits).failures[0]
+    assert not diagnose(one_host, list("aa"), emulated_link.parse("9gbit")).failures
+    assert diagnose([], ["a"], emulated_link.parse("9gbit")).failures
     check = network.links_check(between, hosts, limits)
     assert check.status == "FAIL" and check.summary.startswith("ranks 0 and 2")
     assert (
@@ -143,6 +147,10 @@ def test_hosts_of_one_name_are_told_apart() -> None:
 
 
 def test_a_wrong_expectation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        doctor_command.main(["--expect", "fast"])
-    assert "--expect='fast': 'fast' is not a rate such as 10gbit" in capsys.readouterr().err
+    for value, says in (
+        ("fast", "--expect='fast': 'fast' is not a rate such as 10gbit"),
+        ("9gbit", "start it with torchrun"),
+    ):
+        with pytest.raises(SystemExit):
+            doctor_command.main(["--expect", value])
+        assert says in capsys.readouterr().err

@@ -65,6 +65,7 @@ GOLDEN = """\
 # dtcomm VERSION
 # Collective test starting: all_reduce
 # minBytes 1024 maxBytes 67108864 step: 65536(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 average: max
+# Times are the mean of the slowest rank over the iterations
 #
 # Using devices
 #  Rank  0 Pid   4000 on       host device cpu 0

@@ -37,6 +37,7 @@ def test_it_serves_until_it_is_interrupted(
     [
         (["--listen", "nowhere"], "--listen: 'nowhere'; expected host:port"),
         (["--listen", "127.0.0.1:0", "--ranks", "0"], "ranks"),
+        (["--listen", "127.0.0.1:0", "--min-members", "0"], "min_members"),
         (["--listen", "127.0.0.1:0", "--timeout", "0"], "timeout_s=0"),
     ],
 )

@@ -48,6 +48,24 @@ def test_an_average_counts_only_if_it_succeeded_on_all(threads: ThreadPoolExecut
             member.close()
 
 
+def test_a_rank_that_begins_anew_alone_is_warned(
+    threads: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Coordinator(ranks=2, min_members=2) as coordinator:
+        for member in join(coordinator, threads, 2):
+            member.close()
+        assert "begins at step 0" not in caplog.text
+        wait_for(lambda: not coordinator._members)
+        late = Member(_reachable(coordinator), FACTS, name="late")
+        joined = threads.submit(late.join)
+        wait_for(lambda: len(coordinator._members) == 1)
+        other = Member(_reachable(coordinator), FACTS, name="other")
+        assert not joined.done() and other.join().number == joined.result(10).number == 2
+        assert "late begins at step 0: all earlier members have left" in caplog.text
+        for member in (late, other):
+            member.close()
+
+
 def test_members_that_are_gone_or_wait_change_the_view(threads: ThreadPoolExecutor) -> None:
     with Coordinator(ranks=3) as coordinator:
         members = join(coordinator, threads, 3)
