@@ -121,9 +121,10 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    options = parse()
     dist.init_process_group("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
-    train(parse())
+    train(options)
     dist.destroy_process_group()
 
 

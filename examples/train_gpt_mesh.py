@@ -10,6 +10,7 @@ losses and, in the end, the held-out loss and the bytes that it has sent along e
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -462,8 +463,7 @@ def run(arguments: list[str], say: Callable[[str], None] | None = None) -> dict[
 
 
 if __name__ == "__main__":
-    import sys
-
+    parse()  # before ranks are needed, for --help
     dist.init_process_group("gloo")
     run(sys.argv[1:], print if dist.get_rank() == 0 else None)
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ schedule works. It waits for a received tensor when the computation that needs i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from dtcomm.pipeline.exchange import (
 from dtcomm.pipeline.state import State
 from dtcomm.torch_compat import PipelineStageBase
 
+_log = logging.getLogger("dtcomm")
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 RECEIVES_AHEAD = 1  # micro-batches
 
@@ -86,7 +88,8 @@ def compress(
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: A codec is wrong or too inaccurate, a stage is compressed already, or options exclude each other.
+        ValueError: A codec is wrong or too inaccurate, a stage is compressed already, or options exclude each other. In
+            the first step: ``output_args`` of a stage do not require gradients.
 
     Example::
 
@@ -156,6 +159,7 @@ class _StageMessages:
         self._sent_shapes: dict[int, list[torch.Size]] = {}  # of the activations of each micro-batch
         self._messages = 0
         self._computed = self._sent = 0
+        self._examples_checked = False
         self._methods: dict[str, Callable[..., Any]] = {}
         for name in (
             "get_fwd_send_ops",
@@ -239,6 +243,8 @@ class _StageMessages:
         self._state.add_time(forward=time.perf_counter() - begin)
         if not self._stage.has_backward:
             self._count_computed()
+        elif not self._examples_checked:
+            self._check_examples(output)
         return output
 
     def backward_one_chunk(
@@ -430,6 +436,25 @@ class _StageMessages:
         """Return whether the neighbouring stage is on this rank too; then nothing is sent."""
         ranks = self._stage.stage_index_to_group_rank
         return ranks[self._stage.stage_index + offset] == ranks[self._stage.stage_index]
+
+    def _check_examples(self, output: Any) -> None:
+        """Raise ValueError if gradients of the output are needed but do not come, after which torch fails or waits."""
+        self._examples_checked, stage = True, self._stage
+        buffers = [info.buffer for info in _with_buffers(stage.args_recv_info[0])]
+        floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+        if not stage.is_first and floats and not any(buffer.requires_grad for buffer in floats):
+            _log.warning(
+                "dtcomm.pipeline: the examples in input_args of stage %d do not require gradients, so stage %d gets "
+                "none; make them with requires_grad=True unless all stages before are frozen",
+                stage.stage_index, stage.stage_index - 1,
+            )  # fmt: skip
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        needed = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in outputs)
+        if not stage.is_last and needed and not _with_buffers(stage.grad_recv_info[0]):
+            raise ValueError(
+                f"output_args: the examples of stage {stage.stage_index} do not require gradients, so none come from "
+                f"stage {stage.stage_index + 1}; make them, and its input_args, with requires_grad=True"
+            )
 
     def _wait(self, what: str, micro_batch: int) -> None:
         for receipt in self._receipts.pop((what, micro_batch), ()):

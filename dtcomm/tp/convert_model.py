@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,6 +63,12 @@ _HEAD_COUNTS = (
     "split_size",
 )
 _COMPILED = "(compiled code)"  # stands for the layers of compiled code in reports
+# Added to errors of torch about shapes.
+_SHAPES = (
+    "dtcomm.tp: a column layer gives 1 of {ranks} parts of its outputs. The forward of attention must not fix the "
+    "number of heads: view(batch, length, -1, head_dim), with head_dim of the whole model. Each column layer needs the "
+    "row layer that takes its outputs: `dtcomm tp inspect MODEL --heads N` shows the pairs"
+)
 
 _log = logging.getLogger("dtcomm")
 
@@ -132,8 +140,9 @@ def compress(
 
     Raises:
         TypeError: An argument has a wrong type, or an option is unknown.
-        ValueError: A codec is wrong or too inaccurate, a pattern matches no module, a kind is unknown, or a size or the
-            number of attention heads is not divisible by the number of ranks. The model is unchanged then.
+        ValueError: A codec is wrong or too inaccurate, a pattern matches no module, a kind is unknown, a column or row
+            layer lacks its partner, or a size or the number of attention heads is not divisible by the number of
+            ranks. The model is unchanged then.
 
     Example::
 
@@ -276,8 +285,11 @@ def _sharded_embedding(module: nn.Module, name: str, options: dict[str, Any]) ->
         raise ValueError(
             f"plan: {name} is a {type(module).__name__}; the kind vocabulary expects an Embedding"
         )
+    for option in ("scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise ValueError(f"plan: {name} has {option}=True, which the new layer would not have")
     rows, width = module.weight.shape
-    layer = VocabParallelEmbedding(rows, width, **options)
+    layer = VocabParallelEmbedding(rows, width, padding_idx=module.padding_idx, **options)
     layer.load_dense({"weight": module.weight})
     return layer
 
@@ -392,6 +404,7 @@ class State(Reporting):
         self._handles = [
             model.register_forward_pre_hook(self._begin_forward),
             model.register_forward_hook(self._end_forward),
+            model.register_forward_hook(self._explain_shapes, always_call=True),
         ]
 
     def report(self) -> Report:
@@ -456,6 +469,14 @@ class State(Reporting):
     def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():  # no backward pass follows
             self.report()
+
+    def _explain_shapes(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Add to an error of torch about shapes what it has to do with layers that are cut."""
+        if torch.compiler.is_compiling():
+            return
+        error = sys.exc_info()[1]
+        if type(error) is RuntimeError and re.search("shape|size", str(error)):
+            error.args = (f"{error}\n{_SHAPES.format(ranks=self._comm.world_size)}",)
 
     def _log_uncompressed(self, report: Report) -> None:
         if not report.messages:

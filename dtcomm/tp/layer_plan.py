@@ -129,7 +129,47 @@ def resolve_plan(
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % world_size:
             raise ValueError(f"mesh: the model's {name}, {heads}, is not divisible by the {world_size} ranks")
+    _require_pairs(model, layers, config)
     return layers
+
+
+def _require_pairs(model: nn.Module, layers: Mapping[str, tuple[nn.Module, PlanEntry]], config: Any) -> None:
+    """Raise ValueError for a column layer whose outputs a whole layer takes, and a row layer that a whole one feeds.
+
+    The partner is looked for in the module that has the layer, then in the modules around it, up to two.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    sizes: dict[str, dict[str, int]] = {
+        "column": {},
+        "row": {},
+    }  # of what a column gives, and of what a row takes
+    for name, (module, entry) in layers.items():
+        if entry.kind in ("column", "column_packed2", "column_packed3", "column_qkv", "row"):
+            out_features, in_features = dense_weight_and_bias(module, name)[0].shape
+            row = entry.kind == "row"
+            size = in_features if row else packed_sizes(entry.kind, out_features, config, name)[0]
+            sizes["row" if row else "column"][name] = size
+    for kind, partner in (("column", "row"), ("row", "column")):
+        for name, size in sizes[kind].items():
+            scope = name
+            for _ in range(min(3, name.count(".") + 1)):
+                scope = scope.rpartition(".")[0]
+                inside = f"{scope}." if scope else ""
+                partners = [other for path, other in sizes[partner].items() if path.startswith(inside)]
+                if size in partners:
+                    break
+                for path, module in linear.items():
+                    fits = size == (module.in_features if kind == "column" else module.out_features)
+                    if fits and path not in layers and path.startswith(inside):
+                        does = (
+                            "gives each rank a part of what" if kind == "column" else "takes a part of what"
+                        )
+                        raise ValueError(
+                            f"plan: {name} ({kind}) {does} {path} {'takes' if kind == 'column' else 'gives'} whole, "
+                            f"{size} features; give {path} the kind {partner}, or leave both out"
+                        )
+                if partners:
+                    break
 
 
 def read_plan(plan: Plan | str | Path | None, model_type: str = "") -> Plan:

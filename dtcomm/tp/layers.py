@@ -9,6 +9,7 @@ works.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any, TypedDict
 
@@ -328,6 +329,7 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         num_embeddings: Size of the vocabulary; divisible by the number of ranks.
         embedding_dim: Size of the vectors.
+        padding_idx: The token whose vector does not learn, as of nn.Embedding. Default: none.
         codec: Codec of the sum, a spec or a `Codec`. Default: ``"none"``.
         algorithm: Algorithm of the sum, see `CommConfig`. Default: ``"auto"``.
         group: Process group or one-dimensional device mesh. Default: all ranks.
@@ -350,6 +352,7 @@ class VocabParallelEmbedding(ShardedModule):
         num_embeddings: int,
         embedding_dim: int,
         *,
+        padding_idx: int | None = None,
         codec: str | Codec = "none",
         algorithm: Algorithm = "auto",
         group: GroupOrMesh = None,
@@ -358,6 +361,9 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         super().__init__(CommConfig.of(codec, algorithm=algorithm, group=group))
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx: expected one of {num_embeddings} tokens, got {padding_idx}")
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         rows = self.comm.shard_size(num_embeddings, "num_embeddings")
         self.first_token = rows * self.comm.rank
         self.register_shard("weight", (rows, embedding_dim), 0, device, dtype)
@@ -365,7 +371,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     def reset_parameters(self) -> None:
         """Initialize as nn.Embedding does: with the same seed the shards are those of the dense module."""
-        self.init_parameters(_init_embedding)
+        self.init_parameters(functools.partial(_init_embedding, padding_idx=self.padding_idx))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the vectors of ``tokens``.
@@ -386,7 +392,10 @@ class VocabParallelEmbedding(ShardedModule):
             raise IndexError(f"tokens: expected 0 to {self.num_embeddings - 1}")
         local = tokens - self.first_token
         stored_here = (local >= 0) & (local < len(self.weight))
-        vectors = F.embedding(torch.where(stored_here, local, 0), self.weight)
+        padding = None if self.padding_idx is None else self.padding_idx - self.first_token
+        if padding is not None and not 0 <= padding < len(self.weight):
+            padding = None
+        vectors = F.embedding(torch.where(stored_here, local, 0), self.weight, padding)
         return functional.reduce_from_ranks(vectors * stored_here.unsqueeze(-1).to(vectors.dtype), self.comm)
 
     def extra_repr(self) -> str:
@@ -510,5 +519,7 @@ def _init_conv1d(name: str, full: torch.Tensor) -> None:
         nn.init.zeros_(full)
 
 
-def _init_embedding(name: str, full: torch.Tensor) -> None:
+def _init_embedding(name: str, full: torch.Tensor, padding_idx: int | None) -> None:
     nn.init.normal_(full)
+    if padding_idx is not None:
+        full[padding_idx].fill_(0)

@@ -1,8 +1,9 @@
-"""The files and folders that documents name exist."""
+"""The files and folders that documents name exist, and every example prints its help without ranks."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,16 @@ def test_named_paths_exist(page: Path) -> None:
         if not name.startswith("docs/reference/_generated") and not any(ROOT.glob(name.rstrip("/")))
     ]
     assert not missing
+
+
+SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_examples_print_help_without_ranks(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("usage:")

@@ -87,18 +87,28 @@ def _add(commands: Any, name: str, summary: str, description: str, epilog: str) 
 def _add_inspect(commands: Any) -> None:
     description = "Propose which layers of a model can be cut over the ranks, and say why the others cannot."
     add = _add(commands, "inspect", "propose a plan for a model", description, INSPECT_HELP)
+    add("--heads", metavar="N[,KV]", type=_heads,
+        help="number of attention heads, and of those of keys and values (default: the model's)")  # fmt: skip
     add("--vocabulary", action="store_true", help="cut the embedding and the output layer too")
     add("--out", type=Path, help="write a plan file, for dtcomm.tp.compress(model, mesh, plan=...)")
     add("--json", action="store_true", help="print JSON")
 
 
+def _heads(text: str) -> tuple[int, ...]:
+    try:
+        queries, *rest = map(int, text.split(",", 1))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected N or N,KV, got {text!r}") from None
+    return queries, *(rest or [queries])
+
+
 def inspect(options: argparse.Namespace) -> int:
     """Print the plan that is proposed for a model, and write it."""
-    proposal = propose_plan(make_model(options.model), options.ranks, vocabulary=options.vocabulary)
-    if options.out is not None:
-        proposal.write(options.out)
+    model = make_model(options.model)
+    proposal = propose_plan(model, options.ranks, heads=options.heads, vocabulary=options.vocabulary)
     print(json.dumps(proposal.to_dict(), indent=1) if options.json else proposal)
     if options.out is not None:
+        proposal.write(options.out)
         _wrote(options.out)
     return 0
 

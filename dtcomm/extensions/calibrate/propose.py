@@ -30,6 +30,7 @@ from dtcomm.tp.layers import experts_features
 WHOLE = "whole"
 #: Class of an attention module → name of its joined projection and the kind of its layer.
 JOINED = {
+    "CausalSelfAttention": ("c_attn", "column_packed3"),  # of nanoGPT
     "GPT2Attention": ("c_attn", "column_packed3"),
     "GPTNeoXAttention": ("query_key_value", "column"),
     "Phi3Attention": ("qkv_proj", "column_qkv"),
@@ -128,7 +129,9 @@ class Proposal:
         return "\n".join(lines)
 
 
-def propose_plan(model: nn.Module, ranks: int, *, vocabulary: bool = False) -> Proposal:
+def propose_plan(
+    model: nn.Module, ranks: int, *, heads: int | tuple[int, int] | None = None, vocabulary: bool = False
+) -> Proposal:
     """Propose a plan for a model: which layers `dtcomm.tp.compress` can cut over the ranks, and how.
 
     Names and shapes show which layers belong together, not what happens between them. Compare the logits of the first
@@ -137,14 +140,16 @@ def propose_plan(model: nn.Module, ranks: int, *, vocabulary: bool = False) -> P
     Args:
         model: The model; it may be on the meta device.
         ranks: Number of ranks that share each layer.
+        heads: Number of attention heads, or of those of queries and of those of keys and values. Default: that of the
+            model's configuration or of its attention modules.
         vocabulary: Cut the embedding and the output layer too, where they are not tied. Default: False.
 
     Returns:
         The proposal: rows with reasons, and ``plan``.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``ranks`` not an integer.
-        ValueError: ``ranks`` is below 1.
+        TypeError: ``model`` is not a module, or ``ranks`` or ``heads`` not an integer.
+        ValueError: ``ranks`` or ``heads`` is below 1.
 
     Example::
 
@@ -157,7 +162,10 @@ def propose_plan(model: nn.Module, ranks: int, *, vocabulary: bool = False) -> P
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     require_int("ranks", ranks, 1)
-    search = _Search(model, ranks)
+    counts = heads if isinstance(heads, tuple) else () if heads is None else (heads, heads)
+    for count in counts:
+        require_int("heads", count, 1)
+    search = _Search(model, ranks, counts)
     search.run(vocabulary)
     kinds = {name: kind for name, (kind, _) in search.found.items() if kind != WHOLE}
     model_type = getattr(search.config, "model_type", "") or ""
@@ -188,8 +196,8 @@ def propose_plan(model: nn.Module, ranks: int, *, vocabulary: bool = False) -> P
 class _Search:
     """The modules of a model for which a kind, or a reason why there is none, was found: name → (kind, reason)."""
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
-        self.model, self.ranks = model, ranks
+    def __init__(self, model: nn.Module, ranks: int, heads: tuple[int, ...]) -> None:
+        self.model, self.ranks, self.heads = model, ranks, heads
         config = getattr(model, "config", None)
         get_text_config = getattr(config, "get_text_config", None)
         self.config = config if get_text_config is None else get_text_config()
@@ -246,28 +254,28 @@ class _Search:
         parts = [next((linear[n] for n in names if n in linear), "") for names in (_QUERY, _KEY, _VALUE)]
         if joined in linear:
             inside, reason = {linear[joined]: kind}, "joined queries, keys and values"
-            width = self.linear[linear[joined]][0]
-            attended = packed_sizes(kind, width, self.config, name)[0] if kind != "column" else width // 3
+            total, width = self.linear[linear[joined]]
+            attended = packed_sizes(kind, total, self.config, name)[0] if kind != "column" else total // 3
         elif all(parts):
             inside, reason = dict.fromkeys(parts, "column"), "heads"
             attended = self.linear[parts[0]][0]
+            width = self.linear[parts[0]][1]
         else:
             if _ATTENTION.search(type(module).__name__) and linear and name not in self.found:
                 text = "attention whose projections are none of those that are known"
                 self._keep({path: "" for path in linear.values() if path not in self.found}, text)
             return
-        outputs = [
-            path for path in linear.values() if path not in inside and self.linear[path][1] == attended
-        ]
+        shape = (width, attended)
+        outputs = [path for path in linear.values() if path not in inside and self.linear[path] == shape]
         if not outputs:  # BERT has it in a module beside the heads
             beside = name.rpartition(".")[0]
             outputs = [
                 path
-                for path, (_, in_features) in self.linear.items()
+                for path in self.linear
                 if path.startswith(f"{beside}." if beside else "")
                 and not path.startswith(f"{name}.")
                 and path.count(".") <= name.count(".") + 1
-                and in_features == attended
+                and self.linear[path] == shape
             ]
         if len(outputs) != 1:
             text = f"{len(outputs)} layers could be the projection of attention's output"
@@ -275,16 +283,22 @@ class _Search:
         kinds = inside | {outputs[0]: "row"}
         heads, kv_heads = self._heads(module)
         if not heads:
-            return self._keep(kinds, "the number of heads is not known: no config.num_attention_heads")
+            return self._keep(kinds, "the number of heads is not known: heads=N or --heads N says it")
         for count, label in ((heads, "heads"), (kv_heads, "heads of keys and values")):
             if count % self.ranks:
                 return self._keep(kinds, f"{count} {label} are not divisible by {self.ranks} ranks")
+        if attended % heads:
+            return self._keep(kinds, f"{attended} features are not {heads} heads")
         head_dim = attended // heads
+        # In a block with other linear layers, these and norms of the stream's width do not see single heads.
+        block = any(path not in kinds for path in linear.values())
         for child, submodule in module.named_children():
             path = children[child]
-            if path in kinds or not [*submodule.parameters()]:
+            if path in kinds or not [*submodule.parameters()] or (block and path in self.linear):
                 continue
             sizes = {parameter.numel() for parameter in submodule.parameters()}
+            if block and sizes == {width} and not re.match("q|k|v_|value", child):
+                continue
             if sizes == {head_dim} and not [*submodule.children()]:
                 kinds[path] = "replicated"
             elif path not in self.linear and "norm" in child:
@@ -297,6 +311,8 @@ class _Search:
 
     def _heads(self, attention: nn.Module) -> tuple[int, int]:
         """Return the numbers of heads of queries, and of keys and values; 0 if they are not known."""
+        if self.heads:
+            return self.heads[0], self.heads[-1]
         for owner in (self.config, attention):
             for key in ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads"):
                 heads = getattr(owner, key, None)
@@ -376,8 +392,6 @@ class _Search:
                 reason = "the embedding and the output layer are tied"
             elif embeds and type(module).forward is not nn.Embedding.forward:
                 reason = f"{type(module).__name__} computes more than a look-up"
-            elif isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                reason = f"padding_idx={module.padding_idx}: its row must not learn"
             elif rows % self.ranks:
                 reason = f"{rows} words are not divisible by {self.ranks} ranks"
             if reason:

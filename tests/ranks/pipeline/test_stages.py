@@ -289,6 +289,22 @@ def lose_a_stage(rank: int, ranks: int) -> str:
     return str(error.value)
 
 
+def step_with_examples(rank: int, ranks: int, requires_grad: bool) -> None:
+    example = torch.zeros(2, WIDTH, requires_grad=requires_grad)
+    stage = PipelineStage(Layer(rank), rank, ranks, torch.device("cpu"), example, example)
+    compress(stage, "int8")
+    schedule = Schedule1F1B(stage, MICRO, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(2 * MICRO, WIDTH)
+    schedule.step(x) if rank == 0 else schedule.step(target=x)
+    assert stage.submod.linear.weight.grad is not None
+
+
+def test_examples_that_do_not_require_gradients_are_named() -> None:
+    run_ranks(step_with_examples, 2, True)
+    with pytest.raises(ValueError, match="output_args"):
+        run_ranks(step_with_examples, 2, False)
+
+
 def test_a_killed_stage_is_named() -> None:
     with spawn_ranks(lose_a_stage, 2) as ranks:
         assert ranks.receive(1, 60) == "running"

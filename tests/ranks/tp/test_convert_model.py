@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dtcomm import tp
+from dtcomm.extensions.calibrate import propose_plan
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional
 
@@ -18,7 +19,7 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 class SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(40, 16)
+        self.embed = nn.Embedding(40, 16, padding_idx=3)
         self.up = nn.Linear(16, 48)
         self.down = nn.Linear(48, 16)
         self.head = nn.Linear(16, 40, bias=False)
@@ -56,6 +57,49 @@ def compare_plain_model(rank: int, ranks: int) -> None:
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
     # Dense checkpoints still load.
     model.load_state_dict(dense.state_dict())
+    assert rank or (not model.embed.weight.grad[3].any() and model.embed.weight.grad[4].any())
+
+
+class OwnBlock(nn.Module):
+    """Attention and MLP in one module, with names of its own, without a configuration."""
+
+    def __init__(self, view: tuple[int, ...]) -> None:
+        super().__init__()
+        self.view, self.norm = view, nn.LayerNorm(16)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, 16) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            layer(x).view(*x.shape[:2], *self.view).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.wo(y)
+        out: torch.Tensor = x + self.fc2(torch.relu(self.fc1(self.norm(x))))
+        return out
+
+
+def compare_own_model(rank: int, ranks: int) -> None:
+    """The plan proposed with ``heads=`` is right; a forward with a fixed number of heads is explained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OwnBlock((-1, 4)), OwnBlock((-1, 4)))
+    x = torch.randn(2, 5, 16)
+    expected = model(x)
+    plan = propose_plan(model, ranks, heads=4).plan
+    kinds = dict.fromkeys(("*.wq", "*.wk", "*.wv", "*.fc1"), "column") | {"*.wo": "row", "*.fc2": "row"}
+    assert plan == kinds
+    tp.compress(model, None, "none", plan)
+    torch.testing.assert_close(model(x), expected)
+    fixed = nn.Sequential(OwnBlock((4, 4)))
+    tp.compress(fixed, None, "none", plan)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)shape '\[2, 5, 4, 4\]'.*view\(batch, length, -1, head_dim\)"
+    ):
+        fixed(x)
+
+
+def test_an_own_model() -> None:
+    run_ranks(compare_own_model, 2)
 
 
 def test_a_plain_model() -> None:
@@ -166,6 +210,8 @@ def check_refusals(rank: int, ranks: int) -> None:
         ({"embed": "row"}, "embed is a Embedding; the kinds column and row"),
         ("t5", "unknown 't5'; valid: llama"),
         (None, "no built-in plan for models of type 'SmallModel'"),
+        ({"up": "column"}, r"plan: up \(column\) .* down takes whole, 48"),
+        ({"down": "row", "head": "column_gather"}, r"plan: down \(row\) .* up gives whole, 48"),
     ):
         with pytest.raises(ValueError, match=message):
             tp.compress(model, None, plan=plan)
@@ -174,11 +220,12 @@ def check_refusals(rank: int, ranks: int) -> None:
         "down": lambda model: model.down.register_full_backward_hook(lambda module, inputs, outputs: None),
         "head": lambda model: setattr(model, "head", Adapted(16, 40)),
         "embed": lambda model: setattr(model.embed, "max_norm", 1.0),
+        "embed has sparse": lambda model: setattr(model.embed, "sparse", True),
         "head|embed": lambda model: setattr(model.head, "weight", model.embed.weight),
     }.items():
         changed = SmallModel()
         change(changed)
-        with pytest.raises(ValueError, match=f"plan: ({part}) "):
+        with pytest.raises(ValueError, match=f"plan: ({part})"):
             tp.compress(changed, None, "none", PLAN)
     assert {name: type(module) for name, module in model.named_modules()} == types_before
     odd = tiny_model("llama")

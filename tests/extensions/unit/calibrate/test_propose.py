@@ -80,7 +80,7 @@ def test_what_does_not_divide_is_said() -> None:
 def test_the_vocabulary_is_cut_where_it_may_be() -> None:
     llama = reasons(propose("olmo2", vocabulary=True))
     assert llama["lm_head"] == ("column_gather", "words")
-    assert llama["embed_tokens"] == ("whole", "padding_idx=0: its row must not learn")
+    assert llama["embed_tokens"] == ("vocabulary", "words")
     assert reasons(propose("gemma", vocabulary=True))["lm_head"][1].endswith("tied")
     assert reasons(propose("olmo2"))["lm_head"] == ("whole", "vocabulary: vocabulary=True cuts it")
 
@@ -111,13 +111,39 @@ def test_blocks_are_found_by_their_shapes() -> None:
     ]
 
 
+class CausalSelfAttention(nn.Module):
+    """nanoGPT's names and shapes, the number of heads aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+
+def test_heads_are_said_where_the_model_does_not_say_them() -> None:
+    model = nn.ModuleList([CausalSelfAttention()])
+    assert reasons(propose_plan(model, 2))["c_proj"][1].startswith(
+        "the number of heads is not known: heads=N"
+    )
+    assert propose_plan(model, 2, heads=4).plan == {"*.c_attn": "column_packed3", "*.c_proj": "row"}
+    whole = reasons(propose_plan(model, 2, heads=(4, 1)))["c_proj"]
+    assert whole == ("whole", "1 heads of keys and values are not divisible by 2 ranks")
+    assert reasons(propose_plan(model, 2, heads=6))["c_proj"] == ("whole", "16 features are not 6 heads")
+    with pytest.raises(ValueError, match="heads=0"):
+        propose_plan(model, 2, heads=0)
+
+
 def make_block() -> nn.Module:
     return nn.ModuleList([Block(norm=False)])
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert main(["tp", "inspect", f"{__name__}:make_block", "--ranks", "4", "--out", str(path)]) == 0
+    assert (
+        main(
+            ["tp", "inspect", f"{__name__}:make_block", "--ranks", "4", "--heads", "8,4", "--out", str(path)]
+        )
+        == 0
+    )
     output = capsys.readouterr()
     assert "*.widen" in output.out and f"plan='{path}'" in output.err
     plan = read_plan(path)
@@ -136,5 +162,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ("gpt_oss", "there is no plan to write: no layer of GptOssForCausalLM can be cut"),
     ):
         assert main(["tp", "inspect", argument, "--out", str(tmp_path / "none.json")]) == 2
-        assert message in capsys.readouterr().err
+        output = capsys.readouterr()
+        assert message in output.err and bool(output.out) == (
+            argument == "gpt_oss"
+        )  # its table has the reasons
     assert not (tmp_path / "none.json").exists()
