@@ -117,7 +117,7 @@ def test_invalid_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(ValueError, match="budget: expected 0 or more, got -1"):
         calibrate(make_model(), batches(), 2, LAYER_KINDS, budget=-1)
     with pytest.raises(ValueError, match="plan: none of its layers sends activations"):
-        calibrate(make_model(), batches(), 2, {"blocks.*.up": "column"})
+        calibrate(make_model(), batches(), 2, {"blocks.*.before_mlp": "replicated"})
     assert main(["tp", "calibrate", "nowhere:model"]) == 2
     assert "MODEL: nowhere:model: No module named 'nowhere'" in capsys.readouterr().err
     assert main(["tp", "calibrate", str(tmp_path)]) == 2
