@@ -132,6 +132,18 @@ def test_heads_are_said_where_the_model_does_not_say_them() -> None:
         propose_plan(model, 2, heads=0)
 
 
+def test_attention_and_mlp_in_one_module() -> None:
+    block = nn.Module()
+    for name in ("wq", "wk", "wv", "wo"):
+        block.add_module(name, nn.Linear(16, 16))
+    block.fc1, block.fc2, block.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
+    columns = dict.fromkeys(("*.wq", "*.wk", "*.wv", "*.fc1"), "column")
+    assert propose_plan(nn.ModuleList([block]), 2, heads=4).plan == columns | {"*.wo": "row", "*.fc2": "row"}
+    block.q_norm = nn.LayerNorm(16)
+    whole = reasons(propose_plan(nn.ModuleList([block]), 2, heads=4))
+    assert whole["wq"] == ("whole", "q_norm normalizes the features of all heads together")
+
+
 def make_block() -> nn.Module:
     return nn.ModuleList([Block(norm=False)])
 
