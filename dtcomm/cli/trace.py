@@ -14,6 +14,7 @@ from dtcomm.cli import COLOURS, GREY, INK, styled_pyplot
 from dtcomm.profiling import trace
 from dtcomm.profiling.summary import summarize
 from dtcomm.profiling.trace import MessageRecord, StepRecord
+from dtcomm.system import save_figure
 
 COMPUTE = {"forward": "#b9c4d6", "backward": "#7d8fb0"}
 PHASES = dict(zip(("encode", "reduce", "decode", "factors"), COLOURS[1:]))
@@ -96,7 +97,7 @@ def plot(ranks: Ranks, path: Path, number: int | None = None) -> None:
             bbox_to_anchor=(1.0, 1.0),
             frameon=False,
         )
-        figure.savefig(path, dpi=140)
+        save_figure(figure, path)
         pyplot.close(figure)
 
 

@@ -30,6 +30,7 @@ from dtcomm.ddp.auto import Tuner, Verifier
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.streams import AsyncHostCopy, Streams
+from dtcomm.system import write_file
 
 _log = logging.getLogger("dtcomm")
 
@@ -262,7 +263,7 @@ class StepRecorder:
             return False
         if self._writes:
             content = summarize_steps(self._steps, self._ranks, self._codec)
-            self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_file(self.path, json.dumps(content, indent=1) + "\n")
         return True
 
 

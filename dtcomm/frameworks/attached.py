@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from dtcomm import torch_compat
 from dtcomm.compress.checkpoint import VERSION, Compressor, rank_and_size, require_intact
+from dtcomm.system import write_file
 
 S = TypeVar("S", bound=Compressor)
 
@@ -187,11 +187,11 @@ def save_files(state: Compressor, folder: str) -> None:
     files, path = fsspec.core.url_to_fs(folder)
     files.makedirs(path, exist_ok=True)
     target = f"{path}/{_file_name(rank, size)}"
-    local = "file" in files.protocol
-    with files.open(f"{target}.new" if local else target, "wb") as file:
-        file.write(packed.getvalue())
-    if local:
-        os.replace(f"{target}.new", target)
+    if "file" in files.protocol:
+        write_file(target, packed.getvalue())
+    else:
+        with files.open(target, "wb") as file:
+            file.write(packed.getvalue())
     if rank == 0:
         for number in set(_saved_sizes(files, path)) - {size}:
             for other in range(number):

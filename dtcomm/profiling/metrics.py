@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtcomm.profiling.summary import Summary
+from dtcomm.system import write_file
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,7 @@ def write_prometheus(
     target = Path(path)
     if target.suffix != ".prom":
         raise ValueError(f"path: {target.name}: the textfile collector reads files that end in .prom only")
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(prometheus(state, labels), encoding="utf-8")
-    draft.replace(target)
+    write_file(target, prometheus(state, labels))
 
 
 def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix: str = "dtcomm") -> None:

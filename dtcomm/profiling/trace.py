@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dtcomm.system import write_file
 from dtcomm.work import Span
 
 FORMAT = 1
@@ -335,9 +336,7 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _save(path: Path, content: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_file(path, json.dumps(content) + "\n")
 
 
 def _boot_id() -> str:

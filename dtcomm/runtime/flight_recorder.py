@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import tempfile
 import time
 import warnings
 import weakref
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 
 from dtcomm import env
 from dtcomm.errors import CommunicatorClosed
+from dtcomm.system import write_file
 
 FORMAT = 1
 CAPACITY = 256  # operations of a communicator that are kept, as in csrc/engine/flight_recorder.h
@@ -133,15 +133,7 @@ def write(directory: str | Path, reason: str = "") -> Path:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{contents['rank']}.json"
-    # A new file under an unpredictable name, with mode 0600.
-    descriptor, draft = tempfile.mkstemp(prefix=f".rank-{contents['rank']}.", dir=folder)
-    try:
-        with open(descriptor, "w") as file:
-            json.dump(contents, file, indent=1)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
+    write_file(path, json.dumps(contents, indent=1), mode=0o600)
     return path
 
 

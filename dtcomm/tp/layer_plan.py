@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtcomm.codecs import codec as parse
+from dtcomm.system import write_file
 
 #: The kinds of layers; `docs/guides/tensor-parallel.md` has a table of them.
 KINDS = (
@@ -201,7 +202,7 @@ def write_plan(path: str | Path, layers: Mapping[str, PlanEntry], **metadata: An
     """Write a plan file for `dtcomm.tp.compress`: the layers, and metadata about how the plan was chosen."""
     entries = {name: {"kind": entry.kind, "codec": entry.codec} for name, entry in layers.items()}
     content = {"format": FORMAT, **metadata, "layers": entries}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def _load(path: Path) -> Plan:

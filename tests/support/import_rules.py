@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ANY = frozenset({"*"})  # every part but `extensions`
-LEAVES = frozenset({"errors", "env", "arguments", "torch_compat"})
+LEAVES = frozenset({"errors", "env", "arguments", "system", "torch_compat"})
 
 
 def _may(parts: str = "", libraries: str = "") -> tuple[frozenset[str], frozenset[str]]:
@@ -27,6 +27,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "errors": _may(),
     "env": _may(),
     "arguments": _may(),
+    "system": _may(),
     # Every private name of torch: a leaf.
     "torch_compat": _may("", "torch"),
     "schedule": _may(),

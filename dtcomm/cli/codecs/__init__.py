@@ -32,6 +32,7 @@ from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.kernels import available, current
 from dtcomm.measure.memory_floor import REDUCED_PAYLOADS
+from dtcomm.system import save_figure, write_file
 
 VERSION = 1  # of the JSON
 SUM = f"reduce {REDUCED_PAYLOADS}"  # the reduction whose share of the memory floor the table shows
@@ -116,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.json == "-":
             sys.stdout.write(text)
         else:
-            Path(options.json).write_text(text)
+            write_file(options.json, text)
     if options.json != "-":
         console = Console()
         console = Console(width=max(console.width, WIDTH) if console.is_terminal else PIPE_WIDTH)
@@ -334,7 +335,7 @@ def plot(rows: Sequence[CodecRow], path: Path) -> None:
             _label_points(axes, rows, name)
         handles, labels = all_axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper", frameon=False)
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
         pyplot.close(figure)
 
 

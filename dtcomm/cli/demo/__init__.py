@@ -23,6 +23,7 @@ from dtcomm.cli.demo import train
 from dtcomm.cli.demo.train import PLAIN, Settings
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import RankError, RankTimeout, send_to_parent, spawn_ranks
+from dtcomm.system import save_figure, write_file
 
 CODECS = "none,fp16,int8"
 
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     summary = summarize(results, nproc=options.nproc, steps=options.steps, seconds=time.monotonic() - begin)
 
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "demo.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_file(options.out / "demo.json", json.dumps(summary, indent=1) + "\n")
     write_plot(summary, options.out / "demo.png")
     if options.json:
         print(json.dumps(summary))
@@ -268,7 +269,7 @@ def write_plot(summary: dict[str, Any], path: Path) -> None:
             x=0.01,
             ha="left",
         )
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
         pyplot.close(figure)
 
 

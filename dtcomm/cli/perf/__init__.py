@@ -20,6 +20,7 @@ from dtcomm.cli.perf.output import Printer, to_json, write_plot
 from dtcomm.cli.perf.runner import PerfReport, ProgressListener, run
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
+from dtcomm.system import write_file
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
             sys.stdout.write(to_json(report, argv))
             sys.stdout.flush()
         elif options.json is not None:
-            Path(options.json).write_text(to_json(report, argv))
+            write_file(options.json, to_json(report, argv))
         if options.plot is not None:
             write_plot(report, Path(options.plot))
             print(f"# {options.plot}", file=sys.stderr)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import DTYPES
 from dtcomm.cli.perf.placement import CPU, Placement
+from dtcomm.system import allowed_cores, write_file
 
 SOURCE = Path(__file__).with_name("mpi_rank.c")
 # The fastest setting depends on size and version; a comparison of all_reduce takes the best of all.
@@ -59,13 +60,12 @@ def compile_rank_program() -> Path:
     if out.exists():
         return out
     cache.mkdir(parents=True, exist_ok=True)
-    # A unique name, so that two processes that compile at once never run each other's half-written file.
-    scratch = out.with_suffix(f".{os.getpid()}")
-    command = ["mpicc", "-O2", "-Wall", "-Werror", str(SOURCE), "-o", str(scratch)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise MpiError(f"{' '.join(command)}\n{done.stderr}")
-    scratch.replace(out)
+    with tempfile.TemporaryDirectory() as folder:  # two processes may compile at once
+        command = ["mpicc", "-O2", "-Wall", "-Werror", str(SOURCE), "-o", f"{folder}/{out.name}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise MpiError(f"{' '.join(command)}\n{done.stderr}")
+        write_file(out, Path(folder, out.name).read_bytes(), mode=0o777)
     return out
 
 
@@ -88,7 +88,7 @@ class MpiRanks:
         # O_RDWR, so that opening does not block until the ranks open their ends.
         self._to = [os.open(folder / f"in.{rank}", os.O_RDWR) for rank in range(ranks)]
         self._from = [os.open(folder / f"out.{rank}", os.O_RDWR) for rank in range(ranks)]
-        oversubscribed = ranks > len(os.sched_getaffinity(0))
+        oversubscribed = ranks > len(allowed_cores())
         command = [*(mpirun or ["mpirun", "--oversubscribe"]), "-np", str(ranks)]
         # A separate session folder, because two mpiruns that start at once collide in /tmp.
         command += ["--mca", "orte_tmpdir_base", self._folder.name]

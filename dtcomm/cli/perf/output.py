@@ -27,6 +27,7 @@ from dtcomm.cli.perf.runner import (
     unexpected_transports,
 )
 from dtcomm.codecs import codec
+from dtcomm.system import save_figure
 
 VERSION = 1  # of the JSON
 SMALL = 64 * 1024  # bytes up to which latency matters more than bandwidth, for plots
@@ -400,7 +401,7 @@ def write_plot(report: PerfReport, path: Path) -> None:
             figure.legend(
                 *all_axes[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False
             )
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
         pyplot.close(figure)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dtcomm import measure as device_info
 from dtcomm.measure import Clock, make_clock
+from dtcomm.system import allowed_cores
 
 CPU, CUDA = "cpu", "cuda"
 DEVICES = (CPU, CUDA)
@@ -125,7 +126,7 @@ def pin_to_core(wanted: bool | None) -> str:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    cores = sorted(os.sched_getaffinity(0))
+    cores = allowed_cores()
     if not (local_ranks <= len(cores) if wanted is None else wanted):
         return f"cpu any of {len(cores)}"
     core = cores[local_rank % len(cores)]

@@ -27,6 +27,7 @@ from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner.cost_model import Table
+from dtcomm.system import write_file
 
 COLUMNS = 9  # of sizes in the printed table
 EPILOG = """\
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         parse_table(json.dumps(document))  # never write a table that cannot be read
         if options.output is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(document, indent=1) + "\n")
     except (ValueError, TypeError, OSError, DtcommError, RankError) as error:
         print(f"dtcomm tune: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,6 @@ placement is next.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import sys
 import time
@@ -30,6 +29,7 @@ from dtcomm.cli.perf.placement import pin_to_core
 from dtcomm.codecs import Codec
 from dtcomm.planner.cost_model import FAR, NEAR, PLACEMENTS
 from dtcomm.runtime.communicator import get_communicator
+from dtcomm.system import allowed_cores
 
 FAR_NS = 250.0  # a longer round trip is far
 _BATCHES, _TRIPS = 20, 100
@@ -37,7 +37,7 @@ _BATCHES, _TRIPS = 20, 100
 
 def first_two_cpus() -> tuple[int, ...]:
     """Return the first two CPUs this process may run on, or fewer; call it before the rank is pinned."""
-    return tuple(sorted(os.sched_getaffinity(0))[:2])
+    return tuple(allowed_cores()[:2])
 
 
 def round_trip_ns(cpus: Sequence[int]) -> float | None:

@@ -24,6 +24,7 @@ from dtcomm.cli import COLOURS, styled_pyplot
 from dtcomm.extensions.calibrate.calibration import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.extensions.calibrate.propose import propose_plan
 from dtcomm.profiling.summary import format_table
+from dtcomm.system import save_figure, write_file
 from dtcomm.tp.hf_transformers import from_config, from_folder
 from dtcomm.tp.layer_plan import PLANS
 
@@ -161,7 +162,7 @@ def run_calibration(options: argparse.Namespace) -> int:
         if options.json == "-":
             sys.stdout.write(text)
         else:
-            Path(options.json).write_text(text, encoding="utf-8")
+            write_file(options.json, text)
     if options.json != "-":
         show(calibration)
     if options.plot is not None:
@@ -271,5 +272,5 @@ def plot(calibration: Calibration, path: Path) -> None:
         limit = f"{100 * calibration.budget:g} % of perplexity"
         axes.set_title(f"rings: the plan within {limit}, {calibration.ranks} ranks")
         figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
-        figure.savefig(path, dpi=130)
+        save_figure(figure, path)
         pyplot.close(figure)

@@ -32,6 +32,7 @@ from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES, local_ranks, th
 from dtcomm.runtime.process_groups import Deadline, group_store, group_timeout, private_store
 from dtcomm.runtime.types import Runtime
 from dtcomm.streams import HostStreams, Streams
+from dtcomm.system import allowed_cores
 
 Infos = Sequence[dict[str, Any]]
 
@@ -165,7 +166,7 @@ class CpuBootstrap:
                 **self._base_info(),
                 "listener": {"closed": why_closed} if listener is None else listener.info(),
                 "machine": emulated_link.machine(),
-                "cores": sorted(os.sched_getaffinity(0)),
+                "cores": allowed_cores(),
                 "usable_cores": usable_cores(),
                 "local_ranks": local_ranks(self.size, world_size),
                 "table": env.tune_text() if self.rank == 0 else "",

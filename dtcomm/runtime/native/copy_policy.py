@@ -19,6 +19,7 @@ from dtcomm._C import Variants
 from dtcomm.runtime.emulated_link import Link
 from dtcomm.runtime.types import GEOMETRY, OpSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, REDUCING
+from dtcomm.system import allowed_cores
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SLOT_BYTES = 512 * 1024  # of a rank with one thread
@@ -216,7 +217,7 @@ def link_slot_bytes(link: Link) -> int:
 
 def usable_cores() -> int:
     """Return the cores this process may use, from its affinity and the container's CPU quota."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(allowed_cores())
     try:
         quota, period = CPU_QUOTA.read_text().split()
     except (OSError, ValueError):

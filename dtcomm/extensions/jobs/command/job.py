@@ -16,6 +16,7 @@ from dtcomm.extensions.jobs.command.options import WAN_CODECS, JobOptions, PlanO
 from dtcomm.extensions.jobs.command.report import Output, new_table, write_json
 from dtcomm.extensions.jobs.rank_costs import PARTS
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, size_name, time_name
+from dtcomm.system import save_figure
 
 AXIS_NAMES = {"dp": "gradients (dp)", "params": "parameters (params)", "tp": "tensor (tp)"}
 AXIS_NAMES |= {"pp": "pipeline (pp)", "cp": "context (cp)", "ep": "experts (ep)"}
@@ -257,7 +258,7 @@ def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path
             f"{model.name} on {system.ranks} x {system.device.name}, {plan.job.batch} x {plan.job.seq} tokens"
         )
         figure.tight_layout()
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
         pyplot.close(figure)
 
 

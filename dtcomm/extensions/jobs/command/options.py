@@ -37,6 +37,7 @@ from dtcomm.extensions.jobs.hardware import System, not_one_of
 from dtcomm.extensions.jobs.search import FIXABLE
 from dtcomm.planner import LinkRates
 from dtcomm.planner.links import read_json
+from dtcomm.system import allowed_cores
 
 BATCH_TOKENS = 4 * 2**20  # of a step, if --batch is not given: that of Llama 2, and of Llama 3 at its start
 RAILS, FAT_TREE = "rails", "fat-tree"
@@ -293,7 +294,7 @@ def _system(arguments: argparse.Namespace) -> System:
     if system.name != "local" or system.device.generation:
         return system
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 / per_host
-    cores = arguments.cores or len(os.sched_getaffinity(0))
+    cores = arguments.cores or len(allowed_cores())
     return replace(system, cores=cores, device=replace(system.device, memory_gib=memory_gib))
 
 

@@ -23,6 +23,7 @@ from dtcomm.extensions.jobs.command.training import Training
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name, time_name
 from dtcomm.extensions.jobs.training_model import ModelSize, RankMemory, memory_table
+from dtcomm.system import save_figure, write_file
 
 WIDTH = 146  # least columns; a narrower terminal wraps the lines
 
@@ -73,7 +74,7 @@ def write_json(values: Mapping[str, Any], target: str | None) -> bool:
     if target == "-":
         sys.stdout.write(text)
         return False
-    Path(target).write_text(text)
+    write_file(target, text)
     return True
 
 
@@ -208,7 +209,7 @@ def plot(sweeps: Sequence[Sweep], training: Training | None, path: Path) -> None
         what = sweeps[0].collective if training is None else f"{training.strategy} step"
         where = f"{system.ranks} ranks: {system.hosts} host(s) of {system.per_host}, {system.name}"
         figure.suptitle(f"{what} on {where}", x=0.01, ha="left", fontsize=12)
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
         pyplot.close(figure)
 
 
