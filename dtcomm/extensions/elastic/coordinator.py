@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,11 +26,11 @@ from dtcomm import env
 from dtcomm.arguments import require_int
 from dtcomm.extensions.elastic import protocol
 from dtcomm.extensions.elastic.protocol import COORDINATOR, MEMBER, PROTOCOL, Seal
-from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
+from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret, warn_of_caller
 
 _log = logging.getLogger("dtcomm")
 
-_FACTS_SECONDS = 10.0  # for a caller to say who it is
+_FACTS_SECONDS = 2.0  # for a caller to say who it is
 _MAX_STRANGERS = 64  # callers that have not said yet who they are
 _CHECK_SECONDS = 0.25
 _RETURN_SECONDS = 2.0  # for a member to connect again, where others wait for it
@@ -183,7 +183,8 @@ class Coordinator:
         self._members: list[_Member] = []
         self._removed: dict[str, _Member] = {}  # they may come back
         self._stores: deque[Any] = deque()
-        self._strangers = self._number = 0
+        self._strangers: dict[asyncio.Task[Any], str] = {}  # they have not said who they are → address
+        self._number = 0
         self._run_name = ""  # tells this training run from others; members know it from their view
         self._someone_left = False
         self._is_taken_over = False  # whether the view is that of an earlier coordinator
@@ -244,15 +245,11 @@ class Coordinator:
         member = connection = None
         was_closed = False
         try:
-            if self._strangers >= _MAX_STRANGERS:
-                text = "dtcomm: refused %s: %d callers have not said who they are"
-                _log.warning(text, caller, _MAX_STRANGERS)
-                return
-            self._strangers += 1
+            task = self._make_room(caller)
             try:
                 member, opener = await asyncio.wait_for(self._admit(reader, writer, caller), _FACTS_SECONDS)
             finally:
-                self._strangers -= 1
+                self._strangers.pop(task, None)
             connection = None if member is None else member.connection
             while member is not None and member.connection is connection:
                 self._obey(member, await _receive(reader, opener))
@@ -262,13 +259,32 @@ class Coordinator:
         ) as error:
             was_closed = isinstance(error, EOFError)
             if member is None:
-                _log.warning("dtcomm: refused a caller from %s: %s", caller, error or type(error).__name__)
+                warn_of_caller(
+                    caller, f"refused a caller from {caller}: {str(error) or type(error).__name__}"
+                )
         except asyncio.CancelledError:
-            pass  # the coordinator is closed
+            pass  # the coordinator is closed, or another caller takes the place
         finally:
             if member is not None and member.connection is connection:
                 member.connection, member.was_closed, member.lost_at = None, was_closed, time.monotonic()
             writer.close()
+
+    def _make_room(self, caller: str) -> asyncio.Task[Any]:
+        """Give this task a place for a caller that has not said who it is.
+
+        If none is free, the oldest caller of the address with the most of them loses its place.
+        """
+        if len(self._strangers) >= _MAX_STRANGERS:
+            (crowded, count), *_ = Counter(self._strangers.values()).most_common(1)
+            oldest = next(task for task, address in self._strangers.items() if address == crowded)
+            del self._strangers[oldest]
+            oldest.cancel()
+            text = f"{count} callers from {crowded} have not said who they are; the first is refused"
+            warn_of_caller(crowded, text)
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers[task] = caller
+        return task
 
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, caller: str

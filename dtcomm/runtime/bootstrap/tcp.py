@@ -12,11 +12,13 @@ import fcntl
 import hashlib
 import hmac
 import logging
+import math
 import os
 import secrets
 import selectors
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,11 @@ _HELLO_BYTES = _IDENTITY.size + PROOF_BYTES
 _MAGIC = b"dtcomm 4"
 _MAX_CONNECT_SECONDS = 30.0  # also if the group's timeout is longer
 _HELLO_SECONDS = 1.0  # for a caller to say who it is
+_WARN_SECONDS, _MAX_WARNED = 10.0, 256
+_warned: dict[
+    str, tuple[float, int]
+] = {}  # address → when a line was logged, and how many were left out since
+_warned_lock = threading.Lock()
 _CHECK_SECONDS = 0.05
 _SIOCGIFADDR = 0x8915
 _TCP_NOTSENT_LOWAT = 25  # linux/tcp.h
@@ -213,9 +220,8 @@ class Listener:
         if (magic, token) != (_MAGIC, self.token):
             return None
         if not is_proof(proof, secret(), b"caller", identity):
-            _log.warning(
-                "dtcomm: refused a connection from %s as rank %d: %s", caller.address, peer, WRONG_SECRET
-            )
+            text = f"refused a connection from {caller.address} as rank {peer}: {WRONG_SECRET}"
+            warn_of_caller(caller.address, text)
             return None
         return Hello(int(peer), int(number), int(generation), bool(asks))
 
@@ -271,6 +277,20 @@ def _listen(address: str, family: socket.AddressFamily) -> socket.socket:
         f"all {len(ports)} ports of DTCOMM_PORTS={env.get('DTCOMM_PORTS')} are in use at {address}; each rank of a"
         " host needs one while a communicator is made",
     )
+
+
+def warn_of_caller(address: str, text: str) -> None:
+    """Log what a caller did wrong: one line for an address in 10 s, which counts those that were left out."""
+    now = time.monotonic()
+    with _warned_lock:
+        logged_at, left_out = _warned.pop(address, (-math.inf, 0))
+        is_due = now >= logged_at + _WARN_SECONDS
+        _warned[address] = (now, 0) if is_due else (logged_at, left_out + 1)
+        while len(_warned) > _MAX_WARNED:
+            del _warned[next(iter(_warned))]
+    if is_due:
+        more = f" ({left_out} times more before)" if left_out else ""
+        _log.warning("dtcomm: %s%s", text, more)
 
 
 def answer(caller: Caller) -> bool:

@@ -22,6 +22,7 @@ _own = threading.local()
 @pytest.fixture(params=["127.0.0.1", "::1"])
 def listeners(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tcp.Listener]]:
     monkeypatch.setattr(tcp, "_local_address", lambda: request.param)
+    monkeypatch.setattr(tcp, "_warned", {})
     monkeypatch.setattr(tcp, "secret", lambda: getattr(_own, "secret", b""))
     try:
         made = [tcp.Listener(), tcp.Listener()]
