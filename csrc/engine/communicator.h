@@ -75,6 +75,10 @@ class Communicator {
   // Waits for a queued operation, and meanwhile runs what is queued up to it unless another thread does. Rethrows the
   // operation's failure. An interrupt (InterruptCheck) of this or another wait ends all operations on all ranks.
   void wait(const std::shared_ptr<Work>& work);
+  // Ends all operations on all ranks because a wait for this one was interrupted; returns before they have ended.
+  void interrupt(const Work& work) {
+    if (!work.finished()) failures_.set_interrupted(true);
+  }
   // Ends all operations with an error, tells the peers and releases all memory. Does nothing in a forked child.
   void close() { close_all({this}); }
   // Closes several communicators together: peers that do not receive what was sent to them delay it as long as one

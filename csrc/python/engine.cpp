@@ -54,6 +54,10 @@ void bind_work(py::module_& module) {
              });
            })
       .def("finished", &Work::finished)
+      .def("interrupt",
+           [](const Work& work) {
+             if (const auto communicator = work.communicator.lock()) communicator->interrupt(work);
+           })
       .def("cancel_notify", &Work::cancel_notify)
       .def("raise_failure",
            [](const Work& work) {

@@ -33,9 +33,10 @@ class _StagedBucket:
     """
 
     def __init__(
-        self, stages: Stages, work: QueuedWork, streams: Streams, *, first: bool, last: bool
+        self, stages: Stages, outputs: Sequence[torch.Tensor], streams: Streams, *, first: bool, last: bool
     ) -> None:
-        self.work, self.first, self.last = work, first, last
+        self.work = QueuedWork(outputs, streams, interrupt=self.interrupted)
+        self.first, self.last = first, last
         self._streams, self._stages = streams, stages
         self._pending: Work | None = None
         self._statistics = Statistics()
@@ -59,6 +60,11 @@ class _StagedBucket:
         else:
             self.work.complete(self._streams.record(), self._statistics, self._spans)
         return False
+
+    def interrupted(self, error: BaseException) -> None:
+        """Let the collective in flight fail on all ranks."""
+        if self._pending is not None:
+            self._pending.interrupted(error)
 
     def fail(self, error: Exception) -> None:
         """End the bucket with an error."""
@@ -118,8 +124,8 @@ class StageScheduler:
         ``outputs`` are the tensors of the handle's future, ``used`` others that the stages read and write. ``last``
         says that it is the last bucket of the backward pass.
         """
-        work = QueuedWork(outputs, self._streams)
-        bucket = _StagedBucket(stages, work, self._streams, first=self._first, last=last)
+        bucket = _StagedBucket(stages, outputs, self._streams, first=self._first, last=last)
+        work = bucket.work
         self._first = last
         if self._uses_thread:
             if self._thread is None or not self._thread.is_alive():

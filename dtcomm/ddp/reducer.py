@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -423,6 +424,9 @@ class Reducer:
         for end_compute in self._callbacks["end_compute"]:
             end_compute()
         self._waiting = AsyncRange("waiting for communication")
+        for bucket in self._in_flight:  # here an interrupt ends the wait; DDP's would last until the timeout
+            with contextlib.suppress(Exception):  # `_end_pass` raises it
+                bucket.work.wait()
         if self.finish_before_ddp:
             self._end_pass()
         else:

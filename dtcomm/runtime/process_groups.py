@@ -83,25 +83,39 @@ class Deadline:
     def __init__(self, timeout: timedelta) -> None:
         self.timeout_s = timeout.total_seconds()
         self.cancelled = ""
+        self._kind: type[DtcommError] = CommunicatorClosed
         self._end = time.monotonic() + self.timeout_s
 
     def left_s(self) -> float:
         """Seconds until the deadline; 0 once it has passed."""
         return max(0.0, self._end - time.monotonic())
 
-    def cancel(self, reason: str) -> None:
-        """End the call now."""
+    def cancel(self, reason: str, kind: type[DtcommError] = CommunicatorClosed) -> None:
+        """End the call now, with an error of this kind."""
+        self._kind = kind
         self._end, self.cancelled = 0.0, reason
 
     def require_wanted(self) -> None:
-        """CommunicatorClosed if another thread no longer wants the result of the call."""
+        """CommunicatorClosed, or what `cancel` was given, if another thread no longer wants the call's result."""
         if self.cancelled:
-            raise CommunicatorClosed(self.cancelled)
+            raise self._kind(self.cancelled)
 
 
 def group_store(group: dist.ProcessGroup) -> c10d.Store:
     """The store through which the group's ranks found each other."""
     store: c10d.Store = torch_compat.all_groups()[group][1]
+    return store
+
+
+def server_address(store: Any) -> tuple[str, int] | None:
+    """The host and port of a TCPStore, also within stores that put a prefix before keys; None for other stores."""
+    server = _without_prefix(store)
+    return (server.host, server.port) if isinstance(server, dist.TCPStore) else None  # type: ignore[attr-defined]
+
+
+def _without_prefix(store: Any) -> Any:
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
     return store
 
 
@@ -113,23 +127,19 @@ def private_store(group: dist.ProcessGroup) -> c10d.Store:
     DtcommError if the store cannot be reached.
     """
     store = group_store(group)
-    server: Any = store
-    while isinstance(server, c10d.PrefixStore):
-        server = server.underlying_store
+    address = server_address(store)
     with contextlib.ExitStack() as probe:
-        # The clone of a TCPStore retries for minutes where it cannot connect.
-        if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
+        if address is not None:  # the clone of a TCPStore retries for minutes where it cannot connect
             try:
-                address = (server.host, server.port)
                 probe.enter_context(socket.create_connection(address, _STORE_CONNECT_SECONDS))
             except OSError as error:
                 raise DtcommError(
-                    f"the group's store at {server.host}:{server.port} cannot be reached: {error}"
+                    f"the group's store at {address[0]}:{address[1]} cannot be reached: {error}"
                 ) from error
         try:
             clone: c10d.Store = store.clone()  # type: ignore[attr-defined]
         except (AttributeError, RuntimeError):  # a store of the user's own
             return store
-        if isinstance(server, dist.TCPStore | dist.FileStore):  # type: ignore[attr-defined]
+        if isinstance(_without_prefix(store), dist.TCPStore | dist.FileStore):  # type: ignore[attr-defined]
             clone.set_timeout(group_timeout(group))  # the clones of others are the store itself
         return clone

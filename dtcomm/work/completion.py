@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,9 +27,37 @@ _HOLD_SECONDS = 60.0  # much longer than an interpreter takes to be finalized, o
 _STANDBY_S = 0.5  # an item that takes so long counts as blocked; below it, a slow callback keeps its place in the order
 _MAX_IDLE = 2  # threads without an item that are kept
 
+_WAIT_S = 1.0  # the longest wait in one piece
+
 _running: dict[object, int] = {}  # of each thread its identifier; 0: it may not have begun
 _ended = threading.Condition()
 _exiting = 0  # the thread that has called `begin_exit`
+
+
+def wait_for(
+    wait: Callable[[float], object],
+    limit_s: float = math.inf,
+    interrupted: Callable[[BaseException], object] | None = None,
+) -> bool:
+    """Wait until ``wait`` returns something true, at most ``limit_s`` seconds; return whether it did.
+
+    What waits in Python for another thread or process calls it: it ends at a time limit, or when a handler of a signal
+    raises. Without ``limit_s``, what is waited for has a limit of its own, as operations have.
+
+    Args:
+        wait: Waits for at most as many seconds as it is given.
+        interrupted: Called with what a handler has raised, to tell the other ranks.
+    """
+    end = time.monotonic() + limit_s
+    try:
+        while not wait(max(0.0, min(_WAIT_S, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True
+    except BaseException as error:
+        if interrupted is not None:
+            interrupted(error)
+        raise
 
 
 def start_thread(target: Callable[[], object], name: str) -> None:

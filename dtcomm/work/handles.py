@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -88,6 +89,9 @@ class Work:
     def drop_future(self) -> None:
         """Say that the future will not be used after all, which saves waking a thread that completes it."""
 
+    def interrupted(self, error: BaseException) -> None:
+        """Let the operation fail on all ranks, if that is possible: a wait for it ends with this error of a handler."""
+
 
 class NativeWork(Work):
     """An operation of the native engine: waiting for it makes the waiting thread help the engine.
@@ -154,6 +158,9 @@ class NativeWork(Work):
         if self._future is not None and self._native.cancel_notify():
             self._future = None
             completion.cancel(self._ticket)
+
+    def interrupted(self, error: BaseException) -> None:
+        self._native.interrupt()
 
     def statistics(self) -> Statistics:
         native = self._native
@@ -230,14 +237,21 @@ class QueuedWork(Work):
     """An operation that another thread executes; that thread calls ``complete`` or ``fail`` once.
 
     ``detached`` leaves callbacks of the future to another thread, because they must not block the one that ends the
-    operation.
+    operation. ``interrupt`` is a method to call when a wait is interrupted, of an object that the handle must not keep.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor], streams: Streams, detached: bool = False) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        streams: Streams,
+        detached: bool = False,
+        interrupt: Callable[[BaseException], None] | None = None,
+    ) -> None:
         super().__init__(outputs)
         self._detached = detached
-        self._condition = threading.Condition()
-        self._done = False
+        self._interrupt = None if interrupt is None else weakref.WeakMethod(interrupt)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._streams = streams
         self._event: Any = None
         self._error: BaseException | None = None
@@ -259,9 +273,8 @@ class QueuedWork(Work):
         self._end()
 
     def _end(self) -> None:
-        with self._condition:
-            self._done = True
-            self._condition.notify_all()
+        with self._lock:
+            self._ended.set()
             future = self._future  # if it is made from now on, `get_future` completes it
         if future is None:
             return
@@ -277,11 +290,9 @@ class QueuedWork(Work):
             _set_result_behind(future, self._streams, self._event, self._outputs)
 
     def wait(self) -> None:
-        if not self._done:
+        if not self._ended.is_set():
             completion.about_to_block()
-        with self._condition:
-            while not self._done:
-                self._condition.wait()
+            completion.wait_for(self._ended.wait, interrupted=self.interrupted)
         error = self._error
         if error is not None:
             completion.hold_at_exit()
@@ -291,17 +302,22 @@ class QueuedWork(Work):
                 del self, error  # the error's traceback must not keep the handle, which keeps the error
         self._streams.wait(self._event)
 
+    def interrupted(self, error: BaseException) -> None:
+        method = None if self._interrupt is None else self._interrupt()
+        if method is not None:
+            method(error)
+
     def is_completed(self) -> bool:
-        return self._done
+        return self._ended.is_set()
 
     def get_future(self) -> TensorsFuture:
-        if not self._done:
+        if not self._ended.is_set():
             completion.about_to_block()
-        with self._condition:
+        with self._lock:
             if self._future is not None:
                 return self._future
             future = self._future = self._streams.future()
-            done = self._done
+            done = self._ended.is_set()
         if done:
             self._complete_future(future)
         return future
@@ -346,6 +362,11 @@ class CompositeWork(Work):
                 self._on_completion()
                 self._on_completion = None
 
+    def interrupted(self, error: BaseException) -> None:
+        for part in self._parts:
+            if isinstance(part, Work):
+                part.interrupted(error)
+
     def is_completed(self) -> bool:
         return all(part.is_completed() for part in self._parts)
 
@@ -379,11 +400,17 @@ class DeferredWork(Work):
     """An operation that ``begin`` starts later, once what it needs exists.
 
     ``begin`` is called once with the function that starts it, and ``connect_future`` after that. ``future`` is a new
-    one for values on the device of the outputs.
+    one for values on the device of the outputs. ``interrupt`` is called if a wait is interrupted before that.
     """
 
-    def __init__(self, outputs: Sequence[torch.Tensor], future: TensorsFuture) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        future: TensorsFuture,
+        interrupt: Callable[[BaseException], None] | None = None,
+    ) -> None:
         super().__init__(outputs)
+        self._interrupt = interrupt
         self._begun = threading.Event()
         self._waited = False
         self._work: Work | None = None
@@ -418,7 +445,7 @@ class DeferredWork(Work):
     def _started(self) -> Work:
         if not self._begun.is_set():
             completion.about_to_block()
-        self._begun.wait()
+            completion.wait_for(self._begun.wait, interrupted=self.interrupted)
         if self._work is None:
             assert self._error is not None
             completion.hold_at_exit()
@@ -428,6 +455,12 @@ class DeferredWork(Work):
     def wait(self) -> None:
         self._started().wait()
         self._waited = True
+
+    def interrupted(self, error: BaseException) -> None:
+        if self._work is not None:
+            self._work.interrupted(error)
+        elif self._interrupt is not None:
+            self._interrupt(error)
 
     def is_completed(self) -> bool:
         return self._begun.is_set() and (self._work is None or self._work.is_completed())
@@ -482,14 +515,17 @@ class TorchWork(dist.Work):
     def _poll_until(self, deadline: float) -> None:
         """Poll with growing pauses until completion; CollectiveTimeout at the deadline (of ``time.monotonic``)."""
         completion.about_to_block()
-        begin, pause = time.monotonic(), _MIN_POLL_S
-        while not self._work.is_completed():
-            now = time.monotonic()
-            if now >= deadline:
-                limit_s = max(deadline - begin, 0.0)
-                raise CollectiveTimeout(f"{self._description()} did not end within {limit_s:g} s")
-            time.sleep(min(pause, deadline - now))
-            pause = min(pause * 2, _MAX_POLL_S)
+        limit_s, pause = max(deadline - time.monotonic(), 0.0), _MIN_POLL_S
+
+        def poll(seconds: float) -> bool:
+            nonlocal pause
+            if not self._work.is_completed():
+                time.sleep(min(pause, seconds))
+                pause = min(pause * 2, _MAX_POLL_S)
+            return self._work.is_completed()
+
+        if not completion.wait_for(poll, limit_s, self._work.interrupted):
+            raise CollectiveTimeout(f"{self._description()} did not end within {limit_s:g} s")
 
     def _description(self) -> str:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.outputs[:4])

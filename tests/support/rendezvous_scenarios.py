@@ -300,7 +300,7 @@ class Run:
         if sizes[1:] != sizes[:-1]:
             self.wrong.append(f"the number of keys in the store changes when groups are made again: {sizes}")
         if not self._died:
-            kept = ("/epoch", "/error", "/late", "/entered/")
+            kept = ("/epoch", "/error", "/late", "/entered/", "/version/")
             left = sorted(key for key in self.store.keys if not any(part in key for part in kept))
             if left:
                 self.wrong.append(f"keys are left in the store: {left}")

@@ -79,7 +79,8 @@ class Connection:
                 raise error
             return
         completion.about_to_block()
-        if not self._complete.wait(min(deadline.left_s() + _GRACE_SECONDS, threading.TIMEOUT_MAX)):
+        limit_s = deadline.left_s() + _GRACE_SECONDS
+        if not completion.wait_for(self._complete.wait, limit_s, self._interrupted):
             raise CollectiveTimeout(
                 f"another thread of this rank did not make the communicator before the timeout of "
                 f"{deadline.timeout_s:g} s"
@@ -109,7 +110,7 @@ class Connection:
 
                     completion.start_thread(run, "dtcomm-connect")
                     self._deadline = deadline
-                work = DeferredWork(outputs, streams.future())
+                work = DeferredWork(outputs, streams.future(), self._interrupted)
                 self._deferred.append((work, start_on_stream))
                 return work
         self._raise_error()
@@ -131,6 +132,11 @@ class Connection:
             else:
                 self._deadline.cancel(_RELEASED)
             return True
+
+    def _interrupted(self, error: BaseException) -> None:
+        """A wait for the connection was interrupted: the rendezvous tells all ranks."""
+        if self._deadline is not None and not self._complete.is_set():
+            self._deadline.cancel(f"a wait was interrupted by {type(error).__name__}", DtcommError)
 
     def _run(self, deadline: Deadline) -> BaseException | None:
         """Connect, start what is deferred, and return the error, if any."""

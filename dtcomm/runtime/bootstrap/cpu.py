@@ -25,11 +25,17 @@ from dtcomm.kernels import dispatch
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap import between_hosts, processes
 from dtcomm.runtime.bootstrap.reconnect import ConnectionKeeper
-from dtcomm.runtime.bootstrap.rendezvous import PROTOCOL, Rendezvous, StoreExchange, host_id, require_equal
+from dtcomm.runtime.bootstrap.rendezvous import (
+    Rendezvous,
+    StoreExchange,
+    host_id,
+    places,
+    require_equal,
+)
 from dtcomm.runtime.bootstrap.tcp import Listener
 from dtcomm.runtime.native import NativeRuntime
 from dtcomm.runtime.native.copy_policy import SOCKET_SLOT_BYTES, local_ranks, threads_per_rank, usable_cores
-from dtcomm.runtime.process_groups import Deadline, group_store, group_timeout, private_store
+from dtcomm.runtime.process_groups import Deadline, group_store, group_timeout, private_store, server_address
 from dtcomm.runtime.types import Runtime
 from dtcomm.streams import HostStreams, Streams
 from dtcomm.system import allowed_cores
@@ -81,7 +87,7 @@ class CpuBootstrap:
         self.epoch = 0
         self.runtime: Runtime | None = None
         self._name = name
-        self._prefix = ""
+        self._prefix = self._places = ""
         self._exchange: StoreExchange | None = None  # of the present attempt
         self._several: dict[int, int] = {}  # connections to the peers that have more than one
         self._group = group
@@ -105,7 +111,7 @@ class CpuBootstrap:
 
     def _attempt(self, exchange: StoreExchange) -> Runtime:
         with contextlib.ExitStack() as on_failure:
-            listener, why_closed = _listen()
+            listener, why_closed = _listen(server_address(group_store(self._group)))
             if listener is not None:
                 on_failure.callback(listener.close)
             native, infos = self._exchange_info(exchange, listener, why_closed, on_failure)
@@ -133,13 +139,11 @@ class CpuBootstrap:
             "host": host_id(),
             "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",
             "process": processes.own(),
-            "protocol": PROTOCOL,
             "variables": env.shared(),
             "links": env.links_text() if self.rank == 0 else "",
         }
 
     def _read_base_info(self, infos: Infos) -> None:
-        require_equal(infos, "protocol", "the version of dtcomm")
         require_equal(infos, "variables", "DTCOMM_ variables")
         self.names = [info["name"] for info in infos]
         processes.remember(self.ranks, self.names, [info["process"] for info in infos])
@@ -148,6 +152,7 @@ class CpuBootstrap:
         for rank, info in enumerate(infos):
             hosts.setdefault(info["host"], []).append(rank)
         self.groups = tuple(map(tuple, hosts.values()))
+        self._places = places(hosts)
 
     def _exchange_info(
         self,
@@ -259,7 +264,7 @@ class CpuBootstrap:
         if env.get("DTCOMM_RUNTIME") == "process_group":
             return "DTCOMM_RUNTIME=process_group"
         if len(self.groups) > 1 and env.get("DTCOMM_TRANSPORT") == "memory":
-            return f"the ranks are on {len(self.groups)} hosts"
+            return f"the ranks are {self._places}"
         host = next(group for group in self.groups if self.rank in group)
         in_memory = () if env.get("DTCOMM_TRANSPORT") in ("sockets", "ucx") else host
         by_socket = {
@@ -393,7 +398,7 @@ class CpuBootstrap:
         if transport == "memory":
             return "all ranks share this host's memory"
         if len(self.groups) > 1:
-            return f"the ranks are on {len(self.groups)} hosts: {transport}"
+            return f"the ranks are {self._places}: {transport}"
         return f"DTCOMM_TRANSPORT={env.get('DTCOMM_TRANSPORT')}"
 
     def _message_runtime(self, group: Any, streams: Streams | None) -> Runtime:
@@ -498,12 +503,12 @@ def _ucx_offer(
     }
 
 
-def _listen() -> tuple[Listener | None, str]:
+def _listen(towards: tuple[str, int] | None) -> tuple[Listener | None, str]:
     """A listener for peers of other hosts, or why there is none."""
     if env.get("DTCOMM_RUNTIME") == "process_group" or env.get("DTCOMM_TRANSPORT") == "memory":
         return None, "its variables say so"
     try:
-        return Listener(), ""
+        return Listener(towards), ""
     except OSError as error:
         return None, str(error)
 

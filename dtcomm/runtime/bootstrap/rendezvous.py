@@ -26,7 +26,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
@@ -89,6 +89,7 @@ class Rendezvous:
         self._epoch_key = f"{self._base}/epoch"
         self._error_key = f"{self._base}/error"
         self._late_key = f"{self._base}/late"
+        self._version_key = f"dtcomm/version/{name}"  # the same in all versions
         self._first_epoch = 0  # of this call
 
     def run(
@@ -157,9 +158,12 @@ class Rendezvous:
                 raise EpochEnded
         if time.monotonic() >= self._look_at_processes:
             processes.require_alive(self._global_ranks)
+            with store_errors():
+                self._require_same_version()
             self._look_at_processes = time.monotonic() + _PROCESS_POLL_S
 
     def _enter(self) -> None:
+        self._claim_version()
         # The store counts, not the process: a restarted process or a group that is made anew continues.
         entered_key = f"{self._base}/entered/{self._rank}"
         entered = self._store.add(entered_key, 0)
@@ -168,6 +172,24 @@ class Rendezvous:
         self._store.add(entered_key, state.epoch - entered)
         self._raise_error_since(entered + 1)  # this rank was to take part in that epoch
         self.epoch, self.prefix = state.epoch, f"{self._base}/{state.epoch}"
+
+    def _claim_version(self) -> None:
+        """Say which version this rank has, if no other rank has said so; CollectiveMismatch if they differ."""
+        rank = self._global_ranks[self._rank]
+        claim = self._store.compare_set(self._version_key, "", f"{PROTOCOL} {rank}").decode()
+        version, other = map(int, claim.split())
+        if other == rank:  # also a claim that this rank made before
+            self._store.set(self._version_key, f"{PROTOCOL} {rank}")
+            self._store.delete_key(f"{self._version_key}/differs")
+        elif version != PROTOCOL:
+            versions = {f"rank {other}": f"protocol {version}", f"rank {rank}": f"protocol {PROTOCOL}"}
+            error = disagreement("the version of dtcomm", versions)
+            self._store.set(f"{self._version_key}/differs", str(error))
+            raise error
+
+    def _require_same_version(self) -> None:
+        if text := _read(self._store, f"{self._version_key}/differs"):
+            raise CollectiveMismatch(text)
 
     def _state(self) -> _State:
         return _State(self._store.add(self._epoch_key, 0))
@@ -240,7 +262,7 @@ class Rendezvous:
         if report is None or report["epoch"] < epoch or report["rank"] == self._rank:
             return
         kind, text = getattr(errors, report["type"], None), report["text"]
-        rank, cause = self._global_ranks[report["rank"]], f"{report['type']}: {text}"
+        rank, cause = self._global_ranks[report["rank"]], f"{report['type']}: {text}".rstrip(": ")
         if isinstance(kind, type) and issubclass(kind, DtcommError):
             if re.search(r"\branks? \d", text):  # it names the ranks that it is about
                 raise kind(text)
@@ -250,10 +272,25 @@ class Rendezvous:
 
 def host_id() -> str:
     """A string that is equal for processes that may share memory; mapping a peer's memory is the final test."""
-    chosen = env.get("DTCOMM_HOST_ID")
-    if chosen:
+    if chosen := env.get("DTCOMM_HOST_ID"):
         return chosen
-    return processes.machine() or f"{socket.gethostname()}/{os.getpid()}"
+    machine = processes.machine()  # a process maps no memory of another user's
+    return f"{machine}/{os.geteuid()}" if machine else f"{socket.gethostname()}, pid {os.getpid()}"
+
+
+def places(host_ids: Iterable[str]) -> str:
+    """Where ranks with these different ids are, as far as the ids tell."""
+    ids = list(host_ids)
+    parts = [
+        host_id.split("/") for host_id in ids
+    ]  # what the kernel says of its boot, a PID namespace and a user
+    by_kernel = all(len(part) == 3 and part[1].startswith("pid:[") for part in parts)
+    if not by_kernel or len({boot for boot, *_ in parts}) > 1:
+        return f"on {len(ids)} hosts"
+    namespaces = len({namespace for _, namespace, _ in parts})
+    if namespaces > 1:
+        return f"in {namespaces} PID namespaces, such as containers, of one host"
+    return f"of {len(ids)} user ids on one host"
 
 
 class StoreExchange:

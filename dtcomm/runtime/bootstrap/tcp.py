@@ -77,13 +77,14 @@ class Listener:
     """A listening socket at the address that peers reach this rank by.
 
     GLOO_SOCKET_IFNAME names the interface, or several of which the first with an address is used, as for Gloo. If it
-    is unset, the address of the host's name is used, else the first interface that is not the loopback.
+    is unset, this host's address on the route to ``towards`` is used, the host and port of the group's store; else that
+    of the host's name, else the first interface that is not the loopback.
     DTCOMM_PORTS limits the ports. OSError if there is no such interface, or no free port.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, towards: tuple[str, int] | None = None) -> None:
         self.token = secrets.randbits(64)
-        address = _local_address()
+        address = _local_address(towards)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = _listen(address, family)
         self._socket.setblocking(False)
@@ -174,7 +175,10 @@ class Listener:
                     now = time.monotonic()
                     if now >= deadline:
                         listing = ", ".join(names[peer] for peer in sorted({peer for peer, _ in missing}))
-                        raise TimeoutError(f"of {listing} not all have connected to {self.info()['address']}")
+                        raise TimeoutError(
+                            f"of {listing} not all have connected to {self.info()['address']}, the address of"
+                            " this rank; GLOO_SOCKET_IFNAME names the interface to use"
+                        )
                     for caller in [caller for caller in callers.values() if now >= caller.until]:
                         self._turn_away(caller.connection, callers, selector)
                     for key, _ in selector.select(min(_CHECK_SECONDS, deadline - now)):
@@ -360,11 +364,13 @@ def _finish_connecting(
 
 def _unreachable(listener: Mapping[str, Any], name: str, error: OSError) -> OSError:
     return OSError(
-        error.errno, f"{name} cannot be reached at {listener['address']}:{listener['port']}: {error}"
+        error.errno,
+        f"{name} cannot be reached at {listener['address']}:{listener['port']}: {error}; GLOO_SOCKET_IFNAME names the"
+        " interface by whose address a rank is reached",
     )
 
 
-def _local_address() -> str:
+def _local_address(towards: tuple[str, int] | None = None) -> str:
     variable = os.environ.get("GLOO_SOCKET_IFNAME", "")
     names = [name for name in variable.split(",") if name]
     for name in names:
@@ -375,12 +381,31 @@ def _local_address() -> str:
         known = ", ".join(name for _, name in socket.if_nameindex())
         raise OSError(f"GLOO_SOCKET_IFNAME={variable}: no such interface has an address; there are {known}")
     for address in (
+        _route_address(towards),
         _host_name_address(),
         *(_interface_address(name) for _, name in socket.if_nameindex() if name != "lo"),
     ):
         if address:
             return address
     return "127.0.0.1"
+
+
+def _route_address(towards: tuple[str, int] | None) -> str:
+    """The address from which this host reaches another one; empty if there is no route, or it is the loopback."""
+    if towards is None:
+        return ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # which sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    return "" if _stays_on_host(own) else own
+
+
+def _stays_on_host(address: str) -> bool:
+    return address.startswith("127.") or address == "::1" or "%" in address
 
 
 def _host_name_address() -> str:
@@ -391,7 +416,7 @@ def _host_name_address() -> str:
         return ""
     for family, kind, _, _, sockaddr in candidates:
         address = str(sockaddr[0])
-        if address.startswith("127.") or address == "::1" or "%" in address:
+        if _stays_on_host(address):
             continue
         try:
             with socket.socket(family, kind) as probe:

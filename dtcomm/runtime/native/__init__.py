@@ -182,7 +182,7 @@ class NativeRuntime:
             from dtcomm.runtime.native.python_codecs import OrderedThread, PythonCodecOperation
 
             if self.codec_thread is None:
-                self.codec_thread = OrderedThread("dtcomm-python-codecs")
+                self.codec_thread = OrderedThread("dtcomm-python-codecs", self.interrupted)
                 forget_repeated()  # from now on native operations may have to queue behind the thread
             return PythonCodecOperation(self, self.codec_thread, spec, schedule, self.rank)
         return self.prepare_native(spec, schedule)
@@ -222,6 +222,10 @@ class NativeRuntime:
         self.record_failure(error)
         self.native.close()
         self.stop_keeper()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Leave the group because a wait for an operation of the thread of codecs was interrupted."""
+        self.abort(DtcommError(f"rank {self.rank} was interrupted while it waited: {error!r}"))
 
     def call_failed(self, error: BaseException) -> None:
         """Prepare for the error of a call to be raised."""

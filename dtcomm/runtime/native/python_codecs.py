@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import NamedTuple, Protocol
@@ -54,10 +55,14 @@ class Engine(Protocol):
 
 
 class OrderedThread:
-    """A thread that runs functions in the order in which they were put. It starts with the first one."""
+    """A thread that runs functions in the order in which they were put. It starts with the first one.
 
-    def __init__(self, name: str) -> None:
+    ``interrupt`` is a method to call when a wait for the thread is interrupted.
+    """
+
+    def __init__(self, name: str, interrupt: Callable[[BaseException], None]) -> None:
         self.calls = 0
+        self._interrupt = weakref.WeakMethod(interrupt)
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -76,6 +81,8 @@ class OrderedThread:
 
     def put(self, function: Callable[[], None]) -> None:
         """Run a function, which must not raise, after those that were put before. CommunicatorClosed after `stop`."""
+        if threading.current_thread() is self._thread:  # it would wait for itself
+            raise RuntimeError("a codec written in Python calls a collective of the group that it works for")
         with self._lock:
             if self._stopped:
                 raise CommunicatorClosed("group: its communicator has been released")
@@ -90,11 +97,17 @@ class OrderedThread:
         completion.about_to_block()
         done = threading.Event()
         self.put(done.set)
-        done.wait()
+        completion.wait_for(done.wait, interrupted=self.interrupted)
+
+    def interrupted(self, error: BaseException) -> None:
+        """A wait for the thread was interrupted: leave the group, since the thread runs its operations in order."""
+        method = self._interrupt()
+        if method is not None:
+            method(error)
 
     def start_behind(self, outputs: Sequence[torch.Tensor], start: Callable[[], Work]) -> Work:
         """Start an operation when what has been put so far has run; returns its handle."""
-        work = DeferredWork(outputs, torch.futures.Future())
+        work = DeferredWork(outputs, torch.futures.Future(), self.interrupted)
 
         def begin() -> None:
             work.begin(start)
@@ -164,7 +177,7 @@ class PythonCodecOperation:
         hooks: OpHooks | None = None,
     ) -> Work:
         """Queue the operation behind earlier ones."""
-        work = QueuedWork(outputs, HostStreams(), detached=True)
+        work = QueuedWork(outputs, HostStreams(), detached=True, interrupt=self._thread.interrupted)
         self._thread.put(lambda: self._perform(work, buffers, seed, hooks or NO_HOOKS))
         return work
 

@@ -29,6 +29,7 @@ STORE_SECONDS = (
 )
 T = TypeVar("T")
 _KINDS: dict[str, type[DtcommError]] = {"timeout": CollectiveTimeout, "lost": PeerLost}
+_INTERRUPTED = "dtcomm/interrupted"
 
 LOOK_S = 0.25
 MAX_LOOK_S = 5.0  # much longer than a look at a store that does not answer
@@ -60,6 +61,21 @@ class FaultAttribution:
     def gave_up(self, peer: int) -> bool:
         """Whether a rank has recorded that it gave up on another one."""
         return self._ask(lambda store: bool(store.check([_key(peer)])), False)
+
+    def interrupt(self) -> DtcommError:
+        """Record that a wait of this rank was interrupted; returns the error of `interruption`."""
+        self._ask(lambda store: store.set(_INTERRUPTED, str(self._rank)), None)
+        return self._interruption(self._rank)
+
+    def interruption(self) -> DtcommError | None:
+        """The error if a rank has recorded that it was interrupted, whichever rank is waited for."""
+        rank = self._ask(
+            lambda store: int(store.get(_INTERRUPTED)) if store.check([_INTERRUPTED]) else -1, -1
+        )
+        return None if rank < 0 else self._interruption(rank)
+
+    def _interruption(self, rank: int) -> DtcommError:
+        return DtcommError(f"{self._names[rank]} was interrupted while it waited for the others")
 
     def error(self, peer: int, cause: RuntimeError, context: str) -> DtcommError:
         """The error to raise for a backend's error about a message with ``peer``."""

@@ -121,7 +121,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         """Run on the current stream, or on the runtime's thread; returns the bytes sent."""
         hooks = hooks or NO_HOOKS
         with self._lock:
-            if not self._transport.blocks_host or threading.current_thread() is self._thread:
+            if not self._transport.blocks_host:
                 self._perform(plan, buffers, seed, hooks)
                 return plan.sent_bytes
             work = self._enqueue(plan, buffers, (), seed, hooks)
@@ -242,6 +242,8 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         hooks: OpHooks,
     ) -> QueuedWork:
         self._require_usable()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a codec written in Python calls a collective of the group that it works for")
         if self._streams.capturing():
             raise DtcommError(
                 "group: a graph cannot capture what goes through the host's memory; NCCL groups can"
@@ -250,7 +252,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
             self._thread = threading.Thread(target=self._serve, name="dtcomm-process-group", daemon=True)
             self._thread.start()
         entry = self._recorder.issue(plan.text, plan.spec.details())
-        work = QueuedWork(outputs, self._streams, detached=True)
+        work = QueuedWork(outputs, self._streams, detached=True, interrupt=self.interrupted)
         op = QueuedOp(entry, plan, buffers, seed, hooks, work, self._streams.record())
         with self._streams.on(self._streams.side_stream()):
             record_buffers(self._streams, [*buffers, *hooks.tensors()])
@@ -298,6 +300,12 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         error = self._transport.lost_peer()
         if error is not None and self._running is op:
             self._give_up(op, error)
+
+    def interrupted(self, error: BaseException) -> None:
+        """Give up the running operation on all ranks, because a wait of this one was interrupted."""
+        op = self._running
+        if op is not None and not op.ended:
+            self._give_up(op, self._transport.interrupt())
 
     def _give_up(self, op: QueuedOp, error: DtcommError) -> None:
         """Fail the running operation and those behind it, while the thread waits in the transport."""

@@ -89,6 +89,10 @@ class Transport:
         """The error of the rank that is waited for, if it is known that it will not come; called by any thread."""
         return None
 
+    def interrupt(self) -> DtcommError:
+        """Tell the other ranks that a wait of this one was interrupted; the error of what waits here."""
+        raise NotImplementedError
+
     def describe(self, device: torch.device) -> str:
         """How bytes move, for reports."""
         raise NotImplementedError
@@ -236,8 +240,11 @@ class GlooTransport(Transport):
         elif self._attribution.gave_up(message.peer):
             cause = RuntimeError("it has given up")
         else:
-            return None
+            return self._attribution.interruption()
         return self._attribution.error(message.peer, cause, message.context)
+
+    def interrupt(self) -> DtcommError:
+        return self._attribution.interrupt()
 
     def require_same_operation(self, text: str, value: object) -> None:
         """Compare what the ranks are about to do, for DTCOMM_CHECK=1; all raise CollectiveMismatch if they differ.

@@ -142,9 +142,11 @@ def test_ranks_whose_functions_differ_raise_mismatch(environment: dict[str, str]
     run_ranks(differ, 2, fresh=True, env=environment)
 
 
-def fail(rank: int, n: int) -> None:
+def fail(rank: int, n: int, cause: str) -> None:
     def encode(x: torch.Tensor) -> torch.Tensor:
         if x.numel() > 5000 and rank == 1:
+            if cause == "RuntimeError":
+                collectives.all_reduce(torch.ones(3))
             raise ArithmeticError("too long")
         return encode_bf16(x)
 
@@ -152,10 +154,10 @@ def fail(rank: int, n: int) -> None:
     collectives.all_reduce(torch.ones(100), codec="mine")
     x = torch.ones(30_000)
     kind, message = (
-        (DtcommError, r"all_reduce\(.* broke off: ArithmeticError") if rank == 1 else (PeerLost, "rank 1")
+        (DtcommError, rf"all_reduce\(.* broke off: {cause}") if rank == 1 else (PeerLost, "rank 1")
     )
     if dtcomm.info()["runtime"] != "native" and rank == 1:
-        message = "a call broke off: ArithmeticError"
+        message = f"a call broke off: {cause}"
     begin = time.monotonic()
     with pytest.raises(kind, match=message):
         collectives.all_reduce(x, codec="mine", async_op=True).wait()
@@ -167,8 +169,10 @@ def fail(rank: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("environment", [{}, OVER_GLOO], ids=["memory", "gloo"])
-def test_an_error_in_a_function_ends_the_call_on_all_ranks(environment: dict[str, str]) -> None:
-    run_ranks(fail, 2, fresh=True, env=environment)
+@pytest.mark.parametrize("cause", ["ArithmeticError", "RuntimeError"])
+def test_an_error_in_a_function_ends_the_call_on_all_ranks(environment: dict[str, str], cause: str) -> None:
+    """One that calls a collective of the group, which waits for it, fails as well."""
+    run_ranks(fail, 2, cause, fresh=True, env=environment)
 
 
 def die(rank: int, n: int) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm
 import dtcomm.collectives as C
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
+from dtcomm.work import TorchWork
 from tests.support.ucx import requires_ucx
 
 TIMEOUT_S = 2.0
@@ -99,22 +101,33 @@ def test_rank_that_was_stopped_names_the_lost_rank_and_not_the_one_that_reported
         assert all(text.startswith("rank 1 (") and f"pid {pids[1]}" in text for text in texts), texts
 
 
-def interrupt_rank_0(rank: int, world_size: int) -> list[tuple[str, str, float]]:
+def interrupt_rank_0(rank: int, world_size: int, cases: list[str]) -> list[tuple[str, str, float]]:
     """Ranks 0 and 1 wait for rank 2, which does not come, and rank 0 gets Ctrl-C; what each of the two raises."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     raised = []
-    for how in ("blocking", "wait", "handler"):
-        group = dist.new_group(timeout=timedelta(seconds=20))
-        C.all_reduce(tensor := torch.ones(100_000), group=group)
+    for case in cases:
+        group, tensor = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(100_000)
+        if case not in ("connecting", "deferred"):
+            C.all_reduce(tensor, group=group)
+        if case == "ddp":
+            model = DistributedDataParallel(torch.nn.Linear(300, 300), process_group=group)
+            dtcomm.ddp.compress(model)
+            for _ in range(3):  # the second forward pass rebuilds the buckets
+                model(torch.ones(1, 300)).sum().backward()
         dist.barrier()
-        if how == "handler":
+        if case == "handler":
             signal.signal(signal.SIGINT, lambda *_: C.all_reduce(tensor, group=group))  # noqa: B023
         if rank == 0:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
         try:
-            if rank < 2 and how == "wait":
+            if rank < 2 and case in ("deferred", "wait"):
                 C.all_reduce(tensor, group=group, async_op=True).wait()
+            elif rank < 2 and case == "limit":
+                work = C.all_reduce(tensor, group=group, async_op=True)
+                TorchWork(work, [tensor]).wait(timedelta(seconds=20))
+            elif rank < 2 and case == "ddp":
+                model(torch.ones(1, 300)).sum().backward()
             elif rank < 2:
                 C.all_reduce(tensor, group=group)
         except BaseException as error:
@@ -128,14 +141,18 @@ def interrupt_rank_0(rank: int, world_size: int) -> list[tuple[str, str, float]]
     [
         {"DTCOMM_TRANSPORT": "memory"},
         {"DTCOMM_TRANSPORT": "sockets"},
+        {"DTCOMM_RUNTIME": "process_group"},
         pytest.param({"DTCOMM_TRANSPORT": "ucx"}, marks=requires_ucx),
     ],
     ids=lambda environment: next(iter(environment.values())),
 )
 def test_an_interrupt_ends_the_wait_and_is_told_to_the_others(environment: dict[str, str]) -> None:
-    interrupted, told, late = run_ranks(interrupt_rank_0, 3, env=environment, fresh=True)
-    assert [(name, text) for name, text, _ in interrupted[:2]] == [("KeyboardInterrupt", "")] * 2
-    assert interrupted[2][0] == "DtcommError" and "a signal handler calls a collective" in interrupted[2][1]
-    assert [name for name, _, _ in told] == ["DtcommError"] * 3 and not late
-    assert all(text.startswith("rank 0 (") and "was interrupted" in text for _, text, _ in told), told
+    cases = ["connecting", "deferred", "blocking", "wait", "limit", "ddp"]
+    if "DTCOMM_TRANSPORT" in environment:  # over Gloo the handler's call waits until the timeout
+        cases.append("handler")
+    interrupted, told, late = run_ranks(interrupt_rank_0, 3, cases, env=environment, fresh=True)
+    expected = ["DtcommError" if case == "handler" else "KeyboardInterrupt" for case in cases]
+    assert [name for name, _, _ in interrupted] == expected, interrupted
+    assert [name for name, _, _ in told] == ["DtcommError"] * len(cases) and not late, told
+    assert all(text.startswith("rank 0 ") and "interrupt" in text.lower() for _, text, _ in told), told
     assert all(seconds < 10 for _, _, seconds in interrupted + told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ _own = threading.local()
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
 def listeners(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tcp.Listener]]:
-    monkeypatch.setattr(tcp, "_local_address", lambda: request.param)
+    monkeypatch.setattr(tcp, "_local_address", lambda *_: request.param)
     monkeypatch.setattr(tcp, "_warned", {})
     monkeypatch.setattr(tcp, "secret", lambda: getattr(_own, "secret", b""))
     try:
@@ -100,3 +101,19 @@ def test_proofs_separate_their_parts() -> None:
     assert prove(b"k", b"ab", b"c") != prove(b"k", b"a", b"bc")
     assert is_proof(prove(b"k", b"a"), b"k", b"a")
     assert not is_proof(prove(b"k", b"a"), b"l", b"a")
+
+
+def test_the_address_is_that_of_the_route_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    own = tcp._local_address()
+    monkeypatch.setattr(tcp, "_host_name_address", lambda: "203.0.113.9")
+    assert (
+        tcp._local_address(("127.0.0.1", 80)) == "203.0.113.9"
+    )  # the store's own host: others use another address
+    if own != "127.0.0.1":
+        assert tcp._local_address((own, 80)) == own
+    with pytest.raises(OSError, match=r"rank 3 .* 127\.0\.0\.1:1: .*GLOO_SOCKET_IFNAME"):
+        peer = {"address": "127.0.0.1", "port": 1, "token": 0}
+        tcp._finish_connecting(
+            tcp.start_connecting(peer, "rank 3"), peer, b"", "rank 3", time.monotonic() + 5
+        )

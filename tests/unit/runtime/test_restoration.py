@@ -37,7 +37,7 @@ _own = threading.local()
 
 @pytest.fixture(autouse=True)
 def local_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "_local_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(tcp, "_local_address", lambda *_: "127.0.0.1")
     monkeypatch.setattr(tcp, "_warned", {})
 
 

@@ -11,9 +11,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dtcomm.errors import CollectiveTimeout
-from dtcomm.runtime.bootstrap.rendezvous import StoreExchange
+from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
+from dtcomm.runtime.bootstrap import rendezvous
+from dtcomm.runtime.bootstrap.rendezvous import Rendezvous, StoreExchange, places
 from dtcomm.runtime.process_groups import Deadline
+from tests.support.waiting import wait_for
 
 
 class LateStore(dist.HashStore):  # type: ignore[misc, name-defined]
@@ -93,3 +95,39 @@ def test_ranks_meet_after_one_has_asked_who_waits_and_leave_no_keys() -> None:
     first.close()
     thread.join()
     assert store.num_keys() == 0
+
+
+def test_ranks_with_two_versions_of_the_protocol_name_both_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, found = dist.HashStore(), []
+
+    def meet(rank: int) -> None:
+        with pytest.raises(CollectiveMismatch) as error:
+            Rendezvous(store, "name", rank, [4, 5], Deadline(LONG)).run(
+                lambda exchange: exchange.all_gather({})
+            )
+        found.append(str(error.value))
+
+    first = threading.Thread(target=meet, args=[0])
+    first.start()
+    wait_for(lambda: bool(store.check(["dtcomm/version/name"])))
+    monkeypatch.setattr(rendezvous, "PROTOCOL", own := rendezvous.PROTOCOL + 1)
+    meet(1)
+    first.join()
+    expected = f"ranks disagree on the version of dtcomm: rank 4: protocol {own - 1}; rank 5: protocol {own}"
+    assert found == [expected] * 2
+
+
+BOOT = "3f8c/pid:[1]/0"
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (("a", "rack/b"), "on 2 hosts"),
+        ((BOOT, "77aa/pid:[1]/0"), "on 2 hosts"),
+        ((BOOT, "3f8c/pid:[2]/0", "3f8c/pid:[2]/7"), "in 2 PID namespaces, such as containers, of one host"),
+        ((BOOT, "3f8c/pid:[1]/7"), "of 2 user ids on one host"),
+    ],
+)
+def test_what_is_known_of_where_ranks_are(ids: tuple[str, ...], text: str) -> None:
+    assert places(ids) == text
