@@ -1,4 +1,4 @@
-"""What the operating system is asked for: files that are written whole, and the cores of this process."""
+"""What the operating system is asked for: whole files, text that a terminal may show, the cores of this process."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def save_figure(figure: Any, path: str | os.PathLike[str], dpi: int = 150) -> No
     picture = io.BytesIO()
     figure.savefig(picture, format=Path(path).suffix[1:] or "png", dpi=dpi)
     write_file(path, picture.getvalue())
+
+
+def printable(text: str) -> str:
+    """Return text of a file or a stranger without what would act on a terminal: such characters become ``?``."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def allowed_cores() -> list[int]:

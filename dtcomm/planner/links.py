@@ -78,8 +78,8 @@ class LinkRates:
             if not rows or any(len(row) != len(self.gbit) for row in rows) or len(rows) != len(self.gbit):
                 raise ValueError(f"{name}: expected one row and one column for each rank, got {matrix!r}")
             for a, b in itertools.permutations(range(len(rows)), 2):
-                if not (rows[a][b] > 0 if name == "gbit" else rows[a][b] >= 0):
-                    least = "above 0" if name == "gbit" else "of at least 0"
+                if not (0 < rows[a][b] < math.inf if name == "gbit" else 0 <= rows[a][b] < math.inf):
+                    least = "above 0, finite" if name == "gbit" else "of at least 0, finite"
                     raise ValueError(
                         f"{name}: from rank {a} to rank {b}: {rows[a][b]:g}; expected numbers {least}"
                     )
@@ -109,6 +109,8 @@ class LinkRates:
         between: dict[tuple[str, str], list[float]] = {}
         for link in links:
             a, b = link["ranks"]
+            if not (0 <= a < len(hosts) > b >= 0):
+                raise ValueError(f"report: a link between ranks {a} and {b} of {len(hosts)}")
             if link["error"]:
                 raise ValueError(f"report: the link between ranks {a} and {b} failed: {link['error']}")
             for (source, target), rate in zip(((a, b), (b, a)), link["gbit"], strict=True):
@@ -132,6 +134,13 @@ class LinkRates:
             >>> LinkRates.of({"gbit": [[0, 10], [1, 0]]}).ranks
             2
         """
+        try:
+            return cls._of(content)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"links: {type(error).__name__}: {error}: the file is damaged") from None
+
+    @classmethod
+    def _of(cls, content: Mapping[str, Any]) -> LinkRates:
         if "checks" in content:
             return cls.from_doctor(content)
         unknown = sorted(set(content) - {"gbit", "latency_us"})
@@ -333,7 +342,11 @@ def plan_links(
 
 @functools.lru_cache(maxsize=64)
 def levels_of(
-    text: str, table: Table, ranks: tuple[int, ...], hosts: tuple[tuple[int, ...], ...]
+    text: str,
+    table: Table,
+    ranks: tuple[int, ...],
+    hosts: tuple[tuple[int, ...], ...],
+    job_ranks: int | None = None,
 ) -> tuple[tuple[tuple[int, ...], ...], Table]:
     """Return the groups of ranks that schedules are built for, and the table that ``auto`` decides by.
 
@@ -344,6 +357,7 @@ def levels_of(
         text: A file with the links of all ranks, as `LinkRates.of` reads it; empty: hosts are the groups.
         ranks: The global ranks of the group.
         hosts: The ranks of each host, by their positions in the group.
+        job_ranks: The number of ranks of the job, of which the file has to be. Default None: any.
 
     Example:
         >>> from dtcomm.planner import Table, levels_of
@@ -353,8 +367,11 @@ def levels_of(
     if not text or len(ranks) < 2:
         return hosts, table
     try:
-        links = LinkRates.of(json.loads(text)).of_ranks(ranks)
-    except (KeyError, TypeError, ValueError) as error:
+        every = LinkRates.of(json.loads(text))
+        if job_ranks not in (None, every.ranks):
+            raise ValueError(f"links of {every.ranks} ranks; the job has {job_ranks}")
+        links = every.of_ranks(ranks)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"the file of DTCOMM_LINKS: {error}") from None
     found = links.groups()
     groups = found if len(found) > 1 else hosts

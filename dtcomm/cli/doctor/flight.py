@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dtcomm.system import printable
 
 #: Collectives whose recorded size is that of one rank's shard.
 SHARDED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
@@ -19,6 +22,34 @@ SHARDED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 # The part of a flight record about one communicator, with the rank that wrote it. ``operations`` are its own, and
 # ``seen`` is what it knows of its peers.
 CommunicatorRecord = dict[str, Any]
+
+_TIME = (float, int, type(None))
+_RECORD = {
+    "rank": int,
+    "communicators": [
+        {
+            "id": str,
+            "ranks": [int],
+            "names": [str],
+            "failure": str,
+            "seen": [{"rank": int, "last": int, "text": str, "alive": bool}],
+            "operations": [
+                {
+                    "number": int,
+                    "text": str,
+                    "collective": str,
+                    "bytes": int,
+                    "state": str,
+                    "issued": (float, int),
+                    "started": _TIME,
+                    "finished": _TIME,
+                    "waiting_for": (int, type(None)),
+                    "waited_for": [int],
+                }
+            ],
+        }
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -97,17 +128,58 @@ def _no_records(directory: str, unreadable: list[str]) -> int:
 
 
 def load(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the records in rank order, and a line for each file that could not be read."""
-    records, unreadable = [], []
+    """Return the records in rank order, and a line for each file that could not be read or is damaged."""
+    records: dict[int, dict[str, Any]] = {}
+    names: dict[int, str] = {}
+    unreadable = []
     for path in sorted(directory.glob("rank-*.json")):
+        name = printable(path.name)
         try:
-            record = json.loads(path.read_text())
-            if record["format"] != 1:
-                raise ValueError(f"format {record['format']!r}, this dtcomm reads 1")
-            records.append(record)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            unreadable.append(f"{path.name}: {error}")
-    return sorted(records, key=lambda record: int(record["rank"])), unreadable
+            if not path.is_file():
+                raise ValueError("it is no file")
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(record, dict) and record.get("format") != 1:
+                raise ValueError(f"format {record.get('format')!r}, this dtcomm reads 1")
+            record = _checked(record, _RECORD, "record")
+            rank = record["rank"]
+            if rank in records:
+                raise ValueError(f"rank {rank} is that of {names[rank]} too")
+            for made in record["communicators"]:
+                if rank not in made["ranks"] or not len(made["ranks"]) == len(set(made["ranks"])) == len(
+                    made["names"]
+                ):
+                    raise ValueError(f"communicator {made['id']!r}: its ranks or names are damaged")
+            records[rank], names[rank] = record, name
+        except (OSError, ValueError, RecursionError) as error:
+            unreadable.append(printable(f"{name}: {error}"))
+    members = Counter(
+        (made["id"], *made["ranks"]) for record in records.values() for made in record["communicators"]
+    )
+    usual = {id: ranks for (id, *ranks), _ in reversed(members.most_common())}
+    for rank, record in list(records.items()):
+        if odd := [made["id"] for made in record["communicators"] if made["ranks"] != usual[made["id"]]]:
+            del records[rank]
+            unreadable.append(f"{names[rank]}: communicator {odd[0]!r} has other ranks than in other records")
+    return [records[rank] for rank in sorted(records)], unreadable
+
+
+def _checked(value: Any, form: Any, name: str) -> Any:
+    """Return a value of a record in a form such as `_RECORD`, without control characters; ValueError names it.
+
+    A form is a mapping of entries, a list with the form of its entries, or types. Numbers are finite and at least 0.
+    """
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: expected an object")
+        return {**value, **{key: _checked(value.get(key), of, f"{name}.{key}") for key, of in form.items()}}
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            raise ValueError(f"{name}: expected a list")
+        return [_checked(entry, form[0], f"{name}[{index}]") for index, entry in enumerate(value)]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, form) or (is_number and not 0 <= value < 2**63):
+        raise ValueError(f"{name}: {str(value)[:60]!r} is not valid")
+    return printable(value) if isinstance(value, str) else value
 
 
 def _as_dict(diagnosis: Diagnosis) -> dict[str, Any]:

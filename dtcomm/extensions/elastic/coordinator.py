@@ -27,6 +27,7 @@ from dtcomm.arguments import require_int
 from dtcomm.extensions.elastic import protocol
 from dtcomm.extensions.elastic.protocol import COORDINATOR, MEMBER, PROTOCOL, Seal
 from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret, warn_of_caller
+from dtcomm.system import printable
 
 _log = logging.getLogger("dtcomm")
 
@@ -300,9 +301,9 @@ class Coordinator:
             raise PermissionError(WRONG_SECRET) from None
         key = prove(self._secret, own_nonce, bytes.fromhex(hello["nonce"]))
         connection, opener = _Connection(writer, Seal(key, COORDINATOR)), Seal(key, MEMBER)
-        facts = {str(name): str(value) for name, value in hello["facts"].items()}
+        facts = {printable(str(name)): printable(str(value)) for name, value in hello["facts"].items()}
         identity, steps, place = str(hello["id"]), int(hello["steps"]), _Place.parse(hello)
-        name = f"{hello['name']} ({caller})"
+        name = printable(f"{hello['name']} ({caller})")
         if difference := self._difference(facts):
             _log.warning("dtcomm: refused %s: %s", name, difference)
             connection.write({"refused": difference})

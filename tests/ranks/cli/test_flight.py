@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import random
 import signal
 import time
 from pathlib import Path
@@ -179,6 +182,57 @@ def test_folder_without_valid_records_is_refused(tmp_path: Path, capsys: pytest.
     (tmp_path / "rank-0.json").write_text("{")
     assert doctor_command.main(["--flight", str(tmp_path)]) == 2
     assert "rank-0.json" in capsys.readouterr().err
+
+
+def _damaged(value: Any, rng: random.Random) -> Any:
+    """Return a copy of a record with one entry somewhere left out or replaced."""
+    value, at = copy.deepcopy(value), None
+    inner = value
+    while isinstance(inner, dict | list) and inner and (at is None or rng.random() < 0.9):
+        outer, at = inner, rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+        inner = outer[at]
+    if isinstance(outer, dict) and rng.random() < 0.2:
+        del outer[at]
+    else:
+        odd = (
+            None,
+            -1,
+            10**30,
+            3,
+            math.nan,
+            math.inf,
+            "\x1b[2J",
+            [],
+            {},
+            [None],
+            {"rank": 0},
+            True,
+            "x",
+            1.5,
+        )
+        outer[at] = rng.choice(odd)
+    return value
+
+
+def test_damaged_records_are_named_and_the_others_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng, folder = random.Random(1), str(tmp_path)
+    seen = [{"rank": 1, "last": 7, "text": "all_reduce(...)", "alive": True}]
+    records = [_record(rank, (6, "done", None), (7, "failed", (rank + 1) % 4)) for rank in range(4)]
+    for record in records:
+        record["format"] = 1
+        record["communicators"][0]["seen"] = seen
+    named = 0
+    for _ in range(200):
+        for rank, record in enumerate(records):
+            text = json.dumps(record if rank else _damaged(record, rng))
+            (tmp_path / f"rank-{rank}.json").write_text(text[: -rng.randrange(9)] if rank == 3 else text)
+        assert doctor_command.main(["--flight", folder]) in (0, 1)
+        out, _ = capsys.readouterr()
+        assert "all_reduce #7" in out and "\x1b" not in out
+        named += "rank-0.json: " in out
+    assert named > 75
 
 
 def _record(rank: int, *operations: tuple[int, str, int | None], failure: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def test_the_rates_are_those_of_the_doctor(tmp_path: Path) -> None:
         ({"gbit": [[1, 2]]}, "gbit: expected one row and one column for each rank"),
         ({"gbit": []}, "gbit: expected one row"),
         ({"gbit": [[0, 1], [0, 0]]}, "gbit: from rank 1 to rank 0: 0; expected numbers above 0"),
+        ({"gbit": [[0, 1], [math.inf, 0]]}, "gbit: from rank 1 to rank 0: inf"),
         ({"gbit": [[0, 1], [1, 0]], "latency_us": [[0]]}, "latency_us: expected one row"),
         (
             {"gbit": [[0, 1], [1, 0]], "latency_us": [[0, -1], [0, 0]]},
@@ -154,12 +156,16 @@ def test_a_group_of_some_ranks_takes_their_links() -> None:
     [
         ("{", "DTCOMM_LINKS"),
         ('{"rates": []}', "expected a report of dtcomm doctor"),
-        ('{"gbit": [[0, 1], [1, 0]]}', "of 2 ranks; there is no rank 2"),
+        ('{"gbit": [[0, 1], [1, 0]]}', "links of 2 ranks; the job has 3"),
+        ('{"gbit": 3}', "damaged"),
+        ('{"checks": [{"name": "links", "details": {"links": [{}]}}]}', "damaged"),
+        ('{"checks": [3]}', "damaged"),
+        (json.dumps({"gbit": sites(2, 2, fast=10, slow=0.5).gbit}), "links of 4 ranks; the job has 3"),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        levels_of(text, Table(), (0, 1, 2), ((0,), (1,), (2,)))
+        levels_of(text, Table(), (0, 1, 2), ((0,), (1,), (2,)), 3)
 
 
 def test_a_pair_of_sites_has_one_link() -> None:
