@@ -21,10 +21,12 @@ Functions that take the same many options take them as one value. Its keywords, 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 OptionsT = TypeVar("OptionsT", bound=Mapping[str, Any])
@@ -58,6 +60,22 @@ def require_int(name: str, value: object, least: int | None = None) -> None:
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: expected {least} or more")
+
+
+def require_factor(value: float) -> None:
+    """Require that a factor is finite and above 0; ValueError calls it ``factor``."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"factor: expected a finite number above 0, got {value!r}")
+
+
+@contextlib.contextmanager
+def errors_name(argument: str) -> Iterator[None]:
+    """Let errors about a codec name the argument that has it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = re.sub(rf"^({argument}|codec|spec): ", "", str(error))
+        raise type(error)(f"{argument}: {text}") from None
 
 
 def require_bool(name: str, value: object) -> None:

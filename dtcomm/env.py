@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import logging
 import os
@@ -50,6 +52,16 @@ def _ports(text: str) -> range:
     if not 1 <= first <= last <= 65535:
         raise ValueError("expected a port or a range of ports from 1 to 65535, such as 20000-20100")
     return range(first, last + 1)
+
+
+def _new_folder(text: str) -> None:
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+        writable = os.access(text, os.W_OK)
+    except OSError as error:
+        raise ValueError(f"no folder that can be written: {error.strerror}") from None
+    if not writable:
+        raise ValueError("no folder that can be written")
 
 
 VARIABLES: dict[str, Variable] = {
@@ -125,6 +137,7 @@ VARIABLES: dict[str, Variable] = {
         default="",
         meaning="Folder in which each rank writes its last operations when one fails, for dtcomm doctor --flight."
         " Empty: none",
+        check=_new_folder,
     ),
     "DTCOMM_LINK": Variable(
         default="",
@@ -252,8 +265,26 @@ def printable(name: str, value: str) -> str:
 
 
 def shared() -> dict[str, str]:
-    """The values of the variables that must be equal on all ranks."""
-    return {name: get(name) for name, variable in VARIABLES.items() if variable.shared}
+    """The values of the variables that must be equal on all ranks.
+
+    All variables are checked on the way; those that dtcomm does not know are logged once.
+    """
+    _warn_of_unknown()
+    values = {name: get(name) for name, variable in VARIABLES.items() if not variable.build}
+    return {name: value for name, value in values.items() if VARIABLES[name].shared}
+
+
+def unknown() -> list[str]:
+    """The variables that are set and begin with DTCOMM_, but which dtcomm does not know."""
+    return sorted(name for name in os.environ if name.startswith("DTCOMM_") and name not in VARIABLES)
+
+
+@functools.cache
+def _warn_of_unknown() -> None:
+    for name in unknown():
+        near = difflib.get_close_matches(name, VARIABLES, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        _log.warning("dtcomm: the variable %s is not known%s", name, hint)
 
 
 def ports() -> range:

@@ -94,6 +94,10 @@ class MoE(nn.Module):
         **codecs: Any,
     ) -> None:
         super().__init__()
+        if isinstance(expert, nn.Module):
+            raise TypeError(
+                f"expert: expected a function that makes an expert, got a {type(expert).__name__}"
+            )
         self.num_experts, self.top_k = num_experts, top_k
         self.capacity_factor, self.max_tokens = capacity_factor, max_tokens
         self.group, self.ranks, self.codecs = group, dist.get_world_size(group), codecs

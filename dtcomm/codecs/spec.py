@@ -227,7 +227,12 @@ def parse_levels(spec: str | Codec) -> tuple[Codec, Codec | None]:
     """
     if not isinstance(spec, str) or "/" not in spec:
         return codec(spec), None
-    inside, _, between = spec.partition("/")
+    inside, between, *more = spec.split("/")
+    if more:
+        levels = 2 + len(more)
+        raise ValueError(
+            f"codec: {spec!r}: A/B is codec A inside hosts and B between hosts; got {levels} levels"
+        )
     return codec(inside), codec(between)
 
 

@@ -10,3 +10,16 @@
 
 The DDP hook, FSDP and `LocalSGD` use it; it knows none of them.
 """
+
+import sys
+import types
+
+
+class _Package(types.ModuleType):
+    def __call__(self, *_: object, **__: object) -> None:
+        raise TypeError(
+            "dtcomm.compress is a package; call dtcomm.ddp.compress, dtcomm.fsdp.compress or dtcomm.tp.compress"
+        )
+
+
+sys.modules[__name__].__class__ = _Package

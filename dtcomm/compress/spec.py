@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from dtcomm.arguments import suggest
+from dtcomm.arguments import errors_name, suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.feedback import DGC, DGC_NAME
@@ -78,8 +78,8 @@ COMPRESSORS: dict[str, Callable[[str], PowerSGD | DGC]] = {POWERSGD_NAME: PowerS
 INNER_CODEC_OPTIONS = {"topk": "values", "randk": "values", DGC_NAME: "values", POWERSGD_NAME: "factors"}
 
 
-def parse_scheme(spec: str | Scheme) -> Scheme:
-    """Return the scheme that a spec describes; a scheme is returned unchanged.
+def parse_scheme(spec: str | Scheme, argument: str = "spec") -> Scheme:
+    """Return the scheme that a spec describes; a scheme is returned unchanged. Errors begin with ``argument``.
 
     A spec is that of a codec (``int8:block=64``), two of them (``int8/int4``: int8 inside hosts, int4 between hosts),
     or that of a compressor (``powersgd:rank=4``, ``dgc:ratio=0.001``).
@@ -89,10 +89,17 @@ def parse_scheme(spec: str | Scheme) -> Scheme:
         ValueError: The spec is wrong; the message names the part and what is valid there. Of the specs ``A/B`` those
             are refused in which A is a compressor, or sends a share of the elements of which B would send all.
     """
+    with errors_name(argument):
+        return _parse_scheme(spec)
+
+
+def _parse_scheme(spec: str | Scheme) -> Scheme:
     if isinstance(spec, LevelCodecs | PowerSGD | DGC):
         return spec
     if not isinstance(spec, str):
         return codec(spec)
+    if "=>" in spec:
+        raise ValueError(f"a rule of a policy is written with ->, as '* -> int8'; got {spec!r}")
     head, slash, tail = spec.strip().partition("/")
     name, colon, _ = head.partition(":")
     if name in ("ef", "loco", "delta"):
@@ -139,10 +146,8 @@ def message_codec(spec: str | Codec, argument: str, messages: str) -> Codec:
         raise ValueError(
             f"{argument}: {spec!r} names a codec for each level of hosts; {messages} have one codec on all their way"
         )
-    try:
+    with errors_name(argument):
         parsed = codec(spec)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {str(error).removeprefix('codec: ')}") from None
     if parsed.variable_length:
         raise ValueError(
             f"{argument}: {parsed} has payloads of a length that depends on the data, and {messages} have a fixed one"

@@ -41,6 +41,7 @@ from dtcomm.context_parallel.state import (
     Settings,
     make_settings,
 )
+from dtcomm.errors import CollectiveMismatch
 
 #: torch's function, which `context_parallel` replaces in torch.nn.functional.
 torch_attention = functional.scaled_dot_product_attention
@@ -229,10 +230,14 @@ def _attention(
     given = Settings.of(settings)
     payload = encode_keys_and_values(k, v, given)
     total = block_attention.Accumulator(q, v.shape[-1])
-    for source, keys, values in KeyValueBlocks(payload, (k.shape, v.shape), k.dtype, given):
-        part = _visible(given, is_causal, given.rank, source, q.shape[2], k.shape[2], length)
-        if part is not None:
-            total.merge(part.queries, *block_attention.forward(q, keys, values, part, scale))
+    try:
+        for source, keys, values in KeyValueBlocks(payload, (k.shape, v.shape), k.dtype, given):
+            part = _visible(given, is_causal, given.rank, source, q.shape[2], k.shape[2], length)
+            if part is not None:
+                total.merge(part.queries, *block_attention.forward(q, keys, values, part, scale))
+    except CollectiveMismatch as error:
+        text = f"k: all ranks need as many tokens of one dtype; this one has {k.shape[2]} of {k.dtype}"
+        raise CollectiveMismatch(f"{text}: {error}") from None
     return total.out.to(q.dtype), total.lse, payload
 
 

@@ -95,8 +95,7 @@ def compress(
     ddp_model = model if isinstance(model, DistributedDataParallel) else None
     if ddp_model is None and not (isinstance(model, torch.nn.Module) and rank_and_size()[1] == 1):
         raise TypeError(
-            f"model: expected a DistributedDataParallel, got {type(model).__name__}; wrap the model in it (torch's "
-            "replicate() has no place for compression), or apply fully_shard and call dtcomm.fsdp.compress"
+            f"model: expected a DistributedDataParallel, got {type(model).__name__}; {_instead(model)}"
         )
     module = model if ddp_model is None else ddp_model.module
     state = State(
@@ -164,6 +163,19 @@ def attach(
             compress=compress_wrapped,
             unused=unused,
         ),
+    )
+
+
+def _instead(model: object) -> str:
+    """Return what to do with a model that is no DistributedDataParallel."""
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, DistributedDataParallel):
+        return "compress it before torch.compile"
+    if isinstance(model, torch.nn.Module) and _obstacle(model):
+        return "it is sharded by FSDP: call dtcomm.fsdp.compress"
+    return (
+        "wrap the model in it (torch's replicate() has no place for compression), or apply fully_shard and call "
+        "dtcomm.fsdp.compress"
     )
 
 

@@ -101,7 +101,7 @@ def parse_candidates(candidates: Sequence[str | Scheme] | None) -> tuple[Scheme,
     candidates = CANDIDATES if candidates is None else candidates
     if isinstance(candidates, str) or not candidates:
         raise ValueError(f"candidates={candidates!r}: expected a list of specs, such as {list(CANDIDATES)}")
-    schemes = tuple(dict.fromkeys((NONE, *map(parse_scheme, candidates))))
+    schemes = tuple(dict.fromkeys((NONE, *(parse_scheme(spec, "candidates") for spec in candidates))))
     if any(isinstance(scheme, DGC) for scheme in schemes):
         raise ValueError("candidates: dgc replaces the optimizer's momentum and cannot come and go")
     return schemes

@@ -24,6 +24,7 @@ from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.compress.traffic import total_seconds
 from dtcomm.ddp.layouts import BucketLayouts, Chooser, SparseLayout
 from dtcomm.ddp.options import Options
+from dtcomm.errors import PeerLost
 from dtcomm.kernels import counter_rng
 from dtcomm.profiling.timeline import AsyncRange
 from dtcomm.streams import Streams, record_streams, streams_of
@@ -70,6 +71,9 @@ class InFlightBucket:
         if self.buffer.is_sparse:
             return sum(part.nbytes for part in torch_compat.sparse_parts(self.buffer))
         return self.buffer.numel() * self.buffer.element_size()
+
+
+_JOIN_HINT = ". If it only had fewer inputs than the others, train inside `with model.join():`"
 
 
 class ReducerObserver:
@@ -443,6 +447,8 @@ class Reducer:
             except Exception as error:
                 self.error = self.error or error
         self._waiting.end()
+        if isinstance(self.error, PeerLost) and _JOIN_HINT not in str(self.error):
+            self.error.args = (f"{self.error}{_JOIN_HINT}",)
         if self.error is not None:
             raise self.error
         for end_pass in self._callbacks["end_pass"]:

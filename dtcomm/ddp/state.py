@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from dtcomm import torch_compat
-from dtcomm.arguments import shares_options
+from dtcomm.arguments import require_factor, shares_options
 from dtcomm.collectives.groups import Announcement
 from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, bucket_rows
@@ -328,10 +328,9 @@ class State(Reporting):
         With ``grad_scaler`` this happens by itself.
 
         Raises:
-            ValueError: The factor is negative or not finite.
+            ValueError: The factor is not above 0, or not finite.
         """
-        if not 0 <= factor < math.inf:
-            raise ValueError(f"factor: expected a finite number of at least 0, got {factor!r}")
+        require_factor(factor)
         self._reducer.error_state.scale(factor)
 
     def state_dict(self) -> dict[str, Any]:

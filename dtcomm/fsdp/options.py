@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtcomm.arguments import suggest
+from dtcomm.arguments import errors_name, suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.guard import Guard
@@ -218,7 +218,8 @@ def _parse(spec: str | Codec, prefixes: tuple[str, ...], argument: str) -> Compr
     for level in codecs.split("/"):
         if (name := level.partition(":")[0].strip()) not in (*names(), *VARIABLE_LENGTH):
             raise ValueError(f"{argument}: " + _explain_unknown_name(name, spec, prefix, prefixes))
-    return CompressionSpec(*parse_levels(codecs), prefix)
+    with errors_name(argument):
+        return CompressionSpec(*parse_levels(codecs), prefix)
 
 
 def _explain_unknown_name(name: str, spec: str, prefix: str, prefixes: tuple[str, ...]) -> str:

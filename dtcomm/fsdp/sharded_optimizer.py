@@ -481,8 +481,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         }
 
 
-def _require_options(optimizer: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+def _require_options(optimizer: object, options: Mapping[str, Any]) -> None:
     """Check that the optimizer accepts its options; TypeError names the argument that was meant."""
+    if not callable(optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer: expected a class such as {name}, got an object of it; pass {name} and its options"
+        )
     theirs = inspect.signature(optimizer).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in theirs.values()):
         return

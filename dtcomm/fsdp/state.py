@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import torch_compat
-from dtcomm.arguments import require_int
+from dtcomm.arguments import require_factor, require_int
 from dtcomm.codecs import Codec
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event, Guard, count_events
@@ -220,6 +220,7 @@ class State(Reporting):
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals by ``factor``, for a loss scale that changed by this factor between two steps."""
+        require_factor(factor)
         if self._residuals is not None:
             self._residuals.scale(factor)
 

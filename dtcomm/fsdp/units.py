@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import torch_compat
 from dtcomm.arguments import suggest
@@ -64,7 +65,9 @@ def find_units(model: torch.nn.Module) -> list[Unit]:
                     raise _already_compressed(unit, "is compressed already")
                 units.append(unit)
     if not units:
-        raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to")
+        ddp = "; it is replicated by DDP: call dtcomm.ddp.compress"
+        hint = ddp if isinstance(model, DistributedDataParallel) else ""
+        raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to{hint}")
     return units
 
 

@@ -77,7 +77,7 @@ def decode(
     Args:
         codec: The codec that encoded the payload, or its spec string.
         payload: uint8, ``codec.wire_bytes(numel, dtype)`` elements.
-        numel: Elements of the tensor that was encoded.
+        numel: Elements of the tensor that was encoded. Numbers whose payloads have one size are not told apart.
         dtype: The type of the result. For codec "none" also the type of the elements in the payload.
         out: `numel` elements of `dtype`; default: a new tensor.
 

@@ -306,6 +306,10 @@ def plan_links(
         >>> plan.codec, plan.groups
         ('none/int8', ((0, 1), (2, 3)))
     """
+    given: object = links
+    if not isinstance(given, LinkRates):
+        what = "LinkRates.from_doctor reads a file"
+        raise TypeError(f"links: expected a dtcomm.planner.LinkRates, got {type(given).__name__}; {what}")
     lossy = parse_codec(codec)
     if lossy.needs_agreement:
         raise ValueError(f"codec: {lossy}: uses one representation on all levels of a hierarchy")

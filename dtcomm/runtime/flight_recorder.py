@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from dtcomm import env
 from dtcomm.errors import CommunicatorClosed
 from dtcomm.system import write_file
 
@@ -139,7 +138,7 @@ def write(directory: str | Path, reason: str = "") -> Path:
 
 def failed(reason: BaseException) -> None:
     """Write the record of a failure to DTCOMM_FLIGHT_DIR, if that is set. Closing is no failure. Never raises."""
-    directory = env.get("DTCOMM_FLIGHT_DIR")
+    directory = os.environ.get("DTCOMM_FLIGHT_DIR")  # it was checked when the communicator was made
     if not directory or isinstance(reason, CommunicatorClosed):
         return
     try:

@@ -137,7 +137,7 @@ def from_folder(
     except ImportError as error:
         raise RuntimeError(f"transformers: {error}; pip install transformers") from None
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"MODEL: {str(folder)!r} is no folder with a model, and no package.module:function")
     try:
         model = module.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         tokenizer = module.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -182,7 +182,7 @@ def variables() -> Check:
         for name, value in sorted(os.environ.items())
         if name.startswith("DTCOMM_")
     }
-    unknown = [name for name in variables if name not in env.VARIABLES]
+    unknown = env.unknown()
     wrong = []
     for name in set(variables) - set(unknown):
         try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -135,6 +136,8 @@ class CpuBootstrap:
         return private_store(self._group)
 
     def _base_info(self) -> dict[str, Any]:
+        if env.get("DTCOMM_RUNTIME") == "peer" and not torch.cuda.is_available():
+            raise ValueError("DTCOMM_RUNTIME=peer: fused kernels need CUDA tensors, and torch sees no GPU")
         return {
             "host": host_id(),
             "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",

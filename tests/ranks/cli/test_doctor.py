@@ -10,10 +10,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import dtcomm
+from dtcomm import env
 from dtcomm.cli import doctor as doctor_command
 from dtcomm.cli.doctor import checks, network
+from dtcomm.errors import DtcommError
 from dtcomm.kernels import ops
 from dtcomm.launch import ranks
 from dtcomm.launch.ranks import run_ranks
@@ -124,10 +127,31 @@ def test_wrong_variable_fails_before_ranks_start(
     assert results["variables"]["status"] == "FAIL" and "sideways" in results["variables"]["summary"]
 
 
-def test_unknown_variable_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variable_is_noted_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("DTCOMM_KERNELS", "avx2")
     check = checks.variables()
     assert check.status == "note" and check.details["unknown"] == ["DTCOMM_KERNELS"]
+    env._warn_of_unknown.cache_clear()
+    for _ in range(2):
+        env.shared()
+    assert caplog.text.count("DTCOMM_KERNELS is not known (did you mean DTCOMM_KERNEL?)") == 1
+    monkeypatch.setenv("DTCOMM_FLIGHT_DIR", "/proc/x")
+    with pytest.raises(ValueError, match="DTCOMM_FLIGHT_DIR='/proc/x': no folder that can be written"):
+        env.shared()
+
+
+def _reduce_with_peer(rank: int, world_size: int) -> str:
+    with pytest.raises((DtcommError, ValueError)) as error:
+        dtcomm.all_reduce(torch.ones(4))
+    return str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_fused_kernels_without_a_gpu_are_refused() -> None:
+    for text in run_ranks(_reduce_with_peer, 2, env={"DTCOMM_RUNTIME": "peer"}):
+        assert "DTCOMM_RUNTIME=peer: fused kernels need CUDA tensors" in text
 
 
 def test_forced_kernel_is_noted() -> None:

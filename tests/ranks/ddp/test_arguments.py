@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm import ddp
+import dtcomm
+from dtcomm import context_parallel, ddp, fsdp, planner
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import Layout
-from dtcomm.launch.ranks import run_ranks
+from dtcomm.errors import CollectiveMismatch, PeerLost
+from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from dtcomm.local_sgd import LocalSGD
+from examples.moe import MoE
 
 
 class OwnCodec(Codec):
@@ -39,13 +47,12 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"spec: unknown codec or compressor 'int88' \(did you mean 'int8'\?\); valid names: none, ",
     ),
-    ({"spec": "fp8"}, ValueError, r"unknown codec or compressor 'fp8' \(did you mean 'fp8_e4m3'\?\)"),
-    (
-        {"spec": "powersdg:rank=4"},
-        ValueError,
-        r"unknown codec or compressor 'powersdg' \(did you mean 'powersgd:rank=4'\?\); .*, powersgd, dgc",
-    ),
-    ({"spec": "INT4:block=64"}, ValueError, r"did you mean 'int4:block=64'\?"),
+    ({"spec": "auto", "candidates": ["int9"]}, ValueError, r"candidates: unknown codec or compressor 'int9'"),
+    ({"spec": "* => int8"}, ValueError, r"spec: .* written with ->"),
+    ({"spec": "int8/int4/int2"}, ValueError, r"spec: 'int8/int4/int2': A/B is .* got 3 levels"),
+    ({"spec": None}, TypeError, "spec: expected a spec string or a Codec, got NoneType"),
+    ({"spec": "auto", "verify": 5}, ValueError, "verify: 'auto' measures by itself"),
+    ({"spec": "dgc", "verify": 5}, ValueError, "verify: dgc"),
     (
         {"spec": "int8:blok=64"},
         ValueError,
@@ -61,7 +68,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"spec": OwnCodec()},
         TypeError,
-        "codec: OwnCodec has no kernels; dtcomm.codecs.custom makes a codec of",
+        "spec: OwnCodec has no kernels; dtcomm.codecs.custom makes a codec of",
     ),
     ({"feedback": "ef"}, ValueError, "feedback: 'ef'; valid: True, False, 'residual', 'ef21', 'diana'"),
     (
@@ -91,19 +98,67 @@ def test_wrong_arguments_are_named_where_they_are_given() -> None:
             assert re.match(f"{kind.__name__}: ", text) and re.search(pattern, text), text
 
 
-def register_a_spec(rank: int, world_size: int) -> str:
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    with pytest.raises(TypeError) as error:
-        ddp.hook("int8", None)  # type: ignore[arg-type]
-    del model
-    return str(error.value)
+def sharded() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    fully_shard(model)
+    return model
 
 
-def test_the_hook_names_the_state_that_it_wants() -> None:
-    for text in run_ranks(register_a_spec, 2):
-        assert text.startswith(
-            "state: expected a dtcomm.ddp.State, got str: model.register_comm_hook(dtcomm.ddp.State("
-        )
+def replicated() -> DistributedDataParallel:
+    return DistributedDataParallel(torch.nn.Linear(64, 64))
+
+
+def adam() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.zeros(4, requires_grad=True)])
+
+
+def attend(rank: int) -> None:
+    context_parallel.attention(*torch.ones(3, 1, 2, 16 + 16 * rank, 8), kv_codec="int8")
+
+
+def lose_inputs(rank: int) -> None:
+    model = replicated()
+    ddp.compress(model, "int8")
+    for _ in range(4 - rank):
+        model(torch.ones(2, 64)).sum().backward()
+    if rank:
+        os._exit(0)
+
+
+#: What is called with the rank, the error and what its message contains.
+CALLS: list[tuple[Callable[[int], Any], type[Exception], str]] = [
+    (lambda _: ddp.hook("int8", None), TypeError, "state: .*got str: model.register_comm_hook"),  # type: ignore[arg-type]
+    (lambda _: dtcomm.compress(replicated(), "int8"), TypeError, "call dtcomm.ddp.compress"),  # type: ignore[operator]
+    (lambda _: ddp.compress(torch.compile(replicated())), TypeError, "model: .* before torch.compile"),
+    (lambda _: ddp.compress(sharded()), TypeError, "model: .* call dtcomm.fsdp.compress"),
+    (lambda _: fsdp.compress(replicated()), TypeError, "model: .* call dtcomm.ddp.compress"),
+    (lambda _: fsdp.compress(sharded(), "int8/int4/int2"), ValueError, "gradients: .*A/B"),
+    (lambda _: ddp.compress(replicated(), "int8").rescale(0), ValueError, "factor: .* got 0"),
+    (lambda _: fsdp.compress(sharded(), "int8").rescale(math.nan), ValueError, "factor: .* got nan"),
+    (lambda _: fsdp.ShardedOptimizer([], adam()), TypeError, "optimizer: expected a class such as AdamW"),  # type: ignore[arg-type]
+    (lambda _: MoE(64, 4, torch.nn.Linear(64, 64)), TypeError, "expert: .* function .* got a Linear"),
+    (lambda _: planner.plan_links("doctor.json"), TypeError, "links: .* got str; LinkRates.from_doctor"),  # type: ignore[arg-type]
+    (attend, CollectiveMismatch, "k: all ranks need as many tokens"),
+    (lose_inputs, PeerLost, r"model.join\(\)"),
+]
+
+
+def make_calls(rank: int, world_size: int) -> list[str]:
+    if rank:
+        warnings.simplefilter("ignore")
+    found = []
+    for call, kind, _ in CALLS:
+        with pytest.raises(kind) as error:
+            call(rank)
+        found.append(str(error.value))
+    return found
+
+
+def test_each_mistake_is_one_clear_error() -> None:
+    outcome = spawn_ranks(make_calls, 2).join()[0]
+    assert outcome.ok, outcome.traceback
+    for text, (_, _, pattern) in zip(outcome.result, CALLS, strict=True):
+        assert re.search(pattern, text), text
 
 
 class Net(torch.nn.Module):

@@ -206,8 +206,8 @@ def rescale_by_hand(rank: int, world_size: int) -> bool:
     ddp.compress(plain, "topk:ratio=0.05")
     for step in range(6):
         if step == 3:
-            for wrong in (-1.0, float("nan"), float("inf")):
-                with pytest.raises(ValueError, match="factor: expected a finite number of at least 0"):
+            for wrong in (-1.0, 0.0, float("nan"), float("inf")):
+                with pytest.raises(ValueError, match="factor"):
                     state.rescale(wrong)
             state.rescale(4.0)
         factor = 1.0 if step < 3 else 4.0

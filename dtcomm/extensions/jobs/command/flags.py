@@ -329,7 +329,8 @@ def _key_values(text: str, converters: Mapping[str, tuple[str, Callable[[str], A
         try:
             values[name] = convert(value)
         except (argparse.ArgumentTypeError, ValueError) as error:
-            raise argparse.ArgumentTypeError(f"{key}: {error}") from None
+            name_alone = "" if equals else "; the name of a model stands alone, without KEY=VALUE"
+            raise argparse.ArgumentTypeError(f"{key}: {error}{name_alone}") from None
     if "params" not in values:
         raise argparse.ArgumentTypeError("no params=, the number of parameters, for example params=7B")
     return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,6 +104,10 @@ def parse(argv: list[str] | None) -> PlanOptions:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser)
+    flags = re.findall(r"--[\w-]+", parser.format_help())
+    for flag in (word.partition("=")[0] for word in argv or () if word.startswith("--")):
+        if not any(known.startswith(flag) for known in flags):  # before its value is taken for the collective
+            parser.error(f"{flag}: no such flag; step_ms and its like are keys of --model")
     return _checked(parser, parser.parse_args(argv))
 
 

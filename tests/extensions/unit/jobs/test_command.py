@@ -296,7 +296,11 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
             ["--model", "params=x,step_ms=1"],
             "params: 'x' is not a number of at least 1; valid: 8192, 350M, 70B",
         ),
-        (["--model", "llama-70b,step_ms=1"], "params: 'llama-70b' is not a number of at least 1"),
+        (["--model", "llama-70b,step_ms=1"], "7e9; the name of a model stands alone, without KEY=VALUE"),
+        (
+            ["--model", "7B", "--step_ms", "3"],
+            "--step_ms: no such flag; step_ms and its like are keys of --model",
+        ),
         (["--model", "70B,token=8192"], "'token' is not one of params, tokens, step_ms"),
         (["--model", "70B,token=8192"], "did you mean 'tokens'?"),
         (["--model", "70B,step_ms=1,dtype=bf61"], "dtype: 'bf61' is not one of fp32, float, float32, bf16"),
