@@ -16,6 +16,7 @@ from dtcomm.errors import DtcommError, JoinRefused, PeerLost
 from dtcomm.extensions.elastic import protocol
 from dtcomm.extensions.elastic.protocol import COORDINATOR, MEMBER, PROTOCOL, Seal, Verdict, View
 from dtcomm.runtime.bootstrap.tcp import WRONG_SECRET, nonce, prove, secret
+from dtcomm.work import completion
 
 _log = logging.getLogger("dtcomm")
 _CONNECT_SECONDS = 30.0  # for one attempt
@@ -103,7 +104,7 @@ class Member:
             self._send({"request": "leave", "steps": 0})
             self._changed.notify_all()
         self._waker.close()
-        self._thread.join()
+        self._thread.join(timeout=5.0)
         self._wake.close()
         if self._connection is not None:
             self._connection.close()
@@ -117,23 +118,29 @@ class Member:
 
     def _wait(self) -> dict[str, Any]:
         """Return the next answer; PeerLost if there is no connection for longer than the timeout."""
+        # Others decide how long a view or a vote takes.
+        completion.wait_for(self._wait_for_answer, interrupted=lambda error: self.close())
         with self._changed:
-            while self._answer is None:
-                if self._error is not None:
-                    raise self._error
-                left = None  # others decide how long a view or a vote takes
-                if self._connection is None:
-                    left = self._lost_at + self._timeout_s - time.monotonic()
-                    if left <= 0:
-                        raise PeerLost(
-                            f"the coordinator {self._address} is gone for more than {self._timeout_s:g} s: "
-                            f"{self._reason}. Nothing of this rank's state is lost"
-                        )
-                self._changed.wait(left)
             answer, self._answer = self._answer, None
+            if answer is None:
+                raise self._error or PeerLost(
+                    f"the coordinator {self._address} is gone for more than {self._timeout_s:g} s: {self._reason}. "
+                    "Nothing of this rank's state is lost"
+                )
         if "error" in answer:
             raise DtcommError(f"{self._address}: {answer['error']}")
         return answer
+
+    def _wait_for_answer(self, seconds: float) -> bool:
+        """Whether there is an answer or an error, or no connection for longer than the timeout."""
+        with self._changed:
+            if self._answer is not None or self._error is not None:
+                return True
+            if self._connection is None:
+                seconds = min(seconds, self._lost_at + self._timeout_s - time.monotonic())
+            if seconds > 0:
+                self._changed.wait(seconds)
+            return seconds <= 0
 
     def _send(self, message: dict[str, Any]) -> None:
         """Send a message if there is a connection; if it has ended, the thread notices it too."""

@@ -77,4 +77,4 @@ class MetricsServer:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._thread.join(timeout=5.0)

@@ -90,7 +90,7 @@ class ConnectionKeeper:
         self._finalizer.detach()
         self._stop.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         try:
