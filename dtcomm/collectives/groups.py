@@ -285,6 +285,16 @@ def _sent_share(
     return sum(transfer.src == rank for transfer in schedule.transfers) / schedule.chunks
 
 
+def level_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks inside each group that a hierarchy is made of: the hosts, or what fast links join.
+
+    If the group has made no call on the tensor's device yet, all its ranks must call this function.
+    """
+    communicator = get_communicator_for(group, tensor, "tensor")
+    communicator.connect()
+    return levels(communicator)[0]
+
+
 def level_shares(algorithm: str | Schedule, tensor: torch.Tensor, group: Group = None) -> tuple[float, float]:
     """Return how many times the size of a tensor this rank sends in an all_reduce, by the level of the encoding.
 
@@ -296,12 +306,12 @@ def level_shares(algorithm: str | Schedule, tensor: torch.Tensor, group: Group =
     Returns:
         What was encoded with the codec inside hosts, and with the one between hosts; the latter is 0 on one host.
     """
+    groups = level_groups(tensor, group)
     communicator = get_communicator_for(group, tensor, "tensor")
-    communicator.connect()
     schedule = (
         algorithm
         if isinstance(algorithm, Schedule)
-        else algorithms.build(algorithm, "all_reduce", communicator.size, hosts=levels(communicator)[0])
+        else algorithms.build(algorithm, "all_reduce", communicator.size, hosts=groups)
     )
     shares = [0.0, 0.0]
     for version in trace(schedule).versions:

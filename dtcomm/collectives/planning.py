@@ -352,6 +352,8 @@ def _choose_algorithm(communicator: Communicator, request: OpSpec) -> str:
         names = [planner.select(collective, 0, torch.float32, codecs.codec("none"), communicator.size)]
     if len(set(names)) == 1:
         return names[0]
+    if "hierarchical" in names:  # it crosses hosts once for all ranks of a host, whatever the codec
+        return "hierarchical"
     # Parts for which different algorithms would be chosen share a direct one, which suits all codecs.
     return next(shots for shots in ("two_shot", "one_shot") if shots in algorithms.available(collective))
 

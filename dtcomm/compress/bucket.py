@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
-from dtcomm.collectives.groups import channel, level_shares, next_channel
+from dtcomm.collectives.groups import channel, level_groups, level_shares, next_channel
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.feedback import DGC
 from dtcomm.compress.measurements import GradientSketch
@@ -302,8 +302,9 @@ class BucketAverager:
 
     Args:
         seed: The seed of stochastic rounding; the step is added to it.
-        schemes: All schemes that may be used. If one of them is a `LevelCodecs`, "direct" means "hierarchical" on
-            several hosts, for every bucket: the result of a parameter does not depend on its bucket then either.
+        schemes: All schemes that may be used. If one of them loses something, "direct" means "hierarchical" where
+            ranks share hosts and there are several hosts, for every bucket: the result of a parameter does not depend
+            on its bucket then either. With a `LevelCodecs` it means that on any several hosts.
         factors: The factors of PowerSGD to continue with; None: new ones.
         all_reduce: The collective; `tests.support.simulated_ranks` passes another one.
 
@@ -326,16 +327,18 @@ class BucketAverager:
         self.factors = factors or Factors()
         self._algorithm, self._group, self._all_reduce = algorithm, group, all_reduce
         self._channel_number = next_channel(group) if dist.is_initialized() else 0
-        self._level_shares: LevelShares | None = (1.0, 0.0)
-        for scheme in schemes:
-            if isinstance(scheme, LevelCodecs):
-                self._level_shares = None  # known with the first bucket
-                if not _has_levels(algorithm):
-                    name = repr(algorithm) if isinstance(algorithm, str) else "this Schedule"
-                    raise ValueError(
-                        f"algorithm: {scheme} names a codec for each level, and {name} has no levels; valid: "
-                        "direct, auto, hierarchical, hierarchical:INSIDE/BETWEEN, a Schedule with transfers of level 1"
-                    )
+        two_codecs = [scheme for scheme in schemes if isinstance(scheme, LevelCodecs)]
+        if two_codecs and not _has_levels(algorithm):
+            name = repr(algorithm) if isinstance(algorithm, str) else "this Schedule"
+            raise ValueError(
+                f"algorithm: {two_codecs[0]} names a codec for each level, and {name} has no levels; valid: "
+                "direct, auto, hierarchical, hierarchical:INSIDE/BETWEEN, a Schedule with transfers of level 1"
+            )
+        self._two_codecs = bool(two_codecs)
+        lossy = any(not scheme.lossless(torch.float32) for scheme in schemes)
+        # Known with the first bucket where hosts decide.
+        hosts_decide = dist.is_initialized() and (self._two_codecs or (lossy and algorithm == "direct"))
+        self._level_shares: LevelShares | None = None if hosts_decide else (1.0, 0.0)
 
     @functools.cached_property
     def staged_group(self) -> Any:
@@ -350,10 +353,14 @@ class BucketAverager:
         It is made on all ranks, before the collective of the first bucket.
         """
         if self._level_shares is None:
-            algorithm = "hierarchical" if self._algorithm in ("direct", "auto") else self._algorithm
-            self._level_shares = level_shares(algorithm, buffer, self._group)
-            if self._level_shares[1] and self._algorithm == "direct":
+            groups = level_groups(buffer, self._group)
+            shared = any(len(ranks) > 1 for ranks in groups)
+            if self._algorithm == "direct" and len(groups) > 1 and (shared or self._two_codecs):
                 self._algorithm = "hierarchical"
+            algorithm = "hierarchical" if self._algorithm in ("direct", "auto") else self._algorithm
+            self._level_shares = (
+                level_shares(algorithm, buffer, self._group) if self._two_codecs else (1.0, 0.0)
+            )
         return self._level_shares
 
     def all_reduce(

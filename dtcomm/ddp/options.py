@@ -26,9 +26,9 @@ class Options(TypedDict, total=False):
             "bf16" or "int8". Default "fp32".
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
             direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
-            that a run resumed from a checkpoint continues bit for bit although DDP starts with other buckets. With
-            codecs for two levels "direct" means "hierarchical" on several hosts, of which the same is true. Default
-            "direct".
+            that a run resumed from a checkpoint continues bit for bit although DDP starts with other buckets. On
+            several hosts that have several ranks each, and with codecs for two levels, "direct" means "hierarchical",
+            of which the same is true. Default "direct".
         seed: The seed of stochastic rounding; the step is mixed in. Default 0.
         exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed, such
             as ``"lm_head"`` or ``["*.norm*", "embed"]``. Default: none.

@@ -32,7 +32,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -252,11 +252,42 @@ class Schedule:
         if self.collective in REDUCING and getattr(codec, "needs_agreement", False):
             return self._bytes_with_agreement(numel, codec)
         sent = [0] * self.ranks
+        for src, _, size in self._messages(numel, codec, dtype):
+            sent[src] += size
+        return tuple(sent)
+
+    def bytes_leaving(
+        self,
+        hosts: Sequence[Sequence[int]],
+        numel: int,
+        codec: WireFormat | Sequence[WireFormat],
+        dtype: Any = None,
+    ) -> tuple[int, ...]:
+        """Return the bytes that leave each host, for the ranks on each. The other arguments are `bytes_on_wire`'s.
+
+        Example:
+            >>> import dtcomm
+            >>> from dtcomm import algorithms
+            >>> schedule = algorithms.build("hierarchical", "all_reduce", 4, hosts=(2, 2))
+            >>> schedule.bytes_leaving([[0, 1], [2, 3]], 4096, dtcomm.codec("none"))
+            (16384, 16384)
+        """
+        host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+        left = [0] * len(hosts)
+        for src, dst, size in self._messages(numel, codec, dtype):
+            if host_of[src] != host_of[dst]:
+                left[host_of[src]] += size
+        return tuple(left)
+
+    def _messages(
+        self, numel: int, codec: WireFormat | Sequence[WireFormat], dtype: Any
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (source, destination, bytes) of each message."""
         for version in trace(self).versions:
             # A payload that is passed on keeps the codec that it was encoded with.
             for transfer in version.sends:
-                sent[transfer.src] += self.payload_bytes(transfer.chunk, numel, codec, version.level, dtype)
-        return tuple(sent)
+                size = self.payload_bytes(transfer.chunk, numel, codec, version.level, dtype)
+                yield transfer.src, transfer.dst, size
 
     def _bytes_with_agreement(self, numel: int, codec: Any) -> tuple[int, ...]:
         shards = 1 if self.collective in CUT_AT_GRANULES else self.ranks

@@ -1,4 +1,4 @@
-"""Specs ``A/B``: codec A inside hosts and codec B between them. DTCOMM_HOST_ID puts four ranks on two hosts."""
+"""Several hosts: sums cross them once, in specs ``A/B`` with codec B. DTCOMM_HOST_ID puts four ranks on two hosts."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def compare_to_all_reduce(rank: int, world_size: int, spec: str, algorithm: str,
 @pytest.mark.parametrize(
     ("spec", "algorithm", "runtime"),
     [
+        ("int8", "direct", "native"),
         ("int8/int4", "direct", "native"),
         ("int8/int4", "direct", "process_group"),
         ("none/int4:round=stochastic", "direct", "native"),

@@ -25,6 +25,18 @@ def test_lossless_all_reduce_takes_one_shot_while_small() -> None:
     assert select("all_reduce", 32768, torch.float16, codec("fp16"), 2, table=table) == "one_shot"
 
 
+def test_the_default_between_hosts_sends_less_than_a_flat_sum() -> None:
+    """A bucket of 25 MiB on 8 hosts of 8 ranks: what `ddp.compress` sends with its default algorithm, and flat."""
+    numel, hosts = 25 * 2**20 // 4, tuple(tuple(range(8 * host, 8 * host + 8)) for host in range(8))
+    left = {
+        name: max(
+            algorithms.build(name, "all_reduce", 64, hosts=hosts).bytes_leaving(hosts, numel, codec("int8"))
+        )
+        for name in ("hierarchical", "two_shot")
+    }
+    assert left["hierarchical"] <= 13e6 < 90e6 < left["two_shot"]
+
+
 @pytest.mark.parametrize("spec", ["int8", "fp16", "bf16"])
 @pytest.mark.parametrize(("algorithm", "hosts"), [("auto", 1), ("direct", 1), ("direct", 2)])
 def test_lossy_all_reduce_does_not_depend_on_size(spec: str, algorithm: str, hosts: int) -> None:
