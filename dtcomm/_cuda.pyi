@@ -43,6 +43,10 @@ def decode(
     codec: bytes, payload: int, numel: int, dtype: int, out: int, out_dtype: int, stream: int
 ) -> None: ...
 
+class GroupedCalls:
+    def __init__(self, codec: bytes, dtype: int, calls: list[tuple[object, ...]], rank: int) -> None: ...
+    def run(self, addresses: list[int], seed: int, stream: int) -> None: ...
+
 # csrc/python/cuda_low_rank.cpp
 MAX_VECTORS: int  # of one kernel
 

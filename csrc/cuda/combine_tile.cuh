@@ -251,4 +251,11 @@ DTCOMM_DEVICE void combine_tile(const Lanes& lanes, const KernelParams& params, 
   }
 }
 
+// The work of thread block `tile` of a group of calls.
+template <int Count, bool Encodes, bool Feedback, class Family, class Lanes>
+DTCOMM_DEVICE void combine_group_tile(const Lanes& lanes, const CallGroup& group, const Family& family, unsigned tile) {
+  const unsigned item = group.item_of(tile);
+  combine_tile<Count, Encodes, Feedback>(lanes, group.items[item], family, tile - group.first_tile[item]);
+}
+
 }  // namespace dtcomm::cuda

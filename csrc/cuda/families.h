@@ -13,11 +13,11 @@
 
 namespace dtcomm::cuda {
 
-// Queues the kernel that serves a call. An error holds CUDA's reason why nothing was queued. launch.cuh defines
-// it; CMake writes one source file with the instantiation of each family of instantiations.txt, so that they compile in
-// parallel.
+// Queues the kernel that serves calls which `same_kernel` says are alike. An error holds CUDA's reason why nothing was
+// queued. launch.cuh defines it; CMake writes one source file with the instantiation of each family of
+// instantiations.txt, so that they compile in parallel.
 template <class Family>
-Status launch(const KernelParams& params, const Family& family, void* stream);
+Status launch(const CallGroup& calls, const Family& family, void* stream);
 Status launch(const KernelParams& params, const Sparse& family, void* stream);
 
 }  // namespace dtcomm::cuda

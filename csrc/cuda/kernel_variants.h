@@ -1,6 +1,8 @@
 // Chooses the kernel of a codec family that serves a call. Host code only.
 #pragma once
 
+#include <tuple>
+
 #include "cuda/combine_tile.cuh"
 
 namespace dtcomm::cuda {
@@ -15,6 +17,24 @@ inline unsigned tiles(const KernelParams& params, unsigned threads) {
   return static_cast<unsigned>((elements + threads * kVec8 - 1) / (threads * kVec8));
 }
 
+// Whether the same kernel serves two calls of a codec and dtype.
+inline bool same_kernel(const KernelParams& a, const KernelParams& b) {
+  const auto kind = [](const KernelParams& params) {
+    const int count = params.op != ReduceOp::sum || params.count > 1 ? kAnyCount : params.count;
+    return std::tuple(count, params.payload_out != nullptr, params.out != nullptr || params.residual_out != nullptr);
+  };
+  return kind(a) == kind(b);
+}
+
+// Adds an item of `tiles` thread blocks to a group that is not full. Items beyond `size` are never read.
+template <class Item>
+void add_item(Group<Item>& group, const Item& item, unsigned tiles) {
+  if (group.size == 0) group.first_tile[0] = 0;
+  group.items[group.size] = item;
+  group.first_tile[group.size + 1] = group.first_tile[group.size] + tiles;
+  ++group.size;
+}
+
 template <int Count, bool Encodes, bool Feedback>
 struct CombineVariant {
   static constexpr int kCount = Count;
@@ -23,26 +43,13 @@ struct CombineVariant {
 
 template <bool Encodes, bool Feedback, class Use>
 auto with_payload_count(const KernelParams& params, const Use& use) {
-  if (params.op == ReduceOp::sum) {
-    switch (params.count) {
-      case 0:
-        if constexpr (Encodes) return use(CombineVariant<0, Encodes, Feedback>());
-        break;
-      case 1:
-        return use(CombineVariant<1, Encodes, Feedback>());
-      case 7:
-        return use(CombineVariant<7, Encodes, Feedback>());
-      case 8:
-        return use(CombineVariant<8, Encodes, Feedback>());
-      default:
-        break;
-    }
-  }
+  constexpr int kUsual = Encodes ? 0 : 1;  // an encoding of a tensor, a decoding
+  if (params.op == ReduceOp::sum && params.count == kUsual) return use(CombineVariant<kUsual, Encodes, Feedback>());
   return use(CombineVariant<kAnyCount, Encodes, Feedback>());
 }
 
-// use(CombineVariant<...>()). Codecs whose speed matters most (`kSpecialized`) have a kernel for each of the usual
-// numbers of payloads, and one that keeps no decoded floats; all others have two, which decide at run time.
+// use(CombineVariant<...>()). Codecs whose speed matters most (`kSpecialized`) have kernels of their own for encoding a
+// tensor, with and without what it decodes to, and for decoding; all others have two, which decide at run time.
 template <class Family, class Use>
 auto with_kernel_variant(const KernelParams& params, const Use& use) {
   if constexpr (Family::kSpecialized) {

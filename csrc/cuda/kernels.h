@@ -23,6 +23,11 @@ constexpr int kInlinePayloads = 16;
 // done. The hints to stream are ignored. An error holds CUDA's reason why nothing was queued.
 Status combine(const Codec& codec, const Combine& call, const std::uint8_t* const* table, void* stream);
 
+// The same for calls of one dtype that do not depend on each other, in as few launches as possible; none of them may
+// have more than kInlinePayloads payloads unless it is the only one.
+Status combine_all(const Codec& codec, const Combine* calls, std::size_t count, const std::uint8_t* const* table,
+                   void* stream);
+
 // out[0, numel) = the decoded payload, in out_dtype; `dtype` is the tensor's (wire dtype of Family::none).
 Status decode(const Codec& codec, const std::uint8_t* payload, std::size_t numel, DType dtype, void* out,
               DType out_dtype, void* stream);

@@ -56,6 +56,29 @@ struct KernelParams {
   DTCOMM_DEVICE const std::uint8_t* payload(int t) const { return count > kInlinePayloads ? table[t] : payloads[t]; }
 };
 
+// Calls, or copies, of one launch. Together with a family they fit the 32,764 bytes that arguments of a kernel may
+// take.
+constexpr unsigned kMaxGroup = 64;
+
+template <class Item>
+struct Group {
+  unsigned size;
+  unsigned first_tile[kMaxGroup + 1];  // the thread block with which each item begins; behind the last, their number
+  Item items[kMaxGroup];
+
+  // The item that thread block `tile` works on.
+  DTCOMM_DEVICE unsigned item_of(unsigned tile) const {
+    unsigned item = 0;
+    for (unsigned half = kMaxGroup / 2; half > 0; half /= 2) {
+      if (item + half < size && first_tile[item + half] <= tile) item += half;
+    }
+    return item;
+  }
+};
+
+using CallGroup = Group<KernelParams>;
+static_assert(sizeof(CallGroup) <= 30000, "the arguments of a kernel");
+
 // Where the eight elements of a thread lie, in the tensor and in a payload.
 struct Vec8Position {
   std::uint64_t first;        // index of the first element in the tensor

@@ -10,6 +10,7 @@
 #include "cuda/kernels.h"
 #include "python/arguments.h"
 #include "python/cuda.h"
+#include "python/grouped_calls.h"
 #include "python/without_gil.h"
 
 namespace dtcomm::python {
@@ -107,6 +108,16 @@ void decode(const py::bytes& codec_bytes, std::uintptr_t payload, std::size_t nu
   });
 }
 
+void run_grouped(GroupedCalls& group, const std::vector<std::uintptr_t>& addresses, std::uint64_t seed,
+                 std::uintptr_t stream) {
+  if (group.codec().family == Family::exact) throw py::value_error("codec: exact has no CUDA kernel");
+  const std::vector<Combine> calls = group.resolve(addresses, seed);
+  for (const Combine& call : calls) check(group.codec(), call, 0);
+  without_gil([&] {
+    raise_if_not_queued(cuda::combine_all(group.codec(), calls.data(), calls.size(), nullptr, pointer<void>(stream)));
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cuda, module) {
@@ -120,6 +131,9 @@ PYBIND11_MODULE(_cuda, module) {
              py::arg("payload_out"), py::arg("out"), py::arg("dtype"), py::arg("out_dtype"), py::arg("stream"),
              "One call of cuda::combine, queued on the stream of the current device; addresses are the device's. "
              "`table`: with more than INLINE_PAYLOADS payloads, where the device finds their addresses; else 0.");
+  bind_grouped_calls(module).def(
+      "run", &run_grouped, py::arg("addresses"), py::arg("seed"), py::arg("stream"),
+      "Queue the calls on the memory at these addresses of the device; 0: that memory is not there.");
   module.def("decode", &decode, py::arg("codec"), py::arg("payload"), py::arg("numel"), py::arg("dtype"),
              py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "out = the decoded payload in out_dtype, queued on the stream; addresses are the device's.");

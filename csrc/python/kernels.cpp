@@ -11,6 +11,7 @@
 #include "cpu/kernels.h"
 #include "python/arguments.h"
 #include "python/bindings.h"
+#include "python/grouped_calls.h"
 #include "python/without_gil.h"
 
 namespace dtcomm::python {
@@ -63,6 +64,29 @@ std::string decode_lossless(const char* kernel, std::uintptr_t payload, std::siz
     return kernels.lossless.decode(pointer<const std::uint8_t>(payload), bytes, numel, size, pointer<void>(out));
   });
   return error ? error : "";
+}
+
+// Outputs of at least this size are written around the cache; dtcomm/kernels/cpu.py says why.
+constexpr std::size_t kStreamBytes = std::size_t{16} << 20;
+
+void run_grouped(GroupedCalls& group, const char* kernel, const std::vector<std::uintptr_t>& addresses,
+                 std::uint64_t seed) {
+  const Kernels& kernels = kernels_of(kernel);
+  const Codec& codec = group.codec();
+  std::vector<Combine> calls = group.resolve(addresses, seed);
+  without_gil([&] {
+    for (Combine& call : calls) {
+      call.stream_payload = wire_bytes(codec, call.numel, call.dtype) >= kStreamBytes;
+      call.stream_out = call.numel * size_of(call.out_dtype) >= kStreamBytes;
+      const bool decodes = call.count == 1 && !call.local && !call.residual_in && !call.residual_out &&
+                           !call.payload_out && call.divisor == 1;
+      if (decodes) {
+        kernels.decode(codec, call.payloads[0], call.numel, call.dtype, call.out, call.out_dtype, call.stream_out);
+      } else {
+        kernels.combine(codec, call);
+      }
+    }
+  });
 }
 
 // For benchmarks: `repeats` calls on fp32 tensors without Python between them, which takes longer than a call on a
@@ -138,6 +162,8 @@ void bind_kernels(py::module_& module) {
   module.def("decode", &decode, py::arg("kernel"), py::arg("codec"), py::arg("payload"), py::arg("numel"),
              py::arg("dtype"), py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
              "One call of Kernels::decode on raw addresses.");
+  bind_grouped_calls(module).def("run", &run_grouped, py::arg("kernel"), py::arg("addresses"), py::arg("seed"),
+                                 "Run the calls on the memory at these addresses; 0: that memory is not there.");
   module.def("encode_lossless", &encode_lossless, py::arg("kernel"), py::arg("x"), py::arg("numel"), py::arg("size"),
              py::arg("payload"), "Writes the payload of elements of 2 or 4 bytes; returns its bytes.");
   module.def("decode_lossless", &decode_lossless, py::arg("kernel"), py::arg("payload"), py::arg("bytes"),

@@ -1,16 +1,23 @@
 // cuda::combine on the emulator: the source of csrc/cuda, run on this CPU.
 #pragma once
 
+#include <vector>
+
 #include "cpu/kernels.h"
 #include "emulator/memory_observer.h"
 
 namespace dtcomm::cuda_emulated {
 
-// cuda::combine without its copies: returns false and does nothing where the call is one. `observer` is told what lanes
-// access, and of all memory that they use except for tensors and payloads. Of the barriers of a thread block it is not
-// told of the one numbered `hidden_barrier`.
-bool combine_emulated(const Codec& codec, const Combine& call, const std::uint8_t* const* table,
+// cuda::combine. `observer` is told what lanes access, and of all memory that they use except for tensors and payloads.
+// Of the barriers of a thread block it is not told of the one numbered `hidden_barrier`.
+void combine_emulated(const Codec& codec, const Combine& call, const std::uint8_t* const* table,
                       emulator::MemoryObserver* observer = nullptr, int hidden_barrier = -1);
+
+// One launch for the first of several calls of a dense codec and as many of those behind it as the same kernel serves;
+// returns how many these are. No call is a copy.
+std::size_t combine_group_emulated(const Codec& codec, const std::vector<const Combine*>& calls,
+                                   const std::vector<const std::uint8_t* const*>& tables,
+                                   emulator::MemoryObserver* observer = nullptr);
 
 // How many barriers a thread block of the last call came to.
 int emulated_barriers();
