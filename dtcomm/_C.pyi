@@ -37,6 +37,11 @@ def combine(
     stream_payload: bool,
     stream_out: bool,
 ) -> None: ...
+
+class GroupedCalls:
+    def __init__(self, codec: bytes, dtype: int, calls: list[tuple[object, ...]], rank: int) -> None: ...
+    def run(self, kernel: str, addresses: list[int], seed: int) -> None: ...
+
 def decode(
     kernel: str,
     codec: bytes,

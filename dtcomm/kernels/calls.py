@@ -5,14 +5,16 @@ Errors of a check name the argument, what was given and what is valid.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
 from dtcomm import _C, errors
 from dtcomm.codecs import Codec
+from dtcomm.codecs.base import ELEMENT_TYPES
 
 OPERATIONS = {"sum": 0, "min": 1, "max": 2}  # csrc/core/types.h's numbers
 
@@ -80,11 +82,77 @@ class EpilogueCall:
         return self.norm_out is not None or self.codes is not None
 
 
+#: Memory of a grouped call: which of the tensors of a run it lies in, and how many bytes behind the beginning.
+Place = tuple[int, int]
+
+
+class GroupedCall(NamedTuple):
+    """One call of a group: a `Combine` with places instead of tensors.
+
+    The residual that is added and the one that receives the error are given on their own. ``payload_id`` makes the key
+    of the random numbers, together with the rank and the seed of a run.
+    """
+
+    numel: int
+    payloads: tuple[Place, ...] = ()
+    position: int = 0
+    local: Place | None = None
+    local_dtype: torch.dtype | None = None  # None: the group's
+    residual_in: Place | None = None
+    residual_out: Place | None = None
+    divisor: int = 1
+    op: str = "sum"
+    payload_id: int = 0
+    offset: int = 0
+    payload_out: Place | None = None
+    out: Place | None = None
+    out_dtype: torch.dtype | None = None  # None: the group's
+
+
+class CallGroup(NamedTuple):
+    """Calls of a codec on tensors of ``dtype``, made by ``rank``, that do not depend on each other."""
+
+    codec: Codec
+    dtype: torch.dtype
+    rank: int
+    calls: tuple[GroupedCall, ...]
+
+    def native(self) -> tuple[bytes, int, list[tuple[object, ...]], int]:
+        """The arguments of a native module's ``GroupedCalls``."""
+        calls = []
+        for call in self.calls:
+            fields: dict[str, object] = call._asdict()
+            fields["op"] = OPERATIONS[call.op]
+            fields["local_dtype"] = ELEMENT_TYPES[call.local_dtype or self.dtype]
+            fields["out_dtype"] = ELEMENT_TYPES[call.out_dtype or self.dtype]
+            calls.append(tuple(fields.values()))
+        return self.codec.native_bytes, ELEMENT_TYPES[self.dtype], calls, self.rank
+
+
+class Tensors:
+    """The tensors that the places of grouped calls refer to; None: that memory is not there."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        self.tensors = tensors
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """The addresses of the tensors' memory; 0 for None."""
+        return [address(tensor) for tensor in self.tensors]
+
+
+#: Runs a group on tensors, with a seed.
+Runner = Callable[[Tensors, int], None]
+
+
 class DeviceKernels(Protocol):
     """A module of kernels for CUDA tensors: `dtcomm.kernels.cuda` or `dtcomm.kernels.triton.launch`."""
 
     def combine(self, call: Combine) -> None:
         """Run one call."""
+
+    def prepare(self, group: CallGroup, device: torch.device) -> Runner | None:
+        """Return what runs the group in as few launches as possible; None: these kernels take single calls."""
 
     def decode(
         self, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor

@@ -13,7 +13,7 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import dispatch
-from dtcomm.kernels.calls import OPERATIONS, Combine, address
+from dtcomm.kernels.calls import OPERATIONS, CallGroup, Combine, Runner, address
 
 # Outputs of at least this size are written around the cache. With a 32 MB L3 cache and a reader that comes next,
 # ordinary stores are up to twice as fast at 8 MB and below; streaming stores are 1.2 to 1.4 times as fast at 32 MB.
@@ -45,6 +45,12 @@ def combine(kernel: str, call: Combine) -> None:
         _streams(call.payload_out),
         _streams(call.out),
     )
+
+
+def prepare(kernel: str, group: CallGroup) -> Runner:
+    """Return what runs the calls of a group, one after the other, with one native call."""
+    calls = _C.GroupedCalls(*group.native())
+    return lambda tensors, seed: calls.run(kernel, tensors.addresses, seed)
 
 
 def decode(

@@ -13,7 +13,7 @@ import torch
 from dtcomm import _cuda
 from dtcomm.codecs import Codec
 from dtcomm.codecs.base import ELEMENT_TYPES
-from dtcomm.kernels.calls import OPERATIONS, Combine, address
+from dtcomm.kernels.calls import OPERATIONS, CallGroup, Combine, Runner, Tensors, address
 
 
 def combine(call: Combine) -> None:
@@ -63,6 +63,19 @@ def decode(codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, 
             ELEMENT_TYPES[out.dtype],
             torch.cuda.current_stream(device).cuda_stream,
         )
+
+
+def prepare(group: CallGroup, device: torch.device) -> Runner | None:
+    """Return what runs the group, with one launch for all calls that the same kernel serves."""
+    if any(len(call.payloads) > _cuda.INLINE_PAYLOADS for call in group.calls):
+        return None  # their addresses would have to be copied to the device
+    calls = _cuda.GroupedCalls(*group.native())
+
+    def run(tensors: Tensors, seed: int) -> None:
+        with torch.cuda.device(device):
+            calls.run(tensors.addresses, seed, torch.cuda.current_stream(device).cuda_stream)
+
+    return run
 
 
 def orthonormalize(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:

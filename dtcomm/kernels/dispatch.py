@@ -54,7 +54,7 @@ def available(device: str = "cpu") -> tuple[str, ...]:
     if device == "cuda":
         return _for_devices() if torch.cuda.is_available() else ()
     interpreter = (TRITON,) if triton.interpreted() and _installed(TRITON) else ()
-    return (*_NATIVE, REFERENCE, *interpreter)
+    return (*NATIVE, REFERENCE, *interpreter)
 
 
 def current() -> str:
@@ -75,7 +75,7 @@ def current() -> str:
 def native_kernel() -> str:
     """The native build in use, for callers that need one (the engine): `generic` stands in for the reference."""
     name = current()
-    return "generic" if name == REFERENCE else name if name in _NATIVE else _BEST
+    return "generic" if name == REFERENCE else name if name in NATIVE else _BEST
 
 
 @contextmanager
@@ -218,9 +218,9 @@ _INSTALL = {
     CUDA: "the module _cuda (nvcc, then DTCOMM_CUDA=1 pip install --no-build-isolation .)",
     TRITON: "triton (pip install dtcomm[triton])",
 }
-_NATIVE = tuple(name for name, supported in _C.kernels() if supported)
-_ON_CPU = (*_NATIVE, REFERENCE)
-_BEST = _NATIVE[0]
+NATIVE = tuple(name for name, supported in _C.kernels() if supported)
+_ON_CPU = (*NATIVE, REFERENCE)
+_BEST = NATIVE[0]
 # Since torch 2.10. Without these functions C code cannot read tensors, and no call takes the short way of repeats.
 _C.initialize_tensor_reader(torch.Tensor, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 _update_engine()  # raises for a wrong DTCOMM_KERNEL now, before any rank depends on it

@@ -18,7 +18,7 @@ from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.codecs.sparse import POSITION_BYTES
 from dtcomm.kernels import calls, counter_rng, cpu, dispatch, reference
-from dtcomm.kernels.calls import Combine
+from dtcomm.kernels.calls import CallGroup, Combine, Runner
 from dtcomm.kernels.reference import lossless as reference_lossless
 from dtcomm.kernels.reference.floats import bytes_of
 
@@ -179,6 +179,18 @@ def run_decode(
         dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
     else:
         cpu.decode(kernel, codec, payload, numel, dtype, out)
+
+
+def prepare(kernel: str, group: CallGroup, device: torch.device) -> Runner | None:
+    """Return what runs a group of calls with a kernel on a device, or None where that takes single calls."""
+    codec = group.codec
+    if codec.variable_length:
+        return None
+    if kernel in dispatch.CUDA_KERNELS:
+        return dispatch.load_backend(kernel).prepare(group, device)
+    if kernel not in dispatch.NATIVE or codec.stores_positions:  # positions are checked before each call
+        return None
+    return cpu.prepare(kernel, group)
 
 
 def _reduction(

@@ -143,7 +143,12 @@ def _install() -> None:
         cuda._table([payload.data_ptr() for payload in call.payloads], torch.device("cpu"))
         _queued(by_cpu)("avx2", call)
 
+    def by_cpu_grouped(group: Any) -> Callable[..., None]:
+        calls = dtcomm._C.GroupedCalls(*group.native())
+        return lambda tensors, seed: calls.run("avx2", tensors.addresses, seed)
+
     cuda.combine = combine
+    cuda.prepare = lambda group, device: _queued(by_cpu_grouped(group))
     cuda.decode = lambda *args: _queued(decode)("avx2", *args)
 
     class CudaLauncher(fused.EmulatorLauncher):

@@ -10,6 +10,7 @@ kernels.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from dtcomm import _C
 from dtcomm import streams as runtime_streams
 from dtcomm.kernels import cpu, dispatch, low_rank
-from dtcomm.kernels.calls import Combine
-from tests.support.op_recorder import WAITS, accesses, not_recording
+from dtcomm.kernels.calls import CallGroup, Combine, Runner, Tensors
+from tests.support.op_recorder import WAITS, accesses, grouped_accesses, not_recording
 from tests.support.stream_checker import RecordedStreams
 
 DEVICE = torch.device("cuda", 0)
@@ -252,11 +254,42 @@ def _is_device(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
+#: How many kernels each call of the fake module of CUDA kernels stands for, in the order of the calls.
+launches: list[int] = []
+
+
+def launches_of(group: CallGroup) -> int:
+    """How many kernels csrc/cuda/kernels.cu launches for a group."""
+    kinds = Counter(
+        (min(len(call.payloads), 2), call.payload_out is not None, bool(call.out or call.residual_out))
+        for call in group.calls
+    )
+    return sum(-(-count // 64) for count in kinds.values())
+
+
 class _Kernels:
     """Replaces the module of CUDA kernels: runs the CPU's kernels on the tensors' host memory."""
 
     @staticmethod
+    def prepare(group: CallGroup, device: torch.device) -> Runner | None:
+        calls = _C.GroupedCalls(*group.native())
+
+        def run(tensors: Tensors, seed: int) -> None:
+            for tensor in tensors.tensors:
+                assert tensor is None or isinstance(tensor, FakeCudaTensor), "a CPU tensor"
+            if (checker := _checker()) is not None:
+                for memory, written in grouped_accesses(group, [_host(tensor) for tensor in tensors.tensors]):
+                    checker.access(memory, written)
+            addresses = [0 if tensor is None else _host(tensor).data_ptr() for tensor in tensors.tensors]
+            launches.append(launches_of(group))
+            with not_recording():
+                calls.run(dispatch.native_kernel(), addresses, seed)
+
+        return run
+
+    @staticmethod
     def combine(call: Combine) -> None:
+        launches.append(1)
         checker = _checker()
         reads = [*call.payloads, call.local]
         writes = [call.residual, call.payload_out, call.out]
@@ -280,6 +313,7 @@ class _Kernels:
 
     @staticmethod
     def decode(codec: Any, payload: Any, numel: int, dtype: torch.dtype, out: Any) -> None:
+        launches.append(1)
         checker = _checker()
         if checker is not None:
             checker.access(payload.host, False)

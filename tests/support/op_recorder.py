@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtcomm.kernels import cpu
-from dtcomm.kernels.calls import Combine
+from dtcomm.kernels.calls import CallGroup, Combine, Runner, Tensors
 
 # Operators that copy a value to the host.
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "bincount")
@@ -83,6 +83,27 @@ def accesses(
                 yield leaf, True
 
 
+def grouped_accesses(
+    group: CallGroup, tensors: Sequence[torch.Tensor | None]
+) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield the memory that a group of calls uses, as bytes, and whether it is written."""
+    for call in group.calls:
+        payload = group.codec.wire_bytes(call.numel, group.dtype)
+        used = [
+            *((place, payload, False) for place in call.payloads),
+            (call.local, call.numel * (call.local_dtype or group.dtype).itemsize, False),
+            (call.residual_in, call.numel * torch.float32.itemsize, False),
+            (call.residual_out, call.numel * torch.float32.itemsize, True),
+            (call.payload_out, payload, True),
+            (call.out, call.numel * (call.out_dtype or group.dtype).itemsize, True),
+        ]
+        for place, size, written in used:
+            tensor = None if place is None else tensors[place[0]]
+            if place is not None and tensor is not None:
+                memory = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+                yield memory[place[1] : place[1] + size], written
+
+
 def _named(schema: Any, name: str) -> Any:
     return next(argument for argument in schema.arguments if argument.name == name)
 
@@ -139,5 +160,22 @@ def _patch() -> None:
             streams.access(rest[-1], True)
         decode(kernel, codec, payload, *rest)
 
+    prepare = cpu.prepare
+
+    def recorded_prepare(kernel: str, group: CallGroup) -> Runner:
+        run = prepare(kernel, group)
+
+        def recorded_run(tensors: Tensors, seed: int) -> None:
+            recorder = current_recorder()
+            if recorder is not None:
+                with not_recording():
+                    used = list(grouped_accesses(group, tensors.tensors))
+                for memory, written in used:
+                    recorder.access(memory, written)
+            run(tensors, seed)
+
+        return recorded_run
+
+    cpu.prepare = recorded_prepare
     cpu.combine = recorded_combine
     cpu.decode = recorded_decode  # type: ignore[assignment]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dtcomm.codecs import Bf16, Codec, Fp16
-from dtcomm.kernels.calls import Combine, EpilogueCall
+from dtcomm.kernels.calls import CallGroup, Combine, EpilogueCall, Runner
 from dtcomm.kernels.triton import rules_of
 from dtcomm.kernels.triton.kernels import (
     LANES,
@@ -30,6 +30,11 @@ TILE = 2048
 MAX_PAYLOADS = 8  # per launch: each number of payloads is compiled separately
 WIRES = {Fp16.family: tl.float16, Bf16.family: tl.bfloat16}
 WORD = 0xFFFFFFFF
+
+
+def prepare(group: CallGroup, device: torch.device) -> Runner | None:
+    """None: these kernels take single calls."""
+    return None
 
 
 def combine(call: Combine) -> None:

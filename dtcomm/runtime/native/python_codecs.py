@@ -19,7 +19,8 @@ import torch
 
 from dtcomm.codecs import codec as parse
 from dtcomm.errors import CommunicatorClosed, DtcommError
-from dtcomm.runtime.torchdist.rounds import WHOLE, Arithmetic, Payload, RoundsPlan, payload_bytes
+from dtcomm.runtime.torchdist.arithmetic import Arithmetic
+from dtcomm.runtime.torchdist.rounds import WHOLE, Payload, RoundsPlan, payload_bytes
 from dtcomm.runtime.torchdist.runtime import Execution, MemoryPool
 from dtcomm.runtime.torchdist.transport import Transport
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec

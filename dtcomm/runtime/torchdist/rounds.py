@@ -4,28 +4,22 @@ In a round a rank computes, hands bytes to its group in one go, and computes fro
 are faster than its messages and take one launch, so a step in which every rank sends to every other one becomes an
 all_to_all or an all_gather of bytes. All ranks derive that from the same schedule.
 
-`Arithmetic` is the computation: what the instructions do to this rank's tensors, by the kernels' verbs.
+`arithmetic` is the computation: what the instructions do to this rank's tensors.
 """
 
 from __future__ import annotations
 
-import time
+import math
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dtcomm import _C
-from dtcomm.codecs import Codec
-from dtcomm.codecs import codec as parse
-from dtcomm.kernels import ops
-from dtcomm.runtime.types import Buffers, ElementRange, OpSpec
+from dtcomm.runtime.types import ElementRange, OpSpec
 from dtcomm.schedule import Schedule, lower
 from dtcomm.schedule.ir import CUT_AT_GRANULES, Origin, Version, trace
 from dtcomm.schedule.lower import (
-    Copy,
-    Decode,
     Encode,
     Forward,
     Instruction,
@@ -35,12 +29,14 @@ from dtcomm.schedule.lower import (
     Send,
     steps,
 )
-from dtcomm.work.statistics import PhaseTimer
 
 ALL_TO_ALL, ALL_GATHER, MESSAGES, NOTHING = "all_to_all", "all_gather", "messages", ""
 ALIGNMENT = 64
-# On a device a launch and its bookkeeping take as long as some megabytes: smaller pieces would overlap nothing.
-MIN_DEVICE_PIECE_BYTES = 4 * 2**20
+# On a device p pieces hide all but 1/p of what runs beside the slowest link, and each takes the host a launch and a
+# call of NCCL for each round. The sum of both is least at the square root of their ratio.
+LAUNCH_SECONDS, CALL_SECONDS = 15e-6, 30e-6
+CODEC_BYTES_PER_SECOND = 1e12  # of tensors and payloads, which are encoded and decoded
+INSIDE_BYTES_PER_SECOND = 25e9  # of rounds inside a host, beside those between hosts
 MAX_DEVICE_PIECES = 8
 # On hosts a smaller message costs more than its bytes do, and a larger one leaves nothing to overlap; in between a
 # chunk is cut into about eight messages.
@@ -49,8 +45,6 @@ MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 256 * 1024, 1024 * 1024
 HOST_LOOKAHEAD = 2
 CHECKSUM_BYTES = 4
 WHOLE = 2**62  # payload bytes that no piece has: one piece
-NONE = parse("none")
-_PHASE: dict[type, str] = {Encode: "encode", Reduce: "reduce"}
 
 SliceId = tuple[int, int, int]  # (piece, chunk, number of the slice in the chunk)
 PayloadKey = tuple[int, int]  # (rank, number of the payload among those that the rank encodes)
@@ -127,6 +121,7 @@ class RoundsPlan:
             exchange of the others. A round reads only what earlier rounds of this order have brought, on any rank,
             so ranks cannot wait in a circle.
         places: For each piece, the byte offset of each payload in the piece's memory of ``memory_bytes``.
+        sums: For each piece, the byte offset of each slice of a chunk's partial sum there, by chunk.
         regions: For each piece and round, the regions that are sent and received.
         residual_reads, residual_writes: Positions of the instructions that read and rewrite the residual.
         fingerprint: A number that makes the tags of different operations differ, so that a message is never received
@@ -152,6 +147,7 @@ class RoundsPlan:
         self.rank, self.ranks = rank, schedule.ranks
         self.instructions = program.instructions
         self.divisor = program.ranks if spec.op == "avg" else 1
+        self.op = "sum" if spec.op == "avg" else spec.op
         self.pieces: tuple[Piece, ...] = ()
         if spec.parts:
             least = message_bytes or device_message_bytes(spec, schedule)
@@ -163,6 +159,8 @@ class RoundsPlan:
         self.order.sort(key=lambda step: (step[0] + lookahead * step[1], -step[0]))
         self.fingerprint = zlib.crc32(self.text.encode())
         self.places: list[dict[PayloadKey, int]] = []
+        self.sums: list[dict[int, list[int]]] = []
+        self.steps: dict[tuple[int, int, bool], list[Any]] = {}  # what `arithmetic.steps` returned
         self.regions: list[list[tuple[Region, Region]]] = []
         self.memory_bytes: list[int] = []
         self.sent_bytes = 0
@@ -213,7 +211,16 @@ class RoundsPlan:
                     if payload.key not in places:
                         places[payload.key] = at
                         at = _aligned(at + size(payload.chunk))
+        sums: dict[int, list[int]] = {}
+        for instruction in self.instructions:
+            if isinstance(instruction, Reduce) and instruction.keep_partial_sum:
+                sums[instruction.chunk] = []
+                for part_slice in piece[instruction.chunk]:
+                    sums[instruction.chunk].append(at)
+                    dtype = accumulator_dtype(self.spec.parts[part_slice.part].dtype)
+                    at = _aligned(at + part_slice.numel * dtype.itemsize)
         self.places.append(places)
+        self.sums.append(sums)
         self.regions.append(regions)
         self.memory_bytes.append(at)
         sizes = [size(payload.chunk) for round_ in self.rounds for payload in round_.sends]
@@ -269,10 +276,16 @@ def piece_elements(spec: OpSpec, chunks: int, ranks: int, message_bytes: int) ->
 
 
 def device_message_bytes(spec: OpSpec, schedule: Schedule) -> int:
-    """Payload bytes of a chunk that a piece takes on a device."""
-    payload = sum(part.codec.wire_bytes(part.numel, part.dtype) for part in spec.parts)
-    whole = max(MIN_DEVICE_PIECE_BYTES, -(-payload // MAX_DEVICE_PIECES))
-    return max(1, whole // schedule.chunks)
+    """Payload bytes of a chunk that a piece takes on a device: those of all chunks decide the number of pieces."""
+    chunk = max(spec.chunk_payload_bytes(schedule.chunks, schedule.ranks), default=0)
+    whole = 1 if schedule.collective in CUT_AT_GRANULES else schedule.chunks
+    tensors = sum(part.numel * part.dtype.itemsize for part in spec.parts) * whole
+    hidden = (tensors + chunk * schedule.chunks) / CODEC_BYTES_PER_SECOND
+    if any(transfer.level for transfer in schedule.transfers):
+        hidden += chunk * schedule.chunks / INSIDE_BYTES_PER_SECOND
+    piece = schedule.steps * CALL_SECONDS + (schedule.steps + 1) * LAUNCH_SECONDS
+    pieces = min(max(round(math.sqrt(hidden / piece)), 1), MAX_DEVICE_PIECES)
+    return max(1, -(-chunk // pieces))
 
 
 def host_message_bytes(spec: OpSpec, schedule: Schedule) -> int:
@@ -370,186 +383,6 @@ def _residual_positions(instructions: Sequence[Instruction]) -> tuple[frozenset[
     return frozenset(reads.values()), frozenset(writes)
 
 
-class Arithmetic:
-    """The tensors of one call and the computations on them.
-
-    ``memory`` is the memory of each piece that is under way, with payloads at the plan's ``places``; the executor adds
-    and removes it. ``timer`` takes the time of each phase.
-    """
-
-    def __init__(
-        self, plan: RoundsPlan, buffers: Sequence[Buffers], seed: int, timer: PhaseTimer | None = None
-    ) -> None:
-        self.memory: dict[int, torch.Tensor] = {}
-        self._plan = plan
-        self._timer = timer
-        self._seed = seed
-        self._op = "sum" if plan.spec.op == "avg" else plan.spec.op
-        self._inputs = [None if part.input is None else _flat(part.input) for part in buffers]
-        self._outputs = [None if part.output is None else _flat(part.output) for part in buffers]
-        self._residuals = [None if part.residual is None else _flat(part.residual) for part in buffers]
-        self._partial_sums: dict[SliceId, torch.Tensor] = {}
-        # Of residuals that a partial sum contains already.
-        self._old_residuals: dict[SliceId, torch.Tensor] = {}
-
-    def payload(self, piece: int, rank: int, payload_id: int, chunk: int, level: int) -> torch.Tensor:
-        """The bytes of a payload of ``rank``, which is an encoding of a chunk for a level."""
-        at = self._plan.places[piece][rank, payload_id]
-        return self.memory[piece][at : at + payload_bytes(self._plan.pieces[piece][chunk], level)]
-
-    def execute(self, piece: int, at: int, instruction: Instruction) -> None:
-        """Execute instruction ``at`` of the program, which neither sends nor receives, on a piece."""
-        if self._timer is None:
-            self._execute(piece, at, instruction)
-            return
-        begin = time.monotonic_ns()
-        self._execute(piece, at, instruction)
-        self._timer.add(_PHASE.get(type(instruction), "decode"), begin)
-
-    def _execute(self, piece: int, at: int, instruction: Instruction) -> None:
-        plan = self._plan
-        for nth, part_slice in enumerate(plan.pieces[piece][instruction.chunk]):
-            spec = plan.spec.parts[part_slice.part]
-            match instruction:
-                case Encode(payload_id=payload_id, output=output, level=level):
-                    ops.encode(
-                        spec.at(level),
-                        self._input(part_slice),
-                        key=_C.mix_key(self._seed, plan.rank, payload_id),
-                        offset=part_slice.in_offset,
-                        residual=self._residual(part_slice),
-                        out=self._bytes(piece, plan.rank, payload_id, part_slice, level),
-                        decoded=self._output(part_slice) if output else None,
-                    )
-                case Reduce():
-                    self._reduce(piece, at, instruction, part_slice, (piece, instruction.chunk, nth))
-                case Decode(peer=peer, payload_id=payload_id, level=level):
-                    out = self._output(part_slice)
-                    if out is not None:
-                        payload = self._bytes(piece, peer, payload_id, part_slice, level)
-                        ops.decode(spec.at(level), payload, part_slice.numel, spec.dtype, out=out)
-                case Copy():
-                    out, source = self._output(part_slice), self._input(part_slice)
-                    if out is not None and out.data_ptr() != source.data_ptr():
-                        out.copy_(source)
-                case _:
-                    raise TypeError(f"{instruction} is not arithmetic")
-
-    def _reduce(self, piece: int, at: int, reduce: Reduce, part_slice: Slice, slice_id: SliceId) -> None:
-        plan, numel = self._plan, part_slice.numel
-        spec = plan.spec.parts[part_slice.part]
-        levels = reduce.input_levels or (0,) * len(reduce.inputs)
-        payloads = [
-            self._bytes(piece, rank, payload_id, part_slice, level)
-            for (rank, payload_id), level in zip(reduce.inputs, levels, strict=True)
-        ]
-        residual = self._residual(part_slice)
-        reads, writes = at in plan.residual_reads, at in plan.residual_writes
-        local = None
-        if reduce.local is Local.INPUT:
-            local = self._input(part_slice)
-            if residual is not None and reads and not (writes and reduce.payload_id is not None):
-                # The sum is encoded later or never, so the residual is added here.
-                local = local.float() + residual
-                if writes:
-                    residual.zero_()
-                else:
-                    self._old_residuals[slice_id] = residual.clone()
-        elif reduce.local is Local.ACCUMULATOR:
-            local = self._partial_sums[slice_id]
-        divisor = plan.divisor if reduce.divide else 1
-        out = self._output(part_slice) if reduce.output else None
-        position: int | None = reduce.position
-        codecs = [spec.at(level) for level in levels]
-        codec = spec.at(reduce.level) if reduce.payload_id is not None else codecs[0]
-        if any(other != codec for other in codecs):
-            # The terms have another codec than the sum: the sum's encoding gets their fp32 sum.
-            local = self._sum(codecs, payloads, numel, spec.dtype, local, reduce.position)
-            payloads, position = [], None
-        if reduce.payload_id is None:
-            if reduce.keep_partial_sum:
-                wide = accumulator_dtype(spec.dtype)
-                out = torch.empty(numel, dtype=wide, device=self.memory[piece].device)
-                self._partial_sums[slice_id] = out
-            ops.reduce(codec, payloads, numel, local, position, divisor, out, op=self._op, dtype=spec.dtype)
-            return
-        old_residual = None
-        if residual is not None and writes and not reads:
-            # It is in the partial sum already. Adding -0.0 changes no number; a block that is not finite keeps its
-            # residual, here -0.0, which is then replaced by the old one.
-            old_residual = self._old_residuals.pop(slice_id)
-            residual.fill_(-0.0)
-        ops.reduce_encode(
-            codec,
-            payloads,
-            numel,
-            local,
-            position,
-            divisor,
-            residual if writes else None,
-            self._bytes(piece, plan.rank, reduce.payload_id, part_slice, reduce.level),
-            op=self._op,
-            dtype=spec.dtype,
-            key=_C.mix_key(self._seed, plan.rank, reduce.payload_id),
-            offset=part_slice.in_offset,
-            decoded=out,
-        )
-        if old_residual is not None and residual is not None:
-            torch.where(residual.view(torch.int32) == -(2**31), old_residual, residual, out=residual)
-
-    def _sum(
-        self,
-        codecs: Sequence[Codec],
-        payloads: Sequence[torch.Tensor],
-        numel: int,
-        dtype: torch.dtype,
-        local: torch.Tensor | None,
-        position: int,
-    ) -> torch.Tensor:
-        """The sum in rank order of payloads of different codecs."""
-        wide = accumulator_dtype(dtype)
-        terms = [
-            ops.decode(codec, payload, numel, dtype if codec.name == "none" else wide).to(wide)
-            for codec, payload in zip(codecs, payloads, strict=True)
-        ]
-        if local is not None:
-            terms.insert(position, local.to(wide))
-        raw = [term.view(torch.uint8) for term in terms]
-        return ops.reduce(NONE, _padded(raw, NONE.wire_bytes(numel, wide)), numel, op=self._op, dtype=wide)
-
-    def _bytes(self, piece: int, rank: int, payload_id: int, part_slice: Slice, level: int) -> torch.Tensor:
-        offset, size = part_slice.span(level)
-        at = self._plan.places[piece][rank, payload_id] + offset
-        return self.memory[piece][at : at + size]
-
-    def _input(self, part_slice: Slice) -> torch.Tensor:
-        tensor = self._inputs[part_slice.part]
-        assert tensor is not None, "only ranks with an input read it"
-        return tensor[part_slice.in_offset : part_slice.in_offset + part_slice.numel]
-
-    def _output(self, part_slice: Slice) -> torch.Tensor | None:
-        return self._part(self._outputs, part_slice, part_slice.out_offset)
-
-    def _residual(self, part_slice: Slice) -> torch.Tensor | None:
-        return self._part(self._residuals, part_slice, part_slice.in_offset)
-
-    def _part(
-        self, tensors: Sequence[torch.Tensor | None], part_slice: Slice, offset: int
-    ) -> torch.Tensor | None:
-        tensor = tensors[part_slice.part]
-        return None if tensor is None else tensor[offset : offset + part_slice.numel]
-
-
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which an unencoded sum of ``dtype`` is kept between instructions."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _padded(payloads: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-    # Payloads end at multiples of 16 bytes.
-    return [torch.nn.functional.pad(payload, (0, size - payload.numel())) for payload in payloads]
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    # In memory order, whatever the strides: the caller's tensors are dense.
-    return tensor.detach().as_strided((tensor.numel(),), (1,))

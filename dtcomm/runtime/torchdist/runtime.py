@@ -27,6 +27,7 @@ from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.flight_recorder import FlightEntry
 from dtcomm.runtime.stream_runtime import StreamRuntime
 from dtcomm.runtime.torchdist import faults
+from dtcomm.runtime.torchdist.arithmetic import Arithmetic
 from dtcomm.runtime.torchdist.faults import MAX_TAG
 from dtcomm.runtime.torchdist.rounds import (
     ALL_GATHER,
@@ -34,7 +35,6 @@ from dtcomm.runtime.torchdist.rounds import (
     HOST_LOOKAHEAD,
     MESSAGES,
     WHOLE,
-    Arithmetic,
     Payload,
     RoundsPlan,
     host_message_bytes,
@@ -381,19 +381,18 @@ class Execution:
 
     def run(self) -> None:
         """Run to the end."""
-        rounds = self._plan.rounds
-        last = len(rounds) - 1
+        last = len(self._plan.rounds) - 1
         memory = self._arithmetic.memory
         for piece, at in self._plan.order:
             if at == 0:
                 memory[piece] = self._pool.take(self._plan.memory_bytes[piece])
             else:
                 self._finish(piece, at - 1)
-            self._compute(piece, rounds[at].before)
+            self._arithmetic.compute(piece, at, after=False)
             self._start(piece, at)
             if at == last:
                 self._finish(piece, at)
-                self._pool.give_back(memory.pop(piece))
+                self._pool.give_back(self._arithmetic.release(piece))
 
     def _start(self, piece: int, at: int) -> None:
         round_, memory = self._plan.rounds[at], self._arithmetic.memory[piece]
@@ -421,12 +420,7 @@ class Execution:
         handle = self._handles.pop(piece, None)
         if handle is not None:
             self._transport.wait(handle)
-        self._compute(piece, self._plan.rounds[at].after)
-
-    def _compute(self, piece: int, instructions: Sequence[tuple[int, Any]]) -> None:
-        for position, instruction in instructions:
-            if self._plan.pieces[piece][instruction.chunk]:
-                self._arithmetic.execute(piece, position, instruction)
+        self._arithmetic.compute(piece, at, after=True)
 
     def _messages(self, piece: int, payloads: Sequence[Payload]) -> list[P2PMessage]:
         messages = []

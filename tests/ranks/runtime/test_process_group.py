@@ -14,7 +14,8 @@ from dtcomm.codecs import codec
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
-from dtcomm.runtime.torchdist.rounds import HOST_LOOKAHEAD, Arithmetic, RoundsPlan
+from dtcomm.runtime.torchdist.arithmetic import Arithmetic
+from dtcomm.runtime.torchdist.rounds import HOST_LOOKAHEAD, RoundsPlan
 from dtcomm.runtime.torchdist.runtime import Execution, MemoryPool
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import CUT_AT_GRANULES, ROOTED
