@@ -1,6 +1,6 @@
 # Needs Python >= 3.10, a C++17 compiler and make; everything else is installed into .venv.
 # Variables: PYTHON (the interpreter .venv is made with), TORCH (another version of torch than requirements.txt pins, such as
-# 2.11), VENV (another environment to use), ARGS (more arguments).
+# 2.11, with the Triton that belongs to it), VENV (another environment to use), ARGS (more arguments).
 PYTHON ?= python3
 TORCH ?=
 VENV ?= .venv
@@ -25,7 +25,7 @@ PROGRAMS := build/programs.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-slow test-fast lint format docs wheels bench cuda asan fuzzer tsan device races aarch64 gpu-check gpu-bench gpu-visit clean distclean
+.PHONY: help demo build emulator test test-slow test-fast test-torch test-newest lint format docs wheels bench cuda asan fuzzer tsan device races aarch64 gpu-check gpu-bench gpu-visit clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -51,6 +51,37 @@ test-fast: build $(DEV_DEPS) $(EMULATOR)  ## the tests that start no processes a
 	$(PYTEST) -n 2 -m "not slow" tests/unit $(ARGS)
 
 # With DTCOMM_WERROR=1, as in .ci/run, the in-place build already treats warnings as errors, so lint needs no second build.
+# An environment of its own for each version, with what the tests need; the native modules are those of .venv, as they
+# include no header of torch. pip is asked again without its configuration, which may limit the versions of torch.
+TORCH_ENV = build/torch-$(TORCH)
+# Packages that test-newest leaves out, so that the environment is made sooner; tests that need them are skipped.
+WITHOUT ?=
+
+build/torch-%/installed.stamp: requirements.txt requirements-dev.txt | $(DEPS)
+	$(PY) -m venv --clear $(@D)
+	{ sed '/^# build/,/^$$/d' requirements.txt; sed '/^-r/d; /^# lint/,$$d' requirements-dev.txt; } | \
+		sed $(call pins,$*) $(WITHOUT:%=-e '/^%==/d') >$(@D)/pins.txt
+	set -- $(@D)/bin/python -m pip install -q --no-compile -r $(@D)/pins.txt; "$$@" 2>$(@D)/pip.log || PIP_CONFIG_FILE=/dev/null "$$@"
+	@touch $@
+
+test-torch:  ## the tests with another torch: make test-torch TORCH=2.15.0 (2.11.0, 2.13.0, 2.14.1), ARGS=tests/ranks/ddp for some of them
+	$(if $(TORCH),,$(error test-torch: say which torch: make test-torch TORCH=2.15.0))
+	@$(MAKE) --no-print-directory TORCH= build emulator
+	@$(MAKE) --no-print-directory $(TORCH_ENV)/installed.stamp
+	PATH="$(abspath $(TORCH_ENV)/bin):$$PATH" PYTHONPATH=$(CURDIR) $(TORCH_ENV)/bin/python -m pytest -n 3 --dist loadfile \
+		-m "not slow" $(or $(ARGS),tests/unit tests/cuda tests/ranks tests/extensions)
+
+NEWEST := 2.15.0
+NEWEST_TESTS = $(addprefix tests/,unit/test_torch_compat.py unit/backend/test_registration.py ranks/pipeline \
+	$(addprefix ranks/backend/,test_collectives.py test_split.py test_torch_hooks.py) ranks/ddp/test_hook.py ranks/fsdp/test_fsdp.py) \
+	--deselect tests/unit/test_torch_compat.py::test_only_torch_compat_uses_private_names_of_torch
+
+test-newest:  ## backend, DDP, FSDP and pipeline with the newest torch, where it can be installed within three minutes
+	@if WITHOUT="transformers accelerate lightning scikit-learn matplotlib" \
+		timeout 180 $(MAKE) --no-print-directory build/torch-$(NEWEST)/installed.stamp; then \
+		$(MAKE) --no-print-directory test-torch TORCH=$(NEWEST) ARGS="$(NEWEST_TESTS)"; \
+	else rm -rf build/torch-$(NEWEST); echo "test-newest: skipped, torch $(NEWEST) could not be installed here within 180 s"; fi
+
 lint: $(DEV_DEPS)  ## ruff, mypy --strict, clang-format, compiler warnings as errors
 	ruff check $(SOURCES)
 	ruff format --check $(SOURCES)
@@ -88,9 +119,16 @@ native = MAKEFLAGS= $(2) $(PY) setup.py -q build_ext --build-temp $(1)/cmake --b
 
 # Without --compile: Python compiles the few modules that are imported, when they are.
 PIP_INSTALL = $(PY) -m pip install -q --no-compile -r
-# The files of requirements with the version of torch that TORCH gives.
+# The Triton that each torch asks for where it has CUDA; with another torch pip chooses it.
+TRITON_2.11 := 3.6.0
+TRITON_2.13 := 3.7.1
+TRITON_2.14 := 3.8.0
+TRITON_2.15 := 3.9.0
+# $(call pins,TORCH) edits requirements for a version of torch, such as 2.14 or 2.14.1.
+pins = -e 's/^torch==.*/torch==$(1).*/' \
+	-e 's/^triton==[^;]*/triton$(addprefix ==,$(TRITON_$(basename $(1))))$(addprefix ==,$(TRITON_$(1)))/'
 PINS = mkdir -p $(VENV)/pins && cp requirements.txt requirements-dev.txt $(VENV)/pins \
-	$(if $(TORCH),&& sed -i 's/^torch==.*/torch==$(TORCH).*/' $(VENV)/pins/requirements.txt)
+	$(if $(TORCH),&& sed -i $(call pins,$(TORCH)) $(VENV)/pins/requirements.txt $(VENV)/pins/requirements-dev.txt)
 
 $(DEPS): requirements.txt
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("dtcomm needs Python >= 3.10; this is " + sys.version + "; try make PYTHON=python3.12")'

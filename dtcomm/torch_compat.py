@@ -86,7 +86,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName(f"{_C10D}:_world._default_pg", "repeated calls take 0.3 us longer"),
     PrivateName(f"{_C10D}:_pg_map", "repeated calls take 0.3 us longer"),
     PrivateName(
-        f"{_C10D}:_FR_SELF_RECORDING_BACKENDS", 'from 2.15 on init_process_group("dtcomm") raises', "2.15"
+        f"{_C10D}:_maybe_attach_flight_recorder", 'from 2.15 on init_process_group("dtcomm") raises', "2.15"
     ),
     PrivateName(f"{_C10D}:_resolve_process_group", "compiled tp and context_parallel raise"),
     PrivateName(f"{_C10D}:_get_default_group", "monitored_barrier of the backend raises"),
@@ -193,15 +193,23 @@ def group_or_raise(group: Any) -> Any:
     return c10d._get_default_group() if group is None else group
 
 
-def leave_out_of_flight_recorder(backend: str) -> None:
-    """Let torch attach no flight recorder to groups of a backend.
+def leave_out_of_flight_recorder(kind: type[dist.ProcessGroup]) -> None:
+    """Let torch attach no flight recorder to groups of class ``kind``.
 
-    From 2.15 on it attaches one to every group whose backend it does not know to keep its own record, and expects that
-    the group holds the backend's object, which a group that is the backend does not.
+    From 2.15 on it attaches one to every new group that has a backend which it does not know to keep its own record,
+    and expects that the group holds the backend's object, which a group that is the backend does not.
     """
-    recording: set[str] | None = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-    if recording is not None:
-        recording.add(backend)
+    attach: Any = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if attach is None or hasattr(attach, "dtcomm"):
+        return
+
+    @functools.wraps(attach)
+    def attach_to_others(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(group, kind):
+            attach(group, *args, **kwargs)
+
+    attach_to_others.dtcomm = True  # type: ignore[attr-defined]
+    c10d._maybe_attach_flight_recorder = attach_to_others  # type: ignore[attr-defined]
 
 
 def check_timeout(timeout: timedelta) -> None:
@@ -223,7 +231,8 @@ def make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> An
     options._devices = [gloo.create_default_device(lazy_init=True)]
     options._timeout = timeout
     backend = gloo(store, rank, size, options)
-    backend._set_sequence_number_for_group()
+    if torch.__version__ < "2.15":  # from then on it does nothing but warn
+        backend._set_sequence_number_for_group()
     return backend
 
 

@@ -12,10 +12,10 @@ import functools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,15 +44,36 @@ def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
     if backend_options is not None:
         raise TypeError(f"pg_options: the backend dtcomm has none, got {type(backend_options).__name__}")
     _install_monitored_barrier()
-    torch_compat.leave_out_of_flight_recorder("dtcomm")
+    torch_compat.leave_out_of_flight_recorder(DtcommProcessGroup)
     torch_compat.complete_forward_pass_handles((TorchWork, FallbackWork))
     return DtcommProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, str(options.group_id)
     )
 
 
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """Return a method of torch's groups that would do nothing here, or raise an error that names no backend."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{name}: groups of the backend dtcomm do not have it; operations are recorded where DTCOMM_FLIGHT_DIR is "
+            "set, and errors are raised in the caller"
+        )
+
+    return refuse
+
+
 class DtcommProcessGroup(ReduceOps, GatherOps):
     """A process group that communicates through dtcomm."""
+
+    supports_abort_hooks = supports_reconfigure = supports_window = supports_shrinking = False
+    register_pre_hook, register_post_hook = _refused("register_pre_hook"), _refused("register_post_hook")
+    register_abort_hook, reconfigure = _refused("register_abort_hook"), _refused("reconfigure")
+    _register_on_completion_hook, new_window = (
+        _refused("_register_on_completion_hook"),
+        _refused("new_window"),
+    )
+    shrink = _refused("shrink")
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         # torch's constructor with a store makes a group that Python cannot extend.
@@ -160,8 +181,11 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> DtcommProcessGroup | None:
-        """Return a group of some of the ranks (as ranks of this group); None on the other ranks."""
-        ranks = sorted(new_ranks)
+        """Return a group of some of the ranks (as ranks of this group), in this order; None on the other ranks.
+
+        Up to 2.14 torch sorts them.
+        """
+        ranks = list(new_ranks)
         if self.rank() not in ranks:
             return None
         # The prefix cannot contain the name: torch's may differ between ranks after nested splits. How often these

@@ -28,9 +28,12 @@ def split_and_reduce(rank: int, world_size: int) -> None:
     assert isinstance(first_two, dist.ProcessGroup) == (rank != 2)
     assert halves is not None and halves.group_desc == "halves"
     assert dist.get_process_group_ranks(halves) == ([1] if rank == 1 else [0, 2])
+    # Up to 2.14 torch sorts the ranks.
+    pair = dist.get_process_group_ranks(reversed_pair) if isinstance(reversed_pair, dist.ProcessGroup) else []
+    assert pair in ([], [0, 2], [2, 0]) and (not pair or reversed_pair.rank() == pair.index(rank))
     for group, members in (
         (halves, dist.get_process_group_ranks(halves)),
-        (reversed_pair, [0, 2]),
+        (reversed_pair, pair),
         (first_two, [0, 1]),
     ):
         if not isinstance(group, dist.ProcessGroup):

@@ -103,3 +103,34 @@ def wait_in_callbacks(rank: int, world_size: int) -> list[float]:
 def test_callbacks_may_wait_for_other_operations(runtime: str) -> None:
     found = run_ranks(wait_in_callbacks, 2, backend="dtcomm", env={"DTCOMM_RUNTIME": runtime})
     assert found == [[4.0, 12.0, 32.0, 3.0]] * 2
+
+
+def use_torchs_tools(rank: int, world_size: int, backend: str) -> None:
+    """Train with torch's checks of collectives on; what the group does not have is refused by name."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group: Any = dist.new_group(backend=backend)
+    assert type(group).__name__ == type(dist.group.WORLD).__name__ == "DtcommProcessGroup"
+    model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+    model(torch.ones(2, 4)).sum().backward()
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.eq(world_size).all()
+    for name in (
+        "register_pre_hook",
+        "register_post_hook",
+        "register_abort_hook",
+        "_register_on_completion_hook",
+    ):
+        with pytest.raises(RuntimeError, match=f"^{name}: groups of the backend dtcomm"):
+            getattr(group, name)(1, print)
+    assert not group.supports_abort_hooks
+    if hasattr(dist, "shrink_group"):
+        with pytest.raises((TypeError, RuntimeError), match="shrink"):
+            dist.shrink_group([world_size - 1])
+    dist.all_reduce(total)
+    assert total.eq(world_size**2).all()
+
+
+@pytest.mark.parametrize("backend", ["dtcomm", "cpu:dtcomm,cuda:nccl"])
+def test_torchs_debug_mode_and_hooks(backend: str) -> None:
+    run_ranks(use_torchs_tools, 2, backend, backend=backend, fresh=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 USE = "import torch.distributed as dist; assert 'dtcomm' in dist.Backend.backend_list; print('known')"
 ORDERS = {
@@ -64,6 +66,32 @@ def installed(folder: Path, init: str) -> Path:
     (folder / "dtcomm").mkdir()
     (folder / "dtcomm" / "__init__.py").write_text(init)
     return folder
+
+
+@pytest.mark.skipif(
+    not hasattr(dist.Backend, "_ensure_backend_registered"),
+    reason="this torch asks no entry point for a backend",
+)
+def test_torch_finds_the_backend_when_a_group_is_created(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    (entry,) = re.findall(
+        r'"torch.distributed.backends"\]\n(.*)"(.*)"', (root / "pyproject.toml").read_text()
+    )
+    metadata = tmp_path / "dtcomm-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dtcomm\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[torch.distributed.backends]\n" + "".join(entry) + "\n")
+    code = (
+        "import sys, torch.distributed as dist; assert 'dtcomm' not in sys.modules\n"
+        "dist.init_process_group('dtcomm', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "print(type(dist.group.WORLD).__name__)"
+    )
+    path = os.pathsep.join([str(root), str(tmp_path)])
+    environment = {**os.environ, "PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    program = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert program.stdout == "DtcommProcessGroup\n", program.stderr
 
 
 @pytest.mark.slow
