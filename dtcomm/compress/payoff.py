@@ -18,6 +18,9 @@ FIRST_SKIPPED = (
 )
 
 
+VERIFY = "; verify=20 measures it"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Payoff:
     """The measured times of steps with and without compression; ``str()`` says whether compression paid.
@@ -133,3 +136,8 @@ class StepPairs:
         return (
             f"whether compression paid is being measured: {len(self._pairs)} of {self._wanted} pairs are over"
         )
+
+
+def unmeasured(pairs: StepPairs | None = None, remedy: str = "") -> str:
+    """Return what a report says where nothing was measured yet; ``remedy`` says how it is measured."""
+    return f"whether compression paid was not measured{remedy}" if pairs is None else str(pairs)

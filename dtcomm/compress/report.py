@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dtcomm.compress.measurements import Fidelity
-from dtcomm.compress.payoff import Payoff
+from dtcomm.compress.payoff import Payoff, unmeasured
 from dtcomm.compress.traffic import (
     MessageRow,
     Row,
@@ -117,7 +117,7 @@ class Report:
     notes: tuple[str, ...] = ()
     uncompressed: str = ""
     payoff: Payoff | None = None
-    unmeasured: str = "whether compression paid was not measured"
+    unmeasured: str = unmeasured()
 
     @classmethod
     def of_traffic(

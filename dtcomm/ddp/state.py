@@ -25,7 +25,7 @@ from dtcomm.compress.bucket import NONE, bucket_rows
 from dtcomm.compress.feedback import DGC, Feedback, common_momentum
 from dtcomm.compress.guard import Event, count_events
 from dtcomm.compress.monitor import Monitor
-from dtcomm.compress.payoff import Payoff
+from dtcomm.compress.payoff import VERIFY, Payoff, unmeasured
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import AUTO, Scheme, parse_scheme
@@ -270,11 +270,7 @@ class State(Reporting):
             uncompressed=self._unused or (describe_uncompressed(rows) if self._compresses else ""),
             by_message=bucket_rows("gradients", layouts.retired, layouts.current, totals, events),
             payoff=None if self._unused else self._payoff(),
-            unmeasured=(
-                "whether compression paid was not measured; verify=20 measures it"
-                if self._verifier is None
-                else str(self._verifier.pairs)
-            ),
+            unmeasured=unmeasured(None if self._verifier is None else self._verifier.pairs, VERIFY),
         )
 
     def _payoff(self) -> Payoff | None:

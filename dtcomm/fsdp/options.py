@@ -65,6 +65,9 @@ class StateOptions(TypedDict, total=False):
         allow_inaccurate: Accept codecs that destroy what they are applied to: those that lose, in one encoding of
             Gaussian numbers, more than 20 % (relative error) of parameters or of gradients without feedback, or more
             than 50 % of the differences of ``delta:``. Default: False.
+        verify: The number of pairs of steps, one with compression and one with codec none in turn, that are measured at
+            the start of the run, so that the report can say whether compression paid; a turn takes two steps. 0: none.
+            Default: 0.
         algorithm: Name of the algorithm of the compressed collectives over the shards, one that reduce_scatter and
             all_gather both have, built in or registered (`dtcomm.algorithms.register`). Default: ``"auto"``.
     """
@@ -82,6 +85,7 @@ class Options(StateOptions, total=False):
     preset: str | None
     replicas: DeviceMesh | dist.ProcessGroup | None
     algorithm: str
+    verify: int
 
 
 Options.__doc__ = StateOptions.__doc__
@@ -94,7 +98,7 @@ STATE_DEFAULTS: StateOptions = {
     "seed": 0,
     "allow_inaccurate": False,
 }
-DEFAULTS: Options = {**STATE_DEFAULTS, "preset": None, "replicas": None, "algorithm": "auto"}
+DEFAULTS: Options = {**STATE_DEFAULTS, "preset": None, "replicas": None, "algorithm": "auto", "verify": 0}
 
 #: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")

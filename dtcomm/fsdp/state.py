@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from dtcomm import torch_compat
 from dtcomm.arguments import require_factor, require_int
 from dtcomm.codecs import Codec
+from dtcomm.collectives import all_reduce
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event, Guard, count_events
+from dtcomm.compress.payoff import VERIFY, StepPairs, unmeasured
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.traffic import Traffic, group_traffic
@@ -105,6 +108,8 @@ class State(Reporting):
         # What was asked for and is not compressed is logged once, by the first rank, at the end of a pass.
         self.logs = True
         self.warming_up = False
+        self._pairs: StepPairs | None = None
+        self._began_at = 0.0  # the step, while pairs of steps are measured
         self._has_begun = self._has_fallback = self._logged = self._log_is_queued = False
         self._has_reduced = False  # gradients, in this step
 
@@ -144,6 +149,8 @@ class State(Reporting):
             fidelity=self.guard.fidelity,
             notes=tuple(self._notes),
             uncompressed=self._unused or self._uncompressed(),
+            payoff=None if self._pairs is None else self._pairs.payoff,
+            unmeasured=unmeasured(self._pairs, "" if self.steps_ahead else VERIFY),
         )
         self.log_uncompressed()
         return report
@@ -346,6 +353,7 @@ class State(Reporting):
     def spec(self, module: str, requested: CompressionSpec) -> CompressionSpec:
         """Return the spec of a module's collective: ``requested``, or none if the module is excluded or warms up."""
         warming_up = self.warming_up and requested is self.gradients
+        warming_up |= self._pairs is not None and not self._pairs.compresses
         return UNCOMPRESSED if warming_up or module in self._excluded else requested
 
     def note_choice(self, module: str, traffic: Traffic) -> None:
@@ -412,9 +420,26 @@ class State(Reporting):
         if self._has_begun:  # the pass before this one is complete
             self.log_uncompressed()
         self._has_begun, self._has_reduced = True, False
+        if self._pairs is not None and self._pairs.running and dist.get_world_size(self.group) > 1:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the host may be steps ahead
+            now = time.perf_counter()
+            self._pairs.begin_step(self._steps(), 0, now - self._began_at)
+            self._began_at = time.perf_counter() if self._pairs.running else 0.0
         for module in self.guard.begin_step(self.group, self.agreeing_groups):
             if self._residuals is not None:
                 self._residuals.reset(module)
+
+    def verify(self, pairs: int) -> None:
+        """Measure pairs of steps, with compression and without, before the report says whether it paid."""
+
+        def largest(values: Sequence[float]) -> list[float]:
+            tensor = torch.tensor(values, dtype=torch.float64)
+            for group in (self.group, *self.agreeing_groups):
+                all_reduce(tensor, "max", group=group)
+            return [float(value) for value in tensor]
+
+        self._pairs = StepPairs(pairs, "a step from forward to forward", "codec none", largest)
 
     def add_note(self, text: str) -> None:
         """Add a line to the report, once: what torch communicates itself, or what is not possible."""

@@ -162,8 +162,8 @@ class Summary:
         speedup = micro_batches / self.micro_batches * self.step_ms / self.predicted_ms(micro_batches)
         return (
             f"{finding}; accumulating {micro_batches} micro-batches a step under no_sync() (now {self.micro_batches}) "
-            f"would make that {self.predicted_share(micro_batches):.0%} and training about {speedup:.2f} times as "
-            f"fast, with a batch {micro_batches / self.micro_batches:.3g} times as large"
+            f"would make that {self.predicted_share(micro_batches):.0%} and a sample take {1 / speedup:.0%} of its "
+            f"time, with fewer optimizer steps too and a batch {micro_batches / self.micro_batches:.3g} times as large"
         )
 
     def to_dict(self) -> dict[str, Any]:
