@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtcomm import algorithms, planner
+from dtcomm import algorithms, planner, torch_compat
 from dtcomm.codecs import Codec, codec, parse_levels
 from dtcomm.collectives._call import Call, run, run_internal
 from dtcomm.collectives._options import Group, Options
@@ -202,8 +202,23 @@ def _compression_pays(
 ) -> planner.PayoffVerdict:
     communicator.connect()
     return planner.compression_pays(
-        codec, numel, dtype, communicator.size, communicator.hosts, communicator.tuning_table
+        codec,
+        numel,
+        dtype,
+        communicator.size,
+        communicator.hosts,
+        communicator.tuning_table,
+        on_device=communicator.device is not None,
     )
+
+
+def nvlink_connects(tensor: Tensor, group: Group = None) -> bool:
+    """Return whether all ranks are on one host whose NVLink connects as many GPUs with this one; False if unknown."""
+    if tensor.device.type != "cuda":
+        return False
+    communicator = get_communicator_for(group, tensor, "tensor")
+    links = None if communicator.hosts > 1 else torch_compat.nvlinks(tensor.device.index or 0)
+    return links is not None and 0 < communicator.size - 1 <= sum(count > 0 for count in links)
 
 
 def supports_two_shot_symmetric(tensor: Tensor, codec: Codec, group: Group = None) -> bool:

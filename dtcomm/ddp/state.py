@@ -150,7 +150,7 @@ class State(Reporting):
         elif self._verifier is not None and self._compresses:
             self._reducer.attach(TunerObserver(self._verifier, self._reducer))
         if self._compresses:
-            self._reducer.attach(UncompressedObserver(self._reducer, options["warmup"]))
+            self._reducer.attach(UncompressedObserver(self._reducer, options["warmup"], group))
         self._reducer.attach(TimelineObserver(self.timeline))
         self._reducer.attach(self._recorder)
 

@@ -211,6 +211,10 @@ def _costs(
 #: Seconds that a codec adds to a call whatever its size, inside a host and between hosts: more kernel calls, more
 #: buffers. A smaller predicted gain does not count.
 FIXED_OVERHEAD = (2e-6, 5e-6)
+#: Microseconds of the host for one kernel of a codec and one call of NCCL, which Python launches one after the other.
+HOST_KERNEL_US, HOST_CALL_US = 15.0, 30.0
+#: What a lossy sum launches more than NCCL's one call: three kernels and a call, the least that two shots take.
+DEVICE_OVERHEAD = (3 * HOST_KERNEL_US + HOST_CALL_US) * 1e-6
 #: A link inside a host with at least so many bytes per second is taken for the memory that its ranks share. The same
 #: cores encode and move the bytes there, so a shorter payload saves no wait as on a link. Measured by `bench.threads`
 #: on an AMD EPYC (family 25, model 17), all_reduce of 64 and 256 MB, 2 ranks: bf16 is 1.11 to 1.15 times as fast as
@@ -228,13 +232,19 @@ class PayoffVerdict(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def compression_pays(
-    lossy: Codec, numel: int, dtype: torch.dtype, ranks: int, hosts: int, tuning_table: str
+    lossy: Codec,
+    numel: int,
+    dtype: torch.dtype,
+    ranks: int,
+    hosts: int,
+    tuning_table: str,
+    on_device: bool = False,
 ) -> PayoffVerdict:
     """Return whether an all_reduce is expected to be faster with the codec ``lossy`` than with none.
 
     If `dtcomm tune` has measured both, its times decide; otherwise the cost model predicts them. It does not predict a
     gain where ranks share memory, because there the machine decides. ``tuning_table`` is the text of the group's table,
-    as rank 0 read it; empty for the defaults.
+    as rank 0 read it; empty for the defaults. ``on_device`` counts what the host takes to launch a codec's kernels too.
 
     Example:
         >>> import torch
@@ -250,6 +260,8 @@ def compression_pays(
         for candidate in (NONE, lossy)
     )
     measured = measured_uncompressed and measured_compressed
+    if on_device and not measured:
+        compressed += DEVICE_OVERHEAD
     reason = (
         f"{lossy} {compressed * 1e6:.3g} us, none {uncompressed * 1e6:.3g} us for {numel} elements "
         f"({'measured' if measured else 'predicted'}, {table.source})"

@@ -103,7 +103,7 @@ def across_sites(step: JobStep, link: WideArea, specs: Sequence[str] = ("int8", 
         'Streaming DiLoCo'
     """
     job = step.job
-    parameters = job.model.parameters
+    parameters = round(job.model.parameters * job.trained)
     window = BACKWARD_SHARE * step.compute / step.layout.micro_batches(job)
     inside = step.seconds
     found: list[tuple[str, str, float, float, float | None]] = []

@@ -22,6 +22,7 @@ from dtcomm.extensions.jobs import nccl_model
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.traffic_profile import Profile, profile
 from dtcomm.planner.cost_model import Table, measured_bytes
+from dtcomm.planner.select_algorithm import HOST_CALL_US, HOST_KERNEL_US
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 UNMEASURED = Table()
@@ -33,6 +34,8 @@ MANY_RANKS = 2048  # beyond this only some algorithms are considered
 STEP_US = {"nccl": (10.0, 25.0), "gloo": (20.0, 20.0), "memory": (0.7, 0.7)}
 #: The share of a link's bandwidth that our messages reach.
 LINK_REACH = {"nccl": 0.85, "gloo": 1.0, "memory": 1.0}
+#: The pieces of a message on a device, as `runtime/torchdist/rounds.py` has them; each launches its kernels and calls.
+DEVICE_PIECES, DEVICE_PIECE_BYTES = 8, 4 * 2**20
 CALL_US = {"nccl": 10.0, "gloo": 60.0, "memory": 5.0}  # of each call
 #: 2 (n - 1) / n; the whole tensor; else (n - 1) / n.
 BUS_TRAVERSALS = {"all_reduce": 2.0, "broadcast": 0.0, "reduce": 0.0}
@@ -43,8 +46,8 @@ class Estimate:
     """The prediction for one collective of ``nbytes`` uncompressed bytes (of all shards, if there are shards).
 
     ``wire_bytes`` is what the busiest rank sends, ``memory_bytes`` the buffers it needs besides the tensor,
-    ``encodings`` how often the most encoded contribution is encoded, and ``detail`` the protocol or the parts of the
-    time.
+    ``encodings`` how often the most encoded contribution is encoded, ``host_seconds`` what launching kernels and calls
+    takes of a host, and ``detail`` the protocol or the parts of the time.
     """
 
     collective: str
@@ -58,6 +61,7 @@ class Estimate:
     memory_bytes: int
     encodings: int
     detail: str = ""
+    host_seconds: float = 0.0
 
     @property
     def algbw(self) -> float:
@@ -76,6 +80,7 @@ class Estimate:
             **{name: getattr(self, name) for name in names.split()},
             "size": self.nbytes,
             "time_us": round(self.seconds * 1e6, 3),
+            "host_us": round(self.host_seconds * 1e6, 3),
             "algbw": round(self.algbw, 4),
             "busbw": round(self.busbw, 4),
         }
@@ -127,7 +132,7 @@ def estimate(
         return Estimate(
             collective=collective, algorithm=algorithm, codec=str(codec), engine="nccl", nbytes=size,
             ranks=system.ranks, seconds=choice.seconds, wire_bytes=sent, memory_bytes=0, encodings=0,
-            detail=choice.protocol,
+            host_seconds=HOST_CALL_US * 1e-6, detail=choice.protocol,
         )  # fmt: skip
     loads = profile(algorithm, collective, system.ranks, system.per_host)
     if loads is None:
@@ -158,7 +163,8 @@ def _predict(
     engine = system.engine
     step_inside, step_between = (us * 1e-6 for us in STEP_US[engine])
     kernel, reach = system.device.kernel_us * 1e-6, LINK_REACH[engine]
-    latency = inside = between = work = 0.0
+    latency = inside = between = work = host = 0.0
+    parts_of_message = min(DEVICE_PIECES, max(1, payload * loads.chunks // DEVICE_PIECE_BYTES))
     for load, count in loads.loads:
         waits = [0.0]
         if load.inside:
@@ -167,6 +173,9 @@ def _predict(
             waits.append(step_between + system.between.latency_us * 1e-6)
         kernels = kernel * ((load.encode > 0) + (load.decode > 0))
         latency += count * (max(waits) + kernels)
+        if system.device.generation:
+            launched = HOST_KERNEL_US * ((load.encode > 0) + (load.decode > 0))
+            host += count * parts_of_message * (launched + HOST_CALL_US * (len(waits) > 1)) * 1e-6
         seconds_per_payload = payload / (system.inside.bandwidth * reach)
         inside += count * load.inside * (seconds_per_payload + system.inside.message_us * 1e-6)
         busiest = max(load.between / system.rank_bandwidth, load.host / system.host_bandwidth)
@@ -176,6 +185,7 @@ def _predict(
     pieces = min(MAX_PIECES, max(1, payload // PIECE_BYTES)) if engine != "memory" else 1
     once = inside + between + work
     seconds = latency + once / pieces + (1 - 1 / pieces) * max(inside, between, work)
+    seconds += CALL_US[engine] * 1e-6 + system.device.launch_us * 1e-6 if loads.loads else 0.0
     total = loads.total()
     sent = (total.inside + total.between) * payload
     # A buffer for each payload that is sent and received in the largest step; the runtimes reuse them.
@@ -188,9 +198,9 @@ def _predict(
     return Estimate(
         collective=loads.collective, algorithm=algorithm, codec=str(codec),
         engine=engine if engine != "nccl" else "dtcomm over nccl", nbytes=numel * dtype.itemsize, ranks=system.ranks,
-        seconds=(seconds + CALL_US[engine] * 1e-6 + (system.device.launch_us * 1e-6)) if loads.loads else 0.0,
-        wire_bytes=sent, memory_bytes=2 * most * payload, encodings=loads.encodings if codec.name != "none" else 0,
-        detail=parts,
+        seconds=max(seconds, host), host_seconds=host, wire_bytes=sent, memory_bytes=2 * most * payload,
+        encodings=loads.encodings if codec.name != "none" else 0,
+        detail=f"launches on the host, {host * 1e6:.0f} us" if host > seconds else parts,
     )  # fmt: skip
 
 

@@ -199,7 +199,8 @@ _CPU_RATES = (("none", 30.0, 30.0), ("int8", 29.0, 29.0), ("int4", 24.0, 24.0))
 # sparsity: where a data sheet has only figures with sparsity (H100, H200, B200), they are halved. fp32 is that of the
 # CUDA cores, the others are of tensor cores. Memory is what is left for tensors of the 80, 80, 141 and 180 GB that the
 # data sheets name: about what torch reports as a device's total capacity. The V100's (32 GB) tensor cores have fp16
-# alone. Boards for PCIe slots are those of the same data sheets.
+# alone. Boards for PCIe slots are those of the same data sheets. Ada's boards have Ampere's constants. Products of the
+# GeForce boards are those that sum in fp32.
 DEVICES = {
     device.name: device
     for device in (
@@ -212,6 +213,12 @@ DEVICES = {
         _gpu("v100-pcie", "volta", (900, 31), 22.0, (("fp32", 14), ("fp16", 112))),
         _gpu("a100-pcie", "ampere", (1935, 79), 22.0, _peaks(19.5, 156, 312)),
         _gpu("h100-pcie", "hopper", (2000, 79), 3.0, _peaks(51, 378, 756)),
+        _gpu("a40", "ampere", (696, 44), 22.0, _peaks(37.4, 74.8, 149.7)),
+        _gpu("l40s", "ampere", (864, 44), 22.0, _peaks(91.6, 183, 362)),
+        _gpu("4090", "ampere", (1008, 23.5), 22.0, _peaks(82.6, 82.6, 165.2)),
+        _gpu("5090", "blackwell", (1792, 31), 10.0, _peaks(104.8, 104.8, 209.5)),
+        _gpu("rtx-pro-6000", "blackwell", (1792, 94), 10.0, _peaks(125, 251.9, 503.8)),
+        _gpu("dgx-spark", "blackwell", (273, 119), 10.0, _peaks(31, 62.5, 125)),
         # One core that works half in its cache: about an EPYC's. `dtcomm tune` measures the actual machine.
         Device(name="cpu", memory_gbytes=40.0, rates=_CPU_RATES),
     )
@@ -231,6 +238,7 @@ class System:
         cores: Cores of a host, shared by its CPU ranks; 0 means one for each rank.
         leaf_hosts: Hosts whose ports meet at the same leaf switches; 0 means all of them.
         oversubscription: By how much the links above the leaf switches are too few, 1 if they are not.
+        implied_device: Whether the device is a guess from the name of the link inside hosts.
     """
 
     name: str
@@ -243,6 +251,7 @@ class System:
     cores: int = 0
     leaf_hosts: int = 0
     oversubscription: float = 1.0
+    implied_device: bool = False
 
     def __post_init__(self) -> None:
         for name in ("hosts", "per_host", "nics", "leaf_hosts", "oversubscription"):
@@ -261,6 +270,18 @@ class System:
         if self.device.generation:
             return "nccl"
         return "memory" if self.hosts == 1 else "gloo"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know of the system: that its GPU is a guess."""
+        if not (self.implied_device and self.device.generation):
+            return ()
+        name, gib, peak = self.device.name, self.device.memory_gib, dict(self.device.tflops)
+        return (
+            f"the device is assumed to be {name} ({gib:g} GiB, {peak.get('bf16', peak['fp16']):g} TFLOP/s) because the "
+            "links do not name one: give --device, for example --device 4090 or --device NAME,memory=24G,bf16=165T,"
+            "bandwidth=1008G",
+        )
 
     @property
     def ranks_per_core(self) -> float:
@@ -292,19 +313,21 @@ class System:
             **{name: getattr(self, name) for name in names},
             "device": self.device.name,
             "device_memory_bytes": self.device.memory_bytes or None,
+            "device_is_assumed": bool(self.notes),
             "inside": asdict(self.inside),
             "between": asdict(self.between),
         }
 
 
-def _node(name: str, inside: str, between: str, nics: int = 8) -> System:
+def _node(name: str, inside: str, between: str, nics: int = 8, per_host: int = 8) -> System:
     return System(
-        name=name, device=DEVICES[name], inside=find_port(inside), between=find_port(between), nics=nics
-    )
+        name=name, device=DEVICES[name], inside=find_port(inside), between=find_port(between), nics=nics,
+        per_host=per_host,
+    )  # fmt: skip
 
 
 #: Nodes of 8 GPUs: with NVLink and a network port for each (the V100's have four), or in PCIe slots with two ports;
-#: and this machine.
+#: workstations of one GPU; and this machine.
 SYSTEMS = {
     "a100": _node("a100", "nvlink3", "hdr"),
     "h100": _node("h100", "nvlink4", "ndr"),
@@ -314,6 +337,12 @@ SYSTEMS = {
     "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
     "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2),
     "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
+    "a40": _node("a40", "pcie4", "100gbit", nics=1),
+    "l40s": _node("l40s", "pcie4", "200gbit", nics=2),
+    "4090": _node("4090", "pcie4", "10gbit", nics=1, per_host=1),
+    "5090": _node("5090", "pcie5", "10gbit", nics=1, per_host=1),
+    "rtx-pro-6000": _node("rtx-pro-6000", "pcie5", "10gbit", nics=1, per_host=1),
+    "dgx-spark": _node("dgx-spark", "pcie5", "200gbit", nics=1, per_host=1),
     "local": replace(_node("cpu", "memory", "10gbit", nics=1), name="local", per_host=2),
 }
 
@@ -325,21 +354,52 @@ def find_system(name: str) -> System:
     return SYSTEMS[name.lower()]
 
 
-def find_device(name: str) -> Device:
-    """Return one of `DEVICES`, in any case; ValueError lists the names."""
-    if name.lower() not in DEVICES:
-        raise ValueError(f"device: {not_one_of(name, DEVICES)}")
-    return DEVICES[name.lower()]
+DEVICE_FIGURES = {"memory": "G", "bandwidth": "G", "bf16": "T", "fp16": "T", "tf32": "T", "fp32": "T"}
+
+
+def find_device(text: str) -> Device:
+    """Return one of `DEVICES`, in any case, or the device of ``NAME,memory=24G,bf16=165T,bandwidth=1008G``.
+
+    Figures (GiB, TFLOP/s, GB/s) replace those of a known name. ``like=NAME`` has the constants of another device.
+    """
+    name, *parts = (part.strip().lower() for part in text.split(","))
+    if not parts and name not in DEVICES:
+        raise ValueError(
+            f"device: {not_one_of(text, [*DEVICES, 'NAME,memory=24G,bf16=165T,bandwidth=1008G'])}"
+        )
+    figures = dict(part.partition("=")[::2] for part in parts)
+    base = DEVICES.get(figures.pop("like", name if name in DEVICES else "a40"), DEVICES["a40"])
+    values: dict[str, float] = {}
+    for key, figure in figures.items():
+        if key not in DEVICE_FIGURES:
+            raise ValueError(f"device: {not_one_of(key, [*DEVICE_FIGURES, 'like'])}")
+        try:
+            values[key] = float(figure.removesuffix("b").removesuffix(DEVICE_FIGURES[key].lower()))
+        except ValueError:
+            values[key] = 0.0
+        if not 0 < values[key] < 1e6:
+            raise ValueError(f"device: {key}={figure}: expected a number such as 24{DEVICE_FIGURES[key]}")
+    if name not in DEVICES and (missing := {"memory", "bandwidth", "bf16"} - values.keys()):
+        raise ValueError(f"device: {name} is not known, so give {'=, '.join(sorted(missing))}= too")
+    half = values.get("bf16", 0.0)
+    tflops = dict(base.tflops if name in DEVICES else _peaks(half / 4, half / 2, half))
+    tflops |= {key: value for key, value in values.items() if key in tflops}
+    memory_gib, gbytes = values.get("memory", base.memory_gib), values.get("bandwidth", base.memory_gbytes)
+    return replace(base, name=name, memory_gib=memory_gib, memory_gbytes=gbytes, tflops=tuple(tflops.items()))
 
 
 def system_from_links(inside: str, between: str, device: str | None = None, nics: int = 1) -> System:
     """Return a system of hosts described by its links; without a device that which ``inside`` implies."""
     port_inside, port_between = find_port(inside), find_port(between)
+    guessed = device is None
     if device is None:
         implied = [BY_LINK[link] for link in (inside.lower(), port_inside.kind) if link in BY_LINK]
         device = implied[0] if implied else {"nvlink": "h100"}.get(port_inside.kind, "cpu")
     name = f"{inside} inside, {between} between"
-    return System(name=name, device=find_device(device), inside=port_inside, between=port_between, nics=nics)
+    return System(
+        name=name, device=find_device(device), inside=port_inside, between=port_between, nics=nics,
+        implied_device=guessed,
+    )  # fmt: skip
 
 
 def system_from_dict(description: Mapping[str, Any]) -> System:

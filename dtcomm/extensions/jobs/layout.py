@@ -32,6 +32,7 @@ class Job:
         sequence_parallel: Whether tensor parallelism divides norms and dropouts too (Korthikanti et al. 2022).
         states: The optimizer's fp32 values for each parameter, 2 for Adam.
         feedback: Codecs that need error feedback for sharded gradients too; DDP has it with every codec.
+        trainable: Parameters that learn, such as those of LoRA; None: all.
 
     Raises:
         ValueError: A number is not valid.
@@ -46,12 +47,20 @@ class Job:
     sequence_parallel: bool = True
     states: int = 2
     feedback: tuple[str, ...] = ()
+    trainable: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.trainable is not None and not 0 < self.trainable <= self.model.parameters:
+            raise ValueError(f"trainable: expected 1 to {self.model.parameters:,}, got {self.trainable:,.0f}")
         self.peak_flops  # noqa: B018  (raises if the device's peak is not known)
+
+    @property
+    def trained(self) -> float:
+        """The share of the parameters that learn."""
+        return 1.0 if self.trainable is None else self.trainable / self.model.parameters
 
     @property
     def compute_type(self) -> str:

@@ -96,7 +96,10 @@ def micro_batch_seconds(job: Job, layout: Layout) -> MicroBatch:
     layers = -(-model.layers // (layout.pp * layout.chunks)) * layout.chunks  # of the longest stage
     forward = layers * (products + attention + passes + unfused) + output / layout.pp
     again = FLASH_BACKWARD if job.flash else 2.0
-    backward = layers * (2 * products + again * attention + 2 * passes + 2 * unfused) + 2 * output / layout.pp
+    both = 1 + job.trained  # gradients of activations, and of the weights that learn
+    backward = (
+        layers * (both * products + again * attention + 2 * passes + 2 * unfused) + both * output / layout.pp
+    )
     recomputed = {
         "none": 0.0,
         "selective": layers * (unfused + (0.0 if job.flash else attention)),
@@ -204,12 +207,12 @@ def job_memory(job: Job, layout: Layout) -> JobMemory:
         "experts": layout.replicas // layout.ep if layout.stage != "ddp" else 1,
     }
     sharded = local.dense / shards["dense"] + local.experts / shards["experts"]
-    optimizer = 4 * (job.states + copies) * sharded
-    gradients = 4 * (sharded if layout.stage in ("zero-2", "fsdp") else local.total)
-    # FSDP keeps fp32 shards, which are the optimizer's copy, and gathers layers in the dtype.
-    parameters = itemsize * (0.0 if layout.stage == "fsdp" and copies else local.total)
-    if layout.stage == "fsdp" and not copies:
-        parameters = itemsize * sharded
+    optimizer = 4 * (job.states + copies) * sharded * job.trained
+    gradients = 4 * (sharded if layout.stage in ("zero-2", "fsdp") else local.total) * job.trained
+    # FSDP keeps fp32 shards of what learns, which are the optimizer's copy, and gathers layers in the dtype.
+    parameters = itemsize * local.total
+    if layout.stage == "fsdp":
+        parameters = itemsize * sharded * (1 - job.trained * copies)
 
     between, scores = activation_bytes(job, layout)
     tokens = layout.micro_batch * job.seq / layout.cp
@@ -226,7 +229,7 @@ def job_memory(job: Job, layout: Layout) -> JobMemory:
     unit = local.total / stage_layers * itemsize
     buffers = 0.0
     if layout.replicas > 1:
-        bucket = 2 * min(float(BUCKET_BYTES), local.total * itemsize)
+        bucket = 2 * min(float(BUCKET_BYTES), local.total * itemsize * job.trained)
         buffers += 4 * unit if layout.stage == "fsdp" else bucket
     if layout.tp > 1:
         buffers += 2 * itemsize * tokens * model.hidden
@@ -241,6 +244,6 @@ def job_memory(job: Job, layout: Layout) -> JobMemory:
     has_residuals = layout.replicas > 1 and parse(layout.codec("dp")).name != "none"
     return JobMemory(
         parameters=parameters, gradients=gradients, optimizer=optimizer, activations=activations, buffers=buffers,
-        residuals=RESIDUAL_BYTES[kept_form] * local.total if has_residuals else 0.0,
+        residuals=RESIDUAL_BYTES[kept_form] * local.total * job.trained if has_residuals else 0.0,
         activations_kept=kept, activations_full=full,
     )  # fmt: skip

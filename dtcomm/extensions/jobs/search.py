@@ -24,23 +24,25 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 LEAST_CONTEXT = 2048  # tokens of a sequence that context parallelism leaves on a rank
 WITH_CODECS = 48  # layouts of each kind that are predicted with codecs
 MOST_CHUNKS = 8
+#: What a reader chooses between; 3-D is all that has pipeline stages, context parallelism, or TP without FSDP.
+FAMILIES = ("DDP", "ZeRO", "FSDP", "FSDP + TP", "3-D")
 #: Fields of a layout that may be fixed, with what a search tries if they are not.
 FIXABLE = ("dp", "tp", "pp", "cp", "ep", "stage", "schedule", "micro_batch", "recompute")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """Layouts of a stage that do not fit in memory, by the one that needs least.
+    """Layouts of a family that do not fit in memory, by the one that needs least.
 
     Args:
-        stage: The stage of sharding.
+        family: One of `FAMILIES`.
         layout: The layout that needs least.
         total: The bytes that it needs.
         part: The name of the largest part of these.
         part_bytes: The bytes of that part.
     """
 
-    stage: str
+    family: str
     layout: Layout
     total: float
     part: str
@@ -49,7 +51,7 @@ class Misfit:
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
         part = {"largest": self.part, "largest_bytes": round(self.part_bytes)}
-        return {"stage": self.stage, "layout": self.layout.as_dict(), "total": round(self.total), **part}
+        return {"family": self.family, "layout": self.layout.as_dict(), "total": round(self.total), **part}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,9 @@ class JobPlan:
 
     Attributes:
         job: The job.
-        steps: The best layouts without codecs, fastest first; empty if none fits.
-        compressed: The best layouts with codecs, fastest first; empty if no codec saves anything.
-        misfits: For each stage of sharding, what needs least memory of the layouts that do not fit, if none fits.
+        steps: The best layout of each family without codecs, fastest first; empty if none fits.
+        compressed: The same with codecs; empty if no codec saves anything.
+        misfits: For each family of which no layout fits in memory, the one that needs least.
         tried: How many layouts were possible, and how many of them fit.
         findings: What is wrong with the winner, or what holds it back.
     """
@@ -71,6 +73,18 @@ class JobPlan:
     misfits: tuple[Misfit, ...]
     tried: tuple[int, int]
     findings: tuple[Finding, ...]
+
+    @property
+    def rows(self) -> tuple[JobStep, ...]:
+        """The best layout of each family, the winner first; with codecs only if they gain more than the error."""
+        compressed = {family(step.layout): step for step in self.compressed}
+        winner, rows = self.winner, []
+        for step in self.steps:
+            other = compressed.get(family(step.layout), step)
+            rows.append(other if step.seconds >= MIN_SPEEDUP * other.seconds else step)
+        if winner is not None:
+            rows = [winner, *(step for step in rows if family(step.layout) != family(winner.layout))]
+        return tuple(rows)
 
     @property
     def speedup(self) -> float:
@@ -120,22 +134,22 @@ def search(job: Job, codecs: Sequence[str] = ("int8",), fixed: Mapping[str, Any]
         possible += 1
         memory = job_memory(job, layout)
         if capacity and memory.total > capacity:
-            if layout.stage not in least or memory.total < least[layout.stage].total:
+            kind, total = family(layout), memory.total
+            if kind not in least or total < least[kind].total:
                 part, size = memory.largest
-                stage, total = layout.stage, memory.total
-                least[stage] = Misfit(stage=stage, layout=layout, total=total, part=part, part_bytes=size)
+                least[kind] = Misfit(family=kind, layout=layout, total=total, part=part, part_bytes=size)
             continue
         steps.append(job_step(job, layout, network))
     if not possible:
         raise ValueError(_why_none(job, fixed))
     steps.sort(key=_order)
     compressed = _with_codecs(job, steps, codecs, network)
-    found = {step.layout.stage for step in steps}
+    found = {family(step.layout) for step in steps}
     plan = JobPlan(
         job=job,
-        steps=tuple(_distinct(steps)),
-        compressed=tuple(_distinct(compressed)),
-        misfits=tuple(least[stage] for stage in STAGES if stage in least and stage not in found),
+        steps=tuple(_best_of_families(steps)),
+        compressed=tuple(_best_of_families(compressed)),
+        misfits=tuple(least[kind] for kind in FAMILIES if kind in least and kind not in found),
         tried=(possible, len(steps)),
         findings=(),
     )
@@ -216,7 +230,8 @@ def _with_codecs(
 ) -> list[JobStep]:
     """Return the best of the layouts, each axis with the codec that saves most, if any does."""
     quiet = sorted(steps, key=lambda step: step.seconds - step.exposed_total)
-    chosen = {id(step): step for step in (*steps[:WITH_CODECS], *quiet[:WITH_CODECS])}
+    fastest = (*steps[:WITH_CODECS], *quiet[:WITH_CODECS], *_best_of_families(steps))
+    chosen = {id(step): step for step in fastest}
     found = []
     for step in chosen.values():
         best = step
@@ -239,16 +254,17 @@ def _order(step: JobStep) -> tuple[float, int, float]:
     return float(f"{step.seconds:.3g}"), layout.tp * layout.pp * layout.cp * layout.ep, step.memory.total
 
 
-def _distinct(steps: Sequence[JobStep], most: int = 64) -> list[JobStep]:
-    """Return the first step of each mesh and stage, so that candidates differ in more than a micro-batch."""
-    seen: set[tuple[Any, ...]] = set()
-    kept = []
+def family(layout: Layout) -> str:
+    """Return the one of `FAMILIES` that a layout belongs to."""
+    if layout.pp * layout.cp > 1 or (layout.tp > 1 and layout.stage != "fsdp"):
+        return "3-D"
+    kind = {"ddp": "DDP", "fsdp": "FSDP"}.get(layout.stage, "ZeRO")
+    return f"{kind} + TP" if layout.tp > 1 else kind
+
+
+def _best_of_families(steps: Sequence[JobStep]) -> list[JobStep]:
+    """Return the first step of each family."""
+    best: dict[str, JobStep] = {}
     for step in steps:
-        layout = step.layout
-        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep, layout.stage)
-        if key not in seen:
-            seen.add(key)
-            kept.append(step)
-            if len(kept) == most:
-                break
-    return kept
+        best.setdefault(family(step.layout), step)
+    return list(best.values())

@@ -64,7 +64,8 @@ class JobStep:
     def tflops(self) -> float:
         """Model TFLOP/s of one device."""
         job = self.job
-        return job.tokens * job.model.flops_per_token(job.seq) / self.seconds / job.system.ranks / 1e12
+        flops = job.tokens * job.model.flops_per_token(job.seq) * (2 + job.trained) / 3
+        return flops / self.seconds / job.system.ranks / 1e12
 
     @property
     def tokens_per_second(self) -> float:
@@ -178,8 +179,8 @@ class _Costs:
         messages = 2 * self.micro_batches * layout.chunks
         return messages * one, ends + messages * longer
 
-    def sums(self, name: str, spec: str) -> tuple[float, float, float]:
-        """Return the seconds to reduce or gather all local parameters, those of the last message, and of one layer."""
+    def sums(self, name: str, spec: str, share: float = 1.0) -> tuple[float, float, float]:
+        """Return the seconds to reduce or gather a share of the local parameters, of the last message, of one layer."""
         layout, network = self.layout, self.network
         local = rank_costs.local_parameters(self.job, layout)
         itemsize = self.job.dtype.itemsize
@@ -187,7 +188,7 @@ class _Costs:
         dense = (local.dense, layout.replicas, layout.tp)
         experts = (local.experts, layout.replicas // layout.ep, layout.tp * layout.ep)
         for count, size, apart in (dense, experts):
-            nbytes = count * itemsize
+            nbytes = count * itemsize * share
             if nbytes <= 0 or size == 1:
                 continue
             bucket = max(float(BUCKET_BYTES), nbytes / MOST_BUCKETS)
@@ -252,7 +253,7 @@ def job_step(job: Job, layout: Layout, network: Network | None = None) -> JobSte
     updated = local.total
     if layout.stage != "ddp":
         updated = local.dense / layout.replicas + local.experts / max(1, layout.replicas // layout.ep)
-    optimizer = rank_costs.optimizer_seconds(job, updated)
+    optimizer = rank_costs.optimizer_seconds(job, updated * job.trained)
     compute = m * batch.total
     return JobStep(
         job=job, layout=layout, seconds=compute + idle + sum(exposed.values()) + optimizer, compute=compute,
@@ -270,11 +271,14 @@ def _data_parallel(
         return
     gradients, parameters = layout.codec("dp"), layout.codec("params")
     if layout.stage == "ddp":
-        total, last, _ = costs.sums("all_reduce", gradients)
+        total, last, _ = costs.sums("all_reduce", gradients, costs.job.trained)
         communication["dp"], exposed["dp"] = total, max(last, total - backward)
         return
-    reduce, last, reduce_layer = costs.sums("reduce_scatter", gradients)
-    gather, first, gather_layer = costs.sums("all_gather", parameters)
+    trained = costs.job.trained
+    reduce, last, reduce_layer = costs.sums("reduce_scatter", gradients, trained)
+    gather, first, gather_layer = costs.sums(
+        "all_gather", parameters, 1.0 if layout.stage == "fsdp" else trained
+    )
     if layout.stage != "fsdp":
         times = m if layout.stage == "zero-2" else 1
         communication["dp"], exposed["dp"] = times * reduce, max(last, times * (reduce - backward), 0.0)

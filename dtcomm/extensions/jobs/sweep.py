@@ -15,6 +15,7 @@ from dtcomm.extensions.jobs import nccl_model
 from dtcomm.extensions.jobs.estimate import LINK_REACH, UNMEASURED, Estimate, candidates, estimate
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.planner.cost_model import Table
+from dtcomm.planner.select_algorithm import HOST_CALL_US, HOST_KERNEL_US
 
 SMALLEST, LARGEST = 1 << 10, 1 << 36  # bytes between which a break-even is searched
 MIN_SPEEDUP = 1.1  # a smaller gain is within the error of an estimate
@@ -93,6 +94,10 @@ class Sweep:
                     f"GPU kernels are assumed to reach {system.device.reach:.0%} of the memory bandwidth, and dtcomm's "
                     f"messages {LINK_REACH['nccl']:.0%} of a link's: neither has been measured on several GPUs, so "
                     "gains of a codec inside an NVLink node are upper bounds"
+                )
+                lines.append(
+                    f"a codec's kernel takes {HOST_KERNEL_US:g} us of the host and a call of NCCL {HOST_CALL_US:g} us, one "
+                    "after the other; a message takes at least that"
                 )
             return lines
         if all(row.best.detail.startswith("measured") for row in self.rows):

@@ -24,7 +24,7 @@ know them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -242,13 +242,24 @@ RESIDUAL_BYTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """A model of ``layers`` equal units; ``states`` are the optimizer's fp32 values per parameter, 2 for Adam."""
+    """A model of ``layers`` equal units; ``states`` are the optimizer's fp32 values per parameter, 2 for Adam.
+
+    ``trainable`` of its parameters learn (None: all). ``tokens`` are those of a rank and step, 0 if they are not known.
+    """
 
     params: float
     layers: int = 32
     itemsize: int = 4
     states: int = 2
     bucket_bytes: int = BUCKET_BYTES
+    trainable: float | None = None
+    tokens: float = 0.0
+
+    def activations(self, recompute: bool) -> float:
+        """Return the bytes of a Llama's activations with fused attention, kept or recomputed layer by layer."""
+        width = (self.params / (12 * self.layers)) ** 0.5
+        layer = self.tokens * (16 * self.itemsize + 2) * width  # 34 bytes in 16 bits (arXiv:2205.05198)
+        return self.tokens * self.layers * width * self.itemsize + layer if recompute else self.layers * layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,11 +279,13 @@ class RankMemory:
     passing: float
     residuals: float
     references: float
+    activations: float = 0.0
+    recompute: bool = False
 
     @property
     def total(self) -> float:
         """The sum of all parts."""
-        kept = self.parameters + self.optimizer + self.gradients
+        kept = self.parameters + self.optimizer + self.gradients + self.activations
         return kept + self.passing + self.residuals + self.references
 
     def as_dict(self) -> dict[str, Any]:
@@ -282,12 +295,13 @@ class RankMemory:
 
 
 def rank_memory(
-    model: ModelSize, ranks: int, stage: str, feedback: str = "none", delta: bool = False
+    model: ModelSize, ranks: int, stage: str, feedback: str = "none", delta: bool = False, capacity: int = 0
 ) -> RankMemory:
     """Return the memory of one rank; ``feedback`` is the form of the residuals.
 
-    With ``delta`` parameters are sent as differences. FSDP then keeps a copy of all of them; the sharded optimizer has
-    the model itself for that.
+    Activations are recomputed if they do not fit in ``capacity`` bytes otherwise; 0: it is not known. With ``delta``
+    parameters are sent as differences. FSDP then keeps a copy of all of them; the sharded optimizer has the model
+    itself for that.
     """
     if stage not in STAGES:
         raise ValueError(f"stage: {stage!r} is not one of {', '.join(STAGES)}")
@@ -296,37 +310,41 @@ def rank_memory(
     if ranks < 1:
         raise ValueError(f"ranks: must be at least 1, got {ranks}")
     p, b = model.params, model.itemsize
-    whole, shard = p * b, 4 * p / ranks
+    learning = p if model.trainable is None else model.trainable
+    whole, sent, shard = p * b, learning * b, 4 * learning / ranks
     unit = whole / model.layers
-    bucket = min(float(model.bucket_bytes), whole)
+    bucket = min(float(model.bucket_bytes), sent)
     if stage == "ddp":
         # Buckets are another copy of the gradients, unless gradient_as_bucket_view is set.
-        parts = {"parameters": whole, "optimizer": model.states * 4 * p, "gradients": whole, "passing": whole}
+        parts = {
+            "parameters": whole,
+            "optimizer": model.states * 4 * learning,
+            "gradients": sent,
+            "passing": sent,
+        }
     else:
         parts = {"optimizer": model.states * shard, "gradients": shard, "parameters": shard}
-        if stage != "fsdp":
-            parts["parameters"] += whole
+        parts["parameters"] += (whole - sent) / ranks if stage == "fsdp" else whole
         if stage == "zero-1":
-            parts["gradients"] += whole
+            parts["gradients"] += sent
         # zero-2: a bucket that fills while another one is sent. fsdp: a unit as it is gathered and as it is computed
         # with, and the next unit, whose place its gradients take in backward.
         parts["passing"] = {"zero-1": 0.0, "zero-2": 2 * bucket, "fsdp": 4 * unit}[stage]
-    return RankMemory(
-        stage=stage,
-        feedback=feedback,
-        delta=delta,
-        residuals=RESIDUAL_BYTES[feedback] * p,
-        references=whole if delta and stage == "fsdp" else 0.0,
-        **parts,
-    )
+    kept = RankMemory(
+        stage=stage, feedback=feedback, delta=delta, residuals=RESIDUAL_BYTES[feedback] * learning,
+        references=sent if delta and stage == "fsdp" else 0.0, activations=model.activations(False), **parts,
+    )  # fmt: skip
+    if not capacity or not model.tokens or kept.total <= capacity:
+        return kept
+    return replace(kept, activations=model.activations(True), recompute=True)
 
 
-def memory_table(model: ModelSize, ranks: int) -> list[RankMemory]:
+def memory_table(model: ModelSize, ranks: int, capacity: int = 0) -> list[RankMemory]:
     """Return every stage uncompressed, then with each form of compression state."""
-    rows = []
+    rows: list[RankMemory] = []
     for stage in STAGES:
         forms = RESIDUAL_BYTES if stage != "ddp" else [form for form in RESIDUAL_BYTES if form != "loco"]
-        rows += [rank_memory(model, ranks, stage, feedback) for feedback in forms]
-        if stage == "fsdp":
-            rows += [rank_memory(model, ranks, stage, feedback, delta=True) for feedback in ("none", "loco")]
+        more = [("none", True), ("loco", True)] if stage == "fsdp" else []
+        for feedback, delta in [*((form, False) for form in forms), *more]:
+            rows.append(rank_memory(model, ranks, stage, feedback, delta, capacity))
     return rows

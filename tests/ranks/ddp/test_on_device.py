@@ -95,6 +95,28 @@ def run_steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list
     return means, state
 
 
+def log_of_nvlink(rank: int, ranks: int) -> list[list[str]]:
+    """What is logged where NVLink connects both GPUs, one GPU alone, and where it is not known."""
+    logged = []
+    with fake_cuda_rank(RecordedStreams()):
+        for links in ((0, 18), (0, 0), None):
+            with (
+                mock.patch("dtcomm.torch_compat.nvlinks", lambda gpu, links=links: links),
+                mock.patch("dtcomm.ddp.observers._log.warning") as warning,
+            ):
+                run_steps(rank, True, {"spec": "int8"})
+            logged.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
+        C.release()
+    return logged
+
+
+def test_nvlink_on_one_host_is_said_to_leave_nothing_to_gain() -> None:
+    first, second = run_ranks(log_of_nvlink, 2, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
+    said = [[line for line in lines if "NVLink" in line] for lines in first]
+    assert [len(lines) for lines in said] == [1, 0, 0] and "nothing to gain" in said[0][0]
+    assert not any(second)
+
+
 def policy(specs: list[str]) -> str:
     rules = [f"name={name} -> {spec}" for name, spec in zip(MATRICES, specs)]
     return "; ".join(["ndim<2 -> none", *rules, "* -> none"])

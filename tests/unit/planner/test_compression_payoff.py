@@ -27,6 +27,15 @@ def test_compression_pays_for_large_messages_between_hosts() -> None:
     assert not compression_pays(INT8, 1 << 20, torch.float32, 1, 1, "").pays
 
 
+def test_launches_on_the_host_count_on_a_device() -> None:
+    verdicts = [
+        compression_pays(INT8, 1 << 15, torch.float32, 2, 2, "", on_device=on_device)
+        for on_device in (False, True)
+    ]
+    assert [verdict.pays for verdict in verdicts] == [True, False]
+    assert compression_pays(INT8, 1 << 24, torch.float32, 2, 2, "", on_device=True).pays
+
+
 def test_no_gain_is_predicted_where_ranks_share_memory() -> None:
     for spec in ("bf16", "int8"):
         for numel in (1 << 20, 1 << 26):

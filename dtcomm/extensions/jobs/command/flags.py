@@ -68,6 +68,7 @@ class TrainingModel:
         bucket_bytes: The size of DDP's buckets.
         layers: The number of FSDP's units.
         feedback: The form in which residuals of error feedback are kept; None: DDP's or FSDP's default.
+        trainable: Parameters that learn, such as those of LoRA; None: all.
     """
 
     params: float
@@ -79,6 +80,7 @@ class TrainingModel:
     bucket_bytes: int = training_model.BUCKET_BYTES
     layers: int = 32
     feedback: str | None = None
+    trainable: float | None = None
 
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.step_ms is None):
@@ -90,10 +92,17 @@ class TrainingModel:
         for name in ("mfu", "compute"):
             if self.step_ms is not None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: only valid with tokens=, not with step_ms=")
+        if self.learning > self.params:
+            raise ValueError(f"trainable: expected at most params, {self.params:g}, got {self.learning:g}")
         if self.layers > MAX_LAYERS:
             raise ValueError(f"layers: expected at most {MAX_LAYERS}, got {self.layers}")
         if not 0 < self.utilization <= 1:
             raise ValueError(f"mfu: expected over 0 and up to 1, got {self.utilization:g}")
+
+    @property
+    def learning(self) -> float:
+        """``trainable`` or its default."""
+        return self.params if self.trainable is None else self.trainable
 
     @property
     def utilization(self) -> float:
@@ -107,8 +116,8 @@ class TrainingModel:
 
     @property
     def flops(self) -> float | None:
-        """FLOPs of a rank in a step: 6 for each parameter and token, 2 of them forward. None without ``tokens``."""
-        return None if self.tokens is None else 6 * self.params * self.tokens
+        """FLOPs of a rank in a step: 4 for each parameter and token, 2 more if it learns. None without ``tokens``."""
+        return None if self.tokens is None else (4 * self.params + 2 * self.learning) * self.tokens
 
     def compute_seconds(self, device: hardware.Device) -> float:
         """Return the seconds of computing in a step."""
@@ -141,12 +150,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("collective", nargs="?", type=_name_of(collectives),
         help=f"{', '.join(collectives)} (default all_reduce)")  # fmt: skip
     _add_rows(parser.add_argument_group("the system"), (
-        ("--system", "NAME", _name_of(hardware.SYSTEMS), f"{systems}: nodes of 8 GPUs; or local (this machine)"),
+        ("--system", "NAME", _name_of(hardware.SYSTEMS), f"{systems}: nodes of 8 GPUs, or workstations of one; or "
+         "local (this machine)"),
         ("--inside", "LINK", str, f"each rank's link inside its host: {', '.join(hardware.PORTS)}, or N gbit"),
         ("--between", "LINK", str, "a host's link to other hosts, from the same list"),
         ("--topology", "FILE", Path, "a JSON file that describes the system; docs/guides/planning.md has an example"),
-        ("--device", "NAME", _name_of(hardware.DEVICES),
-         f"{', '.join(hardware.DEVICES)}: what computes and encodes, if the link does not imply it"),
+        ("--device", "NAME", _device, f"{', '.join(hardware.DEVICES)}, or NAME,memory=24G,bf16=165T,bandwidth=1008G: "
+         "what computes and encodes"),
         ("--hosts", "N", number, "hosts (default 1)"),
         ("--per-host", "N", number, "ranks per host (default 8 on GPUs, 2 for local)"),
         ("--ranks", "N", number, "total number of ranks, instead of --hosts or --per-host"),
@@ -174,12 +184,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("-d --datatype", "TYPE", str, "of the tensor, or of a record's gradients (default float)"),
         ("--model", "K=V,…", _model, f"a whole job: {', '.join(PRESETS)}, or params=70B alone. Or a step of data "
          "parallelism: params=7B and tokens=8192 (of a rank and step) or step_ms=900; "
-         f"[mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] [bucket=25M] [layers=32] "
-         f"[feedback={'|'.join(FEEDBACKS)}]"),
+         f"[trainable=20M] [mfu={DEFAULT_MFU}] [compute={'|'.join(COMPUTE_TYPES)}] [dtype=fp32|bf16|fp16] "
+         f"[bucket=25M] [layers=32] [feedback={'|'.join(FEEDBACKS)}]"),
         ("--parameters", "SPEC", str, "codec of the parameters that FSDP gathers, with reduce_scatter --model "
          "(default none)"),
         ("--memory", "K=V,…", _memory,
-         "estimate the memory of a model instead: params=7B[,layers=32][,dtype=bf16][,states=2]"),
+         "estimate the memory of a model instead: params=7B[,layers=32][,dtype=bf16][,states=2][,trainable=20M]"
+         "[,tokens=8192]"),
         ("--record", "FILE", Path,
          "replay a run's bucket-ready times (written by state.record of dtcomm.ddp) on this system"),
     ))  # fmt: skip
@@ -199,7 +210,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--schedule", "NAME", str, f"fix the pipeline's schedule: {', '.join(SCHEDULES)}"),
         ("--micro-batch", "N", number, "fix the sequences of a micro-batch"),
         ("--recompute", "NAME", str, f"fix what backward computes again: {', '.join(RECOMPUTE)}"),
-        ("--top", "N", number, "candidates to show (default 5)"),
+        ("--trainable", "N", _count, "parameters that learn, such as those of LoRA: 20M (default: all)"),
         ("--fabric", "NAME", str, "rails or fat-tree: 32 or 4 hosts below a leaf switch (with any plan)"),
         ("--leaf-hosts", "N", number, "hosts below a leaf switch"),
         ("--oversubscription", "X", float, "by how much links above the leaves are too few"),
@@ -260,6 +271,21 @@ def _name_of(valid: Iterable[str]) -> Callable[[str], str]:
     return convert
 
 
+def _count(text: str) -> float:
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _device(text: str) -> str:
+    try:
+        hardware.find_device(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("device: ")) from None
+    return text
+
+
 def _model(text: str) -> TrainingModel | ModelShape:
     if is_preset(text.strip()):
         return find_model(text.strip())
@@ -289,6 +315,7 @@ def _model(text: str) -> TrainingModel | ModelShape:
         "bucket": ("bucket_bytes", _bucket_bytes),
         "layers": ("layers", count_argument(1)),
         "feedback": ("feedback", _name_of(FEEDBACKS)),
+        "trainable": ("trainable", parse_count),
     }
     try:
         return TrainingModel(**_key_values(text, converters))
@@ -302,6 +329,8 @@ def _memory(text: str) -> training_model.ModelSize:
         "layers": ("layers", count_argument(1)),
         "dtype": ("itemsize", lambda value: _dtype(value).itemsize),
         "states": ("states", count_argument(0)),
+        "trainable": ("trainable", parse_count),
+        "tokens": ("tokens", parse_count),
         "bucket": ("bucket_bytes", _bucket_bytes),
     }
     return training_model.ModelSize(**_key_values(text, converters))

@@ -15,6 +15,7 @@ from dtcomm.extensions.jobs.command.flags import count_name
 from dtcomm.extensions.jobs.command.options import WAN_CODECS, JobOptions, PlanOptions
 from dtcomm.extensions.jobs.command.report import Output, new_table, write_json
 from dtcomm.extensions.jobs.rank_costs import PARTS
+from dtcomm.extensions.jobs.search import family
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, size_name, time_name
 from dtcomm.system import save_figure
 
@@ -51,15 +52,6 @@ def plan_job(options: PlanOptions) -> int:
     return 0 if plan.winner is not None else 1
 
 
-def candidates(plan: JobPlan, top: int) -> list[JobStep]:
-    """Return the winner and the next best layouts, with codecs or without them."""
-    rows = [*plan.steps[:top]]
-    plain = plan.steps[0].seconds if plan.steps else float("inf")
-    if plan.compressed and plan.compressed[0].seconds < plain:
-        rows += plan.compressed[: max(1, top // 2)]
-    return sorted(rows, key=lambda step: (step is not plan.winner, step.seconds))[: top + 1]
-
-
 def verdict(plan: JobPlan) -> str:
     """Return why the winner wins, in one sentence."""
     step = plan.winner
@@ -77,7 +69,8 @@ def verdict(plan: JobPlan) -> str:
     ranked = sorted(((value / step.seconds, name) for name, value in loss.items()), reverse=True)
     costs = ", ".join(f"{share:.0%} {name}" for share, name in ranked if share >= 0.005)
     costs = costs or "nothing but computing"
-    text = f"{step.layout}: {time_name(step.seconds)} a step, MFU {step.mfu:.1%}; beside computing: {costs}"
+    text = f"{family(step.layout)}: {step.layout}: {time_name(step.seconds)} a step, MFU {step.mfu:.1%}"
+    text += f"; beside computing: {costs}"
     others = [other for other in plan.steps if other is not step and other.layout.codecs == ()]
     if step.layout.codecs:
         text += f"; codecs gain {plan.speedup:.2f}x over the best layout without them"
@@ -87,7 +80,8 @@ def verdict(plan: JobPlan) -> str:
     else:
         text += "; no codec makes it faster"
     if others and not step.layout.codecs:
-        text += f"; the next layout ({others[0].layout}) takes {others[0].seconds / step.seconds:.2f} times as long"
+        next_best = f"{family(others[0].layout)}: {others[0].layout}"
+        text += f"; the best of another family ({next_best}) takes {others[0].seconds / step.seconds:.2f} times as long"
     return text
 
 
@@ -112,7 +106,7 @@ def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -
         "dtype": str(job.dtype).removeprefix("torch."),
         "fixed": options.fixed,
         "winner": None if plan.winner is None else plan.winner.as_dict(),
-        "candidates": [step.as_dict() for step in candidates(plan, options.top)],
+        "candidates": [{"family": family(step.layout), **step.as_dict()} for step in plan.rows],
         "codec_speedup": None if not plan.steps else round(plan.speedup, 4),
         "tried": {"possible": plan.tried[0], "fit": plan.tried[1]},
         "misfits": [misfit.as_dict() for misfit in plan.misfits],
@@ -139,14 +133,21 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
     )
     if leaf := system.leaf_hosts:
         line(f"{leaf} hosts below a leaf switch, oversubscription {system.oversubscription:g} above")
+    if job.trainable is not None:
+        line(
+            f"{count_name(job.trainable)} parameters learn: gradients, residuals and optimizer are those of them"
+        )
+    for note in system.notes:
+        line(note, "yellow")
+    line(f"verdict: {verdict(plan)}", "bold")
     line(f"{plan.tried[0]:,} layouts are possible, {plan.tried[1]:,} fit in memory")
     if plan.winner is not None:
-        out.table(_candidates_table(plan, candidates(plan, options.top)))
+        out.table(_candidates_table(plan))
         out.table(_axes_table(plan.winner))
-        out.table(_memory_table(candidates(plan, options.top)))
+        out.table(_memory_table(plan.rows))
     for misfit in plan.misfits:
         line(
-            f"does not fit: {misfit.stage} needs at least {size_name(round(misfit.total))} ({misfit.layout}), "
+            f"does not fit: {misfit.family} needs at least {size_name(round(misfit.total))} ({misfit.layout}), "
             f"{size_name(round(misfit.part_bytes))} of it for {misfit.part}",
             "yellow",
         )
@@ -155,7 +156,6 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
     if options.wide_area is not None and methods:
         out.table(_sites_table(methods, options))
     out.assumed(ASSUMPTIONS)
-    line(f"verdict: {verdict(plan)}", "bold")
     if methods:
         best, plain = methods[0], next(m for m in methods if m.method == "DDP" and m.codec == "none")
         line(
@@ -166,10 +166,12 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
         )
 
 
-def _candidates_table(plan: JobPlan, steps: Sequence[JobStep]) -> Table:
-    columns = "~layout >step >MFU >exposed >bubble >recompute >efficiency >tokens/s >memory".split()
-    table = new_table(columns, "candidates, the winner first")
-    for step in steps:
+def _candidates_table(plan: JobPlan) -> Table:
+    columns = "family ~layout >step >MFU >exposed >bubble >recompute >efficiency >tokens/s >memory".split()
+    table = new_table(
+        columns, "the best of each family, the winner (*) first; codecs that gain below 10 % are left out"
+    )
+    for step in plan.rows:
         shares = (
             step.exposed_total / step.seconds,
             step.bubble_share,
@@ -177,6 +179,7 @@ def _candidates_table(plan: JobPlan, steps: Sequence[JobStep]) -> Table:
             step.efficiency,
         )
         cells = [
+            _marked(plan, step),
             str(step.layout),
             time_name(step.seconds),
             *(f"{share:.1%}" for share in (step.mfu, *shares)),
@@ -184,6 +187,10 @@ def _candidates_table(plan: JobPlan, steps: Sequence[JobStep]) -> Table:
         cells += [f"{step.tokens_per_second:,.0f}", size_name(round(step.memory.total))]
         table.add_row(*cells, style="bold" if step is plan.winner else None)
     return table
+
+
+def _marked(plan: JobPlan, step: JobStep) -> str:
+    return f"{'* ' if step is plan.winner else ''}{family(step.layout)}"
 
 
 def _axes_table(step: JobStep) -> Table:
@@ -227,8 +234,8 @@ def _sites_table(methods: Sequence[SiteMethod], options: JobOptions) -> Table:
 
 def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path: Path) -> None:
     """Draw what the step of each candidate consists of, and its memory; or the steps across sites."""
-    steps = candidates(plan, options.top)[::-1]
-    labels = [str(step.layout).replace(", micro-batch", "\nmicro-batch") for step in steps]
+    steps = plan.rows[::-1]
+    labels = [f"{_marked(plan, step)}: {step.layout}".replace(", micro", "\nmicro") for step in steps]
     with styled_pyplot() as pyplot:
         figure, (left, right) = pyplot.subplots(
             1, 2, figsize=(14, 1.6 + 0.6 * max(len(steps), len(methods))), sharey=not methods
@@ -251,8 +258,10 @@ def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path
             _stacked(right, names, bars, "seconds of a step across sites")
         else:
             memory = [(name, [getattr(step.memory, name) / 2**30 for step in steps]) for name in PARTS]
+            device = plan.job.system.device
+            limit = f"{device.memory_gib:g} GiB of {device.name}"
+            right.axvline(device.memory_gib, color=COLOURS[3], linestyle="--", linewidth=1, label=limit)
             _stacked(right, labels, [part for part in memory if any(part[1])], "GiB of a rank")
-            right.axvline(plan.job.system.device.memory_gib, color=COLOURS[3], linestyle="--", linewidth=1)
         model, system = plan.job.model, plan.job.system
         figure.suptitle(
             f"{model.name} on {system.ranks} x {system.device.name}, {plan.job.batch} x {plan.job.seq} tokens"

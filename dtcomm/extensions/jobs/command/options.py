@@ -45,6 +45,7 @@ RAILS, FAT_TREE = "rails", "fat-tree"
 #: Hosts below one leaf switch, if --leaf-hosts is not given: with rails each of a leaf's 32 ports is another host's.
 LEAF_HOSTS = {RAILS: 32, FAT_TREE: 4}
 WAN_CODECS = ["int8", "int4"]
+SCHEMES = ("powersgd", "dgc", "ef21", "diana", "auto")  # of dtcomm.ddp, which are no codecs of messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,6 @@ class JobOptions:
 
     job: Job
     fixed: dict[str, Any]
-    top: int
     wide_area: WideArea | None
 
 
@@ -128,6 +128,12 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         shape, arguments.model = arguments.model, None
     _refuse_beside_jobs(fail, arguments, shape)
     _refuse_combinations(fail, arguments)
+    for spec in split_codecs(arguments.codec or []):
+        if spec.partition(":")[0] in SCHEMES:
+            fail(
+                f"--codec {spec}: not modelled, because its messages follow the shapes of the parameters or the steps "
+                "before; plan with a codec of as many bits, or measure it with dtcomm.ddp.compress(model, ...)"
+            )
     try:
         specs = [str(codecs.codec(spec)) for spec in split_codecs(arguments.codec or ["int8"])]
         parameters = str(codecs.codec(arguments.parameters or "none"))
@@ -210,7 +216,7 @@ def _refuse_combinations(fail: Callable[[object], NoReturn], arguments: argparse
         )
 
 
-JOB_FLAGS = (*FIXABLE, "seq", "batch", "dtype", "scores", "top", "sites", "wan", "rtt", "every")
+JOB_FLAGS = (*FIXABLE, "seq", "batch", "dtype", "scores", "trainable", "sites", "wan", "rtt", "every")
 #: Flags of the other plans that would be ignored.
 OTHERS = (
     "collective", "minbytes", "maxbytes", "stepbytes", "stepfactor", "datatype", "algorithm", "parameters", "memory",
@@ -282,7 +288,7 @@ def _system(arguments: argparse.Namespace) -> System:
             between = find_port("between", arguments.between)
             system = replace(system, between=between, nics=arguments.nics or 1)
     if arguments.device is not None:
-        system = replace(system, device=hardware.find_device(arguments.device))
+        system = replace(system, device=hardware.find_device(arguments.device), implied_device=False)
     if arguments.nics is not None:
         system = replace(system, nics=arguments.nics)
     system = _with_fabric(arguments, system)
@@ -376,9 +382,11 @@ def _job(
         "seq": seq,
         "dtype": TRAINING_DTYPES[name],
         "flash": not arguments.scores,
+        "trainable": arguments.trainable,
     }
     try:
         job = Job(model=shape, system=system, feedback=feedback, **own)
     except ValueError as error:
-        raise ValueError(f"--dtype {name}: {error}") from None
-    return JobOptions(job=job, fixed=fixed, top=arguments.top or 5, wide_area=wide_area)
+        flag = "" if str(error).startswith("trainable") else f"dtype {name}: "
+        raise ValueError(f"--{flag}{error}") from None
+    return JobOptions(job=job, fixed=fixed, wide_area=wide_area)

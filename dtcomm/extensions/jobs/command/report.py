@@ -79,9 +79,13 @@ def write_json(values: Mapping[str, Any], target: str | None) -> bool:
 
 
 def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
-    """Print the estimates of a collective, or those of a training step, its messages first."""
+    """Print the estimates of a collective, or those of a training step, its messages first, after the verdict."""
     out = Output()
     out.line(_header(sweeps[0], training))
+    for text in sweeps[0].system.notes:
+        out.line(text, "yellow")
+    for text in sweeps[0].verdicts if training is None else [training.verdict]:
+        out.line(f"verdict: {text}", "bold")
     if training is None:
         out.table(_collectives_table(sweeps[0].rows, {}))
     else:
@@ -102,8 +106,6 @@ def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
     out.assumed(sweeps[0].assumptions if training is None else training.assumptions)
     for text in [] if training is None else training.warnings:
         out.line(f"warning: {text}", "yellow")
-    for text in sweeps[0].verdicts if training is None else [training.verdict]:
-        out.line(f"verdict: {text}", "bold")
 
 
 def _header(sweep: Sweep, training: Training | None) -> str:
@@ -173,7 +175,7 @@ def _training_table(training: Training) -> Table:
     columns += [">speed-up", ">residuals", ">buffers", *([">memory of a rank"] if checked else [])]
     table = new_table(columns)
     for row in training.rows:
-        cells = [row.codec, *([row.parameters] if sharded else [])]
+        cells = [f"{'* ' if row is training.best else ''}{row.codec}", *([row.parameters] if sharded else [])]
         cells += [time_name(row.step.seconds), time_name(row.step.communication)]
         cells += [f"{row.step.hidden:.0%}", f"{row.step.efficiency:.1%}"]
         cells += [] if row.mfu is None else [f"{row.mfu:.1%}"]
@@ -185,7 +187,7 @@ def _training_table(training: Training) -> Table:
         if row.memory is not None:
             total = size_name(round(row.memory.total))
             cells.append(f"[red]{total}: does not fit[/red]" if row.fits is False else total)
-        table.add_row(*cells)
+        table.add_row(*cells, style="bold" if row is training.best else None)
     return table
 
 
@@ -259,7 +261,8 @@ def _plot_speedups(axes: Any, sweep: Sweep, lines: dict[str, list[SweepRow]]) ->
 
 
 def _plot_steps(axes: Any, training: Training) -> None:
-    names = [row.label.replace(" with ", "\nwith ") for row in training.rows]
+    mark = {id(training.best): "* "}
+    names = [mark.get(id(row), "") + row.label.replace(" with ", "\nwith ") for row in training.rows]
     compute = [row.step.compute * 1e3 for row in training.rows]
     exposed = [(row.step.seconds - row.step.compute) * 1e3 for row in training.rows]
     axes.bar(names, compute, color=COLOURS[0], label="compute")
@@ -273,10 +276,13 @@ def _plot_steps(axes: Any, training: Training) -> None:
     axes.legend(frameon=False, fontsize=8.5)
 
 
-MEMORY_COLUMNS = ("parameters", "optimizer", "gradients", "passing", "residuals", "references", "total")
+MEMORY_COLUMNS = (
+    "parameters", "optimizer", "gradients", "passing", "residuals", "references", "activations", "total",
+)  # fmt: skip
 MEMORY_NOTE = (
     "passing: gathered units during their computation, their gradients, and DDP's buckets. references: the peers' copy "
-    "of the parameters, only with delta:. Activations, the engine's buffers and what NCCL allocates come on top."
+    "of the parameters, only with delta:. Activations are counted with tokens=, and recomputed where they do not fit. "
+    "The engine's buffers and what NCCL allocates come on top."
 )
 
 
@@ -284,7 +290,7 @@ def estimate_memory(options: PlanOptions) -> None:
     """Print the table, write the JSON, or both."""
     assert options.memory is not None
     model, system = options.memory, options.system
-    rows = memory_table(model, system.ranks)
+    rows = memory_table(model, system.ranks, system.device.memory_bytes)
     if write_json(memory_as_dict(model, system, rows), options.json):
         print_memory(model, system, rows)
 
@@ -316,7 +322,8 @@ def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> No
         f"{count_name(model.params)} parameters of {model.itemsize} bytes in {model.layers} layers, {model.states} "
         f"states of the optimizer for each, on {system.ranks} ranks ({system.device.name}){available}: GiB on a rank"
     )
-    columns = ["stage", "residuals kept", "parameters sent", *(f">{name}" for name in MEMORY_COLUMNS)]
+    names = [name for name in MEMORY_COLUMNS if name != "activations" or model.tokens]
+    columns = ["stage", "kept as", "sent", *(f">{name}" for name in names)]
     table = new_table([*columns, ">bytes/param", *(["fits"] if capacity else [])])
     last = ""
     for row in rows:
@@ -327,7 +334,7 @@ def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> No
             row.stage if row.stage != last else "",
             row.feedback,
             "delta:" if row.delta else "whole" if row.stage != "ddp" else "-",
-            *(_gibibytes(getattr(row, name)) for name in MEMORY_COLUMNS),
+            *(_gibibytes(getattr(row, name)) for name in names),
             f"{row.total / model.params:.2f}",
             *(["[green]yes[/green]" if fits else "[red]no[/red]"] if capacity else []),
         )

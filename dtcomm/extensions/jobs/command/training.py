@@ -148,6 +148,12 @@ class Training:
     error: float | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def best(self) -> TrainingRow:
+        """The row that the verdict recommends: without a codec unless one pays and fits."""
+        row = max(self.rows, key=lambda row: row.speedup if row.fits is not False else 0.0)
+        return row if row.speedup > MIN_SPEEDUP else self.rows[0]
+
     def as_dict(self) -> dict[str, Any]:
         names = ("strategy", "title", "computing", "gradient_bytes", "flops")
         return {
@@ -172,13 +178,13 @@ def of_model(options: PlanOptions, table: Table, placement: str) -> Training:
 
 def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placement: str) -> Training:
     seconds = model.compute_seconds(options.system.device)
-    count = model.params * model.dtype.itemsize / model.bucket_bytes
+    count = model.learning * model.dtype.itemsize / model.bucket_bytes
     if count > MAX_BUCKETS:
         raise ValueError(
             f"--model: {count_name(model.params)} parameters in buckets of {size_name(model.bucket_bytes)} are "
             f"{count_name(count)} messages; give a larger bucket=, so that there are at most {MAX_BUCKETS:,}"
         )
-    buckets, rest = predict.even_buckets(model.params, model.dtype.itemsize, seconds, model.bucket_bytes)
+    buckets, rest = predict.even_buckets(model.learning, model.dtype.itemsize, seconds, model.bucket_bytes)
     messages = _ddp_messages(options, buckets, model.dtype, table, placement)
     codecs = with_none(options.codecs)
     steps = {
@@ -196,7 +202,9 @@ def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placemen
 
 def _fsdp_step(options: PlanOptions, model: TrainingModel, table: Table, placement: str) -> Training:
     compute = model.compute_seconds(options.system.device)
-    unit_bytes = max(1, int(model.params / model.layers)) * model.dtype.itemsize
+    unit_bytes, reduced_bytes = (
+        max(1, int(count / model.layers)) * model.dtype.itemsize for count in (model.params, model.learning)
+    )
     codecs, parameter_codec = with_none(options.codecs), parse(options.parameters)
     none = codecs[0]
 
@@ -205,21 +213,22 @@ def _fsdp_step(options: PlanOptions, model: TrainingModel, table: Table, placeme
         lossy_sum = collective == "reduce_scatter" and not codec.lossless(model.dtype)
         return tuple(name for name in valid if name in FSDP_SUMS) if lossy_sum else valid
 
-    def estimated(collective: str, sent: Sequence[Codec], count: int) -> Messages:
+    def estimated(collective: str, sent: Sequence[Codec], nbytes: int, count: int) -> Messages:
         sweep = Sweep(
             system=options.system, collective=collective, table=table, dtype=model.dtype, placement=placement
         )
-        return _messages(sweep, {unit_bytes: count}, {codec: names(collective, codec) for codec in sent})
+        return _messages(sweep, {nbytes: count}, {codec: names(collective, codec) for codec in sent})
 
-    reductions = estimated("reduce_scatter", codecs, model.layers)
-    gathers = estimated("all_gather", list(dict.fromkeys((none, parameter_codec))), 2 * model.layers)
+    reductions = estimated("reduce_scatter", codecs, reduced_bytes, model.layers)
+    sent = list(dict.fromkeys((none, parameter_codec)))
+    gathers = estimated("all_gather", sent, unit_bytes, 2 * model.layers)
     pairs = [(none, none), *((codec, parameter_codec) for codec in codecs)]
     steps: dict[tuple[Codec, Codec], tuple[TrainingStep, int]] = {}
     backward = compute * predict.BACKWARD_SHARE / model.layers
     layers = model.layers, compute / model.layers - backward, backward
     for codec, gathered in pairs:
-        seconds = gathers.seconds(gathered, unit_bytes), reductions.seconds(codec, unit_bytes)
-        delays = gathers.delay(gathered, unit_bytes), reductions.delay(codec, unit_bytes)
+        seconds = gathers.seconds(gathered, unit_bytes), reductions.seconds(codec, reduced_bytes)
+        delays = gathers.delay(gathered, unit_bytes), reductions.delay(codec, reduced_bytes)
         step = predict.replay_sharded(*layers, *seconds, *delays)
         steps[codec, gathered] = step, max(gathers.buffer_bytes(gathered), reductions.buffer_bytes(codec))
     assumptions = [
@@ -326,7 +335,10 @@ def _training_of_model(
 ) -> Training:
     system, dtype = options.system, str(model.dtype).removeprefix("torch.")
     itemsize, bucket = model.dtype.itemsize, model.bucket_bytes
-    size = ModelSize(params=model.params, layers=model.layers, itemsize=itemsize, bucket_bytes=bucket)
+    size = ModelSize(
+        params=model.params, layers=model.layers, itemsize=itemsize, bucket_bytes=bucket, trainable=model.trainable,
+        tokens=model.tokens or 0.0,
+    )  # fmt: skip
     capacity = system.device.memory_bytes
     peak = system.device.peak_flops(model.compute_type) if model.flops is not None else 0.0
     rows: list[TrainingRow] = []
@@ -334,7 +346,7 @@ def _training_of_model(
         # Without feedback= the defaults of `dtcomm.ddp.compress` and `dtcomm.fsdp.compress`.
         default = "fp32" if strategy == "DDP" or needs_feedback(codec) else "none"
         kept = "none" if codec.lossless(model.dtype) else model.feedback or default
-        memory = rank_memory(size, system.ranks, STAGES[strategy], kept)
+        memory = rank_memory(size, system.ranks, STAGES[strategy], kept, capacity=capacity)
         rows.append(TrainingRow(
             codec=str(codec), parameters=str(parameters), step=step, speedup=_speedup(rows, step),
             residual_bytes=round(memory.residuals), buffer_bytes=buffer_bytes, memory=memory,
@@ -346,8 +358,9 @@ def _training_of_model(
     if model.flops is None:
         computing += " (step_ms)"
     else:
+        factor = "6" if model.trainable is None else "4 to 6"
         computing += (
-            f" = 6 x {count_name(model.params)} parameters x {count_name(model.tokens or 0)} tokens of a rank "
+            f" = {factor} x {count_name(model.params)} parameters x {count_name(model.tokens or 0)} tokens of a rank "
             f"({_flops_name(model.flops)}) at an MFU of {model.utilization:.0%} of {peak / 1e12:g} TFLOP/s "
             f"({system.device.name}, {model.compute_type}, dense)"
         )
@@ -359,18 +372,31 @@ def _training_of_model(
         if model.compute is None and model.dtype == torch.float32:
             assumptions.append("matrix products are computed in tf32; compute=bf16 or fp32 sets another type")
     unknown = f"; it is not compared, because the memory of the device {system.device.name} is not known"
+    activations, comes = "", "activations (tokens= counts them), "
+    if size.tokens:
+        kept, recomputed = (size_name(round(size.activations(recompute))) for recompute in (False, True))
+        activations, comes = (
+            f" and activations: {kept} if kept, {recomputed} if layers are computed again",
+            "",
+        )
     assumptions += [
         "the time of the optimizer's step is left out, and so is what a codec does to the training",
-        "memory counts 2 fp32 values of the optimizer (Adam) for each parameter; activations, the messages' buffers "
-        f"and what NCCL allocates come on top{'' if capacity else unknown}",
+        f"memory counts 2 fp32 values of the optimizer (Adam) for each parameter that learns{activations}; {comes}the "
+        f"messages' buffers and what NCCL allocates come on top{'' if capacity else unknown}",
     ]
+    if any(row.memory is not None and row.memory.recompute for row in rows):
+        assumptions.append(
+            "activations do not fit: they are computed again, which takes up to a third of the computing more"
+        )
     assumptions += dict.fromkeys(line for part in messages for line in part.sweep.assumptions)
     total = sum(nbytes * count for nbytes, count in messages[0].counts.items())
     gathered = "uncompressed" if options.parameters == "none" else f"with {options.parameters}"
     sent = f", parameters gathered {gathered}" if strategy == "FSDP" else ""
+    learn = "" if model.trainable is None else f", of which {count_name(model.learning)} learn"
     return Training(
         kind="model", strategy=strategy,
-        title=f"{strategy} step of {count_name(model.params)} parameters: {dtype} gradients ({size_name(total)}){sent}",
+        title=f"{strategy} step of {count_name(model.params)} parameters{learn}: {dtype} gradients ({size_name(total)})"
+        f"{sent}",
         computing=computing, gradient_bytes=total, flops=model.flops, messages=messages, rows=rows,
         verdict=_verdict(rows, system, advice), warnings=_memory_warnings(rows, system, strategy),
         assumptions=assumptions,
@@ -454,21 +480,21 @@ def _memory_advice(size: ModelSize, system: System, strategy: str, rows: Sequenc
         return ""
     if rows[0].fits:
         smaller = [
-            (rank_memory(size, system.ranks, STAGES[strategy], form).total, form)
+            (rank_memory(size, system.ranks, STAGES[strategy], form, capacity=capacity).total, form)
             for form in ("bf16", "int8", "loco" if strategy == "FSDP" else "none", "none")
         ]
         total, form = next((total, form) for total, form in smaller if total <= capacity)
         how = "turn error feedback off" if form == "none" else f"keep its residuals in {form}"
         return f"{how} (feedback={form} needs {size_name(round(total))} on each rank)"
     if strategy == "DDP":
-        total = rank_memory(size, system.ranks, "fsdp").total
+        total = rank_memory(size, system.ranks, "fsdp", capacity=capacity).total
         if total <= capacity:
             how = f"shard it with FSDP, which needs {size_name(round(total))} on each rank"
             return f"{how} (`dtcomm plan reduce_scatter --model …`)"
     ranks = system.ranks
     while ranks < 2**16:
         ranks += system.ranks
-        total = rank_memory(size, ranks, "fsdp").total
+        total = rank_memory(size, ranks, "fsdp", capacity=capacity).total
         if total <= capacity:
             return (
                 f"FSDP fits from {ranks} ranks on ({size_name(round(total))} on each); on fewer, split the layers too, "
@@ -492,6 +518,7 @@ def _memory_warnings(rows: Sequence[TrainingRow], system: System, strategy: str)
         parts = {
             **{"parameters": memory.parameters, "gradients": memory.gradients, passing: memory.passing},
             **{"optimizer": memory.optimizer, "residuals of error feedback": memory.residuals},
+            **{"activations" + " (recomputed)" * memory.recompute: memory.activations},
         }
         listed = ", ".join(f"{name} {size_name(round(size))}" for name, size in parts.items() if size)
         which = ", ".join(f"with {label}" if label != "none" else "without a codec" for label in codecs)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dtcomm.extensions.jobs.command import main
+from dtcomm.extensions.jobs.search import FAMILIES
 
 JOB = "--model llama-8b --system H100 --hosts 2 --batch 64".split()
 
@@ -19,7 +20,9 @@ def test_json_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_as_json(capsys, *JOB)
     winner = plan["winner"]
     assert plan["model"]["parameters"] == 8_030_261_248 and (plan["batch"], plan["seq"]) == (64, 8192)
+    families = [row.pop("family") for row in plan["candidates"]]
     assert winner == plan["candidates"][0] and winner["fits"]
+    assert len(families) == len(set(families)) > 2 and set(families) <= set(FAMILIES)
     layout = winner["layout"]
     assert layout["dp"] * layout["tp"] * layout["pp"] * layout["cp"] == 16
     parts = (
@@ -34,14 +37,15 @@ def test_json_of_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("parameters", "gradients", "optimizer", "residuals", "activations", "buffers")
     assert memory["total"] == pytest.approx(sum(memory[name] for name in names), rel=1e-6)
     assert memory["activations_full"] < memory["activations_kept"]
-    assert plan["across_sites"] is None and plan["verdict"].startswith(("dp=", "tp=", "pp=", "cp="))
+    assert plan["across_sites"] is None and plan["verdict"].startswith(f"{families[0]}: ")
 
 
 def test_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(JOB) == 0
     text = capsys.readouterr().out
     for expected in (
-        "candidates, the winner first",
+        "the best of each family, the winner (*) first",
+        "* ",
         "communication of the winner",
         "memory of a rank",
         "verdict: ",
@@ -113,7 +117,7 @@ def test_a_plot(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_job_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "llama-405b", "--system", "a100"]) == 1
     text = capsys.readouterr().out
-    assert "does not fit: fsdp needs at least" in text and "verdict: no layout fits in 79 GiB of a100" in text
+    assert "does not fit: FSDP needs at least" in text and "verdict: no layout fits in 79 GiB of a100" in text
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dtcomm.extensions.jobs import Job, JobPlan, WideArea, across_sites, find_model, search
+from dtcomm.extensions.jobs import Job, JobPlan, Layout, WideArea, across_sites, find_model, job_step, search
 from dtcomm.extensions.jobs.hardware import find_port, find_system
-from dtcomm.extensions.jobs.search import layouts
+from dtcomm.extensions.jobs.search import FAMILIES, family, layouts
 
 
 def job_on(model: str, hosts: int, system: str = "h100", batch: int = 512, seq: int = 8192) -> Job:
@@ -28,7 +28,38 @@ def test_the_winner_is_the_fastest_that_fits_and_is_found_in_time() -> None:
     assert 0.35 < best.mfu < 0.6
     assert all(best.seconds <= step.seconds * 1.001 and step.fits() for step in plan.steps)
     possible, fitting = plan.tried
-    assert possible > fitting > 100 and [misfit.stage for misfit in plan.misfits] == []
+    assert possible > fitting > 100 and {misfit.family for misfit in plan.misfits} <= {"DDP", "ZeRO"}
+
+
+def test_rows_are_the_best_of_each_family_the_winner_first() -> None:
+    plan = search(job_on("llama3-8b", 2))
+    families = [family(step.layout) for step in plan.rows]
+    assert plan.rows[0] is plan.winner and len(set(families)) == len(families)
+    assert {"FSDP", "FSDP + TP", "3-D"} <= set(families) <= set(FAMILIES)
+    for layout, name in (
+        (Layout(dp=16), "DDP"),
+        (Layout(dp=16, stage="zero-2"), "ZeRO"),
+        (Layout(dp=8, tp=2), "3-D"),
+        (Layout(dp=8, cp=2, stage="fsdp"), "3-D"),
+    ):
+        assert family(layout) == name
+
+
+def test_lora_needs_less_memory_communication_and_time() -> None:
+    whole = job_on("llama2-7b", 2)
+    lora, layout = replace(whole, trainable=20e6), Layout(dp=16, stage="ddp", recompute="full")
+    before, after = job_step(whole, layout), job_step(lora, layout)
+    assert after.memory.optimizer == pytest.approx(12 * 20e6, rel=1e-3)
+    assert after.memory.gradients == pytest.approx(4 * 20e6, rel=1e-3)
+    assert after.memory.parameters == before.memory.parameters
+    assert (
+        after.communication["dp"] < before.communication["dp"] / 50 and after.compute < 0.9 * before.compute
+    )
+    sharded = replace(layout, stage="fsdp")
+    kept = job_step(lora, sharded).memory.parameters
+    assert kept == pytest.approx(2 * whole.model.parameters / 16, rel=0.01)
+    with pytest.raises(ValueError, match="trainable"):
+        replace(whole, trainable=1e12)
 
 
 def test_slow_links_make_codecs_pay() -> None:
@@ -44,7 +75,7 @@ def test_slow_links_make_codecs_pay() -> None:
 def test_what_does_not_fit_is_named_with_its_largest_part() -> None:
     plan = search(job_on("llama3-405b", 2))
     assert plan.winner is None and plan.steps == ()
-    assert [misfit.stage for misfit in plan.misfits] == ["ddp", "zero-1", "zero-2", "fsdp"]
+    assert [misfit.family for misfit in plan.misfits] == list(FAMILIES)
     fsdp = plan.misfits[-1]
     assert fsdp.part == "optimizer" and fsdp.total > 12 * 405e9 / 16
     job = job_on("llama3-8b", 1, "a100", batch=64)

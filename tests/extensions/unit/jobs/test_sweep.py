@@ -74,6 +74,21 @@ def test_systems_from_topology_files() -> None:
         system_from_dict({"hosts": "two"})
 
 
+def test_launches_on_the_host_bound_small_messages_of_gpus() -> None:
+    system = find_system("h100").resized(1, 8)
+    small, large = (
+        estimate("all_reduce", "two_shot", codec("int8"), system, size) for size in (1 << 12, 1 << 28)
+    )
+    assert small is not None and large is not None
+    # Two calls, and three kernels: encode, sum and encode, decode.
+    assert small.host_seconds == pytest.approx((2 * 30 + 3 * 15) * 1e-6)
+    assert small.seconds >= small.host_seconds and large.seconds >= large.host_seconds > small.host_seconds
+    plain = estimate("all_reduce", "nvls", codec("none"), system, 1 << 28)
+    assert plain is not None and plain.host_seconds == pytest.approx(30e-6)
+    local = estimate("all_reduce", "two_shot", codec("int8"), find_system("local"), 1 << 20)
+    assert local is not None and local.host_seconds == 0.0
+
+
 def test_compression_pays_on_slow_links_only() -> None:
     slow = sweep.run_sweep(
         system_from_links("memory", "1gbit").resized(2, 1), "all_reduce", [64 * MB], ["int8", "int4"]
