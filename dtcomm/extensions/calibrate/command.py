@@ -74,12 +74,9 @@ def _wrote(path: Path) -> None:
 def _add(commands: Any, name: str, summary: str, description: str, epilog: str) -> Any:
     """Add a subcommand with what both take; return the function that adds its other arguments."""
     command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
+        name, help=summary, description=description, epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     command.add_argument("model", metavar="MODEL", help="see below")
     command.add_argument("--ranks", type=int, default=2, help="number of ranks that share each layer (2)")
     return command.add_argument

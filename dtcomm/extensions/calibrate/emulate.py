@@ -83,16 +83,10 @@ def emulate_all_reduce(
             if rank != owner or encodes_owner
         ]
         ops.reduce_encode(
-            codec,
-            payloads,
-            stop - start,
-            local=None if encodes_owner else flat[owner][start:stop],
-            position=None if encodes_owner else owner,
-            dtype=first.dtype,
-            key=counter_rng.mix_key(seed, owner, world_size),
-            offset=start,
-            decoded=total[start:stop],
-        )
+            codec, payloads, stop - start, local=None if encodes_owner else flat[owner][start:stop],
+            position=None if encodes_owner else owner, dtype=first.dtype,
+            key=counter_rng.mix_key(seed, owner, world_size), offset=start, decoded=total[start:stop],
+        )  # fmt: skip
     return total.view(first.shape)
 
 

@@ -181,16 +181,10 @@ def propose_plan(
     }
     total = sum(parameter.numel() for parameter in model.parameters())
     return Proposal(
-        model=type(model).__name__,
-        model_type=model_type,
-        ranks=ranks,
-        rows=tuple(_rows(search)),
-        plan=_patterns(model, kinds),
-        ready=ready,
-        parameters=total,
-        rank_parameters=total - sum(shards.values()),
+        model=type(model).__name__, model_type=model_type, ranks=ranks, rows=tuple(_rows(search)),
+        plan=_patterns(model, kinds), ready=ready, parameters=total, rank_parameters=total - sum(shards.values()),
         sums=sum(kind in ("row", "experts", "vocabulary") for kind in kinds.values()),
-    )
+    )  # fmt: skip
 
 
 class _Search:

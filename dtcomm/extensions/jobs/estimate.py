@@ -77,13 +77,10 @@ class Estimate:
         """Return the estimate for JSON, the time in microseconds."""
         names = "collective algorithm codec engine wire_bytes memory_bytes encodings detail"
         return {
-            **{name: getattr(self, name) for name in names.split()},
-            "size": self.nbytes,
-            "time_us": round(self.seconds * 1e6, 3),
-            "host_us": round(self.host_seconds * 1e6, 3),
-            "algbw": round(self.algbw, 4),
-            "busbw": round(self.busbw, 4),
-        }
+            **{name: getattr(self, name) for name in names.split()}, "size": self.nbytes,
+            "time_us": round(self.seconds * 1e6, 3), "host_us": round(self.host_seconds * 1e6, 3),
+            "algbw": round(self.algbw, 4), "busbw": round(self.busbw, 4),
+        }  # fmt: skip
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -109,15 +106,9 @@ def candidates(collective: str, codec: Codec, system: System) -> tuple[str, ...]
 
 
 def estimate(
-    collective: str,
-    algorithm: str,
-    codec: Codec,
-    system: System,
-    nbytes: int,
-    dtype: torch.dtype = torch.float32,
-    table: Table = UNMEASURED,
-    placement: str = "",
-) -> Estimate | None:
+    collective: str, algorithm: str, codec: Codec, system: System, nbytes: int, dtype: torch.dtype = torch.float32,
+    table: Table = UNMEASURED, placement: str = "",
+) -> Estimate | None:  # fmt: skip
     """Predict one collective of ``nbytes`` uncompressed bytes by one of `candidates`.
 
     Measured times of ``table`` are used on CPUs if there are any of a group of this size; those of the CPU placement

@@ -180,12 +180,8 @@ def _peaks(fp32: float, tf32: float, half: float) -> tuple[tuple[str, float], ..
 
 
 def _gpu(
-    name: str,
-    generation: str,
-    memory: tuple[float, float],
-    launch_us: float,
-    tflops: tuple[tuple[str, float], ...],
-) -> Device:
+    name: str, generation: str, memory: tuple[float, float], launch_us: float, tflops: tuple[tuple[str, float], ...],
+) -> Device:  # fmt: skip
     gbytes, gib = memory
     kernel_us = 5.0 if generation == "volta" else 4.0
     return Device(
@@ -310,13 +306,10 @@ class System:
         """Return a description, for JSON."""
         names = ("name", "hosts", "per_host", "ranks", "nics", "engine")
         return {
-            **{name: getattr(self, name) for name in names},
-            "device": self.device.name,
-            "device_memory_bytes": self.device.memory_bytes or None,
-            "device_is_assumed": bool(self.notes),
-            "inside": asdict(self.inside),
-            "between": asdict(self.between),
-        }
+            **{name: getattr(self, name) for name in names}, "device": self.device.name,
+            "device_memory_bytes": self.device.memory_bytes or None, "device_is_assumed": bool(self.notes),
+            "inside": asdict(self.inside), "between": asdict(self.between),
+        }  # fmt: skip
 
 
 def _node(name: str, inside: str, between: str, nics: int = 8, per_host: int = 8) -> System:
@@ -329,22 +322,17 @@ def _node(name: str, inside: str, between: str, nics: int = 8, per_host: int = 8
 #: Nodes of 8 GPUs: with NVLink and a network port for each (the V100's have four), or in PCIe slots with two ports;
 #: workstations of one GPU; and this machine.
 SYSTEMS = {
-    "a100": _node("a100", "nvlink3", "hdr"),
-    "h100": _node("h100", "nvlink4", "ndr"),
-    "h200": _node("h200", "nvlink4", "ndr"),
-    "b200": _node("b200", "nvlink5", "ndr"),
-    "v100": _node("v100", "nvlink2", "edr", nics=4),
-    "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
-    "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2),
-    "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
-    "a40": _node("a40", "pcie4", "100gbit", nics=1),
-    "l40s": _node("l40s", "pcie4", "200gbit", nics=2),
+    "a100": _node("a100", "nvlink3", "hdr"), "h100": _node("h100", "nvlink4", "ndr"),
+    "h200": _node("h200", "nvlink4", "ndr"), "b200": _node("b200", "nvlink5", "ndr"),
+    "v100": _node("v100", "nvlink2", "edr", nics=4), "v100-pcie": _node("v100-pcie", "pcie3", "edr", nics=2),
+    "a100-pcie": _node("a100-pcie", "pcie4", "hdr", nics=2), "h100-pcie": _node("h100-pcie", "pcie5", "ndr", nics=2),
+    "a40": _node("a40", "pcie4", "100gbit", nics=1), "l40s": _node("l40s", "pcie4", "200gbit", nics=2),
     "4090": _node("4090", "pcie4", "10gbit", nics=1, per_host=1),
     "5090": _node("5090", "pcie5", "10gbit", nics=1, per_host=1),
     "rtx-pro-6000": _node("rtx-pro-6000", "pcie5", "10gbit", nics=1, per_host=1),
     "dgx-spark": _node("dgx-spark", "pcie5", "200gbit", nics=1, per_host=1),
     "local": replace(_node("cpu", "memory", "10gbit", nics=1), name="local", per_host=2),
-}
+}  # fmt: skip
 
 
 def find_system(name: str) -> System:

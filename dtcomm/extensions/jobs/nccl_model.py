@@ -107,12 +107,9 @@ def choose(collective: str, system: System, nbytes: int, algorithm: str | None =
             algorithm="one_shot", protocol="Simple", seconds=_point_to_point(collective, system, nbytes)
         )
     variants = [
-        _Variant(collective, system, name, protocol)
-        for name in names
-        if algorithm in (None, name)
-        for protocol in range(3)
-        if protocol == 2 or not name.startswith("nvls")
-    ]
+        _Variant(collective, system, name, protocol) for name in names if algorithm in (None, name)
+        for protocol in range(3) if protocol == 2 or not name.startswith("nvls")
+    ]  # fmt: skip
     best = min(variants, key=lambda variant: variant.planned(nbytes))
     return NcclChoice(algorithm=best.name, protocol=PROTOCOLS[best.protocol], seconds=best.expected(nbytes))
 

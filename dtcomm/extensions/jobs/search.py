@@ -146,13 +146,10 @@ def search(job: Job, codecs: Sequence[str] = ("int8",), fixed: Mapping[str, Any]
     compressed = _with_codecs(job, steps, codecs, network)
     found = {family(step.layout) for step in steps}
     plan = JobPlan(
-        job=job,
-        steps=tuple(_best_of_families(steps)),
-        compressed=tuple(_best_of_families(compressed)),
+        job=job, steps=tuple(_best_of_families(steps)), compressed=tuple(_best_of_families(compressed)),
         misfits=tuple(least[kind] for kind in FAMILIES if kind in least and kind not in found),
-        tried=(possible, len(steps)),
-        findings=(),
-    )
+        tried=(possible, len(steps)), findings=(),
+    )  # fmt: skip
     return replace(plan, findings=tuple(findings(plan.winner, network))) if plan.winner else plan
 
 

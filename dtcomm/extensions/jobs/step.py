@@ -96,19 +96,15 @@ class JobStep:
         """Return the step for JSON, times in milliseconds."""
         parts = ("compute", "recompute", "bubble", "optimizer")
         return {
-            "layout": self.layout.as_dict(),
-            "step_ms": round(self.seconds * 1e3, 3),
+            "layout": self.layout.as_dict(), "step_ms": round(self.seconds * 1e3, 3),
             **{f"{part}_ms": round(getattr(self, part) * 1e3, 3) for part in parts},
             "bubble": round(self.bubble_share, 4),
             "exposed_ms": {axis: round(self.exposed[axis] * 1e3, 3) for axis in AXES},
             "communication_ms": {axis: round(self.communication[axis] * 1e3, 3) for axis in AXES},
-            "mfu": round(self.mfu, 4),
-            "tflops": round(self.tflops, 1),
-            "tokens_per_second": round(self.tokens_per_second),
-            "scaling_efficiency": round(self.efficiency, 4),
-            "memory": self.memory.as_dict(),
-            "fits": self.fits(),
-        }
+            "mfu": round(self.mfu, 4), "tflops": round(self.tflops, 1),
+            "tokens_per_second": round(self.tokens_per_second), "scaling_efficiency": round(self.efficiency, 4),
+            "memory": self.memory.as_dict(), "fits": self.fits(),
+        }  # fmt: skip
 
 
 class _Costs:
@@ -135,12 +131,8 @@ class _Costs:
         group = self.network.group(layout.ep, layout.tp)
         tokens = self.tokens / (layout.tp if self.job.sequence_parallel else 1)
         routes = ExpertRoutes(
-            tokens=tokens,
-            experts=model.experts,
-            top_k=model.top_k,
-            hosts=group.hosts,
-            per_host=group.per_host,
-        )
+            tokens=tokens, experts=model.experts, top_k=model.top_k, hosts=group.hosts, per_host=group.per_host,
+        )  # fmt: skip
         codec, dtype = layout.codec("ep"), self.job.dtype
         traffic = ExpertTraffic(routes=routes, features=model.hidden, codec=codec, dtype=dtype)
         forward, backward = traffic.seconds(self.network, layout.tp)

@@ -96,8 +96,8 @@ class Sweep:
                     "gains of a codec inside an NVLink node are upper bounds"
                 )
                 lines.append(
-                    f"a codec's kernel takes {HOST_KERNEL_US:g} us of the host and a call of NCCL {HOST_CALL_US:g} us, one "
-                    "after the other; a message takes at least that"
+                    f"the host launches a codec's kernel in {HOST_KERNEL_US:g} us and NCCL's call in {HOST_CALL_US:g} us, "
+                    "one after the other; a message takes at least that"
                 )
             return lines
         if all(row.best.detail.startswith("measured") for row in self.rows):
@@ -134,15 +134,10 @@ class Sweep:
 
 
 def run_sweep(
-    system: System,
-    collective: str,
-    sizes: Sequence[int],
-    codecs: Sequence[str],
-    algorithms: Sequence[str] = ("auto",),
-    dtype: torch.dtype = torch.float32,
-    table: Table = UNMEASURED,
+    system: System, collective: str, sizes: Sequence[int], codecs: Sequence[str],
+    algorithms: Sequence[str] = ("auto",), dtype: torch.dtype = torch.float32, table: Table = UNMEASURED,
     placement: str = "",
-) -> Sweep:
+) -> Sweep:  # fmt: skip
     """Estimate every size with ``none`` and each of ``codecs``.
 
     ``algorithms`` are ``auto`` for one row per size and codec, the fastest algorithm; otherwise ``all`` or names, for a

@@ -107,14 +107,9 @@ def replay(
 
 
 def replay_sharded(
-    layers: int,
-    forward: float,
-    backward: float,
-    gather: float,
-    reduce: float,
-    gather_delay: float = 0.0,
+    layers: int, forward: float, backward: float, gather: float, reduce: float, gather_delay: float = 0.0,
     reduce_delay: float = 0.0,
-) -> TrainingStep:
+) -> TrainingStep:  # fmt: skip
     """Return a step of FSDP with equal units; all times are seconds of one unit.
 
     ``gather_delay`` and ``reduce_delay`` are those by which a gather and a reduction delay the computing beside them.
@@ -232,12 +227,9 @@ BUCKET_BYTES = 25 * 2**20
 STAGES = ("ddp", "zero-1", "zero-2", "fsdp")
 #: Bytes per element of residuals, by their form; LoCo keeps a moving average in 8 bits with a scale per block.
 RESIDUAL_BYTES = {
-    "none": 0.0,
-    "fp32": 4.0,
-    "bf16": 2.0,
-    "int8": codec("int8").wire_bytes(2**20) / 2**20,
+    "none": 0.0, "fp32": 4.0, "bf16": 2.0, "int8": codec("int8").wire_bytes(2**20) / 2**20,
     "loco": codec("int8:block=256").wire_bytes(2**20) / 2**20,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,11 +309,8 @@ def rank_memory(
     if stage == "ddp":
         # Buckets are another copy of the gradients, unless gradient_as_bucket_view is set.
         parts = {
-            "parameters": whole,
-            "optimizer": model.states * 4 * learning,
-            "gradients": sent,
-            "passing": sent,
-        }
+            "parameters": whole, "optimizer": model.states * 4 * learning, "gradients": sent, "passing": sent,
+        }  # fmt: skip
     else:
         parts = {"optimizer": model.states * shard, "gradients": shard, "parameters": shard}
         parts["parameters"] += (whole - sent) / ranks if stage == "fsdp" else whole

@@ -75,18 +75,12 @@ def as_dict(sweeps: Sequence[Sweep], training: Training | None) -> dict[str, Any
     first = sweeps[0]
     rows = [row for sweep in sweeps for row in sweep.rows]
     return {
-        "version": 1,
-        "system": first.system.as_dict(),
-        "table": first.table.source,
-        "placement": first.placement,
-        "collective": first.collective,
-        "dtype": str(first.dtype).removeprefix("torch."),
+        "version": 1, "system": first.system.as_dict(), "table": first.table.source, "placement": first.placement,
+        "collective": first.collective, "dtype": str(first.dtype).removeprefix("torch."),
         "results": [row.as_dict() for row in rows],
         "alternatives": [other.as_dict() for row in rows for other in row.others],
-        "break_even_bytes": first.break_even,
-        "verdicts": first.verdicts if training is None else [training.verdict],
-        "warnings": [] if training is None else training.warnings,
+        "break_even_bytes": first.break_even, "verdicts": first.verdicts if training is None else [training.verdict],
         "assumptions": first.assumptions if training is None else training.assumptions,
         "not_estimated": sorted({name for sweep in sweeps for name in sweep.skipped}),
         **({} if training is None else {training.kind: training.as_dict()}),
-    }
+    }  # fmt: skip

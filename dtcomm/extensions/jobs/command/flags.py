@@ -306,17 +306,11 @@ def _model(text: str) -> TrainingModel | ModelShape:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     converters = {
-        "params": ("params", parse_count),
-        "tokens": ("tokens", parse_count),
-        "step_ms": ("step_ms", _positive),
-        "mfu": ("mfu", _positive),
-        "compute": ("compute", _name_of(COMPUTE_TYPES)),
-        "dtype": ("dtype", _dtype),
-        "bucket": ("bucket_bytes", _bucket_bytes),
-        "layers": ("layers", count_argument(1)),
-        "feedback": ("feedback", _name_of(FEEDBACKS)),
-        "trainable": ("trainable", parse_count),
-    }
+        "params": ("params", parse_count), "tokens": ("tokens", parse_count), "step_ms": ("step_ms", _positive),
+        "mfu": ("mfu", _positive), "compute": ("compute", _name_of(COMPUTE_TYPES)), "dtype": ("dtype", _dtype),
+        "bucket": ("bucket_bytes", _bucket_bytes), "layers": ("layers", count_argument(1)),
+        "feedback": ("feedback", _name_of(FEEDBACKS)), "trainable": ("trainable", parse_count),
+    }  # fmt: skip
     try:
         return TrainingModel(**_key_values(text, converters))
     except ValueError as error:
@@ -325,14 +319,11 @@ def _model(text: str) -> TrainingModel | ModelShape:
 
 def _memory(text: str) -> training_model.ModelSize:
     converters = {
-        "params": ("params", parse_count),
-        "layers": ("layers", count_argument(1)),
-        "dtype": ("itemsize", lambda value: _dtype(value).itemsize),
-        "states": ("states", count_argument(0)),
-        "trainable": ("trainable", parse_count),
-        "tokens": ("tokens", parse_count),
+        "params": ("params", parse_count), "layers": ("layers", count_argument(1)),
+        "dtype": ("itemsize", lambda value: _dtype(value).itemsize), "states": ("states", count_argument(0)),
+        "trainable": ("trainable", parse_count), "tokens": ("tokens", parse_count),
         "bucket": ("bucket_bytes", _bucket_bytes),
-    }
+    }  # fmt: skip
     return training_model.ModelSize(**_key_values(text, converters))
 
 

@@ -71,7 +71,6 @@ def verdict(plan: JobPlan) -> str:
     costs = costs or "nothing but computing"
     text = f"{family(step.layout)}: {step.layout}: {time_name(step.seconds)} a step, MFU {step.mfu:.1%}"
     text += f"; beside computing: {costs}"
-    others = [other for other in plan.steps if other is not step and other.layout.codecs == ()]
     if step.layout.codecs:
         text += f"; codecs gain {plan.speedup:.2f}x over the best layout without them"
     elif plan.compressed and plan.speedup > 1:
@@ -79,9 +78,6 @@ def verdict(plan: JobPlan) -> str:
         text += f"; codecs would gain {plan.speedup:.2f}x, {error}"
     else:
         text += "; no codec makes it faster"
-    if others and not step.layout.codecs:
-        next_best = f"{family(others[0].layout)}: {others[0].layout}"
-        text += f"; the best of another family ({next_best}) takes {others[0].seconds / step.seconds:.2f} times as long"
     return text
 
 
@@ -173,11 +169,8 @@ def _candidates_table(plan: JobPlan) -> Table:
     )
     for step in plan.rows:
         shares = (
-            step.exposed_total / step.seconds,
-            step.bubble_share,
-            step.recompute / step.seconds,
-            step.efficiency,
-        )
+            step.exposed_total / step.seconds, step.bubble_share, step.recompute / step.seconds, step.efficiency,
+        )  # fmt: skip
         cells = [
             _marked(plan, step),
             str(step.layout),

@@ -80,12 +80,9 @@ def _row(rates: LinkRates, where: str, pairs: list[tuple[int, int]], codec: str)
     worst = rates.worst_link(pairs)
     assert worst is not None
     return {
-        "links": where,
-        "ranks": sorted({rank for pair in pairs for rank in pair}),
-        "gbit": min(rates.slowest(a, b) for a, b in pairs),
-        "round_trip_ms": 2e3 * worst.latency,
-        "codec": codec,
-    }
+        "links": where, "ranks": sorted({rank for pair in pairs for rank in pair}),
+        "gbit": min(rates.slowest(a, b) for a, b in pairs), "round_trip_ms": 2e3 * worst.latency, "codec": codec,
+    }  # fmt: skip
 
 
 def verdict(rates: LinkRates, plans: Sequence[SizePlan]) -> str:
@@ -135,12 +132,9 @@ def plan(options: LinksOptions, table: CostTable, json_file: str | None) -> None
     """Plan, print, and write what was asked for."""
     plans = plan_sizes(options, table)
     content = {
-        "version": 1,
-        "ranks": options.rates.ranks,
-        "groups": [list(group) for group in plans[-1].plan.groups],
-        "results": [plan.as_dict() for plan in plans],
-        "links": link_rows(options.rates, plans[-1].plan),
+        "version": 1, "ranks": options.rates.ranks, "groups": [list(group) for group in plans[-1].plan.groups],
+        "results": [plan.as_dict() for plan in plans], "links": link_rows(options.rates, plans[-1].plan),
         "verdicts": [verdict(options.rates, plans)],
-    }
+    }  # fmt: skip
     if write_json(content, json_file):
         print_links(options, plans)

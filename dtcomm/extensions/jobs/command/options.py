@@ -164,17 +164,11 @@ def _checked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         name: getattr(arguments, name) for name in ("model", "memory", "record", "table", "plot", "json")
     }
     return PlanOptions(
-        collective=arguments.collective or "all_reduce",
-        system=system,
-        sizes=sizes,
-        codecs=specs,
+        collective=arguments.collective or "all_reduce", system=system, sizes=sizes, codecs=specs,
         parameters=parameters,
         algorithms=[name for text in arguments.algorithm or ["auto"] for name in text.split(",")],
-        dtype=DTYPES[dtype],
-        job=job,
-        links=links,
-        **given,
-    )
+        dtype=DTYPES[dtype], job=job, links=links, **given,
+    )  # fmt: skip
 
 
 STEP_COLLECTIVES = {"model": ("all_reduce", "reduce_scatter"), "record": ("all_reduce",)}
@@ -378,12 +372,9 @@ def _job(
         wide_area = WideArea(sites=sites, port=port, rtt_ms=rtt, every=arguments.every or 100)
     feedback = tuple(spec for spec in specs if needs_feedback(codecs.codec(spec)))
     own: dict[str, Any] = {
-        "batch": batch // sites,
-        "seq": seq,
-        "dtype": TRAINING_DTYPES[name],
-        "flash": not arguments.scores,
+        "batch": batch // sites, "seq": seq, "dtype": TRAINING_DTYPES[name], "flash": not arguments.scores,
         "trainable": arguments.trainable,
-    }
+    }  # fmt: skip
     try:
         job = Job(model=shape, system=system, feedback=feedback, **own)
     except ValueError as error:

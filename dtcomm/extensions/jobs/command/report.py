@@ -104,8 +104,6 @@ def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
     if skipped := sorted({name for sweep in sweeps for name in sweep.skipped}):
         out.line(f"not estimated because the schedule is too large: {', '.join(skipped)}")
     out.assumed(sweeps[0].assumptions if training is None else training.assumptions)
-    for text in [] if training is None else training.warnings:
-        out.line(f"warning: {text}", "yellow")
 
 
 def _header(sweep: Sweep, training: Training | None) -> str:
@@ -151,17 +149,12 @@ def _collectives_table(
         faster = f"{row.speedup:.2f}x"
         table.add_row(
             "" if again else size_name(estimate.nbytes),
-            *([] if not counts else ["" if again else f"{counts[estimate.nbytes]:,}"]),
-            estimate.codec,
-            estimate.algorithm,
-            time_name(estimate.seconds),
-            f"{estimate.algbw:.2f}",
-            f"{estimate.busbw:.2f}",
+            *([] if not counts else ["" if again else f"{counts[estimate.nbytes]:,}"]), estimate.codec,
+            estimate.algorithm, time_name(estimate.seconds), f"{estimate.algbw:.2f}", f"{estimate.busbw:.2f}",
             faster if estimate.codec == "none" else f"[{'green' if row.speedup > 1 else 'red'}]{faster}[/]",
-            size_name(estimate.wire_bytes),
-            f"{estimate.encodings}x" if estimate.encodings else "-",
+            size_name(estimate.wire_bytes), f"{estimate.encodings}x" if estimate.encodings else "-",
             f"nccl {estimate.detail}" if estimate.engine == "nccl" else estimate.detail,
-        )
+        )  # fmt: skip
         last = estimate.nbytes
     return table
 
@@ -304,13 +297,10 @@ def memory_as_dict(model: ModelSize, system: System, rows: list[RankMemory]) -> 
         return {**row.as_dict(), "per_parameter": round(row.total / model.params, 4), "fits": fits}
 
     return {
-        "version": 1,
-        **{name: getattr(model, name) for name in ("params", "layers", "itemsize", "states")},
-        "system": system.as_dict(),
-        "ranks": system.ranks,
-        "results": [result(row) for row in rows],
+        "version": 1, **{name: getattr(model, name) for name in ("params", "layers", "itemsize", "states")},
+        "system": system.as_dict(), "ranks": system.ranks, "results": [result(row) for row in rows],
         "assumptions": [MEMORY_NOTE],
-    }
+    }  # fmt: skip
 
 
 def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> None:

@@ -143,7 +143,6 @@ class Training:
     messages: list[Messages]
     rows: list[TrainingRow]
     verdict: str
-    warnings: list[str]
     assumptions: list[str]
     error: float | None = None
     notes: tuple[str, ...] = ()
@@ -279,7 +278,7 @@ def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
         f"gradients ({size_name(total)}), recorded with {record.codec}",
         computing=f"computing: {time_name(rows[0].step.compute)} a step, as recorded",
         gradient_bytes=total, flops=None, messages=[messages], rows=rows, verdict=_verdict(rows, options.system, ""),
-        warnings=[], assumptions=assumptions, error=error, notes=tuple(notes),
+        assumptions=assumptions, error=error, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -326,13 +325,9 @@ def _messages(
 
 
 def _training_of_model(
-    options: PlanOptions,
-    model: TrainingModel,
-    strategy: str,
-    messages: list[Messages],
-    steps: Mapping[tuple[Codec, Codec], tuple[TrainingStep, int]],
-    assumptions: list[str],
-) -> Training:
+    options: PlanOptions, model: TrainingModel, strategy: str, messages: list[Messages],
+    steps: Mapping[tuple[Codec, Codec], tuple[TrainingStep, int]], assumptions: list[str],
+) -> Training:  # fmt: skip
     system, dtype = options.system, str(model.dtype).removeprefix("torch.")
     itemsize, bucket = model.dtype.itemsize, model.bucket_bytes
     size = ModelSize(
@@ -398,7 +393,7 @@ def _training_of_model(
         title=f"{strategy} step of {count_name(model.params)} parameters{learn}: {dtype} gradients ({size_name(total)})"
         f"{sent}",
         computing=computing, gradient_bytes=total, flops=model.flops, messages=messages, rows=rows,
-        verdict=_verdict(rows, system, advice), warnings=_memory_warnings(rows, system, strategy),
+        verdict=_verdict(rows, system, advice),
         assumptions=assumptions,
     )  # fmt: skip
 
@@ -504,26 +499,3 @@ def _memory_advice(size: ModelSize, system: System, strategy: str, rows: Sequenc
         "its gathered layers alone are too large for FSDP: use more layers, or split them with tensor parallelism "
         "(dtcomm.tp)"
     )
-
-
-def _memory_warnings(rows: Sequence[TrainingRow], system: System, strategy: str) -> list[str]:
-    """Return a sentence for each amount of memory that does not fit, with its parts."""
-    needs: dict[RankMemory, list[str]] = {}
-    for row in rows:
-        if row.fits is False and row.memory is not None:
-            needs.setdefault(row.memory, []).append(row.label)
-    passing = "buckets" if strategy == "DDP" else "gathered layers"
-    warnings = []
-    for memory, codecs in needs.items():
-        parts = {
-            **{"parameters": memory.parameters, "gradients": memory.gradients, passing: memory.passing},
-            **{"optimizer": memory.optimizer, "residuals of error feedback": memory.residuals},
-            **{"activations" + " (recomputed)" * memory.recompute: memory.activations},
-        }
-        listed = ", ".join(f"{name} {size_name(round(size))}" for name, size in parts.items() if size)
-        which = ", ".join(f"with {label}" if label != "none" else "without a codec" for label in codecs)
-        warnings.append(
-            f"{strategy} {which} does not fit in memory: each rank needs {size_name(round(memory.total))} ({listed}) "
-            f"of {size_name(system.device.memory_bytes)} ({system.device.name})"
-        )
-    return warnings
