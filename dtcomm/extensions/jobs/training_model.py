@@ -23,6 +23,7 @@ know them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -249,7 +250,7 @@ class ModelSize:
 
     def activations(self, recompute: bool) -> float:
         """Return the bytes of a Llama's activations with fused attention, kept or recomputed layer by layer."""
-        width = (self.params / (12 * self.layers)) ** 0.5
+        width = math.sqrt(self.params / (12 * self.layers))
         layer = self.tokens * (16 * self.itemsize + 2) * width  # 34 bytes in 16 bits (arXiv:2205.05198)
         return self.tokens * self.layers * width * self.itemsize + layer if recompute else self.layers * layer
 
@@ -272,7 +273,7 @@ class RankMemory:
     residuals: float
     references: float
     activations: float = 0.0
-    recompute: bool = False
+    recompute: bool = False  # of activations
 
     @property
     def total(self) -> float:
@@ -308,9 +309,8 @@ def rank_memory(
     bucket = min(float(model.bucket_bytes), sent)
     if stage == "ddp":
         # Buckets are another copy of the gradients, unless gradient_as_bucket_view is set.
-        parts = {
-            "parameters": whole, "optimizer": model.states * 4 * learning, "gradients": sent, "passing": sent,
-        }  # fmt: skip
+        parts: dict[str, Any] = {"parameters": whole, "gradients": sent, "passing": sent}
+        parts["optimizer"] = model.states * 4 * learning
     else:
         parts = {"optimizer": model.states * shard, "gradients": shard, "parameters": shard}
         parts["parameters"] += (whole - sent) / ranks if stage == "fsdp" else whole
