@@ -96,7 +96,7 @@ class Sweep:
                     "gains of a codec inside an NVLink node are upper bounds"
                 )
                 lines.append(
-                    f"the host launches a kernel of a codec in {HOST_KERNEL_US:g} us and a call in {HOST_CALL_US:g} us, "
+                    f"a host launches a kernel of a codec in {HOST_KERNEL_US:g} us and a call in {HOST_CALL_US:g} us, "
                     "one after the other; a message takes at least that"
                 )
             return lines
