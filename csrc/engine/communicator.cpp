@@ -59,6 +59,7 @@ void Communicator::set_wait_policy(const WaitPolicy& policy) {
 
 void Communicator::close_all(const std::vector<Communicator*>& communicators) {
   std::vector<Communicator*> closing;
+  for (Communicator* const communicator : communicators) communicator->require_no_handler();
   for (Communicator* const communicator : communicators) {
     if (!communicator->in_forked_child() && communicator->queue_.close()) closing.push_back(communicator);
   }
@@ -193,12 +194,13 @@ void Communicator::wait(const std::shared_ptr<Work>& work) {
   work->wait();
 }
 
-// A handler of an interrupt runs in the thread that drives: what it queues cannot run before it returns.
+// A handler of an interrupt runs in the thread that drives: what it queues cannot run, and what it closes cannot end,
+// before it returns.
 void Communicator::require_no_handler() const {
   if (handler_thread_.load(std::memory_order_relaxed) != std::this_thread::get_id()) return;
   throw Error(ErrorKind::internal,
               "a signal handler calls a collective of the group in which " + peers_.name(peers_.rank) +
-                  " waits; let the handler set a flag, and call the collective after the wait",
+                  " waits, or destroys it; let the handler set a flag, or raise an exception, which ends the wait",
               peers_.rank);
 }
 

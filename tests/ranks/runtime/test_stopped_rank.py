@@ -101,6 +101,11 @@ def test_rank_that_was_stopped_names_the_lost_rank_and_not_the_one_that_reported
         assert all(text.startswith("rank 1 (") and f"pid {pids[1]}" in text for text in texts), texts
 
 
+def reduce_in_vain(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    with pytest.raises(DtcommError):
+        C.all_reduce(tensor, group=group)
+
+
 def interrupt_rank_0(rank: int, world_size: int, cases: list[str]) -> list[tuple[str, str, float]]:
     """Ranks 0 and 1 wait for rank 2, which does not come, and rank 0 gets Ctrl-C; what each of the two raises."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,6 +125,9 @@ def interrupt_rank_0(rank: int, world_size: int, cases: list[str]) -> list[tuple
         if rank == 0:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
+        if rank < 2 and case == "two threads":  # the other one drives the engine, and this one sleeps
+            threading.Thread(target=reduce_in_vain, args=[tensor.clone(), group]).start()
+            time.sleep(0.1)
         try:
             if rank < 2 and case in ("deferred", "wait"):
                 C.all_reduce(tensor, group=group, async_op=True).wait()
@@ -147,7 +155,7 @@ def interrupt_rank_0(rank: int, world_size: int, cases: list[str]) -> list[tuple
     ids=lambda environment: next(iter(environment.values())),
 )
 def test_an_interrupt_ends_the_wait_and_is_told_to_the_others(environment: dict[str, str]) -> None:
-    cases = ["connecting", "deferred", "blocking", "wait", "limit", "ddp"]
+    cases = ["connecting", "deferred", "blocking", "wait", "limit", "ddp", "two threads"]
     if "DTCOMM_TRANSPORT" in environment:  # over Gloo the handler's call waits until the timeout
         cases.append("handler")
     interrupted, told, late = run_ranks(interrupt_rank_0, 3, cases, env=environment, fresh=True)
