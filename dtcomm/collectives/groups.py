@@ -33,7 +33,7 @@ from dtcomm.runtime.communicator import (
     pair_communicators,
 )
 from dtcomm.runtime.native.copy_policy import empty_shared
-from dtcomm.runtime.process_groups import group_store, require_group
+from dtcomm.runtime.process_groups import group_store, group_timeout, require_group
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, parse
 from dtcomm.schedule.ir import trace
@@ -424,6 +424,8 @@ class Announcement:
     def __init__(self, group: Group, function: str, options: Mapping[str, object]) -> None:
         target = require_group(group)
         self._store, self._function = group_store(target), function
+        # The ranks that do not call the function wait in other collectives, whose errors would come first.
+        self._most_s = group_timeout(target).total_seconds() / 2
         self._ranks = dist.get_process_group_ranks(target)
         own = self._ranks.index(dist.get_rank())
         number = self._store.add(f"dtcomm/announced/{function}/{own}", 1)
@@ -435,9 +437,9 @@ class Announcement:
         """Wait until all ranks have called the function; CollectiveMismatch names who has not, or what differs.
 
         Args:
-            limit_s: Seconds to wait. Default: `ANNOUNCEMENT_LIMIT_S`.
+            limit_s: Seconds to wait, at most half of the group's timeout. Default: `ANNOUNCEMENT_LIMIT_S`.
         """
-        limit_s = ANNOUNCEMENT_LIMIT_S if limit_s is None else limit_s
+        limit_s = min(ANNOUNCEMENT_LIMIT_S if limit_s is None else limit_s, self._most_s)
         deadline = time.monotonic() + limit_s
         while not self._store.check(self._keys):
             if time.monotonic() >= deadline:

@@ -178,7 +178,7 @@ def attach(
 
         attached = dtcomm.fsdp.attach(trainer, gradients="int8", parameters="fp8_e4m3")
         trainer.train()  # Lightning: trainer.fit(module)
-        print(attached.state.report())
+        attached.state.print_report()
     """
     # Wrong options raise their errors now, and not when the model is sharded.
     given = complete_options("dtcomm.fsdp", options, DEFAULTS)
