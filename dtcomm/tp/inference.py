@@ -26,12 +26,13 @@ from dtcomm.collectives.checks import require_no_overlap, require_tensor
 from dtcomm.collectives.groups import DeviceGroup, GroupOrMesh, process_group_of
 from dtcomm.tp.comm_config import (
     NONE,
-    SMALL_MESSAGE_BYTES,
     default_algorithm,
     parse_codec,
 )
 
 MAX_BYTES = 8 * 2**20
+# Other libraries compress from 2 to 16 MiB on: encoding and decoding smaller sums takes as long as it saves on a link.
+COMPRESS_FROM_ON_CUDA = 4 * 2**20
 ALGORITHMS = ("auto", "one_shot", "two_shot")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -68,11 +69,12 @@ class AllReduce:
     Args:
         group: Process group, or a device mesh with one dimension. Default: all ranks.
         max_bytes: Size of the largest tensor, in bytes. Default: 8 MiB, as in vLLM.
-        codec: Codec of large sums, a spec such as ``"int8"``, ``"fp8_e4m3"`` or ``"int4:block=128,spikes=1"``, or a
+        codec: Codec of large sums, a spec such as ``"int8"``, ``"fp8_e4m3"`` or ``"int4:block=128"``, or a
             `Codec`. Default: ``"none"``.
         algorithm: ``"one_shot"`` or ``"two_shot"`` for all sizes, or ``"auto"``, as in the table. Default: ``"auto"``.
         compress_from: Size in bytes from which on the codec is used. Default: None, which asks the planner on the CPU
-            (`dtcomm tune` improves its answers); on CUDA it is 64 KiB, which has not been measured.
+            (`dtcomm tune` improves its answers); on CUDA it is 4 MiB, below which the kernels of inference engines and
+            NCCL are as fast.
         device: Device of the tensors. Default: the CPU.
 
     Attributes:
@@ -184,7 +186,7 @@ class AllReduce:
         size, threshold = numel * dtype.itemsize, self._compress_from
         if threshold is None and self.device.type == "cpu":
             return self.ranks.why_uncompressed(self.codec, numel, dtype)
-        threshold = SMALL_MESSAGE_BYTES if threshold is None else threshold
+        threshold = COMPRESS_FROM_ON_CUDA if threshold is None else threshold
         return "" if size >= threshold else f"{size} bytes, less than compress_from = {threshold}"
 
     def _require_input(self, inp: torch.Tensor) -> None:
@@ -216,7 +218,8 @@ class CustomAllReduce:
     """`AllReduce` with the methods that vLLM and SGLang call on their custom all-reduce (``ca_comm``).
 
     The engine asks `should_custom_ar` before each sum and uses its own communicator where the answer is False. Sums of
-    CUDA tensors are accepted only where fused kernels serve them, because only these are faster than the engine's own.
+    CUDA tensors are accepted only where fused kernels serve them and, with a codec, from ``compress_from`` on: only
+    these are faster than the engine's own.
 
     Args:
         group: Process group of the tensor-parallel ranks; it needs a backend for ``device``.
@@ -270,7 +273,9 @@ class CustomAllReduce:
         key = (inp.numel(), inp.dtype)
         accepted = self._accepted.get(key)
         if accepted is None:
-            accepted = inp.is_cpu or not self._all_reduce.why_no_fused_kernel(*key)
+            # What is too small for the codec is the engine's own kernel's.
+            small = bool(self._all_reduce.choose(*key).reason)
+            accepted = inp.is_cpu or (not small and not self._all_reduce.why_no_fused_kernel(*key))
             self._accepted[key] = accepted
         return accepted
 

@@ -111,6 +111,8 @@ class CpuBootstrap:
         self.runtime = rendezvous.run(attempt, lambda runtime: runtime.close())
 
     def _attempt(self, exchange: StoreExchange) -> Runtime:
+        if env.get("DTCOMM_RUNTIME") == "peer" and not torch.cuda.is_available():
+            raise ValueError("DTCOMM_RUNTIME=peer: fused kernels need CUDA tensors, and torch sees no GPU")
         with contextlib.ExitStack() as on_failure:
             listener, why_closed = _listen(server_address(group_store(self._group)))
             if listener is not None:
@@ -136,8 +138,6 @@ class CpuBootstrap:
         return private_store(self._group)
 
     def _base_info(self) -> dict[str, Any]:
-        if env.get("DTCOMM_RUNTIME") == "peer" and not torch.cuda.is_available():
-            raise ValueError("DTCOMM_RUNTIME=peer: fused kernels need CUDA tensors, and torch sees no GPU")
         return {
             "host": host_id(),
             "name": f"rank {self.ranks[self.rank]} (host {socket.gethostname()}, pid {os.getpid()})",

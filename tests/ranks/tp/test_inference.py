@@ -56,6 +56,25 @@ def compare_with_all_reduce(rank: int, ranks: int, backend: str = "") -> None:
     assert torch.equal(tp.AllReduce()(strided), expected)
 
 
+def accepted_on_device(rank: int, world_size: int) -> list[bool]:
+    """What the slot accepts on a device with fused kernels for every sum, which the meta device stands for."""
+    answers = []
+    for codec_name, options in (("int8", {}), ("int8", {"compress_from": 1 << 20}), ("none", {})):
+        slot = tp.CustomAllReduce(None, "cpu", codec=codec_name, **options)
+        slot._all_reduce.device = torch.device("meta")
+        slot._all_reduce.why_no_fused_kernel = lambda numel, dtype: ""
+        answers += [
+            slot.should_custom_ar(torch.empty(nbytes // 2, dtype=torch.bfloat16, device="meta"))
+            for nbytes in (1 << 19, 2 << 20, 4 << 20)
+        ]
+    return answers
+
+
+def test_the_engine_keeps_the_sums_that_are_too_small_for_the_codec() -> None:
+    for answers in run_ranks(accepted_on_device, 2):
+        assert answers == [False, False, True, False, True, True, True, True, True]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_are_those_of_all_reduce(ranks: int) -> None:
     run_ranks(compare_with_all_reduce, ranks)
