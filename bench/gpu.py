@@ -49,7 +49,7 @@ from dtcomm.measure.virtual_ranks import VirtualRanks
 KB, MB = 1 << 10, 1 << 20
 PARTS = ("fused", "processes", "kernels")
 #: The most used codecs come first, so that others are skipped if time runs out.
-FUSED = ("int8", "fp8_e4m3", "int4", "none", "fp16", "int8:block=128", "int4:block=128,spikes=1")
+FUSED = ("int8", "fp8_e4m3", "int4", "none", "fp16", "int8:block=128", "int4:block=128")
 KERNELS = (
     "fp16",
     "bf16",

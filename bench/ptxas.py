@@ -29,8 +29,8 @@ WARP_THREADS, BLOCK_THREADS, FUSED_THREADS = 256, 512, 384
 RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
 # as csrc/cuda/fused/collective.h numbers them
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-ALGORITHMS = ("two_shot", "one_shot", "program")
-COUNTS = {"-1": "n", **{str(count): str(count) for count in (0, 1, 7, 8)}}
+ALGORITHMS = ("two_shot", "one_shot")
+COUNTS = {"-1": "n", **{str(count): str(count) for count in (0, 1, 8)}}
 
 
 class Resources(TypedDict):
@@ -62,12 +62,11 @@ def readable(name: str) -> str:
     name = name.replace("dtcomm::cuda::", "").replace("dtcomm::", "").replace("(anonymous namespace)::", "")
     name = re.sub(r"\(\w+\)(?=\d)", "", name)  # enumerators are numbers with their type before them
     name = re.sub(r"\(.*", "", name).removeprefix("void ")
-    match = re.fullmatch(r"fused_kernel<FusedKernel<(\d), (\d), (-?\d+), (true|false)>, (.*)>", name)
+    match = re.fullmatch(r"fused_kernel<FusedKernel<(\d), (\d), (-?\d+)>, (.*)>", name)
     if match is not None:
-        collective, algorithm, count, feedback, family = match.groups()
+        collective, algorithm, count, family = match.groups()
         family = family.strip()
-        operation = f"{COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
-        return f"{family} {operation}{' with feedback' if feedback == 'true' else ''}"
+        return f"{family} {COLLECTIVES[int(collective)]} {ALGORITHMS[int(algorithm)]} {COUNTS[count]}"
     match = re.fullmatch(r"combine_(warp|block)_kernel<(.*), (-?\d+), (true|false), (true|false)>", name)
     if match is None:
         return name

@@ -15,7 +15,8 @@ constexpr int kBatch = 4;      // payloads that are loaded at once, where their 
 constexpr int kBatchWords = 32, kAnyBatchWords = 16;
 
 // What a codec family (families/*.cuh) provides:
-//   kSpecialized    it has kernels for each usual number of payloads
+//   kSpecialized    it has kernels of its own for encoding a tensor and for decoding
+//   kFused          it has fused kernels (csrc/cuda/fused); it is specialized
 //   kHasMinMax      it serves min and max
 //   kCanRotate      blocks may be rotated; rotates() says whether they are
 //   kHasPadding     payloads may end with padding

@@ -1,6 +1,8 @@
 // e4m3, e5m2 and e3m4 with a scale for each block.
 #pragma once
 
+#include <type_traits>
+
 #include "codec/float8.h"
 #include "cuda/families/blocks.cuh"
 
@@ -9,7 +11,8 @@ namespace dtcomm::cuda {
 // Group is 0 where the compiler does not know it. Plain: rounded to nearest.
 template <class F, unsigned Group, bool Plain>
 struct Float8 : Blocks<Group> {
-  static constexpr bool kSpecialized = Plain, kHasMinMax = false, kCanRotate = false, kHasPadding = true;
+  static constexpr bool kSpecialized = Plain, kFused = Plain && !std::is_same_v<F, E3m4>, kHasMinMax = false,
+                        kCanRotate = false, kHasPadding = true;
   using Blocks<Group>::codec;
   using Blocks<Group>::rules;
   using Blocks<Group>::group;

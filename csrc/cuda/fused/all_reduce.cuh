@@ -13,9 +13,8 @@
 
 namespace dtcomm::cuda {
 
-// two_shot by thread block `index` of a rank. `Count` is ranks - 1 where that is known, else kAnyCount; `Feedback`:
-// there may be residuals.
-template <int Count, bool Feedback, class Family, class Block>
+// two_shot by thread block `index` of a rank. `Count` is ranks - 1 where that is known, else kAnyCount.
+template <int Count, class Family, class Block>
 DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const Family& family, int rank,
                             unsigned index) {
   Shared& shared = block.shared();
@@ -40,7 +39,7 @@ DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const 
     const auto ranks = static_cast<unsigned>(fused.ranks);
     const auto peer_at = [&](unsigned distance) { return (rank + static_cast<int>(distance)) % fused.ranks; };
     const unsigned nearest = own ? 0 : 1;
-    combine_ranges<0, true, Feedback>(
+    combine_ranges<0, true, true>(
         block, ranks - nearest, section_elements(fused), family,
         [&](unsigned k) -> const KernelParams& { return shared.encode(peer_at(nearest + k)); });
     if (!exchange_signals(block, fused, rank, index, SignalStage::scattered, epoch, BarrierId::payloads_stored,
@@ -69,7 +68,7 @@ DTCOMM_DEVICE void two_shot(const Block& block, const FusedParams& fused, const 
 }
 
 // one_shot: every rank encodes its whole tensor once and sums the payloads of all. `Count` is ranks, or kAnyCount.
-template <int Count, bool Feedback, class Family, class Block>
+template <int Count, class Family, class Block>
 DTCOMM_DEVICE void one_shot(const Block& block, const FusedParams& fused, const Family& family, int rank,
                             unsigned index) {
   Shared& shared = block.shared();
@@ -87,7 +86,7 @@ DTCOMM_DEVICE void one_shot(const Block& block, const FusedParams& fused, const 
           if (pass == Pass::reduce) set_slot_payloads(fused, rank, region, index, true, params);
         });
     if (!pointers_ready(block)) return;
-    combine_range<0, true, Feedback>(block, shared.encode(rank), family);
+    combine_range<0, true, true>(block, shared.encode(rank), family);
     block.sync_block(BarrierId::sum_encoded);
     push_to_peers(block, fused, rank, region, index, shared.encode(rank));
     if (!exchange_signals(block, fused, rank, index, SignalStage::shot, epoch, BarrierId::payloads_pushed,

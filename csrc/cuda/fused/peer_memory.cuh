@@ -57,7 +57,6 @@ struct FusedParams {
   std::uint64_t timeout_ns;  // of one wait
   std::uint64_t features;    // of the epilogue
   std::uint32_t element_bytes, granule_elements;
-  bool feedback;      // there are residuals
   bool has_epilogue;  // there is an epilogue
   bool encodes_own;   // two_shot: the owner encodes its own contribution, too
   bool rounds_sum;    // rounds the sum before the epilogue adds to it

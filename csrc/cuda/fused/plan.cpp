@@ -152,11 +152,10 @@ FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensor
   params.timeout_ns = spec.timeout_ns;
   params.element_bytes = static_cast<std::uint32_t>(size_of(spec.dtype));
   params.granule_elements = static_cast<std::uint32_t>(layout.granule);
-  params.feedback = has_residual(spec, tensors);
   params.has_epilogue = has_epilogue(spec, tensors);
   params.encodes_own = spec.encodes_own;
   params.rounds_sum = spec.rounds_sum && spec.dtype != DType::f32;
-  params.verbatim = verbatim(spec, params.feedback);
+  params.verbatim = verbatim(spec, has_residual(spec, tensors));
   params.uneven = !spec.splits.empty();
   params.layout = layout;
   std::copy(spec.splits.begin(), spec.splits.end(), params.splits);
@@ -195,7 +194,7 @@ std::uint64_t memory_bytes(const PeerBufferLayout& layout) {
 bool fusible(const Codec& codec, DType dtype) {
   if (codec.family == Family::exact || is_sparse(codec) || is_native_sum_type(dtype)) return false;
   if (codec.stochastic) return false;  // there are no random numbers in fused kernels
-  return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kSpecialized; });
+  return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kFused; });
 }
 
 FusedPlan::FusedPlan(FusedSpec spec) : spec_(std::move(spec)) {

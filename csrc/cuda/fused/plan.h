@@ -51,7 +51,7 @@ template <class Use>
 auto with_fused_family(const Codec& codec, DType dtype, const Use& use) {
   using Result = decltype(use(Cast<DType::f32>()));
   return with_family(codec, dtype, [&](const auto& family) -> Result {
-    if constexpr (std::decay_t<decltype(family)>::kSpecialized) return use(family);
+    if constexpr (std::decay_t<decltype(family)>::kFused) return use(family);
     return Result();
   });
 }

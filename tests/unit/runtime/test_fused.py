@@ -19,8 +19,6 @@ SPECS = (
     "int8",
     "int8:block=128",
     "int4",
-    "int4:spikes=1",
-    "int4:block=128,spikes=1",
     "fp8_e4m3",
 )
 DIRECT = {
