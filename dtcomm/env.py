@@ -231,8 +231,8 @@ VARIABLES: dict[str, Variable] = {
 # Variables of other programs that dtcomm reads, with what it takes from them; for the reference page.
 EXTERNAL: dict[str, str] = {
     "GLOO_SOCKET_IFNAME": "The network interface by which other hosts reach this rank, as for Gloo; of several,"
-    " separated by commas, the first with an address. Unset: the interface of the host's name, else the first that"
-    " is not the loopback",
+    " separated by commas, the first with an address. Unset: that of the route to the store, else of the host's"
+    " name, else the first that is not the loopback",
     "RANK": "Set by torchrun: `dtcomm perf`, `tune` and `doctor` then measure the ranks of the job",
     "WORLD_SIZE": "Set by torchrun: the number of ranks",
     "LOCAL_RANK": "Set by torchrun: the number of this rank among those of its host, which chooses its GPU and cores",

@@ -1,9 +1,10 @@
-"""Ranks in containers: system calls that are refused, and little shared memory."""
+"""Ranks in containers: system calls that are refused, little shared memory, and other user ids."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import dtcomm
 import dtcomm.collectives as C
 from dtcomm.launch.ranks import run_ranks
+from tests.ranks.runtime.test_rendezvous import init_with_tcp_store
 from tests.support.forbidden_calls import CANNOT_FORBID, forbid
 
 NUMEL = 2**21
@@ -81,3 +83,31 @@ def test_with_a_small_dev_shm() -> None:
     if reason := next((reason for reason, _ in results if reason), ""):
         pytest.skip(reason)
     assert [runtime for _, runtime in results] == ["native", "native"]
+
+
+def run_as_two_users(rank: int, world_size: int, directory: Path) -> tuple[str, Any]:
+    if os.geteuid() != 0:
+        return "another user id needs root", None
+    init_with_tcp_store(rank, world_size, directory, 60.0)
+    os.environ["DTCOMM_TRANSPORT"] = "sockets"
+    use_everything(rank)  # imports what the other user may not read
+    C.release()
+    del os.environ["DTCOMM_TRANSPORT"]
+    os.seteuid(65534 * rank)
+    try:
+        info = use_everything(rank)
+    finally:
+        os.seteuid(0)
+    return "", {key: info.get(key) for key in ("runtime", "transport", "reason")}
+
+
+def test_two_users_of_one_host_are_connected_by_sockets(tmp_path: Path) -> None:
+    results = run_ranks(run_as_two_users, 2, tmp_path, backend=None, fresh=True)
+    if reason := next((reason for reason, _ in results if reason), ""):
+        pytest.skip(reason)
+    expected = {
+        "runtime": "native",
+        "transport": "sockets",
+        "reason": "the ranks are of 2 user ids on one host: sockets",
+    }
+    assert [info for _, info in results] == [expected] * 2
