@@ -40,6 +40,7 @@ __all__ = [
     "DDPMeshInfo",
     "FSDPMeshInfo",
     "GradBucket",
+    "ModuleHook",
     "PipelineStageBase",
     "ReduceScatter",
     "autograd_apply",
@@ -264,9 +265,9 @@ def complete_forward_pass_handles(kinds: tuple[type, ...]) -> None:
 # --- DDP ------------------------------------------------------------------------------------------------------
 
 
-def has_ddp_hook(model: nn.Module) -> bool:
-    """Say whether a DDP model has a communication hook."""
-    return bool(getattr(model, "_comm_hooks", None))
+def ddp_hook_states(model: nn.Module) -> list[Any]:
+    """Return the states of a DDP model's communication hooks, of which torch lets it have one."""
+    return [state for _, state in getattr(model, "_comm_hooks", ())]
 
 
 def join_config(model: Any) -> Any:
@@ -422,6 +423,23 @@ def flash_attention_cuda(*args: Any, scale: float) -> Any:
 
 def flash_attention_cuda_backward(*args: Any, scale: float) -> Any:
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(*args, scale=scale)
+
+
+class ModuleHook:
+    """A hook of a module that does nothing in copies of the module: it refers to what belongs to this process."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 # --- layers, meshes, frameworks -------------------------------------------------------------------------------

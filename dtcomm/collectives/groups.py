@@ -463,7 +463,7 @@ class Announcement:
                 self.require_all()
                 handle.remove()
 
-        handle = model.register_forward_pre_hook(check, prepend=True)
+        handle = model.register_forward_pre_hook(torch_compat.ModuleHook(check), prepend=True)
         return handle
 
 

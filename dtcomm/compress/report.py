@@ -9,12 +9,13 @@ or layer, and totals. `Report` alone makes text, plain values and metrics of the
 from __future__ import annotations
 
 import json
+import logging
 import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from dtcomm.compress.traffic import (
 from dtcomm.profiling.metrics import Metric
 from dtcomm.profiling.summary import format_bytes, format_table, rich_group, rich_table
 from dtcomm.work import Work
+
+_log = logging.getLogger("dtcomm")
 
 MAX_MESSAGES_SHOWN = 16
 #: From this relative error on a legend line says what such an error means.
@@ -310,12 +313,36 @@ class Report:
         return [*lines, *self.auto, *_guard_lines(self.fidelity, self.events), *self.notes]
 
 
+class CopiedState:
+    """What copies and pickles of a model have in place of its state, which belongs to one process."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["copied"] = name
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # copy and pickle ask for such names
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"{self.copied}.{name}: this is a copy, which compresses nothing; compress the copied model, and save "
+            "state_dict() instead of the object"
+        )
+
+
 class Reporting(ABC):
     """What has a report: the states of DDP, FSDP, tensor and context parallelism, `ShardedOptimizer` and `LocalSGD`."""
 
     @abstractmethod
     def report(self) -> Report:
         """Return the report of this rank."""
+
+    def __reduce__(self) -> Any:
+        if "_copied" not in self.__dict__:  # say it once
+            self.__dict__["_copied"] = True
+            integration = type(self).__module__.rpartition(".")[0]
+            _log.warning(
+                "%s: copies are not compressed; compress a copied model by another call", integration
+            )
+        return CopiedState, (type(self).__qualname__,)
 
     def print_report(self, *, all_ranks: bool = False) -> None:
         """Print the report on the group's first rank; call it on every rank, or on some: nothing is communicated.

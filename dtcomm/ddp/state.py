@@ -27,7 +27,7 @@ from dtcomm.compress.guard import Event, count_events
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import VERIFY, Payoff, unmeasured
 from dtcomm.compress.policy import Policy, as_policy, exclusions
-from dtcomm.compress.report import Report, Reporting, describe_uncompressed
+from dtcomm.compress.report import CopiedState, Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import AUTO, Scheme, parse_scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
@@ -401,7 +401,7 @@ class State(Reporting):
         Raises:
             RuntimeError: The model has a communication hook already.
         """
-        if torch_compat.has_ddp_hook(model):
+        if any(not isinstance(state, CopiedState) for state in torch_compat.ddp_hook_states(model)):
             raise RuntimeError(
                 "model: it has a communication hook already, which torch cannot replace; "
                 "wrap the module in a new DistributedDataParallel to compress it differently"
@@ -428,7 +428,7 @@ class State(Reporting):
             if self._loss_scale is not None:
                 self._loss_scale.fetch()
 
-        model.register_forward_pre_hook(raise_error)
+        model.register_forward_pre_hook(torch_compat.ModuleHook(raise_error))
         self.timeline.attach(model)
 
     def set_unused(self, *, has_hook: bool = False) -> None:

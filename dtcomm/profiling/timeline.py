@@ -166,8 +166,8 @@ class Timeline:
         if module is None or self._handles:
             return
         self._handles = [
-            module.register_forward_pre_hook(self._begin_forward, prepend=True),
-            module.register_forward_hook(self._end_forward),
+            module.register_forward_pre_hook(torch_compat.ModuleHook(self._begin_forward), prepend=True),
+            module.register_forward_hook(torch_compat.ModuleHook(self._end_forward)),
         ]
 
     def _begin_forward(self, module: torch.nn.Module, args: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,15 @@ class CommConfig:
     traffic: LayerTraffic = field(default_factory=LayerTraffic, compare=False)
     codec_specs: tuple[str, str] = field(default=("none", "none"), repr=False)
     group_name: str = field(default="", repr=False)
+
+    def __deepcopy__(self, memo: Any) -> CommConfig:
+        return self  # copies of a layer send over the same group
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "tp: a tensor-parallel layer belongs to a process group and cannot be pickled; save model.state_dict(), or "
+            "dtcomm.tp.full_state_dict(model)"
+        )
 
     @classmethod
     def of(

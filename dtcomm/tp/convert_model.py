@@ -30,6 +30,7 @@ from dtcomm.compress.report import Report, Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
 from dtcomm.compress.traffic import Traffic
 from dtcomm.compress.uneven_inputs import refuse_join
+from dtcomm.torch_compat import ModuleHook
 from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, parse_codec
 from dtcomm.tp.functional import compiled_traffic
 from dtcomm.tp.layer_plan import (
@@ -402,9 +403,9 @@ class State(Reporting):
         self._compiled_before = Counter(compiled_traffic(comm.group_name).counts)
         self._logged = False
         self._handles = [
-            model.register_forward_pre_hook(self._begin_forward),
-            model.register_forward_hook(self._end_forward),
-            model.register_forward_hook(self._explain_shapes, always_call=True),
+            model.register_forward_pre_hook(ModuleHook(self._begin_forward)),
+            model.register_forward_hook(ModuleHook(self._end_forward)),
+            model.register_forward_hook(ModuleHook(self._explain_shapes), always_call=True),
         ]
 
     def report(self) -> Report:

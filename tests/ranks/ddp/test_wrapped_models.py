@@ -1,7 +1,10 @@
-"""The hook with compilation, activation checkpointing and autocast."""
+"""The hook with compilation, activation checkpointing and autocast, and copies of compressed models."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from dtcomm import ddp
+from dtcomm import ddp, tp
 from dtcomm.launch.ranks import run_ranks
-from tests.unit.ddp.models import SMALL_BUCKETS, Net, batch, gradients
+from dtcomm.local_sgd import LocalSGD
+from tests.unit.ddp.models import SMALL_BUCKETS, Net, backward, batch, gradients, wrapped
 
 
 class Recomputed(nn.Module):
@@ -87,3 +93,70 @@ def compare_to_ddp(rank: int, world_size: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients_equal_those_of_plain_ddp(wrapper: str) -> None:
     run_ranks(compare_to_ddp, 2, wrapper)
+
+
+def pickled(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "averaged": lambda model: AveragedModel(model).module,
+    "pickled": pickled,
+}
+
+
+def copy_models(rank: int, world_size: int, steps_before: int) -> None:
+    """Copies reduce without compression, the original with it; a copy may be compressed by itself."""
+    model, plain = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
+    state = ddp.compress(model, "int4", timeline=10)
+    for step in range(steps_before):
+        backward(model, rank, step)
+    model.zero_grad()
+    backward(plain, rank, 9)
+    for make in COPIES.values():
+        copied = make(model)
+        backward(copied, rank, 9)
+        assert all(torch.equal(value, gradients(plain)[name]) for name, value in gradients(copied).items())
+        assert state.steps == steps_before
+        copied = make(copied)
+        own = ddp.compress(copied, "int8")
+        backward(copied, rank, 10)
+        assert own.steps == 1
+    average: Any = AveragedModel(model)
+    average.update_parameters(model)
+    backward(model, rank, 10)
+    assert state.steps == steps_before + 1
+    for copied_state in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        with pytest.raises(RuntimeError, match=r"State.report: this is a copy, which compresses nothing"):
+            copied_state.report()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_copies_of_compressed_models_are_not_compressed(steps_before: int) -> None:
+    run_ranks(copy_models, 2, steps_before)
+
+
+def copy_other_integrations(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    state = tp.compress(layers, mesh, "int8", {"0": "column", "1": "row"})
+    x = torch.ones(2, 64)
+    expected = layers(x)
+    for copied in (copy.deepcopy(layers), AveragedModel(layers).module):
+        assert torch.equal(copied(x), expected)
+        assert copied[0].weight is not layers[0].weight
+    with pytest.raises(TypeError, match=r"tp: .* save model.state_dict\(\)"):
+        torch.save(layers, io.BytesIO())
+    local = LocalSGD(nn.Linear(64, 64), every=2)
+    for original in (state, local):
+        with pytest.raises(RuntimeError, match="report: this is a copy"):
+            copy.deepcopy(original).report()
+
+
+def test_copies_of_tensor_parallel_models_use_the_same_group() -> None:
+    run_ranks(copy_other_integrations, 2)
