@@ -25,19 +25,9 @@ GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
 # Microseconds of a kernel and of a hop, by protocol.
 BASE = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "nvls": (0, 0, 0), "nvls_tree": (0, 0, 0)}
 HOP: dict[str, dict[str, tuple[float, float, float]]] = {
-    "nvlink": {
-        "tree": (0.6, 1.25, 4.0),
-        "ring": (0.6, 1.9, 3.4),
-        "nvls": (0, 0, 25),
-        "nvls_tree": (0, 0, 25),
-    },
+    "nvlink": {"tree": (0.6, 1.25, 4), "ring": (0.6, 1.9, 3.4), "nvls": (0, 0, 25), "nvls_tree": (0, 0, 25)},
     "pcie": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
-    "net": {
-        "tree": (5.0, 8.5, 14.0),
-        "ring": (2.7, 4.0, 14.0),
-        "nvls": (0, 0, 18),
-        "nvls_tree": (0, 0, 20.9),
-    },
+    "net": {"tree": (5.0, 8.5, 14), "ring": (2.7, 4.0, 14), "nvls": (0, 0, 18), "nvls_tree": (0, 0, 20.9)},
 }
 NET_OVERHEAD = 2.0  # microseconds that a CPU needs to post a message, three times with Simple
 # GB/s, by generation and on one, two and more hosts; LL on several hosts depends on the CPU, which is assumed to be

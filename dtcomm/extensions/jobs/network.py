@@ -160,16 +160,6 @@ class ExpertRoutes:
             (False, self.per_host - 1, self.hosts * to_rank),
         )
 
-    @property
-    def rows_between_hosts(self) -> float:
-        """Rows that a rank sends to other hosts."""
-        return sum(count * rows for outside, count, rows in self.messages() if outside)
-
-    @property
-    def rows_inside_host(self) -> float:
-        """Rows that a rank sends to the other ranks of its host."""
-        return sum(count * rows for outside, count, rows in self.messages() if not outside)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTraffic:

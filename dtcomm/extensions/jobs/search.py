@@ -15,7 +15,7 @@ from typing import Any
 from dtcomm.extensions.jobs.findings import Finding, findings
 from dtcomm.extensions.jobs.layout import AXES, RECOMPUTE, SCHEDULES, Job, Layout
 from dtcomm.extensions.jobs.network import Network
-from dtcomm.extensions.jobs.rank_costs import USABLE, job_memory
+from dtcomm.extensions.jobs.rank_costs import USABLE, JobMemory, job_memory
 from dtcomm.extensions.jobs.step import JobStep, job_step
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP
 from dtcomm.extensions.jobs.training_model import STAGES
@@ -37,21 +37,18 @@ class Misfit:
     Args:
         family: One of `FAMILIES`.
         layout: The layout that needs least.
-        total: The bytes that it needs.
-        part: The name of the largest part of these.
-        part_bytes: The bytes of that part.
+        memory: What it needs.
     """
 
     family: str
     layout: Layout
-    total: float
-    part: str
-    part_bytes: float
+    memory: JobMemory
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        part = {"largest": self.part, "largest_bytes": round(self.part_bytes)}
-        return {"family": self.family, "layout": self.layout.as_dict(), "total": round(self.total), **part}
+        part, size = self.memory.largest
+        needs = {"total": round(self.memory.total), "largest": part, "largest_bytes": round(size)}
+        return {"family": self.family, "layout": self.layout.as_dict(), **needs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +131,9 @@ def search(job: Job, codecs: Sequence[str] = ("int8",), fixed: Mapping[str, Any]
         possible += 1
         memory = job_memory(job, layout)
         if capacity and memory.total > capacity:
-            kind, total = family(layout), memory.total
-            if kind not in least or total < least[kind].total:
-                part, size = memory.largest
-                least[kind] = Misfit(family=kind, layout=layout, total=total, part=part, part_bytes=size)
+            kind = family(layout)
+            if kind not in least or memory.total < least[kind].memory.total:
+                least[kind] = Misfit(family=kind, layout=layout, memory=memory)
             continue
         steps.append(job_step(job, layout, network))
     if not possible:

@@ -1,24 +1,18 @@
 """Predicts the time of a training step, and the memory of a rank. ``dtcomm plan`` calls both.
 
-**Time of DDP.** Gradients become ready bucket by bucket, and their communication overlaps the backward pass. Buckets
-are sent one after the other, each when it is ready and the previous one is complete. A step ends ``rest`` seconds after
-both the backward pass and the last bucket are complete; ``rest`` is the optimizer and whatever else precedes the next
-backward pass.
+**DDP.** Gradients become ready bucket by bucket, and their communication overlaps the backward pass. Buckets are sent
+one after the other, each when it is ready and the previous one is complete. A step ends ``rest`` seconds (the optimizer
+and what else precedes the next backward pass) after both the backward pass and the last bucket are complete.
 
-**Cores.** CPU ranks compute and communicate on the same cores. What a message takes of them is added to computing, so
-that the buckets that follow are ready later, and a message cannot take less time than it takes of a core. The constants
-were fitted to DDP's steps of an MLP of 25 M parameters and a click model of 1 M, on a Xeon with a core for each rank;
-docs/results/training.md has the error on models that were not used. GPUs have cores of their own for this, and nothing
-is counted.
+**Cores.** CPU ranks compute and communicate on the same cores. What a message takes of them is added to computing, and
+a message cannot take less time than that. The constants were fitted to DDP's steps of an MLP of 25 M parameters and a
+click model of 1 M, on a Xeon with a core for each rank; docs/results/training.md has the error on other models.
 
-**Time of FSDP.** A *unit* is what is gathered at once: a layer. A unit's parameters are gathered before its forward and
-again before its backward, one unit ahead of the computation, and its gradients are reduce-scattered after its backward.
-Gathers and reductions share the links, so they take place one after the other, in the order in which they are issued.
+**FSDP.** A *unit*, a layer, is gathered before its forward and again before its backward, one unit ahead, and its
+gradients are reduce-scattered after its backward. Gathers and reductions take place in the order of issue.
 
-**Memory** in each stage of sharding (Rajbhandari et al. 2020, arXiv:1910.02054). A model has P parameters of b bytes,
-on n ranks, and an optimizer that keeps s values in fp32 for each. FSDP and the stages 1 and 2 update their shards in
-fp32. Compression adds residuals of a rank's whole gradients, and with ``delta:`` a copy of the parameters as the peers
-know them.
+**Memory** in each stage of sharding (Rajbhandari et al. 2020, arXiv:1910.02054): FSDP and the stages 1 and 2 update
+their shards in fp32. Compression adds residuals of a rank's whole gradients.
 """
 
 from __future__ import annotations

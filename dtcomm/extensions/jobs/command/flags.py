@@ -55,20 +55,10 @@ COMPUTE_TYPES = ("fp32", "tf32", "bf16", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingModel:
-    """A training step of data parallelism, on each rank.
+    """A training step of data parallelism, on each rank; docs/guides/planning.md has a table of the fields.
 
-    Args:
-        params: The number of parameters.
-        tokens: Tokens that a rank processes in a step, or None if ``step_ms`` is known.
-        step_ms: Milliseconds of computing in a step, without communication, or None if ``tokens`` are known.
-        mfu: With ``tokens``, the share of the device's peak FLOP/s that computing reaches; None: `DEFAULT_MFU`.
-        compute: With ``tokens``, the type in which matrix products are computed, one of `COMPUTE_TYPES`; None: that
-            of tensor cores for ``dtype``.
-        dtype: The type of the gradients, and of the parameters that are sent and computed with.
-        bucket_bytes: The size of DDP's buckets.
-        layers: The number of FSDP's units.
-        feedback: The form in which residuals of error feedback are kept; None: DDP's or FSDP's default.
-        trainable: Parameters that learn, such as those of LoRA; None: all.
+    None stands for a default: `DEFAULT_MFU`, the type of tensor cores for ``dtype``, DDP's or FSDP's ``feedback``, and
+    all parameters as ``trainable``. One of ``tokens`` and ``step_ms`` is not None.
     """
 
     params: float
@@ -210,7 +200,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--schedule", "NAME", str, f"fix the pipeline's schedule: {', '.join(SCHEDULES)}"),
         ("--micro-batch", "N", number, "fix the sequences of a micro-batch"),
         ("--recompute", "NAME", str, f"fix what backward computes again: {', '.join(RECOMPUTE)}"),
-        ("--trainable", "N", _count, "parameters that learn, such as those of LoRA: 20M (default: all)"),
+        ("--trainable", "N", _argument(parse_count), "parameters that learn, such as LoRA's: 20M (default: all)"),
         ("--fabric", "NAME", str, "rails or fat-tree: 32 or 4 hosts below a leaf switch (with any plan)"),
         ("--leaf-hosts", "N", number, "hosts below a leaf switch"),
         ("--oversubscription", "X", float, "by how much links above the leaves are too few"),
@@ -271,21 +261,25 @@ def _name_of(valid: Iterable[str]) -> Callable[[str], str]:
     return convert
 
 
-def _count(text: str) -> float:
-    try:
-        return parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _argument(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argparse type whose errors have the text of the converter's."""
+
+    def checked(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix("device: ")) from None
+
+    return checked
 
 
+@_argument
 def _device(text: str) -> str:
-    try:
-        hardware.find_device(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("device: ")) from None
+    hardware.find_device(text)
     return text
 
 
+@_argument
 def _model(text: str) -> TrainingModel | ModelShape:
     if is_preset(text.strip()):
         return find_model(text.strip())
@@ -293,28 +287,18 @@ def _model(text: str) -> TrainingModel | ModelShape:
     if any("=" in text and key.strip() == "model" for key, _, _ in keys) or (
         len(keys) == 1 and "=" not in text and not re.match(r"\s*\d", text)
     ):
-        try:
-            return find_model(text.lower().removeprefix("model="))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        return find_model(text.lower().removeprefix("model="))
     if {key.strip() for key, equals, _ in keys if equals} <= {"params", "layers"}:
-        values = _key_values(
-            text, {"params": ("params", parse_count), "layers": ("layers", count_argument(1))}
-        )
-        try:
-            return model_of_size(values["params"], values.get("layers"))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        shape = {"params": ("params", parse_count), "layers": ("layers", count_argument(1))}
+        values = _key_values(text, shape)
+        return model_of_size(values["params"], values.get("layers"))
     converters = {
         "params": ("params", parse_count), "tokens": ("tokens", parse_count), "step_ms": ("step_ms", _positive),
         "mfu": ("mfu", _positive), "compute": ("compute", _name_of(COMPUTE_TYPES)), "dtype": ("dtype", _dtype),
         "bucket": ("bucket_bytes", _bucket_bytes), "layers": ("layers", count_argument(1)),
         "feedback": ("feedback", _name_of(FEEDBACKS)), "trainable": ("trainable", parse_count),
     }  # fmt: skip
-    try:
-        return TrainingModel(**_key_values(text, converters))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return TrainingModel(**_key_values(text, converters))
 
 
 def _memory(text: str) -> training_model.ModelSize:

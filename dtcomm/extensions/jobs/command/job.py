@@ -56,9 +56,9 @@ def verdict(plan: JobPlan) -> str:
     """Return why the winner wins, in one sentence."""
     step = plan.winner
     if step is None:
-        need = min(plan.misfits, key=lambda misfit: misfit.total, default=None)
+        need = min(plan.misfits, key=lambda misfit: misfit.memory.total, default=None)
         device = plan.job.system.device
-        least = f"; the least is {size_name(round(need.total))} with {need.layout}" if need else ""
+        least = f"; the least is {size_name(round(need.memory.total))} with {need.layout}" if need else ""
         return f"no layout fits in {size_name(device.memory_bytes)} of {device.name}{least}: use more hosts"
     loss = {
         "recomputation": step.recompute,
@@ -142,11 +142,9 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
         out.table(_axes_table(plan.winner))
         out.table(_memory_table(plan.rows))
     for misfit in plan.misfits:
-        line(
-            f"does not fit: {misfit.family} needs at least {size_name(round(misfit.total))} ({misfit.layout}), "
-            f"{size_name(round(misfit.part_bytes))} of it for {misfit.part}",
-            "yellow",
-        )
+        total, (part, size) = size_name(round(misfit.memory.total)), misfit.memory.largest
+        needs = f"{misfit.family} needs at least {total} ({misfit.layout}), {size_name(round(size))} of it for {part}"
+        line(f"does not fit: {needs}", "yellow")
     for finding in plan.findings:
         line(f"anti-pattern: {finding.name}: {finding.text}", "yellow")
     if options.wide_area is not None and methods:

@@ -33,11 +33,8 @@ class SizePlan:
     def as_dict(self) -> dict[str, Any]:
         """Return JSON values, times in microseconds."""
         return {
-            "size": self.nbytes,
-            "algorithm": self.algorithm,
-            "codec": self.plan.codec,
-            "time_us": round(self.seconds * 1e6, 3),
-            "speedup": round(self.plain / self.seconds, 3),
+            **{"size": self.nbytes, "algorithm": self.algorithm, "codec": self.plan.codec},
+            **{"time_us": round(self.seconds * 1e6, 3), "speedup": round(self.plain / self.seconds, 3)},
             "compared": [
                 {"codec": spec, "algorithm": name, "time_us": round(seconds * 1e6, 3)}
                 for spec, name, seconds in self.others

@@ -16,16 +16,8 @@ from dtcomm import codecs
 from dtcomm.cli import series, split_codecs
 from dtcomm.cli.perf.collectives import ALIASES, DTYPES
 from dtcomm.compress.spec import needs_feedback
-from dtcomm.extensions.jobs import (
-    PRESETS,
-    RECOMPUTE,
-    SCHEDULES,
-    Job,
-    ModelShape,
-    WideArea,
-    hardware,
-    training_model,
-)
+from dtcomm.extensions.jobs import hardware, training_model
+from dtcomm.extensions.jobs.across_sites import WideArea
 from dtcomm.extensions.jobs.command.flags import (
     EPILOG,
     TRAINING_DTYPES,
@@ -35,6 +27,8 @@ from dtcomm.extensions.jobs.command.flags import (
     link_rates,
 )
 from dtcomm.extensions.jobs.hardware import System, not_one_of
+from dtcomm.extensions.jobs.layout import RECOMPUTE, SCHEDULES, Job
+from dtcomm.extensions.jobs.models import PRESETS, ModelShape
 from dtcomm.extensions.jobs.search import FIXABLE
 from dtcomm.planner import LinkRates
 from dtcomm.planner.links import read_json

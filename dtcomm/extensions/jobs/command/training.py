@@ -110,14 +110,12 @@ class TrainingRow:
         return f"{self.codec} with {self.parameters} parameters"
 
     def as_dict(self) -> dict[str, Any]:
+        names = ("codec", "parameters", "residual_bytes", "buffer_bytes", "fits")
+        step, times = self.step, ("compute", "communication")
         return {
-            **{
-                name: getattr(self, name)
-                for name in ("codec", "parameters", "residual_bytes", "buffer_bytes", "fits")
-            },
-            "step_ms": round(self.step.seconds * 1e3, 4),
-            "compute_ms": round(self.step.compute * 1e3, 4),
-            "communication_ms": round(self.step.communication * 1e3, 4),
+            **{name: getattr(self, name) for name in names},
+            "step_ms": round(step.seconds * 1e3, 4),
+            **{f"{name}_ms": round(getattr(step, name) * 1e3, 4) for name in times},
             "overlap": round(self.step.hidden, 4),
             "scaling_efficiency": round(self.step.efficiency, 4),
             "mfu": None if self.mfu is None else round(self.mfu, 4),

@@ -77,10 +77,10 @@ def test_what_does_not_fit_is_named_with_its_largest_part() -> None:
     assert plan.winner is None and plan.steps == ()
     assert [misfit.family for misfit in plan.misfits] == list(FAMILIES)
     fsdp = plan.misfits[-1]
-    assert fsdp.part == "optimizer" and fsdp.total > 12 * 405e9 / 16
+    assert fsdp.memory.largest[0] == "optimizer" and fsdp.memory.total > 12 * 405e9 / 16
     job = job_on("llama3-8b", 1, "a100", batch=64)
     only = search(job, fixed={"stage": "ddp", "tp": 1, "pp": 1})
-    assert only.winner is None and only.misfits[0].part == "optimizer"
+    assert only.winner is None and only.misfits[0].memory.largest[0] == "optimizer"
 
 
 def test_experts_are_divided_and_fixed_parts_are_kept() -> None:
