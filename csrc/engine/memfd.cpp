@@ -6,9 +6,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include "net/forked_children.h"
 
@@ -26,6 +28,38 @@ void* map(int fd, std::size_t bytes, ForkedChildren children) {
   if (children == ForkedChildren::excluded) madvise(data, bytes, MADV_DONTFORK);
   madvise(data, bytes, MADV_HUGEPAGE);
   return data;
+}
+
+// A file in memory without a name. Sandboxes and old kernels refuse memfd_create; files in /dev/shm do without it.
+int unnamed_file(const char* name) {
+  const int fd = memfd_create(name, MFD_CLOEXEC);
+  if (fd >= 0) return fd;
+  const int reason = errno;
+  const int file = open("/dev/shm", O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+  if (file < 0) errno = reason;
+  return file;
+}
+
+// Gives an empty file its size and reserves all pages; returns false with errno. Writing does both where ftruncate or
+// fallocate is refused.
+bool reserve(int fd, std::size_t bytes) {
+  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0) {
+    int code = 0;
+    do {
+      code = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+    } while (code == EINTR);
+    if (code == 0) return true;
+    errno = code;
+  }
+  if (errno == ENOSPC || errno == ENOMEM || errno == EFBIG) return false;
+  const std::vector<char> zeros(std::min<std::size_t>(bytes, 1 << 20));
+  for (std::size_t done = 0; done < bytes;) {
+    const ssize_t wrote = pwrite(fd, zeros.data(), std::min(zeros.size(), bytes - done), static_cast<off_t>(done));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote <= 0) return false;
+    done += static_cast<std::size_t>(wrote);
+  }
+  return true;
 }
 
 }  // namespace
@@ -46,21 +80,13 @@ MemfdMapping MemfdMapping::create(const char* name, std::size_t bytes, ForkedChi
   MemfdMapping mapping;
   mapping.children_ = children;
   mapping.owner_pid_ = static_cast<int>(getpid());
-  mapping.fd_ = memfd_create(name, MFD_CLOEXEC);
+  mapping.fd_ = unnamed_file(name);
   if (mapping.fd_ < 0) throw_errno("memfd_create");
   if (children == ForkedChildren::excluded) close_in_children(mapping.fd_);
-  if (ftruncate(mapping.fd_, static_cast<off_t>(bytes)) != 0) throw_errno("shared memory: ftruncate");
+  if (!reserve(mapping.fd_, bytes)) throw_errno("shared memory: reserving " + std::to_string(bytes) + " bytes");
   mapping.data_ = map(mapping.fd_, bytes, children);
   if (!mapping.data_) throw_errno("shared memory: mmap");
   mapping.size_ = bytes;
-  int code = 0;
-  do {
-    code = posix_fallocate(mapping.fd_, 0, static_cast<off_t>(bytes));
-  } while (code == EINTR);
-  if (code != 0) {
-    errno = code;
-    throw_errno("shared memory: reserving " + std::to_string(bytes) + " bytes");
-  }
   return mapping;
 }
 
@@ -100,7 +126,13 @@ void MemfdMapping::reset() {
 
 unsigned long long random_token() {
   unsigned long long token = 0;
-  if (getrandom(&token, sizeof token, 0) != static_cast<ssize_t>(sizeof token)) throw_errno("getrandom");
+  const auto size = static_cast<ssize_t>(sizeof token);
+  if (getrandom(&token, sizeof token, 0) != size) {
+    const int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);  // where a sandbox refuses the call
+    const ssize_t got = fd < 0 ? -1 : read(fd, &token, sizeof token);
+    if (fd >= 0) close(fd);
+    if (got != size) throw_errno("getrandom");
+  }
   return token | 1;  // 0 is what untouched memory holds
 }
 

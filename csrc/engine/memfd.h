@@ -1,5 +1,6 @@
-// Anonymous shared memory (memfd_create), which peers map through /proc/<pid>/fd/<n>. It has no name, so nothing is
-// left behind however a process ends, and the size limit of /dev/shm does not apply.
+// Anonymous shared memory (memfd_create, or /dev/shm where that is refused), which peers map through
+// /proc/<pid>/fd/<n>. It has no name, so nothing is left behind however a process ends, and the size limit of /dev/shm
+// does not apply.
 #pragma once
 
 #include <cstddef>

@@ -9,8 +9,14 @@ import struct
 
 CANNOT_FORBID = "system calls cannot be forbidden to a thread by a seccomp filter"
 _NUMBERS = {
-    "x86_64": {"process_vm_readv": 310, "process_vm_writev": 311, "pidfd_open": 434},
-    "aarch64": {"process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434},
+    "x86_64": {
+        **{"process_vm_readv": 310, "process_vm_writev": 311, "pidfd_open": 434, "memfd_create": 319},
+        **{"eventfd2": 290, "fallocate": 285, "ftruncate": 77, "getrandom": 318, "sched_getaffinity": 204},
+    },
+    "aarch64": {
+        **{"process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434, "memfd_create": 279},
+        **{"eventfd2": 19, "fallocate": 47, "ftruncate": 46, "getrandom": 278, "sched_getaffinity": 123},
+    },
 }
 
 

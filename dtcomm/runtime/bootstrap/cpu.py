@@ -118,8 +118,10 @@ class CpuBootstrap:
             if listener is not None:
                 on_failure.callback(listener.close)
             native, infos = self._exchange_info(exchange, listener, why_closed, on_failure)
-            failure = self._attach(native, infos, listener, exchange)
-            if self._agree(exchange, native, infos, failure):
+            no_engine = next((info["no_engine"] for info in infos if info["no_engine"]), "")
+            if native is None or no_engine:
+                self._use_messages(no_engine, infos)
+            elif self._agree(exchange, native, infos, self._attach(native, infos, listener, exchange)):
                 if listener is not None and self._several:
                     peers = {peer: infos[peer]["listener"] for peer in self._several}
                     timeout_s = self._timeout.total_seconds()
@@ -163,8 +165,8 @@ class CpuBootstrap:
         listener: Listener | None,
         why_closed: str,
         on_failure: contextlib.ExitStack,
-    ) -> tuple[NativeRuntime, Infos]:
-        """Tell all ranks how to reach this one; returns this rank's engine and every rank's info.
+    ) -> tuple[NativeRuntime | None, Infos]:
+        """Tell all ranks how to reach this one; returns this rank's engine, if it can be made, and every rank's info.
 
         The ranks ask each other first for all that the sizes of the engine's memory depend on, so each makes it once.
         """
@@ -198,13 +200,19 @@ class CpuBootstrap:
         if is_far:
             slot_bytes = between_hosts.slot_bytes(longest_ms, self._fastest_gbit(infos))
         threads = min(self._threads(infos, ranks) for ranks in self.groups)
-        native = NativeRuntime(
-            self.rank, self.size, self._timeout.total_seconds(), slot_bytes, threads, wide_area=is_far
-        )
-        on_failure.callback(native.close)
-        native.round_trip_ms = longest_ms
-        offer = _ucx_offer(native, library, missing) if self._uses_sockets() else {}
-        _extend(infos, exchange.all_gather({"address": native.native.address(), "ucx": offer}))
+        native: NativeRuntime | None = None
+        own: dict[str, Any] = {"no_engine": "", "address": None, "ucx": {}}
+        try:
+            native = NativeRuntime(
+                self.rank, self.size, self._timeout.total_seconds(), slot_bytes, threads, wide_area=is_far
+            )
+            on_failure.callback(native.close)
+            native.round_trip_ms = longest_ms
+            own["address"] = native.native.address()
+            own["ucx"] = _ucx_offer(native, library, missing) if self._uses_sockets() else {}
+        except OSError as error:  # a sandbox or a limit refuses what the engine needs
+            own["no_engine"] = f"{self.names[self.rank]}: {error}"
+        _extend(infos, exchange.all_gather(own))
         return native, infos
 
     def _round_trips(self, infos: Infos) -> dict[str, Any]:
@@ -377,17 +385,7 @@ class CpuBootstrap:
             if answer["failure"]
         ]
         if failures:
-            self.reason = failures[0]
-            if variable := _variable_that_requires_engine():
-                raise DtcommError(f"{variable}, but {self.reason}")
-            if env.get("DTCOMM_LINK"):
-                raise DtcommError(f"DTCOMM_LINK: only the native engine emulates links, but {self.reason}")
-            if env.get("DTCOMM_PORTS") and self._uses_sockets():
-                # Messages of the group's backend would use other ports, which a firewall may drop silently.
-                raise DtcommError(f"DTCOMM_PORTS={env.get('DTCOMM_PORTS')}, but {self.reason}")
-            if self._uses_sockets() and any(info["listener"].get("has_secret") for info in infos):
-                # Connections of the group's backend ask for no secret.
-                raise DtcommError(f"DTCOMM_SECRET is set, but {self.reason}")
+            self._use_messages(failures[0], infos)
             return False
         native.single_copy = next((answer["single_copy"] for answer in answers if answer["single_copy"]), "")
         native.no_trials = next((answer["trials"] for answer in answers if answer["trials"]), "")
@@ -396,6 +394,20 @@ class CpuBootstrap:
             raise DtcommError(f"DTCOMM_SINGLE_COPY=on, but {native.single_copy}")
         self.reason = self._engine_reason(native.transport)
         return True
+
+    def _use_messages(self, reason: str, infos: Infos) -> None:
+        """Remember why the engine cannot serve the group; DtcommError if a variable asks for what needs the engine."""
+        self.reason = reason
+        if variable := _variable_that_requires_engine():
+            raise DtcommError(f"{variable}, but {reason}")
+        if env.get("DTCOMM_LINK"):
+            raise DtcommError(f"DTCOMM_LINK: only the native engine emulates links, but {reason}")
+        if env.get("DTCOMM_PORTS") and self._uses_sockets():
+            # Messages of the group's backend would use other ports, which a firewall may drop silently.
+            raise DtcommError(f"DTCOMM_PORTS={env.get('DTCOMM_PORTS')}, but {reason}")
+        if self._uses_sockets() and any(info["listener"].get("has_secret") for info in infos):
+            # Connections of the group's backend ask for no secret.
+            raise DtcommError(f"DTCOMM_SECRET is set, but {reason}")
 
     def _engine_reason(self, transport: str) -> str:
         if transport == "memory":

@@ -419,10 +419,19 @@ class _Attempt:
 
 
 class _Event:
-    """An eventfd that may be set after it has been closed, when its number may belong to another file."""
+    """An eventfd that may be set after it has been closed, when its number may belong to another file.
+
+    Where a sandbox refuses it, a datagram socket that is connected to itself is used alike.
+    """
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+            own.bind("")  # the kernel chooses a name
+            own.connect(own.getsockname())
+            self._fd = own.detach()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -432,11 +441,13 @@ class _Event:
     def set(self) -> None:
         with self._lock:
             if not self._is_closed:
-                os.eventfd_write(self._fd, 1)
+                with contextlib.suppress(BlockingIOError):  # it is set many times
+                    os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+            while True:
+                os.eventfd_read(self._fd)
 
     def close(self) -> None:
         with self._lock:

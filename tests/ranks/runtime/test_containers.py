@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,37 @@ def test_without_ptrace(on: list[int]) -> None:
         pytest.skip(reason)
     assert [info["runtime"] for _, info in results] == ["native", "native"]
     assert all(info["single_copy"] != "process_vm_readv" for _, info in results), results
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *(("memfd_create",), ("eventfd2", "getrandom"), ("fallocate", "sched_getaffinity"), ("ftruncate",)),
+        ("memfd_create", "eventfd2", "fallocate", "ftruncate", "getrandom", "sched_getaffinity"),
+    ],
+    ids=" ".join,
+)
+def test_without_calls_that_have_a_substitute(calls: tuple[str, ...]) -> None:
+    sockets = {"DTCOMM_TRANSPORT": "sockets", "DTCOMM_CONNECTIONS": "3"}
+    for env in [{}, *([sockets] if "eventfd2" in calls else [])]:
+        results = run_ranks(run_without, 2, calls, [1], fresh=True, env=env)
+        if reason := next((reason for reason, _ in results if reason), ""):
+            assert reason.startswith(CANNOT_FORBID)
+            pytest.skip(reason)
+        assert [info["runtime"] for _, info in results] == ["native", "native"]
+
+
+def reduce_with_small_files(rank: int, world_size: int) -> dict[str, Any]:
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    C.all_reduce(tensor := torch.full((NUMEL,), rank + 1.0))
+    assert tensor.eq(3).all()
+    return C.info()
+
+
+def test_files_that_may_not_be_as_large_as_the_memory() -> None:
+    for info in run_ranks(reduce_with_small_files, 2, fresh=True):
+        assert info["runtime"] == "process_group" and "rank 1" in info["reason"] and "bytes" in info["reason"]
 
 
 @pytest.mark.parametrize("on", [[1], [0, 1]], ids=["one rank", "both"])
