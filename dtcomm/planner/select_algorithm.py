@@ -213,7 +213,7 @@ def _costs(
 FIXED_OVERHEAD = (2e-6, 5e-6)
 #: Microseconds of the host for one kernel of a codec and one call of NCCL, which Python launches one after the other.
 HOST_KERNEL_US, HOST_CALL_US = 15.0, 30.0
-#: What a lossy sum launches more than NCCL's one call: three kernels and a call, the least that two shots take.
+#: What a lossy sum launches more than NCCL's one call: three kernels and a call, as two shots take them.
 DEVICE_OVERHEAD = (3 * HOST_KERNEL_US + HOST_CALL_US) * 1e-6
 #: A link inside a host with at least so many bytes per second is taken for the memory that its ranks share. The same
 #: cores encode and move the bytes there, so a shorter payload saves no wait as on a link. Measured by `bench.threads`

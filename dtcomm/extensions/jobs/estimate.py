@@ -23,6 +23,7 @@ from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.traffic_profile import Profile, profile
 from dtcomm.planner.cost_model import Table, measured_bytes
 from dtcomm.planner.select_algorithm import HOST_CALL_US, HOST_KERNEL_US
+from dtcomm.runtime.torchdist.rounds import device_pieces
 from dtcomm.schedule.ir import CUT_AT_GRANULES
 
 UNMEASURED = Table()
@@ -34,8 +35,6 @@ MANY_RANKS = 2048  # beyond this only some algorithms are considered
 STEP_US = {"nccl": (10.0, 25.0), "gloo": (20.0, 20.0), "memory": (0.7, 0.7)}
 #: The share of a link's bandwidth that our messages reach.
 LINK_REACH = {"nccl": 0.85, "gloo": 1.0, "memory": 1.0}
-#: The pieces of a message on a device, as `runtime/torchdist/rounds.py` has them; each launches its kernels and calls.
-DEVICE_PIECES, DEVICE_PIECE_BYTES = 8, 4 * 2**20
 CALL_US = {"nccl": 10.0, "gloo": 60.0, "memory": 5.0}  # of each call
 #: 2 (n - 1) / n; the whole tensor; else (n - 1) / n.
 BUS_TRAVERSALS = {"all_reduce": 2.0, "broadcast": 0.0, "reduce": 0.0}
@@ -155,7 +154,10 @@ def _predict(
     step_inside, step_between = (us * 1e-6 for us in STEP_US[engine])
     kernel, reach = system.device.kernel_us * 1e-6, LINK_REACH[engine]
     latency = inside = between = work = host = 0.0
-    parts_of_message = min(DEVICE_PIECES, max(1, payload * loads.chunks // DEVICE_PIECE_BYTES))
+    steps, levels = sum(count for _, count in loads.loads), algorithm.startswith("hierarchical")
+    parts_of_message = device_pieces(
+        chunk * dtype.itemsize * loads.chunks, payload * loads.chunks, steps, levels
+    )
     for load, count in loads.loads:
         waits = [0.0]
         if load.inside:

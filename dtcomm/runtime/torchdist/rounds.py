@@ -280,12 +280,16 @@ def device_message_bytes(spec: OpSpec, schedule: Schedule) -> int:
     chunk = max(spec.chunk_payload_bytes(schedule.chunks, schedule.ranks), default=0)
     whole = 1 if schedule.collective in CUT_AT_GRANULES else schedule.chunks
     tensors = sum(part.numel * part.dtype.itemsize for part in spec.parts) * whole
-    hidden = (tensors + chunk * schedule.chunks) / CODEC_BYTES_PER_SECOND
-    if any(transfer.level for transfer in schedule.transfers):
-        hidden += chunk * schedule.chunks / INSIDE_BYTES_PER_SECOND
-    piece = schedule.steps * CALL_SECONDS + (schedule.steps + 1) * LAUNCH_SECONDS
-    pieces = min(max(round(math.sqrt(hidden / piece)), 1), MAX_DEVICE_PIECES)
-    return max(1, -(-chunk // pieces))
+    levels = any(transfer.level for transfer in schedule.transfers)
+    return max(1, -(-chunk // device_pieces(tensors, chunk * schedule.chunks, schedule.steps, levels)))
+
+
+def device_pieces(tensor_bytes: int, payload_bytes: int, steps: int, levels: bool) -> int:
+    """The number of pieces of a message on a device; ``levels``: there are steps inside hosts and between them."""
+    hidden = (tensor_bytes + payload_bytes) / CODEC_BYTES_PER_SECOND
+    hidden += levels * payload_bytes / INSIDE_BYTES_PER_SECOND
+    piece = steps * CALL_SECONDS + (steps + 1) * LAUNCH_SECONDS
+    return min(max(round(math.sqrt(hidden / piece)), 1), MAX_DEVICE_PIECES)
 
 
 def host_message_bytes(spec: OpSpec, schedule: Schedule) -> int:
