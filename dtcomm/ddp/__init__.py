@@ -35,7 +35,7 @@ from dtcomm.ddp.options import DEFAULTS, Options
 from dtcomm.ddp.state import State
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
-from dtcomm.torch_compat import GradBucket
+from dtcomm.torch_compat import GradBucket, original_module
 
 __all__ = ["State", "attach", "compress", "hook"]
 
@@ -168,8 +168,7 @@ def attach(
 
 def _instead(model: object) -> str:
     """Return what to do with a model that is no DistributedDataParallel."""
-    inner = getattr(model, "_orig_mod", None)
-    if isinstance(inner, DistributedDataParallel):
+    if isinstance(model, torch.nn.Module) and isinstance(original_module(model), DistributedDataParallel):
         return "compress it before torch.compile"
     if isinstance(model, torch.nn.Module) and _obstacle(model):
         return "it is sharded by FSDP: call dtcomm.fsdp.compress"

@@ -182,7 +182,7 @@ def private_torch_names(
                 and isinstance(node.slice, ast.Constant)
                 and isinstance(node.slice.value, str)
                 and _PRIVATE.match(node.slice.value)
-                and re.match(r"vars\((?!self)|.*\.__dict__$", ast.unparse(node.value))
+                and re.match(r"vars\((?!self)|(?!self\.).*\.__dict__$", ast.unparse(node.value))
             ):
                 name = ast.unparse(node)
             if name and not name.startswith(("torch.ops.dtcomm", "sys.", "os.")):

@@ -56,7 +56,7 @@ def test_instances_have_their_names(single_rank_group: None) -> None:
         owner, _, attribute = name.path.rpartition(".")
         if name.instances and attribute not in made_later:
             assert hasattr(examples[owner], attribute), name.path
-    assert not torch_compat.has_ddp_hook(model)
+    assert torch_compat.ddp_hook_states(model) == []
     assert torch_compat.join_config(model) is not None
 
 
