@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dtcomm import ddp
+from dtcomm.compress.checkpoint import seal
 from dtcomm.errors import PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from tests.support.stopwatch import Stopwatch
@@ -23,7 +24,7 @@ def train_with_misfit_residual(rank: int, world_size: int, options: dict[str, An
     good = state.state_dict()
     # A bare state cannot check names and sizes before it has seen the parameters.
     names = [f"parameter.{number}" for number in range(7)]
-    state.load_state_dict({**good, "residuals": {name: torch.zeros(5) for name in names}})
+    state.load_state_dict(seal({**good, "residuals": {name: torch.zeros(5) for name in names}}))
     messages = []
     for step in range(2):
         with pytest.raises(ValueError) as error:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dtcomm import ddp
+from dtcomm.compress.checkpoint import seal
 from dtcomm.compress.guard import CompressionHarmful, Guard
 from dtcomm.launch.ranks import run_ranks
 from tests.unit.ddp.models import SMALL_BUCKETS, backward, batch, gradients, train, wrapped
@@ -127,7 +128,7 @@ def train_with_stale_residual(rank: int, world_size: int) -> tuple[Events, float
     # exceeds the limit.
     saved["residuals"]["first.weight"].normal_()
     saved["residuals"]["first.weight"] *= 1e4
-    state.load_state_dict(saved)
+    state.load_state_dict(seal(saved))
     train(model, rank, range(2, 7), rate=0.0)
     largest = max(float(residual.abs().max()) for residual in state.state_dict()["residuals"].values())
     return events_of(state), largest
