@@ -440,6 +440,14 @@ class Announcement:
             limit_s: Seconds to wait, at most half of the group's timeout. Default: `ANNOUNCEMENT_LIMIT_S`.
         """
         limit_s = min(ANNOUNCEMENT_LIMIT_S if limit_s is None else limit_s, self._most_s)
+        try:
+            texts = self._texts(limit_s)
+        except dist.DistError:
+            return  # the rank that keeps the store has ended, as all ranks may after a last call; waits for it say so
+        options = [{"options": json.loads(text)} for text in texts]
+        require_equal(options, "options", f"options of {self._function}", self._ranks)
+
+    def _texts(self, limit_s: float) -> list[bytes]:
         deadline = time.monotonic() + limit_s
         while not self._store.check(self._keys):
             if time.monotonic() >= deadline:
@@ -452,8 +460,7 @@ class Announcement:
                         "takes longer to get there"
                     )
             time.sleep(_POLL_S)
-        options = [{"options": json.loads(text)} for text in self._store.multi_get(self._keys)]
-        require_equal(options, "options", f"options of {self._function}", self._ranks)
+        return list(self._store.multi_get(self._keys))
 
     def require_all_at_forward(self, model: torch.nn.Module) -> Any:
         """Call `require_all` before the model's next forward; return the handle of the hook."""

@@ -16,7 +16,7 @@ SOURCE = """
 namespace dtcomm::cuda {
 using Family = Integer<8, 4, IntegerOptions::plain>;
 template <Collective what, Algorithm which>
-using Any = FusedKernel<what, which, kAnyCount, true>;
+using Any = FusedKernel<what, which, kAnyCount>;
 template __global__ void fused_kernel<Any<Collective::all_reduce, Algorithm::two_shot>, Family>(
     const __grid_constant__ FusedParams, const __grid_constant__ Family);
 template __global__ void fused_kernel<Any<Collective::all_gather, Algorithm::one_shot>, Family>(

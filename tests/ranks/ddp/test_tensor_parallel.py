@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm
 from dtcomm import ddp
+from dtcomm.compress.checkpoint import seal
 from dtcomm.compress.guard import CompressionHarmful
 from dtcomm.ddp.auto import ProcessGroupConsensus
 from dtcomm.launch.ranks import run_ranks
@@ -109,7 +110,7 @@ def train_with_a_stale_residual(rank: int, ranks: int, style: str) -> list[tuple
     saved = state.state_dict()
     if mesh["tp"].get_local_rank() == 1:
         saved["residuals"]["0.up.weight"].normal_(generator=torch.Generator().manual_seed(0)).mul_(1e4)
-    state.load_state_dict(saved)
+    state.load_state_dict(seal(saved))
     for step in range(2, 6):
         model.zero_grad()
         step_of(model, mesh, step)
