@@ -109,13 +109,6 @@ py::object text_of(const std::string& text) {
   return py::reinterpret_steal<py::object>(decoded);
 }
 
-void throw_raised_by_handler() {
-  ReleasedGil& gil = released_gil;
-  PyErr_Restore(gil.raised_type, gil.raised, gil.traceback);
-  gil.raised_type = gil.raised = gil.traceback = nullptr;
-  throw py::error_already_set();
-}
-
 void translate_error(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);

@@ -1,7 +1,7 @@
 // Running native code while other Python threads run.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -59,8 +59,13 @@ inline bool run_interrupt_handler() {
   return gil.raised_type != nullptr;
 }
 
-// Sets what the handler has raised as Python's error, and throws py::error_already_set.
-[[noreturn]] void throw_raised_by_handler();
+// Sets what the handler has raised as Python's error, and throws pybind11::error_already_set.
+[[noreturn]] inline void throw_raised_by_handler() {
+  ReleasedGil& gil = released_gil;
+  PyErr_Restore(gil.raised_type, gil.raised, gil.traceback);
+  gil.raised_type = gil.raised = gil.traceback = nullptr;
+  throw pybind11::error_already_set();
+}
 
 // Calls `function` without the GIL and returns what it returns, or throws what it throws, with the GIL. Use it instead
 // of py::gil_scoped_release, whose destructor takes the GIL back.
