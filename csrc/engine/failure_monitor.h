@@ -34,7 +34,7 @@ class FailureMonitor {
   // before that, also while this process was stopped, so the caller must let the interpreter look once more, without
   // sleeping; the next call throws.
   bool looks_once_more() const { return suspect_ != kNone; }
-  // Any thread: the program has asked a wait of this rank to end. The next check_blocked() throws, whoever calls it.
+  // Ends the waits of this rank: the next check_blocked() throws, in whichever thread. May be called by any thread.
   void set_interrupted(bool interrupted) { interrupted_.store(interrupted, std::memory_order_relaxed); }
 
   // Makes this communicator fail: every later call throws, and the peers read the error in this rank's region.

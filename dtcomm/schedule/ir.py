@@ -263,7 +263,14 @@ class Schedule:
         codec: WireFormat | Sequence[WireFormat],
         dtype: Any = None,
     ) -> tuple[int, ...]:
-        """Return the bytes that leave each host, for the ranks on each. The other arguments are `bytes_on_wire`'s.
+        """Return the bytes that leave each host.
+
+        Args:
+            hosts: The ranks on each host.
+            numel, codec, dtype: As `bytes_on_wire` takes them.
+
+        Returns:
+            The bytes by host.
 
         Example:
             >>> import dtcomm

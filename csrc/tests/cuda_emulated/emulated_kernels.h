@@ -8,8 +8,8 @@
 
 namespace dtcomm::cuda_emulated {
 
-// cuda::combine. `observer` is told what lanes access, and of all memory that they use except for tensors and payloads.
-// Of the barriers of a thread block it is not told of the one numbered `hidden_barrier`.
+// Runs cuda::combine. `observer` gets the accesses of the lanes, and the memory that they use beside tensors and
+// payloads. The barrier numbered `hidden_barrier` of a thread block is not reported to it.
 void combine_emulated(const Codec& codec, const Combine& call, const std::uint8_t* const* table,
                       emulator::MemoryObserver* observer = nullptr, int hidden_barrier = -1);
 

@@ -111,7 +111,8 @@ def train_verified(rank: int, world_size: int, spec: str) -> dict[str, Any]:
             assert "is being measured: " in str(state.report()), state.report()
         model(torch.full((2, 256), float(step + rank))).square().mean().backward()
     report = state.report()
-    assert str(report.payoff) in str(report) and report.payoff is not None
+    assert report.payoff is not None
+    assert str(report.payoff) in str(report)
     assert report.messages == sum(row.calls for row in report.by_message)
     return {"payoff": report.payoff, "codecs": {row.codec for row in report.rows}}
 

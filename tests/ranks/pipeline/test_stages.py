@@ -296,7 +296,7 @@ def step_with_examples(rank: int, ranks: int, requires_grad: bool) -> None:
     schedule = Schedule1F1B(stage, MICRO, loss_fn=nn.functional.mse_loss)
     x = torch.randn(2 * MICRO, WIDTH)
     schedule.step(x) if rank == 0 else schedule.step(target=x)
-    assert stage.submod.linear.weight.grad is not None
+    assert stage.submod.linear.weight.grad.abs().sum() > 0
 
 
 def test_examples_that_do_not_require_gradients_are_named() -> None:
