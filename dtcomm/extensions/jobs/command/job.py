@@ -68,9 +68,8 @@ def verdict(plan: JobPlan) -> str:
     }
     ranked = sorted(((value / step.seconds, name) for name, value in loss.items()), reverse=True)
     costs = ", ".join(f"{share:.0%} {name}" for share, name in ranked if share >= 0.005)
-    costs = costs or "nothing but computing"
     text = f"{family(step.layout)}: {step.layout}: {time_name(step.seconds)} a step, MFU {step.mfu:.1%}"
-    text += f"; beside computing: {costs}"
+    text += f"; of the step: {costs}" if costs else "; nothing but computing takes 0.5% of the step"
     if step.layout.codecs:
         text += f"; codecs gain {plan.speedup:.2f}x over the best layout without them"
     elif plan.compressed and plan.speedup > 1:
