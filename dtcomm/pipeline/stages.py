@@ -440,9 +440,10 @@ class _StageMessages:
     def _check_examples(self, output: Any) -> None:
         """Raise ValueError if gradients of the output are needed but do not come, after which torch fails or waits."""
         self._examples_checked, stage = True, self._stage
-        buffers = [info.buffer for info in _with_buffers(stage.args_recv_info[0])]
-        floats = [buffer for buffer in buffers if buffer.is_floating_point()]
-        if not stage.is_first and floats and not any(buffer.requires_grad for buffer in floats):
+        floats = [
+            example for example in _examples(stage.args_recv_info[0]) if example.dtype.is_floating_point
+        ]
+        if not stage.is_first and floats and not any(example.requires_grad for example in floats):
             _log.warning(
                 "dtcomm.pipeline: the examples in input_args of stage %d do not require gradients, so stage %d gets "
                 "none; make them with requires_grad=True unless all stages before are frozen",
@@ -450,7 +451,7 @@ class _StageMessages:
             )  # fmt: skip
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         needed = any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in outputs)
-        if not stage.is_last and needed and not _with_buffers(stage.grad_recv_info[0]):
+        if not stage.is_last and needed and not _examples(stage.grad_recv_info[0]):
             raise ValueError(
                 f"output_args: the examples of stage {stage.stage_index} do not require gradients, so none come from "
                 f"stage {stage.stage_index + 1}; make them, and its input_args, with requires_grad=True"
@@ -486,3 +487,10 @@ def _select(samples: Sequence[int], known: torch.Tensor, wanted: bool) -> list[i
 def _with_buffers(infos: Sequence[Any]) -> list[Any]:
     """Leave out inputs of the whole model, and gradients that are None: nothing is received for them."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
+
+
+def _examples(infos: Sequence[Any]) -> list[Any]:
+    """Return what torch knows of tensors that are to be received: its notes of them, or the buffers in torch 2.11."""
+    sent = [info for info in infos if not getattr(info, "is_root_arg", False)]
+    examples = [getattr(info, "tensor_meta", None) or getattr(info, "buffer", None) for info in sent]
+    return [example for example in examples if example is not None]
