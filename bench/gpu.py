@@ -33,6 +33,7 @@ import torch
 from bench.common import harness, report
 from bench.common.budget import Budget
 from bench.common.published import SIZES, published_line
+from bench.common.virtual_ranks import VirtualRanks
 from dtcomm import measure as device_info
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
@@ -42,9 +43,7 @@ from dtcomm.measure.memory_floor import (
     KernelWorkloads,
     TimedCopy,
     buffer_sets_for,
-    minimum_bytes_moved,
 )
-from dtcomm.measure.virtual_ranks import VirtualRanks
 
 KB, MB = 1 << 10, 1 << 20
 PARTS = ("fused", "processes", "kernels")
@@ -185,12 +184,11 @@ class Bench:
         for _ in range(2):
             run()
         virtual.check()
-        wire = codec(case.codec).wire_bytes(numel, case.dtype)
-        moved = minimum_bytes_moved(
-            "all_reduce", "two_shot", self.options.ranks, numel, case.dtype.itemsize, wire
-        )
-        assert moved is not None
-        row = self._rows(f"{self.options.ranks} ranks", moved, run)
+        wire, ranks = codec(case.codec).wire_bytes(numel, case.dtype), self.options.ranks
+        # Of each rank: its tensor is read and written; the other ranks' chunk payloads are written and read, then the
+        # sum's: written to all and read by all.
+        chunks, sums = 4 * ((ranks - 1) * wire // ranks), 2 * (wire // ranks)
+        row = self._rows(f"{ranks} ranks", ranks * (2 * numel * case.dtype.itemsize + chunks + sums), run)
         virtual.check()
         return [row]
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench.common import harness, report
+from bench.common.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm import algorithms
 from dtcomm.cli.codecs import default_codecs
 from dtcomm.cli.codecs.measure import bits_per_element, distributions, measure_error
 from dtcomm.codecs import codec
-from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 
 RANKS = 8

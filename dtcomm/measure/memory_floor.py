@@ -1,7 +1,6 @@
 """The memory floor of a kernel: the time a device copy takes for the bytes that the kernel must read and write.
 
-`TimedCopy` is that copy. `KernelWorkloads` are codec kernels with the bytes that they must move, and
-`minimum_bytes_moved` counts those of a fused collective.
+`TimedCopy` is that copy. `KernelWorkloads` are codec kernels with the bytes that they must move.
 """
 
 from __future__ import annotations
@@ -17,38 +16,6 @@ from dtcomm.kernels import dispatch
 from dtcomm.kernels.calls import Combine
 from dtcomm.kernels.eager import run_combine, run_decode
 from dtcomm.measure import Clock, time_calls
-
-
-def minimum_bytes_moved(
-    collective: str, algorithm: str, ranks: int, numel: int, itemsize: int, wire: int
-) -> int | None:
-    """Return the bytes that all virtual ranks of a fused collective read and write at least; None if it is not known.
-
-    ``numel`` counts elements of the tensor (all_reduce) or of one shard (all other collectives), ``wire`` the bytes of
-    their payload. A payload that a rank keeps for itself counts only where the algorithm writes it.
-    """
-    tensor = numel * itemsize
-    match collective, algorithm:
-        case (
-            "all_reduce",
-            "one_shot",
-        ):  # each payload is written to all slots, including the own one, and read
-            per_rank = 2 * tensor + 2 * ranks * wire
-        case "all_reduce", "two_shot":
-            # The other ranks' chunk payloads are written and read, then the sum's: written to all and read by all.
-            per_rank = 2 * tensor + 4 * ((ranks - 1) * wire // ranks) + 2 * (wire // ranks)
-        case "reduce_scatter", "one_shot":  # a rank's contribution to its own shard is not encoded
-            per_rank = (ranks + 1) * tensor + 2 * (ranks - 1) * wire
-        case (
-            "all_gather",
-            "one_shot",
-        ):  # each payload is written to all slots, including the own one, and decoded
-            per_rank = (1 + ranks) * tensor + 2 * ranks * wire
-        case "all_to_all", "one_shot":  # a rank's own shard is copied
-            per_rank = 2 * ranks * tensor + 2 * (ranks - 1) * wire
-        case _:
-            return None
-    return ranks * per_rank
 
 
 class TimedCopy:

@@ -132,8 +132,9 @@ def _install() -> None:
         module: Any = ModuleType("dtcomm._cuda")
         module.INLINE_PAYLOADS = 16
         sys.modules[module.__name__] = dtcomm._cuda = module  # type: ignore[attr-defined]
+    from bench.common import virtual_ranks
     from dtcomm.kernels import cpu, cuda
-    from dtcomm.measure import memory_floor, virtual_ranks
+    from dtcomm.measure import memory_floor
     from dtcomm.runtime.cuda_peer import launch as fused
     from tests.support import host_sync_trace
 

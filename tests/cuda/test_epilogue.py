@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import dtcomm.collectives as C
+from bench.common.virtual_ranks import VirtualRanks
 from dtcomm import tp
 from dtcomm.kernels import ops
 from dtcomm.kernels.epilogue import epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import FusedEpilogue
 from dtcomm.runtime.types import TWO_SHOT_SYMMETRIC
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.common.virtual_ranks import VirtualRanks
 from dtcomm import _C
 from dtcomm.codecs import codec
-from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, CudaLauncher, FusedRanks, PeerBufferLayout
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.cuda.device_cases import NEEDS_GPU, on_cpu, on_device

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import dtcomm.collectives as C
+from bench.common.virtual_ranks import VirtualRanks
 from dtcomm import ddp, fsdp, tp
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.torchdist.transport import NcclTransport
 from tests.cuda.device_cases import NEEDS_GPU, PEER_RUNTIME, FixedGradientModel
 from tests.support.host_sync_trace import Trace, trace

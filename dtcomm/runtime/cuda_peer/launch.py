@@ -2,7 +2,7 @@
 
 A collective is one kernel launch. The same code serves one rank of several processes, all ranks as virtual ranks of one
 device, and all ranks on the CPU, where the optional module ``dtcomm._emulator`` runs the kernels' source.
-:class:`PeerRuntime` and ``dtcomm.measure.virtual_ranks`` call it. docs/how-it-works/gpu-status.md describes the
+:class:`PeerRuntime` and ``bench.common.virtual_ranks`` call it. docs/how-it-works/gpu-status.md describes the
 kernels, and csrc/cuda/fused/collective.h the kernel arguments.
 """
 

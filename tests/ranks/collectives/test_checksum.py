@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import dtcomm
 import dtcomm.collectives as C
+from bench.common.virtual_ranks import Simulation, run_simulated
 from dtcomm import _C
 from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.virtual_ranks import Simulation, run_simulated
 from dtcomm.runtime.torchdist.transport import GlooTransport, P2PMessage
 from tests.unit.runtime.every_collective import OVER_GLOO
 from tests.unit.runtime.simulated_cases import calls_per_rank, exact, make_case, require_finished

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import dtcomm
+from bench.common.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import available, ops, use
 from dtcomm.kernels.epilogue import empty_quantized, epilogue, epilogue_task
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import NO_HOOKS, Buffers, OpHooks, OpSpec, TensorSpec
 
 ROWS, FEATURES = 37, 150  # pieces and shards end inside rows

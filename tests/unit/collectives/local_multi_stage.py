@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from bench.common.virtual_ranks import Operation, SimulatedOutcome, Simulation, run_simulated
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.collectives._multi_stage import Check, MultiStagePlan, ReproducibleSum, SharedRandKSum
-from dtcomm.measure.virtual_ranks import Operation, SimulatedOutcome, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule
 

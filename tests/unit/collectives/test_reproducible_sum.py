@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
+from bench.common.virtual_ranks import Simulation
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.collectives.checks import require_auditable
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.kernels import local_tasks
-from dtcomm.measure.virtual_ranks import Simulation
 from dtcomm.runtime.types import Buffers
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.common.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import counter_rng, local_tasks, ops
-from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.collectives.local_multi_stage import plan_of, reduce_all
 

@@ -1,4 +1,4 @@
-"""The description of a GPU, and the bytes that fused collectives move."""
+"""The description of a GPU, and the memory floor of kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from dtcomm import measure as device_info
 from dtcomm.codecs import codec
 from dtcomm.measure import HostClock
-from dtcomm.measure.memory_floor import KernelWorkloads, TimedCopy, buffer_sets_for, minimum_bytes_moved
+from dtcomm.measure.memory_floor import KernelWorkloads, TimedCopy, buffer_sets_for
 
 NVIDIA_SMI_OUTPUT = """\
 GPU-1111, 580.82.07, 345, 2619, 1980, 3201, 700.00
@@ -38,20 +38,6 @@ def test_versions_of_the_libraries() -> None:
     versions = device_info.versions()
     assert versions["torch"] == torch.__version__ and versions["dtcomm"] and versions["python"]
     assert versions["cuda"] == torch.version.cuda
-
-
-def test_minimum_bytes_count_each_read_and_write_once() -> None:
-    # Two ranks, 1000 fp32 elements, a payload as large as the tensor. One shot: each reads and writes its tensor,
-    # writes its payload to both and reads both.
-    assert minimum_bytes_moved("all_reduce", "one_shot", 2, 1000, 4, 4000) == 2 * (8000 + 2 * (4000 + 4000))
-    # Two shots: half a payload goes out, half comes in; half a sum is written twice and read, the other read.
-    expected = 2 * (8000 + 2000 + 2000 + 2 * 2000 + 2000 + 2000)
-    assert minimum_bytes_moved("all_reduce", "two_shot", 2, 1000, 4, 4000) == expected
-    # A shard each: two are read, one is written; a payload goes out, one comes in.
-    assert minimum_bytes_moved("reduce_scatter", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 2 * 500)
-    assert minimum_bytes_moved("all_gather", "one_shot", 2, 1000, 2, 500) == 2 * (3 * 2000 + 4 * 500)
-    assert minimum_bytes_moved("all_to_all", "one_shot", 2, 1000, 2, 500) == 2 * (4 * 2000 + 2 * 500)
-    assert minimum_bytes_moved("all_reduce", "ring", 2, 1000, 4, 4000) is None
 
 
 def test_a_copy_s_rate_is_the_median_s() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from bench.common.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm import algorithms
 from dtcomm.codecs import codec
 from dtcomm.kernels import counter_rng, ops
 from dtcomm.kernels.epilogue import empty_quantized, epilogue_task
-from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpHooks, OpSpec, TensorSpec
 
 ROWS, FEATURES = 17, 150

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.common.virtual_ranks import Operation, SimulatedOutcome, Simulation
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS as REGISTRY
-from dtcomm.measure.virtual_ranks import Operation, SimulatedOutcome, Simulation
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule.ir import ROOTED
 from tests.unit.algorithms.every_algorithm import NAMES, build

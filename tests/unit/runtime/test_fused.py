@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from bench.common.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.errors import PeerLost
-from dtcomm.measure.virtual_ranks import Operation, Simulation, VirtualRanks, run_simulated
 from dtcomm.runtime.cuda_peer.launch import COLLECTIVES, section_granules, why_not
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.unit.kernels.inputs import floats

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from bench.common.virtual_ranks import VirtualRanks
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
 from dtcomm.collectives import (
@@ -21,7 +22,6 @@ from dtcomm.collectives import (
 )
 from dtcomm.collectives import run as run_schedule
 from dtcomm.kernels.epilogue import epilogue_task
-from dtcomm.measure.virtual_ranks import VirtualRanks
 from dtcomm.runtime.communicator import Communicator
 from dtcomm.runtime.cuda_peer import PeerRuntime
 from dtcomm.runtime.cuda_peer.launch import ALGORITHMS, FusedEpilogue, NoFusedKernel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.common.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm import _C, algorithms
 from dtcomm.codecs import codec
-from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from dtcomm.schedule import Schedule, Transfer
 from dtcomm.schedule.ir import CUT_AT_GRANULES

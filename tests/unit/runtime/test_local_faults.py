@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtcomm.measure.virtual_ranks import Simulation, run_simulated
+from bench.common.virtual_ranks import Simulation, run_simulated
 from tests.unit.runtime.simulated_cases import (
     CASES,
     bits,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.common.virtual_ranks import run_simulated
 from dtcomm import algorithms
-from dtcomm.measure.virtual_ranks import run_simulated
 from tests.unit.runtime.simulated_cases import CODECS, calls_per_rank, make_case, require_finished, worlds
 
 

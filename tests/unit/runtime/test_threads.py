@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from bench.common.virtual_ranks import Simulation, run_simulated
 from dtcomm import _C, env
 from dtcomm.codecs import codec
-from dtcomm.measure.virtual_ranks import Simulation, run_simulated
 from dtcomm.runtime.native import copy_policy
 from dtcomm.runtime.types import OpSpec, TensorSpec
 from tests.unit.runtime.simulated_cases import (

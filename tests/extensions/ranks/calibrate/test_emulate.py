@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from bench.common.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm import algorithms, tp
 from dtcomm.cli.demo import train as demo
 from dtcomm.codecs import codec
 from dtcomm.codecs.spec import CODECS
 from dtcomm.extensions.calibrate.emulate import emulate, emulate_all_reduce, restore
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.measure.virtual_ranks import Operation, Simulation, run_simulated
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 
 SPECS = [
