@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dtcomm.collectives import all_reduce
 
 #: Times that differ by less than this factor count as equal.
 EQUAL_TIMES = 1.03
@@ -136,6 +142,37 @@ class StepPairs:
         return (
             f"whether compression paid is being measured: {len(self._pairs)} of {self._wanted} pairs are over"
         )
+
+
+class ForwardPairs(StepPairs):
+    """`StepPairs` whose steps last from one call of `begin` to the next, alike on all ranks of some groups.
+
+    Args:
+        wanted: The number of pairs.
+        scope: What is timed.
+        groups: Returns the groups whose slowest rank counts.
+    """
+
+    def __init__(
+        self, wanted: int, scope: str, groups: Callable[[], Iterable[dist.ProcessGroup | None]]
+    ) -> None:
+        def largest(values: Sequence[float]) -> list[float]:
+            tensor = torch.tensor(values, dtype=torch.float64)
+            for group in groups():
+                all_reduce(tensor, "max", group=group)
+            return [float(value) for value in tensor]
+
+        super().__init__(wanted, scope, "codec none", largest)
+        self._steps, self._began_at = 0, 0.0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if not self.running:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the host may be steps ahead
+        self.begin_step(self._steps, 0, time.perf_counter() - self._began_at)
+        self._steps, self._began_at = self._steps + 1, time.perf_counter()
 
 
 def unmeasured(pairs: StepPairs | None = None, remedy: str = "") -> str:

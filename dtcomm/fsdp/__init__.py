@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 from dtcomm import torch_compat
-from dtcomm.arguments import complete_options, require_bool, require_int, shares_options
+from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives.groups import Announcement
@@ -114,7 +114,6 @@ def compress(
         state.print_report()
     """
     given = complete_options("dtcomm.fsdp", options, DEFAULTS)
-    require_int("verify", given["verify"], 0)
     parsed_gradients, gradient_spec, parameter_spec = _parse_specs(gradients, parameters, given)
     make_state = functools.partial(_make_state, gradient_spec, parameter_spec, given)
     if rank_and_size()[1] == 1 and isinstance(model, torch.nn.Module) and not _is_sharded(model):
@@ -134,8 +133,6 @@ def compress(
         _attach_to_fsdp1(state, model, given["replicas"])
     else:
         _attach_to_fsdp2(state, model, given["replicas"])
-    if given["verify"]:
-        state.verify(given["verify"])
     state.timeline.attach(model)
     _observe_forward(model, state)
     if rank_and_size(state.group)[1] > 1:
@@ -207,7 +204,9 @@ def attach(
 
 def _make_state(gradients: CompressionSpec, parameters: CompressionSpec, options: Options) -> State:
     seed, residual, guard = options["seed"], options["residual"], options["guard"]
-    return State(gradients, parameters, seed, residual, guard, options["sample_every"])
+    state = State(gradients, parameters, seed, residual, guard, options["sample_every"])
+    state.verify(options["verify"])
+    return state
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:

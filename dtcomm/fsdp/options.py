@@ -79,13 +79,13 @@ class StateOptions(TypedDict, total=False):
     sample_every: int
     seed: int
     allow_inaccurate: bool
+    verify: int
 
 
 class Options(StateOptions, total=False):
     preset: str | None
     replicas: DeviceMesh | dist.ProcessGroup | None
     algorithm: str
-    verify: int
 
 
 Options.__doc__ = StateOptions.__doc__
@@ -97,8 +97,9 @@ STATE_DEFAULTS: StateOptions = {
     "sample_every": 50,
     "seed": 0,
     "allow_inaccurate": False,
+    "verify": 0,
 }
-DEFAULTS: Options = {**STATE_DEFAULTS, "preset": None, "replicas": None, "algorithm": "auto", "verify": 0}
+DEFAULTS: Options = {**STATE_DEFAULTS, "preset": None, "replicas": None, "algorithm": "auto"}
 
 #: Prefixes that are valid for gradients, and for parameters; the empty one is no prefix.
 FEEDBACKS = ("", "ef", "loco")

@@ -155,6 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         self._compression.integration, self._compression.steps_ahead = "ShardedOptimizer", 1
         self._compression.group = group
         self._compression.begin_step()
+        self._compression.verify(given["verify"])
         self._compression.num_shards = dist.get_world_size(group)
         self._compression.shard_index = dist.get_rank(group)
         if given["feedback"] == "auto":

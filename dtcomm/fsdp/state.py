@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,10 +14,9 @@ import torch.distributed as dist
 from dtcomm import torch_compat
 from dtcomm.arguments import require_factor, require_int
 from dtcomm.codecs import Codec
-from dtcomm.collectives import all_reduce
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.payoff import VERIFY, StepPairs, unmeasured
+from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.traffic import Traffic, group_traffic
@@ -108,8 +106,7 @@ class State(Reporting):
         # What was asked for and is not compressed is logged once, by the first rank, at the end of a pass.
         self.logs = True
         self.warming_up = False
-        self._pairs: StepPairs | None = None
-        self._began_at = 0.0  # the step, while pairs of steps are measured
+        self._pairs: ForwardPairs | None = None
         self._has_begun = self._has_fallback = self._logged = self._log_is_queued = False
         self._has_reduced = False  # gradients, in this step
 
@@ -150,7 +147,7 @@ class State(Reporting):
             notes=tuple(self._notes),
             uncompressed=self._unused or self._uncompressed(),
             payoff=None if self._pairs is None else self._pairs.payoff,
-            unmeasured=unmeasured(self._pairs, "" if self.steps_ahead else VERIFY),
+            unmeasured=unmeasured(self._pairs, VERIFY),
         )
         self.log_uncompressed()
         return report
@@ -420,26 +417,18 @@ class State(Reporting):
         if self._has_begun:  # the pass before this one is complete
             self.log_uncompressed()
         self._has_begun, self._has_reduced = True, False
-        if self._pairs is not None and self._pairs.running and dist.get_world_size(self.group) > 1:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the host may be steps ahead
-            now = time.perf_counter()
-            self._pairs.begin_step(self._steps(), 0, now - self._began_at)
-            self._began_at = time.perf_counter() if self._pairs.running else 0.0
+        if self._pairs is not None and not self.warming_up and dist.get_world_size(self.group) > 1:
+            self._pairs.begin()
         for module in self.guard.begin_step(self.group, self.agreeing_groups):
             if self._residuals is not None:
                 self._residuals.reset(module)
 
     def verify(self, pairs: int) -> None:
-        """Measure pairs of steps, with compression and without, before the report says whether it paid."""
-
-        def largest(values: Sequence[float]) -> list[float]:
-            tensor = torch.tensor(values, dtype=torch.float64)
-            for group in (self.group, *self.agreeing_groups):
-                all_reduce(tensor, "max", group=group)
-            return [float(value) for value in tensor]
-
-        self._pairs = StepPairs(pairs, "a step from forward to forward", "codec none", largest)
+        """Measure pairs of steps, with compression and without, before the report says whether it paid; 0: none."""
+        require_int("verify", pairs, 0)
+        if pairs:
+            scope = "a step" if self.steps_ahead else "a step from forward to forward"
+            self._pairs = ForwardPairs(pairs, scope, lambda: (self.group, *self.agreeing_groups))
 
     def add_note(self, text: str) -> None:
         """Add a line to the report, once: what torch communicates itself, or what is not possible."""

@@ -28,6 +28,7 @@ from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.measurements import l2_norm
 from dtcomm.compress.monitor import Monitor
+from dtcomm.compress.payoff import unmeasured
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
 from dtcomm.compress.powersgd import Factors
 from dtcomm.compress.report import Report, Reporting, describe_uncompressed
@@ -49,6 +50,7 @@ _log = logging.getLogger("dtcomm")
 
 WHAT = "differences of weights"  # what the ranks average, in reports
 MOMENTS = "moments of the optimizer"
+COMPARE = "; compare report().seconds of some averages with those of spec='none'"
 
 
 @shares_options(DEFAULTS, Options)
@@ -102,6 +104,11 @@ class LocalSGD(Reporting):
         feedback: bool | str | Feedback = True,
         **options: Unpack[Options],
     ) -> None:
+        if "verify" in options:
+            raise TypeError(
+                "verify: LocalSGD has none: most steps send nothing, and with delay= an average travels while others "
+                f"compute, so no pair of steps shows what compression saves{COMPARE}"
+            )
         options = complete_options("LocalSGD", options, DEFAULTS)
         outer, guard = options["outer"], options["guard"]
         algorithm, sample_every = options["algorithm"], options["sample_every"]
@@ -253,6 +260,7 @@ class LocalSGD(Reporting):
                 *bucket_rows(MOMENTS, (), dict(enumerate(moments)), moment_totals, {}),
             ),
             uncompressed=describe_uncompressed(rows) if self._compresses else "",
+            unmeasured=unmeasured(remedy=COMPARE),
         )
 
     def _make_averager(self, seed: int, factors: Factors | None = None) -> BucketAverager:

@@ -59,6 +59,7 @@ class LayerTraffic:
     Attributes:
         counts: Kind of call → number of calls.
         reason: Why the most recent sum that was sent uncompressed was, with the predicted times.
+        compresses: False in steps without compression, of the pairs that ``verify=`` measures.
 
     Example::
 
@@ -67,7 +68,7 @@ class LayerTraffic:
 
     def __init__(self) -> None:
         self.counts: dict[CallKind, int] = {}
-        self.reason = ""
+        self.reason, self.compresses = "", True
 
     def count(
         self,
@@ -269,8 +270,8 @@ class CommConfig:
         return NONE
 
     def asked_codec(self, backward: bool) -> Codec:
-        """Return the codec that was asked for."""
-        return self.backward_codec if backward else self.codec
+        """Return the codec that was asked for, for this step."""
+        return (self.backward_codec if backward else self.codec) if self.traffic.compresses else NONE
 
     def algorithm_for(self, codec: Codec, dtype: torch.dtype) -> str:
         """Return the `dtcomm.all_reduce` algorithm for a sum in ``codec``.

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
-from dtcomm.arguments import complete_options, require_bool, shares_options
+from dtcomm.arguments import complete_options, require_bool, require_int, shares_options
 from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
 from dtcomm.collectives.groups import Announcement, GroupOrMesh, sent_bytes
+from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error
@@ -90,6 +91,9 @@ class Options(TypedDict, total=False):
         algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
         chunks: Chunks of tokens of the row-parallel layers, see `RowParallelLinear`. Default: 1.
         latency: Send small messages uncompressed where that is predicted to be faster. Default: True.
+        verify: The number of pairs of steps, from forward to forward, that are measured at the start of the run, one
+            with compression and one with codec none in turn, so that the report can say whether compression paid; a
+            turn takes two steps. Not for compiled models, whose codecs are fixed. 0: none. Default: 0.
     """
 
     codec: str | Codec | None
@@ -101,6 +105,7 @@ class Options(TypedDict, total=False):
     algorithm: Algorithm
     chunks: int | str
     latency: bool
+    verify: int
 
 
 DEFAULTS: Options = {
@@ -113,6 +118,7 @@ DEFAULTS: Options = {
     "algorithm": "auto",
     "chunks": 1,
     "latency": True,
+    "verify": 0,
 }
 
 
@@ -194,7 +200,7 @@ def compress(
         Announcement(comm.group, "dtcomm.tp.compress", {**given, **codecs, **kinds}).require_all_at_forward(
             model
         )
-    return State(model, comm, entries, layers, excluded)
+    return State(model, comm, entries, layers, excluded, given["verify"])
 
 
 def _require_options(spec: object, plan: object, options: Options) -> None:
@@ -207,6 +213,7 @@ def _require_options(spec: object, plan: object, options: Options) -> None:
     if isinstance(plan, str) and plan.partition(":")[0] in names():
         raise ValueError(f"plan: {plan!r} is a codec; pass spec={plan!r}, and the plan as plan=")
     require_bool("allow_inaccurate", options["allow_inaccurate"])
+    require_int("verify", options["verify"], 0)
     if feedback not in (False, "auto"):
         raise ValueError(
             f"feedback: got {feedback!r}; valid here: False or 'auto', which are the same: activations of one step are "
@@ -372,6 +379,7 @@ class State(Reporting):
         plan: Module name → entry of the plan.
         layers: Module name → the tensor-parallel layer.
         excluded: Module name → the pattern that leaves it uncompressed.
+        verify: The number of pairs of steps to measure.
 
     Attributes:
         codec: Codec of the activations of layers that have none of their own.
@@ -388,6 +396,7 @@ class State(Reporting):
         plan: Mapping[str, PlanEntry],
         layers: Mapping[str, ShardedModule],
         excluded: Mapping[str, str],
+        verify: int = 0,
     ) -> None:
         self.codec, self.backward_codec = str(comm.codec), str(comm.backward_codec)
         self.layers = {name: entry.kind for name, entry in plan.items()}
@@ -407,6 +416,10 @@ class State(Reporting):
             model.register_forward_hook(ModuleHook(self._end_forward)),
             model.register_forward_hook(ModuleHook(self._explain_shapes), always_call=True),
         ]
+        self._pairs: ForwardPairs | None = None
+        if verify and comm.world_size > 1:
+            self._pairs = ForwardPairs(verify, "a step from forward to forward", lambda: (comm.group,))
+            model.register_forward_pre_hook(ModuleHook(self._begin_step))
 
     def report(self) -> Report:
         """Return what the layers have sent on this rank, by codec and by layer.
@@ -433,6 +446,8 @@ class State(Reporting):
             seconds=None,
             residual_bytes=0,
             notes=tuple(f"exclude: {name} ({pattern!r})" for name, pattern in self.excluded.items()),
+            payoff=None if self._pairs is None else self._pairs.payoff,
+            unmeasured=unmeasured(self._pairs, VERIFY),
         )
         self._log_uncompressed(report)
         return report
@@ -459,6 +474,13 @@ class State(Reporting):
                 key = (name, what, traffic.codec, traffic.dtype, traffic.reason)
                 counted.setdefault(key, _Counted(name, traffic)).add(kind, calls, self._comm.group)
         return list(counted.values())
+
+    def _begin_step(self, module: nn.Module, inputs: Any) -> None:
+        """Let this step of a pair compress or not."""
+        if self._pairs is not None and self._pairs.running and not torch.compiler.is_compiling():
+            self._pairs.begin()
+            for layer in self._modules.values():
+                layer.comm.traffic.compresses = self._pairs.compresses
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         """Log before the second pass what the first one sent uncompressed, gradients included."""

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm import ddp, fsdp
+from dtcomm import ddp, fsdp, tp
 from dtcomm.codecs import codec
 from dtcomm.compress.bucket import Member, Segment
 from dtcomm.compress.error_state import REPAYMENT_STEPS, ErrorState
@@ -99,8 +99,22 @@ def test_auto_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> No
 def train_verified(rank: int, world_size: int, spec: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Linear(256, 256)
-    state: ddp.State | fsdp.State
-    if spec == "fsdp":
+    state: Any
+    rows, difference = 2, rank
+    if spec == "tp":
+        rows, difference = 256, 0  # all ranks have the same input
+        model = torch.nn.Sequential(model, torch.nn.Linear(256, 256))
+        state = tp.compress(model, None, "int8", {"0": "column", "1": "row"}, latency=False, verify=8)
+    elif spec == "sharded":
+        state = fsdp.ShardedOptimizer(
+            model.named_parameters(),
+            torch.optim.SGD,
+            gradients="int8",
+            parameters="delta:int8",
+            lr=0.0,
+            verify=8,
+        )
+    elif spec == "fsdp":
         fully_shard(model)
         state = fsdp.compress(model, "int8", "int8", verify=8)
     else:
@@ -109,7 +123,9 @@ def train_verified(rank: int, world_size: int, spec: str) -> dict[str, Any]:
     for step in range(45):
         if step == 20:
             assert "is being measured: " in str(state.report()), state.report()
-        model(torch.full((2, 256), float(step + rank))).square().mean().backward()
+        model(torch.full((rows, 256), float(step + difference))).square().mean().backward()
+        if spec == "sharded":
+            state.step()
     report = state.report()
     assert report.payoff is not None
     assert str(report.payoff) in str(report)
@@ -117,7 +133,7 @@ def train_verified(rank: int, world_size: int, spec: str) -> dict[str, Any]:
     return {"payoff": report.payoff, "codecs": {row.codec for row in report.rows}}
 
 
-@pytest.mark.parametrize("spec", ["int8", "powersgd:rank=2", "fsdp"])
+@pytest.mark.parametrize("spec", ["int8", "powersgd:rank=2", "fsdp", "sharded", "tp"])
 @pytest.mark.parametrize("link", ["100mbit,50us", ""])
 def test_verify_measures_pairs_of_steps_and_claims_what_they_show(
     monkeypatch: pytest.MonkeyPatch, link: str, spec: str
@@ -125,10 +141,11 @@ def test_verify_measures_pairs_of_steps_and_claims_what_they_show(
     """Over a slow link compression pays; in shared memory that is whatever the pairs have shown."""
     monkeypatch.setenv("DTCOMM_LINK", link)
     first, second = run_ranks(train_verified, 2, spec)
-    assert first == second and first["codecs"] == ({"int8"} if spec == "fsdp" else {spec, "none"})
+    codecs = {"fsdp": {"int8"}, "sharded": {"int8", "delta:int8"}, "tp": {"int8", "none"}}
+    assert first == second and first["codecs"] == codecs.get(spec, {spec, "none"})
     payoff = first["payoff"]
     assert payoff.pairs == 8
-    assert payoff.baseline == ("codec none" if link or spec == "fsdp" else "plain DDP")
+    assert payoff.baseline == ("codec none" if link or spec in codecs else "plain DDP")
     if link:
         assert payoff.verdict == "paid" and payoff.won >= 7
 

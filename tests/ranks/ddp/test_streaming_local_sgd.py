@@ -365,6 +365,8 @@ def check_refusals(rank: int, world_size: int) -> None:
             LocalSGD(Stack(), **arguments)
     with pytest.raises(TypeError, match="outer: expected a function that makes an optimizer, got int"):
         LocalSGD(Stack(), outer=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"verify: LocalSGD has none: .*; compare report"):
+        LocalSGD(Stack(), verify=5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="fragments: expected a number or a list"):
         LocalSGD(Stack(), fragments="layers*")
 
