@@ -9,6 +9,8 @@ The module also contains the report on all groups of the backend and `monitored_
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import time
 import weakref
 from collections import Counter
@@ -32,6 +34,7 @@ from dtcomm.work import COMPLETED, CompositeWork, TorchWork
 
 Opts = Any  # torch's options objects, or what its overloads take instead of them
 
+_log = logging.getLogger("dtcomm.backend")
 _POLL_S = 0.002  # pause between two polls of the store in a monitored barrier
 _groups: weakref.WeakSet[DtcommProcessGroup] = weakref.WeakSet()  # all groups, for the report
 
@@ -43,6 +46,10 @@ def create(options: Any, backend_options: Any) -> DtcommProcessGroup:
     """
     if backend_options is not None:
         raise TypeError(f"pg_options: the backend dtcomm has none, got {type(backend_options).__name__}")
+    if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
+        _log.warning(
+            "TORCH_DIST_NAN_CHECK: the backend dtcomm does not check; guard= of compress() names the rank"
+        )
     _install_monitored_barrier()
     torch_compat.leave_out_of_flight_recorder(DtcommProcessGroup)
     torch_compat.complete_forward_pass_handles((TorchWork, FallbackWork))
@@ -67,13 +74,6 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
     """A process group that communicates through dtcomm."""
 
     supports_abort_hooks = supports_reconfigure = supports_window = supports_shrinking = False
-    register_pre_hook, register_post_hook = _refused("register_pre_hook"), _refused("register_post_hook")
-    register_abort_hook, reconfigure = _refused("register_abort_hook"), _refused("reconfigure")
-    _register_on_completion_hook, new_window = (
-        _refused("_register_on_completion_hook"),
-        _refused("new_window"),
-    )
-    shrink = _refused("shrink")
 
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         # torch's constructor with a store makes a group that Python cannot extend.
@@ -258,6 +258,22 @@ class DtcommProcessGroup(ReduceOps, GatherOps):
             reason = f"on {device.type}"
             return self._fall_back("recv from any rank", reason, device, "recv_anysource", tensors, tag)
         return self._messages.receive(tensors[0], None, tag)
+
+
+for _name in (
+    "register_pre_hook",
+    "register_post_hook",
+    "register_abort_hook",
+    "unregister_abort_hook",
+    "_register_on_completion_hook",
+    "merge_remote_group",
+    "reconfigure",
+    "get_reconfigure_handle",
+    "revoke",
+    "shrink",
+    "new_window",
+):
+    setattr(DtcommProcessGroup, _name, _refused(_name))
 
 
 # --- report --------------------------------------------------------------------------------------

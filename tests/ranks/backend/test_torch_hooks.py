@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
 from dtcomm.launch.ranks import run_ranks
 
 Hook = tuple[Any, Callable[..., Any]]
@@ -120,6 +123,10 @@ def use_torchs_tools(rank: int, world_size: int, backend: str) -> None:
         "register_post_hook",
         "register_abort_hook",
         "_register_on_completion_hook",
+        "merge_remote_group",
+        "reconfigure",
+        "revoke",
+        "new_window",
     ):
         with pytest.raises(RuntimeError, match=f"^{name}: groups of the backend dtcomm"):
             getattr(group, name)(1, print)
@@ -129,8 +136,48 @@ def use_torchs_tools(rank: int, world_size: int, backend: str) -> None:
             dist.shrink_group([world_size - 1])
     dist.all_reduce(total)
     assert total.eq(world_size**2).all()
+    with pytest.raises(CollectiveMismatch, match=r"rank 1 .* calls all_reduce\(sum, 5 float32"):
+        dist.all_reduce(torch.ones(4 + rank))
 
 
 @pytest.mark.parametrize("backend", ["dtcomm", "cpu:dtcomm,cuda:nccl"])
 def test_torchs_debug_mode_and_hooks(backend: str) -> None:
+    """What works besides: DTCOMM_FLIGHT_DIR records what torch's flight recorder would."""
     run_ranks(use_torchs_tools, 2, backend, backend=backend, fresh=True)
+
+
+def abort_while_waiting(rank: int, world_size: int) -> None:
+    """End an operation that the other rank never calls; a group that is made afterwards works."""
+    group: Any = dist.new_group(timeout=LIMIT)
+    total = torch.ones(100_000)
+    dist.all_reduce(total, group=group)
+    if rank == 0:
+        work = dist.all_reduce(total, group=group, async_op=True)
+        assert work is not None
+        timer = threading.Timer(0.1, group.abort)
+        timer.start()
+        with pytest.raises(CommunicatorClosed):
+            work.wait()
+        timer.join()
+    total = torch.ones(100_000)
+    dist.all_reduce(total, group=dist.new_group())
+    assert total.eq(world_size).all()
+
+
+def test_abort_ends_what_waits() -> None:
+    run_ranks(abort_while_waiting, 2, backend="dtcomm")
+
+
+def sum_nans(rank: int, world_size: int) -> list[str]:
+    """Return what a new group logs where torch's check for NaN is asked for."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dtcomm.backend").addHandler(handler)
+    dist.all_reduce(torch.full((4,), torch.nan), group=dist.new_group())
+    return logged
+
+
+def test_torchs_check_for_nan_is_not_left_out_in_silence() -> None:
+    for logged in run_ranks(sum_nans, 2, backend="dtcomm", env={"TORCH_DIST_NAN_CHECK": "1"}):
+        assert logged[0].startswith("TORCH_DIST_NAN_CHECK: the backend dtcomm does not check")
