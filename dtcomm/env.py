@@ -67,8 +67,8 @@ def _new_folder(text: str) -> None:
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
         default="",
-        meaning="Name of the kernels to use: reference, generic, avx2, avx512, avx512vbmi, neon, cuda or triton. Empty:"
-        " the fastest ones for the device",
+        meaning="Name of the kernels to use: reference, generic, avx2, avx512, avx512vbmi, neon or cuda. Empty: the"
+        " fastest ones for the device",
     ),
     "DTCOMM_RUNTIME": Variable(
         default="auto",
@@ -237,7 +237,6 @@ EXTERNAL: dict[str, str] = {
     "WORLD_SIZE": "Set by torchrun: the number of ranks",
     "LOCAL_RANK": "Set by torchrun: the number of this rank among those of its host, which chooses its GPU and cores",
     "LOCAL_WORLD_SIZE": "Set by torchrun: the number of ranks of this host, which share its cores (`DTCOMM_THREADS`)",
-    "TRITON_INTERPRET": "Triton's: 1 runs its kernels in the interpreter, also for CPU tensors",
     "XDG_CACHE_HOME": "The user's cache folder, in which the table of `dtcomm tune` lies. Unset: `~/.cache`",
     "CUDAARCHS": "CMake's, at build time: the architectures of the CUDA kernels, such as `90-real`",
 }

@@ -8,7 +8,7 @@ the codecs of their messages here, which are sent and not summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.feedback import DGC, DGC_NAME
 from dtcomm.compress.powersgd import NAME as POWERSGD_NAME
 from dtcomm.compress.powersgd import PowerSGD
-from dtcomm.kernels import ops
+from dtcomm.kernels import dispatch, ops
 
 #: The largest relative error of one encoding where what it loses is never sent, measured on Gaussian numbers
 #: (`gaussian_error`).
@@ -187,6 +187,23 @@ def require_accurate(codec: Codec, argument: str, carried: str, remedy: str = ""
             f"{argument}: {codec} loses {error:.0%} of the {carried} (relative error; the limit is {MAX_ERROR:.0%}), "
             f"and no error feedback resends it; use 4 bits or more{instead}; allow_inaccurate=True allows it"
         )
+
+
+def require_kernels(schemes: Iterable[Scheme], tensors: Iterable[torch.Tensor], argument: str) -> None:
+    """Raise an error that begins with ``argument`` if the tensors are on a CUDA device that cannot run the schemes.
+
+    It is a ValueError for a codec without a CUDA kernel, and a RuntimeError if dtcomm was built without CUDA kernels.
+    Codecs on whose representation ranks agree are exempt: operators of torch make it.
+    """
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return
+    for scheme in schemes:
+        levels = (scheme.inside, scheme.between) if isinstance(scheme, LevelCodecs) else (scheme,)
+        for level in levels:
+            sent = codec("none") if isinstance(level, PowerSGD) else wire_codec(level)
+            sent = codec("none") if sent.needs_agreement else sent
+            dispatch.require_cuda_kernel(sent, f"{argument}: the model is on {device}")
 
 
 def needs_feedback(scheme: Codec) -> bool:

@@ -28,7 +28,7 @@ from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import VERIFY, Payoff, unmeasured
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import CopiedState, Report, Reporting, describe_uncompressed
-from dtcomm.compress.spec import AUTO, Scheme, parse_scheme
+from dtcomm.compress.spec import AUTO, Scheme, parse_scheme, require_kernels
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
@@ -399,7 +399,8 @@ class State(Reporting):
         """Register ``hook`` with this state at a DDP model, and let the model's next forward raise `error`.
 
         Raises:
-            RuntimeError: The model has a communication hook already.
+            RuntimeError: The model has a communication hook already, or is on a GPU and dtcomm has no CUDA kernels.
+            ValueError: The model is on a GPU, and a codec has no CUDA kernel.
         """
         if any(not isinstance(state, CopiedState) for state in torch_compat.ddp_hook_states(model)):
             raise RuntimeError(
@@ -408,6 +409,8 @@ class State(Reporting):
             )
         if dist.get_world_size(model.process_group) == 1:
             self.set_unused(has_hook=True)
+        else:
+            require_kernels(self._chooser.schemes, model.parameters(), "spec")
         self._reducer.finish_before_ddp = model.find_unused_parameters
         self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
         joining = weakref.ref(model)  # the model has the hook, and with it the reducer

@@ -37,6 +37,7 @@ from dtcomm.collectives.groups import Announcement
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.report import Report
+from dtcomm.compress.spec import require_kernels
 from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
@@ -124,6 +125,9 @@ def compress(
     memory = residual_size(sum(unit.trainable_numel for unit in units), given["residual"])
     if not given["allow_inaccurate"]:
         require_accurate(gradient_spec, parameter_spec, memory)
+    for argument, spec in (("gradients", gradient_spec), ("parameters", parameter_spec)):
+        if not spec.is_none and rank_and_size()[1] > 1:
+            require_kernels(spec.codecs(), model.parameters(), argument)
     state = make_state()
     for name, pattern in excluded_units(given["exclude"], units).items():
         state.exclude(name, pattern)

@@ -6,10 +6,11 @@ Modules:
     custom_ops: The verbs as `torch.library` operators, for `torch.compile` and `torch.export`.
     calls: The record of one kernel call, and the checks of its arguments.
     dispatch: Which kernel runs a call.
-    cpu, cuda, triton, reference: The kernels. All give the same bytes.
+    cpu, cuda, reference: The kernels. All give the same bytes.
     local_tasks: Rank-local work before and after sums in an agreed representation.
     low_rank: The passes of PowerSGD over one matrix.
     epilogue: What is fused behind a reduction: bias, a stream that is added, and RMS norm.
+    triton_epilogue: The same for CUDA tensors, in Triton.
     counter_rng: The random numbers of stochastic rounding.
 """
 

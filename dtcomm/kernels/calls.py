@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -143,21 +143,6 @@ class Tensors:
 
 #: Runs a group on tensors, with a seed.
 Runner = Callable[[Tensors, int], None]
-
-
-class DeviceKernels(Protocol):
-    """A module of kernels for CUDA tensors: `dtcomm.kernels.cuda` or `dtcomm.kernels.triton.launch`."""
-
-    def combine(self, call: Combine) -> None:
-        """Run one call."""
-
-    def prepare(self, group: CallGroup, device: torch.device) -> Runner | None:
-        """Return what runs the group in as few launches as possible; None: these kernels take single calls."""
-
-    def decode(
-        self, codec: Codec, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor
-    ) -> None:
-        """`out` <- the `numel` elements of the payload; `dtype` is the element type that ``none`` has there."""
 
 
 def address(tensor: torch.Tensor | None) -> int:

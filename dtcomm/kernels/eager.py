@@ -160,8 +160,8 @@ def run_combine(kernel: str, call: Combine) -> None:
         reference.combine(call)
     elif kernel == dispatch.PYTHON:
         _combine_in_torch(call)
-    elif kernel in dispatch.CUDA_KERNELS:
-        dispatch.load_backend(kernel).combine(call)
+    elif kernel == dispatch.CUDA:
+        dispatch.cuda_kernels().combine(call)
     else:
         cpu.combine(kernel, call)
 
@@ -175,8 +175,8 @@ def run_decode(
     elif kernel == dispatch.PYTHON:
         with torch.inference_mode():
             out.view(-1).copy_(_decoded(cast(TopK | PythonCodec, codec), payload, numel))
-    elif kernel in dispatch.CUDA_KERNELS:
-        dispatch.load_backend(kernel).decode(codec, payload, numel, dtype, out)
+    elif kernel == dispatch.CUDA:
+        dispatch.cuda_kernels().decode(codec, payload, numel, dtype, out)
     else:
         cpu.decode(kernel, codec, payload, numel, dtype, out)
 
@@ -186,8 +186,8 @@ def prepare(kernel: str, group: CallGroup, device: torch.device) -> Runner | Non
     codec = group.codec
     if codec.variable_length:
         return None
-    if kernel in dispatch.CUDA_KERNELS:
-        return dispatch.load_backend(kernel).prepare(group, device)
+    if kernel == dispatch.CUDA:
+        return cast("Runner | None", dispatch.cuda_kernels().prepare(group, device))
     if kernel not in dispatch.NATIVE or codec.stores_positions:  # positions are checked before each call
         return None
     return cpu.prepare(kernel, group)

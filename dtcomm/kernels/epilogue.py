@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
-from dtcomm.kernels import calls, dispatch, ops, reference, triton
+from dtcomm.kernels import calls, dispatch, ops, reference
 from dtcomm.kernels.calls import EpilogueCall, address
 from dtcomm.kernels.local_tasks import LocalTask
 from dtcomm.kernels.reference.floats import NAN, get, put
@@ -145,7 +147,7 @@ def epilogue(
         calls.require_valid_payload(which, [payload], numel)
     if out.numel() == 0:
         return out
-    if _by_triton(out):
+    if not out.is_cpu:
         _run_triton(_decoded(which, runs, call), call)
     elif dispatch.current() == dispatch.REFERENCE:
         _in_numpy(which, runs, call)
@@ -173,7 +175,7 @@ class EpilogueTask(LocalTask):
 
     def __call__(self) -> None:
         out = self.call.out
-        if not _by_triton(out):
+        if out.is_cpu:
             super().__call__()
         elif out.numel():
             _run_triton(out, self.call)
@@ -260,11 +262,12 @@ def supports_epilogue(*tensors: torch.Tensor | None) -> bool:
         tensor.dtype != dtype or tensor.device != device for tensor in present
     ):
         return False
-    return device.type == "cpu" or (device.type == "cuda" and triton.installed())
+    return device.type == "cpu" or (device.type == "cuda" and _triton_installed())
 
 
-def _by_triton(out: torch.Tensor) -> bool:
-    return not out.is_cpu or dispatch.current() == dispatch.TRITON
+@cache
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def _run_triton(sums: torch.Tensor, call: EpilogueCall) -> None:
@@ -272,13 +275,13 @@ def _run_triton(sums: torch.Tensor, call: EpilogueCall) -> None:
 
     Raises RuntimeError if Triton is not installed.
     """
-    if not triton.installed():
+    if not _triton_installed():
         raise RuntimeError(
             f"out: on {call.out.device}, where Triton adds bias and addend; install it (pip install dtcomm[triton])"
         )
-    from dtcomm.kernels.triton import launch
+    from dtcomm.kernels.triton_epilogue import run_epilogue
 
-    launch.run_epilogue(sums, call)
+    run_epilogue(sums, call)
 
 
 def _decoded(codec: Codec, runs: Sequence[tuple[torch.Tensor, int]], call: EpilogueCall) -> torch.Tensor:

@@ -7,27 +7,25 @@ fp32 with one row per rank of the approximation: ``left`` [rank, rows] and ``rig
 A gradient is fp32, fp16 or bf16 and has shape [rows, columns] or is flat; a residual is fp32 with as many elements, or
 None. Both are dense and on one device. The functions check their arguments and call the implementation for that
 device: the C++ kernels or :class:`InNumpy` for CPU tensors; for CUDA tensors the kernels of `_cuda`, with the CPU's
-bits, or :class:`InTorch`, as :func:`dtcomm.kernels.dispatch.low_rank_backend` says. Projections of CUDA tensors are
-matrix products of torch either way. `dtcomm.compress.powersgd` calls this module.
+bits. Projections of CUDA tensors are matrix products of torch, whose order of sums is that of the device's library:
+ranks average the results. `dtcomm.compress.powersgd` calls this module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.kernels import calls, counter_rng, cpu, dispatch
-from dtcomm.kernels.dispatch import CUDA, REFERENCE, TORCH, current, low_rank_backend
 from dtcomm.kernels.reference.floats import INFINITY, Floats, get, magnitude, put
 
 MAX_RANK = 64  # kMaxRank in csrc/cpu/kernels.h
 ROUNDING = 2.0**-18  # what is left of a vector is rounding if it is shorter than this part of it
 SMALLEST = 2.0**-126  # a vector counts as zero if its largest element is below this
-CHUNK = 1 << 22  # elements of a product that are computed at a time
 _LANES = 16  # partial sums of a dot product
 
 
@@ -53,26 +51,6 @@ class Passes(Protocol):
         """See :func:`orthonormalize_all`. No tensor is empty."""
 
 
-class DevicePasses(Protocol):
-    """An implementation for CUDA tensors, but for projections, which are :class:`InTorch`'s: itself or `cuda`."""
-
-    def expand(
-        self,
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        finite: torch.Tensor | None,
-    ) -> None:
-        """See :func:`expand`."""
-
-    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-        """See :func:`orthonormalize_all`. No tensor is empty."""
-
-    def factors_finite(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See :func:`factors_finite`: one bool tensor with an element per matrix."""
-
-
 def project_rows(
     gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
 ) -> None:
@@ -81,7 +59,10 @@ def project_rows(
     Raises TypeError or ValueError, which name the argument.
     """
     _check(gradient, residual, left, right)
-    _projections(gradient).project_rows(gradient, residual, right, left)
+    if gradient.is_cpu:
+        _host_passes().project_rows(gradient, residual, right, left)
+    else:
+        _multiply(right, [term.t() for term in _terms(gradient, residual, left.shape[1])], left)
 
 
 def project_columns(
@@ -92,7 +73,10 @@ def project_columns(
     Raises TypeError or ValueError, which name the argument.
     """
     _check(gradient, residual, left, right)
-    _projections(gradient).project_columns(gradient, residual, left, right)
+    if gradient.is_cpu:
+        _host_passes().project_columns(gradient, residual, left, right)
+    else:
+        _multiply(left, _terms(gradient, residual, left.shape[1]), right)
 
 
 def expand(
@@ -110,7 +94,7 @@ def expand(
     """
     _check(gradient, residual, left, right)
     if not gradient.is_cpu:
-        _device_passes().expand(gradient, residual, left, right, finite)
+        dispatch.cuda_kernels().expand(gradient, residual, left, right, finite)
     elif finite is None or finite:
         _host_passes().expand(gradient, residual, left, right)
     else:
@@ -132,7 +116,8 @@ def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]
     for name, factors in (("lefts", lefts), ("rights", rights)):
         for factor in factors:
             calls.floats(name, factor, factor.numel(), torch.float32, like=lefts[0])
-    return _device_passes().factors_finite(lefts, rights).unbind()
+    results: torch.Tensor = dispatch.cuda_kernels().factors_finite(lefts, rights)
+    return results.unbind()
 
 
 def orthonormalize(vectors: torch.Tensor, key: int = 0) -> None:
@@ -156,16 +141,12 @@ def orthonormalize_all(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> 
     checked = [(tensor, calls.uint64("key", key)) for tensor, key in zip(vectors, keys) if tensor.numel()]
     if checked:
         tensors, words = zip(*checked)
-        passes = _host_passes() if tensors[0].is_cpu else _device_passes()
+        passes = _host_passes() if tensors[0].is_cpu else dispatch.cuda_kernels()
         passes.orthonormalize(tensors, words)
 
 
-def _projections(gradient: torch.Tensor) -> Passes | type[InTorch]:
-    return _host_passes() if gradient.is_cpu else InTorch
-
-
 def _host_passes() -> Passes:
-    return InNumpy() if current() == REFERENCE else cpu
+    return InNumpy() if dispatch.current() == dispatch.REFERENCE else cpu
 
 
 def _pair_finite(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -174,10 +155,6 @@ def _pair_finite(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         left.zero_()
         right.zero_()
     return finite
-
-
-def _device_passes() -> DevicePasses:
-    return InTorch() if low_rank_backend() == TORCH else cast(DevicePasses, dispatch.load_backend(CUDA))
 
 
 def _check(
@@ -195,127 +172,20 @@ def _check(
         calls.floats("residual", residual, rows * columns, torch.float32)
 
 
-class InTorch:
-    """The passes on CUDA tensors as operators of torch, for which the host never waits.
-
-    Projections are matrix products, whose order of sums is that of the device's library: ranks average the results.
-    The other passes are used if there are no CUDA kernels (`dispatch.low_rank_backend`). `expand` sums element by
-    element in the order of the CPU kernels and gives their bits. Only the orthonormal factors, which every rank
-    computes by itself, rest on sums of torch; these are the same on devices of the same model.
-    """
-
-    @staticmethod
-    def project_rows(
-        gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
-    ) -> None:
-        """``left[k, i] <- sum over j of matrix[i, j] * right[k, j]``."""
-        first, second = _terms(gradient, residual, left.shape[1])
-        torch.mm(right, first.t(), out=left)
-        if second is not None:
-            left.addmm_(right, second.t())
-
-    @staticmethod
-    def project_columns(
-        gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
-    ) -> None:
-        """``right[k, j] <- sum over i of matrix[i, j] * left[k, i]``."""
-        first, second = _terms(gradient, residual, left.shape[1])
-        torch.mm(left, first, out=right)
-        if second is not None:
-            right.addmm_(left, second)
-
-    @staticmethod
-    def factors_finite(lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Whether the factors of each matrix are finite; factors that are not become zeros."""
-        results = [
-            torch.isfinite(left).all() & torch.isfinite(right).all()
-            for left, right in zip(lefts, rights, strict=True)
-        ]
-        for left, right, finite in zip(lefts, rights, results, strict=True):
-            left.masked_fill_(~finite, 0.0)
-            right.masked_fill_(~finite, 0.0)
-        return torch.stack(results)
-
-    @staticmethod
-    def expand(
-        gradient: torch.Tensor,
-        residual: torch.Tensor | None,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        finite: torch.Tensor | None = None,
-    ) -> None:
-        """gradient <- the product of the factors; residual <- gradient + residual - product.
-
-        If ``finite`` (a 0-d bool) is False the gradient becomes NaN and the residual stays.
-        """
-        rows, columns = left.shape[1], right.shape[1]
-        matrix = gradient.view(rows, columns)
-        error = None if residual is None else residual.view(rows, columns)
-        step = max(1, CHUNK // columns)
-        for start in range(0, rows, step):
-            part = matrix[start : start + step]
-            factor = left[:, start : start + step, None]
-            product = factor[0] * right[0]
-            for k in range(1, left.shape[0]):
-                product.add_(factor[k] * right[k])
-            if error is not None:
-                old = error[start : start + step]
-                new = part + old - product
-                old.copy_(new if finite is None else torch.where(finite, new, old))
-            part.copy_(product if finite is None else torch.where(finite, product, float("nan")))
-
-    @staticmethod
-    def orthonormalize(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-        """Modified Gram-Schmidt on the rows of each tensor; replacements are drawn with the tensor's key."""
-        for tensor, key in zip(vectors, keys, strict=True):
-            _orthonormalize(tensor, key)
-
-
-def _orthonormalize(vectors: torch.Tensor, key: int) -> None:
-    """Gram-Schmidt on one tensor.
-
-    Every operator costs the host some microseconds, so what the rows have in common is done for all at once.
-    """
-    count = len(vectors)
-    replacements = _random_directions(vectors, key)
-    largest = vectors.abs().amax(1, keepdim=True)
-    inputs = torch.where(largest >= SMALLEST, vectors / largest, replacements)
-    limits, replacement_limits = (
-        torch.linalg.vector_norm(rows, dim=1) * ROUNDING for rows in (inputs, replacements)
-    )
-    results = torch.empty_like(vectors)
-    for k in range(count):
-        x = _orthogonal_part(results[:k], inputs[k])
-        independent = torch.linalg.vector_norm(x) > limits[k]
-        x = _orthogonal_part(results[:k], torch.where(independent, x, replacements[k]))
-        length = torch.linalg.vector_norm(x)
-        results[k].copy_(torch.where(independent | (length > replacement_limits[k]), x / length, 0.0))
-    vectors.copy_(torch.where(torch.isfinite(largest), results, vectors))
-
-
-def _terms(
-    gradient: torch.Tensor, residual: torch.Tensor | None, rows: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _terms(gradient: torch.Tensor, residual: torch.Tensor | None, rows: int) -> list[torch.Tensor]:
     """fp32 matrices whose sum is compressed; fp32 gradients and residuals are used as they are, without a copy."""
-    if gradient.dtype == torch.float32 or residual is None:
-        return gradient.float().view(rows, -1), None if residual is None else residual.view(rows, -1)
-    return (residual + gradient.view(-1)).view(rows, -1), None
+    if residual is None:
+        return [gradient.float().view(rows, -1)]
+    if gradient.dtype == torch.float32:
+        return [gradient.view(rows, -1), residual.view(rows, -1)]
+    return [(residual + gradient.view(-1)).view(rows, -1)]
 
 
-def _orthogonal_part(previous: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`x` without its components along the rows of `previous`."""
-    if not len(previous):
-        return x
-    components = (previous * x).sum(1, keepdim=True)
-    return x - (components * previous).sum(0)
-
-
-def _random_directions(vectors: torch.Tensor, key: int) -> torch.Tensor:
-    """Random numbers between -0.5 and 0.5 in the shape of `vectors`."""
-    first = counter_rng.mix32(key & 0xFFFFFFFF)
-    index = torch.arange(vectors.numel(), device=vectors.device)
-    numbers: torch.Tensor = (counter_rng.mix32(index + first & 0xFFFFFFFF) >> 8).float() * 2.0**-24 - 0.5
-    return numbers.view(vectors.shape)
+def _multiply(factor: torch.Tensor, terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """``out`` <- the product of ``factor`` and the sum of the terms."""
+    torch.mm(factor, terms[0], out=out)
+    for term in terms[1:]:
+        out.addmm_(factor, term)
 
 
 class InNumpy:

@@ -28,7 +28,7 @@ from dtcomm.collectives.groups import Announcement, GroupOrMesh, sent_bytes
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
-from dtcomm.compress.spec import MAX_ERROR, gaussian_error
+from dtcomm.compress.spec import MAX_ERROR, gaussian_error, require_kernels
 from dtcomm.compress.traffic import Traffic
 from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.torch_compat import ModuleHook
@@ -165,6 +165,9 @@ def compress(
         _require_accurate(forward, "spec")
         _require_accurate(backward, "backward_codec")
     comm = CommConfig.of(forward, backward, algorithm=algorithm, group=mesh)
+    if comm.world_size > 1:
+        require_kernels([forward], model.parameters(), "spec")
+        require_kernels([backward], model.parameters(), "backward_codec")
     modules = resolve_plan(model, plan, comm.world_size)
     entries = {name: entry for name, (_, entry) in modules.items()}
     excluded = _excluded_layers(given["exclude"], entries)

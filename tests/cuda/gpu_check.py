@@ -29,9 +29,8 @@ from typing import NamedTuple, TextIO
 from bench.common.report import write_whole
 
 HERE = Path(__file__).parent
-# Thousands of small tests, most of their time on the CPU, and kernels that Triton compiles: several processes at once
-# where pytest-xdist is found.
-FUSED = ("test_fused.py", "test_triton.py")
+# Thousands of small tests, most of their time on the CPU: several processes at once where pytest-xdist is found.
+FUSED = ("test_fused.py",)
 KERNELS = ("test_device.py",)
 WORKERS = 12
 INFERENCE = HERE / "test_inference.py"

@@ -10,7 +10,7 @@ import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
-from dtcomm.kernels import cpu, dispatch
+from dtcomm.kernels import cpu
 from dtcomm.kernels.calls import Combine
 from tests.unit.codecs import cases
 from tests.unit.kernels.inputs import KINDS, SIZES, floats
@@ -22,10 +22,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device that torch can use"),
 ]
-EVERYTHING = [
-    candidate for candidate in cases.codecs_with_option_sets() if dispatch.runs_on("cuda", candidate)
-]
-FEW = [candidate for candidate in cases.codecs_with_single_changes() if dispatch.runs_on("cuda", candidate)]
+EVERYTHING = [candidate for candidate in cases.codecs_with_option_sets() if candidate.has_cuda_kernel]
+FEW = [candidate for candidate in cases.codecs_with_single_changes() if candidate.has_cuda_kernel]
 FIELDS = ("local", "residual", "payload_out", "out")
 
 

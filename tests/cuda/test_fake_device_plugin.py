@@ -9,8 +9,8 @@ import pytest
 from dtcomm.kernels import dispatch
 
 HERE = Path(__file__).parent
-# Parameters of each body that take little time. Not included: Triton tests, which tests/triton interprets, tests with
-# ranks in separate processes, and properties that only a real device has.
+# Parameters of each body that take little time. Not included: tests with ranks in separate processes, and
+# properties that only a real device has.
 BODIES = {
     "test_fused.py": "sanitizer or graph or queued or (virtual_ranks and all_gather and bfloat16 and 2)",
     "test_epilogue.py": "sanitizer or graph or symmetric_sum_of_virtual_ranks and 3",

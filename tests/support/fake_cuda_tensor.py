@@ -368,9 +368,9 @@ class _Kernels:
 @contextmanager
 def fake_cuda_device(streams: RecordedStreams) -> Iterator[None]:
     """Give this thread a fake CUDA device with these streams, within the block."""
-    originals = dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"]
-    dispatch._for_devices = lambda: (dispatch.CUDA,)
-    dispatch.load_backend = lambda name: _Kernels
+    originals = dispatch.installed, dispatch.cuda_kernels, runtime_streams.STREAM_TYPES["cuda"]
+    dispatch.installed = lambda: True
+    dispatch.cuda_kernels = lambda: _Kernels
     runtime_streams.STREAM_TYPES["cuda"] = lambda _: streams.another()
     streams.device = DEVICE
     _thread_state.streams = streams
@@ -379,7 +379,7 @@ def fake_cuda_device(streams: RecordedStreams) -> Iterator[None]:
             yield
     finally:
         _thread_state.streams = None
-        dispatch._for_devices, dispatch.load_backend, runtime_streams.STREAM_TYPES["cuda"] = originals
+        dispatch.installed, dispatch.cuda_kernels, runtime_streams.STREAM_TYPES["cuda"] = originals
 
 
 @contextmanager

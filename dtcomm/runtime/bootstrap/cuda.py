@@ -58,15 +58,12 @@ class CudaBootstrap(CpuBootstrap):
                 **self._base_info(),
                 "backend": backend,
                 "gpu": describe_gpu(self._device),
-                "factors": dispatch.low_rank_backend(),
+                "kernels": dispatch.installed(),
             }
         )
         self._read_base_info(infos)
         require_equal(infos, "backend", f"the group's backend for {self._device.type}")
-        # Each rank orthonormalizes PowerSGD's factors itself, so all must do it to the same bits.
-        require_equal(
-            infos, "factors", "what serves factors of low rank: cuda where dtcomm._cuda is built, else torch"
-        )
+        require_equal(infos, "kernels", "whether dtcomm._cuda is built")
         return self._choose_runtime(exchange, infos, backend)
 
     def _choose_runtime(

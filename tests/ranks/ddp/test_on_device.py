@@ -17,7 +17,6 @@ from dtcomm.compress.error_state import FEEDBACKS
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.spec import COMPRESSORS
 from dtcomm.ddp.auto import ProcessGroupConsensus, Tuner
-from dtcomm.kernels import dispatch, low_rank
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
 from tests.support.fake_cuda_ranks import fake_cuda_rank
@@ -198,21 +197,6 @@ def test_no_compressor_waits_for_the_device() -> None:
             for on_cpu, on_device in result["errors"]:
                 assert on_cpu == pytest.approx(on_device, rel=0.05), options
             assert all(result["residuals"].values()) and result["events"][0] == result["events"][1]
-
-
-def run_without_kernels(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    with mock.patch.object(low_rank, "low_rank_backend", lambda: dispatch.TORCH):
-        return run(rank, world_size, cases)
-
-
-def test_low_rank_passes_of_torch_do_not_wait() -> None:
-    cases = [{"spec": policy(MORE["powersgd"])}]
-    ranks = run_ranks(run_without_kernels, 2, cases, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120)
-    for (result,) in ranks:
-        assert result["faults"] == [] and all(map(bits_equal, result["device"], ranks[0][0]["device"]))
-        for at, (on_cpu, on_device) in enumerate(zip(result["cpu"], result["device"], strict=True)):
-            if at // len(BUCKETS) <= BAD:
-                torch.testing.assert_close(on_device, on_cpu, equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

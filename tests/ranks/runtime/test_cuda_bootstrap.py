@@ -19,7 +19,7 @@ def join(rank: int, world_size: int, differ: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "describe_gpu", lambda device: {})
         patch.setattr(cuda, "backend_of", lambda *_: ("gloo", "nccl")[differ == "backend" and rank])
-        patch.setattr(dispatch, "low_rank_backend", lambda: ("cuda", "torch")[differ == "factors" and rank])
+        patch.setattr(dispatch, "installed", lambda: not (differ == "kernels" and rank))
         patch.setattr(CudaBootstrap, "_choose_runtime", lambda *_: None)
         bootstrap = CudaBootstrap(CUDA, rank, list(range(world_size)), dist.group.WORLD, "test")
         try:
@@ -34,7 +34,7 @@ def join(rank: int, world_size: int, differ: str) -> str:
     [
         ("nothing", "joined"),
         ("backend", 'disagree on the group\'s backend for cuda: rank 0: "gloo"; rank 1: "nccl"'),
-        ("factors", 'cuda where dtcomm._cuda is built, else torch: rank 0: "cuda"; rank 1: "torch"'),
+        ("kernels", "whether dtcomm._cuda is built: rank 0: true; rank 1: false"),
     ],
 )
 def test_ranks_that_differ_are_refused_on_all_ranks(differ: str, says: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtcomm.codecs import codec
 from dtcomm.compress.feedback import DGC
 from dtcomm.compress.guard import cosine_limit, finer, residual_limit, send_interval
 from dtcomm.compress.policy import choose_for
-from dtcomm.compress.spec import LevelCodecs, parse_scheme
+from dtcomm.compress.spec import LevelCodecs, parse_scheme, require_kernels
+from dtcomm.kernels import dispatch
 
 
 @pytest.mark.parametrize(
@@ -125,3 +128,24 @@ def test_the_guard_s_limits_of_two_levels_are_those_of_the_coarser_one() -> None
         send_interval(parse_scheme("int8/topk:ratio=0.01")) == 100
         and send_interval(parse_scheme("int8/int4")) == 1
     )
+
+
+def test_a_model_on_a_device_needs_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The errors say what to build, or name the codecs that have a kernel; sums of `exact` need none."""
+    schemes = [parse_scheme(spec) for spec in ("int8/int4", "powersgd", "dgc", "exact")]
+    with FakeTensorMode():
+        weight = torch.empty(8, device="cuda")
+    for built in (True, False):
+        monkeypatch.setattr(dispatch, "installed", lambda built=built: built)
+        require_kernels([parse_scheme("int8")], [torch.empty(8)], "spec")
+        with pytest.raises(
+            ValueError, match=r"^parameters: the model .* 'lossless' has no kernel; valid: none"
+        ):
+            require_kernels([parse_scheme("lossless")], [weight], "parameters")
+        for scheme in schemes:
+            with (
+                nullcontext()
+                if built
+                else pytest.raises(RuntimeError, match=r"^spec: .*_cuda.*DTCOMM_CUDA=1")
+            ):
+                require_kernels([scheme], [weight], "spec")

@@ -119,29 +119,28 @@ def test_the_engine_gets_a_native_kernel() -> None:
 
 
 class RecordingBackend:
-    """Stands for the module `cuda` or `triton` and records the calls that it gets."""
+    """Stands for the module `cuda` and records the calls that it gets."""
 
-    def __init__(self, kernels_run: list[str], name: str) -> None:
-        self.ran, self.name = kernels_run, name
+    def __init__(self) -> None:
+        self.ran: list[str] = []
 
     def combine(self, call: Combine) -> None:
-        self.ran.append(f"{self.name} {call.codec} on {call.payload_out.device}")
+        self.ran.append(f"{call.codec} on {call.payload_out.device}")
 
     def decode(self, codec: Codec, payload: torch.Tensor, numel: int, *_: object) -> None:
-        self.ran.append(f"{self.name} decodes {codec} on {payload.device}")
+        self.ran.append(f"decodes {codec} on {payload.device}")
 
 
 @pytest.fixture
-def install_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
-    """In a mode of fake CUDA tensors, a function that installs recording backends for them."""
+def installs_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], list[str]]]:
+    """In a mode of fake CUDA tensors, a function that says whether `_cuda` is built; it returns what ran there."""
     monkeypatch.delenv("DTCOMM_KERNEL", raising=False)
-    kernels_run: list[str] = []
+    backend = RecordingBackend()
+    monkeypatch.setattr(dispatch, "cuda_kernels", lambda: backend)
 
-    def install(*names: str) -> list[str]:
-        modules = {name: RecordingBackend(kernels_run, name) for name in names}
-        monkeypatch.setattr(dispatch, "_installed", lambda name: name in modules)
-        monkeypatch.setattr(dispatch, "load_backend", modules.__getitem__)
-        return kernels_run
+    def install(built: bool) -> list[str]:
+        monkeypatch.setattr(dispatch, "installed", lambda: built)
+        return backend.ran
 
     with FakeTensorMode():
         yield install
@@ -151,64 +150,43 @@ def on_device() -> torch.Tensor:
     return torch.empty(100, device="cuda")
 
 
-@pytest.mark.parametrize("names", [("cuda",), ("triton",), ("triton", "cuda")])
-def test_device_tensors_run_cuda_before_triton(
-    install_backends: Callable[..., list[str]], names: tuple[str, ...]
-) -> None:
-    kernels_run = install_backends(*names)
+def test_device_tensors_run_in_cuda(installs_cuda: Callable[[bool], list[str]]) -> None:
+    kernels_run = installs_cuda(True)
     payload = ops.encode("int8", on_device())
     assert payload.device == torch.device("cuda", 0)
     assert ops.decode("int8", payload, 100).device == payload.device
-    assert kernels_run == [f"{names[-1]} int8 on cuda:0", f"{names[-1]} decodes int8 on cuda:0"]
+    assert kernels_run == ["int8 on cuda:0", "decodes int8 on cuda:0"]
 
 
-def test_use_forces_a_device_kernel_or_raises(install_backends: Callable[..., list[str]]) -> None:
+def test_use_forces_a_device_kernel_or_raises(installs_cuda: Callable[[bool], list[str]]) -> None:
     """A forced kernel runs or raises, whichever other kernels could run."""
-    kernels_run = install_backends("cuda", "triton")
-    with use("triton"):
-        assert current() == "triton" and dispatch.native_kernel() in available()
+    kernels_run = installs_cuda(True)
+    with use("cuda"):
+        assert current() == "cuda" and dispatch.native_kernel() in available()
         ops.encode("int8", on_device())
-        with pytest.raises(ValueError, match=r"codec: .*'triton' does not support 'none'"):
-            ops.encode("none", on_device())
-        with pytest.raises(
-            ValueError, match=r"x: is on cpu, .*'triton' cannot run without TRITON_INTERPRET=1"
-        ):
-            ops.encode("int8", torch.empty(100))
-    with use("cuda"), pytest.raises(ValueError, match=r"payloads\[0\]: is on cpu, .*'cuda' cannot run"):
-        ops.reduce("int8", [torch.empty(144, dtype=torch.uint8)], 100)
+        with pytest.raises(ValueError, match=r"payloads\[0\]: is on cpu, .*'cuda' cannot run"):
+            ops.reduce("int8", [torch.empty(144, dtype=torch.uint8)], 100)
     with use("generic"), pytest.raises(ValueError, match=r"x: is on cuda:0, .*'generic' cannot run"):
         ops.encode("int8", on_device())
-    assert kernels_run == ["triton int8 on cuda:0"]
+    assert kernels_run == ["int8 on cuda:0"]
 
 
-def test_low_rank_passes_run_in_cuda_or_torch(install_backends: Callable[..., list[str]]) -> None:
-    """Low-rank passes run as CUDA kernels or operators of torch; Triton has none."""
-    install_backends("cuda", "triton")
-    assert dispatch.low_rank_backend() == "cuda"
-    for name in ("cuda", "triton"):
-        with use(name):
-            assert dispatch.low_rank_backend() == {"cuda": "cuda", "triton": "torch"}[name]
-    install_backends("triton")
-    assert dispatch.low_rank_backend() == "torch"
-    install_backends()
-    assert dispatch.low_rank_backend() == "torch"
-
-
-def test_error_when_no_kernel_runs_the_codec(install_backends: Callable[..., list[str]]) -> None:
-    """The error names the installed backends and those whose installation would help."""
-    install_backends()
-    with pytest.raises(RuntimeError, match=r"x: .*'int8'.*installed: none.*DTCOMM_CUDA=1.*triton"):
+def test_error_when_no_kernel_runs_the_codec(installs_cuda: Callable[[bool], list[str]]) -> None:
+    """The error names what to build, or the codecs that have a kernel."""
+    installs_cuda(False)
+    with pytest.raises(RuntimeError, match=r"x: is on cuda:0, .*'int8' needs .*_cuda .*DTCOMM_CUDA=1"):
         ops.encode("int8", on_device())
-    install_backends("triton")
-    with pytest.raises(RuntimeError, match=r"'none' on cuda:0 \(installed: triton\); .*DTCOMM_CUDA=1[^;]*$"):
-        ops.encode("none", on_device())
-    with pytest.raises(ValueError, match=r"name: .*'cuda'.*valid: triton, .*reference; 'cuda' needs .*_cuda"):
+    with pytest.raises(ValueError, match=r"name: .*'cuda'.*valid: .*reference; 'cuda' needs .*_cuda"):
         use("cuda").__enter__()
+    for built in (False, True):
+        installs_cuda(built)
+        with pytest.raises(ValueError, match=r"x: is on cuda:0, .*'exact' has no kernel; valid: none, fp16"):
+            ops.encode("exact", on_device())
 
 
-def test_tensors_on_two_devices_are_refused(install_backends: Callable[..., list[str]]) -> None:
+def test_tensors_on_two_devices_are_refused(installs_cuda: Callable[[bool], list[str]]) -> None:
     """The error names the argument that is on another device than the others."""
-    install_backends("cuda")
+    installs_cuda(True)
     x, cuda_tensor = torch.empty(100), on_device()
     wire = torch.empty(144, dtype=torch.uint8)
     for call, name in (
@@ -231,11 +209,9 @@ def test_tensors_on_two_devices_are_refused(install_backends: Callable[..., list
 def test_available_kernels_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"device: .*'tpu'; valid: cpu, cuda"):
         available("tpu")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(dispatch, "_installed", lambda name: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert available("cuda") == ("cuda", "triton") and available()[-1] == "reference"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert available("cuda") == ("cuda",) and available()[-2:] == ("reference", "triton")
+    for built in (True, False):
+        monkeypatch.setattr(dispatch, "installed", lambda built=built: built)
+        assert available("cuda") == ("cuda",) * built
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert available("cuda") == ()

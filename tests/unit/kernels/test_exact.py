@@ -169,23 +169,3 @@ def test_shared_positions_are_the_same_in_every_kernel(kind: str, options: str) 
         for other in results[1:]:
             for a, b in zip(results[0], other, strict=True):
                 assert torch.equal(a, b), (codec, n, feed, dtype)
-
-
-def test_exact_is_refused_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the codec, whichever backends are installed; no other kernel replaces it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from dtcomm.kernels import dispatch, ops
-
-    monkeypatch.delenv("DTCOMM_KERNEL", raising=False)
-    for installed, words in ((("cuda", "triton"), "cuda, triton"), ((), "none")):
-        monkeypatch.setattr(dispatch, "_installed", installed.__contains__)
-        with FakeTensorMode():
-            x = torch.empty(100, device="cuda")
-            with pytest.raises(
-                RuntimeError, match=rf"no kernel .* 'exact' .*installed: {words}\); move it to the cpu"
-            ):
-                ops.encode("exact", x)
-            if installed:
-                with use("cuda"), pytest.raises(ValueError, match="'cuda' does not support 'exact:bits=16'"):
-                    ops.encode("exact:bits=16", x)

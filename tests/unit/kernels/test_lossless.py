@@ -63,8 +63,6 @@ def test_every_kernel_writes_the_reference_bytes_and_returns_every_bit(n: int, d
             expected = encode("lossless", x)
         assert expected.numel() <= parse("lossless").wire_bytes(n, dtype)
         for kernel in available():
-            if kernel == "triton":
-                continue
             with use(kernel):
                 assert torch.equal(encode("lossless", x), expected), (kernel, kind)
                 assert same_bits(decode("lossless", expected, n, dtype), x), (kernel, kind)
@@ -123,7 +121,7 @@ def test_no_elements_have_no_payload() -> None:
             assert decode("lossless", torch.empty(0, dtype=torch.uint8), 0).numel() == 0
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in available() if kernel != "triton"])
+@pytest.mark.parametrize("kernel", available())
 def test_damaged_payloads_are_refused_or_decode_to_something(kernel: str) -> None:
     """Whatever the bytes are: PayloadCorrupt, or a tensor, and nothing else."""
     generator = torch.Generator().manual_seed(3)

@@ -17,7 +17,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NAN, INF = float("nan"), float("inf")
 GRANULE = 4096
 
-every_kernel = pytest.mark.parametrize("kernel", [k for k in available() if k != "triton"], indirect=True)
+every_kernel = pytest.mark.parametrize("kernel", available(), indirect=True)
 pytestmark = pytest.mark.usefixtures("kernel")
 
 
