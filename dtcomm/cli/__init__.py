@@ -1,4 +1,4 @@
-"""The commands, and what several of them share: lists of codecs, byte counts as people write them, the style of plots.
+"""The commands, and what several of them share: lists of codecs, byte counts as people write them, and output.
 
 Sizes have a unit K, M, G or T (1K, 64M, 1.5G), where K is 1024 as in nccl-tests.
 """
@@ -6,10 +6,17 @@ Sizes have a unit K, M, G or T (1K, 64M, 1.5G), where K is 1024 as in nccl-tests
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from dtcomm.system import write_file
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: What torchrun sets; with these a command runs as one rank of a job.
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -93,6 +100,49 @@ def series(smallest: int, largest: int, step: int, factor: int) -> list[int]:
             raise ValueError(f"sizes do not grow from {sizes[-1]}")
         sizes.append(size)
     return sizes
+
+
+def show_progress(text: str = "") -> None:
+    """Write what is measured over the last line of stderr, or clear that line; nothing if stderr is not a terminal.
+
+    No thread draws it, since that would disturb the measurement.
+    """
+    if sys.stderr.isatty():
+        print(f"\r{text}\033[K", end="", file=sys.stderr, flush=True)
+
+
+def write_json(values: Mapping[str, Any], target: str | None, *, allow_nan: bool = False) -> bool:
+    """Write JSON to a file, to standard output for ``-``, or not at all for None; return whether to print tables."""
+    if target is None:
+        return True
+    text = json.dumps(values, indent=1, allow_nan=allow_nan) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return False
+    write_file(target, text)
+    return True
+
+
+def new_table(columns: Sequence[str], title: str | None = None, *, plain: bool = False) -> Table:
+    """Return a table of rich; ``>`` before the name of a column aligns it right, ``~`` folds what is too wide.
+
+    A ``plain`` table has no lines but the one below its heads.
+    """
+    from rich import box
+    from rich.table import Table as RichTable
+
+    style: dict[str, Any] = (
+        {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False} if plain else {}
+    )
+    table = RichTable(title=title, title_justify="left", **style)
+    for column in columns:
+        name = column.lstrip(">~")
+        marks = column.removesuffix(name)
+        fold = "~" in marks
+        align: Any = "right" if ">" in marks else "left"
+        table.add_column(name, justify=align, overflow="fold" if fold else "ellipsis", no_wrap=not fold)
+    return table
 
 
 INK = "#2b2b33"

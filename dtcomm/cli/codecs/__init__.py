@@ -7,32 +7,38 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
+import itertools
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from dtcomm import measure as device_info
-from dtcomm.cli import GREY, INK, count_argument, size_argument, split_codecs, styled_pyplot
+from dtcomm.cli import (
+    GREY,
+    INK,
+    count_argument,
+    new_table,
+    show_progress,
+    size_argument,
+    split_codecs,
+    styled_pyplot,
+    write_json,
+)
 from dtcomm.cli.codecs import measure as codecs_measure
-from dtcomm.cli.codecs.measure import CodecRow, OnDevice
+from dtcomm.cli.codecs.measure import CodecRow, Error, OnDevice
 from dtcomm.cli.perf import placement
 from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.kernels import available, current
 from dtcomm.measure.memory_floor import REDUCED_PAYLOADS
-from dtcomm.system import save_figure, write_file
+from dtcomm.system import save_figure
 
 VERSION = 1  # of the JSON
 SUM = f"reduce {REDUCED_PAYLOADS}"  # the reduction whose share of the memory floor the table shows
@@ -109,16 +115,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == placement.CUDA:
         gpu = torch.device("cuda", torch.cuda.current_device())
         device, facts = OnDevice(gpu), device_info.describe_gpu(gpu)
-    with _progress(len(codecs)) as step:
-        rows = codecs_measure.measure_codecs(codecs, samples, size, step, device)
+    number = itertools.count(1)
 
-    if options.json is not None:
-        text = json.dumps(as_dict(rows, size, facts), indent=1, allow_nan=False) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            write_file(options.json, text)
-    if options.json != "-":
+    def step(spec: str) -> None:
+        show_progress(f"{next(number)} of {len(codecs)}: {spec}")
+
+    rows = codecs_measure.measure_codecs(codecs, samples, size, step, device)
+    show_progress()
+    if write_json(as_dict(rows, size, facts), options.json):
         console = Console()
         console = Console(width=max(console.width, WIDTH) if console.is_terminal else PIPE_WIDTH)
         print_table(rows, console, size, facts["name"] if facts else "")
@@ -128,21 +132,6 @@ def main(argv: list[str] | None = None) -> int:
         plot(rows, options.plot)
         print(f"Wrote {options.plot}", file=sys.stderr)
     return 0
-
-
-@contextmanager
-def _progress(count: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function that advances a progress bar on stderr; without a terminal it does nothing."""
-    columns = (TextColumn("{task.description:<36}"), BarColumn(40), MofNCompleteColumn())
-    console = Console(stderr=True)
-    # No refresh thread, which would disturb the measurement.
-    bar = Progress(
-        *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
-    )
-    with bar:
-        task = bar.add_task("", total=count)
-        done = iter(range(count))
-        yield lambda what: bar.update(task, description=what, completed=next(done), refresh=True)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -233,16 +222,13 @@ def print_table(rows: Sequence[CodecRow], console: Console, size: int | None, de
     """Print the table and its legend; ``device`` is the name of the measured GPU."""
     samples = list(rows[0].errors)
     detailed = samples[-1]  # the user's tensors if any, else the hardest sample
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("codec", overflow="fold")  # on a narrow terminal names are folded, not numbers
     heads = ["bits per\nelement", "block"]
     heads += [] if size is None else ["encode\nGB/s", "decode\nGB/s"]
     heads += ["of floor:\nencode", "\ndecode", f"\n{SUM}"] if size is not None and device else []
     heads += [f"error on\n{name}" for name in samples] + ["worst\nblock", "1 - cosine"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    # On a narrow terminal names are folded, not numbers.
+    table = new_table(["~codec", *(f">{head}" for head in heads)], plain=True)
     for row in rows:
-        error = row.errors[detailed]
         cells = [f"{row.bits_per_element:.3g}", str(row.block)]
         if row.speed is None and size is not None:
             cells += ["-"] * (5 if device else 2)
@@ -251,11 +237,7 @@ def print_table(rows: Sequence[CodecRow], console: Console, size: int | None, de
         if row.speed is not None and device:
             cells += [f"{row.speed.of_floor[verb]:.2f}" for verb in ("encode", "decode", SUM)]
         cells += [_number(row.errors[name].relative_l2) for name in samples]
-        cells += [
-            _number(error.worst_block),
-            _number(None if error.cosine is None else max(0.0, 1 - error.cosine)),
-        ]
-        table.add_row(row.spec, *cells)
+        table.add_row(row.spec, *cells, *_worst_block_and_cosine(row.errors[detailed]))
     console.print(table)
     speed = "" if size is None else f"GB/s: fp32, one core, {size / 2**20:g} MiB, kernel {current()}. "
     if size is not None and device:
@@ -275,11 +257,8 @@ def print_table(rows: Sequence[CodecRow], console: Console, size: int | None, de
 
 def print_tensor_table(rows: Sequence[CodecRow], console: Console) -> None:
     """Print one line for each tensor of the user's file and each codec."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("codec", overflow="fold")
-    for head in ("elements", "bits per\nelement", "error", "worst\nblock", "1 - cosine"):
-        table.add_column(head, justify="right", no_wrap=True)
+    numbers = (">elements", ">bits per\nelement", ">error", ">worst\nblock", ">1 - cosine")
+    table = new_table(["~tensor", "~codec", *numbers], plain=True)
     for name in rows[0].tensors:
         for row in rows:
             error = row.tensors[name]
@@ -289,10 +268,14 @@ def print_tensor_table(rows: Sequence[CodecRow], console: Console) -> None:
                 f"{error.numel:,}",
                 f"{8 * error.wire_bytes / error.numel:.3g}",
                 _number(error.relative_l2),
-                _number(error.worst_block),
-                _number(None if error.cosine is None else max(0.0, 1 - error.cosine)),
+                *_worst_block_and_cosine(error),
             )
     console.print(table)
+
+
+def _worst_block_and_cosine(error: Error) -> tuple[str, str]:
+    cosine = None if error.cosine is None else max(0.0, 1 - error.cosine)
+    return _number(error.worst_block), _number(cosine)
 
 
 def _number(value: float | None) -> str:

@@ -13,12 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from dtcomm.cli import COLOURS, split_codecs, styled_pyplot
+from dtcomm.cli import COLOURS, new_table, split_codecs, styled_pyplot
 from dtcomm.cli.demo import train
 from dtcomm.cli.demo.train import PLAIN, Settings
 from dtcomm.codecs import codec
@@ -200,18 +198,9 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         f"{seeds} seed{'s' if seeds > 1 else ''}, {summary['seconds']:.0f} s",
         highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("gradients", no_wrap=True)
-    for heading in (
-        "training\nloss",
-        "held-out\nloss",
-        "against\nplain",
-        "sent,\nMB/step",
-        "against\nplain",
-        "comm\nms",
-        "step\nms",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    losses = (">training\nloss", ">held-out\nloss", ">against\nplain")
+    costs = (">sent,\nMB/step", ">against\nplain", ">comm\nms", ">step\nms")
+    table = new_table(["gradients", *losses, *costs], plain=True)
     for run in runs:
         plain = run is runs[0]
         table.add_row(
@@ -226,10 +215,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(_TABLE_NOTES, highlight=False)
-    links = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    links.add_column("", no_wrap=True)
-    for link in LINK_GBITS:
-        links.add_column(f"{link} Gbit/s", justify="right", no_wrap=True)
+    links = new_table(["", *(f">{link} Gbit/s" for link in LINK_GBITS)], plain=True)
     for run in runs:
         links.add_row(run["name"], *(_milliseconds(value) for value in run["milliseconds_on_link"].values()))
     console.print(links)

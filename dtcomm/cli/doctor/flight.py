@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dtcomm.cli import new_table
 from dtcomm.system import printable
 
 #: Collectives whose recorded size is that of one rank's shard.
@@ -102,7 +103,9 @@ def report(directory: str, *, as_json: bool) -> int:
     """Print the diagnoses; return 0 if nothing is wrong, 1 if something is, or 2 if there are no records."""
     records, unreadable = load(Path(directory))
     if not records:
-        return _no_records(directory, unreadable)
+        reason = "; ".join(unreadable) or "no rank-*.json in it"
+        print(f"dtcomm doctor: --flight {directory}: no flight records: {reason}", file=sys.stderr)
+        return 2
     diagnoses = diagnose(records)
     healthy = all(diagnosis.healthy for diagnosis in diagnoses)
     if as_json:
@@ -119,12 +122,6 @@ def report(directory: str, *, as_json: bool) -> int:
     for diagnosis in sorted(diagnoses, key=lambda diagnosis: diagnosis.healthy):  # failures first
         _print(diagnosis)
     return 0 if healthy else 1
-
-
-def _no_records(directory: str, unreadable: list[str]) -> int:
-    reason = "; ".join(unreadable) or "no rank-*.json in it"
-    print(f"dtcomm doctor: --flight {directory}: no flight records: {reason}", file=sys.stderr)
-    return 2
 
 
 def load(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -199,7 +196,6 @@ def _as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 def _print(diagnosis: Diagnosis) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     mark = "[green]ok[/]   " if diagnosis.healthy else "[red]FAIL[/] "
@@ -207,15 +203,11 @@ def _print(diagnosis: Diagnosis) -> None:
     if diagnosis.healthy:
         return
     ranks = format_ranks([rank.rank for rank in diagnosis.ranks])
-    table = Table(title=f"communicator {escape(diagnosis.id)}: {ranks}")
-    for name in ("rank", "last entered", "state", "what", "size", "for", "waited for", "of"):
-        table.add_column(name, justify="right" if name in ("rank", "last entered", "size", "for") else "left")
+    columns = (">rank", ">~last entered", "~state", "~what", ">size", ">for", "~waited for", "~of")
+    table = new_table(columns, f"communicator {escape(diagnosis.id)}: {ranks}")
     for rank in diagnosis.ranks:
-        table.add_row(
-            *_cells(rank, diagnosis.number),
-            style="red" if rank.rank in diagnosis.culprits else "",
-            end_section=False,
-        )
+        style = "red" if rank.rank in diagnosis.culprits else ""
+        table.add_row(*_cells(rank, diagnosis.number), style=style)
     console.print(table)
 
 

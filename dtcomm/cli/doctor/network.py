@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import env
+from dtcomm.cli import show_progress
 from dtcomm.cli.doctor.checks import FAIL, NOTE, OK, Check
 from dtcomm.runtime import emulated_link
 from dtcomm.runtime.bootstrap import between_hosts
@@ -103,9 +104,10 @@ def measure(expect: str = "", *, quiet: bool = False) -> list[Check] | None:
     descriptions = [json.loads(store.get(f"rank {other}")) for other in range(size)]
     hosts = [text["host"] for text in descriptions]
     rounds = schedule(hosts)
-    progress = _Progress(len(rounds), quiet or rank != 0)
+    shows = rank == 0 and not quiet
     for number, pairs in enumerate(rounds):
-        progress.show(number, pairs)
+        if shows:
+            _show_round(number, pairs, len(rounds))
         for pair in pairs:
             if rank in pair:
                 result = _measured(pair, hosts)
@@ -115,9 +117,9 @@ def measure(expect: str = "", *, quiet: bool = False) -> list[Check] | None:
         # A rank would otherwise keep memory and connections for every peer. Not before both ranks of a pair are done,
         # because the last message may still be under way when `send` has returned.
         collectives.release()
-    progress.close()
     results = []
     if rank == 0:
+        show_progress()
         for pair in (pair for pairs in rounds for pair in pairs):
             stored = json.loads(store.get(f"pair {pair}"))
             results.append(LinkResult(**{**stored, "ranks": pair, "gbit": tuple(stored["gbit"])}))
@@ -395,24 +397,10 @@ def table(check: Check) -> list[str]:
     return ["  " + "".join(f"{cell:>8}" for cell in row) for row in rows]
 
 
-class _Progress:
-    """Prints the number of the round: on a terminal in one line, else at every tenth of the rounds."""
-
-    def __init__(self, rounds: int, quiet: bool) -> None:
-        self._rounds = rounds
-        self._quiet = quiet
-        self._terminal = sys.stderr.isatty()
-
-    def show(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:
-        if self._quiet:
-            return
-        text = f"measuring links: round {number + 1} of {self._rounds}"
-        if self._terminal:
-            listing = ", ".join(f"{a} and {b}" for a, b in pairs[:4]) + (", ..." if len(pairs) > 4 else "")
-            print(f"\r{text}: ranks {listing}\033[K", end="", file=sys.stderr, flush=True)
-        elif number % max(1, self._rounds // 10) == 0:
-            print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._terminal and not self._quiet:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+def _show_round(number: int, pairs: Sequence[tuple[int, int]], rounds: int) -> None:
+    """Show the number of the round: on a terminal in one line, else at every tenth of the rounds."""
+    text = f"measuring links: round {number + 1} of {rounds}"
+    listing = ", ".join(f"{a} and {b}" for a, b in pairs[:4]) + (", ..." if len(pairs) > 4 else "")
+    show_progress(f"{text}: ranks {listing}")
+    if not sys.stderr.isatty() and number % max(1, rounds // 10) == 0:
+        print(text, file=sys.stderr, flush=True)

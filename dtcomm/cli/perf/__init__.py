@@ -14,13 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtcomm.cli import LAUNCHER
+from dtcomm.cli import LAUNCHER, write_json
 from dtcomm.cli.perf.args import PerfOptions, import_modules, parse
-from dtcomm.cli.perf.output import Printer, to_json, write_plot
+from dtcomm.cli.perf.output import Printer, as_dict, write_plot
 from dtcomm.cli.perf.runner import PerfReport, ProgressListener, run
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
-from dtcomm.system import write_file
 
 
 def main(argv: list[str]) -> int:
@@ -37,11 +36,7 @@ def main(argv: list[str]) -> int:
         print(f"{detail}dtcomm perf: {error}", file=sys.stderr)
         return 2
     if not launched or os.environ["RANK"] == "0":
-        if options.json == "-":
-            sys.stdout.write(to_json(report, argv))
-            sys.stdout.flush()
-        elif options.json is not None:
-            write_file(options.json, to_json(report, argv))
+        write_json(as_dict(report, argv), options.json)
         if options.plot is not None:
             write_plot(report, Path(options.plot))
             print(f"# {options.plot}", file=sys.stderr)

@@ -171,85 +171,39 @@ def parser() -> argparse.ArgumentParser:
     )
     size, count = cli.size_argument, cli.count_argument
     add = command.add_argument
+
+    def number(short: str, name: str, least: int, default: int, text: str) -> None:
+        command.add_argument(short, name, type=count(least), default=default, metavar="N", help=text)
+
     add("collective", nargs="?", choices=tuple(COLLECTIVES), help="with --schedule: default, the schedule's")
     add("-b", "--minbytes", type=size(0), default="32M", metavar="SIZE", help="smallest size (1K, 64M, ...)")
     add("-e", "--maxbytes", type=size(0), default="32M", metavar="SIZE", help="largest size")
     add("-i", "--stepbytes", type=size(0), default="1M", metavar="SIZE", help="step between sizes")
-    add(
-        "-f",
-        "--stepfactor",
-        type=count(2),
-        default=0,
-        metavar="N",
-        help="factor between sizes, instead of -i",
-    )
-    add("-n", "--iters", type=count(1), default=20, metavar="N", help="timed operations")
-    add(
-        "-w", "--warmup_iters", type=count(0), default=5, metavar="N", help="operations before the timed ones"
-    )
-    add(
-        "-m",
-        "--agg_iters",
-        type=count(1),
-        default=1,
-        metavar="N",
-        help="operations started together per iteration",
-    )
-    add(
-        "-N",
-        "--run_cycles",
-        type=count(0),
-        default=1,
-        metavar="N",
-        help="repeat all sizes N times; 0: forever",
-    )
-    add("-c", "--check", type=count(0), default=1, metavar="N", help="check results N times, with new values")
+    number("-f", "--stepfactor", 2, 0, "factor between sizes, instead of -i")
+    number("-n", "--iters", 1, 20, "timed operations")
+    number("-w", "--warmup_iters", 0, 5, "operations before the timed ones")
+    number("-m", "--agg_iters", 1, 1, "operations started together per iteration")
+    number("-N", "--run_cycles", 0, 1, "repeat all sizes N times; 0: forever")
+    number("-c", "--check", 0, 1, "check results N times, with new values")
     add("-o", "--op", default="sum", metavar="OP", help=f"{', '.join(OPS)}, several (a,b), or all")
-    add(
-        "-d",
-        "--datatype",
-        default="float",
-        metavar="TYPE",
-        help=f"{', '.join(DTYPES)}, several (a,b), or all",
-    )
-    add(
-        "-r",
-        "--root",
-        type=_root,
-        default="0",
-        metavar="RANK",
-        help="root of a rooted collective, or all in turn",
-    )
+    add("-d", "--datatype", default="float", metavar="TYPE",
+        help=f"{', '.join(DTYPES)}, several (a,b), or all")  # fmt: skip
+    add("-r", "--root", type=_root, default="0", metavar="RANK",
+        help="root of a rooted collective, or all in turn")  # fmt: skip
     add("-a", "--average", type=int, choices=(0, 1, 2, 3), default=3, help="report rank 0, mean, min or max")
-    add(
-        "-z",
-        "--blocking",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: untimed barrier before each operation",
-    )
+    add("-z", "--blocking", type=int, choices=(0, 1), default=0,
+        help="1: untimed barrier before each operation")  # fmt: skip
     add("-C", "--report_cputime", action="store_true", help="report CPU time instead of elapsed time")
     add("-I", "--per_iter", action="store_true", help="statistics over iterations, slowest rank of each")
     add("-O", "--out_of_place", type=int, choices=(0, 1), default=1, help="0: measure in place only")
-    add("-G", "--cudagraph", type=count(0), default=0, metavar="N",
-        help="capture the -n operations as one CUDA graph and time N replays of it")  # fmt: skip
-    add(
-        "-T", "--timeout", type=float, default=600.0, metavar="S", help="timeout of one operation, in seconds"
-    )
+    number("-G", "--cudagraph", 0, 0, "capture the -n operations as one CUDA graph and time N replays of it")
+    add("-T", "--timeout", type=float, default=600.0, metavar="S",
+        help="timeout of one operation, in seconds")  # fmt: skip
     add = command.add_argument_group("not in nccl-tests").add_argument
-    add(
-        "--codec",
-        action="append",
-        metavar="SPEC",
-        help="none, fp16, int8:block=64, ...; repeated or a,b (none)",
-    )
-    add(
-        "--algorithm",
-        action="append",
-        metavar="NAME",
-        help="auto, direct, ring, ..., or your own (--import); repeated or a,b (auto)",
-    )
+    add("--codec", action="append", metavar="SPEC",
+        help="none, fp16, int8:block=64, ...; repeated or a,b (none)")  # fmt: skip
+    add("--algorithm", action="append", metavar="NAME",
+        help="auto, direct, ring, ..., or your own (--import); repeated or a,b (auto)")  # fmt: skip
     add("--schedule", metavar="FILE",
         help="your own schedule, as `print(schedule)` writes it: verified, then measured")  # fmt: skip
     add_import_argument(add)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from dtcomm import collectives
 from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import COLLECTIVES
 from dtcomm.cli.perf.mpi import OpenMpi
@@ -35,10 +36,7 @@ class Dtcomm(Backend):
     runtime: ClassVar[str] = ""
 
     def __init__(self, timeout: float, place: Placement | None = None) -> None:
-        from dtcomm import collectives
-
         super().__init__(timeout, place)
-        self._collectives = collectives
         with _environment("DTCOMM_RUNTIME", self.runtime):
             collectives.all_reduce(torch.zeros(1, device=self.place.device), group=self.group)
             self._info = self._info_now()
@@ -49,39 +47,20 @@ class Dtcomm(Backend):
         return "gloo" if why_no_nccl(self.place.shared_gpu) else "cpu:gloo,cuda:nccl"
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        do: Any = self._collectives
-        out, source = call.output, call.input
         options = {
             "codec": call.codec,
             "algorithm": call.algorithm,
             "group": self.group,
             "async_op": asynchronous,
         }
-        is_root = dist.get_rank() == call.root
         if call.schedule is not None:
             return self._bind_schedule(call, options)
-        match call.collective:
-            case "all_reduce":
-                return lambda: do.all_reduce(out, call.op, **options)
-            case "reduce":
-                return lambda: do.reduce(out, call.root, call.op, **options)
-            case "reduce_scatter":
-                return lambda: do.reduce_scatter(out, source, call.op, **options)
-            case "all_gather":
-                return lambda: do.all_gather(out, source, **options)
-            case "gather":
-                return lambda: do.gather(source, out if is_root else None, call.root, **options)
-            case "scatter":
-                return lambda: do.scatter(out, source if is_root else None, call.root, **options)
-            case "all_to_all":
-                return lambda: do.all_to_all(out, source, **options)
-            case "sendrecv":
-                return self._sendrecv(call, asynchronous)
-            case _:
-                return lambda: do.broadcast(out, call.root, **options)
+        if call.collective == "sendrecv":
+            return self._sendrecv(call, asynchronous)
+        return bind_collective(call.collective, call.output, call.input, call.op, call.root, options)
 
     def _bind_schedule(self, call: CollectiveCall, options: dict[str, Any]) -> Callable[[], Any]:
-        do: Any = self._collectives
+        do: Any = collectives
         schedule, op = call.schedule, call.op if COLLECTIVES[call.collective].reduces else "sum"
         options = {name: value for name, value in options.items() if name != "algorithm"}
         out: torch.Tensor | None = call.output
@@ -92,7 +71,7 @@ class Dtcomm(Backend):
         return lambda: do.run(schedule, out, source, op, **options)
 
     def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        do: Any = self._collectives
+        do: Any = collectives
         options = {"codec": call.codec, "group": self.group}
         run = bind_ring_exchange(
             lambda peer: do.send(call.input, peer, **options, async_op=True),
@@ -133,9 +112,33 @@ class Dtcomm(Backend):
 
     def _info_now(self) -> dict[str, Any]:
         """Return dtcomm.info of the communicator for tensors on this placement's device."""
-        info: dict[str, Any] = self._collectives.info(self.group)
+        info: dict[str, Any] = collectives.info(self.group)
         device_info: dict[str, Any] = info.get("devices", {}).get(str(self.place.device), info)
         return device_info
+
+
+def bind_collective(
+    name: str, out: torch.Tensor, source: torch.Tensor, op: str, root: int, options: dict[str, Any]
+) -> Callable[[], Any]:
+    """Return a function that makes a call of dtcomm; the root of gather and scatter alone passes the whole tensor."""
+    do: Any = collectives
+    is_root = dist.get_rank() == root
+    match name:
+        case "all_reduce":
+            return lambda: do.all_reduce(out, op, **options)
+        case "reduce":
+            return lambda: do.reduce(out, root, op, **options)
+        case "reduce_scatter":
+            return lambda: do.reduce_scatter(out, source, op, **options)
+        case "gather":
+            return lambda: do.gather(source, out if is_root else None, root, **options)
+        case "scatter":
+            return lambda: do.scatter(out, source if is_root else None, root, **options)
+        case "broadcast":
+            return lambda: do.broadcast(out, root, **options)
+        case "all_gather":
+            return lambda: do.all_gather(out, source, **options)
+    return lambda: do.all_to_all(out, source, **options)
 
 
 class Native(Dtcomm):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import DTYPES
-from dtcomm.cli.perf.placement import CPU, Placement
+from dtcomm.cli.perf.placement import CPU, Placement, gather
 from dtcomm.system import allowed_cores, write_file
 
 SOURCE = Path(__file__).with_name("mpi_rank.c")
@@ -175,9 +175,7 @@ class OpenMpi(Backend):
     def __init__(self, timeout: float, place: Placement | None = None) -> None:
         super().__init__(timeout, place)
         ranks = dist.get_world_size()
-        hosts: list[Any] = [None] * ranks
-        dist.all_gather_object(hosts, platform.node())
-        if len(set(hosts)) > 1:
+        if len(set(gather(platform.node()))) > 1:
             raise ValueError("--compare mpi: Open MPI is started on one host, but the ranks are on several")
         self._mpi_ranks: MpiRanks | None = None
         error_text: list[Any] = [None]

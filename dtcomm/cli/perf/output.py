@@ -1,21 +1,19 @@
-"""What ``dtcomm perf`` writes: the table on stdout and a progress bar while the benchmark runs, JSON and a plot.
+"""What ``dtcomm perf`` writes: the table on stdout and the progress while the benchmark runs, JSON and a plot.
 
 The table's first columns are exactly those of nccl-tests, so that parsers of these work. `Printer` is rank 0's
-progress listener: it prints each row when it is measured, with a progress bar on stderr if that is a terminal.
+progress listener: it prints each row when it is measured, and what is measured on stderr if that is a terminal.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import dtcomm
-from dtcomm.cli import format_size, styled_pyplot
+from dtcomm.cli import format_size, show_progress, styled_pyplot
 from dtcomm.cli.perf.args import PerfOptions
 from dtcomm.cli.perf.collectives import COLLECTIVES, bandwidths
 from dtcomm.cli.perf.runner import (
@@ -186,72 +184,39 @@ def _variant_width(options: PerfOptions) -> int:
 
 
 class Printer(ProgressListener):
-    """Prints the table; only the progress bar if stdout is reserved for JSON."""
+    """Prints the table; only the progress if stdout is reserved for JSON."""
 
     def __init__(self, options: PerfOptions) -> None:
         self._options = options
-        self._bar: Any = None
-        self._task: Any = None
+        self._steps, self._step = "", 0
 
     def begin(self, report: PerfReport, steps: int) -> None:
         self._print(format_header(report))
-        self._bar = _make_progress_bar() if steps != 1 else None
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=steps or None)
-            self._bar.start()
+        self._steps = f" of {steps}" if steps else ""
 
     def step(self, description: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, description=description, refresh=True)
+        self._step += 1
+        show_progress(f"{self._step}{self._steps}: {description}")
 
     def rows(self, report: PerfReport, rows: list[PerfRow]) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, len(rows))
-            self._bar.stop()  # so that the rows do not mix with the bar
         self._print([format_row(self._options, row, len(report.ranks)) for row in rows])
-        if self._bar is not None:
-            self._bar.start()
 
     def end(self, report: PerfReport) -> None:
-        self.stop()
         self._print(format_footer(report))
 
     def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        self._bar = None
+        show_progress()
 
     def _print(self, lines: list[str]) -> None:
+        show_progress()
         if not self._options.quiet:
             print("\n".join(lines), flush=True)
 
 
-def _make_progress_bar() -> Any:
-    """Return a progress bar, or None if stderr is not a terminal or rich is not installed."""
-    if not sys.stderr.isatty():
-        return None
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        return None
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        auto_refresh=False,  # a drawing thread would disturb the measurement
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-
-def to_json(report: PerfReport, argv: list[str]) -> str:
-    """Return one JSON object; times in microseconds, bandwidths in GB/s (1e9 bytes), missing values null."""
+def as_dict(report: PerfReport, argv: list[str]) -> dict[str, Any]:
+    """Return JSON values; times in microseconds, bandwidths in GB/s (1e9 bytes), missing values null."""
     averages = average_bandwidths(report)
-    document = {
+    return {
         "version": VERSION,
         "start_time": _time(report.started),
         "args": ["dtcomm", "perf", *argv],
@@ -264,7 +229,6 @@ def to_json(report: PerfReport, argv: list[str]) -> str:
         },
         "end_time": _time(report.ended),
     }
-    return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 
 def _config(report: PerfReport) -> dict[str, Any]:
@@ -385,16 +349,23 @@ def write_plot(report: PerfReport, path: Path) -> None:
     small = {name: [row for row in rows if 0 < row.size <= SMALL] for name, rows in series.items()}
     panels = 2 if any(len(rows) > 1 for rows in small.values()) else 1
     ranks, collective = len(report.ranks), report.options.collective
+
+    def seconds(row: PerfRow) -> float:
+        return row.primary.timing.seconds
+
+    def bandwidth(row: PerfRow) -> float:
+        return bandwidths(COLLECTIVES[collective], row.size, seconds(row), ranks)[1]
+
     with styled_pyplot() as pyplot:
         colours = pyplot.get_cmap("tab10").colors
         figure, all_axes = pyplot.subplots(
             1, panels, figsize=(1 + 5.4 * panels, 4.4), layout="constrained", squeeze=False
         )
-        _plot_panel(all_axes[0][0], series, colours, lambda row: _bandwidth(row, ranks, collective))
+        _plot_panel(all_axes[0][0], series, colours, bandwidth)
         all_axes[0][0].set_ylabel("bus bandwidth, GB/s (1e9 bytes)")
         all_axes[0][0].set_title(f"{collective}, {ranks} ranks, {_statistic(report.options)}")
         if panels == 2:
-            _plot_panel(all_axes[0][1], small, colours, lambda row: _seconds(row) * 1e6)
+            _plot_panel(all_axes[0][1], small, colours, lambda row: seconds(row) * 1e6)
             all_axes[0][1].set_ylabel("time, µs")
             all_axes[0][1].set_title(f"up to {format_size(SMALL)}B")
         if len(series) > 1:
@@ -423,11 +394,3 @@ def _plot_panel(axes: Any, series: dict[str, list[PerfRow]], colours: Sequence[A
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("size, bytes")
     axes.grid(which="major")
-
-
-def _seconds(row: PerfRow) -> float:
-    return row.primary.timing.seconds
-
-
-def _bandwidth(row: PerfRow, ranks: int, collective: str) -> float:
-    return bandwidths(COLLECTIVES[collective], row.size, _seconds(row), ranks)[1]

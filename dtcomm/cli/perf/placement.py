@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from dtcomm.system import allowed_cores
 
 CPU, CUDA = "cpu", "cuda"
 DEVICES = (CPU, CUDA)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,13 @@ class GpuPlacement:
 Placement: TypeAlias = CpuPlacement | GpuPlacement
 
 
+def gather(value: T) -> list[T]:
+    """Return the values of all ranks; all ranks must call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def cuda_available() -> bool:
     """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
@@ -97,8 +105,7 @@ def place_rank(kind: str) -> Placement:
     if not cuda_available():
         raise ValueError("--device cuda: torch sees no CUDA device; valid: cpu")
     place = GpuPlacement(int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-    ids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ids, place.id)
+    ids = gather(place.id)
     place.shared_gpu = describe_shared_gpu(ids)
     place.ranks_on_gpu = ids.count(place.id)
     return place
@@ -114,8 +121,7 @@ def describe_shared_gpu(ids: list[str]) -> str:
 
 def gather_gpus(place: Placement) -> list[dict[str, Any]]:
     """Return the GPUs of all ranks, without duplicates; all ranks must call it."""
-    gpus: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gpus, place.describe_gpu())
+    gpus = gather(place.describe_gpu())
     return list({(gpu["host"], gpu["uuid"]): gpu for gpu in gpus if gpu is not None}.values())
 
 
@@ -136,10 +142,7 @@ def pin_to_core(wanted: bool | None) -> str:
 
 def gather_rank_info(device: str) -> list[RankInfo]:
     """Return process, host and device of every rank; all ranks must call it."""
-    own = RankInfo(rank=dist.get_rank(), pid=os.getpid(), hostname=platform.node(), device=device)
-    infos: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(infos, own)
-    return infos
+    return gather(RankInfo(rank=dist.get_rank(), pid=os.getpid(), hostname=platform.node(), device=device))
 
 
 def available_memory() -> int:
@@ -151,7 +154,4 @@ def available_memory() -> int:
 def memory_per_rank(place: Placement, ranks: list[RankInfo]) -> int:
     """Return the bytes that every rank may use, of its host and of its device; all ranks must call it."""
     local_ranks = sum(rank.hostname == platform.node() for rank in ranks)
-    limits = [0] * len(ranks)
-    own = min(int(0.8 * available_memory() / local_ranks), int(0.8 * place.free_bytes()))
-    dist.all_gather_object(limits, own)
-    return min(limits)
+    return min(gather(min(int(0.8 * available_memory() / local_ranks), int(0.8 * place.free_bytes()))))

@@ -380,9 +380,8 @@ class CaseBench:
         before = self._backend.transport_snapshot()
         work = self._backend.bind_with_copy(call, asynchronous=True)()
         work.wait()
-        wire_bytes: list[Any] = [None] * self._case.ranks
         # Handles of torch, and a composite of them, have no such attribute.
-        dist.all_gather_object(wire_bytes, getattr(work, "wire_bytes", None))
+        wire_bytes: list[Any] = placement.gather(getattr(work, "wire_bytes", None))
         return None if None in wire_bytes else max(wire_bytes), self._backend.transport_used(before)
 
     def _call(self, buffer: torch.Tensor, in_place: bool) -> CollectiveCall:
@@ -427,9 +426,7 @@ class CaseBench:
                 self._source.copy_(self._case.inputs(0, self._timed_values))
         if not checks:
             return None
-        by_rank: list[list[CheckResult]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(by_rank, checks)
-        return combine_results([check for rank_checks in by_rank for check in rank_checks])
+        return combine_results([check for rank_checks in placement.gather(checks) for check in rank_checks])
 
 
 def timed_values(dtype: torch.dtype) -> exact_inputs.ValueSource:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dtcomm.cli.perf.args import PerfOptions
+from dtcomm.cli.perf.placement import gather
 from dtcomm.measure import Clock
 
 # Powers of two by which a normally distributed value may grow before it overflows.
@@ -150,12 +150,10 @@ def time_operation(
     clock: Clock,
     barrier: Callable[[], Any],
     safe: int,
-    gather: Callable[[list[float]], list[list[float]]] | None = None,
 ) -> Timing:
     """Time an operation call by call, or by graph replays, as the options say; all ranks must call it.
 
-    ``refill`` restores inputs that grow from call to call, after ``safe`` calls; None if they do not grow. ``gather``
-    collects the times of all ranks, by default over torch.distributed.
+    ``refill`` restores inputs that grow from call to call, after ``safe`` calls; None if they do not grow.
     """
     safe = safe if refill is not None else options.iters + options.warmup_iters + 1
     restore = refill or (lambda: None)
@@ -176,15 +174,7 @@ def time_operation(
             safe=safe,
             blocking=options.blocking > 0,
         )
-    by_rank = (gather or gather_times)(times)
-    return summarize(by_rank, options.agg_iters * calls, options.average)
-
-
-def gather_times(times: list[float]) -> list[list[float]]:
-    """Return the times of all ranks; all ranks must call it."""
-    by_rank: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, times)
-    return by_rank
+    return summarize(gather(times), options.agg_iters * calls, options.average)
 
 
 def summarize(by_rank: list[list[float]], per_iteration: int, average: int) -> Timing:

@@ -6,13 +6,14 @@ import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dtcomm import algorithms, planner
 from dtcomm.cli.perf.args import Variant
 from dtcomm.cli.perf.collectives import COLLECTIVES
+from dtcomm.cli.perf.placement import gather
 from dtcomm.codecs import codec
 from dtcomm.measure import exact_inputs
 
@@ -41,29 +42,18 @@ class Case:
     ranks: int
 
     def inputs(self, seed: int, values: exact_inputs.ValueSource) -> torch.Tensor:
-        return exact_inputs.inputs(
-            self.collective,
-            self.count,
-            self.dtype,
-            op=self.reduce_op,
-            rank=self.rank,
-            world_size=self.ranks,
-            seed=seed,
-            values=values,
-        )
+        return exact_inputs.inputs(*self._shape, **self._ranks, seed=seed, values=values)
 
     def expected(self, seed: int, values: exact_inputs.ValueSource) -> torch.Tensor:
-        return exact_inputs.expected(
-            self.collective,
-            self.count,
-            self.dtype,
-            op=self.reduce_op,
-            rank=self.rank,
-            world_size=self.ranks,
-            root=self.root,
-            seed=seed,
-            values=values,
-        )
+        return exact_inputs.expected(*self._shape, **self._ranks, root=self.root, seed=seed, values=values)
+
+    @property
+    def _shape(self) -> tuple[str, int, torch.dtype]:
+        return self.collective, self.count, self.dtype
+
+    @property
+    def _ranks(self) -> dict[str, Any]:
+        return {"op": self.reduce_op, "rank": self.rank, "world_size": self.ranks}
 
     @property
     def reduce_op(self) -> str:
@@ -186,9 +176,7 @@ def checksum(result: torch.Tensor) -> int:
 
 def equal_on_all_ranks(result: torch.Tensor) -> bool:
     """Return whether all ranks have the same bits; all ranks must call it."""
-    seen: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(seen, checksum(result))
-    return len(set(seen)) == 1
+    return len(set(gather(checksum(result)))) == 1
 
 
 def combine_results(checks: Sequence[CheckResult]) -> CheckResult:

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import algorithms, codecs, env
-from dtcomm.cli import LAUNCHER, size_argument, split_codecs
+from dtcomm.cli import LAUNCHER, new_table, size_argument, split_codecs, write_json
 from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.cli.tune.measure import GroupResult, TuneOptions, measure_group
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner.cost_model import Table
-from dtcomm.system import write_file
 
 COLUMNS = 9  # of sizes in the printed table
 EPILOG = """\
@@ -57,13 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         parse_table(json.dumps(document))  # never write a table that cannot be read
         if options.output is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(document, indent=1) + "\n")
+        write_json(document, str(path))
     except (ValueError, TypeError, OSError, DtcommError, RankError) as error:
         print(f"dtcomm tune: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
-    else:
+    if write_json(document, "-" if options.json else None):
         how = "uses it from now on" if path.resolve() == used.resolve() and not is_off else ""
         how = how or f"uses it in jobs with DTCOMM_TUNE={path.resolve()}"
         _show(results, f"Wrote {path} in {time.time() - begun:.0f} s; algorithm='auto' {how}.")
@@ -164,23 +161,15 @@ def _processor() -> str:
 
 def _show(results: list[GroupResult], last_line: str) -> None:
     from rich.console import Console
-    from rich.table import Table as Shown
 
     console = Console()
     console = Console(width=max(console.width, 118))
     for result in results:
-        shown = Shown(
-            title=f"{result['ranks']} ranks on {result['hosts']} host(s): the fastest algorithm, in us",
-            title_justify="left",
-        )
         sizes = sorted({size for row in result["measured"] for size, _ in row["points_us"]})
-        shown.add_column("collective", no_wrap=True)
-        shown.add_column("codec", no_wrap=True)
-        shown.add_column("cores", no_wrap=True)
         step = -(-len(sizes) // COLUMNS)
         sizes = sorted({*sizes[::-step]})
-        for size in sizes:
-            shown.add_column(_size(size), justify="right")
+        title = f"{result['ranks']} ranks on {result['hosts']} host(s): the fastest algorithm, in us"
+        shown = new_table(["collective", "codec", "cores", *(f">~{_size(size)}" for size in sizes)], title)
         kinds: dict[tuple[str, str, str], dict[int, dict[str, float]]] = {}
         for row in result["measured"]:
             by_size = kinds.setdefault((row["collective"], row["codec"], row["placement"]), {})
@@ -208,28 +197,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--nproc", metavar="N", type=int, nargs="+", default=[2, 4], help="local ranks to start (default 2 4)"
-    )
-    add(
-        "--output",
-        "-o",
-        metavar="FILE",
-        type=Path,
-        help="default: the file that DTCOMM_TUNE names, else one in the user's cache folder",
-    )
+    add("--nproc", metavar="N", type=int, nargs="+", default=[2, 4],
+        help="local ranks to start (default 2 4)")  # fmt: skip
+    add("--output", "-o", metavar="FILE", type=Path,
+        help="default: the file that DTCOMM_TUNE names, else one in the user's cache folder")  # fmt: skip
     add("--seconds", metavar="S", type=float, default=45.0, help="approximate total time (default 45)")
     add("--collective", metavar="NAME", action="append", choices=algorithms.collectives(),
         help="only this one; may be repeated (default: those with a choice of algorithms)")  # fmt: skip
     add("--codec", metavar="SPEC", action="append", help="repeated or a,b (default none and int8)")
-    add(
-        "-e",
-        "--maxbytes",
-        metavar="SIZE",
-        type=size_argument(1024),
-        default=64 << 20,
-        help="largest size (default 64M)",
-    )
+    add("-e", "--maxbytes", metavar="SIZE", type=size_argument(1024), default=64 << 20,
+        help="largest size (default 64M)")  # fmt: skip
     add_import_argument(add)
     add("--fresh", action="store_true", help="drop earlier results from the file")
     add("--json", action="store_true", help="print the table as JSON")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +23,13 @@ import torch
 import torch.distributed as dist
 
 from dtcomm import _C, algorithms, codecs, collectives
+from dtcomm.cli import show_progress
 from dtcomm.cli.codecs import measure as codecs_measure
+from dtcomm.cli.perf.collectives import COLLECTIVES
+from dtcomm.cli.perf.libraries import bind_collective
 from dtcomm.cli.perf.placement import pin_to_core
 from dtcomm.codecs import Codec
+from dtcomm.measure.exact_inputs import SHARDS_IN
 from dtcomm.planner.cost_model import FAR, NEAR, PLACEMENTS
 from dtcomm.runtime.communicator import get_communicator
 from dtcomm.system import allowed_cores
@@ -343,8 +346,7 @@ class _Sampler:
 
     def _show(self, share: float | None) -> None:
         if self._label and dist.get_rank() == 0:
-            text = f"{self._label}: {share:4.0%}" if share is not None else ""
-            print(f"\r{text:40}", end="" if text else "\r", file=sys.stderr, flush=True)
+            show_progress("" if share is None else f"{self._label}: {share:4.0%}")
 
 
 class _Inputs:
@@ -364,43 +366,25 @@ class _Inputs:
 
     def bind(self, case: BenchmarkCase, name: str) -> tuple[Callable[[], Any], Callable[[int], None]]:
         """Return a function that makes the call, and one that restores its input after a number of calls."""
-        spec, numel = str(case.codec), max(1, case.nbytes // 4)
+        numel = max(1, case.nbytes // 4)
         first, second = self._tensors
-        options: dict[str, Any] = {"codec": spec, "algorithm": name}
-        match case.collective:
-            case "all_reduce":
-                tensor = first[:numel]
-                call = lambda: collectives.all_reduce(tensor, **options)  # noqa: E731
-                return call, lambda calls: self._shrink(tensor, calls)
-            case "broadcast":
-                return (lambda: collectives.broadcast(first[:numel], 0, **options)), _keep_input
-            case "reduce":  # the root's input grows by one tensor a call, too slowly to overflow
-                return (lambda: collectives.reduce(first[:numel], 0, **options)), _keep_input
-        size = max(1, numel // self._ranks)
-        whole, shard = first[: size * self._ranks], second[:size]
-        root = dist.get_rank() == 0
-        match case.collective:
-            case "reduce_scatter":
-                return (lambda: collectives.reduce_scatter(shard, whole, **options)), _keep_input
-            case "all_gather":
-                return (lambda: collectives.all_gather(whole, shard, **options)), _keep_input
-            case "all_to_all":
-                other = second[: whole.numel()]
-                return (lambda: collectives.all_to_all(other, whole, **options)), _keep_input
-            case "gather":
-                return (lambda: collectives.gather(shard, whole if root else None, 0, **options)), _keep_input
-            case _:
-                return (
-                    lambda: collectives.scatter(shard, whole if root else None, 0, **options)
-                ), _keep_input
+        out = source = first[:numel]
+        if COLLECTIVES[case.collective].sharded:
+            size = max(1, numel // self._ranks)
+            whole, shard = first[: size * self._ranks], second[:size]
+            out, source = (shard, whole) if case.collective in SHARDS_IN else (whole, shard)
+            if case.collective == "all_to_all":
+                out = second[: whole.numel()]
+        options = {"codec": str(case.codec), "algorithm": name}
+        call = bind_collective(case.collective, out, source, "sum", 0, options)
+        if case.collective == "all_reduce":
+            return call, lambda calls: self._shrink(out, calls)
+        # The input of a reduction's root grows by one tensor a call, too slowly to overflow.
+        return call, lambda calls: None
 
     def _shrink(self, tensor: torch.Tensor, calls: int) -> None:
         # A sum in place multiplies by the number of ranks, once all inputs are equal.
         tensor.mul_(float(self._ranks) ** -calls)
-
-
-def _keep_input(calls: int) -> None:
-    pass
 
 
 def _time_calls(call: Callable[[], Any], count: int) -> list[float]:

@@ -9,22 +9,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dtcomm.cli import COLOURS, styled_pyplot
+from dtcomm.cli import COLOURS, show_progress, styled_pyplot, write_json
 from dtcomm.extensions.calibrate.calibration import CANDIDATES, Batch, Calibration, calibrate
 from dtcomm.extensions.calibrate.propose import propose_plan
 from dtcomm.profiling.summary import format_table
-from dtcomm.system import save_figure, write_file
+from dtcomm.system import save_figure
 from dtcomm.tp.hf_transformers import from_config, from_folder
 from dtcomm.tp.layer_plan import PLANS
 
@@ -104,7 +102,8 @@ def inspect(options: argparse.Namespace) -> int:
     """Print the plan that is proposed for a model, and write it."""
     model = make_model(options.model)
     proposal = propose_plan(model, options.ranks, heads=options.heads, vocabulary=options.vocabulary)
-    print(json.dumps(proposal.to_dict(), indent=1) if options.json else proposal)
+    if write_json(proposal.to_dict(), "-" if options.json else None):
+        print(proposal)
     if options.out is not None:
         proposal.write(options.out)
         _wrote(options.out)
@@ -148,19 +147,17 @@ def run_calibration(options: argparse.Namespace) -> int:
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError("--plot needs matplotlib: pip install matplotlib")
     model, batches, plan = _load(options)
-    with _progress(options.quiet or options.json == "-") as progress:
-        limits = {"codecs": options.codecs, "budget": options.budget / 100, "progress": progress}
-        calibration = calibrate(model, batches, options.ranks, options.plan or plan, **limits)
+
+    def progress(done: int, total: int) -> None:
+        if not options.quiet and options.json != "-":
+            show_progress(f"measuring: {done} of {total}" if done < total else "")
+
+    limits = {"codecs": options.codecs, "budget": options.budget / 100, "progress": progress}
+    calibration = calibrate(model, batches, options.ranks, options.plan or plan, **limits)
     calibration.write(options.out)
-    if options.json is not None:
-        entries = calibration.layers.items()
-        layers = {name: {"kind": entry.kind, "codec": entry.codec} for name, entry in entries}
-        text = json.dumps({**calibration.to_dict(), "layers": layers}, indent=1) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            write_file(options.json, text)
-    if options.json != "-":
+    entries = calibration.layers.items()
+    layers = {name: {"kind": entry.kind, "codec": entry.codec} for name, entry in entries}
+    if write_json({**calibration.to_dict(), "layers": layers}, options.json, allow_nan=True):
         show(calibration)
     if options.plot is not None:
         plot(calibration, options.plot)
@@ -189,21 +186,6 @@ def _load(options: argparse.Namespace) -> tuple[nn.Module, Sequence[Batch], Any]
 def _python_source() -> str:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
     return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Any:
-    """Yield a function of (done, total) that shows progress on a terminal."""
-    ignore: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
-    if quiet or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield ignore
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def plan_summary(calibration: Calibration) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -54,7 +53,7 @@ def test_run_on_a_fake_gpu_is_reported() -> None:
     assert "# WARNING: ranks 0 and 1 share a GPU: NCCL is unavailable" in shown
     assert "# Device cuda: torch sees a GPU; --device cpu measures CPU tensors" in shown
     assert "device cuda:0 no GPU" in shown
-    document = json.loads(output.to_json(report, ["all_reduce"]))
+    document = output.as_dict(report, ["all_reduce"])
     assert [gpu["name"] for gpu in document["config"]["gpus"]] == ["no GPU"]
     assert document["config"]["device"] == "cuda" and document["results"][2]["moved_by"] == "gloo"
     heads = next(line for line in output.format_header(report) if line.startswith("#       size"))

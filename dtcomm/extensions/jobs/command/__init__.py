@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dtcomm import env
+from dtcomm.cli import write_json
 from dtcomm.cli.tune import measure as tune_measure
 from dtcomm.extensions.jobs.command import job, links, report
 from dtcomm.extensions.jobs.command.options import PlanOptions, parse
@@ -55,7 +56,7 @@ def _run(options: PlanOptions) -> int:
     else:
         what = options.collective, options.sizes, options.codecs, options.algorithms, options.dtype
         sweeps = [run_sweep(options.system, *what, table, placement)]
-    if report.write_json(as_dict(sweeps, training), options.json):
+    if write_json(as_dict(sweeps, training), options.json):
         report.print_plan(sweeps, training)
     if options.plot is not None:
         report.plot(sweeps, training, options.plot)

@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
-from dtcomm.cli import COLOURS, styled_pyplot
+from dtcomm.cli import COLOURS, new_table, styled_pyplot, write_json
 from dtcomm.extensions.jobs import AXES, JobPlan, JobStep, SiteMethod, across_sites, search
 from dtcomm.extensions.jobs.command.flags import count_name
 from dtcomm.extensions.jobs.command.options import WAN_CODECS, JobOptions, PlanOptions
-from dtcomm.extensions.jobs.command.report import Output, new_table, write_json
+from dtcomm.extensions.jobs.command.report import Output
 from dtcomm.extensions.jobs.rank_costs import PARTS
 from dtcomm.extensions.jobs.search import family
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, size_name, time_name

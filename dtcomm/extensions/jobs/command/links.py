@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtcomm.cli import new_table, write_json
 from dtcomm.extensions.jobs.command.options import LinksOptions
-from dtcomm.extensions.jobs.command.report import Output, new_table, write_json
+from dtcomm.extensions.jobs.command.report import Output
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, size_name, time_name
 from dtcomm.planner import LinkPlan, LinkRates, plan_links
 from dtcomm.planner.cost_model import Table as CostTable

@@ -5,8 +5,6 @@ The plot of a collective shows bus bandwidth and speed-up against size, that of 
 
 from __future__ import annotations
 
-import json
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dtcomm.cli import COLOURS, GREY, INK, styled_pyplot
+from dtcomm.cli import COLOURS, GREY, INK, new_table, styled_pyplot, write_json
 from dtcomm.extensions.jobs.command.flags import count_name
 from dtcomm.extensions.jobs.command.options import PlanOptions
 from dtcomm.extensions.jobs.command.training import Training
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.sweep import MIN_SPEEDUP, Sweep, SweepRow, size_name, time_name
 from dtcomm.extensions.jobs.training_model import ModelSize, RankMemory, memory_table
-from dtcomm.system import save_figure, write_file
+from dtcomm.system import save_figure
 
 WIDTH = 146  # least columns; a narrower terminal wraps the lines
 
@@ -53,29 +51,6 @@ class Output:
             self.line("assumed, not measured:", "dim")
         for text in texts:
             self.line(f"- {text}", "dim")
-
-
-def new_table(columns: Sequence[str], title: str | None = None) -> Table:
-    """Return a table; the name of a column to align right begins with ``>``, that of one to fold with ``~``."""
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        if name.startswith("~"):
-            table.add_column(name[1:], overflow="fold")
-        else:
-            table.add_column(name.lstrip(">"), justify="right" if name[0] == ">" else "left", no_wrap=True)
-    return table
-
-
-def write_json(values: Mapping[str, Any], target: str | None) -> bool:
-    """Write JSON to a file, to standard output for ``-``, or not at all for None; return whether to print tables."""
-    if target is None:
-        return True
-    text = json.dumps(values, indent=1, allow_nan=False) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return False
-    write_file(target, text)
-    return True
 
 
 def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
