@@ -8,7 +8,7 @@ once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,8 @@ class PendingGradient:
         sent: The tensor that is averaged in place, often the gradient itself.
         residual: The collective adds it to ``sent`` and leaves there what the encoding lost; None without feedback.
         encoder_input: A copy of what was offered to the encoder; with DGC only.
-        deferred_residual: The residual that is withheld in this step because the gradient is all zeros; it is added to
-            the new residual afterwards. On a device it holds zeros if nothing is withheld.
+        deferred_residual: The residual that is withheld in this step because the parameter is unused; what the encoding
+            lost is added to it afterwards.
         has_update: A bool tensor without dimensions, with DGC only: whether the velocity took the gradient in. On a
             device the host does not read it.
     """
@@ -119,10 +119,13 @@ class ErrorState:
         buffer: torch.Tensor,
         ranks: int,
         *,
-        may_be_unused: bool = False,
+        unused: Collection[str] = (),
         sampled: bool = False,
     ) -> PreparedBucket:
-        """Return what to average of a bucket; the other arguments are those of `prepare`."""
+        """Return what to average of a bucket; the other arguments are those of `prepare`.
+
+        ``unused`` are parameters without a gradient of this rank.
+        """
         bucket = PreparedBucket()
         for segment, gradient in zip(layout.segments, layout.split(buffer), strict=True):
             if segment.lossless:
@@ -131,7 +134,8 @@ class ErrorState:
                 bucket.residuals.append(None)
                 continue
             norm = l2_norm(gradient) if sampled else 0.0
-            prepared = self.prepare(segment, gradient, ranks, may_be_unused=may_be_unused, sampled=sampled)
+            used = segment.name not in unused
+            prepared = self.prepare(segment, gradient, ranks, used=used, sampled=sampled)
             sent, residual = prepared.sent, prepared.residual
             if sampled:
                 bucket.samples.append(ErrorSample.take(segment.name, segment.codec, norm, sent, residual))
@@ -146,13 +150,14 @@ class ErrorState:
         gradient: torch.Tensor,
         ranks: int,
         *,
-        may_be_unused: bool = False,
+        used: bool = True,
         sampled: bool = False,
     ) -> PendingGradient:
         """Return what to average for a lossy segment, which holds one parameter; the flat gradient may be changed.
 
         Args:
-            may_be_unused: It may be that no rank used the parameter.
+            used: Whether this rank has used the parameter. If not, its residual is withheld: DDP drops the mean of a
+                parameter that no rank used.
             sampled: The error is measured in this step, so a residual is needed even without feedback.
         """
         name, scheme = segment.name, segment.codec
@@ -165,21 +170,9 @@ class ErrorState:
             return PendingGradient(segment, gradient, *self._references.begin(name, gradient))
         if self.keeps_backups:
             self._residuals.back_up(name)
-        # DDP drops the result of a parameter that no rank used, and with it what the residuals added to it. A residual
-        # is therefore withheld as long as the gradient is all zeros.
-        used = deferred = None
-        if may_be_unused and name in self._residuals:
-            if not gradient.is_cpu:  # the host does not wait for the device
-                used = gradient.any()
-                residual = self._residuals.get(name, gradient)
-                deferred = torch.where(used, 0.0, residual)
-                residual.masked_fill_(~used, 0.0)
-            elif is_zero(gradient):
-                used = torch.tensor(False)
-                residual = self._residuals.get(name, gradient)
-                deferred = residual.clone()
-                residual.zero_()
-        residual = self._residuals.get(name, gradient)
+        residual, deferred = self._residuals.get(name, gradient), None
+        if not used:
+            residual, deferred = torch.zeros_like(residual), residual
         if not isinstance(scheme, DGC):
             if self._momentum is not None:
                 self.prepare_uncompressed(segment, gradient, used)
@@ -199,12 +192,10 @@ class ErrorState:
             has_update=has_update,
         )
 
-    def prepare_uncompressed(
-        self, segment: Segment, gradient: torch.Tensor, used: torch.Tensor | None = None
-    ) -> None:
+    def prepare_uncompressed(self, segment: Segment, gradient: torch.Tensor, used: bool = True) -> None:
         """Apply what a segment without DGC needs, in place: DGC's momentum, if others use it, and repayments.
 
-        ``used`` is a bool tensor without dimensions; the momentum stays as it is where it is False. None: True.
+        The momentum of a parameter that was not ``used`` stays as it is.
         """
         if self._momentum is None and not self._repaying:
             return
@@ -251,7 +242,7 @@ class ErrorState:
             was_sent = (kept < whole / 8) | ((kept < whole / 2) & (pending.gradient != 0))
             self._velocities.mask(name, was_sent & pending.has_update)
         if pending.deferred_residual is not None:
-            residual.add_(pending.deferred_residual)
+            pending.deferred_residual.add_(residual)
         self._residuals.put(name, key)
 
     def scale(self, factor: float) -> None:
@@ -368,8 +359,3 @@ class ErrorState:
         """The parameter is compressed again: its residual is what was not repaid yet."""
         if left := self._repaying.pop(name, 0):
             self._residuals.scale(left / REPAYMENT_STEPS, [name])
-
-
-def is_zero(gradient: torch.Tensor) -> bool:
-    """Return whether every element of a CPU tensor is 0; cheap if the first or the last one is not."""
-    return gradient.numel() == 0 or not (bool(gradient[0]) or bool(gradient[-1]) or bool(gradient.any()))

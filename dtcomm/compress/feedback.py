@@ -427,18 +427,18 @@ class Velocities:
         gradient: torch.Tensor,
         momentum: float,
         max_norm: float,
-        used: torch.Tensor | None = None,
+        used: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute ``u = momentum u + gradient`` in place, with the gradient clipped to ``max_norm`` (0: not clipped).
 
         Returns u, and whether it was updated, a bool tensor without dimensions on the gradient's device. u stays as it
-        is if the gradient holds NaN or Inf, and where ``used``, such a tensor too, is False.
+        is if the gradient holds NaN or Inf, or is not ``used``.
         """
+        velocity = self._of(name, gradient)
+        if not used:
+            return velocity, torch.zeros((), dtype=torch.bool, device=gradient.device)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         has_update = norm < float("inf")
-        if used is not None:
-            has_update = has_update & used
-        velocity = self._of(name, gradient)
         if not gradient.is_cpu:  # the host does not wait for the device
             term = gradient.float() * (max_norm / norm).clamp(max=1.0) if max_norm else gradient
             torch.where(has_update, momentum * velocity + term, velocity, out=velocity)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -40,7 +40,7 @@ import torch
 from dtcomm.compress.guard import Guard, cosine_limit, send_interval
 from dtcomm.compress.spec import Scheme
 from dtcomm.kernels import counter_rng
-from dtcomm.streams import copy_to_device
+from dtcomm.streams import copy_to_device, record_streams
 
 SKETCH_SIZE = 256
 FULL_SIZE = 16384  # elements up to which all of a parameter is read
@@ -64,32 +64,57 @@ class GradientSketch:
     """
 
     def __init__(self, parameters: Iterable[tuple[str, int, int]], device: torch.device) -> None:
-        usable = [parameter for parameter in parameters if parameter[2] >= RUN]
-        # (length of a run, first elements of runs [cells / (length / RUN), n], weights [as many, n, length / RUN, RUN])
-        self._parts: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        for length, maps in (
-            (RUN, [_all_runs(*parameter) for parameter in usable if parameter[2] <= FULL_SIZE]),
-            (SAMPLED_RUN, [_sampled_runs(*parameter) for parameter in usable if parameter[2] > FULL_SIZE]),
-        ):
-            if maps:
-                starts = copy_to_device(torch.cat([starts for starts, _ in maps], dim=1), device)
-                weights = copy_to_device(torch.cat([weights for _, weights in maps], dim=1), device)
-                self._parts.append((length, starts, weights))
+        maps = [
+            (_all_runs if numel <= FULL_SIZE else _sampled_runs)(name, start, numel)
+            for name, start, numel in parameters
+            if numel >= RUN
+        ]
+        self.is_empty = not maps  # whether there is nothing to compare
+        if maps:
+            # First elements of runs [256, n] and their weights [256, n, RUN].
+            self._starts = copy_to_device(torch.cat([starts for starts, _ in maps], dim=1), device)
+            self.weights = copy_to_device(torch.cat([weights for _, weights in maps], dim=1), device)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compare."""
-        return not self._parts
+    def read(self, tensor: torch.Tensor) -> Reading:
+        """Return the elements of a flat contiguous tensor that are in its sketch; on a device one kernel."""
+        # A view whose row i is the run that begins with element i.
+        runs = tensor.detach().as_strided((tensor.numel() - RUN + 1, RUN), (1, 1))
+        return Reading(torch.embedding(runs, self._starts), self)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return fp32 [256] of a flat contiguous tensor; not finite if an element that is read is not."""
-        sketch = torch.zeros(SKETCH_SIZE, device=tensor.device)
-        for length, starts, weights in self._parts:
-            # A view whose row i is the run that begins with element i.
-            runs = tensor.detach().as_strided((tensor.numel() - length + 1, length), (1, 1))
-            read = torch.embedding(runs, starts).float().view_as(weights)
-            sketch += (read * weights).sum(dim=(1, 3)).flatten()
-        return sketch
+        if self.is_empty:
+            return torch.zeros(SKETCH_SIZE, device=tensor.device)
+        return SketchSum().add_up([self.read(tensor)])
+
+
+class Reading(NamedTuple):
+    """The elements [256, n, RUN] of a tensor that are in its sketch, which counts ``scale`` times."""
+
+    elements: torch.Tensor
+    sketch: GradientSketch
+    scale: float = 1.0
+
+
+class SketchSum:
+    """Adds up the sketches of all tensors of a step, in three kernels on a device; the weights are kept."""
+
+    def __init__(self) -> None:
+        self._maps: list[tuple[GradientSketch, float]] = []
+        self._weights: torch.Tensor | None = None
+
+    def add_up(self, readings: Sequence[Reading], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of the sketches, fp32 [256], in ``out`` if it is given."""
+        maps = [(reading.sketch, reading.scale) for reading in readings]
+        if self._weights is None or maps != self._maps:
+            weights = [map_.weights if scale == 1 else map_.weights * scale for map_, scale in maps]
+            self._maps, self._weights = maps, torch.cat(weights, dim=1) if len(maps) > 1 else weights[0]
+        record_streams(
+            *(reading.elements for reading in readings)
+        )  # they may have been read on another stream
+        elements = [reading.elements for reading in readings]
+        weighted = (torch.cat(elements, dim=1) if len(maps) > 1 else elements[0]) * self._weights
+        return torch.sum(weighted, dim=(1, 2), out=out)
 
 
 @dataclass(frozen=True)
@@ -155,26 +180,32 @@ class SketchWindow:
         self.schemes: dict[str, Scheme] = {}
         self.complete: torch.Tensor | None = None
         self.fidelity: Fidelity | None = None
-        self._step: torch.Tensor | None = (
-            None  # [2, 256]: of this rank's gradients, of the mean, in this step
-        )
+        self._step: list[tuple[Reading, Reading]] = []  # of this rank's gradients, and of their mean
+        self._of_gradients, self._of_means = SketchSum(), SketchSum()
         self._velocity: torch.Tensor | None = None  # [256]: of this rank's gradients with momentum
         self._sums: torch.Tensor | None = None
         self._steps = self._size = 0  # steps so far, and in the whole window
         self._harmful = 0  # windows in a row beyond a limit
 
-    def add(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
-        """Add the sketches of a gradient before compression and of the mean after it."""
-        pair = torch.stack([gradient, mean])
-        self._step = pair if self._step is None else self._step + pair
+    def add(self, gradient: Reading, mean: Reading) -> None:
+        """Add a gradient before compression and the mean after it."""
+        self._step.append((gradient, mean))
 
-    def end_step(self) -> None:
-        """Add the sketches of the step that is over to the window."""
-        sketches, self._step = self._step, None
-        if sketches is None:
-            return
+    def end_step(self) -> torch.Tensor | None:
+        """Add the sketches of the step that is over to the window.
+
+        Returns:
+            Whether all are finite, a bool tensor without dimensions; None if there are none.
+        """
+        step, self._step = self._step, []
+        if not step:
+            return None
+        gradients, means = zip(*step, strict=True)
+        sketches = torch.empty(2, SKETCH_SIZE, device=means[0].elements.device)
+        self._of_gradients.add_up(gradients, sketches[0])
+        self._of_means.add_up(means, sketches[1])
         # A step with NaN or Inf, which all ranks have alike, does not count; a GradScaler skips it.
-        is_finite = torch.isfinite(sketches).all()
+        is_finite: torch.Tensor = torch.linalg.vector_norm(sketches, torch.inf) < torch.inf
         sketches = torch.where(is_finite, sketches, 0.0)
         if self._momentum is not None:
             # A sketch is linear, so momentum of sketches is a sketch of the momentum.
@@ -188,6 +219,7 @@ class SketchWindow:
         self._size = max(self._guard.window, wait // 2)
         if self._steps >= self._size:
             self.complete, self._sums, self._steps = self._sums, None, 0
+        return is_finite
 
     def pop_complete(self) -> torch.Tensor | None:
         """Return the sums of a window that is over, once."""
@@ -226,27 +258,27 @@ class SketchWindow:
 
 
 def _all_runs(name: str, start: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first elements [256, n] of the runs of a whole parameter, and the weights [256, n, 1, 8]."""
+    """Return the first elements [256, n] of the runs of a whole parameter, and the weights [256, n, 8]."""
     key = counter_rng.absorb(zlib.crc32(name.encode()), numel)
     count = -(-numel // RUN)
-    weights = _signs(key, count * RUN).view(count, 1, RUN)
+    weights = _signs(key, count * RUN).view(count, RUN)
     first = torch.arange(count) * RUN
     # The last run ends with the parameter and leaves out what the one before it holds.
     overlap = count * RUN - numel
     first[-1] -= overlap
-    weights[-1, 0, :overlap] = 0.0
+    weights[-1, :overlap] = 0.0
     # In a random order, so that neighbours go into different cells. Each cell gets as many runs.
     padded = -(-count // SKETCH_SIZE) * SKETCH_SIZE
     order = torch.from_numpy(counter_rng.uniform(counter_rng.absorb(key, 1), 0, padded)).argsort(stable=True)
     starts = torch.full((padded,), start)
     starts[:count] += first
-    padded_weights = torch.zeros(padded, 1, RUN)
+    padded_weights = torch.zeros(padded, RUN)
     padded_weights[:count] = weights
-    return starts[order].view(SKETCH_SIZE, -1), padded_weights[order].view(SKETCH_SIZE, -1, 1, RUN)
+    return starts[order].view(SKETCH_SIZE, -1), padded_weights[order].view(SKETCH_SIZE, -1, RUN)
 
 
 def _sampled_runs(name: str, start: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first elements [32, 4] of the sampled runs of a parameter, and the weights [32, 4, 8, 8]."""
+    """Return the first elements [256, 4] of runs in the sampled ones of a parameter, and the weights [256, 4, 8]."""
     key = counter_rng.absorb(zlib.crc32(name.encode()), numel)
     cells_of_run = SAMPLED_RUN // RUN
     # One run at a random place of each of equal strata.
@@ -258,7 +290,10 @@ def _sampled_runs(name: str, start: int, numel: int) -> tuple[torch.Tensor, torc
     )
     signs = _signs(key, SAMPLED_RUNS * SAMPLED_RUN) * math.sqrt(numel / (SAMPLED_RUNS * SAMPLED_RUN))
     groups = SKETCH_SIZE // cells_of_run
-    return (start + first)[order].view(groups, -1), signs.view(groups, -1, cells_of_run, RUN)
+    # Each group of cells gets as many sampled runs, and a cell one run of each.
+    starts = (start + first)[order].view(groups, 1, -1) + RUN * torch.arange(cells_of_run).view(-1, 1)
+    weights = signs.view(groups, -1, cells_of_run, RUN).transpose(1, 2)
+    return starts.view(SKETCH_SIZE, -1), weights.reshape(SKETCH_SIZE, -1, RUN)
 
 
 def _signs(key: int, count: int) -> torch.Tensor:
@@ -335,13 +370,13 @@ class GradientMeasurement:
     """What was measured of a bucket's gradients on this rank before they were compressed.
 
     Attributes:
-        sketch: The sketch of its lossy segments; None if there are none.
-        nonfinite: Whether the gradients hold NaN or Inf, a bool tensor without dimensions. Looked at only if means of
-            the steps before were not finite.
+        sketched: What is sketched of its lossy segments; None if there are none.
+        nonfinite: Whether the gradients hold NaN or Inf, a bool tensor without dimensions. None: not looked at, as
+            means of the steps before were finite.
     """
 
-    sketch: torch.Tensor | None
-    nonfinite: torch.Tensor
+    sketched: Reading | None
+    nonfinite: torch.Tensor | None
 
 
 def is_nonfinite(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,12 +34,13 @@ from dtcomm.compress.measurements import (
     ErrorSample,
     Fidelity,
     GradientMeasurement,
+    Reading,
     Sketched,
     SketchWindow,
     is_nonfinite,
 )
 from dtcomm.compress.spec import Scheme
-from dtcomm.streams import copy_to_device
+from dtcomm.streams import copy_to_device, match_device
 
 HEADER_SIZE = 5  # of `Monitor.stats_tensor`
 STEPS_TO_EVALUATE = 2  # at most, from a step to the evaluation of its statistics
@@ -113,7 +114,9 @@ class Monitor:
     revision: int = 0
     # What this rank measured in this step.
     _loss: float | torch.Tensor = math.nan
-    _nonfinite: torch.Tensor | None = None  # bool [2]: of the mean, of this rank's gradients
+    _nonfinite: torch.Tensor | None = None  # bool, of the mean; None: it was finite
+    _own_nonfinite: torch.Tensor | None = None  # of this rank's gradients
+    _sketched_mean: bool = False  # whether the sketches of this step say if the mean is finite
     _errors: dict[str, torch.Tensor] = field(default_factory=dict)  # `ErrorSample.measure` by parameter
     # Which parameters were sampled: in this step, in the one whose statistics are sent next, and in each `stats_tensor`
     # that was not evaluated yet.
@@ -171,14 +174,13 @@ class Monitor:
         """Measure a bucket on this rank before it is compressed; on every rank for the same buckets."""
         if self.guard is None:
             return None
+        nonfinite = None
         if gradient.numel() and (self._nonfinite_steps or self.guard.nonfinite <= STEPS_TO_EVALUATE):
             nonfinite = ~torch.isfinite(gradient.abs().amax())  # the message is to say whose they are
-        else:
-            nonfinite = torch.zeros((), dtype=torch.bool, device=gradient.device)
         return GradientMeasurement(self.sketch_gradient(layout, gradient), nonfinite)
 
-    def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sketch of a gradient of this rank before it is compressed; None if there is nothing to compare."""
+    def sketch_gradient(self, layout: Sketched, gradient: torch.Tensor) -> Reading | None:
+        """Read a gradient of this rank before it is compressed, for `add_sketches`; None: nothing is to be compared."""
         if self.guard is None or self.guard.on_harm == "ignore":
             return None
         sketch = layout.sketch(gradient.device)
@@ -186,7 +188,7 @@ class Monitor:
             return None
         self._window.schemes |= layout.schemes
         self._schemes |= layout.schemes
-        return sketch(gradient)
+        return sketch.read(gradient)
 
     def record_mean(
         self, measurement: GradientMeasurement | None, layout: Sketched, mean: torch.Tensor
@@ -194,17 +196,17 @@ class Monitor:
         """Record the averaged bucket, with what was measured before."""
         if measurement is None:
             return
-        if measurement.sketch is None:
+        if measurement.sketched is None:
             self.report_nonfinite(is_nonfinite(mean), measurement.nonfinite)
             return
-        sketch = layout.sketch(mean.device)(mean)
-        self.report_nonfinite(~torch.isfinite(sketch.sum()), measurement.nonfinite)
-        self.add_sketches(measurement.sketch, sketch)
+        self.report_nonfinite(None, measurement.nonfinite)
+        self._sketched_mean = True
+        self.add_sketches(measurement.sketched, layout.sketch(mean.device).read(mean))
 
-    def add_sketches(self, gradient: torch.Tensor, mean: torch.Tensor) -> None:
-        """Add the sketches of a gradient before compression and of the mean after it.
+    def add_sketches(self, gradient: Reading, mean: Reading) -> None:
+        """Add what was read of a gradient before compression and of the mean after it.
 
-        The averages of both over the ranks must be sketches of the same mean.
+        The averages of both sketches over the ranks must be sketches of the same mean.
         """
         self._window.add(gradient, mean)
 
@@ -213,12 +215,17 @@ class Monitor:
         """Whether the next `stats_tensor` carries the sketches of a window; the same on all ranks."""
         return self._window.complete is not None
 
-    def report_nonfinite(self, nonfinite: torch.Tensor, own: torch.Tensor) -> None:
-        """Record whether this step's mean or this rank's own gradients held NaN or Inf, bools without dimensions."""
+    def report_nonfinite(self, nonfinite: torch.Tensor | None, own: torch.Tensor | None) -> None:
+        """Record whether this step's mean or this rank's own gradients held NaN or Inf: bools without dimensions.
+
+        None: they did not.
+        """
         if self.guard is None:
             return
-        both = torch.stack([nonfinite, own.to(nonfinite.device)])
-        self._nonfinite = both if self._nonfinite is None else self._nonfinite | both
+        if nonfinite is not None:
+            self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite | nonfinite
+        if own is not None:
+            self._own_nonfinite = own if self._own_nonfinite is None else self._own_nonfinite | own
 
     def stats_tensor(self, device: torch.device | None = None) -> torch.Tensor | None:
         """Return what to average over ranks: fp32 [n] on ``device`` (None: the CPU), or None if there is no guard.
@@ -233,6 +240,7 @@ class Monitor:
         loss = self._loss if isinstance(self._loss, float) else math.nan
         header = [0.0 if math.isfinite(loss) else 1.0, loss, *[0.0] * (HEADER_SIZE - 2)]
         stats = torch.tensor([*header, *[0.0] * (2 * len(names))], dtype=torch.float32)
+        stats.nan_to_num_(nan=0.0, posinf=3e38, neginf=-3e38)
         if device is not None and device.type != "cpu":
             stats = copy_to_device(stats, device)
         if isinstance(self._loss, torch.Tensor):
@@ -241,17 +249,19 @@ class Monitor:
             stats[:1] = (~finite).float()
             stats[1:2] = torch.where(finite, device_loss, 0.0)
         if self._nonfinite is not None:
-            flags = self._nonfinite.to(stats.device, torch.float32)
-            stats[2:3], stats[3:4], stats[4:5] = flags[:1], flags[1:], flags[1:] * (self._ranks()[0] + 1)
+            stats[2] = match_device(self._nonfinite, stats)
+        if self._own_nonfinite is not None:
+            stats[3] = match_device(self._own_nonfinite, stats)
+            stats[4] = stats[3] * (self._ranks()[0] + 1)
         for index, name in enumerate(names):
             if (error := self._errors.get(name)) is not None:
                 place = HEADER_SIZE + 2 * index
                 stats[place : place + 2] = error
         if window is not None:
             stats = torch.cat([stats, window.flatten().to(stats.device)])
-        self._loss, self._nonfinite, self._errors = math.nan, None, {}
+        self._loss, self._nonfinite, self._own_nonfinite, self._errors = math.nan, None, None, {}
         self._in_flight.append((names, window is not None))
-        return torch.nan_to_num(stats, nan=0.0, posinf=3e38, neginf=-3e38)
+        return stats
 
     def average_over_agreeing_groups(self, mean: torch.Tensor) -> None:
         """Average, in place, what the ranks of `group` have averaged; on all ranks of all groups."""
@@ -298,7 +308,10 @@ class Monitor:
 
     def begin_step(self, step: int) -> None:
         """Start a step, after the statistics that have arrived were evaluated."""
-        self._window.end_step()
+        finite = self._window.end_step()
+        if finite is not None and self._sketched_mean:
+            self.report_nonfinite(~finite, None)
+        self._sketched_mean = False
         self._sampled_before, self._sampled = self._sampled, []
         if step == self._uncompressed_until and step > 0:
             self.revision += 1  # the action "none" ends here

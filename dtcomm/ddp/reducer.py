@@ -147,7 +147,6 @@ class Reducer:
         steps: The number of passes that were reduced.
         error: The first error of a collective. After it, every call raises it.
         finish_before_ddp: Wait for the buckets before DDP's own callback (`_end_compute`).
-        may_have_unused: It may be that no rank uses some parameter.
         divides_by_active: Whether DDP's ``join`` asks to divide by the ranks that still have inputs.
     """
 
@@ -163,7 +162,7 @@ class Reducer:
         self.steps = 0
         self.error: Exception | None = None
         self.finish_before_ddp = False
-        self.may_have_unused = True
+        self._used: set[int] | None = None  # by id, since they were last reduced; None: every parameter
         self.divides_by_active: Callable[[], bool] = lambda: False
         self._callbacks: dict[str, list[Callable[..., None]]] = {event: [] for event in _EVENTS}
         self.error_state = ErrorState(feedback, options["residual"], chooser.schemes)
@@ -189,6 +188,25 @@ class Reducer:
         require_int("samples", samples, 1)
         require_int("total", total, samples)
         self._samples = samples, total
+
+    def track_use(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note which parameters backward passes use; for models in which it may be that no rank uses one."""
+        used = self._used = set()
+        for parameter in parameters:
+            if parameter.requires_grad:
+                key = id(parameter)
+                parameter.register_hook(lambda _, key=key: used.add(key))  # type: ignore[no-untyped-call]
+
+    def _pop_unused(self, layout: BucketLayout) -> list[str]:
+        """Return the parameters of a bucket that this rank has not used since it was last reduced."""
+        used = self._used
+        if used is None:
+            return []
+        unused = [
+            name for name, key in zip(layout.names, layout.parameter_ids, strict=True) if key not in used
+        ]
+        used.difference_update(layout.parameter_ids)
+        return unused
 
     def attach(self, observer: ReducerObserver) -> None:
         """Call the observer's methods from now on, after those of the observers that were attached before."""
@@ -321,7 +339,7 @@ class Reducer:
             return PreparedBucket([buffer], [None])
         sampled = self._sample_every > 0 and self.steps % self._sample_every == 0
         return self.error_state.prepare_bucket(
-            layout, buffer, self._ranks, may_be_unused=self.may_have_unused, sampled=sampled
+            layout, buffer, self._ranks, unused=self._pop_unused(layout), sampled=sampled
         )
 
     def _start(

@@ -412,7 +412,8 @@ class State(Reporting):
         else:
             require_kernels(self._chooser.schemes, model.parameters(), "spec")
         self._reducer.finish_before_ddp = model.find_unused_parameters
-        self._reducer.may_have_unused = model.find_unused_parameters or model.static_graph
+        if model.find_unused_parameters or model.static_graph:
+            self._reducer.track_use(model.parameters())
         joining = weakref.ref(model)  # the model has the hook, and with it the reducer
 
         def divides_by_active() -> bool:

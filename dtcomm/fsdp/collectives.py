@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dtcomm import torch_compat
 from dtcomm.collectives import all_gather, all_reduce, reduce_scatter
-from dtcomm.compress.measurements import ErrorSample
+from dtcomm.compress.measurements import ErrorSample, Reading
 from dtcomm.compress.traffic import Traffic
 from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.options import CompressionSpec
@@ -74,9 +74,9 @@ class GradientReduction:
         if lossy and guarded and state.guard.sampling:
             self._take_sample(module, spec, gradient)
         self._module, self._spec = module, spec
-        self._sketch: torch.Tensor | None = None
+        self._sketched: Reading | None = None
         if lossy and guarded:
-            self._sketch = state.guard.sketch_gradient(module, spec, gradient, state.num_shards)
+            self._sketched = state.guard.sketch_gradient(module, spec, gradient, state.num_shards)
         self.options: dict[str, Any] = {
             "codec": codec_spec,
             "seed": state.next_seed(),
@@ -95,12 +95,10 @@ class GradientReduction:
         ``mean`` is the reduced gradient, or this rank's shard of it, times ``divisor``.
         """
         state = self._state
-        if self._sketch is not None:
-            record_streams(self._sketch)  # FSDP waits on another stream than it reduces on
+        if self._sketched is not None:
             shard = state.shard_index if is_shard else None
-            state.guard.compare_mean(
-                self._sketch * divisor, self._module, self._spec, mean, state.num_shards, shard
-            )
+            gradient = self._sketched._replace(scale=divisor)
+            state.guard.compare_mean(gradient, self._module, self._spec, mean, state.num_shards, shard)
         if self._sample is not None and self._residual is not None:
             self.traffic.relative_error = self._state.guard.record_error(self._sample, self._residual)
         self._state.put_residual(self._key, self._stored_residual)

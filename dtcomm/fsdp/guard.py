@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce
 from dtcomm.compress.guard import Event, Guard
-from dtcomm.compress.measurements import ErrorSample, Fidelity, GradientSketch, l2_norm
+from dtcomm.compress.measurements import ErrorSample, Fidelity, GradientSketch, Reading, l2_norm
 from dtcomm.compress.monitor import Monitor
 from dtcomm.fsdp.options import CompressionSpec
 from dtcomm.streams import AsyncHostCopy
@@ -176,8 +176,8 @@ class ShardGuard:
 
     def sketch_gradient(
         self, module: str, spec: CompressionSpec, gradient: torch.Tensor, shards: int
-    ) -> torch.Tensor | None:
-        """Return the sketch of a flat gradient of all ``shards`` shards before it is reduced, for `compare_mean`."""
+    ) -> Reading | None:
+        """Read a flat gradient of all ``shards`` shards before it is reduced, for `compare_mean`."""
         if not self._every:
             return None
         self._device = gradient.device
@@ -186,7 +186,7 @@ class ShardGuard:
 
     def compare_mean(
         self,
-        sketch: torch.Tensor,
+        gradient: Reading,
         module: str,
         spec: CompressionSpec,
         mean: torch.Tensor,
@@ -200,7 +200,8 @@ class ShardGuard:
         own = range(shards) if shard is None else (shard,)
         layout = self._layout(module, spec, mean.numel() // len(own), own, shards)
         # The average over ranks of the sketches of their shards is a share of the sketch of the whole.
-        self._monitor.add_sketches(sketch, layout.sketch(mean.device)(mean) * (shards / len(own)))
+        share = layout.sketch(mean.device).read(mean)._replace(scale=shards / len(own))
+        self._monitor.add_sketches(gradient, share)
 
     def _layout(
         self, module: str, spec: CompressionSpec, shard_numel: int, shards: Sequence[int], total: int

@@ -138,6 +138,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     view = any(
         item.alias_info is not None and not item.alias_info.is_write for item in func._schema.arguments
     )
+    if not view:
+        operators.append(name)
     if checker is not None and not view:
         for item in _tensors((result,)):
             if id(item) not in hosts:
@@ -176,6 +178,7 @@ def _copy(
     checker: RecordedStreams | None, to: torch.Tensor, source: torch.Tensor, queued: bool
 ) -> torch.Tensor:
     """Copy between the host and the device."""
+    operators.append("copy_")
     if checker is None:
         _host(to).copy_(_host(source))
         return to
@@ -214,6 +217,8 @@ class _Mode(TorchFunctionMode):
                     f"the host waits for the device in torch.{name}: its memory is not pinned"
                 )
             result = func(*args, **{**kwargs, "device": "cpu"})
+            if not name.startswith("empty"):
+                operators.append(name)
             return result if isinstance(result, FakeCudaTensor) else to_fake_cuda(result)
         return func(*args, **kwargs)
 
@@ -256,6 +261,8 @@ def _is_device(device: Any) -> bool:
 
 #: How many kernels each call of the fake module of CUDA kernels stands for, in the order of the calls.
 launches: list[int] = []
+#: The operators of torch that take a kernel or a copy of the device, in order.
+operators: list[str] = []
 
 
 def launches_of(group: CallGroup) -> int:

@@ -14,13 +14,14 @@ import dtcomm.collectives as C
 from dtcomm import ddp
 from dtcomm.codecs.spec import CODECS
 from dtcomm.compress.error_state import FEEDBACKS
+from dtcomm.compress.guard import Guard
 from dtcomm.compress.residuals import FORMS
 from dtcomm.compress.spec import COMPRESSORS
 from dtcomm.ddp.auto import ProcessGroupConsensus, Tuner
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
 from tests.support.fake_cuda_ranks import fake_cuda_rank
-from tests.support.fake_cuda_tensor import fake_cuda_device, to_fake_cuda, unchecked
+from tests.support.fake_cuda_tensor import fake_cuda_device, operators, to_fake_cuda, unchecked
 from tests.support.stream_checker import RecordedStreams
 
 #: More specs of a codec or compressor.
@@ -114,6 +115,53 @@ def test_nvlink_on_one_host_is_said_to_leave_nothing_to_gain() -> None:
     said = [[line for line in lines if "NVLink" in line] for lines in first]
     assert [len(lines) for lines in said] == [1, 0, 0] and "nothing to gain" in said[0][0]
     assert not any(second)
+
+
+def launches_of_passes(rank: int, ranks: int, guard: Guard | None, uses: bool | None) -> list[list[int]]:
+    """Return how many kernels and copies torch launches for each bucket, and at the end, in some passes.
+
+    ``uses``: whether the passes use the parameters, if that is tracked.
+    """
+    counts = []
+    with fake_cuda_rank(RecordedStreams()):
+        parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in SHAPES.items()}
+        state = ddp.State("int8", parameters=parameters.items(), guard=guard, sample_every=0)
+        if uses is not None:
+            state._reducer.track_use(parameters.values())
+        buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]
+        for _ in range(STEPS):
+            if uses:
+                torch.stack([parameter.sum() for parameter in parameters.values()]).sum().backward()
+            operators.clear()
+            counts.append([])
+            for bucket in buckets:
+                state.reduce(bucket)  # type: ignore[arg-type]
+                counts[-1].append(len(operators))
+                operators.clear()
+            state._reducer._end_pass()
+            counts[-1].append(len(operators))
+        C.release()
+    return counts
+
+
+@pytest.mark.parametrize("guard", [None, Guard()])
+def test_the_guard_takes_few_launches(guard: Guard | None) -> None:
+    """Besides codecs: two for each bucket, and some for all of a pass, in its first and its last bucket."""
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    for uses in (None, True):
+        for counts in run_ranks(launches_of_passes, 2, guard, uses, env=env, timeout=120):
+            first, last, end = counts[-1]  # weights are copied to the device in the first passes
+            if guard is None:
+                assert (first, last, end) == (0, 0, 0)
+            else:
+                assert first <= 12 and last <= 3 and end <= 3
+
+
+def test_residuals_of_unused_parameters_take_two_launches() -> None:
+    counts = run_ranks(
+        launches_of_passes, 2, None, False, env={"DTCOMM_RUNTIME": "process_group"}, timeout=120
+    )
+    assert all(sum(of_pass) == 2 * len(MATRICES) for of_pass in counts[0][1:])
 
 
 def policy(specs: list[str]) -> str:
