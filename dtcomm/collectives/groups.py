@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 import weakref
@@ -18,7 +17,7 @@ from dtcomm import algorithms, planner, torch_compat
 from dtcomm.codecs import Codec, codec, parse_levels
 from dtcomm.collectives._call import Call, run, run_internal
 from dtcomm.collectives._options import Group, Options
-from dtcomm.collectives.planning import levels
+from dtcomm.collectives.planning import build_schedule, levels
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.runtime import flight_recorder
 from dtcomm.runtime.bootstrap.rendezvous import name_ranks, require_equal
@@ -39,6 +38,7 @@ from dtcomm.schedule import Schedule, parse
 from dtcomm.schedule.ir import trace
 from dtcomm.work import Work
 
+NONE = codec("none")
 GroupOrMesh = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -119,12 +119,13 @@ def info(group: Group = None) -> dict[str, Any]:
     Returns:
         A dictionary: ``runtime`` (``"native"``, ``"peer"``, ``"process_group"``, or ``"none"`` for one rank),
         ``reason`` (why that one), ``ranks``, ``hosts``, ``table`` (what "auto" decides by: which table of `dtcomm
-        tune`, or dtcomm's own constants), and what the runtime reports, such as ``transport``,
-        ``kernels``, ``operations`` and ``wire_bytes``; for the native engine also ``threads``, ``choices``, what trials
-        have chosen for each kind and size of operation, and ``trials``, the value of ``DTCOMM_TRIALS`` or why there are
-        none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between two ranks,
-        and ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with several
-        connections ``missing_connections``, how many have ended and are being made anew, and
+        tune`, or dtcomm's own constants), and what the runtime reports, such as ``transport``, ``kernels``,
+        ``operations``, ``wire_bytes`` and ``leaving_bytes``, those of them that went to other hosts (not known of the
+        native engine on several hosts with several ranks); for the native engine also ``threads``, ``choices``, what
+        trials have chosen for each kind and size of operation, and ``trials``, the value of ``DTCOMM_TRIALS`` or why
+        there are none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between
+        two ranks, and ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with
+        several connections ``missing_connections``, how many have ended and are being made anew, and
         ``restored_connections``, how often that has succeeded, and ``measured_gbit``, what they carried while they were
         busy, by host. If messages of send and recv were tried, ``messages`` lists their ``choices``, with the ``peer``
         (its global rank) and whether this rank ``sends``. If there were calls on CUDA tensors, ``devices`` has the same
@@ -264,40 +265,81 @@ def sent_bytes(
     Returns:
         The bytes; None if the group has not communicated yet, or if the length of payloads depends on the data.
     """
+    communicator = _connected(group)
+    if communicator is None:
+        return None
+    if communicator.size == 1 or numel == 0:
+        return 0.0
+    inside, between = parse_levels(spec)
+    chosen = between if between is not None and len(levels(communicator)[0]) > 1 else inside
+    if chosen.variable_length:
+        return None
+    schedule = _schedule_of(communicator, collective, numel, dtype, chosen, algorithm)
+    sends = sum(transfer.src == communicator.rank for transfer in schedule.transfers)
+    return sends / schedule.chunks * chosen.wire_bytes(numel, dtype)
+
+
+def leaving_bytes(
+    sent: float,
+    collective: str,
+    numel: int,
+    dtype: torch.dtype,
+    spec: str | Codec = NONE,
+    algorithm: str | Schedule = "auto",
+    group: Group = None,
+) -> int | None:
+    """Return how many bytes left this rank's host, from all its ranks, while this rank sent ``sent`` bytes.
+
+    Nothing is communicated. The other arguments are those of `sent_bytes`, of calls of a usual size.
+
+    Returns:
+        The bytes; None if they are not known: the group has not communicated yet, or this rank sends nothing.
+    """
+    communicator = _connected(group)
+    if communicator is None or numel == 0:
+        return None
+    hosts = communicator.groups
+    if len(hosts) == 1 or len(hosts) == communicator.size:
+        return 0 if len(hosts) == 1 else round(sent)
+    inside, between = parse_levels(spec)
+    if between is not None and algorithm in ("auto", "direct"):
+        algorithm = "hierarchical"
+    # Codecs of variable length, and those that agree on a representation first, send about as the others do.
+    codecs = [
+        NONE if codec.variable_length or codec.needs_agreement else codec
+        for codec in (inside, between or inside)
+    ]
+    schedule = _schedule_of(communicator, collective, numel, dtype, codecs[-1], algorithm)
+    own = schedule.bytes_on_wire(numel, codecs, dtype)[communicator.rank]
+    (host,) = (at for at, ranks in enumerate(hosts) if communicator.rank in ranks)
+    return round(sent * schedule.bytes_leaving(hosts, numel, codecs, dtype)[host] / own) if own else None
+
+
+def _connected(group: Group) -> Communicator | None:
+    """Return the communicator of a group that has communicated, by preference that of CPU tensors."""
     communicator = existing_communicator(require_group(group))
     if communicator is None:
         communicator = next(iter(device_communicators(group).values()), None)
-    if communicator is None or communicator.connection is not None:
-        return None
+    return None if communicator is None or communicator.connection is not None else communicator
+
+
+def _schedule_of(
+    communicator: Communicator,
+    collective: str,
+    numel: int,
+    dtype: torch.dtype,
+    codec: Codec,
+    algorithm: str | Schedule,
+) -> Schedule:
+    """Return the schedule of a call; ``algorithm`` may be a schedule's text."""
+    if isinstance(algorithm, Schedule) or "\n" in algorithm:
+        return parse(algorithm) if isinstance(algorithm, str) else algorithm
     groups, table = levels(communicator)
     ranks, hosts = communicator.size, len(groups)
-    if ranks == 1 or numel == 0:
-        return 0.0
-    inside, between = parse_levels(spec)
-    chosen = between if between is not None and hosts > 1 else inside
-    if chosen.variable_length:
-        return None
-    if algorithm == TWO_SHOT_SYMMETRIC:
-        algorithm = "two_shot"
-    elif "\n" not in algorithm:
-        algorithm = planner.select(
-            collective, numel, dtype, chosen, ranks, hosts=hosts, table=table, algorithm=algorithm
-        )
-    share = _sent_share(algorithm, collective, ranks, groups, communicator.rank)
-    return share * chosen.wire_bytes(numel, dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _sent_share(
-    algorithm: str, collective: str, ranks: int, groups: tuple[tuple[int, ...], ...], rank: int
-) -> float:
-    """Return how many times the size of the whole tensor a rank sends; ``algorithm`` may be a schedule's text."""
-    schedule: Schedule = (
-        parse(algorithm)
-        if "\n" in algorithm
-        else algorithms.build(algorithm, collective, ranks, hosts=groups)
-    )
-    return sum(transfer.src == rank for transfer in schedule.transfers) / schedule.chunks
+    name = "two_shot"
+    if algorithm != TWO_SHOT_SYMMETRIC:
+        name = planner.select(collective, numel, dtype, codec, ranks, hosts, table, algorithm)
+    return build_schedule(name, collective, ranks, 0, groups)
 
 
 def level_groups(tensor: torch.Tensor, group: Group = None) -> tuple[tuple[int, ...], ...]:

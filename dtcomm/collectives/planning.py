@@ -232,7 +232,7 @@ def _prepare(
     if custom is None or request.algorithm != custom.name:
         algorithm = _choose_algorithm(communicator, request)
         groups, _ = levels(communicator)
-        schedule = _build_schedule(algorithm, request.collective, communicator.size, request.root, groups)
+        schedule = build_schedule(algorithm, request.collective, communicator.size, request.root, groups)
         if not algorithms.is_registered(algorithm):
             alternative = _alternative(communicator, request, algorithm)
             return communicator.runtime.prepare(
@@ -259,7 +259,7 @@ def _alternative(communicator: Communicator, request: OpSpec, algorithm: str) ->
     if not all(part.codec.lossless(part.dtype) for part in request.parts):
         return None
     groups, _ = levels(communicator)
-    return other, _build_schedule(other, request.collective, communicator.size, request.root, groups)
+    return other, build_schedule(other, request.collective, communicator.size, request.root, groups)
 
 
 def _needs_agreement(part: TensorSpec) -> bool:
@@ -296,9 +296,10 @@ def _multi_stage_plan(
 
 
 @functools.lru_cache(maxsize=256)
-def _build_schedule(
+def build_schedule(
     algorithm: str, collective: str, ranks: int, root: int, groups: tuple[tuple[int, ...], ...]
 ) -> Schedule:
+    """Return the schedule of an algorithm; it is kept."""
     # The messages of a symmetric two-shot sum are those of a two-shot sum.
     name = "two_shot" if algorithm == TWO_SHOT_SYMMETRIC else algorithm
     return algorithms.build(name, collective, ranks, root=root, hosts=groups)

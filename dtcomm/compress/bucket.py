@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
-from dtcomm.collectives.groups import channel, level_groups, level_shares, next_channel
+from dtcomm.collectives.groups import channel, leaving_bytes, level_groups, level_shares, next_channel
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.feedback import DGC
 from dtcomm.compress.measurements import GradientSketch
@@ -92,6 +92,13 @@ class Segment:
         """The number of elements."""
         return self.stop - self.start
 
+    @property
+    def wire_spec(self) -> str | Codec:
+        """The codec as collectives take it; "none" for PowerSGD, whose factors are counted as uncompressed."""
+        if isinstance(self.codec, PowerSGD):
+            return NONE
+        return str(self.codec) if isinstance(self.codec, LevelCodecs) else wire_codec(self.codec)
+
     def payload_bytes(self, shares: LevelShares = (1.0, 0.0)) -> float:
         """Return the bytes of the segment's payloads; ``shares`` says how many are sent on each level."""
         if isinstance(self.codec, PowerSGD):
@@ -137,9 +144,7 @@ class BucketLayout:
     def __post_init__(self) -> None:
         self.lossy = [segment for segment in self.segments if not segment.lossless]
         self.codecs = [
-            str(segment.codec) if isinstance(segment.codec, LevelCodecs) else wire_codec(segment.codec)
-            for segment in self.segments
-            if not isinstance(segment.codec, PowerSGD)
+            segment.wire_spec for segment in self.segments if not isinstance(segment.codec, PowerSGD)
         ]
 
     @property
@@ -362,6 +367,21 @@ class BucketAverager:
                 level_shares(algorithm, buffer, self._group) if self._two_codecs else (1.0, 0.0)
             )
         return self._level_shares
+
+    def leaving_bytes(self, layouts: Iterable[BucketLayout]) -> int | None:
+        """Return the bytes that left this rank's host, from all its ranks, while this one sent what was counted."""
+        left = 0
+        for layout in layouts:
+            if not layout.wire_bytes:
+                continue
+            segment = max(layout.segments, key=lambda segment: segment.numel)
+            numel = sum(segment.numel for segment in layout.segments)
+            tensor = "all_reduce", numel, layout.dtype, segment.wire_spec
+            of_layout = leaving_bytes(layout.wire_bytes, *tensor, self._algorithm, self._group)
+            if of_layout is None:
+                return None
+            left += of_layout
+        return left
 
     def all_reduce(
         self,

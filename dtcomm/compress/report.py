@@ -80,6 +80,7 @@ class Report:
         messages: The number of collectives of this run.
         wire_bytes: What this rank sent.
         plain_bytes: What the same calls would have sent uncompressed.
+        leaving_bytes: What all ranks of this rank's host together sent to other hosts meanwhile; None if unknown.
         seconds: The time of all collectives, start to finish, added up; None if unknown.
         residual_bytes: The memory that feedback and momentum hold between steps.
         rows: One row for each codec, dtype and reason.
@@ -107,6 +108,7 @@ class Report:
     messages: int
     wire_bytes: int
     plain_bytes: int
+    leaving_bytes: int | None = None
     seconds: float | None
     residual_bytes: int
     rows: tuple[Row, ...] = field(default=())
@@ -211,6 +213,9 @@ class Report:
         metrics = [Metric("dtcomm_messages_total", self.messages, "collectives", "counter")]
         if self.steps is not None:
             metrics.append(Metric("dtcomm_steps_total", self.steps, "steps of training", "counter"))
+        if self.leaving_bytes is not None:
+            text = "bytes that the ranks of this host sent to other hosts"
+            metrics.append(Metric("dtcomm_leaving_bytes_total", self.leaving_bytes, text, "counter"))
         if self.seconds is not None:
             text = "start to finish of all collectives, added up"
             metrics.append(Metric("dtcomm_collective_seconds_total", self.seconds, text, "counter"))
@@ -300,9 +305,10 @@ class Report:
         memory = _format_memory(self.memory)
         if not memory and self.residual_bytes:
             memory = f"{format_bytes(self.residual_bytes)} of residuals"
+        left = f", {format_bytes(self.leaving_bytes)} left this host" if self.leaving_bytes else ""
         lines = [
             f"this run{earlier}: {steps}{self.messages} messages: sent {format_bytes(self.wire_bytes)} instead of "
-            f"{format_bytes(self.plain_bytes)}{duration}" + (f"; {memory}" if memory else "")
+            f"{format_bytes(self.plain_bytes)}{left}{duration}" + (f"; {memory}" if memory else "")
         ]
         if self.payoff is not None:
             lines.append(str(self.payoff))

@@ -259,6 +259,7 @@ class State(Reporting):
             messages=sum(layout.messages for layout in all_layouts),
             wire_bytes=sum(layout.wire_bytes for layout in all_layouts),
             plain_bytes=round(sum(layout.plain_bytes for layout in all_layouts)),
+            leaving_bytes=self._reducer.averager.leaving_bytes(all_layouts),
             seconds=total_seconds(layout.seconds for layout in all_layouts),
             residual_bytes=self._reducer.error_state.persistent_bytes(),
             memory=memory,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dtcomm import torch_compat
 from dtcomm.arguments import require_factor, require_int
 from dtcomm.codecs import Codec
+from dtcomm.collectives.groups import leaving_bytes
 from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event, Guard, count_events
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
@@ -129,6 +130,7 @@ class State(Reporting):
             feedback=self.gradients.prefix or False,
             steps=max(0, self._steps()),
             earlier_steps=self._earlier_steps,
+            leaving_bytes=self._leaving_bytes(),
             residual_bytes=residual_bytes,
             memory={
                 "residuals": residual_bytes,
@@ -155,6 +157,28 @@ class State(Reporting):
     def _steps(self) -> int:
         """Return the number of steps of this run."""
         return self.guard.steps - self._earlier_steps - self.steps_ahead
+
+    def _leaving_bytes(self) -> int | None:
+        """Return the bytes that left this rank's host; None also where there are replicas of the shards."""
+        if not dist.is_initialized() or dist.get_world_size(self.group) != self.num_shards:
+            return None
+        collectives = {
+            "gradients": ("reduce_scatter", self.gradients),
+            "parameters": ("all_gather", self.parameters),
+        }
+        left = 0
+        for _, counters in self._traffic():
+            if not counters.wire_bytes:
+                continue
+            if counters.what not in collectives:
+                return None
+            collective, spec = collectives[counters.what]
+            tensor = counters.numel, getattr(torch, counters.dtype), spec.codec_spec
+            sent = leaving_bytes(counters.wire_bytes, collective, *tensor, self.algorithm, self.group)
+            if sent is None:
+                return None
+            left += sent
+        return left
 
     def _traffic(self) -> list[tuple[str, Traffic]]:
         """Return the counters of all collectives, each with the name of its module."""

@@ -178,13 +178,20 @@ class Communicator:
 
     def info(self) -> dict[str, Any]:
         """The runtime, why it was chosen, and its own report."""
-        return {
+        info = {
             "runtime": "none",
             "reason": self.runtime_reason,
             "ranks": self.ranks,
             "hosts": self.hosts,
             **self.runtime.info(),
         }
+        sent_to = info.pop("sent_to", None)
+        if sent_to is not None:
+            here = next(ranks for ranks in self.groups if self.rank in ranks)
+            info["leaving_bytes"] = sum(sent for rank, sent in enumerate(sent_to) if rank not in here)
+        elif self.hosts in (1, self.size):
+            info["leaving_bytes"] = 0 if self.hosts == 1 else info.get("wire_bytes", 0)
+        return info
 
     def record(self) -> dict[str, Any]:
         """The communicator's state and last operations, for the flight recorder."""

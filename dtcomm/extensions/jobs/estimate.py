@@ -44,9 +44,10 @@ BUS_TRAVERSALS = {"all_reduce": 2.0, "broadcast": 0.0, "reduce": 0.0}
 class Estimate:
     """The prediction for one collective of ``nbytes`` uncompressed bytes (of all shards, if there are shards).
 
-    ``wire_bytes`` is what the busiest rank sends, ``memory_bytes`` the buffers it needs besides the tensor,
-    ``encodings`` how often the most encoded contribution is encoded, ``host_seconds`` what launching kernels and calls
-    takes of a host, and ``detail`` the protocol or the parts of the time.
+    ``wire_bytes`` is what the busiest rank sends, ``leaving_bytes`` what leaves the busiest host, ``memory_bytes`` the
+    buffers it needs besides the tensor, ``encodings`` how often the most encoded contribution is encoded,
+    ``host_seconds`` what launching kernels and calls takes of a host, and ``detail`` the protocol or the parts of the
+    time.
     """
 
     collective: str
@@ -61,6 +62,7 @@ class Estimate:
     encodings: int
     detail: str = ""
     host_seconds: float = 0.0
+    leaving_bytes: int = 0
 
     @property
     def algbw(self) -> float:
@@ -74,7 +76,7 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate for JSON, the time in microseconds."""
-        names = "collective algorithm codec engine wire_bytes memory_bytes encodings detail"
+        names = "collective algorithm codec engine wire_bytes leaving_bytes memory_bytes encodings detail"
         return {
             **{name: getattr(self, name) for name in names.split()}, "size": self.nbytes,
             "time_us": round(self.seconds * 1e6, 3), "host_us": round(self.host_seconds * 1e6, 3),
@@ -123,6 +125,7 @@ def estimate(
             collective=collective, algorithm=algorithm, codec=str(codec), engine="nccl", nbytes=size,
             ranks=system.ranks, seconds=choice.seconds, wire_bytes=sent, memory_bytes=0, encodings=0,
             host_seconds=HOST_CALL_US * 1e-6, detail=choice.protocol,
+            leaving_bytes=_leaving(collective, sent, system),
         )  # fmt: skip
     loads = profile(algorithm, collective, system.ranks, system.per_host)
     if loads is None:
@@ -191,10 +194,20 @@ def _predict(
     return Estimate(
         collective=loads.collective, algorithm=algorithm, codec=str(codec),
         engine=engine if engine != "nccl" else "dtcomm over nccl", nbytes=numel * dtype.itemsize, ranks=system.ranks,
-        seconds=max(seconds, host), host_seconds=host, wire_bytes=sent, memory_bytes=2 * most * payload,
+        seconds=max(seconds, host), host_seconds=host, wire_bytes=sent, leaving_bytes=total.host * payload,
+        memory_bytes=2 * most * payload,
         encodings=loads.encodings if codec.name != "none" else 0,
         detail=f"launches on the host, {host * 1e6:.0f} us" if host > seconds else parts,
     )  # fmt: skip
+
+
+def _leaving(collective: str, sent: int, system: System) -> int:
+    """Return what leaves a host by NCCL, of whose ring one rank sends to another host, if every rank sends ``sent``."""
+    if system.hosts == 1:
+        return 0
+    if collective != "all_to_all":
+        return sent
+    return sent * system.per_host * (system.ranks - system.per_host) // (system.ranks - 1)
 
 
 def chunk_elements(loads: Profile, numel: int, granularity: int) -> int:

@@ -126,7 +126,8 @@ class RoundsPlan:
         residual_reads, residual_writes: Positions of the instructions that read and rewrite the residual.
         fingerprint: A number that makes the tags of different operations differ, so that a message is never received
             into a buffer meant for another operation.
-        sent_bytes: Bytes that this rank sends in one call; the padding of an all_gather is not counted.
+        sent_to: Bytes that this rank sends to each rank in one call; the padding of an all_gather is not counted.
+        sent_bytes: Their sum.
 
     Args:
         message_bytes: Payload bytes of a chunk that a piece takes at least; 0: chosen by size for a device.
@@ -163,9 +164,10 @@ class RoundsPlan:
         self.steps: dict[tuple[int, int, bool], list[Any]] = {}  # what `arithmetic.steps` returned
         self.regions: list[list[tuple[Region, Region]]] = []
         self.memory_bytes: list[int] = []
-        self.sent_bytes = 0
+        self.sent_to = [0] * self.ranks
         for piece in self.pieces:
             self._place(piece)
+        self.sent_bytes = sum(self.sent_to)
 
     @property
     def table_bytes(self) -> int:
@@ -223,10 +225,12 @@ class RoundsPlan:
         self.sums.append(sums)
         self.regions.append(regions)
         self.memory_bytes.append(at)
-        sizes = [size(payload.chunk) for round_ in self.rounds for payload in round_.sends]
-        self.sent_bytes += sum(sizes)
-        if self.spec.checksum:
-            self.sent_bytes += CHECKSUM_BYTES * sum(1 for nbytes in sizes if nbytes)
+        for round_ in self.rounds:
+            for payload in round_.sends:
+                nbytes = size(payload.chunk)
+                self.sent_to[payload.peer] += nbytes + (
+                    CHECKSUM_BYTES if self.spec.checksum and nbytes else 0
+                )
 
 
 def cut_into_pieces(spec: OpSpec, chunks: int, ranks: int, elements: int) -> tuple[Piece, ...]:

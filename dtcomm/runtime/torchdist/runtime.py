@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
         self._compare = compare
         self._closed = False
         self._memory = MemoryPool(streams)
+        self._sent_to: list[int] = []  # by rank
         self._running: QueuedOp | None = None
         self._seen: tuple[int, int] | None = None  # the operation's number and its progress at the last look
         self._queue: queue.SimpleQueue[QueuedOp | None] = queue.SimpleQueue()
@@ -177,6 +179,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
             "kernels": kernels,
             "operations": self._operations,
             "wire_bytes": self._wire_bytes,
+            "sent_to": self._sent_to,
         }
 
     def _perform(
@@ -204,6 +207,7 @@ class TorchDistRuntime(StreamRuntime[RoundsPlan]):
                 task()
 
         event = self._execute(plan, operation, entry)
+        self._sent_to = [sum(sent) for sent in zip_longest(self._sent_to, plan.sent_to, fillvalue=0)]
         if self._transport.blocks_host:
             entry.stage = "done"
             entry.finished_ns = time.monotonic_ns()

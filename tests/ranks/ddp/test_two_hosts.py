@@ -98,9 +98,13 @@ def test_buckets_equal_all_reduce_and_conserve_mass(spec: str, algorithm: str, r
     assert max(run_ranks(compare_to_all_reduce, RANKS, spec, algorithm, runtime)) < 2e-6
 
 
-def count_bytes(rank: int, world_size: int, spec: str) -> tuple[int, int]:
-    """Return the wire and the uncompressed bytes of three steps of a model of two matrices of 128 x 128."""
+def count_bytes(rank: int, world_size: int, spec: str, runtime: str) -> tuple[int, int, int | None, int]:
+    """Return the wire and the uncompressed bytes of three steps of a model of two matrices of 128 x 128.
+
+    And what left the host, by the report, and what this rank sent to the other host, by `info`.
+    """
     put_on_two_hosts(rank)
+    os.environ["DTCOMM_RUNTIME"] = runtime
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
     model = DistributedDataParallel(layers)
@@ -113,21 +117,30 @@ def count_bytes(rank: int, world_size: int, spec: str) -> tuple[int, int]:
     assert (row.wire_bytes, row.plain_bytes) == (report.wire_bytes, report.plain_bytes)
     assert sum(bucket.wire_bytes for bucket in report.by_message) <= report.wire_bytes
     assert f"gradients  {spec} " in str(report)
-    return report.wire_bytes, report.plain_bytes
+    left = collectives.info().get("leaving_bytes", 0)
+    return report.wire_bytes, report.plain_bytes, report.leaving_bytes, left
 
 
-@pytest.mark.parametrize("spec", ["int8/int4", "none/int8"])
-def test_the_report_counts_the_bytes_of_both_levels(spec: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "runtime"), [("int8/int4", "native"), ("none/int8", "process_group"), ("int8", "process_group")]
+)
+def test_the_report_counts_the_bytes_of_both_levels(spec: str, runtime: str) -> None:
     schedule = algorithms.build("hierarchical", "all_reduce", RANKS, hosts=HOSTS)
     inside, between = parse_levels(spec)
-    assert between is not None
+    codecs = [inside, between or inside]
     numel, messages = 128 * 128, 3 * 2
-    expected_wire = schedule.bytes_on_wire(numel, [inside, between], torch.float32)
+    expected_wire = schedule.bytes_on_wire(numel, codecs, torch.float32)
     expected_plain = schedule.bytes_on_wire(numel, codec("none"), torch.float32)
-    for rank, (wire_bytes, plain_bytes) in enumerate(run_ranks(count_bytes, RANKS, spec)):
+    leaving = schedule.bytes_leaving(HOSTS, numel, codecs, torch.float32)
+    results = run_ranks(count_bytes, RANKS, spec, runtime)
+    for rank, (wire_bytes, plain_bytes, left_host, _) in enumerate(results):
+        assert left_host == messages * leaving[rank // 2]
         assert wire_bytes == messages * expected_wire[rank]
         # The chunks are equal here, so that the ratio of whole payloads is exact.
         assert plain_bytes == messages * expected_plain[rank]
+    if runtime == "process_group":  # it counts by rank
+        own = [left for *_, left in results]
+        assert [own[0] + own[1], own[2] + own[3]] == [messages * left for left in leaving]
 
 
 def train_on_one_host(rank: int, world_size: int, spec: str) -> tuple[list[dict[str, torch.Tensor]], int]:
@@ -212,7 +225,9 @@ def average_with_local_sgd(rank: int, world_size: int) -> float:
             model.weight += 0.01 * torch.randn(64, 64)
         local.step()
     require_alike(dict(model.named_parameters()))
-    (row,) = [row for row in local.report().rows if row.codec == "int8/int4"]
+    report = local.report()
+    assert report.leaving_bytes is not None and 0 < report.leaving_bytes < report.plain_bytes
+    (row,) = [row for row in report.rows if row.codec == "int8/int4"]
     return row.plain_bytes / row.wire_bytes
 
 

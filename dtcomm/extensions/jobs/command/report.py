@@ -113,6 +113,8 @@ def _collectives_table(
     """Return a table of estimates, with a column of how often each size is sent if ``counts`` has that."""
     columns = [">size", *([">times"] if counts else []), "codec", "~algorithm"]  # numbers are not folded
     columns += [">time", ">algbw GB/s", ">busbw GB/s", ">speed-up", ">sent", ">encoded"]
+    leaving = any(row.best.leaving_bytes for row in rows)
+    columns[-1:-1] = [">leaves a host"] if leaving else []
     table = new_table(columns, title)
     table.add_column("runs on; what takes the time")
     last = None
@@ -127,7 +129,8 @@ def _collectives_table(
             *([] if not counts else ["" if again else f"{counts[estimate.nbytes]:,}"]), estimate.codec,
             estimate.algorithm, time_name(estimate.seconds), f"{estimate.algbw:.2f}", f"{estimate.busbw:.2f}",
             faster if estimate.codec == "none" else f"[{'green' if row.speedup > 1 else 'red'}]{faster}[/]",
-            size_name(estimate.wire_bytes), f"{estimate.encodings}x" if estimate.encodings else "-",
+            size_name(estimate.wire_bytes), *([size_name(estimate.leaving_bytes)] if leaving else []),
+            f"{estimate.encodings}x" if estimate.encodings else "-",
             f"nccl {estimate.detail}" if estimate.engine == "nccl" else estimate.detail,
         )  # fmt: skip
         last = estimate.nbytes

@@ -39,6 +39,17 @@ def test_estimates_on_every_kind_of_link(name: str) -> None:
     assert prediction.busbw == pytest.approx(1.5 * prediction.algbw)
 
 
+@pytest.mark.parametrize("name", ["two_shot", "hierarchical", "ring"])
+def test_what_leaves_a_host_is_that_of_the_schedule(name: str) -> None:
+    hosts = [range(first, first + 4) for first in (0, 4, 8)]
+    schedule = algorithms.build(name, "all_reduce", 12, hosts=(4, 4, 4))
+    prediction = estimate("all_reduce", name, codec("int8"), find_system("h100").resized(3, 4), 12 * MB)
+    assert prediction is not None
+    assert prediction.leaving_bytes == max(schedule.bytes_leaving(hosts, 3 * MB, codec("int8")))
+    plain = estimate("all_reduce", "ring", codec("none"), find_system("h100").resized(3, 4), 12 * MB)
+    assert plain is not None and plain.leaving_bytes == 12 * MB * 2 * 11 // 12
+
+
 def test_links_by_rate_and_by_parameters() -> None:
     assert find_port("40gbit").kind == "tcp"
     assert find_port("300Gbit").kind == "rdma"
