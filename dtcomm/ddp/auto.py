@@ -6,7 +6,8 @@
 3. The choice is logged with its reason and kept. `State.retune` begins again, and so does a checkpoint without a choice
    or of a job with another number of ranks.
 
-Every decision is made by all ranks in the same step, from the largest of their step times.
+Every decision is made by all ranks in the same step, from the largest of their step times. On a GPU a candidate is not
+tried further if the host takes as long to launch its kernels and calls as a step takes with plain DDP.
 
 Step times of a shared machine vary by 10 to 20 %, drift, and come in bursts. So `Trials` compares times only within a
 block, in which the baseline and every candidate take one turn each, in random order:
@@ -43,6 +44,7 @@ from dtcomm.compress.policy import CodecChoice, Policy, default_policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.compress.spec import AUTO, LevelCodecs, Scheme, gaussian_error, parse_scheme
 from dtcomm.ddp.layouts import Chooser
+from dtcomm.planner.select_algorithm import DEVICE_OVERHEAD
 
 CANDIDATES = ("bf16:round=stochastic", "int8", "int4")
 NONE = codec("none")
@@ -165,7 +167,7 @@ class Tuner(Chooser):
     """A `Chooser` that tries its candidates; `TunerObserver` attaches it to the reducer.
 
     ``excluded`` has the rules of what stays uncompressed whatever it chooses. ``plan`` is in force, and the choice once
-    ``settled``.
+    ``settled``. ``buckets`` are those of the last step.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class Tuner(Chooser):
         self.schemes = parse_candidates(candidates)
         self.plan = UNCOMPRESSED
         self.settled = False
+        self.buckets = 0
         self.decisions: list[Decision] = []
         self.rows: list[dict[str, Any]] = []
         self._consensus = consensus
@@ -270,7 +273,12 @@ class Tuner(Chooser):
             risk=RISK * 0.5**self._trials_begun,
             seed=self._trials_begun,
             agree=self._consensus.max,
+            host_seconds=self._host_seconds(),
         )
+
+    def _host_seconds(self) -> float:
+        """Return what launching the kernels and calls of codecs takes of the host in a step, at least."""
+        return 0.0 if self._consensus.device is None else self.buckets * DEVICE_OVERHEAD
 
     def _decide(self, step: int, trials: Trials) -> None:
         chosen = trials.chosen
@@ -282,6 +290,10 @@ class Tuner(Chooser):
         ]
         others = [f"{plan} {seconds * 1e3:.1f} ms" for plan, seconds in tried if plan is not chosen]
         reason = f"{trials}; tried {', '.join(others) or 'nothing else'}"
+        if host_seconds := self._host_seconds():
+            reason += (
+                f"; the host takes {host_seconds * 1e3:.1f} ms or more to launch a codec's kernels and calls"
+            )
         if chosen.bypass:
             reason += (
                 "; a hook costs DDP a pass over the gradients: without `compress` steps are shorter still"
@@ -354,6 +366,8 @@ class Trials:
         risk: The probability with which a candidate that is no faster may be accepted.
         seed: The seed of the order of turns, the same on all ranks.
         agree: Returns the largest of all ranks' values, element by element.
+        host_seconds: What every candidate takes of the host in a step, at least. All are dropped once a step of the
+            baseline takes no longer.
 
     Attributes:
         seconds: The step times on the slowest rank, by candidate; those of the baseline are the last.
@@ -369,12 +383,14 @@ class Trials:
         risk: float,
         seed: int,
         agree: Callable[[Sequence[float]], list[float]],
+        host_seconds: float = 0.0,
     ) -> None:
         self.candidates, self.baseline = list(candidates), baseline
         self.seconds: list[list[float]] = [[] for _ in range(len(candidates) + 1)]
         self.won = self.lost = 0
         self.chosen: Plan | None = None
         self._risk, self._random, self._agree = risk, random.Random(seed), agree
+        self._host_seconds = host_seconds
         self._left = list(range(len(candidates)))  # candidates that have not been dropped
         self._log_ratios: list[list[float]] = [[] for _ in candidates]  # to the baseline of the same block
         self._blocks_left = 0  # of this round of the selection
@@ -426,7 +442,9 @@ class Trials:
         ratios = [math.log(max(time, 1e-9) / max(times[-1], 1e-9)) for time in times[:-1]]
         for index, ratio in zip(indices, ratios, strict=False):
             self._log_ratios[index].append(ratio)
-        if len(self._left) > 1:
+        if self._host_seconds >= times[-1] > 0:
+            self.chosen = self.baseline
+        elif len(self._left) > 1:
             self._end_selection_block()
         else:
             self._end_pair(ratios[0])

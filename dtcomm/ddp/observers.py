@@ -171,6 +171,8 @@ class TunerObserver(ReducerObserver):
     def end_pass(self, step: int, buckets: list[InFlightBucket]) -> None:
         """Mark the end of the step: the current stream waits for all its buckets."""
         assert self._streams is not None
+        if isinstance(self._tuner, Tuner):
+            self._tuner.buckets = len(buckets)
         self._steps.append(_StepMarks(step, self._begin, self._streams.mark()))
 
     def _report(self, streams: Streams, *, wait: bool) -> None:

@@ -75,6 +75,26 @@ def test_a_lossy_plan_has_to_be_three_percent_faster() -> None:
     assert run.choice == "none"  # nothing is lost
 
 
+@pytest.mark.parametrize(
+    ("device", "buckets", "choice"), [("cuda", 2, "int8"), ("cuda", 40, "plain DDP"), ("cpu", 40, "int8")]
+)
+def test_codecs_whose_launches_take_as_long_as_a_step_of_plain_ddp_are_not_tried(
+    device: str, buckets: int, choice: str
+) -> None:
+    """The host takes 75 us or more for the kernels and calls of a bucket; a step of plain DDP takes 2 ms."""
+    tuner = Tuner(["int8"], AlikeRanks())
+    tuner.set_device(torch.device(device))
+    step = 0
+    while not tuner.settled:
+        tuner.begin_step(step)
+        tuner.buckets = buckets
+        tuner.end_step(step, 2e-3 if tuner.plan.lossless else 1e-3)
+        step += 1
+    assert [decision.action for decision in tuner.decisions] == [choice]
+    assert ("the host takes" in tuner.decisions[0].reason) == (device == "cuda")
+    assert step < 20 or choice == "int8"
+
+
 def test_a_choice_is_made_once_and_again_after_retune(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trial takes half of the risk that is left: a run accepts a slower plan with 1 % at most."""
     risks: list[float] = []
