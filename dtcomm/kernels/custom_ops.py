@@ -14,7 +14,8 @@ detached, compiled or not. Only `quantize` has one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,208 +24,59 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.kernels import calls, eager
 
-
-@torch.library.custom_op("dtcomm::encode", mutates_args=())
-def encode(codec: str, x: torch.Tensor, key: int = 0, offset: int = 0) -> torch.Tensor:
-    return eager.encode(codec, x, _unsigned(key), _unsigned(offset), None, None, None)
-
-
-@torch.library.custom_op("dtcomm::encode_keep", mutates_args=("residual", "decoded"))
-def encode_keep(
-    codec: str,
-    x: torch.Tensor,
-    key: int,
-    offset: int,
-    residual: torch.Tensor | None,
-    decoded: torch.Tensor | None,
-) -> torch.Tensor:
-    return eager.encode(codec, x, _unsigned(key), _unsigned(offset), residual, None, decoded)
+_PLAIN = "str codec, Tensor x, SymInt key=0, SymInt offset=0"
+_ENCODE = "str codec, Tensor x, SymInt key, SymInt offset, Tensor(a!)? residual"
+_DECODE = "str codec, Tensor payload, SymInt numel, ScalarType dtype"
+_REDUCE = (
+    "str codec, Tensor[] payloads, SymInt numel, Tensor? local, SymInt position, SymInt divisor, str op, "
+    "ScalarType dtype"
+)
+_REDUCE_ENCODE = f"{_REDUCE}, SymInt key, SymInt offset, Tensor(a!)? residual"
 
 
-@torch.library.custom_op("dtcomm::encode_out", mutates_args=("residual", "out", "decoded"))
-def encode_out(
-    codec: str,
-    x: torch.Tensor,
-    key: int,
-    offset: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    decoded: torch.Tensor | None,
-) -> None:
-    eager.encode(codec, x, _unsigned(key), _unsigned(offset), residual, out, decoded)
+def _operator(
+    name: str, arguments: str, run: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor] | None
+) -> Any:
+    """The operator of this name; without ``fake``, a tensor like its result, it returns nothing."""
 
+    def without_result(*terms: Any) -> None:
+        run(*terms)
 
-@torch.library.custom_op("dtcomm::decode", mutates_args=())
-def decode(codec: str, payload: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return eager.decode(codec, payload, numel, dtype, None)
-
-
-@torch.library.custom_op("dtcomm::decode_out", mutates_args=("out",))
-def decode_out(codec: str, payload: torch.Tensor, numel: int, dtype: torch.dtype, out: torch.Tensor) -> None:
-    eager.decode(codec, payload, numel, dtype, out)
-
-
-@torch.library.custom_op("dtcomm::reduce", mutates_args=())
-def reduce(
-    codec: str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return eager.reduce(codec, payloads, numel, local, position, divisor, None, op, dtype)
-
-
-@torch.library.custom_op("dtcomm::reduce_out", mutates_args=("out",))
-def reduce_out(
-    codec: str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype,
-    out: torch.Tensor,
-) -> None:
-    eager.reduce(codec, payloads, numel, local, position, divisor, out, op, dtype)
-
-
-@torch.library.custom_op("dtcomm::reduce_encode", mutates_args=())
-def reduce_encode(
-    codec: str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype,
-    key: int = 0,
-    offset: int = 0,
-) -> torch.Tensor:
-    words = _unsigned(key), _unsigned(offset)
-    return eager.reduce_encode(
-        codec, payloads, numel, local, position, divisor, None, None, op, dtype, *words, None
+    operator = torch.library.custom_op(
+        f"dtcomm::{name}",
+        run if fake else without_result,
+        mutates_args=re.findall(r"!\)\??\s(\w+)", arguments),
+        schema=f"({arguments}) -> {'Tensor' if fake else '()'}",
     )
+    operator.register_fake(fake or (lambda *_: None))
+    return operator
 
 
-@torch.library.custom_op("dtcomm::reduce_encode_keep", mutates_args=("residual", "decoded"))
-def reduce_encode_keep(
-    codec: str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype,
-    key: int,
-    offset: int,
-    residual: torch.Tensor | None,
-    decoded: torch.Tensor | None,
-) -> torch.Tensor:
-    words = _unsigned(key), _unsigned(offset)
-    return eager.reduce_encode(
-        codec, payloads, numel, local, position, divisor, residual, None, op, dtype, *words, decoded
-    )
+def _without_out(run: Callable[..., torch.Tensor], at: int) -> Callable[..., torch.Tensor]:
+    """``run`` with None for its output, the argument number ``at``."""
+    return lambda *terms: run(*terms[:at], None, *terms[at:])
 
 
-@torch.library.custom_op("dtcomm::reduce_encode_out", mutates_args=("residual", "out", "decoded"))
-def reduce_encode_out(
-    codec: str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype,
-    key: int,
-    offset: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    decoded: torch.Tensor | None,
-) -> None:
-    words = _unsigned(key), _unsigned(offset)
-    eager.reduce_encode(
-        codec, payloads, numel, local, position, divisor, residual, out, op, dtype, *words, decoded
-    )
-
-
-@torch.library.custom_op("dtcomm::quantize", mutates_args=())
-def quantize(codec: str, x: torch.Tensor, key: int = 0, offset: int = 0) -> torch.Tensor:
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    eager.encode(codec, x, _unsigned(key), _unsigned(offset), None, None, result)
-    return result
-
-
-@encode.register_fake
-@encode_keep.register_fake
-def _(codec: str, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _fake_encoding(codec: str, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return _fake_payload(codec, x, x.numel(), x.dtype)
 
 
-@decode.register_fake
-def _(codec: str, payload: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _fake_decoding(codec: str, payload: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
     calls.element_type("dtype", parse(codec), dtype)
     return payload.new_empty(numel, dtype=dtype)
 
 
-@reduce.register_fake
-def _(
-    codec: str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    calls.element_type("dtype", parse(codec), dtype)
-    return _first_term(payloads, local).new_empty(numel, dtype=dtype)
+def _fake_sum(codec: str, payloads: Any, numel: int, local: Any, *rest: Any) -> torch.Tensor:
+    return _fake_decoding(codec, _first_term(payloads, local), numel, rest[3])
 
 
-@reduce_encode.register_fake
-@reduce_encode_keep.register_fake
-def _(
-    codec: str,
-    payloads: Sequence[torch.Tensor],
-    numel: int,
-    local: torch.Tensor | None,
-    position: int,
-    divisor: int,
-    op: str,
-    dtype: torch.dtype,
-    *_: Any,
-    **__: Any,
-) -> torch.Tensor:
-    return _fake_payload(codec, _first_term(payloads, local), numel, dtype)
+def _fake_encoded_sum(codec: str, payloads: Any, numel: int, local: Any, *rest: Any) -> torch.Tensor:
+    return _fake_payload(codec, _first_term(payloads, local), numel, rest[3])
 
 
-@encode_out.register_fake
-@decode_out.register_fake
-@reduce_out.register_fake
-@reduce_encode_out.register_fake
-def _(*_: Any, **__: Any) -> None:
-    """These operators return nothing; their outputs exist already."""
-
-
-@quantize.register_fake
-def _(codec: str, x: torch.Tensor, key: int = 0, offset: int = 0) -> torch.Tensor:
+def _fake_quantized(codec: str, x: torch.Tensor, *_: Any) -> torch.Tensor:
     calls.element_type("x", parse(codec), x.dtype)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _straight_through(context: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
-    return None, gradient, None, None
-
-
-quantize.register_autograd(_straight_through)
 
 
 def _fake_payload(spec: str, like: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -250,6 +102,93 @@ def _first_term(payloads: Sequence[torch.Tensor], local: torch.Tensor | None) ->
 
 def _unsigned(word: int) -> int:
     return word + 2**64 if word < 0 else word
+
+
+def _encode(
+    codec: str,
+    x: torch.Tensor,
+    key: int = 0,
+    offset: int = 0,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    decoded: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return eager.encode(codec, x, _unsigned(key), _unsigned(offset), residual, out, decoded)
+
+
+def _reduce(
+    codec: str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None,
+    position: int,
+    divisor: int,
+    op: str,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return eager.reduce(codec, payloads, numel, local, position, divisor, out, op, dtype)
+
+
+def _reduce_encode(
+    codec: str,
+    payloads: Sequence[torch.Tensor],
+    numel: int,
+    local: torch.Tensor | None,
+    position: int,
+    divisor: int,
+    op: str,
+    dtype: torch.dtype,
+    key: int = 0,
+    offset: int = 0,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    decoded: torch.Tensor | None = None,
+) -> torch.Tensor:
+    words = _unsigned(key), _unsigned(offset)
+    return eager.reduce_encode(
+        codec, payloads, numel, local, position, divisor, residual, out, op, dtype, *words, decoded
+    )
+
+
+def _quantize(codec: str, x: torch.Tensor, key: int = 0, offset: int = 0) -> torch.Tensor:
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _encode(codec, x, key, offset, decoded=result)
+    return result
+
+
+encode = _operator("encode", _PLAIN, _encode, _fake_encoding)
+encode_keep = _operator(
+    "encode_keep",
+    f"{_ENCODE}, Tensor(b!)? decoded",
+    _without_out(_encode, 5),
+    _fake_encoding,
+)
+encode_out = _operator("encode_out", f"{_ENCODE}, Tensor(b!) out, Tensor(c!)? decoded", _encode, None)
+decode = _operator("decode", _DECODE, _without_out(eager.decode, 4), _fake_decoding)
+decode_out = _operator("decode_out", f"{_DECODE}, Tensor(a!) out", eager.decode, None)
+reduce = _operator("reduce", _REDUCE, _reduce, _fake_sum)
+reduce_out = _operator("reduce_out", f"{_REDUCE}, Tensor(a!) out", _reduce, None)
+reduce_encode = _operator(
+    "reduce_encode",
+    f"{_REDUCE}, SymInt key=0, SymInt offset=0",
+    _reduce_encode,
+    _fake_encoded_sum,
+)
+reduce_encode_keep = _operator(
+    "reduce_encode_keep",
+    f"{_REDUCE_ENCODE}, Tensor(b!)? decoded",
+    _without_out(_reduce_encode, 11),
+    _fake_encoded_sum,
+)
+reduce_encode_out = _operator(
+    "reduce_encode_out",
+    f"{_REDUCE_ENCODE}, Tensor(b!) out, Tensor(c!)? decoded",
+    _reduce_encode,
+    None,
+)
+quantize = _operator("quantize", _PLAIN, _quantize, _fake_quantized)
+quantize.register_autograd(lambda context, gradient: (None, gradient, None, None))
 
 
 def compiled_encode(
