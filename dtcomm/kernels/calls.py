@@ -140,6 +140,14 @@ class Tensors:
         """The addresses of the tensors' memory; 0 for None."""
         return [address(tensor) for tensor in self.tensors]
 
+    def at(self, place: Place | None, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The elements that begin at a place, in memory order; None for memory that is not there."""
+        tensor = None if place is None else self.tensors[place[0]]
+        if place is None or tensor is None:
+            return None
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return flat[place[1] : place[1] + numel * dtype.itemsize].view(dtype)
+
 
 #: Runs a group on tensors, with a seed.
 Runner = Callable[[Tensors, int], None]

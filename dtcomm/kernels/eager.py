@@ -18,7 +18,7 @@ from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.codecs.sparse import POSITION_BYTES
 from dtcomm.kernels import calls, counter_rng, cpu, dispatch, reference
-from dtcomm.kernels.calls import CallGroup, Combine, Runner
+from dtcomm.kernels.calls import CallGroup, Combine, GroupedCall, Runner, Tensors
 from dtcomm.kernels.reference import lossless as reference_lossless
 from dtcomm.kernels.reference.floats import bytes_of
 
@@ -181,16 +181,67 @@ def run_decode(
         cpu.decode(kernel, codec, payload, numel, dtype, out)
 
 
-def prepare(kernel: str, group: CallGroup, device: torch.device) -> Runner | None:
-    """Return what runs a group of calls with a kernel on a device, or None where that takes single calls."""
-    codec = group.codec
-    if codec.variable_length:
-        return None
+def prepare(kernel: str, group: CallGroup, device: torch.device) -> Runner:
+    """Return what runs a group of calls with a kernel on a device, in as few native calls or launches as possible."""
+    run: Runner | None = None
     if kernel == dispatch.CUDA:
-        return cast("Runner | None", dispatch.cuda_kernels().prepare(group, device))
-    if kernel not in dispatch.NATIVE or codec.stores_positions:  # positions are checked before each call
-        return None
-    return cpu.prepare(kernel, group)
+        run = dispatch.cuda_kernels().prepare(group, device)
+    elif kernel in dispatch.NATIVE and not group.codec.stores_positions:  # these are checked before each call
+        run = cpu.prepare(kernel, group)
+
+    def run_singly(tensors: Tensors, seed: int) -> None:
+        for call in group.calls:
+            run_single(kernel, group, call, tensors, seed)
+
+    return run or run_singly
+
+
+def run_single(kernel: str, group: CallGroup, call: GroupedCall, tensors: Tensors, seed: int) -> None:
+    """Run one call of a group by itself."""
+    codec, numel, dtype = group.codec, call.numel, group.dtype
+    size = codec.wire_bytes(numel, dtype)
+    local, out = (
+        tensors.at(place, numel, given or dtype)
+        for place, given in ((call.local, call.local_dtype), (call.out, call.out_dtype))
+    )
+    payloads = [tensors.at(place, size, torch.uint8) for place in call.payloads]
+    payload_out = tensors.at(call.payload_out, size, torch.uint8)
+    added, residual = (
+        tensors.at(place, numel, torch.float32) for place in (call.residual_in, call.residual_out)
+    )
+    copied = not payloads and added is None and payload_out is None
+    if out is not None and copied and local is not None and out.data_ptr() == local.data_ptr():
+        out = None
+    old = None
+    if residual is None and added is not None:
+        local = added if local is None else local.float() + added
+    elif residual is not None and added is None:
+        # It is in the sum already. Adding -0.0 changes no number; a block that is not finite keeps its residual, here
+        # -0.0, which is then replaced by the old one.
+        old = residual.clone()
+        residual.fill_(-0.0)
+    if payload_out is None and out is None and residual is None:
+        return
+    checked = cast(list[torch.Tensor], payloads)
+    calls.require_valid_payload(codec, checked, numel)
+    combine = Combine(
+        codec=codec,
+        numel=numel,
+        dtype=dtype,
+        payloads=tuple(checked),
+        local=local,
+        position=call.position,
+        residual=residual,
+        divisor=call.divisor,
+        op=call.op,
+        key=_C.mix_key(seed, group.rank, call.payload_id),
+        offset=call.offset,
+        payload_out=payload_out,
+        out=out,
+    )
+    run_combine(kernel, combine)
+    if old is not None and residual is not None:
+        torch.where(residual.view(torch.int32) == -(2**31), old, residual, out=residual)
 
 
 def _reduction(

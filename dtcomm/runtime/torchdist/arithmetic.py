@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from dtcomm import _C
 from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
-from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.kernels import dispatch, eager, ops
 from dtcomm.kernels.calls import CallGroup, GroupedCall, Place, Runner, Tensors
 from dtcomm.runtime.torchdist.rounds import RoundsPlan, Slice, accumulator_dtype, payload_bytes
@@ -33,24 +31,28 @@ _MEMORY = 0  # the place of a piece's memory; the inputs, outputs and residuals 
 
 @dataclass
 class Step:
-    """Calls that do not depend on each other, each with (position in the program, instruction, slice of its chunk).
+    """Calls of a codec that do not depend on each other.
 
-    ``group`` are the same calls for the kernels, or None where each takes several calls of kernels.
+    ``terms`` are the codecs of each call's payloads where they differ from the codec of the sum, else None.
     """
 
     phase: Phase
-    calls: list[tuple[int, Instruction, int]]
-    group: CallGroup | None
-    runners: dict[str, Runner | None] = field(default_factory=dict)  # by kernel
+    group: CallGroup
+    terms: tuple[Codec, ...] | None
+    runners: dict[str, Runner] = field(default_factory=dict)  # by kernel
 
-    def runner(self, memory: torch.Tensor) -> Runner | None:
-        """What runs the group with the kernel in use; None: the calls run one by one."""
-        if self.group is None:
-            return None
+    def run(self, tensors: Tensors, seed: int) -> None:
+        """Run the calls with the kernel in use."""
+        memory = tensors.tensors[_MEMORY]
+        assert memory is not None
         kernel = dispatch.kernel_for(self.group.codec, "codec", memory)
+        if self.terms is not None:
+            for call in self.group.calls:
+                _run_mixed(kernel, self.group, call, self.terms, tensors, seed)
+            return
         if kernel not in self.runners:
             self.runners[kernel] = eager.prepare(kernel, self.group, memory.device)
-        return self.runners[kernel]
+        self.runners[kernel](tensors, seed)
 
 
 class Arithmetic:
@@ -79,15 +81,9 @@ class Arithmetic:
 
     def compute(self, piece: int, at: int, after: bool) -> None:
         """Do the computations of round ``at`` on a piece, before its exchange or after it."""
-        memory = self.memory[piece]
         for step in steps(self._plan, piece, at, after):
             begin = time.monotonic_ns() if self._timer is not None else 0
-            run = step.runner(memory)
-            if run is not None:
-                run(self._tensors_of(piece), self._seed)
-            else:
-                for position, instruction, nth in step.calls:
-                    self._execute(piece, position, instruction, nth)
+            step.run(self._tensors_of(piece), self._seed)
             if self._timer is not None:
                 self._timer.add(step.phase, begin)
 
@@ -103,142 +99,36 @@ class Arithmetic:
         self._tensors.pop(piece, None)
         return self.memory.pop(piece)
 
-    def _execute(self, piece: int, at: int, instruction: Instruction, nth: int) -> None:
-        """Execute instruction ``at`` of the program on one slice of its chunk."""
-        plan = self._plan
-        part_slice = plan.pieces[piece][instruction.chunk][nth]
-        spec = plan.spec.parts[part_slice.part]
-        match instruction:
-            case Encode(payload_id=payload_id, output=output, level=level):
-                ops.encode(
-                    spec.at(level),
-                    self._input(part_slice),
-                    key=_C.mix_key(self._seed, plan.rank, payload_id),
-                    offset=part_slice.in_offset,
-                    residual=self._residual(part_slice),
-                    out=self._bytes(piece, plan.rank, payload_id, part_slice, level),
-                    decoded=self._output(part_slice) if output else None,
-                )
-            case Reduce():
-                self._reduce(piece, at, instruction, part_slice, nth)
-            case Decode(peer=peer, payload_id=payload_id, level=level):
-                out = self._output(part_slice)
-                if out is not None:
-                    payload = self._bytes(piece, peer, payload_id, part_slice, level)
-                    ops.decode(spec.at(level), payload, part_slice.numel, spec.dtype, out=out)
-            case Copy():
-                out, source = self._output(part_slice), self._input(part_slice)
-                if out is not None and out.data_ptr() != source.data_ptr():
-                    out.copy_(source)
-            case _:
-                raise TypeError(f"{instruction} is not arithmetic")
 
-    def _reduce(self, piece: int, at: int, reduce: Reduce, part_slice: Slice, nth: int) -> None:
-        plan, numel = self._plan, part_slice.numel
-        spec = plan.spec.parts[part_slice.part]
-        levels = _input_levels(reduce)
-        payloads = [
-            self._bytes(piece, rank, payload_id, part_slice, level)
-            for (rank, payload_id), level in zip(reduce.inputs, levels, strict=True)
-        ]
-        residual = self._residual(part_slice)
-        reads, writes = at in plan.residual_reads, at in plan.residual_writes
-        local = None
-        if reduce.local is Local.INPUT:
-            local = self._input(part_slice)
-            if residual is not None and reads and not (writes and reduce.payload_id is not None):
-                # The sum is encoded later or never, so the residual is added here.
-                local = local.float() + residual
-                if writes:
-                    residual.zero_()
-        elif reduce.local is Local.ACCUMULATOR:
-            local = self._partial_sum(piece, reduce.chunk, part_slice, nth)
-        divisor = plan.divisor if reduce.divide else 1
-        out = self._output(part_slice) if reduce.output else None
-        position: int | None = reduce.position
-        codecs = [spec.at(level) for level in levels]
-        codec = spec.at(reduce.level) if reduce.payload_id is not None else codecs[0]
-        if any(other != codec for other in codecs):
-            # The terms have another codec than the sum: the sum's encoding gets their fp32 sum.
-            local = self._sum(codecs, payloads, numel, spec.dtype, local, reduce.position)
-            payloads, position = [], None
-        if reduce.payload_id is None:
-            if reduce.keep_partial_sum:
-                out = self._partial_sum(piece, reduce.chunk, part_slice, nth)
-            ops.reduce(codec, payloads, numel, local, position, divisor, out, op=plan.op, dtype=spec.dtype)
-            return
-        old_residual = None
-        if residual is not None and writes and not reads:
-            # It is in the partial sum already. Adding -0.0 changes no number; a block that is not finite keeps its
-            # residual, here -0.0, which is then replaced by the old one.
-            old_residual = residual.clone()
-            residual.fill_(-0.0)
-        ops.reduce_encode(
-            codec,
-            payloads,
-            numel,
-            local,
-            position,
-            divisor,
-            residual if writes else None,
-            self._bytes(piece, plan.rank, reduce.payload_id, part_slice, reduce.level),
-            op=plan.op,
-            dtype=spec.dtype,
-            key=_C.mix_key(self._seed, plan.rank, reduce.payload_id),
-            offset=part_slice.in_offset,
-            decoded=out,
-        )
-        if old_residual is not None and residual is not None:
-            torch.where(residual.view(torch.int32) == -(2**31), old_residual, residual, out=residual)
-
-    def _sum(
-        self,
-        codecs: Sequence[Codec],
-        payloads: Sequence[torch.Tensor],
-        numel: int,
-        dtype: torch.dtype,
-        local: torch.Tensor | None,
-        position: int,
-    ) -> torch.Tensor:
-        """The sum in rank order of payloads of different codecs."""
-        wide = accumulator_dtype(dtype)
-        terms = [
-            ops.decode(codec, payload, numel, dtype if codec.name == "none" else wide).to(wide)
-            for codec, payload in zip(codecs, payloads, strict=True)
-        ]
-        if local is not None:
-            terms.insert(position, local.to(wide))
-        raw = [term.view(torch.uint8) for term in terms]
-        return ops.reduce(
-            NONE, _padded(raw, NONE.wire_bytes(numel, wide)), numel, op=self._plan.op, dtype=wide
-        )
-
-    def _partial_sum(self, piece: int, chunk: int, part_slice: Slice, nth: int) -> torch.Tensor:
-        wide = accumulator_dtype(self._plan.spec.parts[part_slice.part].dtype)
-        at = self._plan.sums[piece][chunk][nth]
-        return self.memory[piece][at : at + part_slice.numel * wide.itemsize].view(wide)
-
-    def _bytes(self, piece: int, rank: int, payload_id: int, part_slice: Slice, level: int) -> torch.Tensor:
-        offset, size = part_slice.span(level)
-        at = self._plan.places[piece][rank, payload_id] + offset
-        return self.memory[piece][at : at + size]
-
-    def _input(self, part_slice: Slice) -> torch.Tensor:
-        tensor = self._part(self._inputs, part_slice, part_slice.in_offset)
-        assert tensor is not None, "only ranks with an input read it"
-        return tensor
-
-    def _output(self, part_slice: Slice) -> torch.Tensor | None:
-        return self._part(self._outputs, part_slice, part_slice.out_offset)
-
-    def _residual(self, part_slice: Slice) -> torch.Tensor | None:
-        return self._part(self._residuals, part_slice, part_slice.in_offset)
-
-    def _part(
-        self, tensors: Sequence[torch.Tensor | None], part_slice: Slice, offset: int
-    ) -> torch.Tensor | None:
-        tensor = tensors[part_slice.part]
-        return None if tensor is None else _flat(tensor)[offset : offset + part_slice.numel]
+def _run_mixed(
+    kernel: str, group: CallGroup, call: GroupedCall, codecs: Sequence[Codec], tensors: Tensors, seed: int
+) -> None:
+    """Sum payloads of these codecs and the local term in rank order; what the call does to a sum is done to that."""
+    numel, dtype = call.numel, group.dtype
+    wide = accumulator_dtype(dtype)
+    terms = [
+        ops.decode(codec, payload, numel, dtype if codec.name == "none" else wide).to(wide)
+        for codec, place in zip(codecs, call.payloads, strict=True)
+        if (payload := tensors.at(place, codec.wire_bytes(numel, dtype), torch.uint8)) is not None
+    ]
+    local = tensors.at(call.local, numel, call.local_dtype or dtype)
+    residual = tensors.at(call.residual_in, numel, torch.float32)
+    if local is not None and residual is not None and (call.payload_out is None or call.residual_out is None):
+        # The sum is encoded later or never, so the residual is added here.
+        local = local.float() + residual
+        if call.residual_out is not None:
+            residual.zero_()
+        call = call._replace(residual_in=None, residual_out=None)
+    if local is not None:
+        terms.insert(call.position, local.to(wide))
+    size = NONE.wire_bytes(numel, wide)
+    raw = [
+        torch.nn.functional.pad(term.view(torch.uint8), (0, size - numel * wide.itemsize)) for term in terms
+    ]
+    total = ops.reduce(NONE, raw, numel, op=call.op, dtype=wide)
+    place = len(tensors.tensors), 0
+    call = call._replace(payloads=(), position=0, local=place, local_dtype=wide)
+    eager.run_single(kernel, group, call, Tensors([*tensors.tensors, total]), seed)
 
 
 def steps(plan: RoundsPlan, piece: int, at: int, after: bool) -> list[Step]:
@@ -253,8 +143,7 @@ def steps(plan: RoundsPlan, piece: int, at: int, after: bool) -> list[Step]:
 
 
 def _steps(plan: RoundsPlan, piece: int, instructions: Iterable[tuple[int, Instruction]]) -> Iterable[Step]:
-    waves: list[dict[tuple[object, ...], Step]] = []  # steps by kind of call
-    calls: dict[int, list[GroupedCall]] = {}
+    waves: list[dict[tuple[Any, ...], list[GroupedCall]]] = []  # calls by their kind
     seen: dict[int, int] = {}  # by chunk
     for at, instruction in instructions:
         chunk = instruction.chunk
@@ -263,24 +152,19 @@ def _steps(plan: RoundsPlan, piece: int, instructions: Iterable[tuple[int, Instr
             while len(waves) <= wave:
                 waves.append({})
             dtype, phase = plan.spec.parts[part_slice.part].dtype, _PHASE.get(type(instruction), "decode")
-            codec, call = _grouped_call(plan, piece, at, instruction, part_slice, nth)
-            step = waves[wave].setdefault((phase, codec, dtype), Step(phase, [], None))
-            step.calls.append((at, instruction, nth))
-            if codec is not None and call is not None:
-                calls.setdefault(id(step), []).append(call)
-                step.group = CallGroup(codec, dtype, plan.rank, tuple(calls[id(step)]))
+            codec, terms, call = _grouped_call(plan, piece, at, instruction, part_slice, nth)
+            waves[wave].setdefault((phase, codec, terms, dtype), []).append(call)
     for by_kind in waves:
-        yield from by_kind.values()
+        for (phase, codec, terms, dtype), calls in by_kind.items():
+            yield Step(phase, CallGroup(codec, dtype, plan.rank, tuple(calls)), terms)
 
 
 def _grouped_call(
     plan: RoundsPlan, piece: int, at: int, instruction: Instruction, part_slice: Slice, nth: int
-) -> tuple[Codec | None, GroupedCall | None]:
-    """Return the codec and the call of kernels that an instruction is on a slice; None: it takes several."""
+) -> tuple[Codec, tuple[Codec, ...] | None, GroupedCall]:
+    """Return the codec of what an instruction is on a slice, those of its payloads if they differ, and the call."""
     parts, index, numel = len(plan.spec.parts), part_slice.part, part_slice.numel
     spec = plan.spec.parts[index]
-    if spec.dtype not in ELEMENT_TYPES:
-        return None, None
 
     def payload(rank: int, payload_id: int, level: int) -> Place:
         return _MEMORY, plan.places[piece][rank, payload_id] + part_slice.span(level)[0]
@@ -290,30 +174,33 @@ def _grouped_call(
     residual = 1 + 2 * parts + index, part_slice.in_offset * torch.float32.itemsize
     match instruction:
         case Encode(payload_id=payload_id, level=level):
-            return spec.at(level), GroupedCall(
-                numel=numel,
-                local=source,
-                residual_in=residual,
-                residual_out=residual,
-                payload_id=payload_id,
-                offset=part_slice.in_offset,
-                payload_out=payload(plan.rank, payload_id, level),
-                out=output if instruction.output else None,
+            return (
+                spec.at(level),
+                None,
+                GroupedCall(
+                    numel=numel,
+                    local=source,
+                    residual_in=residual,
+                    residual_out=residual,
+                    payload_id=payload_id,
+                    offset=part_slice.in_offset,
+                    payload_out=payload(plan.rank, payload_id, level),
+                    out=output if instruction.output else None,
+                ),
             )
         case Decode(peer=peer, payload_id=payload_id, level=level):
-            return spec.at(level), GroupedCall(numel, (payload(peer, payload_id, level),), out=output)
+            return spec.at(level), None, GroupedCall(numel, (payload(peer, payload_id, level),), out=output)
         case Copy():
-            return NONE, GroupedCall(numel, local=source, out=output)
+            return NONE, None, GroupedCall(numel, local=source, out=output)
         case Reduce():
             pass
         case _:
             raise TypeError(f"{instruction} is not arithmetic")
-    reduce, levels, wide = instruction, _input_levels(instruction), accumulator_dtype(spec.dtype)
-    codecs = [spec.at(level) for level in levels]
+    reduce, wide = instruction, accumulator_dtype(spec.dtype)
+    levels = reduce.input_levels or (0,) * len(reduce.inputs)
+    codecs = tuple(spec.at(level) for level in levels)
     encodes = reduce.payload_id is not None
     codec = spec.at(reduce.level) if encodes else codecs[0]
-    if any(other != codec for other in codecs):
-        return None, None
     reads, writes = at in plan.residual_reads, at in plan.residual_writes
     call = GroupedCall(
         numel=numel,
@@ -339,18 +226,4 @@ def _grouped_call(
         call = call._replace(local=(_MEMORY, plan.sums[piece][reduce.chunk][nth]), local_dtype=wide)
     if reduce.keep_partial_sum and not encodes:
         call = call._replace(out=(_MEMORY, plan.sums[piece][reduce.chunk][nth]), out_dtype=wide)
-    return codec, call
-
-
-def _input_levels(reduce: Reduce) -> Sequence[int]:
-    return reduce.input_levels or (0,) * len(reduce.inputs)
-
-
-def _padded(payloads: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
-    # Payloads end at multiples of 16 bytes.
-    return [torch.nn.functional.pad(payload, (0, size - payload.numel())) for payload in payloads]
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    # In memory order, whatever the strides: the caller's tensors are dense.
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+    return codec, codecs if any(other != codec for other in codecs) else None, call
