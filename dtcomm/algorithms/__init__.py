@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from dtcomm.algorithms import direct, double_tree, halving, hierarchical, ring, tree
@@ -23,64 +24,32 @@ from dtcomm.schedule.verify import verify
 
 __all__ = ["available", "build", "register"]
 
-# name -> collective -> function of ranks, and of root and chunks if it takes them. The order is that of error messages.
-SINGLE_LEVEL: dict[str, dict[str, Callable[..., Schedule]]] = {
-    "ring": {
-        "all_reduce": ring.all_reduce,
-        "reduce_scatter": ring.reduce_scatter,
-        "all_gather": ring.all_gather,
-        "broadcast": ring.broadcast,
-        "reduce": ring.reduce,
-    },
-    "tree": {
-        "all_reduce": tree.all_reduce,
-        "reduce_scatter": tree.reduce_scatter,
-        "all_gather": tree.all_gather,
-        "broadcast": tree.broadcast,
-        "reduce": tree.reduce,
-        "gather": tree.gather,
-        "scatter": tree.scatter,
-        "all_to_all": tree.all_to_all,
-    },
-    "double_tree": {
-        "all_reduce": double_tree.all_reduce,
-        "broadcast": double_tree.broadcast,
-        "reduce": double_tree.reduce,
-    },
-    "halving": {
-        "all_reduce": halving.all_reduce,
-        "reduce_scatter": halving.reduce_scatter,
-        "all_gather": halving.all_gather,
-        "broadcast": halving.broadcast,
-        "reduce": halving.reduce,
-    },
-    "one_shot": {
-        "all_reduce": direct.one_shot,
-        "reduce_scatter": direct.reduce_scatter,
-        "all_gather": direct.all_gather,
-        "broadcast": direct.broadcast,
-        "reduce": direct.reduce,
-        "gather": direct.gather,
-        "scatter": direct.scatter,
-        "all_to_all": direct.all_to_all,
-    },
+Builders = dict[str, Callable[..., Schedule]]  # by collective
+
+
+def _builders(module: ModuleType) -> Builders:
+    """Return the functions of a module that have the name of a collective."""
+    return {name: getattr(module, name) for name in COLLECTIVES if hasattr(module, name)}
+
+
+# Functions of ranks, and of root and chunks if they take them. The order is that of error messages.
+SINGLE_LEVEL: dict[str, Builders] = {
+    "ring": _builders(ring),
+    "tree": _builders(tree),
+    "double_tree": _builders(double_tree),
+    "halving": _builders(halving),
+    "one_shot": _builders(direct) | {"all_reduce": direct.one_shot},
     "two_shot": {
         "all_reduce": direct.two_shot,
         "broadcast": direct.broadcast_two_shot,
         "reduce": direct.reduce_two_shot,
     },
 }
-HIERARCHICAL: dict[str, Callable[..., Schedule]] = {
-    "all_reduce": hierarchical.all_reduce,
-    "reduce_scatter": hierarchical.reduce_scatter,
-    "all_gather": hierarchical.all_gather,
-    "broadcast": hierarchical.broadcast,
-    "reduce": hierarchical.reduce,
-}
+HIERARCHICAL: Builders = _builders(hierarchical)
 # The algorithms of ``hierarchical`` without a suffix.
 DEFAULT_INSIDE, DEFAULT_BETWEEN = "one_shot", "halving"
 # The algorithms that `register` added, in the form of `SINGLE_LEVEL`.
-REGISTERED: dict[str, dict[str, Callable[..., Schedule]]] = {}
+REGISTERED: dict[str, Builders] = {}
 # What a name means besides the algorithms of `SINGLE_LEVEL`, here and in the parts that take an algorithm's name.
 RESERVED = ("auto", "direct", "hierarchical", "two_shot_symmetric", "send", "own", "all")
 

@@ -4,43 +4,30 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from dtcomm.schedule.builder import sequence
+from dtcomm.schedule.builder import schedule_of, sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
 def reduce_scatter(ranks: int) -> Schedule:
     """One shot: every shard is sent straight to its owner."""
-    return Schedule(
-        collective="reduce_scatter",
-        ranks=ranks,
-        chunks=ranks,
-        transfers=tuple(Transfer(0, src, dst, dst, "reduce") for src, dst in permutations(range(ranks), 2)),
-    )
+    transfers = (Transfer(0, src, dst, dst, "reduce") for src, dst in permutations(range(ranks), 2))
+    return schedule_of("reduce_scatter", ranks, ranks, transfers)
 
 
 def all_gather(ranks: int) -> Schedule:
     """One shot: every owner sends its shard to all ranks."""
-    return Schedule(
-        collective="all_gather",
-        ranks=ranks,
-        chunks=ranks,
-        transfers=tuple(Transfer(0, src, dst, src, "copy") for src, dst in permutations(range(ranks), 2)),
-    )
+    transfers = (Transfer(0, src, dst, src, "copy") for src, dst in permutations(range(ranks), 2))
+    return schedule_of("all_gather", ranks, ranks, transfers)
 
 
-def one_shot(ranks: int, chunks: int | None = None) -> Schedule:
+def one_shot(ranks: int, chunks: int = 1) -> Schedule:
     """All-reduce in one step: every rank sends its whole tensor to all others, and all sum the same bytes."""
-    chunks = 1 if chunks is None else chunks
-    return Schedule(
-        collective="all_reduce",
-        ranks=ranks,
-        chunks=chunks,
-        transfers=tuple(
-            Transfer(0, src, dst, chunk, "reduce")
-            for src, dst in permutations(range(ranks), 2)
-            for chunk in range(chunks)
-        ),
+    transfers = (
+        Transfer(0, src, dst, chunk, "reduce")
+        for src, dst in permutations(range(ranks), 2)
+        for chunk in range(chunks)
     )
+    return schedule_of("all_reduce", ranks, chunks, transfers)
 
 
 def two_shot(ranks: int) -> Schedule:
@@ -48,21 +35,15 @@ def two_shot(ranks: int) -> Schedule:
     return sequence("all_reduce", reduce_scatter(ranks), all_gather(ranks))
 
 
-def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+def broadcast(ranks: int, root: int = 0, chunks: int = 1) -> Schedule:
     """One shot: the root sends its whole tensor to all others."""
-    chunks = 1 if chunks is None else chunks
-    return Schedule(
-        collective="broadcast",
-        ranks=ranks,
-        chunks=chunks,
-        root=root,
-        transfers=tuple(
-            Transfer(0, root, dst, chunk, "copy")
-            for dst in range(ranks)
-            if dst != root
-            for chunk in range(chunks)
-        ),
+    transfers = (
+        Transfer(0, root, dst, chunk, "copy")
+        for dst in range(ranks)
+        if dst != root
+        for chunk in range(chunks)
     )
+    return schedule_of("broadcast", ranks, chunks, transfers, root)
 
 
 def broadcast_two_shot(ranks: int, root: int = 0) -> Schedule:
@@ -77,30 +58,18 @@ def broadcast_two_shot(ranks: int, root: int = 0) -> Schedule:
         for src, dst in permutations(range(ranks), 2)
         if root not in (src, dst)
     )
-    return Schedule(
-        collective="broadcast",
-        ranks=ranks,
-        chunks=ranks,
-        root=root,
-        transfers=scattered + root_chunk + shared,
-    )
+    return schedule_of("broadcast", ranks, ranks, scattered + root_chunk + shared, root)
 
 
-def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+def reduce(ranks: int, root: int = 0, chunks: int = 1) -> Schedule:
     """One shot: every rank sends its whole tensor to the root, which sums."""
-    chunks = 1 if chunks is None else chunks
-    return Schedule(
-        collective="reduce",
-        ranks=ranks,
-        chunks=chunks,
-        root=root,
-        transfers=tuple(
-            Transfer(0, src, root, chunk, "reduce")
-            for src in range(ranks)
-            if src != root
-            for chunk in range(chunks)
-        ),
+    transfers = (
+        Transfer(0, src, root, chunk, "reduce")
+        for src in range(ranks)
+        if src != root
+        for chunk in range(chunks)
     )
+    return schedule_of("reduce", ranks, chunks, transfers, root)
 
 
 def reduce_two_shot(ranks: int, root: int = 0) -> Schedule:
@@ -110,33 +79,19 @@ def reduce_two_shot(ranks: int, root: int = 0) -> Schedule:
 
 def gather(ranks: int, root: int = 0) -> Schedule:
     """One shot: every rank sends its shard to the root."""
-    return Schedule(
-        collective="gather",
-        ranks=ranks,
-        chunks=ranks,
-        root=root,
-        transfers=tuple(Transfer(0, src, root, src, "copy") for src in range(ranks) if src != root),
-    )
+    transfers = (Transfer(0, src, root, src, "copy") for src in range(ranks) if src != root)
+    return schedule_of("gather", ranks, ranks, transfers, root)
 
 
 def scatter(ranks: int, root: int = 0) -> Schedule:
     """One shot: the root sends every rank its shard."""
-    return Schedule(
-        collective="scatter",
-        ranks=ranks,
-        chunks=ranks,
-        root=root,
-        transfers=tuple(Transfer(0, root, dst, dst, "copy") for dst in range(ranks) if dst != root),
-    )
+    transfers = (Transfer(0, root, dst, dst, "copy") for dst in range(ranks) if dst != root)
+    return schedule_of("scatter", ranks, ranks, transfers, root)
 
 
 def all_to_all(ranks: int) -> Schedule:
     """One shot: every rank sends every other rank its shard."""
-    return Schedule(
-        collective="all_to_all",
-        ranks=ranks,
-        chunks=ranks**2,
-        transfers=tuple(
-            Transfer(0, src, dst, src * ranks + dst, "copy") for src, dst in permutations(range(ranks), 2)
-        ),
+    transfers = (
+        Transfer(0, src, dst, src * ranks + dst, "copy") for src, dst in permutations(range(ranks), 2)
     )
+    return schedule_of("all_to_all", ranks, ranks**2, transfers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dtcomm.schedule.builder import reverse
+from dtcomm.schedule.builder import reverse, schedule_of
 from dtcomm.schedule.ir import Schedule, Transfer
 
 CHUNKS = 2
@@ -64,31 +64,28 @@ def _up(transfers: list[Transfer]) -> Iterator[Transfer]:
         yield Transfer(height[t.dst] - 1, t.src, t.dst, t.chunk, "reduce")
 
 
-def all_reduce(ranks: int, chunks: int | None = None) -> Schedule:
+def all_reduce(ranks: int, chunks: int = CHUNKS) -> Schedule:
     """Up both trees, then down again. A contribution is encoded at most floor(log2 n) + 1 times."""
-    chunks = CHUNKS if chunks is None else chunks
     transfers: list[Transfer] = []
     for chunk in range(chunks):
         order = _node_order(range(ranks), chunk)
         _, down = _down(order, chunk, ranks.bit_length() - 1)
         transfers += [*_up(down), *down]
-    return Schedule(collective="all_reduce", ranks=ranks, chunks=chunks, transfers=tuple(transfers))
+    return schedule_of("all_reduce", ranks, chunks, transfers)
 
 
-def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+def broadcast(ranks: int, root: int = 0, chunks: int = CHUNKS) -> Schedule:
     """The root sends each half to the root of a tree over the other ranks, so it sends every byte once."""
-    chunks = CHUNKS if chunks is None else chunks
     others = [(root + place) % ranks for place in range(1, ranks)]
     transfers: list[Transfer] = []
     for chunk in range(chunks if others else 0):
         top, down = _down(_node_order(others, chunk), chunk, 1)
         transfers += [Transfer(0, root, top, chunk, "copy"), *down]
-    return Schedule(collective="broadcast", ranks=ranks, chunks=chunks, root=root, transfers=tuple(transfers))
+    return schedule_of("broadcast", ranks, chunks, transfers, root)
 
 
-def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+def reduce(ranks: int, root: int = 0, chunks: int = CHUNKS) -> Schedule:
     """The paths of the broadcast in reverse."""
-    chunks = CHUNKS if chunks is None else chunks
     down = broadcast(ranks, root, chunks).transfers
     transfers = [t for chunk in range(chunks) for t in _up([d for d in down if d.chunk == chunk])]
-    return Schedule(collective="reduce", ranks=ranks, chunks=chunks, root=root, transfers=tuple(transfers))
+    return schedule_of("reduce", ranks, chunks, transfers, root)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dtcomm.algorithms import tree
-from dtcomm.schedule.builder import reverse, sequence
+from dtcomm.schedule.builder import reverse, schedule_of, sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
@@ -28,7 +28,7 @@ def reduce_scatter(ranks: int) -> Schedule:
         for rank in range(ranks)
         for distance in range(near, far)
     )
-    return Schedule(collective="reduce_scatter", ranks=ranks, chunks=ranks, transfers=transfers)
+    return schedule_of("reduce_scatter", ranks, ranks, transfers)
 
 
 def distances(ranks: int) -> Iterator[tuple[int, int]]:
@@ -43,7 +43,7 @@ def distances(ranks: int) -> Iterator[tuple[int, int]]:
 def all_gather(ranks: int) -> Schedule:
     """The reduce-scatter in reverse: the shards that a rank holds double in each step."""
     transfers = tuple(reverse(reduce_scatter(ranks).transfers, "copy"))
-    return Schedule(collective="all_gather", ranks=ranks, chunks=ranks, transfers=transfers)
+    return schedule_of("all_gather", ranks, ranks, transfers)
 
 
 def all_reduce(ranks: int) -> Schedule:

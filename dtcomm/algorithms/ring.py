@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dtcomm.schedule.builder import reverse, sequence
+from dtcomm.schedule.builder import reverse, schedule_of, sequence
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
@@ -13,30 +13,22 @@ def reduce_scatter(ranks: int) -> Schedule:
 
     In step s rank r therefore sends shard (r - 1 - s) modulo ranks.
     """
-    return Schedule(
-        collective="reduce_scatter",
-        ranks=ranks,
-        chunks=ranks,
-        transfers=tuple(
-            Transfer(step, rank, (rank + 1) % ranks, (rank - 1 - step) % ranks, "reduce")
-            for step in range(ranks - 1)
-            for rank in range(ranks)
-        ),
+    transfers = (
+        Transfer(step, rank, (rank + 1) % ranks, (rank - 1 - step) % ranks, "reduce")
+        for step in range(ranks - 1)
+        for rank in range(ranks)
     )
+    return schedule_of("reduce_scatter", ranks, ranks, transfers)
 
 
 def all_gather(ranks: int) -> Schedule:
     """Shard c starts at rank c and is passed on until all ranks have it."""
-    return Schedule(
-        collective="all_gather",
-        ranks=ranks,
-        chunks=ranks,
-        transfers=tuple(
-            Transfer(step, rank, (rank + 1) % ranks, (rank - step) % ranks, "copy")
-            for step in range(ranks - 1)
-            for rank in range(ranks)
-        ),
+    transfers = (
+        Transfer(step, rank, (rank + 1) % ranks, (rank - step) % ranks, "copy")
+        for step in range(ranks - 1)
+        for rank in range(ranks)
     )
+    return schedule_of("all_gather", ranks, ranks, transfers)
 
 
 def all_reduce(ranks: int) -> Schedule:
@@ -47,17 +39,12 @@ def all_reduce(ranks: int) -> Schedule:
 def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
     """A chain from the root. Chunk c follows c steps behind chunk 0; by default there are as many chunks as ranks."""
     chunks = ranks if chunks is None else chunks
-    return Schedule(
-        collective="broadcast",
-        ranks=ranks,
-        chunks=chunks,
-        root=root,
-        transfers=tuple(
-            Transfer(hop + chunk, (root + hop) % ranks, (root + hop + 1) % ranks, chunk, "copy")
-            for hop in range(ranks - 1)
-            for chunk in range(chunks)
-        ),
+    transfers = (
+        Transfer(hop + chunk, (root + hop) % ranks, (root + hop + 1) % ranks, chunk, "copy")
+        for hop in range(ranks - 1)
+        for chunk in range(chunks)
     )
+    return schedule_of("broadcast", ranks, chunks, transfers, root)
 
 
 def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from dtcomm.schedule.builder import schedule_of
 from dtcomm.schedule.ir import Schedule, Transfer
 
 
@@ -49,75 +50,50 @@ def _tree_per_chunk(
 def reduce_scatter(ranks: int) -> Schedule:
     """Every shard is summed along a tree of its own, with its owner as the root."""
     transfers = _tree_per_chunk(ranks, ranks, reduce_up)
-    return Schedule(collective="reduce_scatter", ranks=ranks, chunks=ranks, transfers=transfers)
+    return schedule_of("reduce_scatter", ranks, ranks, transfers)
 
 
 def all_gather(ranks: int) -> Schedule:
     """Every shard is copied down a tree of its own, with its owner as the root."""
     transfers = _tree_per_chunk(ranks, ranks, copy_down)
-    return Schedule(collective="all_gather", ranks=ranks, chunks=ranks, transfers=transfers)
+    return schedule_of("all_gather", ranks, ranks, transfers)
 
 
-def all_reduce(ranks: int, chunks: int | None = None) -> Schedule:
+def all_reduce(ranks: int, chunks: int = 1) -> Schedule:
     """Up the tree, then down again. One chunk by default; chunk c's tree has its root at rank c modulo ranks."""
 
     def tree(ranks: int, root: int, chunk: int) -> Iterator[Transfer]:
         yield from reduce_up(ranks, root, chunk)
         yield from copy_down(ranks, root, chunk, first_step=_depth(ranks))
 
-    chunks = 1 if chunks is None else chunks
-    return Schedule(
-        collective="all_reduce", ranks=ranks, chunks=chunks, transfers=_tree_per_chunk(ranks, chunks, tree)
-    )
+    return schedule_of("all_reduce", ranks, chunks, _tree_per_chunk(ranks, chunks, tree))
 
 
-def broadcast(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+def broadcast(ranks: int, root: int = 0, chunks: int = 1) -> Schedule:
     """Down the tree from the root; one chunk by default."""
-    chunks = 1 if chunks is None else chunks
-    return Schedule(
-        collective="broadcast",
-        ranks=ranks,
-        chunks=chunks,
-        root=root,
-        transfers=tuple(t for chunk in range(chunks) for t in copy_down(ranks, root, chunk)),
-    )
+    transfers = (t for chunk in range(chunks) for t in copy_down(ranks, root, chunk))
+    return schedule_of("broadcast", ranks, chunks, transfers, root)
 
 
-def reduce(ranks: int, root: int = 0, chunks: int | None = None) -> Schedule:
+def reduce(ranks: int, root: int = 0, chunks: int = 1) -> Schedule:
     """Up the tree to the root; one chunk by default."""
-    chunks = 1 if chunks is None else chunks
-    return Schedule(
-        collective="reduce",
-        ranks=ranks,
-        chunks=chunks,
-        root=root,
-        transfers=tuple(t for chunk in range(chunks) for t in reduce_up(ranks, root, chunk)),
-    )
+    transfers = (t for chunk in range(chunks) for t in reduce_up(ranks, root, chunk))
+    return schedule_of("reduce", ranks, chunks, transfers, root)
 
 
 def scatter(ranks: int, root: int = 0) -> Schedule:
     """The root sends each half of the tree its shards together; every shard takes its own path down."""
-    return Schedule(
-        collective="scatter",
-        ranks=ranks,
-        chunks=ranks,
-        root=root,
-        transfers=tuple(t for rank in range(ranks) for t in path_down(ranks, root, rank, rank)),
-    )
+    transfers = (t for rank in range(ranks) for t in path_down(ranks, root, rank, rank))
+    return schedule_of("scatter", ranks, ranks, transfers, root)
 
 
 def gather(ranks: int, root: int = 0) -> Schedule:
     """The scatter in reverse: a rank passes on the shards of all ranks below it."""
     last = _depth(ranks) - 1
-    return Schedule(
-        collective="gather",
-        ranks=ranks,
-        chunks=ranks,
-        root=root,
-        transfers=tuple(
-            Transfer(last - t.step, t.dst, t.src, t.chunk, "copy") for t in scatter(ranks, root).transfers
-        ),
+    transfers = (
+        Transfer(last - t.step, t.dst, t.src, t.chunk, "copy") for t in scatter(ranks, root).transfers
     )
+    return schedule_of("gather", ranks, ranks, transfers, root)
 
 
 def all_to_all(ranks: int) -> Schedule:
@@ -126,14 +102,10 @@ def all_to_all(ranks: int) -> Schedule:
     About n/2 log2 n shards leave a rank instead of n - 1, in log2 n messages instead of n - 1 (J. Bruck et al.,
     "Efficient Algorithms for All-to-All Communications", 1997): for many ranks and short messages.
     """
-    return Schedule(
-        collective="all_to_all",
-        ranks=ranks,
-        chunks=ranks**2,
-        transfers=tuple(
-            t
-            for src in range(ranks)
-            for dst in range(ranks)
-            for t in path_down(ranks, src, dst, src * ranks + dst)
-        ),
+    transfers = (
+        t
+        for src in range(ranks)
+        for dst in range(ranks)
+        for t in path_down(ranks, src, dst, src * ranks + dst)
     )
+    return schedule_of("all_to_all", ranks, ranks**2, transfers)

@@ -146,16 +146,17 @@ class Chunk:
         return self.at(ranks[-1])
 
 
+def schedule_of(
+    collective: str, ranks: int, chunks: int, transfers: Iterable[Transfer], root: int = 0
+) -> Schedule:
+    """Return the schedule of these transfers."""
+    return Schedule(collective=collective, ranks=ranks, chunks=chunks, root=root, transfers=tuple(transfers))
+
+
 def sequence(collective: str, first: Schedule, second: Schedule, root: int = 0) -> Schedule:
     """Return the schedule of ``collective`` that runs ``first`` and then ``second``, over the same ranks and chunks."""
     shifted = tuple(replace(t, step=t.step + first.steps) for t in second.transfers)
-    return Schedule(
-        collective=collective,
-        ranks=first.ranks,
-        chunks=first.chunks,
-        root=root,
-        transfers=first.transfers + shifted,
-    )
+    return schedule_of(collective, first.ranks, first.chunks, first.transfers + shifted, root)
 
 
 def reverse(transfers: Sequence[Transfer], op: Op) -> Iterator[Transfer]:
