@@ -16,10 +16,7 @@ COMMANDS = {
     "perf": ("dtcomm.cli.perf", "measure collectives like nccl-tests, also those of torch.distributed"),
     "demo": ("dtcomm.cli.demo", "train a small language model on two ranks with compressed gradients"),
     "codecs": ("dtcomm.cli.codecs", "measure the size, error and speed of each codec"),
-    "plan": (
-        "dtcomm.extensions.jobs.command",
-        "predict collectives and training steps on a given system",
-    ),
+    "plan": ("dtcomm.extensions.jobs.command", "predict collectives and training steps on a given system"),
     "trace": ("dtcomm.cli.trace", "merge the ranks' timelines of a training run and summarize them"),
     "tp": (
         "dtcomm.extensions.calibrate.command",

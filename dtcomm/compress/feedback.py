@@ -347,11 +347,7 @@ class DGC:
     values: str = option(default="bf16", valid=VALUES)
 
     def __post_init__(self) -> None:
-        bounds = {
-            "momentum": 0 <= self.momentum < 1,
-            "clip": self.clip >= 0,
-            "warmup": self.warmup >= 0,
-        }
+        bounds = {"momentum": 0 <= self.momentum < 1, "clip": self.clip >= 0, "warmup": self.warmup >= 0}
         for name, valid in bounds.items():
             if not valid:
                 field = next(field for field in dataclasses.fields(self) if field.name == name)

@@ -247,8 +247,7 @@ def group_traffic(traffic: Sequence[tuple[str, Traffic]]) -> tuple[Row, ...]:
 
 
 def message_rows(
-    traffic: Sequence[tuple[str, Traffic]],
-    events: Mapping[tuple[str, str], dict[str, int]] | None = None,
+    traffic: Sequence[tuple[str, Traffic]], events: Mapping[tuple[str, str], dict[str, int]] | None = None
 ) -> tuple[MessageRow, ...]:
     """Return a row for each module and its counters; ``events`` counts the guard's by (module, kind)."""
     return tuple(

@@ -25,13 +25,7 @@ from dtcomm.context_parallel.exchange import (
     encode_keys_and_values,
     exchange_heads,
 )
-from dtcomm.context_parallel.layout import (
-    Visible,
-    order_by_position,
-    order_by_rank,
-    require_length,
-    visible,
-)
+from dtcomm.context_parallel.layout import Visible, order_by_position, order_by_rank, require_length, visible
 from dtcomm.context_parallel.state import (
     DEFAULTS,
     GRADIENTS,

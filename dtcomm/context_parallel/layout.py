@@ -134,12 +134,7 @@ def padded_length(length: int, ranks: int, layout: str = "zigzag") -> int:
 
 
 def shard(
-    x: torch.Tensor,
-    dim: int,
-    *,
-    group: GroupOrMesh = None,
-    layout: str = "zigzag",
-    pad_value: float = 0,
+    x: torch.Tensor, dim: int, *, group: GroupOrMesh = None, layout: str = "zigzag", pad_value: float = 0
 ) -> torch.Tensor:
     """Return this rank's part of a tensor that every rank holds whole. Differentiable.
 
@@ -191,12 +186,7 @@ def shard(
 
 
 def unshard(
-    x: torch.Tensor,
-    dim: int,
-    *,
-    group: GroupOrMesh = None,
-    layout: str = "zigzag",
-    length: int | None = None,
+    x: torch.Tensor, dim: int, *, group: GroupOrMesh = None, layout: str = "zigzag", length: int | None = None
 ) -> torch.Tensor:
     """Gather the ranks' parts and return the whole tensor, in the order of the sequence. It has no gradient.
 

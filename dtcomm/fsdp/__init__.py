@@ -307,11 +307,7 @@ def _has_replicas(mesh: Any) -> bool:
 
 
 def _attach_to_module(
-    state: State,
-    name: str,
-    module: FSDPModule,
-    replicas: dist.ProcessGroup | None,
-    overlap: BackwardOverlap,
+    state: State, name: str, module: FSDPModule, replicas: dist.ProcessGroup | None, overlap: BackwardOverlap
 ) -> None:
     """Replace the collectives of one module."""
     groups = torch_compat.fsdp2_parameter_groups(module)

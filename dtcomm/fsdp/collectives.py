@@ -50,12 +50,7 @@ class GradientReduction:
     """
 
     def __init__(
-        self,
-        state: State,
-        module: str,
-        gradient: torch.Tensor,
-        kind: str = "gradients",
-        guarded: bool = True,
+        self, state: State, module: str, gradient: torch.Tensor, kind: str = "gradients", guarded: bool = True
     ) -> None:
         state.note_reduction()
         self._state = state

@@ -227,9 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
             if not parameter.requires_grad:
                 continue
             key = _BucketKey(
-                parameter.dtype,
-                self._excluding_pattern(name),
-                tuple(str(group.group_name) for group in own),
+                parameter.dtype, self._excluding_pattern(name), tuple(str(group.group_name) for group in own)
             )
             members = unfinished.setdefault(key, [])
             members.append((name, parameter))

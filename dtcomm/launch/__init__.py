@@ -10,11 +10,4 @@ from dtcomm.launch.ranks import RankTimeout, run_elastic, run_ranks, spawn_ranks
 from dtcomm.launch.ranks import RunningRanks as RunningRanks
 from dtcomm.launch.worker import send_to_parent
 
-__all__ = [
-    "RankError",
-    "RankTimeout",
-    "run_elastic",
-    "run_ranks",
-    "send_to_parent",
-    "spawn_ranks",
-]
+__all__ = ["RankError", "RankTimeout", "run_elastic", "run_ranks", "send_to_parent", "spawn_ranks"]

@@ -80,10 +80,7 @@ class TrainerState:
 
 
 def attach(
-    trainer: Any,
-    make: Callable[[torch.nn.Module], LocalSGD],
-    *,
-    island: dist.ProcessGroup | None = None,
+    trainer: Any, make: Callable[[torch.nn.Module], LocalSGD], *, island: dist.ProcessGroup | None = None
 ) -> Attached[TrainerState]:
     """Train with `LocalSGD` in the loop of a Hugging Face Trainer, whose DDP then sends nothing between islands.
 

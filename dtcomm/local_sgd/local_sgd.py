@@ -35,13 +35,7 @@ from dtcomm.compress.report import Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import Scheme
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
 from dtcomm.kernels import counter_rng
-from dtcomm.local_sgd.fragments import (
-    Fragment,
-    PendingAverage,
-    PendingBucket,
-    group_by_size,
-    make_fragments,
-)
+from dtcomm.local_sgd.fragments import Fragment, PendingAverage, PendingBucket, group_by_size, make_fragments
 from dtcomm.local_sgd.islands import Island, local_shard, unwrap
 from dtcomm.local_sgd.moments import MomentAverager
 from dtcomm.local_sgd.options import DEFAULTS, Options

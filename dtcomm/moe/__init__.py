@@ -28,11 +28,4 @@ from dtcomm.moe.padded import combine_padded, dispatch_padded
 from dtcomm.moe.route import State
 from dtcomm.moe.route import expert_capacity as expert_capacity
 
-__all__ = [
-    "Route",
-    "State",
-    "combine",
-    "combine_padded",
-    "dispatch",
-    "dispatch_padded",
-]
+__all__ = ["Route", "State", "combine", "combine_padded", "dispatch", "dispatch_padded"]

@@ -180,11 +180,7 @@ def mismatch(num_experts: int, error: CollectiveMismatch) -> CollectiveMismatch:
 
 
 def checked_choices(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    num_experts: int,
-    priorities: torch.Tensor | None,
-    world_size: int,
+    x: torch.Tensor, experts: torch.Tensor, num_experts: int, priorities: torch.Tensor | None, world_size: int
 ) -> torch.Tensor:
     """Return the experts of each token, int64 [tokens, choices], if the arguments of a dispatch fit each other.
 

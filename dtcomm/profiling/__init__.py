@@ -21,11 +21,4 @@ from dtcomm.profiling.trace import MessageRecord as MessageRecord
 from dtcomm.profiling.trace import StepRecord as StepRecord
 from dtcomm.profiling.trace import merge
 
-__all__ = [
-    "Summary",
-    "Timeline",
-    "merge",
-    "prometheus",
-    "write_prometheus",
-    "write_tensorboard",
-]
+__all__ = ["Summary", "Timeline", "merge", "prometheus", "write_prometheus", "write_tensorboard"]

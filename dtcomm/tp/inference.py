@@ -24,11 +24,7 @@ import torch
 from dtcomm.codecs import Codec
 from dtcomm.collectives.checks import require_no_overlap, require_tensor
 from dtcomm.collectives.groups import DeviceGroup, GroupOrMesh, process_group_of
-from dtcomm.tp.comm_config import (
-    NONE,
-    default_algorithm,
-    parse_codec,
-)
+from dtcomm.tp.comm_config import NONE, default_algorithm, parse_codec
 
 MAX_BYTES = 8 * 2**20
 # Other libraries compress from 2 to 16 MiB on: encoding and decoding smaller sums takes as long as it saves on a link.

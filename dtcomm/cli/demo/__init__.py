@@ -114,10 +114,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("demo-out"), help="folder for demo.json and demo.png"
     )
     parser.add_argument(
-        "--codecs",
-        type=_codecs,
-        default=CODECS,
-        help="codecs to compare with plain DDP, separated by ','",
+        "--codecs", type=_codecs, default=CODECS, help="codecs to compare with plain DDP, separated by ','"
     )
     parser.add_argument("--nproc", type=int, default=2, help="ranks; each is a process with one thread")
     parser.add_argument("--json", action="store_true", help="also print the JSON on standard output")

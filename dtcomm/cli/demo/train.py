@@ -296,13 +296,7 @@ def _learning_rate(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def _held_out(
-    run: Run,
-    corpus: Corpus,
-    settings: Settings,
-    shape: ModelShape,
-    windows: int,
-    rank: int,
-    ranks: int,
+    run: Run, corpus: Corpus, settings: Settings, shape: ModelShape, windows: int, rank: int, ranks: int
 ) -> float:
     """Return the mean loss over ``windows`` held-out windows, which are divided among the ranks."""
     total = torch.zeros(2, dtype=torch.float64)
