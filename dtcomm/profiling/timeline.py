@@ -178,7 +178,7 @@ class Timeline:
 
     def _end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self.current_step().forward.append((self._forward_begin, now()))
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._first_gradient)  # type: ignore[no-untyped-call]
                 return
@@ -190,13 +190,14 @@ class Timeline:
         torch_compat.after_backward(self.end_backward)
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a module's output, in which there may be dicts, lists and tuples."""
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, dict):
-        return [tensor for value in output.values() for tensor in _tensors(value)]
+        return [tensor for value in output.values() for tensor in tensors_of(value)]
     if isinstance(output, list | tuple):
-        return [tensor for value in output for tensor in _tensors(value)]
+        return [tensor for value in output for tensor in tensors_of(value)]
     return []
 
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from dtcomm.arguments import require_int
-from dtcomm.collectives import all_gather, recv, send
+from dtcomm.collectives import recv, send
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.ddp import State
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
-from dtcomm.extensions.extras.run_monitor import RankSpeed, Straggler, find_stragglers
+from dtcomm.extensions.extras.run_monitor import RankSpeed, Straggler, find_stragglers, gather_rows
 from dtcomm.streams import Streams
 
 MIN_GAIN = 0.03  # of a step, which a new division must promise
@@ -185,9 +185,9 @@ class BalancedSampler(Sampler[list[int]]):
             device: The device whose tensors the group communicates. Default None: the CPU.
         """
         own = [float(self.sizes[self._rank]), sample_s, wait_s, float(self._drawn)]
-        gathered = self._gather(own, device)
+        gathered = gather_rows(own, self.group, device)
         # A rank receives over the link to the rank before it; each link is measured once.
-        incoming = [row[0] for row in self._gather([self._probe(device)], device)]
+        incoming = [row[0] for row in gather_rows([self._probe(device)], self.group, device)]
         ranks = len(gathered)
         self.speeds = [
             RankSpeed(
@@ -238,14 +238,6 @@ class BalancedSampler(Sampler[list[int]]):
     def _last_sizes(self) -> tuple[int, ...]:
         """Return the sizes that were decided last."""
         return self._changes[-1][1] if self._changes else self.sizes
-
-    def _gather(self, values: Sequence[float], device: torch.device | None) -> list[list[float]]:
-        """Return the values of all ranks."""
-        own = torch.tensor(values, dtype=torch.float32, device=device)
-        gathered = torch.empty(len(self.sizes) * len(values), dtype=torch.float32, device=device)
-        all_gather(gathered, own, group=self.group)
-        rows: list[list[float]] = gathered.view(-1, len(values)).tolist()
-        return rows
 
     def _probe(self, device: torch.device | None) -> float:
         """Return the seconds of a message from the rank before this one, while all ranks send one."""

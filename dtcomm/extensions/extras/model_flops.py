@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dtcomm.extensions.jobs.hardware import DEVICES, find_device
+from dtcomm.profiling.timeline import tensors_of
 
 
 def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **options: Any) -> int:
@@ -50,7 +51,7 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **options
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
             output = twin(*_on_meta(inputs), **_on_meta(options))
             if backward:
-                results = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+                results = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
                 torch.autograd.backward(results, [torch.empty_like(tensor) for tensor in results])
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise RuntimeError(
@@ -140,13 +141,3 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_on_meta(part) for part in value)
     return value
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, dict):
-        return [tensor for part in output.values() for tensor in _tensors(part)]
-    if isinstance(output, list | tuple):
-        return [tensor for part in output for tensor in _tensors(part)]
-    return []

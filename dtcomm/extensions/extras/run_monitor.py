@@ -389,14 +389,23 @@ class RunMonitor:
         if not dist.is_initialized():
             return
         device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
-        own = torch.tensor([self._own_s, self._in_flight_s], dtype=torch.float32, device=device)
-        ranks = dist.get_world_size(self._group)
-        gathered = torch.empty(ranks * 2, dtype=torch.float32, device=device)
-        all_gather(gathered, own, group=self._group)
         self._speeds = tuple(
-            RankSpeed(rank=rank, samples=1, sample_s=max(float(own_s), 1e-9), wait_s=float(in_flight))
-            for rank, (own_s, in_flight) in enumerate(gathered.view(ranks, 2).tolist())
+            RankSpeed(rank=rank, samples=1, sample_s=max(own_s, 1e-9), wait_s=in_flight)
+            for rank, (own_s, in_flight) in enumerate(
+                gather_rows([self._own_s, self._in_flight_s], self._group, device)
+            )
         )
+
+
+def gather_rows(
+    values: Sequence[float], group: dist.ProcessGroup | None, device: torch.device | str | None
+) -> list[list[float]]:
+    """Return the values of all ranks of a group, which communicates tensors of ``device``."""
+    own = torch.tensor(values, dtype=torch.float32, device=device)
+    gathered = own.new_empty(dist.get_world_size(group), len(values))
+    all_gather(gathered, own, group=group)
+    rows: list[list[float]] = gathered.tolist()
+    return rows
 
 
 def _groups(axes: Axes | None) -> dict[str, dist.ProcessGroup | None]:

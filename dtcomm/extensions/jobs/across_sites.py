@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtcomm import codecs
-from dtcomm.extensions.jobs.hardware import Port
+from dtcomm.extensions.jobs.hardware import Port, require_least
 from dtcomm.extensions.jobs.step import JobStep
 from dtcomm.extensions.jobs.training_model import BACKWARD_SHARE
 
@@ -42,9 +42,7 @@ class WideArea:
     every: int = 100
 
     def __post_init__(self) -> None:
-        for name, least in (("sites", 2), ("every", 1), ("rtt_ms", 0)):
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name}: must be at least {least}, got {getattr(self, name)}")
+        require_least(self, sites=2, every=1, rtt_ms=0)
 
     def seconds(self, payload: float) -> float:
         """Return the seconds of a sum of ``payload`` bytes over all sites."""
@@ -124,13 +122,8 @@ def across_sites(step: JobStep, link: WideArea, specs: Sequence[str] = ("int8", 
         found.append(("Streaming DiLoCo", spec, fragments * late / link.every, sent, hidden))
     methods = [
         SiteMethod(
-            method=method,
-            codec=spec,
-            seconds=inside + exposed,
-            exposed=exposed,
-            bytes_per_step=sent,
-            peak_gbit=peak,
+            method=method, codec=spec, seconds=inside + exposed, exposed=exposed, bytes_per_step=sent, peak_gbit=peak
         )
         for method, spec, exposed, sent, peak in found
-    ]
+    ]  # fmt: skip
     return sorted(methods, key=lambda entry: (round(entry.seconds, 6), entry.bytes_per_step))

@@ -26,6 +26,13 @@ def not_one_of(name: object, valid: Iterable[str]) -> str:
     return f"{name!r} is not one of {', '.join(names)}{suggest(str(name).lower(), names)}"
 
 
+def require_least(owner: object, **least: float) -> None:
+    """Raise ValueError, which names the field, if a field of ``owner`` is not at least so large."""
+    for name, bound in least.items():
+        if not getattr(owner, name) >= bound:
+            raise ValueError(f"{name}: must be at least {bound}, got {getattr(owner, name)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Port:
     """One port.
@@ -47,9 +54,7 @@ class Port:
             raise ValueError(f"kind: {not_one_of(self.kind, KINDS)}")
         if not self.gbytes > 0:
             raise ValueError(f"gbytes: must be over 0, got {self.gbytes}")
-        for name in ("latency_us", "message_us"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: must be at least 0, got {getattr(self, name)}")
+        require_least(self, latency_us=0, message_us=0)
 
     @property
     def bandwidth(self) -> float:
@@ -250,10 +255,7 @@ class System:
     implied_device: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hosts", "per_host", "nics", "leaf_hosts", "oversubscription"):
-            least = 0 if name == "leaf_hosts" else 1
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name}: must be at least {least}, got {getattr(self, name)}")
+        require_least(self, hosts=1, per_host=1, nics=1, leaf_hosts=0, oversubscription=1)
 
     @property
     def ranks(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtcomm.extensions.jobs.hardware import System, not_one_of
+from dtcomm.extensions.jobs.hardware import System, not_one_of, require_least
 from dtcomm.extensions.jobs.models import ModelShape
 from dtcomm.extensions.jobs.training_model import STAGES
 
@@ -50,9 +50,7 @@ class Job:
     trainable: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        require_least(self, batch=1, seq=1)
         if self.trainable is not None and not 0 < self.trainable <= self.model.parameters:
             raise ValueError(f"trainable: expected 1 to {self.model.parameters:,}, got {self.trainable:,.0f}")
         self.peak_flops  # noqa: B018  (raises if the device's peak is not known)
@@ -111,9 +109,7 @@ class Layout:
     codecs: tuple[tuple[str, str], ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "chunks", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        require_least(self, dp=1, tp=1, pp=1, cp=1, ep=1, chunks=1, micro_batch=1)
         for name, valid in (("stage", STAGES), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name}: {not_one_of(getattr(self, name), valid)}")

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from dtcomm.extensions.jobs.hardware import System
 
 PROTOCOLS = ("LL", "LL128", "Simple")
-GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
 
 # Microseconds of a kernel and of a hop, by protocol.
 BASE = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "nvls": (0, 0, 0), "nvls_tree": (0, 0, 0)}

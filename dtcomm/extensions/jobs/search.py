@@ -177,7 +177,7 @@ def _variants(job: Job, base: Layout, tried: Any, fixed: Mapping[str, Any]) -> I
     for micro_batch in tried("micro_batch", MICRO_BATCHES):
         if job.batch % (base.dp * micro_batch):
             continue
-        for schedule, chunks in _schedules(job, base, micro_batch, fixed):
+        for schedule, chunks in _schedules(job, base, fixed):
             for stage in tried("stage", stages):
                 for kind in tried("recompute", recompute):
                     order = {"micro_batch": micro_batch, "schedule": schedule, "chunks": chunks}
@@ -186,9 +186,7 @@ def _variants(job: Job, base: Layout, tried: Any, fixed: Mapping[str, Any]) -> I
                         yield layout
 
 
-def _schedules(
-    job: Job, base: Layout, micro_batch: int, fixed: Mapping[str, Any]
-) -> Iterator[tuple[str, int]]:
+def _schedules(job: Job, base: Layout, fixed: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     if base.pp == 1:
         yield fixed.get("schedule", "1f1b"), 1
         return

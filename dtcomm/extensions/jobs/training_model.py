@@ -63,10 +63,8 @@ class TrainingStep:
         return self.compute / self.seconds if self.seconds else 1.0
 
 
-def even_buckets(
-    params: float, itemsize: int, step: float, bucket_bytes: int = 25 * MIB
-) -> tuple[list[Bucket], float]:
-    """Return buckets that become ready evenly over the backward pass, and the seconds that follow it.
+def even_buckets(params: float, itemsize: int, step: float, bucket_bytes: int) -> list[Bucket]:
+    """Return buckets that become ready evenly over the backward pass, which ends the step.
 
     ``itemsize`` is that of gradients, ``step`` the seconds of a step without communication.
     """
@@ -78,7 +76,7 @@ def even_buckets(
         size = min(FIRST_BUCKET_BYTES if not buckets else bucket_bytes, total - done)
         done += size
         buckets.append(Bucket(nbytes=size, ready=begin + (step - begin) * done / total))
-    return buckets, 0.0
+    return buckets
 
 
 def replay(

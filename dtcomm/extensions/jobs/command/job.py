@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +91,19 @@ def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -
     return {
         "version": 1,
         "model": {
-            "name": model.name,
-            "parameters": model.parameters,
-            "active_parameters": model.active_parameters,
+            **{name: getattr(model, name) for name in ("name", "parameters", "active_parameters")},
             "flops_per_token": model.flops_per_token(job.seq),
         },
-        "system": job.system.as_dict(),
-        "batch": job.batch,
-        "seq": job.seq,
-        "dtype": str(job.dtype).removeprefix("torch."),
-        "fixed": options.fixed,
+        "system": job.system.as_dict(), "batch": job.batch, "seq": job.seq,
+        "dtype": str(job.dtype).removeprefix("torch."), "fixed": options.fixed,
         "winner": None if plan.winner is None else plan.winner.as_dict(),
         "candidates": [{"family": family(step.layout), **step.as_dict()} for step in plan.rows],
         "codec_speedup": None if not plan.steps else round(plan.speedup, 4),
         "tried": {"possible": plan.tried[0], "fit": plan.tried[1]},
         "misfits": [misfit.as_dict() for misfit in plan.misfits],
-        "findings": [{"name": finding.name, "text": finding.text} for finding in plan.findings],
-        "verdict": verdict(plan),
-        "assumptions": list(ASSUMPTIONS),
-        "across_sites": sites,
-    }
+        "findings": [asdict(finding) for finding in plan.findings],
+        "verdict": verdict(plan), "assumptions": list(ASSUMPTIONS), "across_sites": sites,
+    }  # fmt: skip
 
 
 def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -> None:
@@ -165,16 +159,10 @@ def _candidates_table(plan: JobPlan) -> Table:
         columns, "the best of each family, the winner (*) first; codecs that gain below 10 % are left out"
     )
     for step in plan.rows:
-        shares = (
-            step.exposed_total / step.seconds, step.bubble_share, step.recompute / step.seconds, step.efficiency,
-        )  # fmt: skip
-        cells = [
-            _marked(plan, step),
-            str(step.layout),
-            time_name(step.seconds),
-            *(f"{share:.1%}" for share in (step.mfu, *shares)),
-        ]
-        cells += [f"{step.tokens_per_second:,.0f}", size_name(round(step.memory.total))]
+        lost = step.exposed_total / step.seconds, step.bubble_share, step.recompute / step.seconds
+        shares = (f"{share:.1%}" for share in (step.mfu, *lost, step.efficiency))
+        totals = f"{step.tokens_per_second:,.0f}", size_name(round(step.memory.total))
+        cells = [_marked(plan, step), str(step.layout), time_name(step.seconds), *shares, *totals]
         table.add_row(*cells, style="bold" if step is plan.winner else None)
     return table
 
@@ -241,10 +229,8 @@ def plot(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod], path
         if methods:
             names = [f"{method.method}, {method.codec}" for method in methods[::-1]]
             inside = methods[0].seconds - methods[0].exposed
-            bars = [
-                ("inside a site", [inside] * len(methods)),
-                ("exposed", [m.exposed for m in methods[::-1]]),
-            ]
+            exposed = "exposed", [method.exposed for method in methods[::-1]]
+            bars = ("inside a site", [inside] * len(methods)), exposed
             _stacked(right, names, bars, "seconds of a step across sites")
         else:
             memory = [(name, [getattr(step.memory, name) / 2**30 for step in steps]) for name in PARTS]

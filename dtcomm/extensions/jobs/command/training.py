@@ -113,15 +113,12 @@ class TrainingRow:
         names = ("codec", "parameters", "residual_bytes", "buffer_bytes", "fits")
         step, times = self.step, ("compute", "communication")
         return {
-            **{name: getattr(self, name) for name in names},
-            "step_ms": round(step.seconds * 1e3, 4),
+            **{name: getattr(self, name) for name in names}, "step_ms": round(step.seconds * 1e3, 4),
             **{f"{name}_ms": round(getattr(step, name) * 1e3, 4) for name in times},
-            "overlap": round(self.step.hidden, 4),
-            "scaling_efficiency": round(self.step.efficiency, 4),
-            "mfu": None if self.mfu is None else round(self.mfu, 4),
-            "speedup": round(self.speedup, 4),
+            "overlap": round(step.hidden, 4), "scaling_efficiency": round(step.efficiency, 4),
+            "mfu": None if self.mfu is None else round(self.mfu, 4), "speedup": round(self.speedup, 4),
             "memory": None if self.memory is None else self.memory.as_dict(),
-        }
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +178,11 @@ def _ddp_step(options: PlanOptions, model: TrainingModel, table: Table, placemen
             f"--model: {count_name(model.params)} parameters in buckets of {size_name(model.bucket_bytes)} are "
             f"{count_name(count)} messages; give a larger bucket=, so that there are at most {MAX_BUCKETS:,}"
         )
-    buckets, rest = predict.even_buckets(model.learning, model.dtype.itemsize, seconds, model.bucket_bytes)
+    buckets = predict.even_buckets(model.learning, model.dtype.itemsize, seconds, model.bucket_bytes)
     messages = _ddp_messages(options, buckets, model.dtype, table, placement)
     codecs = with_none(options.codecs)
     steps = {
-        (codec, codecs[0]): (messages.replay(codec, buckets, rest), messages.buffer_bytes(codec))
+        (codec, codecs[0]): (messages.replay(codec, buckets, 0.0), messages.buffer_bytes(codec))
         for codec in codecs
     }
     assumptions = [
@@ -244,12 +241,14 @@ def of_record(options: PlanOptions, table: Table, placement: str) -> Training:
     record = predict.parse_record(read_json(path), str(path))
     notes = []
     error = record.error
-    notes.append(
-        "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
-        if error is None
-        else f"replayed with its own times the step takes {time_name(record.replayed().seconds)}; it took "
-        f"{time_name(record.step)}: an error of {error:+.1%}"
-    )
+    if error is None:
+        notes.append(
+            "the record has no comm_ms for every bucket, or no step_ms: the replay's error is not known"
+        )
+    else:
+        own = time_name(record.replayed().seconds)
+        took = f"it took {time_name(record.step)}: an error of {error:+.1%}"
+        notes.append(f"replayed with its own times the step takes {own}; {took}")
     if record.ranks and record.ranks != options.system.ranks:
         notes.append(f"recorded on {record.ranks} ranks, replayed on {options.system.ranks}")
     messages = _ddp_messages(options, record.buckets, options.dtype, table, placement)
