@@ -23,7 +23,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ CHECKSUMS = "checksums"  # the entry that states of version 2 do not have
 _log = logging.getLogger("dtcomm")
 
 SavedState: TypeAlias = Mapping[str, Any]
+T = TypeVar("T")
 #: Raises ValueError unless a value, whose name is the first argument, may be loaded.
 Check: TypeAlias = Callable[[str, Any], None]
 
@@ -110,6 +111,14 @@ def rank_and_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather(value: T) -> list[T]:
+    """Return the value of every rank of the default group; all ranks must call it."""
+    values: list[Any] = [value] * rank_and_size()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def seal(state: SavedState) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dtcomm.codecs import TopK
 from dtcomm.codecs.base import FLOAT_TYPES, option
 from dtcomm.codecs.sparse import VALUES
 from dtcomm.codecs.spec import options_of
-from dtcomm.compress.residuals import flat_copies
+from dtcomm.compress.residuals import cpu_copies, fitting, flat_copies
 from dtcomm.streams import match_device
 
 State = dict[str, torch.Tensor]
@@ -160,11 +160,9 @@ class FeedbackStates:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies on the CPU, under ``parameter/key``."""
         return {
-            side: {
-                f"{name}/{key}": tensor.detach().to("cpu", copy=True)
-                for name, state in states.items()
-                for key, tensor in state.items()
-            }
+            side: cpu_copies(
+                {f"{name}/{key}": t for name, state in states.items() for key, t in state.items()}
+            )
             for side, states in (("local", self._own), ("shared", self._shared))
         }
 
@@ -281,10 +279,7 @@ class References:
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies on the CPU."""
-        return {
-            side: {name: estimate.to("cpu", copy=True) for name, estimate in estimates.items()}
-            for side, estimates in (("local", self._local), ("shared", self._shared))
-        }
+        return {"local": cpu_copies(self._local), "shared": cpu_copies(self._shared)}
 
     def load_state_dict(
         self, state: Mapping[str, Mapping[str, torch.Tensor]], *, same_world_size: bool
@@ -295,15 +290,7 @@ class References:
 
 
 def _estimate(estimates: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
-    estimate = estimates.get(name)
-    if estimate is None:
-        estimate = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
-    elif estimate.numel() != like.numel():
-        raise ValueError(
-            f"the reference of {name!r} has {estimate.numel()} elements, its gradient {like.numel()}: "
-            "was the state saved from another model?"
-        )
-    estimate = estimates[name] = match_device(estimate, like)
+    estimates[name] = estimate = fitting(estimates.get(name), "reference", name, like)
     return estimate
 
 
@@ -430,7 +417,7 @@ class Velocities:
         Returns u, and whether it was updated, a bool tensor without dimensions on the gradient's device. u stays as it
         is if the gradient holds NaN or Inf, or is not ``used``.
         """
-        velocity = self._of(name, gradient)
+        self._velocities[name] = velocity = fitting(self._velocities.get(name), "velocity", name, gradient)
         if not used:
             return velocity, torch.zeros((), dtype=torch.bool, device=gradient.device)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
@@ -446,18 +433,6 @@ class Velocities:
     def get(self, name: str) -> torch.Tensor | None:
         """Return u as it is, or None before the first update."""
         return self._velocities.get(name)
-
-    def _of(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        velocity = self._velocities.get(name)
-        if velocity is None:
-            velocity = torch.zeros(gradient.numel(), dtype=torch.float32, device=gradient.device)
-        elif velocity.numel() != gradient.numel():
-            raise ValueError(
-                f"the velocity of {name!r} has {velocity.numel()} elements, its gradient {gradient.numel()}: "
-                "was the state saved from another model?"
-            )
-        velocity = self._velocities[name] = match_device(velocity, gradient)
-        return velocity
 
     def mask(self, name: str, was_sent: torch.Tensor) -> None:
         """Set u to zero where ``was_sent`` (bool [numel]) is True."""
@@ -478,7 +453,7 @@ class Velocities:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies on the CPU."""
-        return {name: velocity.to("cpu", copy=True) for name, velocity in self._velocities.items()}
+        return cpu_copies(self._velocities)
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all velocities with copies of ``tensors``."""

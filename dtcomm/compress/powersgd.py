@@ -24,6 +24,7 @@ from dtcomm.codecs import Codec, codec
 from dtcomm.codecs.base import FLOAT_TYPES
 from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
 from dtcomm.compress import checkpoint
+from dtcomm.compress.residuals import cpu_copies
 from dtcomm.compress.stage_scheduler import Stages
 from dtcomm.kernels import counter_rng, low_rank
 from dtcomm.streams import match_device
@@ -152,10 +153,7 @@ class Factors:
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies on the CPU, by side and name."""
-        return {
-            side: {name: factor.to("cpu", copy=True) for name, factor in factors.items()}
-            for side, factors in (("left", self._left), ("right", self._right))
-        }
+        return {"left": cpu_copies(self._left), "right": cpu_copies(self._right)}
 
     def check(self, sizes: Mapping[str, int] | None) -> checkpoint.Check:
         """Return the check of what `state_dict` returns; ``sizes`` are the elements of the parameters."""

@@ -44,17 +44,8 @@ class Residuals:
         Until `put` it is the same memory at every call. ValueError if a loaded residual has another number of elements.
         """
         residual = self._expand(name) if name in self._packed else self._expanded.get(name)
-        if residual is None:
-            residual = torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
-        elif residual.numel() != like.numel():
-            raise ValueError(
-                f"the residual of {name!r} has {residual.numel()} elements, its gradient {like.numel()}: "
-                "was the state saved from another model?"
-            )
-        if not (residual.is_cpu and like.is_cpu):
-            residual = match_device(residual, like)
+        self._expanded[name] = residual = fitting(residual, "residual", name, like)
         self._packed.pop(name, None)
-        self._expanded[name] = residual
         if self._codec is not None:
             expanded = sum(tensor.numel() * 4 for tensor in self._expanded.values())
             self.max_expanded_bytes = max(self.max_expanded_bytes, expanded)
@@ -105,8 +96,7 @@ class Residuals:
     def scale(self, factor: float, names: Iterable[str] | None = None) -> None:
         """Multiply every residual, or those of ``names``, by ``factor``; they stay fp32 until their next step."""
         for name in self.names() if names is None else names:
-            residual = self._expanded[name] if name in self._expanded else self._expand(name)
-            self._expanded[name] = residual.mul_(factor)
+            self._expanded[name] = self._in_fp32(name).mul_(factor)
             self._packed.pop(name, None)
 
     def reset(self, name: str) -> None:
@@ -126,22 +116,43 @@ class Residuals:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return fp32 copies on the CPU, which can be loaded into any form."""
-        copies = {}
-        for name in self.names():
-            residual = self._expanded[name] if name in self._expanded else self._expand(name)
-            copies[name] = residual.detach().to("cpu", copy=True)
-        return copies
+        return cpu_copies({name: self._in_fp32(name) for name in self.names()})
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all residuals; they stay fp32 until their next step, so that loading is exact."""
         self._expanded, self._packed = flat_copies(tensors, "residual"), {}
         self._backups.clear()
 
+    def _in_fp32(self, name: str) -> torch.Tensor:
+        return self._expanded[name] if name in self._expanded else self._expand(name)
+
     def _expand(self, name: str) -> torch.Tensor:
         assert self._codec is not None
         payload, numel = self._packed[name]
         record_streams(payload)  # it was packed on the stream on which the last step was finished
         return ops.decode(self._codec, payload, numel)
+
+
+def require_numel(numel: int, what: str, name: str, like: torch.Tensor) -> None:
+    """Raise ValueError if what was kept for a gradient, ``what`` of ``name``, has another number of elements."""
+    if numel != like.numel():
+        raise ValueError(
+            f"the {what} of {name!r} has {numel} elements, its gradient {like.numel()}: was the state saved from "
+            "another model?"
+        )
+
+
+def fitting(kept: torch.Tensor | None, what: str, name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return what was kept for a gradient on its device, fp32 [numel]; zeros for None. See `require_numel`."""
+    if kept is None:
+        return torch.zeros(like.numel(), dtype=torch.float32, device=like.device)
+    require_numel(kept.numel(), what, name, like)
+    return kept if kept.is_cpu and like.is_cpu else match_device(kept, like)
+
+
+def cpu_copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies on the CPU, for a checkpoint."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def flat_copies(tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
@@ -232,10 +243,7 @@ class SampleReferences:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies on the CPU, keyed by the sample."""
-        return {
-            str(sample): reference.detach().to("cpu", copy=True)
-            for sample, reference in self._references.items()
-        }
+        return cpu_copies({str(sample): reference for sample, reference in self._references.items()})
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all references."""

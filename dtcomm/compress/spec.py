@@ -131,11 +131,12 @@ def _parse_scheme(spec: str | Scheme) -> Scheme:
     return LevelCodecs(inside, between)
 
 
-def message_codec(spec: str | Codec, argument: str, messages: str) -> Codec:
+def message_codec(spec: str | Codec, argument: str, messages: str, carried: str = "") -> Codec:
     """Return the codec that a spec describes, if messages can have it.
 
     Errors begin with ``argument`` and name ``messages``, what is sent and not summed, as a plural: ``"rows"``.
-    ValueError if the spec is wrong, has two levels or payloads of variable length, or is for sums.
+    ValueError if the spec is wrong, has two levels or payloads of variable length, is for sums, or drops too much of
+    what is ``carried`` (`require_accurate`); empty: any codec is accurate enough.
 
     Example:
         >>> from dtcomm.compress.spec import message_codec
@@ -154,6 +155,8 @@ def message_codec(spec: str | Codec, argument: str, messages: str) -> Codec:
         )
     if parsed.reproducible:
         raise ValueError(f"{argument}: {parsed} is for sums, and {messages} are sent and not summed")
+    if carried:
+        require_accurate(parsed, argument, carried)
     return parsed
 
 

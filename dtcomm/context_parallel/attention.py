@@ -237,15 +237,9 @@ def _attention(
 
 @_attention.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-    length: int | None,
-    settings: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given = Settings.of(settings)
+    given = Settings.of(options[-1])
     codec = parse(given.kv_codec if given.ranks > 1 else "none")
     return (
         q.new_empty((*q.shape[:3], v.shape[-1])),

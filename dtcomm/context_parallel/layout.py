@@ -171,12 +171,8 @@ def shard(
         if rank == 0 and (length, padded) not in _logged:
             _logged.add((length, padded))
             _log.warning(
-                "dtcomm.context_parallel: a sequence of %d tokens is padded to %d, the next multiple of %d; calls "
-                "of attention outside context_parallel() need length=%d",
-                length,
-                padded,
-                chunk_count(layout, ranks),
-                length,
+                f"dtcomm.context_parallel: a sequence of {length} tokens is padded to {padded}, the next multiple of "
+                f"{chunk_count(layout, ranks)}; calls of attention outside context_parallel() need length={length}"
             )
         shape = list(x.shape)
         shape[dim] = padded - length

@@ -19,7 +19,7 @@ from dtcomm.arguments import complete_options, require_bool, require_int, sugges
 from dtcomm.codecs import Codec
 from dtcomm.collectives.groups import GroupOrMesh, process_group_of
 from dtcomm.compress.report import GroupTraffic
-from dtcomm.compress.spec import message_codec, require_accurate
+from dtcomm.compress.spec import message_codec
 from dtcomm.context_parallel.layout import require_layout
 from dtcomm.torch_compat import constant_when_compiled, group_by_name
 from dtcomm.work import Work
@@ -154,10 +154,8 @@ def make_settings(function: str, group: GroupOrMesh, given: Mapping[str, object]
 @functools.lru_cache(maxsize=256)
 def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> str:
     """Return the spec of a codec that may carry keys, values or gradients."""
-    codec = message_codec(spec, argument, "blocks of attention")
-    if not allow_inaccurate:
-        require_accurate(codec, argument, CARRIED[argument])
-    return str(codec)
+    carried = "" if allow_inaccurate else CARRIED[argument]
+    return str(message_codec(spec, argument, "blocks of attention", carried))
 
 
 class State(GroupTraffic):

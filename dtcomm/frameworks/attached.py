@@ -17,10 +17,9 @@ from typing import Any, Generic, TypeVar
 
 import fsspec
 import torch
-import torch.distributed as dist
 
 from dtcomm import torch_compat
-from dtcomm.compress.checkpoint import VERSION, Compressor, rank_and_size, require_intact
+from dtcomm.compress.checkpoint import VERSION, Compressor, gather, rank_and_size, require_intact
 from dtcomm.system import write_file
 
 S = TypeVar("S", bound=Compressor)
@@ -223,7 +222,7 @@ def load_files(state: Compressor, folder: str, *, strict: bool = True) -> bool:
         except Exception as error:  # torch.load has no error of its own for a damaged file
             problem = f"{name} cannot be read: {type(error).__name__}: {error}"
     counts = {saved.get("steps", saved.get("calls")) for saved in states}
-    problems, counts_by_rank = _gather(problem), _gather(counts)
+    problems, counts_by_rank = gather(problem), gather(counts)
     if not any(problems) and len(set().union(*counts_by_rank)) > 1:
         problems = [f"the files in {path} are of different steps"]
     if any(problems):
@@ -273,11 +272,3 @@ def _describe(problems: list[str]) -> str:
         "references, the choice of 'auto', the guard's statistics and the warm-up start anew; and the run does not "
         "repeat an uninterrupted one bit for bit"
     )
-
-
-def _gather(value: Any) -> list[Any]:
-    """Return every rank's value."""
-    values = [value] * rank_and_size()[1]
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values

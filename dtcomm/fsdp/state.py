@@ -339,7 +339,8 @@ class State(Reporting):
             self._saved_reference_shards = dict(own_state["references"])
         same_feedback = first["options"].get("feedback") == self._options()["feedback"]
         if self._residuals is not None and same_feedback:
-            self._residuals.load_state_dict(flat_residuals, first["counts"])
+            self._residuals.load_state_dict(flat_residuals)
+            self._residuals.counts = dict(first["counts"])
 
     # --- for `compress` ---------------------------------------------------------------------------------------
 
@@ -484,7 +485,7 @@ class State(Reporting):
             # Not the rank of the job: ranks of tensor parallelism store equal residuals with equal bits.
             rank = self.replica_index * self.num_shards + self.shard_index
             key = counter_rng.mix_key(self.seed, rank, 0)
-            self._residuals.put(self._residual_key(module, residual), residual, key)
+            self._residuals.give_back(self._residual_key(module, residual), residual, key)
 
     def _residual_key(self, module: str, gradient: torch.Tensor) -> str:
         """Return the residual's name; a flat gradient of other size (unused parameters) has its own residual."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtcomm import torch_compat
 from dtcomm.codecs import codec
 from dtcomm.collectives import all_reduce, empty
-from dtcomm.compress.residuals import Residuals
+from dtcomm.compress.residuals import Residuals, require_numel
 from dtcomm.kernels import counter_rng
 from dtcomm.kernels.ops import decode, encode
 from dtcomm.streams import match_device
@@ -175,51 +175,29 @@ def parameter_names(prefix: str, module: torch.nn.Module) -> dict[int, str]:
 # --- residuals --------------------------------------------------------------------------------------------------------
 
 
-class FullResidual:
-    """The whole error of each encoding, stored in one of `dtcomm.compress.residuals.FORMS`."""
+class FullResidual(Residuals):
+    """The whole error of each encoding, stored in one of `dtcomm.compress.residuals.FORMS`.
+
+    Attributes:
+        counts: Number of calls of each module.
+    """
 
     def __init__(self, form: str = "fp32") -> None:
-        self._residuals = Residuals(form)
-        self._calls: dict[str, int] = {}
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Number of calls of each module."""
-        return self._calls
+        super().__init__(form)
+        self.counts: dict[str, int] = {}
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
         """Return the flat fp32 residual, which the next encoding adds and overwrites."""
-        return self._residuals.get(module, like)
+        return self.get(module, like)
 
-    def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
+    def give_back(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
         """Store the same tensor after the encoding.
 
         Stochastic rounding to the stored form is keyed by ``key``, which differs between ranks, the module and its
         number of calls: not by a number of calls of all modules, since several may be under way.
         """
-        calls = self._calls[module] = self._calls.get(module, 0) + 1
-        self._residuals.put(module, counter_rng.absorb(key, calls))
-
-    def scale(self, factor: float) -> None:
-        """Multiply all residuals by ``factor``."""
-        self._residuals.scale(factor)
-
-    def reset(self, module: str) -> None:
-        """Set the residual of a module to zero."""
-        self._residuals.reset(module)
-
-    def nbytes(self) -> int:
-        """Return the memory in use."""
-        return self._residuals.nbytes()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return copies of all residuals, in fp32 on the CPU."""
-        return self._residuals.state_dict()
-
-    def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Restore what `state_dict` and `counts` returned."""
-        self._calls = dict(counts)
-        self._residuals.load_state_dict(residuals)
+        calls = self.counts[module] = self.counts.get(module, 0) + 1
+        self.put(module, counter_rng.absorb(key, calls))
 
 
 class LoCoResidual:
@@ -230,24 +208,27 @@ class LoCoResidual:
 
     The 8 bits are rounded stochastically: to the nearest value, an average would never take in errors that are small
     beside the largest one of their block.
+
+    Attributes:
+        counts: Number of calls of each module, which decides when its residual is next reset.
     """
 
     def __init__(self, beta: float = LOCO_BETA, reset_calls: int = LOCO_RESET_CALLS) -> None:
         self.beta, self.reset_calls = beta, reset_calls
         self._payloads: dict[str, torch.Tensor] = {}
-        self._loaded: dict[str, torch.Tensor] = {}  # from a checkpoint, in fp32 until the next `put`
-        self._calls: dict[str, int] = {}
+        self._loaded: dict[str, torch.Tensor] = {}  # from a checkpoint, in fp32 until the next `give_back`
+        self.counts: dict[str, int] = {}
         self._pending_factors: dict[str, float] = {}  # of `scale`, applied when a residual is next decoded
         self._numels: dict[str, int] = {}
         self._free_buffers: list[torch.Tensor] = []
 
     def take(self, module: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the flat fp32 residual, which the next encoding adds and overwrites; `put` takes the memory back."""
+        """Return the flat fp32 residual, which the next encoding adds and overwrites; `give_back` takes it."""
         return self._decode(module, self._take_buffer(like.numel(), like.device))
 
-    def put(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
+    def give_back(self, module: str, residual: torch.Tensor, key: int = 0) -> None:
         """Update the average with the encoding's error, which is in ``residual``."""
-        calls = self._calls[module] = self._calls.get(module, 0) + 1
+        calls = self.counts[module] = self.counts.get(module, 0) + 1
         if calls % self.reset_calls == 0:
             self.reset(module)
         else:
@@ -275,11 +256,7 @@ class LoCoResidual:
     def _decode(self, module: str, out: torch.Tensor) -> torch.Tensor:
         if module not in self._payloads and module not in self._loaded:
             return out.zero_()
-        if self._numels[module] != out.numel():
-            raise ValueError(
-                f"the residual of {module!r} has {self._numels[module]} elements, its gradient {out.numel()}: was the "
-                "state saved from another model?"
-            )
+        require_numel(self._numels[module], "residual", module, out)
         if module in self._loaded:
             out.copy_(self._loaded[module])
         else:
@@ -303,11 +280,6 @@ class LoCoResidual:
         loaded = sum(4 * residual.numel() for residual in self._loaded.values())
         return loaded + sum(payload.numel() for payload in self._payloads.values())
 
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Number of calls of each module, which decides when its residual is next reset."""
-        return self._calls
-
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return copies of all residuals, in fp32 on the CPU."""
         return {
@@ -315,11 +287,11 @@ class LoCoResidual:
             for name in (*self._payloads, *self._loaded)
         }
 
-    def load_state_dict(self, residuals: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Restore what `state_dict` and `counts` returned, exactly: rounded a second time they might differ."""
-        self._calls, self._pending_factors, self._payloads = dict(counts), {}, {}
-        self._numels = {name: residual.numel() for name, residual in residuals.items()}
-        self._loaded = {name: residual.clone() for name, residual in residuals.items()}
+    def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_dict` returned, exactly: rounded a second time residuals might differ."""
+        self._pending_factors, self._payloads = {}, {}
+        self._numels = {name: residual.numel() for name, residual in tensors.items()}
+        self._loaded = {name: residual.clone() for name, residual in tensors.items()}
 
 
 ResidualStore: TypeAlias = FullResidual | LoCoResidual

@@ -165,6 +165,17 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
     }
 
 
+def processor() -> tuple[str, set[str]]:
+    """Return the name of the processor and its features, as Linux names both; no features if they are not known."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine(), set()
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.machine(), set(flags[1].split()) if flags else set()
+
+
 def versions() -> dict[str, Any]:
     """Return the versions of dtcomm, torch, CUDA, NCCL and Python, and the number of CPU cores."""
     nccl = None

@@ -68,22 +68,17 @@ class Route:
     @property
     def rows_between_hosts(self) -> int:
         """Number of rows that this rank sends to other hosts in a dispatch, its own and those that it passes on."""
-        return sum(
-            count
-            for hop in self.hops
-            for peer, count in enumerate(hop.sent)
-            if self.hosts[peer] != self.hosts[self.rank]
-        )
+        return self._rows_sent(inside_host=False)
 
     @property
     def rows_inside_host(self) -> int:
         """Number of rows that this rank sends to the other ranks of its host in a dispatch."""
-        return sum(
-            count
-            for hop in self.hops
-            for peer, count in enumerate(hop.sent)
-            if peer != self.rank and self.hosts[peer] == self.hosts[self.rank]
-        )
+        return self._rows_sent(inside_host=True)
+
+    def _rows_sent(self, inside_host: bool) -> int:
+        peers = [peer for peer in range(len(self.hosts)) if peer != self.rank]
+        chosen = [peer for peer in peers if (self.hosts[peer] == self.hosts[self.rank]) == inside_host]
+        return sum(hop.sent[peer] for hop in self.hops for peer in chosen)
 
     def sum_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the sum of the rows of each arrived token."""

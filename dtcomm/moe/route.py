@@ -21,7 +21,7 @@ from dtcomm.codecs import Codec
 from dtcomm.codecs import codec as parse
 from dtcomm.codecs.base import ELEMENT_TYPES, FLOAT_TYPES
 from dtcomm.compress.report import GroupTraffic, group_name
-from dtcomm.compress.spec import message_codec, require_accurate
+from dtcomm.compress.spec import message_codec
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.moe.encoded_rows import EncodedRows, decode_rows, gradient_edge
 from dtcomm.torch_compat import autograd_apply
@@ -100,10 +100,7 @@ def make_codecs(
 
 
 def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> Codec:
-    codec = message_codec(spec, argument, "rows")
-    if not allow_inaccurate:
-        require_accurate(codec, argument, CARRIED[argument])
-    return codec
+    return message_codec(spec, argument, "rows", "" if allow_inaccurate else CARRIED[argument])
 
 
 #: Fields of a header with the argument that an error names. All but the capacity are equal on all ranks.

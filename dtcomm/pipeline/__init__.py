@@ -179,13 +179,8 @@ def split_layers(layers: int, stages: int) -> list[range]:
     if more and (layers, stages) not in _logged:
         _logged.add((layers, stages))
         _log.warning(
-            "dtcomm.pipeline: %d stages do not divide %d layers: %d stages have %d layers, the others %d; the larger "
-            "ones set the pace",
-            stages,
-            layers,
-            more,
-            each + 1,
-            each,
+            f"dtcomm.pipeline: {stages} stages do not divide {layers} layers: {more} stages have {each + 1} layers, "
+            f"the others {each}; the larger ones set the pace"
         )
     starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
     return [range(begin, end) for begin, end in pairwise(starts)]

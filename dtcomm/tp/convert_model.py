@@ -54,16 +54,8 @@ from dtcomm.tp.layers import (
 from dtcomm.tp.sharded_module import ShardedModule
 
 #: Attributes of an attention module that count what its projections compute; each rank computes a part.
-_HEAD_COUNTS = (
-    "num_heads",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "n_heads",
-    "n_head",
-    "all_head_size",
-    "split_size",
-)
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_heads", "n_head",
+                "all_head_size", "split_size")  # fmt: skip
 _COMPILED = "(compiled code)"  # stands for the layers of compiled code in reports
 # Added to errors of torch about shapes.
 _SHAPES = (

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dtcomm.cli.tune.measure import first_two_cpus, round_trip_ns
+from dtcomm.measure import processor
 from dtcomm.runtime.cuda_peer.launch import RAN_BETWEEN_GPUS
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
@@ -84,7 +85,8 @@ def kernels() -> Check:
     """Report the CPU's features and the kernels in use."""
     from dtcomm.kernels import ops
 
-    model, features = _cpu()
+    model, flags = processor()
+    features = [name for name in FEATURES if name in flags]
     names, current = ops.available(), ops.current()
     best = names[0]
     status = OK if current == best else NOTE
@@ -95,17 +97,6 @@ def kernels() -> Check:
         summary=f"{current} in use{forced}, of {', '.join(names)}; {model}: {' '.join(features) or 'no vectors'}",
         details={"current": current, "available": list(names), "cpu": model, "features": features},
     )
-
-
-def _cpu() -> tuple[str, list[str]]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine(), []
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    present = set(flags.group(1).split()) if flags else set()
-    return model.group(1) if model else platform.machine(), [name for name in FEATURES if name in present]
 
 
 def cuda() -> Check:

@@ -73,13 +73,12 @@ class Dtcomm(Backend):
     def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
         do: Any = collectives
         options = {"codec": call.codec, "group": self.group}
-        run = bind_ring_exchange(
-            lambda peer: do.send(call.input, peer, **options, async_op=True),
-            lambda peer: do.recv(call.output, peer, **options, async_op=True),
-            call.output,
-            call.input,
-            asynchronous,
-        )
+
+        def start(following: int, previous: int) -> list[Any]:
+            sent = do.send(call.input, following, **options, async_op=True)
+            return [sent, do.recv(call.output, previous, **options, async_op=True)]
+
+        run = bind_ring_exchange(start, call, asynchronous)
         with _environment("DTCOMM_RUNTIME", self.runtime):
             wait(run())  # a pair of ranks connects at its first message
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -234,13 +233,11 @@ class TorchDistributed(Backend):
         return self._divided(run, out, asynchronous) if divides else run
 
     def _sendrecv(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        return bind_ring_exchange(
-            lambda peer: dist.isend(call.input, peer, group=self.group),
-            lambda peer: dist.irecv(call.output, peer, group=self.group),
-            call.output,
-            call.input,
-            asynchronous,
-        )
+        def start(following: int, previous: int) -> list[Any]:
+            sent = dist.isend(call.input, following, group=self.group)
+            return [sent, dist.irecv(call.output, previous, group=self.group)]
+
+        return bind_ring_exchange(start, call, asynchronous)
 
     def _divided(self, run: Callable[[], Any], out: torch.Tensor, asynchronous: bool) -> Callable[[], Any]:
         ranks = dist.get_world_size(self.group)
@@ -289,18 +286,7 @@ class Nccl(TorchDistributed):
             dist.P2POp(dist.isend, call.input, (rank + 1) % ranks, self.group),
             dist.P2POp(dist.irecv, call.output, (rank - 1) % ranks, self.group),
         ]
-
-        def run() -> Any:
-            if ranks == 1:
-                call.output.copy_(call.input)
-                return COMPLETED if asynchronous else None
-            work = CompositeWork(dist.batch_isend_irecv(messages), [call.output])
-            if asynchronous:
-                return work
-            work.wait()
-            return None
-
-        return run
+        return bind_ring_exchange(lambda *_: dist.batch_isend_irecv(messages), call, asynchronous)
 
     def why_no_cuda_graph(self) -> str:
         return ""
@@ -326,20 +312,19 @@ def wait(work: Any) -> None:
 
 
 def bind_ring_exchange(
-    send: Callable[[int], Any],
-    receive: Callable[[int], Any],
-    output: torch.Tensor,
-    input: torch.Tensor,
-    asynchronous: bool,
+    start: Callable[[int, int], list[Any]], call: CollectiveCall, asynchronous: bool
 ) -> Callable[[], Any]:
-    """Return a function in which every rank sends to the next rank and receives from the previous one."""
+    """Return a function in which every rank sends to the next rank and receives from the previous one.
+
+    ``start(next, previous)`` starts both and returns their handles.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def run() -> Any:
         if ranks == 1:
-            output.copy_(input)
+            call.output.copy_(call.input)
             return COMPLETED if asynchronous else None
-        work = CompositeWork([send((rank + 1) % ranks), receive((rank - 1) % ranks)], [output])
+        work = CompositeWork(start((rank + 1) % ranks, (rank - 1) % ranks), [call.output])
         if asynchronous:
             return work
         work.wait()

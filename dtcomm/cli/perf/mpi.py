@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from dtcomm.cli.perf.backend import Backend, CollectiveCall, TransportUsed
 from dtcomm.cli.perf.collectives import DTYPES
-from dtcomm.cli.perf.placement import CPU, Placement, gather
+from dtcomm.cli.perf.placement import CPU, Placement
+from dtcomm.compress.checkpoint import gather
 from dtcomm.system import allowed_cores, write_file
 
 SOURCE = Path(__file__).with_name("mpi_rank.c")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from dtcomm import measure as device_info
+from dtcomm.compress.checkpoint import gather
 from dtcomm.measure import Clock, make_clock
 from dtcomm.system import allowed_cores
 
 CPU, CUDA = "cpu", "cuda"
 DEVICES = (CPU, CUDA)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +84,6 @@ class GpuPlacement:
 
 
 Placement: TypeAlias = CpuPlacement | GpuPlacement
-
-
-def gather(value: T) -> list[T]:
-    """Return the values of all ranks; all ranks must call it."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def cuda_available() -> bool:

@@ -32,6 +32,7 @@ from dtcomm.cli.perf.verify import (
     combine_results,
     equal_on_all_ranks,
 )
+from dtcomm.compress.checkpoint import gather
 from dtcomm.measure import exact_inputs
 
 SETTLING_CALLS, MAX_SETTLING_ROUNDS = 10, 50
@@ -381,7 +382,7 @@ class CaseBench:
         work = self._backend.bind_with_copy(call, asynchronous=True)()
         work.wait()
         # Handles of torch, and a composite of them, have no such attribute.
-        wire_bytes: list[Any] = placement.gather(getattr(work, "wire_bytes", None))
+        wire_bytes: list[Any] = gather(getattr(work, "wire_bytes", None))
         return None if None in wire_bytes else max(wire_bytes), self._backend.transport_used(before)
 
     def _call(self, buffer: torch.Tensor, in_place: bool) -> CollectiveCall:
@@ -426,7 +427,7 @@ class CaseBench:
                 self._source.copy_(self._case.inputs(0, self._timed_values))
         if not checks:
             return None
-        return combine_results([check for rank_checks in placement.gather(checks) for check in rank_checks])
+        return combine_results([check for rank_checks in gather(checks) for check in rank_checks])
 
 
 def timed_values(dtype: torch.dtype) -> exact_inputs.ValueSource:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dtcomm.cli.perf.args import PerfOptions
-from dtcomm.cli.perf.placement import gather
+from dtcomm.compress.checkpoint import gather
 from dtcomm.measure import Clock
 
 # Powers of two by which a normally distributed value may grow before it overflows.

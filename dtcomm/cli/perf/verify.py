@@ -13,8 +13,8 @@ import torch
 from dtcomm import algorithms, planner
 from dtcomm.cli.perf.args import Variant
 from dtcomm.cli.perf.collectives import COLLECTIVES
-from dtcomm.cli.perf.placement import gather
 from dtcomm.codecs import codec
+from dtcomm.compress.checkpoint import gather
 from dtcomm.measure import exact_inputs
 
 _BLOCK = 1 << 20  # elements compared at a time, to keep the float64 copies small

@@ -25,6 +25,7 @@ from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.cli.tune.measure import GroupResult, TuneOptions, measure_group
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
+from dtcomm.measure import processor
 from dtcomm.planner import parse as parse_table
 from dtcomm.planner.cost_model import Table
 
@@ -138,7 +139,7 @@ def _merged(earlier: list[dict[str, Any]], results: list[GroupResult], seconds: 
     table.update(
         source=f"dtcomm tune on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         seconds=round(seconds, 1),
-        machine={"node": platform.node(), "cores": os.cpu_count(), "processor": _processor()},
+        machine={"node": platform.node(), "cores": os.cpu_count(), "processor": processor()[0]},
         rates=last["rates"],
         measured=[*kept, *rows],
     )
@@ -149,14 +150,6 @@ def _merged(earlier: list[dict[str, Any]], results: list[GroupResult], seconds: 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("collective", "algorithm", "codec", "ranks", "hosts", "placement"))
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def _show(results: list[GroupResult], last_line: str) -> None:

@@ -113,7 +113,7 @@ def test_loco_keeps_the_papers_moving_average() -> None:
     expected = torch.zeros(1000)
     for _ in range(3):
         lost = torch.randn(1000)
-        residuals.put("m", lost)
+        residuals.give_back("m", lost)
         expected = 0.8 * expected + 0.2 * lost
         difference = torch.linalg.vector_norm(residuals.take("m", like) - expected)
         assert difference < 0.02 * torch.linalg.vector_norm(expected)
@@ -121,7 +121,7 @@ def test_loco_keeps_the_papers_moving_average() -> None:
     assert residuals.nbytes() < 1.1 * 1000
     residuals.scale(0.5)
     assert torch.equal(residuals.take("m", like), 0.5 * expected)
-    residuals.put("m", torch.randn(1000))
+    residuals.give_back("m", torch.randn(1000))
     assert not residuals.take("m", like).any()
 
 
@@ -134,7 +134,7 @@ def test_small_gradients_arrive_although_loco_keeps_errors_in_8_bits() -> None:
         gradient[:16] = torch.randn(16, generator=noise)
         residual = residuals.take("m", gradient)
         payload = dtcomm.encode("int4:block=256", gradient, residual=residual)
-        residuals.put("m", residual, key=step)
+        residuals.give_back("m", residual, key=step)
         total += dtcomm.decode("int4:block=256", payload, 256)
     arrived = float(total[16:].mean()) / (1000 * 0.001)
     assert 0.4 < arrived < 1.1  # the rest waits: LoCo's average holds a fifth of what was lost
@@ -186,7 +186,7 @@ def test_stored_forms_of_residuals() -> None:
         residuals = FullResidual(form)
         residual = residuals.take("m", like)
         residual.copy_(like)
-        residuals.put("m", residual, key=1)
+        residuals.give_back("m", residual, key=1)
         sizes[form] = residuals.nbytes() / like.numel()
         difference = torch.linalg.vector_norm(residuals.take("m", like) - like) / torch.linalg.vector_norm(
             like
