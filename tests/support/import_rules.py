@@ -38,10 +38,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     # Handles of asynchronous operations: executors return them, and collectives and integrations combine them.
     "work": _may("streams _C", "torch"),
     "kernels": _may("codecs streams _C _cuda", "torch numpy triton"),
-    "runtime": _may(
-        "schedule codecs kernels streams work _C _cuda _emulator",
-        "torch numpy",
-    ),
+    "runtime": _may("schedule codecs kernels streams work _C _cuda _emulator", "torch numpy"),
     "planner": _may("schedule algorithms codecs", "torch"),
     # typing_extensions, which torch needs too, for types alone.
     "collectives": _may(
@@ -57,8 +54,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         "torch typing_extensions",
     ),
     "fsdp": _may(
-        "frameworks tp profiling compress collectives codecs kernels streams work",
-        "torch typing_extensions",
+        "frameworks tp profiling compress collectives codecs kernels streams work", "torch typing_extensions"
     ),
     "tp": _may(
         "planner profiling compress collectives codecs kernels streams work",

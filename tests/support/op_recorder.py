@@ -68,10 +68,7 @@ def accesses(
         argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.arguments
     ):
         return
-    values = [
-        *zip(schema.arguments, args),
-        *((_named(schema, key), value) for key, value in kwargs.items()),
-    ]
+    values = [*zip(schema.arguments, args), *((_named(schema, key), value) for key, value in kwargs.items())]
     for argument, value in values:
         written = argument.alias_info is not None and argument.alias_info.is_write
         for leaf in tree_leaves(value):

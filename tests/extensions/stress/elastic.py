@@ -235,10 +235,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "verdict": "MISS" if bad else "PASS",
     }
     print(json.dumps({key: value for key, value in result.items() if key != "machine"}, indent=1))
-    print(
-        report.write(options.json or DETAILS / "elastic.json", result),
-        result["verdict"],
-    )
+    print(report.write(options.json or DETAILS / "elastic.json", result), result["verdict"])
     return result
 
 

@@ -258,11 +258,7 @@ def lines_of_several_groups(rank: int, ranks: int) -> tuple[list[str], str]:
     in_other = _fsdp_common.ShardPlacementResult(None, other)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     weight = model[0].weight
-    fully_shard(
-        model[0],
-        mesh=mesh,
-        shard_placement_fn=lambda p: in_other if p is weight else None,
-    )
+    fully_shard(model[0], mesh=mesh, shard_placement_fn=lambda p: in_other if p is weight else None)
     fully_shard(model, mesh=mesh)
     with pytest.raises(ValueError, match="replicas: 0 has its parameters in 2 groups"):
         fsdp.compress(model, "int8", replicas=mesh)

@@ -170,11 +170,7 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         r"parameters_codec: neither an argument.*did you mean 'parameters'",
     ),
-    (
-        {"feedbak": True},
-        TypeError,
-        r"feedbak: neither an argument of .* nor an option of SGD.*'feedback'",
-    ),
+    ({"feedbak": True}, TypeError, r"feedbak: neither an argument of .* nor an option of SGD.*'feedback'"),
     ({"momentun": 0.9}, TypeError, r"momentun: neither .*did you mean 'momentum'"),
     ({"exclude": "blocs.0"}, ValueError, r"exclude: 'blocs.0' matches no parameter.*did you mean 'blocks.0'"),
     ({"allow_inaccurate": 1}, TypeError, "allow_inaccurate: expected a bool, got int"),

@@ -22,11 +22,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"codec": "intt8"}, ValueError, "spec: unknown codec 'intt8'"),
     ({"spec": "int8:blok=64"}, ValueError, "int8: unknown option 'blok'"),
-    (
-        {"spec": "auto"},
-        ValueError,
-        "spec: 'auto' is for the gradients of dtcomm.ddp.compress; here",
-    ),
+    ({"spec": "auto"}, ValueError, "spec: 'auto' is for the gradients of dtcomm.ddp.compress; here"),
     (
         {"spec": "ndim<2 -> none, * -> int8"},
         ValueError,
@@ -55,11 +51,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backward_codec": "int2"}, ValueError, "backward_codec: int2 loses"),
     ({"allow_inaccurate": "yes"}, TypeError, "allow_inaccurate: expected a bool, got str"),
     ({"feedback": True}, ValueError, "feedback: got True; valid here: False or 'auto'"),
-    (
-        {"guard": Guard()},
-        ValueError,
-        "guard: tensor parallelism has none",
-    ),
+    ({"guard": Guard()}, ValueError, "guard: tensor parallelism has none"),
     ({"guard": True}, ValueError, "guard: tensor parallelism has none"),
     ({"exclude": "haed"}, ValueError, r"exclude: 'haed' matches no parameter .*\(did you mean 'head'\?\)"),
     ({"exclude": 3}, TypeError, "exclude: expected patterns of names, got int"),

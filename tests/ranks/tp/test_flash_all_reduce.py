@@ -78,22 +78,10 @@ def compare_epilogue(rank: int, ranks: int) -> None:
         weight = torch.linspace(0.5, 1.5, FEATURES).to(dtype).requires_grad_()
         torch.manual_seed(1)
         layer = tp.RowParallelLinear(
-            64 * ranks,
-            FEATURES,
-            codec=spec,
-            algorithm=algorithm,
-            chunks=chunks,
-            dtype=dtype,
-            latency=False,
+            64 * ranks, FEATURES, codec=spec, algorithm=algorithm, chunks=chunks, dtype=dtype, latency=False
         )
         plain = tp.RowParallelLinear(
-            64 * ranks,
-            FEATURES,
-            bias=False,
-            codec=spec,
-            algorithm=algorithm,
-            chunks=chunks,
-            latency=False,
+            64 * ranks, FEATURES, bias=False, codec=spec, algorithm=algorithm, chunks=chunks, latency=False
         )
         plain.load_dense({"weight": layer.full_state_dict()["weight"].requires_grad_()})
         generator = torch.Generator().manual_seed(rank)

@@ -148,8 +148,7 @@ def check_conjugates(rank: int, ranks: int) -> None:
     )
     assert gradcheck(lambda t: functional.reduce_from_ranks(functional.copy_to_ranks(t, comm), comm), x)
     assert gradcheck(
-        lambda t: functional.all_gather_from_ranks(functional.reduce_scatter_to_ranks(t, comm, 1), comm, 1),
-        x,
+        lambda t: functional.all_gather_from_ranks(functional.reduce_scatter_to_ranks(t, comm, 1), comm, 1), x
     )
 
 

@@ -104,13 +104,7 @@ FAILURES = {
         options={"feedback": False, "held_to_error": True},
     ),
     "a bad batch comes back from the residual": Failure(
-        "residual",
-        {"on_residual": "ignore"},
-        "topk:ratio=0.01",
-        160,
-        clip=10.0,
-        bad_batch=48,
-        without="harm",
+        "residual", {"on_residual": "ignore"}, "topk:ratio=0.01", 160, clip=10.0, bad_batch=48, without="harm"
     ),
     "gradients arrive too late for the rate": Failure(
         "loss", {"on_loss": "ignore"}, "int8", 60, rate=1.0, delay=3, without="harm"

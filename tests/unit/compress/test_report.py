@@ -80,12 +80,7 @@ def test_legend_explains_each_column_and_takes_at_most_two_lines_of_the_text() -
 @pytest.mark.parametrize(
     ("codec", "error", "feedback", "says"),
     [
-        (
-            "powersgd:rank=4",
-            0.86,
-            True,
-            "0.86 (powersgd:rank=4): one call sends a part with 51% of the norm",
-        ),
+        ("powersgd:rank=4", 0.86, True, "0.86 (powersgd:rank=4): one call sends a part with 51% of the norm"),
         ("powersgd:rank=4", 0.86, True, "the residuals keep the rest for later steps"),
         ("topk:ratio=0.01", 0.96, "ef21", "a part with 28% of the norm"),
         ("sign", 0.6, False, "without error feedback the rest is lost"),

@@ -114,11 +114,7 @@ def test_a_codec_for_each_level_is_a_scheme() -> None:
 def test_the_guard_s_limits_of_two_levels_are_those_of_the_coarser_one() -> None:
     assert [
         str(finer(parse_scheme(spec))) for spec in ("int8/int4", "none/fp16", "fp16/topk:ratio=0.01")
-    ] == [
-        "fp16/int8",
-        "none",
-        "none/topk:ratio=0.04",
-    ]
+    ] == ["fp16/int8", "none", "none/topk:ratio=0.04"]
     assert residual_limit(parse_scheme("int8/topk:ratio=0.01")) == residual_limit(
         parse_scheme("topk:ratio=0.01")
     )

@@ -117,12 +117,7 @@ def table_of_times(**points: list[tuple[int, float]]) -> Table:
         source="a test",
         measured=tuple(
             Measured(
-                collective="all_reduce",
-                algorithm=name,
-                codec=spec,
-                ranks=4,
-                hosts=1,
-                points=tuple(pairs),
+                collective="all_reduce", algorithm=name, codec=spec, ranks=4, hosts=1, points=tuple(pairs)
             )
             for spec in ("none", "int8")
             for name, pairs in points.items()

@@ -91,9 +91,7 @@ def joined(coordinator: Coordinator, count: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"outer": True}, {"fragments": 2, "delay": 2, "mixing": 0.5}],
-    ids=["diloco", "streaming"],
+    "options", [{"outer": True}, {"fragments": 2, "delay": 2, "mixing": 0.5}], ids=["diloco", "streaming"]
 )
 def test_one_of_three_dies_and_another_joins(
     tmp_path: Path, monkeypatch: Any, options: dict[str, Any]

@@ -61,10 +61,7 @@ def test_models_without_a_ready_plan() -> None:
 
 def test_what_does_not_divide_is_said() -> None:
     llama = reasons(propose("llama", 4))
-    assert llama["q_proj"] == (
-        "whole",
-        "2 heads of keys and values are not divisible by 4 ranks",
-    )
+    assert llama["q_proj"] == ("whole", "2 heads of keys and values are not divisible by 4 ranks")
     assert llama["down_proj"][0] == "row"
     assert "are not divisible by 3 ranks" in reasons(propose("bert", 3))["query"][1]
     assert reasons(propose("mixtral", 5))["experts"] == (

@@ -125,8 +125,7 @@ def test_methods_across_sites() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"sites": 1}, "sites"), ({"every": 0}, "every"), ({"rtt_ms": -1.0}, "rtt_ms")],
+    ("fields", "message"), [({"sites": 1}, "sites"), ({"every": 0}, "every"), ({"rtt_ms": -1.0}, "rtt_ms")]
 )
 def test_wrong_links_between_sites(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}: must be at least"):
