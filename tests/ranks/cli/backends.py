@@ -12,19 +12,26 @@ from dtcomm.cli.perf.libraries import Native, ProcessGroup, TorchDistributed
 from dtcomm.work import COMPLETED
 
 
+def followed_by(step: Callable[[], None], run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call of ``run`` with ``step`` behind it."""
+
+    def run_both() -> Any:
+        work = run()
+        step()
+        return work
+
+    return run_both
+
+
 class OffByOne(TorchDistributed):
     """One element of rank 1's results is wrong."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        run = super().bind(call, asynchronous)
-
-        def run_and_corrupt() -> Any:
-            work = run()
+        def corrupt() -> None:
             if dist.get_rank() == 1:
                 call.output[-1] += 1
-            return work
 
-        return run_and_corrupt
+        return followed_by(corrupt, super().bind(call, asynchronous))
 
 
 class LosesRank1(Native):
@@ -45,15 +52,11 @@ class DiffersByABit(Native):
     """With a lossy codec: the results are within its bound, but differ between ranks."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        run = super().bind(call, asynchronous)
-
-        def run_and_corrupt() -> Any:
-            work = run()
+        def corrupt() -> None:
             if dist.get_rank() == 1:
                 call.output[0] *= 1.0001
-            return work
 
-        return run_and_corrupt
+        return followed_by(corrupt, super().bind(call, asynchronous))
 
 
 class Raises(TorchDistributed):
@@ -84,11 +87,4 @@ class CopiesToHost(ProcessGroup):
     """Copies one value of every result to the host."""
 
     def bind(self, call: CollectiveCall, asynchronous: bool) -> Callable[[], Any]:
-        run = super().bind(call, asynchronous)
-
-        def run_and_read() -> Any:
-            work = run()
-            call.output[0].item()
-            return work
-
-        return run_and_read
+        return followed_by(lambda: call.output[0].item(), super().bind(call, asynchronous))

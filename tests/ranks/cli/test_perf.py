@@ -187,17 +187,8 @@ dtcomm.algorithms.register("star", "all_reduce", star)
 def test_algorithm_of_an_imported_module_is_measured(tmp_path: Path) -> None:
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHM)
     file = tmp_path / "report.json"
-    line = "perf all_reduce -b 9K -e 9K -n 3 -w 1 --nproc 3 --codec int8 --algorithm ring,star"
-    command = [
-        sys.executable,
-        "-m",
-        "dtcomm",
-        *line.split(),
-        "--import",
-        "own_algorithms",
-        "--json",
-        str(file),
-    ]
+    line = "-b 9K -e 9K -n 3 -w 1 --nproc 3 --codec int8 --algorithm ring,star --import own_algorithms --json"
+    command = [sys.executable, "-m", "dtcomm", "perf", "all_reduce", *line.split(), str(file)]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
     rows = json.loads(file.read_text())["results"]
     assert [row["algorithm"] for row in rows] == ["ring", "star"]
@@ -236,26 +227,11 @@ def test_lossy_results_outside_the_error_bound_are_wrong(backend: str) -> None:
 
 
 def test_failed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "perf",
-                "all_reduce",
-                *QUICK,
-                "-b",
-                "1K",
-                "-e",
-                "1K",
-                "--backend",
-                "tests.ranks.cli.backends:Raises",
-            ]
-        )
-        == 2
-    )
-    error_output = capfd.readouterr().err
-    assert "rank 1 raised OSError: the cable is out" in error_output and error_output.endswith(
-        "dtcomm perf: the cable is out\n"
-    )
+    line = "perf all_reduce -b 1K -e 1K -n 3 -w 1 --backend tests.ranks.cli.backends:Raises"
+    assert main(line.split()) == 2
+    errors = capfd.readouterr().err
+    assert "rank 1 raised OSError: the cable is out" in errors
+    assert errors.endswith("dtcomm perf: the cable is out\n")
 
 
 def test_root_outside_the_group_is_refused() -> None:
@@ -300,8 +276,5 @@ def test_comparison_with_peers_is_reported_and_plotted(tmp_path: Path) -> None:
 
 def test_plot_lines_are_named_by_what_differs() -> None:
     report = measure_on_warm_ranks("all_reduce -b 1K -e 2K -f 2 --codec none,int8 --backend native,gloo")
-    assert [(name, len(rows)) for name, rows in plot_lines(report).items()] == [
-        ("dtcomm none", 2),
-        ("dtcomm int8", 2),
-        ("gloo", 2),
-    ]
+    lines = [(name, len(rows)) for name, rows in plot_lines(report).items()]
+    assert lines == [("dtcomm none", 2), ("dtcomm int8", 2), ("gloo", 2)]

@@ -36,18 +36,14 @@ def test_tune_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_tune_measures_the_algorithm_of_an_imported_module(tmp_path: Path) -> None:
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHM)
     path = tmp_path / "tune.json"
-    command = [
-        sys.executable,
-        "-m",
-        "dtcomm",
-        "tune",
-        *QUICK,
-        "--import",
-        "own_algorithms",
-        "--output",
-        str(path),
-    ]
-    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+    line = ["tune", *QUICK, "--import", "own_algorithms", "--output", str(path)]
+    subprocess.run(
+        [sys.executable, "-m", "dtcomm", *line],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )
     assert "star" in {row["algorithm"] for row in json.loads(path.read_text())["measured"]}
 
 
@@ -66,12 +62,9 @@ def test_merge_keeps_rows_that_were_not_measured_again() -> None:
 
 def case_samples(nbytes: int, **medians: list[float]) -> CaseSamples:
     """Return samples of a ring, by placement."""
-    case = BenchmarkCase(
-        collective="all_reduce", codec=dtcomm.codec("none"), nbytes=nbytes, algorithms=("ring",)
-    )
-    return CaseSamples(
-        case=case, medians={placement: {"ring": seconds} for placement, seconds in medians.items()}
-    )
+    codec, names = dtcomm.codec("none"), ("ring",)
+    case = BenchmarkCase(collective="all_reduce", codec=codec, nbytes=nbytes, algorithms=names)
+    return CaseSamples(case=case, medians={place: {"ring": seconds} for place, seconds in medians.items()})
 
 
 def test_placement_counts_only_if_all_sizes_were_measured_in_it() -> None:
@@ -91,10 +84,7 @@ def test_cpu_placement_follows_the_round_trip_time(monkeypatch: pytest.MonkeyPat
     cpus = tune_measure.first_two_cpus()
     nanoseconds = tune_measure.round_trip_ns(cpus)
     assert (nanoseconds is None) == (len(cpus) < 2) and (nanoseconds is None or 1 < nanoseconds < 1e6)
-    assert (
-        tune_measure.round_trip_ns(cpus[:1]) is None
-        and tune_measure.round_trip_ns((cpus[0], 100_000)) is None
-    )
+    assert all(tune_measure.round_trip_ns(wrong) is None for wrong in (cpus[:1], (cpus[0], 100_000)))
     for nanoseconds, placement in ((None, ""), (100.0, "near"), (400.0, "far")):
         monkeypatch.setattr(tune_measure, "round_trip_ns", lambda cpus, nanoseconds=nanoseconds: nanoseconds)
         assert tune_measure.cpu_placement() == placement
@@ -103,19 +93,17 @@ def test_cpu_placement_follows_the_round_trip_time(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--nproc", "1"], "--nproc 1: expected at least 2 ranks"),
-        (["--seconds", "0"], "--seconds 0: expected more than 0"),
-        (["--codec", "int9"], "unknown codec 'int9'"),
-        (["-e", "12"], "12: expected at least 1K bytes"),
-        (["-o", "/none/x.json"], "--output /none/x.json: there is no folder /none"),
-        (["-o", "/"], "--output /: is a folder"),
+        ("--nproc 1", "--nproc 1: expected at least 2 ranks"),
+        ("--seconds 0", "--seconds 0: expected more than 0"),
+        ("--codec int9", "unknown codec 'int9'"),
+        ("-e 12", "12: expected at least 1K bytes"),
+        ("-o /none/x.json", "--output /none/x.json: there is no folder /none"),
+        ("-o /", "--output /: is a folder"),
     ],
 )
-def test_invalid_arguments_are_refused(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        tune_command.main(argv)
+        tune_command.main(argv.split())
     assert message in capsys.readouterr().err
 
 
@@ -134,13 +122,11 @@ def write_table(path: Path, fastest: str) -> Path:
     points = {
         name: ((1024, 1.0 if name == fastest else 2.0),) for name in ("ring", "tree", "one_shot", "two_shot")
     }
+    kind: dict[str, Any] = {"collective": "all_reduce", "codec": "none", "ranks": 2, "hosts": 1}
     tuning_table = planner.Table(
         source="a test",
         measured=tuple(
-            planner.Measured(
-                collective="all_reduce", algorithm=name, codec="none", ranks=2, hosts=1, points=pairs
-            )
-            for name, pairs in points.items()
+            planner.Measured(**kind, algorithm=name, points=pairs) for name, pairs in points.items()
         ),
     )
     path.write_text(json.dumps(tuning_table.as_dict()))
@@ -154,14 +140,8 @@ def choose_algorithm(rank: int, world_size: int, tables: dict[int, str]) -> tupl
     communicator = get_communicator(None)
     assert dtcomm.info()["table"] == ("dtcomm's own constants" if tables[0] == "off" else "a test")
     dtcomm.release()
-    decision = planner.explain(
-        "all_reduce",
-        512,
-        torch.float32,
-        dtcomm.codec("none"),
-        2,
-        table=planner.parse(communicator.tuning_table),
-    )
+    table = planner.parse(communicator.tuning_table)
+    decision = planner.explain("all_reduce", 512, torch.float32, dtcomm.codec("none"), 2, table=table)
     return decision.algorithm, float(tensor[0])
 
 

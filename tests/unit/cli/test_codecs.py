@@ -121,13 +121,8 @@ def test_speeds_of_a_device_come_with_their_share_of_the_memory_floor(
         [codec("int8"), codec("sign")], sample, 1 << 14, lambda _: None, device
     )
     int8, sign = codecs_command.as_dict(rows, 1 << 14, {"name": "a GPU"})["codecs"]
-    assert set(int8["of_floor"]) == {
-        "encode",
-        "decode",
-        "reduce 8",
-        "reduce_encode 7 + local",
-        "encode with residual",
-    }
+    operations = {"encode", "decode", "reduce 8", "reduce_encode 7 + local", "encode with residual"}
+    assert set(int8["of_floor"]) == operations
     assert all(share > 0 for share in int8["of_floor"].values()) and int8["encode_gbps"] > 0
     assert sign["encode_gbps"] is None and "no kernel" in sign["no_speed"]
     codecs_command.print_table(rows, Console(width=200), 1 << 14, "a GPU")
@@ -219,26 +214,16 @@ def tensor_files(tmp_path: Path) -> Path:
 def test_tensors_of_files_are_measured(tensor_files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_by_spec(capsys, "--tensor", str(tensor_files / "state.pt"), "--codec", "int8")
     tensors = rows["int8"]["tensors"]
-    assert {name: error["numel"] for name, error in tensors.items()} == {
-        "layer.weight": 800,
-        "layer.bias": 7,
-        "momenta.0": 33,
-    }
+    numels = {name: error["numel"] for name, error in tensors.items()}
+    assert numels == {"layer.weight": 800, "layer.bias": 7, "momenta.0": 33}
     assert rows["int8"]["errors"]["state.pt"]["numel"] == 840
     wire = sum(codec("int8").wire_bytes(n) for n in (800, 7, 33))
     assert rows["int8"]["errors"]["state.pt"]["wire_bytes"] == wire
     output = output_of(capsys, "--tensor", str(tensor_files / "state.pt"), "--per-tensor", "--codec", "int8")
     assert "state.pt" in output and "layer.weight" in output and "momenta.0" in output
 
-    rows = rows_by_spec(
-        capsys,
-        "--tensor",
-        str(tensor_files / "one.pt"),
-        "--tensor",
-        str(tensor_files / "x.npy"),
-        "--codec",
-        "bf16",
-    )
+    line = f"--tensor {tensor_files}/one.pt --tensor {tensor_files}/x.npy --codec bf16"
+    rows = rows_by_spec(capsys, *line.split())
     assert [error["numel"] for error in rows["bf16"]["errors"].values()][3:] == [100, 60]
     assert "tensors" not in rows["bf16"]
 
@@ -264,22 +249,22 @@ def test_unreadable_files_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--codec", "int99"], "int99"),
-        (["--also", "int4:block=128,spikes=1,int99"], "unknown codec 'int99'"),
-        (["--also", "int8:block=33"], "33"),
-        (["--size", "many"], "many"),
-        (["--size", "2"], "at least 4 bytes"),
-        (["--numel", "0"], "at least 1"),
-        (["--json", "/nowhere/x.json"], "no folder /nowhere"),
-        (["--plot", "/nowhere/x.png"], "no folder /nowhere"),
-        (["--per-tensor"], "needs --tensor"),
+        ("--codec int99", "int99"),
+        ("--also int4:block=128,spikes=1,int99", "unknown codec 'int99'"),
+        ("--also int8:block=33", "33"),
+        ("--size many", "many"),
+        ("--size 2", "at least 4 bytes"),
+        ("--numel 0", "at least 1"),
+        ("--json /nowhere/x.json", "no folder /nowhere"),
+        ("--plot /nowhere/x.png", "no folder /nowhere"),
+        ("--per-tensor", "needs --tensor"),
     ],
 )
 def test_wrong_arguments_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        codecs_command.main(arguments)
+        codecs_command.main(arguments.split())
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,36 +38,21 @@ def test_sizes_by_increment_and_all_roots() -> None:
 
 
 def test_variants_are_backends_times_codecs_times_algorithms() -> None:
-    options = parse(
-        "all_reduce --backend native,gloo --codec none --codec int8 --algorithm ring,two_shot".split()
-    )
-    assert [str(variant) for variant in options.variants] == [
-        "native none ring",
-        "native none two_shot",
-        "native int8 ring",
-        "native int8 two_shot",
-        "gloo none own",
-    ]
+    line = "all_reduce --backend native,gloo --codec none --codec int8 --algorithm ring,two_shot"
+    variants = [str(variant) for variant in parse(line.split()).variants]
+    native = [f"native {codec} {name}" for codec in ("none", "int8") for name in ("ring", "two_shot")]
+    assert variants == [*native, "gloo none own"]
     assert parse("all_reduce --codec int8:block=32".split()).variants[0].codec == "int8"
     several = parse("all_reduce --codec none,int8:block=64,round=stochastic,int4 --compare gloo".split())
-    assert [variant.codec for variant in several.variants] == [
-        "none",
-        "int8:block=64,round=stochastic",
-        "int4",
-        "none",
-    ]
+    codecs = [variant.codec for variant in several.variants]
+    assert codecs == ["none", "int8:block=64,round=stochastic", "int4", "none"]
     assert several.compare == ("gloo",) and several.variants[-1].backend == "gloo"
 
 
 def test_all_types_and_ops_omit_invalid_combinations() -> None:
     options = parse("all_reduce -d all -o all --codec int8".split())
-    variant = options.variants[0]
-    does = {
-        (d, o)
-        for d in options.datatypes
-        for o in options.ops
-        if variant.why_unsupported("all_reduce", d, o) is None
-    }
+    unsupported = partial(options.variants[0].why_unsupported, "all_reduce")
+    does = {(d, o) for d in options.datatypes for o in options.ops if unsupported(d, o) is None}
     assert does == {(d, o) for d in ("half", "float", "bfloat16") for o in ("sum", "avg")}
     assert options.json is None and not options.quiet
 
@@ -97,7 +83,7 @@ def test_a_gather_has_no_operator() -> None:
         ("all_reduce --algorithm rign", "'rign' is not one of auto, direct, ring"),
         (
             "all_reduce --algorithm hierarchical:rign",
-            "--algorithm 'rign' in 'hierarchical:rign' is not one of ring",
+            "--algorithm 'rign' in 'hierarchical:rign' is not one of",
         ),
         ("sendrecv --algorithm ring", "--algorithm sendrecv has no algorithms"),
         ("all_reduce --schedule /no/such/file", "--schedule /no/such/file: No such file"),
@@ -128,22 +114,15 @@ def test_a_custom_schedule_is_verified_first(tmp_path: Path, capsys: pytest.Capt
         ["reduce", "--schedule", str(file), "--algorithm", "tree,halving", "--nproc", "3"]
     )
     assert [variant.algorithm for variant in with_algorithms.variants] == ["tree", "halving", "mine"]
-    for text, collective, message in (
-        (str(algorithms.build("ring", "all_reduce", 2)), "reduce", "is for all_reduce, not reduce"),
-        (
-            "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | c0=0",
-            "reduce",
-            "rank 0 step 0 chunk 0: the output lacks",
-        ),
-        (
-            "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | c0*0",
-            "reduce",
-            "rank 1 step 0: expected a send like 'c0+1'",
-        ),
+    wrong = "reduce ranks=2 chunks=1\nrank 0 | .\nrank 1 | "
+    for text, message in (
+        (str(algorithms.build("ring", "all_reduce", 2)), "is for all_reduce, not reduce"),
+        (f"{wrong}c0=0", "rank 0 step 0 chunk 0: the output lacks"),
+        (f"{wrong}c0*0", "rank 1 step 0: expected a send like 'c0+1'"),
     ):
         file.write_text(text)
         with pytest.raises(SystemExit) as caught:
-            parse([collective, "--schedule", str(file)])
+            parse(["reduce", "--schedule", str(file)])
         assert caught.value.code == 2
         last_line = capsys.readouterr().err.strip().splitlines()[-1]
         assert message in last_line and str(file) in last_line

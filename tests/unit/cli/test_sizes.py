@@ -8,15 +8,8 @@ from dtcomm.cli import format_size, parse_size, series
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("0", 0),
-        ("4096", 4096),
-        ("1K", 1024),
-        ("64m", 64 * 2**20),
-        ("1.5G", 3 * 2**29),
-        ("2T", 2**41),
-        ("8KB", 8192),
-        ("8KiB", 8192),
-        (" 16 B ", 16),
+        *[("0", 0), ("4096", 4096), ("1K", 1024), ("64m", 64 * 2**20), ("1.5G", 3 * 2**29), ("2T", 2**41)],
+        *[("8KB", 8192), ("8KiB", 8192), (" 16 B ", 16)],
     ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -251,18 +252,7 @@ def test_a_record_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path
     path = tmp_path / "steps.json"
     bucket = {"bytes": 2**20, "ready_ms": 5, "comm_ms": 2}
     path.write_text(json.dumps({"ranks": 2, "step_ms": 8.4, "rest_ms": 1, "buckets": [bucket]}))
-    argv = [
-        "--inside",
-        "memory",
-        "--between",
-        "10gbit",
-        "--hosts",
-        "2",
-        "--per-host",
-        "1",
-        "--record",
-        str(path),
-    ]
+    argv = f"--inside memory --between 10gbit --hosts 2 --per-host 1 --record {path}".split()
     plan = plan_as_json(capsys, *argv)["record"]
     assert plan["replay_error"] == pytest.approx(8 / 8.4 - 1, abs=1e-4)
     assert "an error of -4.8%" in plan["notes"][0]
@@ -275,82 +265,69 @@ def test_systems_from_files_links_and_rank_counts(capsys: pytest.CaptureFixture[
         '{"device": "b200", "inside": "nvlink5", "between": "xdr", "hosts": 3, "per_host": 4, "nics": 4}'
     )
     assert plan_as_json(capsys, "--topology", str(path))["system"]["ranks"] == 12
-    assert (
-        plan_as_json(capsys, "--inside", "nvlink4", "--between", "400gbit", "--ranks", "32")["system"][
-            "hosts"
-        ]
-        == 4
-    )
-    assert plan_as_json(capsys, "--system", "a100", "--ranks", "64")["system"]["hosts"] == 8
+    for line, hosts in (
+        ("--inside nvlink4 --between 400gbit --ranks 32", 4),
+        ("--system a100 --ranks 64", 8),
+    ):
+        assert plan_as_json(capsys, *line.split())["system"]["hosts"] == hosts
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--system", "h300"], "argument --system: 'h300' is not one of a100, h100, h200, b200, v100"),
-        (["--system", "H-100"], "did you mean 'h100'?"),
-        (["allreduce"], "is not one of all_reduce, reduce_scatter"),
-        (["allreduce"], "did you mean 'all_reduce'?"),
-        (["--device", "H10"], "did you mean 'h100'?"),
-        (["--inside", "wet string"], "--inside: 'wet string' is not one of nvlink2"),
-        (["--inside", "nvlink4", "--between", "wire"], "--between: 'wire' is not one of nvlink2"),
-        (["--system", "h100", "--between", "wire", "--hosts", "2"], "--between: 'wire' is not one of"),
-        (["--codec", "int8,int9"], "codec: unknown codec 'int9'"),
-        (["--inside", "nvlink44"], "did you mean 'nvlink4'?"),
-        (["--system", "h100", "--inside", "nvlink4"], "--system and --inside: give one of them"),
-        (["--system", "h100", "--ranks", "12"], "--ranks 12: does not divide into hosts of 8"),
-        (["--between", "10gbit", "--ranks", "8"], "--between 10gbit: all 8 ranks are on one host"),
-        (["--codec", "int9"], "codec: unknown codec 'int9'"),
-        (["--system", "h100", "--cores", "8"], "--cores 8: only valid for CPU ranks; the device is h100"),
+        ("--system h300", "argument --system: 'h300' is not one of a100, h100, h200, b200, v100"),
+        ("--system H-100", "did you mean 'h100'?"),
+        ("allreduce", "is not one of all_reduce, reduce_scatter"),
+        ("allreduce", "did you mean 'all_reduce'?"),
+        ("--device H10", "did you mean 'h100'?"),
+        ("--inside 'wet string'", "--inside: 'wet string' is not one of nvlink2"),
+        ("--inside nvlink4 --between wire", "--between: 'wire' is not one of nvlink2"),
+        ("--system h100 --between wire --hosts 2", "--between: 'wire' is not one of"),
+        ("--codec int8,int9", "codec: unknown codec 'int9'"),
+        ("--inside nvlink44", "did you mean 'nvlink4'?"),
+        ("--system h100 --inside nvlink4", "--system and --inside: give one of them"),
+        ("--system h100 --ranks 12", "--ranks 12: does not divide into hosts of 8"),
+        ("--between 10gbit --ranks 8", "--between 10gbit: all 8 ranks are on one host"),
+        ("--codec int9", "codec: unknown codec 'int9'"),
+        ("--system h100 --cores 8", "--cores 8: only valid for CPU ranks; the device is h100"),
         (
-            ["--model", "params=7e9"],
+            "--model params=7e9",
             "give tokens=, those of a rank in a step (for example tokens=8192), or step_ms=",
         ),
-        (["--model", "7B,tokens=1,step_ms=1"], "got both"),
-        (["--model", "7B,step_ms=1,mfu=0.3"], "mfu: only valid with tokens=, not with step_ms="),
-        (["--model", "7B,tokens=1,mfu=40"], "mfu: expected over 0 and up to 1, got 40"),
-        (["--model", "7B,tokens=8192"], "tokens: no peak FLOP/s is known for the device cpu; give step_ms="),
+        ("--model 7B,tokens=1,step_ms=1", "got both"),
+        ("--model 7B,step_ms=1,mfu=0.3", "mfu: only valid with tokens=, not with step_ms="),
+        ("--model 7B,tokens=1,mfu=40", "mfu: expected over 0 and up to 1, got 40"),
+        ("--model 7B,tokens=8192", "tokens: no peak FLOP/s is known for the device cpu; give step_ms="),
+        ("--model params=x,step_ms=1", "params: 'x' is not a number of at least 1; valid: 8192, 350M, 70B"),
+        ("--model llama-70b,step_ms=1", "7e9; the name of a model stands alone, without KEY=VALUE"),
+        ("--model 7B --step_ms 3", "--step_ms: no such flag; step_ms and its like are keys of --model"),
+        ("--model 70B,token=8192", "'token' is not one of params, tokens, step_ms"),
+        ("--model 70B,token=8192", "did you mean 'tokens'?"),
+        ("--model 70B,step_ms=1,dtype=bf61", "dtype: 'bf61' is not one of fp32, float, float32, bf16"),
+        ("--model 70B,step_ms=1,feedback=loco", "feedback: 'loco' is FSDP's"),
+        ("--model 70B,tokens=1 --memory 70B", "--model and --memory: give one of them"),
+        ("--model 70B,step_ms=1 -b 1M", "-b: not valid with --model"),
+        ("--model 70B,step_ms=1 -d half", "-d: not valid with --model; valid: --model …,dtype=half"),
         (
-            ["--model", "params=x,step_ms=1"],
-            "params: 'x' is not a number of at least 1; valid: 8192, 350M, 70B",
-        ),
-        (["--model", "llama-70b,step_ms=1"], "7e9; the name of a model stands alone, without KEY=VALUE"),
-        (
-            ["--model", "7B", "--step_ms", "3"],
-            "--step_ms: no such flag; step_ms and its like are keys of --model",
-        ),
-        (["--model", "70B,token=8192"], "'token' is not one of params, tokens, step_ms"),
-        (["--model", "70B,token=8192"], "did you mean 'tokens'?"),
-        (["--model", "70B,step_ms=1,dtype=bf61"], "dtype: 'bf61' is not one of fp32, float, float32, bf16"),
-        (["--model", "70B,step_ms=1,feedback=loco"], "feedback: 'loco' is FSDP's"),
-        (["--model", "70B,tokens=1", "--memory", "70B"], "--model and --memory: give one of them"),
-        (["--model", "70B,step_ms=1", "-b", "1M"], "-b: not valid with --model"),
-        (
-            ["--model", "70B,step_ms=1", "-d", "half"],
-            "-d: not valid with --model; valid: --model …,dtype=half",
-        ),
-        (
-            ["broadcast", "--model", "7B,step_ms=1"],
+            "broadcast --model 7B,step_ms=1",
             "broadcast: no training step of --model consists of it; valid: all_r",
         ),
-        (["all_gather", "--model", "7B,step_ms=1"], "or reduce_scatter (FSDP"),
-        (["all_reduce", "--memory", "7B"], "all_reduce: not valid with --memory"),
-        (["--parameters", "int8", "--model", "7B,step_ms=1"], "--parameters: only FSDP gathers parameters"),
+        ("all_gather --model 7B,step_ms=1", "or reduce_scatter (FSDP"),
+        ("all_reduce --memory 7B", "all_reduce: not valid with --memory"),
+        ("--parameters int8 --model 7B,step_ms=1", "--parameters: only FSDP gathers parameters"),
         (
-            ["reduce_scatter", "--model", "7B,step_ms=1", "--algorithm", "ring"],
+            "reduce_scatter --model 7B,step_ms=1 --algorithm ring",
             "--algorithm: not valid with reduce_scatter --model",
         ),
-        (["--record", "/nowhere.json"], "--record /nowhere.json: there is no such file"),
-        (["--plot", "/no/where.png"], "there is no folder /no"),
-        (["-b", "2M", "-e", "1M"], "-e 1048576: less than -b 2097152"),
-        (["-d", "quarter"], "-d: 'quarter' is not one of int8"),
+        ("--record /nowhere.json", "--record /nowhere.json: there is no such file"),
+        ("--plot /no/where.png", "there is no folder /no"),
+        ("-b 2M -e 1M", "-e 1048576: less than -b 2097152"),
+        ("-d quarter", "-d: 'quarter' is not one of int8"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(argv)
+        main(shlex.split(argv))
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
