@@ -16,6 +16,9 @@ import torch
 
 from dtcomm import torch_compat
 
+#: Microseconds that a host takes to launch a kernel of a codec, and to start a call of NCCL, one after the other.
+HOST_KERNEL_US, HOST_CALL_US = 15.0, 30.0
+
 
 class Streams(Protocol):
     """The streams of one device, with one side stream of its own."""

@@ -28,9 +28,8 @@ from dtcomm.compress.report import describe_uncompressed
 from dtcomm.compress.traffic import ParameterTotals, group_rows
 from dtcomm.ddp.auto import Tuner, Verifier
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
-from dtcomm.planner.select_algorithm import HOST_CALL_US, HOST_KERNEL_US
 from dtcomm.profiling import MessageRecord, Timeline
-from dtcomm.streams import AsyncHostCopy, Streams
+from dtcomm.streams import HOST_CALL_US, HOST_KERNEL_US, AsyncHostCopy, Streams
 from dtcomm.system import write_file
 
 _log = logging.getLogger("dtcomm")

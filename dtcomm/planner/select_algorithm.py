@@ -34,6 +34,7 @@ from dtcomm.codecs.spec import codec
 from dtcomm.planner.cost_model import Table, Topology, measured_bytes, parse, predict
 from dtcomm.schedule.ir import REDUCING
 from dtcomm.schedule.verify import verify
+from dtcomm.streams import HOST_CALL_US, HOST_KERNEL_US
 
 CHOOSERS = ("auto", "direct")
 NEAR_FASTEST = 1.03  # times the fastest: the default choice stays within this
@@ -211,8 +212,6 @@ def _costs(
 #: Seconds that a codec adds to a call whatever its size, inside a host and between hosts: more kernel calls, more
 #: buffers. A smaller predicted gain does not count.
 FIXED_OVERHEAD = (2e-6, 5e-6)
-#: Microseconds of the host for one kernel of a codec and one call of NCCL, which Python launches one after the other.
-HOST_KERNEL_US, HOST_CALL_US = 15.0, 30.0
 #: What a lossy sum launches more than NCCL's one call: three kernels and a call, as two shots take them.
 DEVICE_OVERHEAD = (3 * HOST_KERNEL_US + HOST_CALL_US) * 1e-6
 #: A link inside a host with at least so many bytes per second is taken for the memory that its ranks share. The same

@@ -39,7 +39,7 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "work": _may("streams _C", "torch"),
     "kernels": _may("codecs streams _C _cuda", "torch numpy triton"),
     "runtime": _may("schedule codecs kernels streams work _C _cuda _emulator", "torch numpy"),
-    "planner": _may("schedule algorithms codecs", "torch"),
+    "planner": _may("schedule algorithms codecs streams", "torch"),
     # typing_extensions, which torch needs too, for types alone.
     "collectives": _may(
         "planner runtime algorithms schedule codecs kernels streams work", "torch typing_extensions"

@@ -22,9 +22,9 @@ from dtcomm.extensions.jobs import nccl_model
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.extensions.jobs.traffic_profile import Profile, profile
 from dtcomm.planner.cost_model import Table, measured_bytes
-from dtcomm.planner.select_algorithm import HOST_CALL_US, HOST_KERNEL_US
 from dtcomm.runtime.torchdist.rounds import device_pieces
 from dtcomm.schedule.ir import CUT_AT_GRANULES
+from dtcomm.streams import HOST_CALL_US, HOST_KERNEL_US
 
 UNMEASURED = Table()
 PIECE_BYTES = 256 * 1024  # messages above this are cut into pieces

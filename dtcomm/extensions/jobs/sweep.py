@@ -15,7 +15,7 @@ from dtcomm.extensions.jobs import nccl_model
 from dtcomm.extensions.jobs.estimate import LINK_REACH, UNMEASURED, Estimate, candidates, estimate
 from dtcomm.extensions.jobs.hardware import System
 from dtcomm.planner.cost_model import Table
-from dtcomm.planner.select_algorithm import HOST_CALL_US, HOST_KERNEL_US
+from dtcomm.streams import HOST_CALL_US, HOST_KERNEL_US
 
 SMALLEST, LARGEST = 1 << 10, 1 << 36  # bytes between which a break-even is searched
 MIN_SPEEDUP = 1.1  # a smaller gain is within the error of an estimate

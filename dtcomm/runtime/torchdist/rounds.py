@@ -29,12 +29,12 @@ from dtcomm.schedule.lower import (
     Send,
     steps,
 )
+from dtcomm.streams import HOST_CALL_US, HOST_KERNEL_US
 
 ALL_TO_ALL, ALL_GATHER, MESSAGES, NOTHING = "all_to_all", "all_gather", "messages", ""
 ALIGNMENT = 64
 # On a device p pieces hide all but 1/p of what runs beside the slowest link, and each takes the host a launch and a
 # call of NCCL for each round. The sum of both is least at the square root of their ratio.
-LAUNCH_SECONDS, CALL_SECONDS = 15e-6, 30e-6
 CODEC_BYTES_PER_SECOND = 1e12  # of tensors and payloads, which are encoded and decoded
 INSIDE_BYTES_PER_SECOND = 25e9  # of rounds inside a host, beside those between hosts
 MAX_DEVICE_PIECES = 8
@@ -46,7 +46,6 @@ HOST_LOOKAHEAD = 2
 CHECKSUM_BYTES = 4
 WHOLE = 2**62  # payload bytes that no piece has: one piece
 
-SliceId = tuple[int, int, int]  # (piece, chunk, number of the slice in the chunk)
 PayloadKey = tuple[int, int]  # (rank, number of the payload among those that the rank encodes)
 SizedChunk = tuple[int, int]  # (chunk, level), which gives the payload's size in a piece
 
@@ -292,7 +291,7 @@ def device_pieces(tensor_bytes: int, payload_bytes: int, steps: int, levels: boo
     """The number of pieces of a message on a device; ``levels``: there are steps inside hosts and between them."""
     hidden = (tensor_bytes + payload_bytes) / CODEC_BYTES_PER_SECOND
     hidden += levels * payload_bytes / INSIDE_BYTES_PER_SECOND
-    piece = steps * CALL_SECONDS + (steps + 1) * LAUNCH_SECONDS
+    piece = (steps * HOST_CALL_US + (steps + 1) * HOST_KERNEL_US) * 1e-6
     return min(max(round(math.sqrt(hidden / piece)), 1), MAX_DEVICE_PIECES)
 
 
