@@ -208,7 +208,7 @@ def _compression_pays(
         dtype,
         communicator.size,
         communicator.hosts,
-        communicator.tuning_table,
+        communicator.tuning_table if communicator.device is None else "",
         on_device=communicator.device is not None,
     )
 
@@ -431,6 +431,12 @@ class DeviceGroup:
         """Return the planner's reason not to compress a sum; empty if compressing it pays. Equal on all ranks."""
         verdict = _compression_pays(self._communicator(), codec, numel, dtype)
         return "" if verdict.pays else verdict.reason
+
+    def compress_from(self, codec: Codec) -> float | None:
+        """Return from how many bytes on `dtcomm tune` has found sums of GPUs faster in a codec; None: not measured."""
+        communicator = self._communicator()
+        group = str(codec), communicator.size, communicator.hosts
+        return {tuple(key): size for *key, size in levels(communicator)[1].compress_from}.get(group)
 
     def why_no_fused_kernel(self, codec: Codec, numel: int, dtype: torch.dtype, algorithm: str) -> str:
         """Return why fused CUDA kernels do not serve a sum; empty if they do. Equal on all ranks."""

@@ -311,6 +311,8 @@ def levels(communicator: Communicator) -> tuple[tuple[tuple[int, ...], ...], pla
     The groups are the hosts, or those that fast links join where DTCOMM_LINKS names the rates.
     """
     table = planner.parse(communicator.tuning_table)
+    if communicator.device is not None:  # the other times are those of CPU tensors
+        table = planner.Table(compress_from=table.compress_from)
     job_ranks = dist.get_world_size() if communicator.links and dist.is_initialized() else None
     return planner.levels_of(
         communicator.links, table, tuple(communicator.ranks), communicator.groups, job_ranks

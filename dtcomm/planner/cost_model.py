@@ -134,6 +134,8 @@ class Table:
         compute: Gamma: the seconds per element of encoding and decoding.
         rates: (codec, cost) for codecs that differ from ``compute``.
         measured: Measured times, which take precedence over the constants.
+        compress_from: (codec, ranks, hosts, bytes): from how many bytes on a sum of activations on GPUs was faster in
+            the codec than NCCL's; infinity: at no size.
         source: Where the table comes from.
     """
 
@@ -143,6 +145,7 @@ class Table:
     compute: ComputeCost = field(default=ComputeCost(encode=2.5e-10, decode=2.5e-10))
     rates: tuple[tuple[str, ComputeCost], ...] = ()
     measured: tuple[Measured, ...] = ()
+    compress_from: tuple[tuple[str, int, int, float], ...] = ()
     source: str = "dtcomm's own constants"
 
     def __post_init__(self) -> None:
@@ -202,6 +205,10 @@ class Table:
                 }
                 for row in self.measured
             ],
+            "compress_from": [
+                {"codec": spec, "ranks": ranks, "hosts": hosts, "bytes": None if math.isinf(size) else size}
+                for spec, ranks, hosts, size in self.compress_from
+            ],
         }
 
 
@@ -245,6 +252,7 @@ def parse(text: str) -> Table:
             compute=_to_cost(content["work"]),
             rates=tuple((spec, _to_cost(pair)) for spec, pair in content["rates"].items()),
             measured=tuple(_to_measured(row) for row in content["measured"]),
+            compress_from=tuple(_to_threshold(row) for row in content.get("compress_from", ())),
             source=str(content["source"]),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -275,6 +283,11 @@ def _to_measured(row: Mapping[str, Any]) -> Measured:
         points=tuple((int(size), us * 1e-6) for size, us in row["points_us"]),
         placement=str(row.get("placement", "")),
     )
+
+
+def _to_threshold(row: Mapping[str, Any]) -> tuple[str, int, int, float]:
+    size = math.inf if row["bytes"] is None else int(row["bytes"])
+    return str(row["codec"]), int(row["ranks"]), int(row["hosts"]), size
 
 
 def _mean(rows: Sequence[Measured]) -> Measured:

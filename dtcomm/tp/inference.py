@@ -15,6 +15,7 @@ the peers' memory and load from their own memory alone, as devices need that rea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ class AllReduce:
             `Codec`. Default: ``"none"``.
         algorithm: ``"one_shot"`` or ``"two_shot"`` for all sizes, or ``"auto"``, as in the table. Default: ``"auto"``.
         compress_from: Size in bytes from which on the codec is used. Default: None, which asks the planner on the CPU
-            (`dtcomm tune` improves its answers); on CUDA it is 4 MiB, below which the kernels of inference engines and
-            NCCL are as fast.
+            (`dtcomm tune` improves its answers); on CUDA it is what `dtcomm tune` has measured for this codec and
+            number of ranks, else 4 MiB, below which the kernels of inference engines and NCCL are as fast.
         device: Device of the tensors. Default: the CPU.
 
     Attributes:
@@ -182,7 +183,11 @@ class AllReduce:
         size, threshold = numel * dtype.itemsize, self._compress_from
         if threshold is None and self.device.type == "cpu":
             return self.ranks.why_uncompressed(self.codec, numel, dtype)
-        threshold = COMPRESS_FROM_ON_CUDA if threshold is None else threshold
+        if threshold is None:
+            measured = self.ranks.compress_from(self.codec)
+            if measured == math.inf:
+                return f"{self.codec} was not faster at any size that dtcomm tune has measured"
+            threshold = COMPRESS_FROM_ON_CUDA if measured is None else round(measured)
         return "" if size >= threshold else f"{size} bytes, less than compress_from = {threshold}"
 
     def _require_input(self, inp: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dtcomm import algorithms, codecs, env
 from dtcomm.cli import LAUNCHER, new_table, size_argument, split_codecs, write_json
 from dtcomm.cli.perf.args import add_import_argument, import_modules
-from dtcomm.cli.tune.measure import GroupResult, TuneOptions, measure_group
+from dtcomm.cli.tune.measure import GroupResult, TuneOptions, host_count, measure_group, measure_sums
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import RankError, run_ranks
 from dtcomm.measure import processor
@@ -32,7 +32,8 @@ from dtcomm.planner.cost_model import Table
 COLUMNS = 9  # of sizes in the printed table
 EPILOG = """\
 Without torchrun, local ranks are started: 2, then 4 (--nproc). Under torchrun the ranks of the job are measured, on any
-number of hosts. The table holds times by collective, algorithm, codec and size, the rates of codecs, and link
+number of hosts, and where each has a GPU, also from which size on sums of inference are faster in a codec than NCCL's.
+The table holds times by collective, algorithm, codec and size, the rates of codecs, and link
 parameters derived from them. It is read when a communicator is created; all ranks use rank 0's. Results of other
 numbers of ranks and hosts stay in the file. The search of DTCOMM_TRIALS begins anew with each run. DTCOMM_TUNE=FILE
 names another table, which dtcomm.info()["table"] shows; DTCOMM_TUNE=off disables it. "direct", the default algorithm of
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     is_off = env.get("DTCOMM_TUNE") == "off"
     try:
         path = options.output or used
-        earlier = _read_rows(path) if writes and not options.fresh else []
+        earlier = _read_rows(path) if writes and not options.fresh else {}
         results = _measure_as_rank(options) if launched else _measure_local_ranks(options)
         if not writes:
             return 0
@@ -93,9 +94,24 @@ def _measure_as_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     try:
-        return measure_group(_options(options, options.seconds)) or []
+        results = measure_group(_options(options, options.seconds)) or []
+        rows = _measure_gpus(_options(options, options.seconds))
+        return [{**result, "compress_from": rows} for result in results]
     finally:
         dist.destroy_process_group()
+
+
+def _measure_gpus(options: TuneOptions) -> list[dict[str, Any]]:
+    """Measure sums of activations if every rank has a GPU."""
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    everywhere = torch.tensor(int(dist.is_nccl_available() and number < torch.cuda.device_count()))
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    if not everywhere:
+        return []
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl", device_id=device)
+    return measure_sums(options.codecs, options.largest, host_count(), device, group)
 
 
 def _options(namespace: argparse.Namespace, seconds: float) -> TuneOptions:
@@ -116,15 +132,17 @@ def _default_path() -> Path:
     return Path(setting) if setting not in ("", "off") else env.tune_file()
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of an earlier table; ValueError if the file is not a table, which must not be overwritten."""
     if not path.exists():
-        return []
-    measured: list[dict[str, Any]] = parse_table(path.read_text(encoding="utf-8")).as_dict()["measured"]
-    return measured
+        return {}
+    table = parse_table(path.read_text(encoding="utf-8")).as_dict()
+    return {name: table[name] for name in ("measured", "compress_from")}
 
 
-def _merged(earlier: list[dict[str, Any]], results: list[GroupResult], seconds: float) -> dict[str, Any]:
+def _merged(
+    earlier: dict[str, list[dict[str, Any]]], results: list[GroupResult], seconds: float
+) -> dict[str, Any]:
     """Return the table: the results, and earlier rows of other groups and of placements that were not seen now."""
     table = Table().as_dict()
     measured = {(result["ranks"], result["hosts"]) for result in results}
@@ -132,16 +150,22 @@ def _merged(earlier: list[dict[str, Any]], results: list[GroupResult], seconds: 
     seen = {_key(row) for row in rows}
     kept = [
         row
-        for row in earlier
+        for row in earlier.get("measured", [])
         if (row["ranks"], row["hosts"]) not in measured or (row["placement"] and _key(row) not in seen)
     ]
     last = results[-1]
+    thresholds = {
+        (row["codec"], row["ranks"], row["hosts"]): row
+        for rows_of in (earlier, *results)
+        for row in rows_of.get("compress_from", [])
+    }
     table.update(
         source=f"dtcomm tune on {platform.node()}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
         seconds=round(seconds, 1),
         machine={"node": platform.node(), "cores": os.cpu_count(), "processor": processor()[0]},
         rates=last["rates"],
         measured=[*kept, *rows],
+        compress_from=list(thresholds.values()),
     )
     for result in results:
         table["links"].update(result["links"])
@@ -175,6 +199,9 @@ def _show(results: list[GroupResult], last_line: str) -> None:
                 cells.append(f"{known[best]:,.0f}\n{best}" if best else "-")
             shown.add_row(*kind, *cells)
         console.print(shown)
+        for row in result.get("compress_from", []):
+            faster = "at no size" if row["bytes"] is None else f"from {_size(row['bytes'])} on"
+            console.print(f"sums of activations on GPUs: {row['codec']} is faster than NCCL {faster}")
     console.print(last_line, soft_wrap=True, markup=False)
 
 

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from dtcomm.codecs import Codec
 from dtcomm.measure.exact_inputs import SHARDS_IN
 from dtcomm.planner.cost_model import FAR, NEAR, PLACEMENTS
 from dtcomm.runtime.communicator import get_communicator
+from dtcomm.streams import Streams, streams_of
 from dtcomm.system import allowed_cores
+from dtcomm.tp.inference import AllReduce
 
 FAR_NS = 250.0  # a longer round trip is far
 _BATCHES, _TRIPS = 20, 100
@@ -89,7 +92,7 @@ def measure_group(options: TuneOptions) -> list[GroupResult] | None:
     """Measure the default group; all ranks must call it. Rank 0 returns a list of one result, the others None."""
     cpus = first_two_cpus()
     pin_to_core(None)
-    ranks, hosts = dist.get_world_size(), _host_count()
+    ranks, hosts = dist.get_world_size(), host_count()
     cases = list(benchmark_cases(options, ranks, hosts))
     seconds = options.seconds
     if options.begun is not None:  # the start of the ranks counts, but some time always remains
@@ -113,6 +116,68 @@ def measure_group(options: TuneOptions) -> list[GroupResult] | None:
     ]
     links = _links(measured)
     return [{"ranks": ranks, "hosts": hosts, "measured": measured, "rates": _rates(), "links": links}]
+
+
+SUM_BYTES = 64 * 1024  # the smallest sum of activations
+SUM_ROUNDS, SUM_CALLS = 7, 10
+
+
+def measure_sums(
+    specs: Sequence[str],
+    largest: int,
+    hosts: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> list[dict[str, Any]]:
+    """Return the rows of ``compress_from``: from which size on `tp.AllReduce` in a codec beats the group's own sum.
+
+    All ranks on ``hosts`` hosts call it, with a ``device`` that the group's backend serves, and get the same.
+    Activations are bf16 tensors of powers of two up to ``largest`` bytes.
+    """
+    sizes = [SUM_BYTES << power for power in range(40) if SUM_BYTES << power <= largest]
+    x = torch.zeros(largest // 2, dtype=torch.bfloat16, device=device)  # a sum in place stays as it is
+    sums = {
+        spec: AllReduce(group, largest, spec, compress_from=0, device=device)
+        for spec in specs
+        if spec != "none"
+    }
+    streams = streams_of(device)
+    own: list[float] = []
+    coded: dict[str, list[float]] = {spec: [] for spec in sums}
+    for size in sizes:
+        tensor = x[: size // 2]
+        out = torch.empty_like(tensor)
+        own.append(_slowest_seconds(partial(dist.all_reduce, tensor, group=group), streams))
+        for spec, all_reduce in sums.items():
+            coded[spec].append(_slowest_seconds(partial(all_reduce, tensor, out), streams))
+    group_size = {"ranks": dist.get_world_size(group), "hosts": hosts}
+    return [{"codec": spec, **group_size, "bytes": first_faster(sizes, own, coded[spec])} for spec in sums]
+
+
+def _slowest_seconds(call: Callable[[], Any], streams: Streams) -> float:
+    """Return the seconds that a call takes of the device, the median, on the slowest rank."""
+    call()
+    times = []
+    for _ in range(SUM_ROUNDS):
+        begin = streams.mark()
+        for _ in range(SUM_CALLS):
+            call()
+        end = streams.mark()
+        streams.synchronize(end)
+        times.append(streams.elapsed(begin, end) / SUM_CALLS)
+    slowest = torch.tensor(statistics.median(times), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def first_faster(sizes: Sequence[int], own: Sequence[float], coded: Sequence[float]) -> int | None:
+    """Return the size from which on all times in ``coded`` are below those in ``own``; None if there is none."""
+    first = None
+    for size, uncompressed, compressed in zip(reversed(sizes), reversed(own), reversed(coded), strict=True):
+        if compressed >= uncompressed:
+            break
+        first = size
+    return first
 
 
 def _by_collective_and_codec(samples: list[CaseSamples]) -> dict[tuple[str, str], Curves]:
@@ -165,7 +230,8 @@ def _size_step(seconds: float, collective: str, size: int) -> int:
     return 1 if collective == "all_reduce" and size <= DENSE_SIZES else 2
 
 
-def _host_count() -> int:
+def host_count() -> int:
+    """Return the number of hosts of the default group; all its ranks call it."""
     collectives.barrier()
     communicator = get_communicator(None)
     communicator.connect()

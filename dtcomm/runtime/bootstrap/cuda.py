@@ -59,9 +59,11 @@ class CudaBootstrap(CpuBootstrap):
                 "backend": backend,
                 "gpu": describe_gpu(self._device),
                 "kernels": dispatch.installed(),
+                "table": env.tune_text() if self.rank == 0 else "",
             }
         )
         self._read_base_info(infos)
+        self.tuning_table = infos[0]["table"]
         require_equal(infos, "backend", f"the group's backend for {self._device.type}")
         require_equal(infos, "kernels", "whether dtcomm._cuda is built")
         return self._choose_runtime(exchange, infos, backend)

@@ -1,6 +1,7 @@
 """``dtcomm tune``: the table that it writes, and how ranks use it."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,14 @@ import dtcomm
 from dtcomm import env, planner
 from dtcomm.cli import tune as tune_command
 from dtcomm.cli.tune import measure as tune_measure
-from dtcomm.cli.tune.measure import BenchmarkCase, CaseSamples, _curves, lower_quartile
+from dtcomm.cli.tune.measure import (
+    BenchmarkCase,
+    CaseSamples,
+    _curves,
+    first_faster,
+    lower_quartile,
+    measure_sums,
+)
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.communicator import get_communicator
 from tests.ranks.cli.test_perf import OWN_ALGORITHM, ROOT
@@ -55,9 +63,36 @@ def row(name: str = "ring", *, ranks: int = 2, placement: str = "near", us: floa
 def test_merge_keeps_rows_that_were_not_measured_again() -> None:
     # Kept: times of another group, and this group's in a placement that was not measured again.
     earlier = [row(ranks=7), row(placement="far"), row(), row("tree", placement="")]
-    result = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
-    merged = tune_command._merged(earlier, [result], 1.0)["measured"]
-    assert merged == [row(ranks=7), row(placement="far"), row(us=2.0)]
+    result: dict[str, Any] = {"ranks": 2, "hosts": 1, "measured": [row(us=2.0)], "rates": {}, "links": {}}
+    limits = [{"codec": "int8", "ranks": ranks, "hosts": 1, "bytes": 1 << 20} for ranks in (7, 2)]
+    result["compress_from"] = [limits[1] | {"bytes": None}]
+    merged = tune_command._merged({"measured": earlier, "compress_from": limits}, [result], 1.0)
+    assert merged["measured"] == [row(ranks=7), row(placement="far"), row(us=2.0)]
+    assert merged["compress_from"] == [limits[0], limits[1] | {"bytes": None}]
+    table = planner.parse(json.dumps(merged))
+    assert table.compress_from == (("int8", 7, 1, 1 << 20), ("int8", 2, 1, math.inf))
+    assert table.as_dict()["compress_from"] == merged["compress_from"]
+
+
+@pytest.mark.parametrize(
+    ("coded", "first"), [([9, 9, 1, 1], 4), ([1, 9, 1, 1], 4), ([1, 1, 1, 1], 1), ([1, 1, 1, 5], None)]
+)
+def test_a_codec_pays_from_where_it_is_faster_at_all_larger_sizes(
+    coded: list[int], first: int | None
+) -> None:
+    assert first_faster([1, 2, 4, 8], [5, 5, 5, 5], coded) == first
+
+
+def measure_on_cpu(rank: int, ranks: int) -> list[dict[str, Any]]:
+    return measure_sums(["none", "int8", "int4"], 256 * 1024, 1, torch.device("cpu"))
+
+
+def test_sums_of_activations_are_measured_alike_on_all_ranks() -> None:
+    first, second = run_ranks(measure_on_cpu, 2)
+    assert first == second and [row["codec"] for row in first] == ["int8", "int4"]
+    for row in first:
+        assert (row["ranks"], row["hosts"]) == (2, 1)
+        assert row["bytes"] in (None, 64 * 1024, 128 * 1024, 256 * 1024)
 
 
 def case_samples(nbytes: int, **medians: list[float]) -> CaseSamples:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
 import dtcomm
-from dtcomm import tp
+from dtcomm import planner, tp
 from dtcomm.codecs import codec
+from dtcomm.collectives.groups import DeviceGroup
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp.inference import SumChoice
 from tests.ranks.runtime.test_on_streams import communicator_of_fake_device
+from tests.support.fake_cuda_ranks import fake_cuda_rank
+from tests.support.fake_cuda_tensor import DEVICE, to_fake_cuda
+from tests.support.stream_checker import RecordedStreams
 
 FEATURES = 256
 SPECS = (
@@ -95,6 +105,39 @@ def check_one_rank(rank: int, ranks: int) -> None:
 
 def test_one_rank_copies() -> None:
     run_ranks(check_one_rank, 1)
+
+
+def limits_on_gpus(rank: int, ranks: int) -> list[tuple[str, bool, str, bool, str]]:
+    """Return what is done with 1 MiB and 8 MiB on fake GPUs between which fused kernels would run, by codec."""
+    found = []
+    with (
+        fake_cuda_rank(RecordedStreams()),
+        mock.patch.object(DeviceGroup, "runtime", ("peer", "")),
+        mock.patch.object(DeviceGroup, "why_no_fused_kernel", lambda *_: ""),
+    ):
+        for spec in ("int8", "int4", "fp8_e4m3"):
+            slot = tp.CustomAllReduce(None, DEVICE, codec=spec)
+            row: list[Any] = [spec]
+            for size in (2**20, 2**23):
+                x = to_fake_cuda(torch.empty(size // 2, dtype=torch.bfloat16))
+                row += [slot.should_custom_ar(x), slot._all_reduce.choose(x.numel(), x.dtype).reason]
+            found.append(tuple(row))
+        dtcomm.release()
+    return found
+
+
+def test_sums_of_gpus_are_compressed_from_where_tune_has_found_them_faster(tmp_path: Path) -> None:
+    limits = (("int8", 2, 1, 2.0**20), ("int4", 2, 1, math.inf), ("fp8_e4m3", 4, 1, 1024.0))
+    (tmp_path / "tune.json").write_text(json.dumps(planner.Table(compress_from=limits).as_dict()))
+    env = {"DTCOMM_TUNE": str(tmp_path / "tune.json"), "DTCOMM_RUNTIME": "process_group"}
+    slower = "int4 was not faster at any size that dtcomm tune has measured"
+    small = "1048576 bytes, less than compress_from = 4194304"
+    for found in run_ranks(limits_on_gpus, 2, env=env):
+        assert found == [
+            ("int8", True, "", True, ""),
+            ("int4", False, slower, False, slower),
+            ("fp8_e4m3", False, small, True, ""),  # measured with other ranks
+        ]
 
 
 def check_choices(rank: int, ranks: int) -> None:
