@@ -163,7 +163,7 @@ def option(*, default: Any, valid: str = "", choices: tuple[Any, ...] = ()) -> A
     """A dataclass field that a spec string may set; the type of ``default`` is that of the option.
 
     ``valid`` has the valid values in words, for error messages; default: ``choices``, the valid values if they can be
-    listed. Tests enumerate them.
+    listed. A codec refuses others, and tests enumerate them.
     """
     valid = valid or ", ".join(map(_text, choices))
     return dataclasses.field(default=default, metadata={"valid": valid, "choices": choices})
@@ -263,8 +263,18 @@ class Codec(abc.ABC):
         return None
 
     def native(self) -> bytes:
-        """The 16 bytes of ``Codec`` in csrc/codec/codec.h."""
-        return pack(self.family)
+        """The 16 bytes of ``Codec`` in csrc/codec/codec.h, from the fields and options of these names."""
+        values: dict[str, Any] = {name: getattr(self, name, 0) for name in ("bits", "block")}
+        return pack(
+            self.family,
+            scale=SCALES[getattr(self, "scale", "bf16")],
+            symmetric=getattr(self, "symmetric", True),
+            stochastic=getattr(self, "round", "nearest") == "stochastic",
+            rotate=getattr(self, "rotate", "none") == "hadamard",
+            spikes=getattr(self, "spikes", 0) == 1,
+            element=ELEMENTS[getattr(self, "element", "none")],
+            **values,
+        )
 
     @cached_property
     def native_bytes(self) -> bytes:
@@ -285,20 +295,15 @@ class Codec(abc.ABC):
         return f"{self.name}:{options}" if options else self.name
 
     def __post_init__(self) -> None:
-        """Check the options that several families share. Raises ValueError for a wrong value."""
+        """Check the block, and the options whose valid values are listed. Raises ValueError for a wrong value."""
         block = getattr(self, "block", SMALLEST_BLOCK)
         known = isinstance(block, int) and not isinstance(block, bool)
         if not known or not SMALLEST_BLOCK <= block <= LARGEST_BLOCK or block & (block - 1):
             raise self._refuse("block")
-        if getattr(self, "scale", "bf16") not in SCALES:
-            raise self._refuse("scale")
-        if getattr(self, "round", "nearest") not in ROUNDINGS:
-            raise self._refuse("round")
-        if getattr(self, "rotate", "none") not in ROTATIONS:
-            raise self._refuse("rotate")
-        spikes = getattr(self, "spikes", 0)
-        if isinstance(spikes, bool) or spikes not in (0, 1):
-            raise self._refuse("spikes")
+        for field in dataclasses.fields(self):
+            choices, value = field.metadata.get("choices"), getattr(self, field.name)
+            if choices and (type(value) is not type(field.default) or value not in choices):
+                raise self._refuse(field.name)
 
     def _refuse(self, option: str) -> ValueError:
         (field,) = (field for field in dataclasses.fields(self) if field.name == option)

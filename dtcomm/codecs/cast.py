@@ -16,7 +16,6 @@ from dtcomm.codecs.base import (
     block_layout,
     count,
     option,
-    pack,
 )
 
 LOSSLESS_HEAD_BYTES = 16
@@ -108,9 +107,6 @@ class Bf16(_Cast):
 
     round: str = option(default="nearest", choices=ROUNDINGS)
 
-    def native(self) -> bytes:
-        return pack(self.family, stochastic=self.round == "stochastic")
-
     @property
     def operations(self) -> tuple[str, ...]:
         return ("sum", "min", "max") if self.round == "nearest" else ("sum",)
@@ -200,11 +196,6 @@ class Exact(Codec):
     bits: int = option(default=32, choices=(16, 32))
     block: int = option(default=32, valid=BLOCKS)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in CODE_TYPES:
-            raise self._refuse("bits")
-        super().__post_init__()
-
     @property
     def needs_agreement(self) -> bool:
         return True
@@ -236,6 +227,3 @@ class Exact(Codec):
             (self.blocks(numel), Uncompressed(), torch.uint8),
             (numel, Uncompressed(), self.code_type),
         ]
-
-    def native(self) -> bytes:
-        return pack(self.family, bits=self.bits, block=self.block)

@@ -10,7 +10,6 @@ import torch
 from dtcomm.codecs.base import (
     BLOCKS,
     SCALE_BYTES,
-    SCALES,
     VARIABLE_GRANULE,
     Codec,
     Layout,
@@ -63,8 +62,6 @@ class Integer(Codec):
         if not known or not 2 <= self.bits <= 8:
             raise ValueError(f"bits: expected 2 to 8, got {self.bits}")
         super().__post_init__()
-        if not isinstance(self.symmetric, bool):
-            raise self._refuse("symmetric")
 
     @property
     def name(self) -> str:
@@ -81,18 +78,6 @@ class Integer(Codec):
         spike_bytes = 2 * (field_bytes + place_bytes) if self.spikes else 0
         fields = 1 if self.symmetric else 2
         return block_layout(self.block, field_bytes, self.bits, fields=fields, spike_bytes=spike_bytes)
-
-    def native(self) -> bytes:
-        return pack(
-            self.family,
-            bits=self.bits,
-            scale=SCALES[self.scale],
-            symmetric=self.symmetric,
-            stochastic=self.round == "stochastic",
-            rotate=self.rotate == "hadamard",
-            spikes=self.spikes == 1,
-            block=self.block,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +106,6 @@ class Sign(Codec):
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return block_layout(self.block, SCALE_BYTES[self.scale], 1)
-
-    def native(self) -> bytes:
-        rotate = self.rotate == "hadamard"
-        return pack(self.family, scale=SCALES[self.scale], rotate=rotate, block=self.block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +137,6 @@ class VariableInteger(Codec):
     blocks_compete: ClassVar[bool] = True
     width: int = option(default=5, choices=MEAN_WIDTHS)
     block: int = option(default=32, valid=BLOCKS)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.width, bool) or self.width not in MEAN_WIDTHS:
-            raise self._refuse("width")
-        super().__post_init__()
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return Layout(

@@ -9,15 +9,12 @@ import torch
 
 from dtcomm.codecs.base import (
     BLOCKS,
-    ELEMENTS,
     NVFP4_GRANULE,
     SCALE_BYTES,
-    SCALES,
     Codec,
     Layout,
     block_layout,
     option,
-    pack,
 )
 
 MX_BLOCK = 32
@@ -65,15 +62,6 @@ class Float8(Codec):
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return block_layout(self.block, SCALE_BYTES[self.scale], 8)
 
-    def native(self) -> bytes:
-        return pack(
-            self.family,
-            scale=SCALES[self.scale],
-            stochastic=self.round == "stochastic",
-            element=ELEMENTS[self.element],
-            block=self.block,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mx(Codec):
@@ -87,16 +75,13 @@ class Mx(Codec):
 
     family: ClassVar[int] = 5
     reference: ClassVar[str] = "minifloat"
+    block: ClassVar[int] = MX_BLOCK
     code_bits: ClassVar[int]
     element: str
     rotate: str = option(default="none", choices=("none", "hadamard"))
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
-        return block_layout(MX_BLOCK, 1, self.code_bits)
-
-    def native(self) -> bytes:
-        rotate = self.rotate == "hadamard"
-        return pack(self.family, element=ELEMENTS[self.element], rotate=rotate, block=MX_BLOCK)
+        return block_layout(self.block, 1, self.code_bits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +98,6 @@ class Mxfp8(Mx):
     codec_name: ClassVar[str] = "mxfp8"
     code_bits: ClassVar[int] = 8
     element: str = option(default="e4m3", choices=("e4m3", "e5m2"))
-
-    def __post_init__(self) -> None:
-        if self.element not in ("e4m3", "e5m2"):
-            raise self._refuse("element")
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +147,7 @@ class Nvfp4(Codec):
 
     codec_name: ClassVar[str] = "nvfp4"
     family: ClassVar[int] = 10
+    block: ClassVar[int] = NVFP4_BLOCK
     reference: ClassVar[str] = "minifloat"
     element: str = "e2m1"
 
@@ -176,8 +157,5 @@ class Nvfp4(Codec):
 
     def layout(self, dtype: torch.dtype = torch.float32) -> Layout:
         return Layout(
-            granule=NVFP4_GRANULE, block=NVFP4_BLOCK, field_bytes=1, fields=1, code_bits=4, trailer=4
+            granule=NVFP4_GRANULE, block=self.block, field_bytes=1, fields=1, code_bits=4, trailer=4
         )
-
-    def native(self) -> bytes:
-        return pack(self.family, element=ELEMENTS[self.element], block=NVFP4_BLOCK)

@@ -23,8 +23,6 @@ from dtcomm.codecs.base import (
 from dtcomm.codecs.cast import Bf16, Fp16, Uncompressed
 from dtcomm.codecs.integer import Integer
 
-POSITIONS = ("own", "shared")
-SCOPES = ("granule", "tensor")
 POSITION_BYTES = 4  # with scope=tensor
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # with scope=tensor
 RANDK_HEAD = 8  # bytes of the key from which a granule's positions are drawn
@@ -50,8 +48,7 @@ class _Sparse(Codec):
         if not 0 < self.ratio <= 1:  # NaN is refused, too
             raise self._refuse("ratio")
         object.__setattr__(self, "ratio", float(self.ratio))  # so that 1 and 1.0 print alike
-        if self.values not in CASTS and self.values not in INTEGERS:
-            raise self._refuse("values")
+        super().__post_init__()
         if self.round not in ROUNDINGS:
             raise self._refuse("round")
         if self.round == "stochastic" and self.values in CASTS:
@@ -124,12 +121,10 @@ class TopK(_Sparse):
     codec_name: ClassVar[str] = "topk"
     family: ClassVar[int] = 7
     stores_positions: ClassVar[bool] = True
-    scope: str = option(default="granule", choices=SCOPES)
+    scope: str = option(default="granule", choices=("granule", "tensor"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scope not in SCOPES:
-            raise self._refuse("scope")
         if self.in_python and self.values not in CASTS:
             raise ValueError(
                 f"topk: option 'values' is {self.values}; valid with scope=tensor: {', '.join(CASTS)}"
@@ -205,11 +200,6 @@ class RandK(_Sparse):
     family: ClassVar[int] = 8
     head: ClassVar[int] = RANDK_HEAD
     positions: str = option(default="own", choices=("own", "shared"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.positions not in POSITIONS:
-            raise self._refuse("positions")
 
     @property
     def needs_agreement(self) -> bool:
