@@ -14,7 +14,7 @@ ranks average the results. `dtcomm.compress.powersgd` calls this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -27,28 +27,6 @@ MAX_RANK = 64  # kMaxRank in csrc/cpu/kernels.h
 ROUNDING = 2.0**-18  # what is left of a vector is rounding if it is shorter than this part of it
 SMALLEST = 2.0**-126  # a vector counts as zero if its largest element is below this
 _LANES = 16  # partial sums of a dot product
-
-
-class Passes(Protocol):
-    """An implementation for CPU tensors, whose arguments are checked: `cpu` or :class:`InNumpy`."""
-
-    def project_rows(
-        self, gradient: torch.Tensor, residual: torch.Tensor | None, right: torch.Tensor, left: torch.Tensor
-    ) -> None:
-        """See :func:`project_rows`."""
-
-    def project_columns(
-        self, gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
-    ) -> None:
-        """See :func:`project_columns`."""
-
-    def expand(
-        self, gradient: torch.Tensor, residual: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor
-    ) -> None:
-        """See :func:`expand`, of finite factors."""
-
-    def orthonormalize(self, vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> None:
-        """See :func:`orthonormalize_all`. No tensor is empty."""
 
 
 def project_rows(
@@ -145,8 +123,8 @@ def orthonormalize_all(vectors: Sequence[torch.Tensor], keys: Sequence[int]) -> 
         passes.orthonormalize(tensors, words)
 
 
-def _host_passes() -> Passes:
-    return InNumpy() if dispatch.current() == dispatch.REFERENCE else cpu
+def _host_passes() -> ModuleType | type[InNumpy]:
+    return InNumpy if dispatch.current() == dispatch.REFERENCE else cpu
 
 
 def _pair_finite(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
