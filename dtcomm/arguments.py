@@ -31,6 +31,9 @@ from typing import Any, TypeVar, cast
 
 OptionsT = TypeVar("OptionsT", bound=Mapping[str, Any])
 TargetT = TypeVar("TargetT", bound=Callable[..., Any])
+_arguments: dict[
+    int, dict[str, None]
+] = {}  # id of the defaults → the other arguments of functions that share them
 
 
 def suggest(given: object, valid: Iterable[str], in_context: Callable[[str], str] = str) -> str:
@@ -88,8 +91,9 @@ def complete_options(function: str, given: Mapping[str, object], defaults: Optio
     """Return the options of a call, those that were not given with their defaults; TypeError if one is unknown."""
     for name in given:
         if name not in defaults:
+            valid = [*_arguments.get(id(defaults), ()), *defaults]
             raise TypeError(
-                f"{function}: unknown option {name!r}{suggest(name, defaults)}; valid: {', '.join(defaults)}"
+                f"{function}: unknown option {name!r}{suggest(name, valid)}; valid: {', '.join(valid)}"
             )
     return cast("OptionsT", {**defaults, **given})
 
@@ -106,6 +110,8 @@ def shares_options(defaults: Mapping[str, object], options: type) -> Callable[[T
         function: Any = vars(target)["__init__"] if isinstance(target, type) else target
         signature = inspect.signature(function)
         named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        others = [parameter.name for parameter in named if parameter.name != "self"]
+        _arguments.setdefault(id(defaults), {}).update(dict.fromkeys(others))
         keywords = [
             inspect.Parameter(
                 name,

@@ -102,6 +102,7 @@ def make_mesh(
         >>> mesh.mesh_dim_names
         ('pp', 'dp', 'fsdp', 'ep', 'cp', 'tp')
     """
+    model = complete_options("make_mesh", model, _UNCHECKED)
     sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "ep": ep, "cp": cp, "tp": tp}
     for name, size in sizes.items():
         require_int(name, size, 1)
@@ -114,7 +115,6 @@ def make_mesh(
         used = {name: size for name, size in sizes.items() if size > 1}
         product = " * ".join(f"{name}={size}" for name, size in used.items()) or "1"
         raise ValueError(f"mesh: {product} needs {needed} ranks, the job has {ranks}")
-    model = complete_options("make_mesh", model, _UNCHECKED)
     layers, batch = model["layers"], model["batch"]
     for name, value, axis in (
         ("heads", model["heads"], "tp"),

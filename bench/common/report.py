@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dtcomm.system import write_file
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -58,16 +60,9 @@ def commit(checkout: Path) -> str:
 def write(path: str | os.PathLike[str], result: dict[str, Any]) -> Path:
     """Write a result with the `describe` of this run as JSON, and return its path."""
     out = Path(path)
-    write_whole(out, format_json({"run": describe(), **result}))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_file(out, format_json({"run": describe(), **result}))
     return out
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once, so that a program that is killed leaves the previous or the new text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def format_json(document: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dtcomm.backend.process_group_base import copy_to_tensors, flatten, shares_memory
 from dtcomm.collectives.p2p import post
-from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
+from dtcomm.errors import CollectiveMismatch, CommunicatorClosed, DtcommError
 from dtcomm.runtime.communicator import Communicator, get_communicator_of_pair
 from dtcomm.runtime.process_groups import group_store
 from dtcomm.streams import HostStreams
@@ -48,7 +48,11 @@ class ReceiveWork(TorchWork):
     def __init__(
         self, matcher: MessageMatcher, tensor: torch.Tensor, wanted_source: int | None, tag: int
     ) -> None:
-        receive = QueuedWork([tensor], _HOST, detached=True)  # it ends with the matcher's lock held
+        interrupt = (
+            matcher.interrupted if wanted_source is None else None
+        )  # else the engine's receive tells the peer
+        # It ends with the matcher's lock held.
+        receive = QueuedWork([tensor], _HOST, detached=True, interrupt=interrupt)
         super().__init__(receive, [tensor])
         self._receive = receive
         self.matcher = matcher
@@ -290,7 +294,7 @@ class MessageMatcher:
                 work.drop_future()  # it would make another thread do the same
             try:
                 work.wait()
-            except BaseException:  # `progress` gets the same error and delivers it
+            except DtcommError:  # `progress` gets the same error and delivers it
                 pass
 
     def progress(self, inbox: PeerInbox) -> None:
@@ -298,6 +302,14 @@ class MessageMatcher:
         with self.lock:
             if not self._closed:
                 inbox.progress()
+
+    def interrupted(self, error: BaseException) -> None:
+        """A wait for a message from any rank was interrupted: tell the ranks that have sent before."""
+        with self.lock:
+            works = [inbox.work for inbox in self._inboxes.values()]
+        for work in works:
+            if work is not None:
+                work.interrupted(error)
 
     def has_receive_for(self, peer: int) -> bool:
         """Return whether a message from ``peer`` could match a receive."""

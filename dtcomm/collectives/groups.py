@@ -121,10 +121,11 @@ def info(group: Group = None) -> dict[str, Any]:
         ``reason`` (why that one), ``ranks``, ``hosts``, ``table`` (what "auto" decides by: which table of `dtcomm
         tune`, or dtcomm's own constants), and what the runtime reports, such as ``transport``, ``kernels``,
         ``operations``, ``wire_bytes`` and ``leaving_bytes``, those of them that went to other hosts (not known of the
-        native engine on several hosts with several ranks); for the native engine also ``threads``, ``choices``, what
-        trials have chosen for each kind and size of operation, and ``trials``, the value of ``DTCOMM_TRIALS`` or why
-        there are none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between
-        two ranks, and ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with
+        native engine on several hosts with several ranks); for the native engine also ``threads``, ``memory`` (where
+        shared memory comes from on this rank: ``memfd_create``, or ``/dev/shm`` and why), ``choices``, what trials have
+        chosen for each kind and size of operation, and ``trials``, the value of ``DTCOMM_TRIALS`` or why there are
+        none; and where ranks reach each other over TCP ``connections``, how many carry the payloads between two ranks,
+        and ``round_trip_ms``, the longest round trip between hosts when the ranks connected, and with
         several connections ``missing_connections``, how many have ended and are being made anew, and
         ``restored_connections``, how often that has succeeded, and ``measured_gbit``, what they carried while they were
         busy, by host. If messages of send and recv were tried, ``messages`` lists their ``choices``, with the ``peer``

@@ -149,6 +149,10 @@ def require_intact(
     assert isinstance(state, Mapping)
     version, checksums = state.get("version"), state.get(CHECKSUMS, {})
     if version not in versions:
+        if version is None:
+            raise ValueError(
+                "state: has no version, so it is not what state_dict() of this kind of state returned"
+            )
         raise ValueError(f"state of version {version!r}: expected {VERSION}")
     MAPPING(f"state: {CHECKSUMS}", checksums)
     is_sealed = version == VERSION or CHECKSUMS in state

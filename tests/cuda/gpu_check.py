@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from bench.common.report import write_whole
+from dtcomm.system import write_file
 
 HERE = Path(__file__).parent
 # Thousands of small tests, most of their time on the CPU: several processes at once where pytest-xdist is found.
@@ -224,9 +224,10 @@ def run_all(chosen: Sequence[Step], seconds: float, out: Path, state: Path | Non
             outcomes[step.name] = outcome
         taken[step.name] = time.monotonic() - begin
         for file in () if state is None else (state, out / state.name):
-            write_whole(file, json.dumps(outcomes, indent=1) + "\n")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, json.dumps(outcomes, indent=1) + "\n")
         if state is not None and passed_beside(state).exists():
-            write_whole(out / passed_beside(state).name, passed_beside(state).read_text())
+            write_file(out / passed_beside(state).name, passed_beside(state).read_text())
         if step.name == "device" and outcome != "passed":
             outcomes |= {left.name: "NOT RUN: no device" for left in chosen if left.name not in outcomes}
             break

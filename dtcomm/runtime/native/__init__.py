@@ -312,6 +312,7 @@ class NativeRuntime:
             "kernels": _C.engine_kernels(),
             "threads": self.threads,
             **in_python,
+            "memory": _shared_memory(),
             "single_copy": self.single_copy or "process_vm_readv",
             "pulled_bytes": self.native.single_copy_bytes,
             "trials": self.no_trials or env.get("DTCOMM_TRIALS"),
@@ -465,6 +466,15 @@ def _native_program(schedule: Schedule, rank: int) -> _C.NativeProgram:
     return _C.NativeProgram(
         rank, schedule.ranks, program.chunks, list(program.payload_counts), program.flat()
     )
+
+
+def _shared_memory() -> str:
+    """Return where the engine takes memory from, as its C++ code finds it: ``memfd_create``, or what replaces it."""
+    try:
+        os.close(os.memfd_create("dtcomm-probe"))
+    except OSError as error:
+        return f"/dev/shm (memfd_create: {error.strerror})"
+    return "memfd_create"
 
 
 def _link_rates(link: Link | None) -> tuple[float, float, float]:

@@ -40,7 +40,7 @@ def run_without(rank: int, world_size: int, calls: tuple[str, ...], on: list[int
     if rank in on and (reason := forbid(*calls)):
         return reason, None
     info = use_everything(rank)
-    return "", {key: info.get(key) for key in ("runtime", "reason", "single_copy")}
+    return "", {key: info.get(key) for key in ("runtime", "reason", "memory", "single_copy")}
 
 
 @pytest.mark.parametrize("on", [[1], [0, 1]], ids=["one rank", "both"])
@@ -70,6 +70,10 @@ def test_without_calls_that_have_a_substitute(calls: tuple[str, ...]) -> None:
             assert reason.startswith(CANNOT_FORBID)
             pytest.skip(reason)
         assert [info["runtime"] for _, info in results] == ["native", "native"]
+        replaced = (
+            "/dev/shm (memfd_create: Operation not permitted)" if "memfd_create" in calls else "memfd_create"
+        )
+        assert [info["memory"] for _, info in results] == ["memfd_create", replaced]
 
 
 def reduce_with_small_files(rank: int, world_size: int) -> dict[str, Any]:

@@ -164,3 +164,31 @@ def test_an_interrupt_ends_the_wait_and_is_told_to_the_others(environment: dict[
     assert [name for name, _, _ in told] == ["DtcommError"] * len(cases) and not late, told
     assert all(text.startswith("rank 0 ") and "interrupt" in text.lower() for _, text, _ in told), told
     assert all(seconds < 10 for _, _, seconds in interrupted + told)
+
+
+def interrupt_a_receive(rank: int, world_size: int, sources: list[int | None]) -> list[tuple[str, str]]:
+    """Interrupt rank 0 while it receives; rank 1 sends to it afterwards. Return what each receive or send raised."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raised = []
+    for source in sources:
+        group = dist.new_group(timeout=timedelta(seconds=30))
+        tensor = torch.ones(4_000_000)  # more than is written before the receiver has to come
+        (dist.recv if rank == 0 else dist.send)(tensor, 1 - rank, group=group)
+        if rank == 0:
+            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt) as interrupt:
+                dist.recv(tensor, source, group=group)
+            timer.join()
+            raised.append((interrupt.type.__name__, str(interrupt.value)))
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises(DtcommError) as told:
+                dist.send(tensor, 0, group=group)
+            raised.append((told.type.__name__, str(told.value)))
+    return raised
+
+
+def test_an_interrupt_of_a_receive_is_told_to_the_senders() -> None:
+    _, told = run_ranks(interrupt_a_receive, 2, [1, None], backend="dtcomm", fresh=True)
+    assert len(told) == 2 and all("rank 0 " in text and "interrupt" in text for _, text in told), told

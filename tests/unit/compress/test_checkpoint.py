@@ -41,7 +41,7 @@ def test_another_number_of_ranks_needs_all_states_and_keeps_their_sum() -> None:
         ([state(1, 2), state(0, 2)], r"ranks \[1, 0\]: expected all 2"),
         ([state(0, 2)], r"ranks \[0\]: expected all 2"),
         ({**state(0, 2), "version": 0}, "version 0"),
-        ({}, "version None"),
+        ({}, "state: has no version"),
     ],
 )
 def test_incomplete_sets_of_states_are_refused(saved: Any, message: str) -> None:

@@ -103,8 +103,9 @@ def verdict(rates: LinkRates, plans: Sequence[SizePlan]) -> str:
 
 
 def print_links(options: LinksOptions, plans: Sequence[SizePlan]) -> None:
-    """Print the table of sizes, the table of links for the largest size, and the verdict."""
+    """Print the verdict, the table of sizes, and the table of links for the largest size."""
     out = Output()
+    out.line(f"verdict: {verdict(options.rates, plans)}", "bold")
     dtype = str(options.dtype).removeprefix("torch.")
     out.line(f"all_reduce of {dtype} on {options.rates.ranks} ranks, links as given")
     table = new_table((">size", "algorithm", "codec", ">time", ">without a codec", ">speed-up"), "by size")
@@ -123,7 +124,6 @@ def print_links(options: LinksOptions, plans: Sequence[SizePlan]) -> None:
         "in a program: dtcomm.planner.plan_links(links, codec) on all ranks, or DTCOMM_LINKS=FILE with algorithm auto",
         "dim",
     )
-    out.line(f"verdict: {verdict(options.rates, plans)}", "bold")
 
 
 def plan(options: LinksOptions, table: CostTable, json_file: str | None) -> None:
