@@ -22,7 +22,7 @@ from dtcomm.collectives import Algorithm, Work, all_reduce_coalesced
 from dtcomm.collectives.groups import channel, leaving_bytes, level_groups, level_shares, next_channel
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.feedback import DGC
-from dtcomm.compress.measurements import GradientSketch
+from dtcomm.compress.measurements import GradientSketch, l2_norms
 from dtcomm.compress.policy import CodecChoice
 from dtcomm.compress.powersgd import Factors, LowRankTask, PowerSGD, low_rank_stages
 from dtcomm.compress.spec import LevelCodecs, Scheme, matrix_shape, wire_codec
@@ -51,7 +51,8 @@ class Segment:
     Attributes:
         members: The parameters; a lossy segment holds one, whose name is the segment's.
         matrix: The rows and columns that PowerSGD sees.
-        error: The sum of |what was lost|^2 over the sampled steps that were read from the device.
+        error: The sum of |what was lost|^2 over the sampled steps that were read from the device, without those in
+            which a norm was not finite.
         signal: The sum of |gradient|^2 over the same steps.
         lossless: Whether the scheme keeps every bit of this dtype.
     """
@@ -66,26 +67,10 @@ class Segment:
     signal: float = 0.0
     lossless: bool = field(init=False)
     name: str = field(init=False)
-    _unread: torch.Tensor | None = None  # (signal, error) of the sampled steps since the last `read_errors`
 
     def __post_init__(self) -> None:
         self.lossless = self.codec.lossless(self.dtype)
         self.name = self.members[0].name
-
-    def add_sample(self, gradient_norm: float | torch.Tensor, lost_norm: float | torch.Tensor) -> None:
-        """Count the norms of a gradient and of what was lost of it, if both are finite; the host does not wait."""
-        norms = torch.stack(
-            [torch.as_tensor(norm, dtype=torch.float64) for norm in (gradient_norm, lost_norm)]
-        )
-        squares = torch.where(torch.isfinite(norms).all(), norms.square(), 0.0)
-        self._unread = squares if self._unread is None else self._unread + squares
-
-    def read_errors(self) -> Segment:
-        """Bring ``signal`` and ``error`` up to date and return the segment; the host waits for the device."""
-        if self._unread is not None:
-            signal, error = self._unread.tolist()
-            self.signal, self.error, self._unread = self.signal + signal, self.error + error, None
-        return self
 
     @property
     def numel(self) -> int:
@@ -140,6 +125,7 @@ class BucketLayout:
     lossy: list[Segment] = field(init=False)
     codecs: list[str | Codec] = field(init=False)
     _sketch: GradientSketch | None = None
+    _unread: torch.Tensor | None = None  # (signal, error) of the lossy segments since errors were last read
 
     def __post_init__(self) -> None:
         self.lossy = [segment for segment in self.segments if not segment.lossless]
@@ -169,6 +155,24 @@ class BucketLayout:
         return [
             segment for segment in self.lossy if not (isinstance(segment.codec, DGC) and segment.codec.clip)
         ]
+
+    def add_sample(self, norms: torch.Tensor, lost: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Count the norms of the lossy segments' gradients, and what was lost of each; the host does not wait.
+
+        Returns:
+            |lost| / |gradient| of each, fp64; 0 where it is not finite.
+        """
+        pairs = torch.stack([norms, l2_norms([tensor for tensor in lost if tensor is not None])]).double()
+        squares = torch.where(pairs.sum(dim=0) < torch.inf, pairs.square(), 0.0)
+        self._unread = squares if self._unread is None else self._unread + squares
+        return torch.nan_to_num(pairs[1] / pairs[0], nan=0.0, posinf=0.0)
+
+    def _read_errors(self) -> None:
+        """Bring ``signal`` and ``error`` of the segments up to date; the host waits for the device."""
+        if self._unread is not None:
+            for segment, signal, error in zip(self.lossy, *self._unread.tolist(), strict=True):
+                segment.signal, segment.error = segment.signal + signal, segment.error + error
+            self._unread = None
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of the buffer for each segment."""
@@ -202,7 +206,8 @@ class BucketLayout:
         payload = sum(segment.payload_bytes(shares) for segment in self.segments)
         sent_per_byte = self.wire_bytes / payload if payload else 0.0
         self.add_codecs_to(totals)
-        for segment in map(Segment.read_errors, self.segments):
+        self._read_errors()
+        for segment in self.segments:
             for member in segment.members:
                 total = totals[member.name]
                 total.messages[id(self)] = self.messages

@@ -17,7 +17,7 @@ import torch
 from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import BucketLayout, Segment
 from dtcomm.compress.feedback import DGC, Feedback, FeedbackStates, References, Velocities, common_momentum
-from dtcomm.compress.measurements import ErrorSample, l2_norm
+from dtcomm.compress.measurements import l2_norms
 from dtcomm.compress.residuals import Residuals, average_states
 from dtcomm.compress.spec import Scheme
 from dtcomm.streams import record_streams
@@ -56,13 +56,13 @@ class PendingGradient:
 class PreparedBucket:
     """What of a bucket is averaged: a tensor and a residual, or None, for each segment.
 
-    ``pending`` are the lossy segments, ``samples`` those of them in steps in which errors are measured, else empty.
+    ``pending`` are the lossy segments, ``norms`` those of their gradients, where errors are measured, else None.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     residuals: list[torch.Tensor | None] = field(default_factory=list)
     pending: list[PendingGradient] = field(default_factory=list)
-    samples: list[ErrorSample] = field(default_factory=list)
+    norms: torch.Tensor | None = None
 
 
 class ErrorState:
@@ -127,21 +127,20 @@ class ErrorState:
         ``unused`` are parameters without a gradient of this rank.
         """
         bucket = PreparedBucket()
-        for segment, gradient in zip(layout.segments, layout.split(buffer), strict=True):
+        segments = list(zip(layout.segments, layout.split(buffer), strict=True))
+        if sampled and layout.lossy:
+            bucket.norms = l2_norms([gradient for segment, gradient in segments if not segment.lossless])
+        for segment, gradient in segments:
             if segment.lossless:
                 self.prepare_uncompressed(segment, gradient)
                 bucket.tensors.append(gradient)
                 bucket.residuals.append(None)
                 continue
-            norm = l2_norm(gradient) if sampled else 0.0
             used = segment.name not in unused
             prepared = self.prepare(segment, gradient, ranks, used=used, sampled=sampled)
-            sent, residual = prepared.sent, prepared.residual
-            if sampled:
-                bucket.samples.append(ErrorSample.take(segment.name, segment.codec, norm, sent, residual))
             bucket.pending.append(prepared)
-            bucket.tensors.append(sent)
-            bucket.residuals.append(residual)
+            bucket.tensors.append(prepared.sent)
+            bucket.residuals.append(prepared.residual)
         return bucket
 
     def prepare(

@@ -365,6 +365,11 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
     return norm
 
 
+def l2_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of each in fp32, [len(tensors)]."""
+    return torch.stack([l2_norm(tensor) for tensor in tensors])
+
+
 @dataclass(frozen=True)
 class GradientMeasurement:
     """What was measured of a bucket's gradients on this rank before they were compressed.

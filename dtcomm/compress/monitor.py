@@ -2,8 +2,8 @@
 
 In every step sketches of the gradients before compression and of their mean after it are added up
 (`dtcomm.compress.measurements.SketchWindow`); the cosine and the norms of the sums over a window say whether
-compression does harm. On every ``sample_every``-th step an `ErrorSample` measures what an encoding loses of a gradient,
-on some of its elements; the reports read it too.
+compression does harm. On every ``sample_every``-th step the norms of what encodings lost are compared with those of the
+gradients; the reports read them too. FSDP also takes an `ErrorSample` of what an encoding loses.
 
 All ranks must act alike. What a rank measures in one step therefore travels, as a few floats, with the last bucket of
 the next step, and every rank evaluates the mean over ranks when the step after that begins. Ranks of tensor parallelism
@@ -170,6 +170,14 @@ class Monitor:
         if self.guard is not None:
             self._errors[sample.name] = sample.measure(lost)
 
+    def record_residuals(self, names: Sequence[str], ratios: torch.Tensor) -> None:
+        """Record |residual| / |gradient| of sampled parameters that `Guard.error` does not apply to."""
+        if self.guard is not None:
+            ratios = ratios.float()
+            self._errors |= zip(
+                names, torch.stack([torch.zeros_like(ratios), ratios], dim=1).unbind(), strict=True
+            )
+
     def measure_gradient(self, layout: Sketched, gradient: torch.Tensor) -> GradientMeasurement | None:
         """Measure a bucket on this rank before it is compressed; on every rank for the same buckets."""
         if self.guard is None:
@@ -253,10 +261,10 @@ class Monitor:
         if self._own_nonfinite is not None:
             stats[3] = match_device(self._own_nonfinite, stats)
             stats[4] = stats[3] * (self._ranks()[0] + 1)
-        for index, name in enumerate(names):
-            if (error := self._errors.get(name)) is not None:
-                place = HEADER_SIZE + 2 * index
-                stats[place : place + 2] = error
+        if names and self._errors:
+            none = torch.zeros(2, device=stats.device)
+            errors = [match_device(self._errors.get(name, none), stats) for name in names]
+            stats = torch.cat([stats[:HEADER_SIZE], *errors])
         if window is not None:
             stats = torch.cat([stats, window.flatten().to(stats.device)])
         self._loss, self._nonfinite, self._own_nonfinite, self._errors = math.nan, None, None, {}

@@ -81,8 +81,9 @@ class GuardObserver(ReducerObserver):
 
     def bucket_prepared(self, bucket: InFlightBucket) -> None:
         """Announce the samples of a bucket."""
-        for sample in bucket.samples:
-            self._monitor.register_sample(sample.name, sample.scheme)
+        if bucket.norms is not None:
+            for pending in bucket.pending:
+                self._monitor.register_sample(pending.segment.name, pending.segment.codec)
 
     def bucket_started(self, bucket: InFlightBucket) -> None:
         """Keep the statistics that travel with a bucket."""
@@ -91,10 +92,9 @@ class GuardObserver(ReducerObserver):
 
     def bucket_counted(self, bucket: InFlightBucket) -> None:
         """Record what was lost, and start to copy the statistics to the host."""
-        if bucket.samples:
-            for pending, sample in zip(bucket.pending, bucket.samples, strict=True):
-                if pending.residual is not None:
-                    self._monitor.record_error(sample, pending.residual)
+        if bucket.residual_ratios is not None:
+            names = [pending.segment.name for pending in bucket.pending]
+            self._monitor.record_residuals(names, bucket.residual_ratios)
         self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
         if self._monitor.agreeing_groups:
             return  # they average the statistics first

@@ -18,7 +18,7 @@ from dtcomm.collectives.sparse import start_stages, sum_stages
 from dtcomm.compress.bucket import BucketAverager, BucketLayout
 from dtcomm.compress.error_state import ErrorState, PendingGradient, PreparedBucket
 from dtcomm.compress.feedback import Feedback
-from dtcomm.compress.measurements import ErrorSample, GradientMeasurement, l2_norm
+from dtcomm.compress.measurements import GradientMeasurement
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.stage_scheduler import StageScheduler
 from dtcomm.compress.traffic import total_seconds
@@ -39,7 +39,7 @@ class InFlightBucket:
     Attributes:
         buffer: Its flat buffer, or its sparse gradient, which becomes the mean.
         pending: The lossy segments.
-        samples: A sample of each of ``pending`` in steps in which errors are measured, else empty.
+        norms: Those of the gradients of ``pending`` in steps in which errors are measured, else None.
         stats: The guard's statistics that are averaged along with the bucket, or None.
         measurement: What the guard measured of this rank's gradients, or None.
         key: Chooses the random numbers with which residuals are rounded.
@@ -48,13 +48,14 @@ class InFlightBucket:
         finished_ns: When the gradients were the mean and the residuals stored.
         ready_s: When the collective was started, by ``time.perf_counter``.
         finished: The future that DDP waits for.
+        residual_ratios: What was lost over the gradient of each of ``pending``, L2 norms, once the bucket was counted.
     """
 
     index: int
     layout: BucketLayout
     buffer: torch.Tensor
     pending: list[PendingGradient]
-    samples: list[ErrorSample]
+    norms: torch.Tensor | None
     stats: torch.Tensor | None
     measurement: GradientMeasurement | None
     key: int
@@ -64,6 +65,7 @@ class InFlightBucket:
     ready_s: float = 0.0
     work: Work = field(init=False)
     finished: torch.futures.Future[torch.Tensor] | None = None
+    residual_ratios: torch.Tensor | None = None
 
     @property
     def plain_bytes(self) -> int:
@@ -320,7 +322,7 @@ class Reducer:
             layout,
             buffer,
             prepared.pending,
-            prepared.samples,
+            prepared.norms,
             stats,
             measurement,
             self._key,
@@ -423,7 +425,7 @@ class Reducer:
         record_streams(bucket.buffer)
         for pending in bucket.pending:
             self.error_state.finish(pending, bucket.key)
-        if not bucket.samples:
+        if bucket.norms is None:
             bucket.pending = []  # frees the fp32 residuals that are kept in fewer bytes
         bucket.finished_ns = time.monotonic_ns()
         for bucket_finished in self._callbacks["bucket_finished"]:
@@ -478,10 +480,9 @@ class Reducer:
         layout.messages += 1
         layout.wire_bytes += cost.wire_bytes
         layout.seconds = total_seconds((layout.seconds, cost.seconds))
-        if bucket.samples:
-            for pending, sample in zip(bucket.pending, bucket.samples, strict=True):
-                if pending.residual is not None:
-                    pending.segment.add_sample(sample.gradient_norm, l2_norm(pending.residual))
+        if bucket.norms is not None:
+            lost = [pending.residual for pending in bucket.pending]
+            bucket.residual_ratios = layout.add_sample(bucket.norms, lost)
         for bucket_counted in self._callbacks["bucket_counted"]:
             bucket_counted(bucket)
 

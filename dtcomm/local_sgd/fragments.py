@@ -16,7 +16,7 @@ from dtcomm.arguments import require_int, suggest
 from dtcomm.collectives import Work
 from dtcomm.compress.bucket import BucketLayout
 from dtcomm.compress.error_state import PendingGradient
-from dtcomm.compress.measurements import ErrorSample, GradientMeasurement
+from dtcomm.compress.measurements import GradientMeasurement
 from dtcomm.compress.stage_scheduler import Stages
 
 PATTERNS = ("strided", "sequential")
@@ -58,7 +58,7 @@ class PendingBucket:
         stages: The stages of its average that have not begun.
         buffer: The differences, which become their mean.
         pending: Its lossy segments.
-        samples: Samples of them, in averages in which errors are measured.
+        norms: Those of their differences, in averages in which errors are measured, else None.
         measurement: What the guard measured of this rank's differences.
         work: The stage in flight; None once the average is complete.
     """
@@ -68,7 +68,7 @@ class PendingBucket:
     stages: Stages
     buffer: torch.Tensor
     pending: list[PendingGradient]
-    samples: list[ErrorSample]
+    norms: torch.Tensor | None
     measurement: GradientMeasurement | None
     work: Work | None = None
 

@@ -26,7 +26,6 @@ from dtcomm.compress.bucket import NONE, BucketAverager, BucketLayout, bucket_ro
 from dtcomm.compress.error_state import ErrorState
 from dtcomm.compress.feedback import DGC, Feedback
 from dtcomm.compress.guard import Event, Guard, count_events
-from dtcomm.compress.measurements import l2_norm
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import unmeasured
 from dtcomm.compress.policy import SINGLE_RANK, CodecChoice, Policy, as_policy, exclusions
@@ -511,17 +510,16 @@ class LocalSGD(Reporting):
         prepared = self._error_state.prepare_bucket(layout, buffer, ranks, sampled=sampled)
         layout.messages += 1
         stages = self._averager.stages(layout, prepared.tensors, prepared.residuals, stats, averages)
-        return PendingBucket(names, layout, stages, buffer, prepared.pending, prepared.samples, measurement)
+        return PendingBucket(names, layout, stages, buffer, prepared.pending, prepared.norms, measurement)
 
     def _measure(self, bucket: PendingBucket) -> None:
         """Record what was lost of a bucket, and its mean, for the guard and the report."""
-        residuals = {pending.segment.name: pending for pending in bucket.pending}
-        for sample in bucket.samples:
-            self._monitor.register_sample(sample.name, sample.scheme)
-            pending = residuals[sample.name]
-            if pending.residual is not None:
-                self._monitor.record_error(sample, pending.residual)
-                pending.segment.add_sample(sample.gradient_norm, l2_norm(pending.residual))
+        if bucket.norms is not None:
+            for pending in bucket.pending:
+                self._monitor.register_sample(pending.segment.name, pending.segment.codec)
+            lost = [pending.residual for pending in bucket.pending]
+            names = [pending.segment.name for pending in bucket.pending]
+            self._monitor.record_residuals(names, bucket.layout.add_sample(bucket.norms, lost))
         self._monitor.record_mean(bucket.measurement, bucket.layout, bucket.buffer)
 
     def _shard(self, name: str) -> torch.Tensor:

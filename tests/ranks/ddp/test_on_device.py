@@ -117,7 +117,9 @@ def test_nvlink_on_one_host_is_said_to_leave_nothing_to_gain() -> None:
     assert not any(second)
 
 
-def launches_of_passes(rank: int, ranks: int, guard: Guard | None, uses: bool | None) -> list[list[int]]:
+def launches_of_passes(
+    rank: int, ranks: int, guard: Guard | None, uses: bool | None, sample_every: int = 0
+) -> list[list[int]]:
     """Return how many kernels and copies torch launches for each bucket, and at the end, in some passes.
 
     ``uses``: whether the passes use the parameters, if that is tracked.
@@ -125,7 +127,7 @@ def launches_of_passes(rank: int, ranks: int, guard: Guard | None, uses: bool | 
     counts = []
     with fake_cuda_rank(RecordedStreams()):
         parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in SHAPES.items()}
-        state = ddp.State("int8", parameters=parameters.items(), guard=guard, sample_every=0)
+        state = ddp.State("int8", parameters=parameters.items(), guard=guard, sample_every=sample_every)
         if uses is not None:
             state._reducer.track_use(parameters.values())
         buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]
@@ -155,6 +157,16 @@ def test_the_guard_takes_few_launches(guard: Guard | None) -> None:
                 assert (first, last, end) == (0, 0, 0)
             else:
                 assert first <= 12 and last <= 3 and end <= 3
+
+
+def test_measuring_errors_takes_two_launches_for_each_parameter() -> None:
+    """And 14 for each bucket; in every pass here, in every 50th by default."""
+    env = {"DTCOMM_RUNTIME": "process_group"}
+    plain, measured = (
+        run_ranks(launches_of_passes, 2, Guard(), None, every, env=env, timeout=120)[0][-1]
+        for every in (0, 1)
+    )
+    assert 0 < sum(measured) - sum(plain) <= 2 * len(MATRICES) + 14 * len(BUCKETS) + 2
 
 
 def test_residuals_of_unused_parameters_take_two_launches() -> None:
