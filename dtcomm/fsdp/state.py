@@ -170,7 +170,7 @@ class State(Reporting):
         for _, counters in self._traffic():
             if not counters.wire_bytes:
                 continue
-            if counters.what not in collectives:
+            if counters.what not in collectives or not counters.dtype:
                 return None
             collective, spec = collectives[counters.what]
             tensor = counters.numel, getattr(torch, counters.dtype), spec.codec_spec
