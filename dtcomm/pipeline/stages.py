@@ -107,7 +107,7 @@ def compress(
             raise TypeError(
                 f"stages: expected stages of torch.distributed.pipelining, got {type(stage).__name__}"
             )
-        if "get_fwd_send_ops" in vars(stage):
+        if isinstance(vars(stage).get("get_fwd_send_ops"), _Replaced):
             raise ValueError(f"stages: stage {stage.stage_index} is compressed already")
     for name, value in (
         ("feedback", feedback),
@@ -144,6 +144,19 @@ def compress(
     return state
 
 
+class _Replaced:
+    """A method of a stage that is replaced; in copies of the stage it is torch's own."""
+
+    def __init__(self, call: Callable[..., Any], stage: PipelineStageBase, name: str) -> None:
+        self._call, self._of_copies = call, (stage, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, self._of_copies
+
+
 class _StageMessages:
     """The messages of one stage, in place of torch's.
 
@@ -172,7 +185,7 @@ class _StageMessages:
             "clear_runtime_states",
         ):
             self._methods[name] = getattr(stage, name)
-            setattr(stage, name, getattr(self, name))
+            setattr(stage, name, _Replaced(getattr(self, name), stage, name))
 
     @property
     def name(self) -> str:

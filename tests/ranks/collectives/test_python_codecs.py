@@ -212,3 +212,23 @@ def refuse(rank: int, n: int) -> None:
 
 def test_what_a_python_codec_cannot_do_is_said() -> None:
     run_ranks(refuse, 2, fresh=True)
+
+
+def call_in_a_codec(rank: int, n: int) -> None:
+    def encode(x: torch.Tensor) -> torch.Tensor:
+        collectives.all_reduce(torch.ones(3))
+        return x.clone().view(torch.uint8)
+
+    codec = dtcomm.codecs.custom(
+        "calls",
+        encode,
+        lambda payload, numel: payload.view(torch.float32),
+        wire_bytes=lambda numel: 4 * numel,
+    )
+    with pytest.raises(DtcommError, match="calls a collective of the group that it works for"):
+        collectives.all_reduce(torch.ones(10_000), codec=codec)
+
+
+@pytest.mark.parametrize("runtime", ["native", "process_group"])
+def test_a_codec_that_calls_a_collective_is_refused(runtime: str) -> None:
+    run_ranks(call_in_a_codec, 2, env={"DTCOMM_RUNTIME": runtime}, fresh=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,6 +67,48 @@ def train_two_models(rank: int, world_size: int) -> bool:
 
 def test_two_models_in_one_loss_keep_their_collectives_apart() -> None:
     assert run_ranks(train_two_models, 2) == [True, True]
+
+
+def train_beside_other_sums(rank: int, world_size: int) -> bool:
+    """DDP sums which parameters were used, and the backward pass sums over the group as SyncBatchNorm does."""
+
+    def total(gradient: torch.Tensor) -> torch.Tensor:
+        summed = gradient.clone()
+        dtcomm.all_reduce(summed)
+        dist.all_reduce(summed)
+        return gradient + 0 * summed
+
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    model = DistributedDataParallel(Partly(layers, total), find_unused_parameters=True, **SMALL_BUCKETS)
+    ddp.compress(model, "* -> powersgd:rank=2")
+    equal = True
+    for step in range(4):
+        torch.manual_seed(step * world_size + rank)
+        model(torch.randn(8, WIDTH), step % 2).square().mean().backward()
+        mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        others = [torch.empty_like(mine) for _ in range(world_size)]
+        dist.all_gather(others, mine)
+        equal = equal and all(torch.equal(mine, other) for other in others)
+    return equal
+
+
+class Partly(nn.Module):
+    def __init__(self, layers: nn.ModuleList, hook: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.hook = layers, hook
+
+    def forward(self, x: torch.Tensor, unused: int) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != unused + 1:
+                x = layer(x)
+                x.register_hook(self.hook)
+        return x
+
+
+@pytest.mark.parametrize("backend", ["gloo", "dtcomm"])
+def test_unused_parameters_and_sums_in_backward_keep_apart(backend: str) -> None:
+    assert run_ranks(train_beside_other_sums, 2, backend=backend) == [True, True]
 
 
 class Checkpointed(nn.Module):

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from dtcomm import ddp, tp
+from dtcomm import ddp, fsdp, pipeline, tp
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.local_sgd import LocalSGD
 from tests.unit.ddp.models import SMALL_BUCKETS, Net, backward, batch, gradients, wrapped
@@ -160,3 +162,66 @@ def copy_other_integrations(rank: int, world_size: int) -> None:
 
 def test_copies_of_tensor_parallel_models_use_the_same_group() -> None:
     run_ranks(copy_other_integrations, 2)
+
+
+def copy_sharded(rank: int, world_size: int) -> None:
+    """Copies of a model of `ShardedOptimizer` reduce nothing; those of the optimizer and of FSDP's state say so."""
+    x = torch.full((2, 64), rank + 1.0)
+    model = nn.Linear(64, 64)
+    optimizer = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, gradients="int8", lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    sent = optimizer.report().messages
+    for copied in (copy.deepcopy(model), pickled(model)):
+        copied(x).sum().backward()
+        assert torch.equal(copied.weight.grad, x.sum(0).expand(64, 64))
+    assert optimizer.report().messages == sent
+    model(x).sum().backward()
+    optimizer.step()
+    assert optimizer.report().messages > sent
+    sharded = fully_shard(nn.Linear(64, 64))
+    state = fsdp.compress(sharded, "int8")
+    sharded(x).sum().backward()
+    for owner, name in ((state, "State"), (optimizer, "ShardedOptimizer")):
+        for copied in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
+            with pytest.raises(RuntimeError, match=f"{name}.report: this is a copy"):
+                copied.report()
+    sharded(x).sum().backward()
+    assert state.report().messages == 2 * world_size
+
+
+def test_copies_of_sharded_optimizers_and_fsdp_states() -> None:
+    run_ranks(copy_sharded, 2)
+
+
+def copy_stages(rank: int, world_size: int) -> None:
+    """A copied stage sends uncompressed, as one that was never compressed."""
+
+    def loss_of(stage: PipelineStage) -> float:
+        losses: list[torch.Tensor] = []
+        run = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
+        given = {"target": torch.zeros(4, 64), "losses": losses} if rank else {}
+        run.step(*(() if rank else (torch.linspace(-1, 1, 256).view(4, 64),)), **given)
+        return sum(loss.item() for loss in losses)
+
+    torch.manual_seed(rank)
+    layer = nn.Linear(64, 64)
+    plain, stage = (PipelineStage(layer, rank, world_size, torch.device("cpu")) for _ in range(2))
+    expected = loss_of(plain)
+    state = pipeline.compress(stage, "int4")
+    compressed = loss_of(stage)
+    assert (compressed != expected) == bool(rank)
+    sent = state.report().messages
+    for copied in (copy.deepcopy(stage), pickled(stage)):
+        assert loss_of(copied) == expected
+    assert state.report().messages == sent > 0
+    assert loss_of(stage) == compressed and state.report().messages > sent
+    again = copy.deepcopy(stage)
+    pipeline.compress(again, "int4")
+    assert loss_of(again) == compressed
+    with pytest.raises(RuntimeError, match="State.report: this is a copy"):
+        copy.deepcopy(state).report()
+
+
+def test_copies_of_stages_are_not_compressed() -> None:
+    run_ranks(copy_stages, 2)

@@ -117,6 +117,21 @@ def test_reductions_follow_grad_dtype() -> None:
     run_ranks(follow_gradient_dtypes, 2)
 
 
+@pytest.mark.skipif(TORCH < (2, 15), reason="param_dtype_override_fn is of torch 2.15")
+def test_parameters_that_keep_their_dtype() -> None:
+    """Norms stay fp32 while the rest travels in bf16: two dtypes in one message."""
+    options: dict[str, Any] = {"param_dtype": torch.bfloat16, "param_dtype_override_fn": keep_norms}
+    for reduce_dtype in (None, torch.float32):
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, **options)
+        run_ranks(compare, 2, NONE, {"mp_policy": policy}, 0.0)
+        run_ranks(compare, 2, LOSSY, {"mp_policy": policy}, 0.1)
+
+
+def keep_norms(parameter: nn.Parameter) -> torch.dtype | None:
+    """Keep the parameters of LayerNorm, which begin as ones and zeros."""
+    return parameter.dtype if parameter.detach().unique().numel() == 1 else None
+
+
 def check_mass(rank: int, ranks: int) -> None:
     """Reduced gradients plus residuals equal the sum of the inputs."""
     mesh = init_device_mesh("cpu", (ranks,))
