@@ -219,7 +219,7 @@ def copy_stages(rank: int, world_size: int) -> None:
     again = copy.deepcopy(stage)
     pipeline.compress(again, "int4")
     assert loss_of(again) == compressed
-    with pytest.raises(RuntimeError, match="State.report: this is a copy"):
+    with pytest.raises(RuntimeError, match=r"State\.report: this is a copy"):
         copy.deepcopy(state).report()
 
 

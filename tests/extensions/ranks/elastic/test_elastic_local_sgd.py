@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -387,6 +389,30 @@ def test_members_say_that_the_coordinator_is_gone(monkeypatch: Any) -> None:
         coordinator.close()
         results = [outcome.result for outcome in ranks.join(60)]
     assert all(coordinator.address in text and is_finite for text, is_finite in results)
+
+
+COORDINATOR = """
+from dtcomm.extensions.elastic import Coordinator
+coordinator = Coordinator("127.0.0.1", ranks=2)
+print(coordinator.address, flush=True)
+coordinator.wait()
+"""
+
+
+def test_members_do_not_wait_for_a_coordinator_that_is_stopped(monkeypatch: Any) -> None:
+    """Its connections stay open, as those of a suspended machine."""
+    monkeypatch.delenv("DTCOMM_SECRET", raising=False)
+    with subprocess.Popen([sys.executable, "-c", COORDINATOR], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        try:
+            with spawn_ranks(outlive_coordinator, 2, address, backend=None) as ranks:
+                _receive_from_all(ranks, 2)
+                process.send_signal(signal.SIGSTOP)
+                results = [outcome.result for outcome in ranks.join(60)]
+        finally:
+            process.kill()
+    assert all(address in text and is_finite for text, is_finite in results)
 
 
 def _receive_from_all(ranks: RunningRanks, count: int) -> None:
