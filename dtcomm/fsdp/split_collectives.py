@@ -161,15 +161,11 @@ class _PartsWork(dist.Work):
         if not self._waited:
             self._waited = True
             self._finish()
-            self._works, self._finish = (), _nothing  # they keep tensors alive
+            self._works, self._finish = (), lambda: None  # they keep tensors alive
         return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-def _nothing() -> None:
-    pass
 
 
 class SplitAllGather(CompressedAllGather):

@@ -89,19 +89,15 @@ class KernelWorkloads:
 
     def reductions(self) -> Iterator[KernelWorkload]:
         """Yield the workloads that reduce payloads, reduce and re-encode, and encode with error feedback."""
-        yield KernelWorkload(
-            f"reduce {REDUCED_PAYLOADS}", REDUCED_PAYLOADS * self._wire + self._floats, self._reduce
-        )
         bytes_moved = REDUCED_PAYLOADS * self._wire + self._floats
-        yield KernelWorkload(
-            f"reduce_encode {REDUCED_PAYLOADS - 1} + local", bytes_moved, self._reduce_encode
-        )
+        yield KernelWorkload(f"reduce {REDUCED_PAYLOADS}", bytes_moved, self._reduce)
+        name = f"reduce_encode {REDUCED_PAYLOADS - 1} + local"
+        yield KernelWorkload(name, bytes_moved, self._reduce_encode)
         # The residual is read and written; the `out` tensors serve as residuals.
         for tensor in self._out:
             tensor.zero_()
-        yield KernelWorkload(
-            "encode with residual", 3 * self._floats + self._wire, self._encode_with_residual
-        )
+        bytes_moved = 3 * self._floats + self._wire
+        yield KernelWorkload("encode with residual", bytes_moved, self._encode_with_residual)
 
     @property
     def _wire(self) -> int:
@@ -118,25 +114,22 @@ class KernelWorkloads:
         self._combine(local=self._x[i], payload_out=self._encoded[i])
 
     def _decode(self, i: int) -> None:
-        run_decode(
-            self._kernel, self._codec, self._payload_sets[i][0], self._numel, torch.float32, self._out[i]
-        )
+        payload, out = self._payload_sets[i][0], self._out[i]
+        run_decode(self._kernel, self._codec, payload, self._numel, torch.float32, out)
 
     def _reduce(self, i: int) -> None:
         self._combine(payloads=tuple(self._payload_sets[i]), out=self._out[i])
 
     def _reduce_encode(self, i: int) -> None:
-        self._combine(
-            payloads=tuple(self._payload_sets[i][1:]), local=self._x[i], payload_out=self._encoded[i]
-        )
+        payloads = tuple(self._payload_sets[i][1:])
+        self._combine(payloads=payloads, local=self._x[i], payload_out=self._encoded[i])
 
     def _encode_with_residual(self, i: int) -> None:
         self._combine(local=self._x[i], residual=self._out[i], payload_out=self._encoded[i])
 
     def _combine(self, **fields: Any) -> None:
-        run_combine(
-            self._kernel, Combine(codec=self._codec, numel=self._numel, dtype=torch.float32, **fields)
-        )
+        task = Combine(codec=self._codec, numel=self._numel, dtype=torch.float32, **fields)
+        run_combine(self._kernel, task)
 
 
 def buffer_sets_for(numel: int) -> int:

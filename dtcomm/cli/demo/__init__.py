@@ -214,12 +214,9 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     console.print(_TABLE_NOTES, highlight=False)
     links = new_table(["", *(f">{link} Gbit/s" for link in LINK_GBITS)], plain=True)
     for run in runs:
-        links.add_row(run["name"], *(_milliseconds(value) for value in run["milliseconds_on_link"].values()))
+        times = run["milliseconds_on_link"].values()
+        links.add_row(run["name"], *(f"{time:.{1 if time >= 1 else 2}f} ms" for time in times))
     console.print(links)
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
 
 
 def write_plot(summary: dict[str, Any], path: Path) -> None:

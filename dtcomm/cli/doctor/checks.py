@@ -289,7 +289,8 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
     collectives.all_reduce(exact)
     problems = [] if torch.equal(exact, sum(inputs, torch.zeros(NUMEL))) else ["none: the sum is wrong"]
 
-    noise = [_noise(other) for other in range(world_size)]
+    seeded = [torch.Generator().manual_seed(other) for other in range(world_size)]
+    noise = [torch.randn(NUMEL, generator=generator) for generator in seeded]
     total = sum(noise, torch.zeros(NUMEL))
     lossy = noise[rank].clone()
     collectives.all_reduce(lossy, codec="int8")
@@ -330,10 +331,6 @@ def self_test(rank: int, world_size: int) -> dict[str, Any]:
 def _integers(rank: int) -> torch.Tensor:
     """Return small integers, whose sum is exact in any order."""
     return ((torch.arange(NUMEL) * 31 + rank * 17) % 251).float()
-
-
-def _noise(rank: int) -> torch.Tensor:
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
 def _median_us(x: torch.Tensor, codec: str) -> float:

@@ -258,7 +258,8 @@ def _checked_options(namespace: argparse.Namespace) -> PerfOptions:
         raise ValueError(f"--compare {sorted(unknown)[0]!r} is not one of {', '.join(PEERS)}")
     device, device_reason = _choose_device(namespace, compare)
     if namespace.nproc is None:
-        namespace.nproc = _default_ranks(device) if schedule is None else schedule.ranks
+        gpus = torch.cuda.device_count() if device == CUDA else 0
+        namespace.nproc = max(2, gpus) if schedule is None else schedule.ranks
     variants = tuple(_variants(namespace, schedule, compare, device))
     if any(variant.backend == "mpi" for variant in variants):
         _require_mpi(namespace)
@@ -330,7 +331,7 @@ def _require_mpi(namespace: argparse.Namespace) -> None:
 def _variants(
     namespace: argparse.Namespace, schedule: Schedule | None, compare: tuple[str, ...], device: str
 ) -> list[Variant]:
-    names = _backend_names(namespace, device)
+    names = _split_commas(namespace.backend) or ["dtcomm" if device == CUDA else "native"]
     if compare and not any(find_backend(name).supports_codecs for name in names):
         raise ValueError(f"--compare {compare[0]}: --backend {','.join(names)} does not measure dtcomm")
     names += [name for name in compare if name not in names]
@@ -389,13 +390,3 @@ def _default_device(names: list[str]) -> tuple[str, str]:
     if any(CUDA not in find_backend(name).devices for name in names):
         return CPU, "a named backend supports CPU tensors only"
     return CUDA, "torch sees a GPU; --device cpu measures CPU tensors"
-
-
-def _default_ranks(device: str) -> int:
-    """Return the number of local ranks: one for each GPU, at least two."""
-    return max(2, torch.cuda.device_count()) if device == CUDA else 2
-
-
-def _backend_names(namespace: argparse.Namespace, device: str) -> list[str]:
-    """Return the named backends, by default dtcomm's."""
-    return _split_commas(namespace.backend) or ["dtcomm" if device == CUDA else "native"]

@@ -58,15 +58,8 @@ class Ranks:
         """Start one more."""
         address, method = self._arguments
         path = self._folder / f"rank{len(self.pids):04d}.jsonl"
-        command = [
-            sys.executable,
-            "-m",
-            "tests.extensions.stress.elastic_rank",
-            address,
-            str(path),
-            method,
-            str(TIMEOUT),
-        ]
+        line = f"-m tests.extensions.stress.elastic_rank {address} {path} {method} {TIMEOUT}"
+        command = [sys.executable, *line.split()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         with open(self._folder / "errors", "ab") as errors:
             process = subprocess.Popen(command, stdout=errors, stderr=errors, env=environment)

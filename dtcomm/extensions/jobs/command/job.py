@@ -109,7 +109,7 @@ def as_dict(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -
 def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod]) -> None:
     """Print the plan."""
     out = Output()
-    line = out.line
+    line = out.text
     job, model, system = plan.job, plan.job.model, plan.job.system
     active = f" ({count_name(model.active_parameters)} active)" if model.experts else ""
     line(
@@ -131,9 +131,9 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
     line(f"verdict: {verdict(plan)}", "bold")
     line(f"{plan.tried[0]:,} layouts are possible, {plan.tried[1]:,} fit in memory")
     if plan.winner is not None:
-        out.table(_candidates_table(plan))
-        out.table(_axes_table(plan.winner))
-        out.table(_memory_table(plan.rows))
+        out.print(_candidates_table(plan))
+        out.print(_axes_table(plan.winner))
+        out.print(_memory_table(plan.rows))
     for misfit in plan.misfits:
         total, (part, size) = size_name(round(misfit.memory.total)), misfit.memory.largest
         needs = f"{misfit.family} needs at least {total} ({misfit.layout}), {size_name(round(size))} of it for {part}"
@@ -141,7 +141,7 @@ def print_job(plan: JobPlan, options: JobOptions, methods: Sequence[SiteMethod])
     for finding in plan.findings:
         line(f"anti-pattern: {finding.name}: {finding.text}", "yellow")
     if options.wide_area is not None and methods:
-        out.table(_sites_table(methods, options))
+        out.print(_sites_table(methods, options))
     out.assumed(ASSUMPTIONS)
     if methods:
         best, plain = methods[0], next(m for m in methods if m.method == "DDP" and m.codec == "none")

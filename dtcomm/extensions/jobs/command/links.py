@@ -105,22 +105,22 @@ def verdict(rates: LinkRates, plans: Sequence[SizePlan]) -> str:
 def print_links(options: LinksOptions, plans: Sequence[SizePlan]) -> None:
     """Print the verdict, the table of sizes, and the table of links for the largest size."""
     out = Output()
-    out.line(f"verdict: {verdict(options.rates, plans)}", "bold")
+    out.text(f"verdict: {verdict(options.rates, plans)}", "bold")
     dtype = str(options.dtype).removeprefix("torch.")
-    out.line(f"all_reduce of {dtype} on {options.rates.ranks} ranks, links as given")
+    out.text(f"all_reduce of {dtype} on {options.rates.ranks} ranks, links as given")
     table = new_table((">size", "algorithm", "codec", ">time", ">without a codec", ">speed-up"), "by size")
     for plan in plans:
         times = time_name(plan.seconds), time_name(plan.plain), f"{plan.plain / plan.seconds:.2f}"
         table.add_row(size_name(plan.nbytes), plan.algorithm, plan.plan.codec, *times)
-    out.table(table)
+    out.print(table)
     columns = ("links", "~ranks", ">slowest", ">round trip", "codec")
     table = new_table(columns, f"links, at {size_name(plans[-1].nbytes)}")
     for row in link_rows(options.rates, plans[-1].plan):
         rate, round_trip = f"{row['gbit']:.4g} Gbit/s", f"{row['round_trip_ms']:.4g} ms"
         table.add_row(row["links"], " ".join(map(str, row["ranks"])), rate, round_trip, row["codec"])
-    out.table(table)
+    out.print(table)
     out.assumed(("ranks of a group share its link to another group", "lost packets are not counted"))
-    out.line(
+    out.text(
         "in a program: dtcomm.planner.plan_links(links, codec) on all ranks, or DTCOMM_LINKS=FILE with algorithm auto",
         "dim",
     )

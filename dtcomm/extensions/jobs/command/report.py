@@ -24,45 +24,37 @@ from dtcomm.extensions.jobs.training_model import ModelSize, RankMemory, memory_
 from dtcomm.system import save_figure
 
 WIDTH = 146  # least columns; a narrower terminal wraps the lines
-
-
 MOST_SIZES = 8  # of a step's messages that are printed
 
 
-class Output:
+class Output(Console):
     """The terminal, at least `WIDTH` columns wide."""
 
     def __init__(self) -> None:
-        self._console = Console()
-        if self._console.width < WIDTH:
-            self._console = Console(width=WIDTH, file=self._console.file)
+        super().__init__(width=max(WIDTH, Console().width))
 
-    def line(self, text: str, style: str | None = None) -> None:
+    def text(self, text: str, style: str | None = None) -> None:
         """Print a line as it is."""
-        self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-    def table(self, table: Table) -> None:
-        """Print a table."""
-        self._console.print(table)
+        self.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def assumed(self, texts: Sequence[str]) -> None:
         """Print what is assumed and not measured."""
         if texts:
-            self.line("assumed, not measured:", "dim")
+            self.text("assumed, not measured:", "dim")
         for text in texts:
-            self.line(f"- {text}", "dim")
+            self.text(f"- {text}", "dim")
 
 
 def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
     """Print the estimates of a collective, or those of a training step, its messages first, after the verdict."""
     out = Output()
-    out.line(_header(sweeps[0], training))
+    out.text(_header(sweeps[0], training))
     for text in sweeps[0].system.notes:
-        out.line(text, "yellow")
+        out.text(text, "yellow")
     for text in sweeps[0].verdicts if training is None else [training.verdict]:
-        out.line(f"verdict: {text}", "bold")
+        out.text(f"verdict: {text}", "bold")
     if training is None:
-        out.table(_collectives_table(sweeps[0].rows, {}))
+        out.print(_collectives_table(sweeps[0].rows, {}))
     else:
         for messages in training.messages:
             largest = sorted(messages.counts, key=lambda size: size * messages.counts[size])[-MOST_SIZES:]
@@ -70,14 +62,14 @@ def print_plan(sweeps: Sequence[Sweep], training: Training | None) -> None:
             for size in largest:
                 shown[messages.fastest["none", size].nbytes] += messages.counts[size]
             rows = [row for row in messages.sweep.rows if row.best.nbytes in shown]
-            out.table(_collectives_table(rows, shown, f"{messages.sweep.collective}: messages of a step"))
+            out.print(_collectives_table(rows, shown, f"{messages.sweep.collective}: messages of a step"))
             if hidden := len(messages.counts) - len(largest):
-                out.line(f"and {hidden} other sizes with fewer bytes (--json has all)")
-        out.table(_training_table(training))
+                out.text(f"and {hidden} other sizes with fewer bytes (--json has all)")
+        out.print(_training_table(training))
         for note in training.notes:
-            out.line(note, "dim")
+            out.text(note, "dim")
     if skipped := sorted({name for sweep in sweeps for name in sweep.skipped}):
-        out.line(f"not estimated because the schedule is too large: {', '.join(skipped)}")
+        out.text(f"not estimated because the schedule is too large: {', '.join(skipped)}")
     out.assumed(sweeps[0].assumptions if training is None else training.assumptions)
 
 
@@ -286,7 +278,7 @@ def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> No
     out = Output()
     capacity = system.device.memory_bytes
     available = f", which have {size_name(capacity)} each" if capacity else ", whose memory is not known"
-    out.line(
+    out.text(
         f"{count_name(model.params)} parameters of {model.itemsize} bytes in {model.layers} layers, {model.states} "
         f"states of the optimizer for each, on {system.ranks} ranks ({system.device.name}){available}: GiB on a rank"
     )
@@ -307,8 +299,8 @@ def print_memory(model: ModelSize, system: System, rows: list[RankMemory]) -> No
             *(["[green]yes[/green]" if fits else "[red]no[/red]"] if capacity else []),
         )
         last = row.stage
-    out.table(table)
-    out.line(MEMORY_NOTE, "dim")
+    out.print(table)
+    out.text(MEMORY_NOTE, "dim")
 
 
 def _gibibytes(size: float) -> str:

@@ -79,16 +79,8 @@ def test_compress_reads_the_plan_that_the_command_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    arguments = [
-        "tp",
-        "calibrate",
-        f"{__name__}:model_batches_and_plan",
-        "--codecs",
-        "int8",
-        "int3",
-        "--quiet",
-    ]
-    arguments += ["--budget", "5", "--out", str(plan)]
+    model = f"{__name__}:model_batches_and_plan"
+    arguments = f"tp calibrate {model} --codecs int8 int3 --quiet --budget 5 --out {plan}".split()
     assert main([*arguments, "--plot", str(picture)]) == 0
     output = capsys.readouterr().out
     assert "blocks.0.down" in output and "bits per element on the wire" in output

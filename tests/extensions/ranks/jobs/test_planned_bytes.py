@@ -27,6 +27,11 @@ def balanced_choices() -> torch.Tensor:
     return torch.tensor(every * REPEATS)
 
 
+def routes_of(ranks: int, hosts: int, hierarchical: bool) -> ExpertRoutes:
+    sizes = {"tokens": len(balanced_choices()), "experts": EXPERTS, "top_k": CHOICES}
+    return ExpertRoutes(**sizes, hosts=hosts, per_host=ranks // hosts, hierarchical=hierarchical)
+
+
 def measure(rank: int, ranks: int, hosts: int, hierarchical: bool, codec: str) -> dict[str, dict[str, int]]:
     """Return the bytes that a rank sends in one forward and backward pass, by message and by what they carry."""
     os.environ["DTCOMM_HOST_ID"] = f"host {rank * hosts // ranks}"
@@ -36,14 +41,7 @@ def measure(rank: int, ranks: int, hosts: int, hierarchical: bool, codec: str) -
     weights = torch.rand(choices.shape, requires_grad=True)
     rows, route = moe.dispatch(x, choices, EXPERTS, codec=codec, hierarchical=hierarchical)
     moe.combine(rows * 2, route, weights).sum().backward()
-    routes = ExpertRoutes(
-        tokens=len(x),
-        experts=EXPERTS,
-        top_k=CHOICES,
-        hosts=hosts,
-        per_host=ranks // hosts,
-        hierarchical=hierarchical,
-    )
+    routes = routes_of(ranks, hosts, hierarchical)
     for sent, outside in ((route.rows_between_hosts, True), (route.rows_inside_host, False)):
         planned = sum(count * rows for leaves, count, rows in routes.messages() if leaves is outside)
         assert sent == pytest.approx(planned)
@@ -57,14 +55,7 @@ def measure(rank: int, ranks: int, hosts: int, hierarchical: bool, codec: str) -
 @pytest.mark.parametrize(("hosts", "hierarchical"), [(1, False), (2, False), (2, True)])
 def test_bytes_of_experts_are_those_predicted(hosts: int, hierarchical: bool, codec: str) -> None:
     ranks = 4
-    routes = ExpertRoutes(
-        tokens=len(balanced_choices()),
-        experts=EXPERTS,
-        top_k=CHOICES,
-        hosts=hosts,
-        per_host=ranks // hosts,
-        hierarchical=hierarchical,
-    )
+    routes = routes_of(ranks, hosts, hierarchical)
     traffic = ExpertTraffic(routes=routes, features=FEATURES, codec=codec, dtype=torch.float32)
     planned = traffic.forward() | traffic.backward()
     for measured in run_ranks(measure, ranks, hosts, hierarchical, codec):

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from dtcomm.compress.measurements import Fidelity
-from dtcomm.compress.report import Report
-from dtcomm.compress.traffic import Row
 from dtcomm.extensions.extras import (
     AxisShare,
     MetricsServer,
@@ -26,6 +24,7 @@ from dtcomm.extensions.extras import (
     transformer_flops,
 )
 from dtcomm.profiling import Metric, Timeline, prometheus
+from tests.unit.compress.test_report import make_report, make_row
 from tests.unit.profiling.steps import step
 
 BOARD = Path(__file__).parents[4] / "examples/grafana/dtcomm.json"
@@ -162,30 +161,8 @@ def test_the_endpoint_serves_what_was_published_last() -> None:
 
 def state_with_all_metrics() -> Any:
     """Return an object whose metrics are all that a report and a timeline can have."""
-    row = Row(
-        codec="int8",
-        dtype="float32",
-        reason="",
-        names=("weight",),
-        numel=10,
-        calls=1,
-        wire_bytes=10,
-        plain_bytes=40,
-        relative_error=0.1,
-    )
-    report = Report(
-        policy="int8",
-        feedback=True,
-        steps=3,
-        messages=4,
-        wire_bytes=10,
-        plain_bytes=40,
-        seconds=1.0,
-        residual_bytes=5,
-        rows=(row,),
-        events={"harm": 1},
-        fidelity=Fidelity(steps=24, cosine=0.98, norm_ratio=1.02),
-    )
+    fidelity = Fidelity(steps=24, cosine=0.98, norm_ratio=1.02)
+    report = make_report(make_row(relative_error=0.1), events={"harm": 1}, fidelity=fidelity)
     timeline = Timeline("ddp")
     timeline._steps.extend([step(1)])
 

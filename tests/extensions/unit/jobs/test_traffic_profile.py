@@ -12,31 +12,17 @@ from dtcomm.extensions.jobs.traffic_profile import StepLoad, profile, profile_of
 from dtcomm.schedule.simulate import ComputeCost, LinkCost, simulate
 
 SHAPES = [
-    (1, 1),
-    (2, 2),
-    (2, 1),
-    (3, 3),
-    (4, 2),
-    (5, 5),
-    (6, 3),
-    (8, 4),
-    (9, 3),
-    (12, 4),
-    (12, 1),
-    (16, 4),
-    (17, 1),
+    *[(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (5, 5), (6, 3), (8, 4), (9, 3)],
+    *[(12, 4), (12, 1), (16, 4), (17, 1)],
 ]
-LEVELS = (
-    "hierarchical",
-    "hierarchical:ring/tree",
-    "hierarchical:halving/double_tree",
-    "hierarchical:one_shot/two_shot",
-)
+LEVELS = ("", ":ring/tree", ":halving/double_tree", ":one_shot/two_shot")
 CASES = [
     (collective, name)
     for collective in algorithms.collectives()
     for algorithm in algorithms.available(collective)
-    for name in (LEVELS if algorithm == "hierarchical" else (algorithm,))
+    for name in (
+        [f"{algorithm}{levels}" for levels in LEVELS] if algorithm == "hierarchical" else [algorithm]
+    )
     if not (collective != "all_reduce" and name.endswith(("double_tree", "two_shot", "tree")) and "/" in name)
 ]
 
