@@ -58,18 +58,12 @@ def test_text_has_a_line_per_check(
     [
         ({"settled": False}, "nothing chosen by trials"),
         ({"single_copy": True}, "one copy, pieces of 128 KiB"),
-        (
-            {"single_copy": False, "stream_payload": False},
-            "two copies with ordinary stores, pieces of 128 KiB",
-        ),
-        (
-            {"single_copy": False, "stream_payload": True},
-            "two copies with non-temporal stores, pieces of 128 KiB",
-        ),
+        ({"stream_payload": False}, "two copies with ordinary stores, pieces of 128 KiB"),
+        ({"stream_payload": True}, "two copies with non-temporal stores, pieces of 128 KiB"),
     ],
 )
 def test_choices_for_messages_are_described(choice: dict[str, Any], text: str) -> None:
-    choice = {"settled": True, "piece_bytes": 128 * 1024, **choice}
+    choice = {"settled": True, "piece_bytes": 128 * 1024, "single_copy": False, **choice}
     messages = [{"peer": 1, "sends": True, "choices": [choice]}, {"peer": 1, "sends": False, "choices": []}]
     expected = f"by rank 0: {text}; to rank 0: nothing chosen by trials"
     assert checks.describe_messages(messages) == expected

@@ -194,22 +194,22 @@ def _damaged(value: Any, rng: random.Random) -> Any:
     if isinstance(outer, dict) and rng.random() < 0.2:
         del outer[at]
     else:
-        odd = (
+        odd = [
             None,
             -1,
             10**30,
             3,
             math.nan,
             math.inf,
+            1.5,
             "\x1b[2J",
+            "x",
             [],
             {},
             [None],
             {"rank": 0},
             True,
-            "x",
-            1.5,
-        )
+        ]
         outer[at] = rng.choice(odd)
     return value
 
@@ -236,29 +236,14 @@ def test_damaged_records_are_named_and_the_others_are_read(
 
 
 def _record(rank: int, *operations: tuple[int, str, int | None], failure: str = "") -> dict[str, Any]:
-    operation_records = [
-        {
-            "number": number,
-            "text": "all_reduce(...)",
-            "collective": "all_reduce",
-            "bytes": 2**20,
-            "state": state,
-            "issued": 1.0,
-            "started": 1.0,
-            "finished": 2.0,
-            "waiting_for": waiting,
-            "waited_for": [],
-        }
+    common = {"text": "all_reduce(...)", "collective": "all_reduce", "bytes": 2**20, "waited_for": []}
+    common |= {"issued": 1.0, "started": 1.0, "finished": 2.0}
+    issued = [
+        {"number": number, "state": state, "waiting_for": waiting, **common}
         for number, state, waiting in operations
     ]
     names = [f"rank {rank} (host h, pid {rank + 10})" for rank in range(4)]
-    communicator = {
-        "id": "0/1",
-        "ranks": [0, 1, 2, 3],
-        "names": names,
-        "seen": [],
-        "operations": operation_records,
-    }
+    communicator = {"id": "0/1", "ranks": [0, 1, 2, 3], "names": names, "seen": [], "operations": issued}
     return {"rank": rank, "communicators": [{**communicator, "failure": failure}]}
 
 
@@ -267,29 +252,18 @@ def test_last_rank_of_a_chain_of_waits_is_the_culprit() -> None:
     records.append(_record(3, (7, "started", None)))
     (diagnosis,) = diagnose(records)
     assert (diagnosis.kind, diagnosis.culprits) == ("stuck", [3])
-    assert (
-        diagnosis.sentence == "rank 3 entered all_reduce #7 of 1 MB and does not go on; ranks 0-2 wait for it"
-    )
+    text = "rank 3 entered all_reduce #7 of 1 MB and does not go on; ranks 0-2 wait for it"
+    assert diagnosis.sentence == text
 
 
 def test_damaged_payload_is_reported_with_its_sender() -> None:
     text = "what rank 2 (host h, pid 12) sent to rank 0 (host h, pid 10) arrived damaged: chunk 1 of piece 0"
-    (diagnosis,) = diagnose(
-        [_record(0, (7, "failed", 2), failure=text), _record(2, (7, "failed", 0), failure=text)]
-    )
+    (diagnosis,) = diagnose([_record(a, (7, "failed", b), failure=text) for a, b in ((0, 2), (2, 0))])
     assert (diagnosis.kind, diagnosis.culprits, diagnosis.sentence) == ("corrupt", [2], text)
 
 
 def test_ranks_and_bytes_are_formatted() -> None:
-    assert [format_ranks(ranks) for ranks in ([], [3], [0, 1, 2], [5, 0, 1])] == [
-        "no rank",
-        "rank 3",
-        "ranks 0-2",
-        "ranks 0-1, 5",
-    ]
-    assert [format_bytes(count) for count in (12, 2048, 25 * 2**20, 3 * 2**30)] == [
-        "12 B",
-        "2 KB",
-        "25 MB",
-        "3 GB",
-    ]
+    texts = [format_ranks(ranks) for ranks in ([], [3], [0, 1, 2], [5, 0, 1])]
+    assert texts == ["no rank", "rank 3", "ranks 0-2", "ranks 0-1, 5"]
+    texts = [format_bytes(count) for count in (12, 2048, 25 * 2**20, 3 * 2**30)]
+    assert texts == ["12 B", "2 KB", "25 MB", "3 GB"]

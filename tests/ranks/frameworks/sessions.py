@@ -160,20 +160,10 @@ def make_trainer(folder: Path, losses: Losses, ends: Step = lambda step: None, *
             ends(self.state.global_step + 1)
             return loss
 
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        num_train_epochs=EPOCHS,
-        per_device_train_batch_size=4,
-        learning_rate=0.01,
-        report_to=[],
-        save_strategy="steps",
-        save_steps=SAVED_AT,
-        disable_tqdm=True,
-        logging_strategy="no",
-        ddp_backend="gloo",
-        **options,
-    )
+    options |= {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "logging_strategy": "no"}
+    options |= {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 4, "learning_rate": 0.01}
+    options |= {"save_strategy": "steps", "save_steps": SAVED_AT, "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(folder), **options)
     return RecordingTrainer(model=Regression(), args=arguments, train_dataset=data())  # type: ignore[arg-type]
 
 
@@ -203,28 +193,14 @@ def local_sgd_session(
     warnings = Warnings()
     losses: Losses = {}
     trainer = make_trainer(folder, losses)
-    attached = local_sgd.attach(
-        trainer,
-        lambda model: local_sgd.LocalSGD(
-            model,
-            3,
-            SPEC,
-            fragments=2,
-            delay=1,
-            mixing=0.5,
-            outer=lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True),
-            exclude="*.bias",
-        ),
-    )
+    options: dict[str, Any] = {"fragments": 2, "delay": 1, "mixing": 0.5, "exclude": "*.bias"}
+    options["outer"] = lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
+    attached = local_sgd.attach(trainer, lambda model: local_sgd.LocalSGD(model, 3, SPEC, **options))
     train_with_trainer(trainer, folder, mode)
     local = attached.state.local
     assert local.steps == EPOCHS * STEPS_PER_EPOCH
-    return (
-        losses,
-        torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
-        local.syncs,
-        warnings.lines,
-    )
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return losses, weights, local.syncs, warnings.lines
 
 
 def make_lightning_trainer(rank: int, n: int, strategy: Any, folder: Path) -> Any:
@@ -246,16 +222,10 @@ def make_lightning_trainer(rank: int, n: int, strategy: Any, folder: Path) -> An
             return rank
 
     strategy.cluster_environment = ExistingRanks()
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=n,
-        strategy=strategy,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=EPOCHS,
-        callbacks=[ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, save_last=True)],
-    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": n, "strategy": strategy, **quiet}
+    saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1, save_last=True)
+    return lightning.Trainer(max_epochs=EPOCHS, callbacks=[saving], **options)
 
 
 def make_lightning_module(

@@ -69,11 +69,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"exclude": 3}, TypeError, "exclude: expected .*got int"),
     ({"exclude": [3]}, TypeError, "exclude: expected .*int"),
     ({"exclude": "block.0"}, ValueError, r"exclude: 'block.0' matches nothing.*did you mean 'blocks.0'"),
-    (
-        {"exclude": "blocks.0.norm*"},
-        ValueError,
-        r"exclude: .*a part of 'blocks.0'.*fully_shard.*blocks.0.norm",
-    ),
+    ({"exclude": "blocks.0.norm*"}, ValueError, r"exclude: .*a part of 'blocks.0'.*fully_shard.*0.norm"),
     ({"exclude": "*"}, ValueError, "exclude: .*no module to compress"),
 ]
 
@@ -136,18 +132,10 @@ def test_a_flag_allows_inaccurate_codecs() -> None:
 
 def check_feedback(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
-    chosen = {
-        spec: str(fsdp.compress(sharded(mesh), spec).gradients)
-        for spec in ("int8", "int4", "int8/int2", "sign", "topk:ratio=0.1", "loco:int4")
-    }
-    assert chosen == {
-        "int8": "int8",
-        "int4": "int4",
-        "int8/int2": "ef:int8/int2",
-        "sign": "ef:sign",
-        "topk:ratio=0.1": "ef:topk:ratio=0.1",
-        "loco:int4": "loco:int4",
-    }
+    for spec in ("int8", "int4", "loco:int4"):
+        assert str(fsdp.compress(sharded(mesh), spec).gradients) == spec
+    for spec in ("int8/int2", "sign", "topk:ratio=0.1"):
+        assert str(fsdp.compress(sharded(mesh), spec).gradients) == f"ef:{spec}"
     model = sharded(mesh)
     state = fsdp.compress(model, "topk:ratio=0.1", residual="bf16")
     train(model, rank)

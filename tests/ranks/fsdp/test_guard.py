@@ -137,17 +137,10 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
     guard: dict[str, Any] = {"guard": Guard(error=0.1), "sample_every": 1}
     torch.manual_seed(0)
     fsdp1_model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    state = fsdp.compress(fsdp1_model, "int2:block=1024", feedback=False, allow_inaccurate=True, **guard)
+    coarse: dict[str, Any] = {"gradients": "int2:block=1024", "feedback": False, "allow_inaccurate": True}
+    state = fsdp.compress(fsdp1_model, **coarse, **guard)
     model = Net()
-    optimizer = fsdp.ShardedOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        lr=1e-3,
-        gradients="int2:block=1024",
-        feedback=False,
-        allow_inaccurate=True,
-        **guard,
-    )
+    optimizer = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, lr=1e-3, **coarse, **guard)
     for _ in range(6):
         fsdp1_model(torch.ones(1, WIDTH)).square().sum().backward()
         model(torch.ones(1, WIDTH)).square().sum().backward()
@@ -159,14 +152,9 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
         assert {(event.kind, event.action) for event in source.events} == {("error", "raise")}
     # A diverging loss turns compression off, of parameters too.
     model = Net()  # an optimizer's hooks stay on its parameters
+    guard["guard"] = Guard(steps=3)
     optimizer = fsdp.ShardedOptimizer(
-        model.named_parameters(),
-        torch.optim.SGD,
-        lr=0.0,
-        gradients="int4",
-        parameters="int8",
-        guard=Guard(steps=3),
-        sample_every=1,
+        model.named_parameters(), torch.optim.SGD, lr=0.0, gradients="int4", parameters="int8", **guard
     )
     for number in range(20):
         optimizer.observe(1.0 if number < 16 else 50.0)

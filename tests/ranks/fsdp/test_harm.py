@@ -93,12 +93,8 @@ def check_guard(rank: int, ranks: int, make: Callable[..., Any], spec: str) -> N
 @pytest.mark.parametrize(
     ("make", "ranks"),
     [
-        (fully_sharded, 2),
-        (with_sums, 3),
-        (with_replicas, 4),
-        (fsdp1, 2),
-        (fsdp1_without_shards, 2),
-        (sharded_optimizer, 3),
+        *[(fully_sharded, 2), (with_sums, 3), (with_replicas, 4)],
+        *[(fsdp1, 2), (fsdp1_without_shards, 2), (sharded_optimizer, 3)],
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

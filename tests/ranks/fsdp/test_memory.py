@@ -73,17 +73,14 @@ def compare_peak(rank: int, ranks: int, codecs: dict[str, Any]) -> tuple[int, in
     extra = peak_memory(model, optimizer) - plain
     report = state.report()
     shards = [parameter.to_local() for parameter in model.parameters()]
+    gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    moments = [
+        value.to_local() for values in optimizer.state.values() for value in values.values() if value.ndim
+    ]
     sizes = {
         "parameters": float(sum(shard.nbytes for shard in shards)),
-        "gradients": float(sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)),
-        "optimizer": float(
-            sum(
-                value.to_local().nbytes
-                for state_of_parameter in optimizer.state.values()
-                for value in state_of_parameter.values()
-                if value.ndim
-            )
-        ),
+        "gradients": float(sum(gradient.nbytes for gradient in gradients)),
+        "optimizer": float(sum(moment.nbytes for moment in moments)),
         "residuals": float(report.residual_bytes),
         "references": float(report.memory["references"]),
     }

@@ -64,13 +64,9 @@ def run_collectives(
 ) -> dict[str, Any]:
     """Return the gathered parameters and reduced gradients of some steps; in one step rank 1 has a NaN."""
     group = dist.distributed_c10d._get_default_group()
-    state = State(
-        parse_spec(gradients, FEEDBACKS, "gradients"),
-        parse_spec(parameters, PARAMETER_PREFIXES, "parameters"),
-        0,
-        guard=Guard(),
-        sample_every=1,
-    )
+    gradient_spec = parse_spec(gradients, FEEDBACKS, "gradients")
+    parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
+    state = State(gradient_spec, parameter_spec, 0, guard=Guard(), sample_every=1)
     module: Any = ModuleWithoutState()
     gather = CompressedAllGather(state, "m")
     scatter = CompressedReduceScatter(state, "m", module, BackwardOverlap())
@@ -111,15 +107,9 @@ def run_optimizer(
         (name, torch.nn.Parameter(to_device(torch.zeros(shape))))
         for name, shape in (("a", (40, 50)), ("b", (30,)), ("c", (33, 20)))
     ]
+    options: dict[str, Any] = {"lr": 0.01, "foreach": False, "bucket_bytes": 5000, "sample_every": 1}
     optimizer = ShardedOptimizer(
-        named_parameters,
-        torch.optim.AdamW,
-        lr=0.01,
-        foreach=False,
-        gradients=gradients,
-        parameters=parameters,
-        bucket_bytes=5000,
-        sample_every=1,
+        named_parameters, torch.optim.AdamW, gradients=gradients, parameters=parameters, **options
     )
     results = []
     for step in range(3):
@@ -161,14 +151,10 @@ def run(
                 torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
                 for a, b in zip(actual["results"], expected["results"])
             ]
+            events = (str(actual["state"].events), str(expected["state"].events))
+            faults = list(dict.fromkeys(streams.faults))
             outcomes.append(
-                {
-                    "case": case,
-                    "faults": list(dict.fromkeys(streams.faults)),
-                    "same": same,
-                    "errors": errors,
-                    "events": (str(actual["state"].events), str(expected["state"].events)),
-                }
+                {"case": case, "faults": faults, "same": same, "errors": errors, "events": events}
             )
         C.release()
     return outcomes

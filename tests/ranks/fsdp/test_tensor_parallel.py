@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dtcomm
 from dtcomm import fsdp
 from dtcomm.launch.ranks import run_ranks
+from tests.ranks.ddp.test_tensor_parallel import require_equal
 
 WIDTH = 24  # rows of a few elements: blocks of any codec hold elements of several parameters
 STEPS = 12
@@ -54,12 +54,6 @@ def make_model(mesh: DeviceMesh, style: str) -> nn.Sequential:
     for block in model:
         fully_shard(block, mesh=mesh["fsdp"])
     return fully_shard(model, mesh=mesh["fsdp"])
-
-
-def require_equal(tensor: torch.Tensor, mesh: DeviceMesh, what: str) -> None:
-    tensors = [torch.empty_like(tensor) for _ in range(mesh.size())]
-    dist.all_gather(tensors, tensor, group=mesh.get_group())
-    assert all(torch.equal(other, tensor) for other in tensors), what
 
 
 def train_replicas(rank: int, ranks: int, style: str) -> None:
@@ -109,9 +103,8 @@ def layers_of(mesh: DeviceMesh, codec: str) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, mesh: DeviceMesh, step: int) -> torch.Tensor:
-    x = torch.randn(
-        8, WIDTH, generator=torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
-    )
+    generator = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+    x = torch.randn(8, WIDTH, generator=generator)
     loss: torch.Tensor = (model(x) - x.roll(1, -1)).square().mean()
     return loss
 
@@ -123,16 +116,8 @@ def train_with_sharded_optimizer(rank: int, ranks: int) -> None:
         options = {key: value for key, value in options.items() if key != "sample_every"}
         for stage in (1, 2):
             model = layers_of(mesh, "int8")
-            optimizer = fsdp.ShardedOptimizer(
-                model.named_parameters(),
-                torch.optim.AdamW,
-                lr=1e-2,
-                group=group,
-                stage=stage,
-                bucket_bytes=6000,
-                sample_every=2,
-                **options,
-            )
+            options |= {"lr": 1e-2, "group": group, "stage": stage, "bucket_bytes": 6000, "sample_every": 2}
+            optimizer = fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.AdamW, **options)
             for step in range(STEPS // 2):
                 loss_of(model, mesh, step).backward()
                 norm = optimizer.clip_grad_norm_(0.1)

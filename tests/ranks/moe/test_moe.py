@@ -36,6 +36,27 @@ def dense(
     return (expert_outputs[experts, token_indices] * weights[:, :, None]).sum(1)
 
 
+def compare_to_reference(
+    actual: torch.Tensor, inputs: list[torch.Tensor], case: tuple[Any, ...], tolerance: float
+) -> list[torch.Tensor]:
+    """Compare outputs and the gradients of the inputs to the dense mixture; return the gradients of its experts."""
+    x, experts, weights, matrices = case
+    dense_inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+    dense_matrices = [matrix.clone().requires_grad_() for matrix in matrices]
+    expected = dense(dense_inputs[0], experts, dense_inputs[1], dense_matrices)
+    close(actual, expected, tolerance)
+    scale = torch.linspace(-1, 1, actual.numel()).view_as(actual)
+    (actual * scale).sum().backward()
+    (expected * scale).sum().backward()
+    for local_input, reference in zip(inputs, dense_inputs):
+        close(local_input.grad, reference.grad, tolerance)
+    # An expert's gradient comes from all ranks' tokens.
+    totals = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in dense_matrices]
+    for total in totals:
+        dist.all_reduce(total)
+    return totals
+
+
 def compare_to_dense(rank: int, ranks: int, codec: str, tolerance: float) -> None:
     x, experts, weights, matrices = make_case(rank)
     local_count = EXPERTS // ranks
@@ -47,20 +68,8 @@ def compare_to_dense(rank: int, ranks: int, codec: str, tolerance: float) -> Non
     assert sum(route.counts) == len(tokens)
     outputs = [torch.tanh(rows @ matrix) for rows, matrix in zip(route.split(tokens), local, strict=True)]
     actual = moe.combine(torch.cat(outputs), route, inputs[1])
-    dense_inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
-    dense_matrices = [matrix.clone().requires_grad_() for matrix in matrices]
-    expected = dense(dense_inputs[0], experts, dense_inputs[1], dense_matrices)
-    close(actual, expected, tolerance)
-    scale = torch.linspace(-1, 1, actual.numel()).view_as(actual)
-    (actual * scale).sum().backward()
-    (expected * scale).sum().backward()
-    for local_input, reference in zip(inputs, dense_inputs):
-        close(local_input.grad, reference.grad, tolerance)
+    totals = compare_to_reference(actual, inputs, (x, experts, weights, matrices), tolerance)
     for number, matrix in enumerate(local):
-        # An expert's gradient comes from all ranks' tokens.
-        totals = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in dense_matrices]
-        for total in totals:
-            dist.all_reduce(total)
         gradient = torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
         close(gradient, totals[rank * local_count + number], tolerance)
 
@@ -81,19 +90,8 @@ def compare_padded_to_dense(rank: int, ranks: int, codec: str, tolerance: float)
     assert route.counts.sum(1).tolist() == list(exact_route.counts)
     close(rows.detach()[route.mask], tokens, tolerance)
     actual = moe.combine_padded(torch.tanh(torch.bmm(rows, local)), route, inputs[1])
-    dense_inputs = [tensor.clone().requires_grad_() for tensor in (x, weights)]
-    dense_matrices = [matrix.clone().requires_grad_() for matrix in matrices]
-    expected = dense(dense_inputs[0], experts, dense_inputs[1], dense_matrices)
-    close(actual, expected, tolerance)
-    scale = torch.linspace(-1, 1, actual.numel()).view_as(actual)
-    (actual * scale).sum().backward()
-    (expected * scale).sum().backward()
-    for padded_input, reference in zip(inputs, dense_inputs):
-        close(padded_input.grad, reference.grad, tolerance)
+    totals = compare_to_reference(actual, inputs, (x, experts, weights, matrices), tolerance)
     for number in range(local_count):
-        totals = [torch.zeros_like(m) if m.grad is None else m.grad.clone() for m in dense_matrices]
-        for total in totals:
-            dist.all_reduce(total)
         close(local.grad[number], totals[rank * local_count + number], tolerance)
 
 

@@ -15,33 +15,21 @@ from dtcomm.launch.ranks import run_ranks
 from tests.ranks.tp.test_report import PLAN, Model
 
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"spec": "intt8"},
-        ValueError,
-        r"spec: unknown codec 'intt8' \(did you mean 'int8'\?\); valid codecs: none",
-    ),
+    ({"spec": "intt8"}, ValueError, r"spec: unknown codec 'intt8' \(did you mean 'int8'\?\); valid codecs:"),
     ({"codec": "intt8"}, ValueError, "spec: unknown codec 'intt8'"),
     ({"spec": "int8:blok=64"}, ValueError, "int8: unknown option 'blok'"),
     ({"spec": "auto"}, ValueError, "spec: 'auto' is for the gradients of dtcomm.ddp.compress; here"),
     (
         {"spec": "ndim<2 -> none, * -> int8"},
         ValueError,
-        "is a policy, which is for dtcomm.ddp.compress; here plan=",
+        "is a policy, .* for dtcomm.ddp.compress; here plan=",
     ),
     ({"spec": "powersgd:rank=4"}, ValueError, "spec: 'powersgd' keeps state from step to step"),
     ({"spec": "ef:int4"}, ValueError, "spec: 'ef' keeps state from step to step"),
-    (
-        {"spec": "int8/int4"},
-        ValueError,
-        "names a codec for each level of hosts; tensor-parallel sums have one",
-    ),
+    ({"spec": "int8/int4"}, ValueError, "a codec for each level of hosts; tensor-parallel sums have one"),
     ({"spec": "plan.json"}, ValueError, "spec: 'plan.json' is a plan file; pass plan='plan.json'"),
     ({"spec": "llama"}, ValueError, "spec: 'llama' is a plan; pass plan='llama'"),
-    (
-        {"spec": PLAN},
-        TypeError,
-        "spec: expected a codec or its spec, such as 'int8', got dict; a plan of layers is",
-    ),
+    ({"spec": PLAN}, TypeError, "spec: expected a codec or its spec, .*, got dict; a plan of layers is"),
     ({"spec": Policy.parse("* -> int8")}, TypeError, "spec: expected a codec or its spec, .* got Policy"),
     ({"spec": 8}, TypeError, "spec: expected a codec or its spec, such as 'int8', got int"),
     ({"plan": "int4"}, ValueError, "plan: 'int4' is a codec; pass spec='int4'"),
@@ -89,13 +77,8 @@ def compare_excluded(rank: int, ranks: int) -> None:
         for name, module in model.named_modules()
         if hasattr(module, "comm")
     }
-    assert specs == {
-        "blocks.0.up": ("int8", "int8"),
-        "blocks.0.down": ("none", "none"),
-        "blocks.1.up": ("int8", "int8"),
-        "blocks.1.down": ("int8", "int8"),
-        "head": ("none", "none"),
-    }
+    excluded, compressed = ("blocks.0.down", "head"), ("blocks.0.up", "blocks.1.up", "blocks.1.down")
+    assert specs == dict.fromkeys(excluded, ("none", "none")) | dict.fromkeys(compressed, ("int8", "int8"))
 
 
 def test_excluded_layers_stay_uncompressed() -> None:

@@ -26,16 +26,7 @@ def rank_input(rank: int, tokens: int = 50, dtype: torch.dtype = torch.float32) 
 def check_batch_invariance(rank: int, ranks: int) -> None:
     """Compare sums of single tokens to sums of batches. A matrix product need not be invariant, so there is none."""
     tokens = rank_input(rank, 40)
-    for spec in (
-        "none",
-        "int8",
-        "int4",
-        "int2:spikes=1",
-        "fp8_e4m3:block=32",
-        "mxfp4",
-        "int4:symmetric=false",
-        "fp16",
-    ):
+    for spec in "none int8 int4 int2:spikes=1 fp8_e4m3:block=32 mxfp4 int4:symmetric=false fp16".split():
         for algorithm in ("one_shot", "two_shot_symmetric"):
             comm = tp.CommConfig.of(spec, algorithm=algorithm)
             assert comm.batch_invariant(FEATURES)

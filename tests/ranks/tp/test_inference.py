@@ -23,15 +23,7 @@ from tests.support.fake_cuda_tensor import DEVICE, to_fake_cuda
 from tests.support.stream_checker import RecordedStreams
 
 FEATURES = 256
-SPECS = (
-    "none",
-    "int8",
-    "fp8_e4m3",
-    "int4:block=128,spikes=1",
-    "int8:round=stochastic",
-    "exact",
-    "topk:ratio=0.1",
-)
+SPECS = "none int8 fp8_e4m3 int4:block=128,spikes=1 int8:round=stochastic exact topk:ratio=0.1".split()
 
 
 def activations(rank: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

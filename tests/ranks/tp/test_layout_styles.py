@@ -16,12 +16,8 @@ from dtcomm.launch.ranks import run_ranks
 
 WIDTH = 32
 REDISTRIBUTIONS = [
-    (Shard(1), Replicate()),
-    (Replicate(), Shard(1)),
-    (Partial(), Replicate()),
-    (Partial(), Shard(2)),
-    (Shard(1), Shard(2)),
-    (Shard(0), Shard(0)),
+    *[(Shard(1), Replicate()), (Replicate(), Shard(1)), (Partial(), Replicate())],
+    *[(Partial(), Shard(2)), (Shard(1), Shard(2)), (Shard(0), Shard(0))],
 ]
 INT8 = {"codec": "int8", "backward_codec": "int8"}
 
@@ -48,29 +44,16 @@ def compare_redistributions(rank: int, ranks: int, local_output: bool, options: 
     for source, target in REDISTRIBUTIONS:
         if options and isinstance(source, Shard) and isinstance(target, Shard) and source != target:
             continue
-        plans = [
-            lambda styles, codec_options, source=source, target=target: styles.PrepareModuleInput(
-                input_layouts=(source,),
-                desired_input_layouts=(target,),
-                use_local_output=local_output,
-                **codec_options,
-            ),
-            lambda styles, codec_options, source=source, target=target: styles.PrepareModuleOutput(
-                output_layouts=source,
-                desired_output_layouts=target,
-                use_local_output=local_output,
-                **codec_options,
-            ),
-        ]
-        for plan in plans:
+        plans = {
+            "PrepareModuleInput": {"input_layouts": (source,), "desired_input_layouts": (target,)},
+            "PrepareModuleOutput": {"output_layouts": source, "desired_output_layouts": target},
+        }
+        for style, layouts in plans.items():
             results = []
             for styles, codec_options in ((torch_styles, {}), (tp, options)):
-                model = torch_styles.parallelize_module(
-                    NormAndInner(), mesh, {"inner": plan(styles, codec_options)}
-                )
-                x = torch.randn(
-                    2, 4, WIDTH, generator=torch.Generator().manual_seed(rank), requires_grad=True
-                )
+                plan = getattr(styles, style)(**layouts, use_local_output=local_output, **codec_options)
+                model = torch_styles.parallelize_module(NormAndInner(), mesh, {"inner": plan})
+                x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(rank)).requires_grad_()
                 results.append(output_and_gradient(model(x), x))
             for expected, actual in zip(*results, strict=True):
                 redistribution = f"{source!r} to {target!r}"

@@ -62,12 +62,8 @@ def train_and_report(rank: int, ranks: int) -> dict[str, Any]:
         model(torch.ones(tokens, WIDTH, requires_grad=True)).square().mean().backward()
     report = state.report()
     rows = {(row.what, row.codec): row for row in report.rows}
-    assert set(rows) == {
-        ("activations", "int8"),
-        ("activations", "none"),
-        ("gradients", "int4"),
-        ("gradients", "none"),
-    }
+    kinds = {"activations": ("int8", "none"), "gradients": ("int4", "none")}
+    assert set(rows) == {(what, codec) for what, codecs in kinds.items() for codec in codecs}
     # Forward: the sum of one block and the gathered head; backward: the sums of the inputs of "up".
     activations = rows["activations", "int8"]
     assert activations.names == ("blocks.0.down", "head") and activations.calls == 4

@@ -84,9 +84,7 @@ def compare_gradients(rank: int, ranks: int, mode: str, codec: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "codec"),
     [
-        ("checkpoint", "none"),
-        ("checkpoint", "int8"),
-        ("autocast", "int8"),
+        *[("checkpoint", "none"), ("checkpoint", "int8"), ("autocast", "int8")],
         pytest.param("compile", "int8", marks=pytest.mark.slow),
     ],
 )

@@ -8,8 +8,9 @@ import torch
 from dtcomm.codecs import codec
 from dtcomm.compress.bucket import BucketLayout, build_layout
 from dtcomm.compress.policy import default_policy
-from dtcomm.compress.report import Report, format_bytes
+from dtcomm.compress.report import format_bytes
 from dtcomm.compress.traffic import ParameterTotals, group_rows
+from tests.unit.compress.test_report import make_report
 
 SHAPES = {"norm": (40,), "bias": (10,), "matrix": (50, 40), "other": (64, 64), "tail": (3,)}
 
@@ -77,17 +78,7 @@ def test_report_groups_by_codec_and_reason_and_says_why() -> None:
     assert by_codec["int8"].saved_bytes > 0.7 * by_codec["int8"].plain_bytes
     assert by_codec["none"].reason == "policy: ndim<2"
     assert by_codec["none"].relative_error == 0.0
-    report = Report(
-        policy="p",
-        feedback=True,
-        steps=1,
-        messages=1,
-        wire_bytes=layout.wire_bytes,
-        plain_bytes=round(layout.plain_bytes),
-        seconds=0.5,
-        residual_bytes=0,
-        rows=rows,
-    )
+    report = make_report(*rows)
     assert "policy: ndim<2" in str(report)
     assert "5.0e-02" in str(report)
     assert report.to_dict()["rows"][0]["names"] == ["matrix", "other"]

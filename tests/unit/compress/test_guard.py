@@ -66,15 +66,9 @@ class Failure:
             late.append(means[0].clone())
             means[0].copy_(self.share * late[0])
 
-        run = GuardedRanks(
-            self.spec,
-            RANKS,
-            [("w", torch.zeros(64, 64))],
-            guard,
-            sample_every=10,
-            spoil=spoil,
-            **self.options,
-        )
+        parameters = [("w", torch.zeros(64, 64))]
+        options = {"sample_every": 10, "spoil": spoil, **self.options}
+        run = GuardedRanks(self.spec, RANKS, parameters, guard, **options)
         generator = torch.Generator().manual_seed(0)
         weights = torch.randn(64, 64, generator=generator)
         curvature = torch.logspace(-2, 0, 64)[:, None]
@@ -91,27 +85,28 @@ class Failure:
         return list(run.monitors[0].events)
 
 
+def failure_without_limit(kind: str, *args: Any, **options: Any) -> Failure:
+    return Failure(kind, {f"on_{kind}": "ignore"}, *args, **options)
+
+
 FAILURES = {
     "most elements wait too long": Failure("harm", {"cosine": 1e-9}, "randk:ratio=0.05", 80),
     "a part of every average is lost": Failure("harm", {"norm_ratio": 1e9}, "int8", 60, share=0.3),
-    "outliers set the scale of all elements": Failure(
+    "outliers set the scale of all elements": failure_without_limit(
         "error",
-        {"on_error": "ignore"},
         "int4:block=4096",
         60,
         rate=1e-4,
         outlier=1e3,
         options={"feedback": False, "held_to_error": True},
     ),
-    "a bad batch comes back from the residual": Failure(
-        "residual", {"on_residual": "ignore"}, "topk:ratio=0.01", 160, clip=10.0, bad_batch=48, without="harm"
+    "a bad batch comes back from the residual": failure_without_limit(
+        "residual", "topk:ratio=0.01", 160, clip=10.0, bad_batch=48, without="harm"
     ),
-    "gradients arrive too late for the rate": Failure(
-        "loss", {"on_loss": "ignore"}, "int8", 60, rate=1.0, delay=3, without="harm"
+    "gradients arrive too late for the rate": failure_without_limit(
+        "loss", "int8", 60, rate=1.0, delay=3, without="harm"
     ),
-    "gradients beyond the codec's range": Failure(
-        "nonfinite", {"on_nonfinite": "ignore"}, "fp16", 60, unit=1e7
-    ),
+    "gradients beyond the codec's range": failure_without_limit("nonfinite", "fp16", 60, unit=1e7),
 }
 
 
@@ -180,19 +175,15 @@ def test_finer_powersgd_has_a_higher_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("name", "value"),
     [
-        ({"on_error": "panic"}, "on_error is 'panic'"),
-        ({"residual": 0}, "residual is 0"),
-        ({"steps": 0}, "steps is 0"),
-        ({"window": 0}, "window is 0"),
-        ({"cosine": 1.5}, "cosine is 1.5"),
-        ({"norm_ratio": 0.5}, "norm_ratio is 0.5"),
+        *[("on_error", "panic"), ("residual", 0), ("steps", 0), ("window", 0)],
+        *[("cosine", 1.5), ("norm_ratio", 0.5)],
     ],
 )
-def test_invalid_guard_options_are_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Guard(**options)
+def test_invalid_guard_options_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value!r}"):
+        Guard(**{name: value})
 
 
 @pytest.mark.parametrize("guard", [None, Guard()])

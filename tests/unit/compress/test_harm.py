@@ -128,15 +128,8 @@ def train(spec: str, steps: int, momentum: float = 0.9, **options: Any) -> tuple
 
 
 # Two windows, and two steps until the second one is evaluated.
-HEALTHY = {
-    "int8": 50,
-    "int4": 50,
-    "fp16": 50,
-    "int2:block=1024": 50,
-    "sign": 50,
-    "topk:ratio=0.01": 102,
-    "powersgd:rank=1": 50,
-}
+HEALTHY = dict.fromkeys(("int8", "int4", "fp16", "int2:block=1024", "sign", "powersgd:rank=1"), 50)
+HEALTHY["topk:ratio=0.01"] = 102
 
 
 @pytest.mark.parametrize("spec", HEALTHY)

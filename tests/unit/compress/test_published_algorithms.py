@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -92,22 +94,15 @@ def first_factor(rank: int) -> Array:
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_powersgd_equals_torch_s(rank: int) -> None:
-    run = SimulatedRanks(f"powersgd:rank={rank}", RANKS, LAYER)
-    reference = reference_algorithms.TorchPowerSGD(first_factor(rank), RANKS, ROWS)
+@pytest.mark.parametrize(
+    ("options", "algorithm"),
+    [("", reference_algorithms.TorchPowerSGD), (",alternate=true", reference_algorithms.EpfmlPowerSGD)],
+)
+def test_powersgd_equals_torch_s_and_the_alternating_one_epfml_s(
+    rank: int, options: str, algorithm: Any
+) -> None:
+    run = SimulatedRanks(f"powersgd:rank={rank}{options}", RANKS, LAYER)
+    reference = algorithm(first_factor(rank), RANKS, ROWS)
     for step in range(STEPS):
-        assert_close(
-            average_gradient(run, step),
-            reference.step([gradient.double().numpy() for gradient in gradients(step)]),
-        )
-
-
-@pytest.mark.parametrize("rank", [1, 4])
-def test_alternating_powersgd_equals_epfml_s(rank: int) -> None:
-    run = SimulatedRanks(f"powersgd:rank={rank},alternate=true", RANKS, LAYER)
-    reference = reference_algorithms.EpfmlPowerSGD(first_factor(rank), RANKS, ROWS)
-    for step in range(STEPS):
-        assert_close(
-            average_gradient(run, step),
-            reference.step([gradient.double().numpy() for gradient in gradients(step)]),
-        )
+        expected = reference.step([gradient.double().numpy() for gradient in gradients(step)])
+        assert_close(average_gradient(run, step), expected)

@@ -15,33 +15,15 @@ from dtcomm.compress.traffic import ParameterTotals, Row, Traffic, group_rows, g
 
 
 def make_row(codec: str = "int8", **options: Any) -> Row:
-    values: dict[str, Any] = {
-        "codec": codec,
-        "dtype": "float32",
-        "reason": "",
-        "names": ("a", "b"),
-        "numel": 2000,
-        "calls": 3,
-        "wire_bytes": 1000,
-        "plain_bytes": 4000,
-        "relative_error": 0.005,
-    }
-    return Row(**{**values, **options})
+    values: dict[str, Any] = {"codec": codec, "dtype": "float32", "reason": "", "names": ("a", "b")}
+    counts = {"numel": 2000, "calls": 3, "wire_bytes": 1000, "plain_bytes": 4000, "relative_error": 0.005}
+    return Row(**{**values, **counts, **options})
 
 
 def make_report(*rows: Row, **options: Any) -> Report:
-    values: dict[str, Any] = {
-        "policy": "int8",
-        "feedback": True,
-        "steps": 3,
-        "messages": 6,
-        "wire_bytes": sum(row.wire_bytes for row in rows),
-        "plain_bytes": sum(row.plain_bytes for row in rows),
-        "seconds": 0.25,
-        "residual_bytes": 8000,
-        "rows": rows,
-    }
-    return Report(**{**values, **options})
+    values: dict[str, Any] = {"policy": "int8", "feedback": True, "steps": 3, "messages": 6, "rows": rows}
+    values |= {key: sum(getattr(row, key) for row in rows) for key in ("wire_bytes", "plain_bytes")}
+    return Report(**{**values, "seconds": 0.25, "residual_bytes": 8000, **options})
 
 
 PAYOFF = Payoff(compressed_ms=2.0, uncompressed_ms=6.0, scope="a step")
@@ -111,14 +93,8 @@ def test_a_large_relative_error_is_explained(
 def test_payoff_claims_only_what_was_measured(
     compressed: float, uncompressed: float, won: int, pairs: int, verdict: str
 ) -> None:
-    payoff = Payoff(
-        compressed_ms=compressed,
-        uncompressed_ms=uncompressed,
-        scope="a step",
-        baseline="plain DDP",
-        pairs=pairs,
-        won=won,
-    )
+    times = {"compressed_ms": compressed, "uncompressed_ms": uncompressed}
+    payoff = Payoff(**times, scope="a step", baseline="plain DDP", pairs=pairs, won=won)
     counted = f", faster in {won} of {pairs} pairs of steps" if pairs else ""
     expected = f"{compressed:.3g} ms of a step, {uncompressed:.3g} ms with plain DDP (both measured{counted})"
     assert str(payoff) == f"compression {verdict}: {expected}"

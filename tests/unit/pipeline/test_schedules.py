@@ -107,22 +107,18 @@ def test_a_single_stage_runs(stage: Any) -> None:
         (
             {"backward_codec": "sign"},
             ValueError,
-            "backward_codec: sign loses .* of the gradients.*feedback=True",
+            "backward_codec: sign loses .* of the gradients.*feedback=T",
         ),
         ({"spec": "topk:ratio=0.01", "differences": True}, ValueError, "spec: topk.* of the gradients"),
         ({"spec": "exact"}, ValueError, "spec: exact.* is for sums"),
-        (
-            {"spec": "lossless"},
-            ValueError,
-            "spec: lossless has payloads of a length that depends on the data",
-        ),
+        ({"spec": "lossless"}, ValueError, "spec: lossless has payloads of a length that depends on the da"),
         ({"spec": "int8/int4"}, ValueError, "spec: 'int8/int4' names a codec for each level of hosts"),
         ({"backward_codec": "lossless"}, ValueError, "backward_codec: lossless has payloads"),
         ({"feedback": "auto"}, TypeError, "feedback: expected a bool, got str"),
         (
             {"differences": True, "dynamic_shapes": True},
             ValueError,
-            "differences: not valid with dynamic_shapes",
+            "differences: .*valid with dynamic_shapes",
         ),
     ],
 )
@@ -132,9 +128,7 @@ def test_wrong_arguments_are_named(stage: Any, options: Any, error: Any, message
 
 
 def test_what_is_no_stage_is_refused(stage: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"stages: expected stages of torch.distributed.pipelining, got Linear"
-    ):
+    with pytest.raises(TypeError, match=r"stages: expected stages of torch.*pipelining, got Linear"):
         compress([nn.Linear(1, 1)])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="stages: expected at least one stage"):
         compress([])

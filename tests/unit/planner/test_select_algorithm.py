@@ -1,6 +1,8 @@
 """The algorithms that ``auto`` and ``direct`` choose, and their predicted cost."""
 
 import json
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -74,17 +76,10 @@ def test_between_hosts_the_cheapest_wins() -> None:
         shards = 16 * numel
         name = select("all_gather", shards, torch.float32, none, 16, 4)
         assert name in algorithms.available("all_gather")
-        costs = {
-            algorithm: predict(
-                algorithms.build(algorithm, "all_gather", 16, hosts=(4, 4, 4, 4)),
-                shards,
-                torch.float32,
-                none,
-                Topology.even(16, 4),
-                Table(),
-            )
-            for algorithm in algorithms.available("all_gather")
-        }
+        topology, costs = Topology.even(16, 4), {}
+        for algorithm in algorithms.available("all_gather"):
+            schedule = algorithms.build(algorithm, "all_gather", 16, hosts=(4, 4, 4, 4))
+            costs[algorithm] = predict(schedule, shards, torch.float32, none, topology, Table())
         assert costs[name] <= 1.5 * min(costs.values())
 
 
@@ -99,30 +94,25 @@ def test_every_chosen_algorithm_can_be_built(collective: str, ranks: int, hosts:
 
 def test_explicit_algorithms_are_used_or_refused() -> None:
     assert select("all_reduce", 5, torch.float32, codec("none"), 2, algorithm="ring") == "ring"
-    with pytest.raises(
-        ValueError, match="'rings' is not one of auto, direct, ring, tree, double_tree, halving, one_shot"
+    for collective, algorithm, message in (
+        ("all_reduce", "rings", "'rings' is not one of auto, direct, ring, tree, double_tree, halving, o"),
+        ("all_gather", "two_shot", "'two_shot' is not one of auto, direct, ring, tree, halving, one_shot, h"),
+        ("sum", "auto", "collective: 'sum' is not one of"),
     ):
-        select("all_reduce", 5, torch.float32, codec("none"), 2, algorithm="rings")
-    with pytest.raises(
-        ValueError,
-        match="'two_shot' is not one of auto, direct, ring, tree, halving, one_shot, hierarchical, which",
-    ):
-        select("all_gather", 5, torch.float32, codec("none"), 2, algorithm="two_shot")
-    with pytest.raises(ValueError, match="collective: 'sum' is not one of"):
-        select("sum", 5, torch.float32, codec("none"), 2)
+        with pytest.raises(ValueError, match=message):
+            select(collective, 5, torch.float32, codec("none"), 2, algorithm=algorithm)
+
+
+def times(
+    algorithm: str, points: Iterable[tuple[int, float]], spec: str = "none", placement: str = ""
+) -> Measured:
+    kind: dict[str, Any] = {"collective": "all_reduce", "ranks": 4, "hosts": 1, "placement": placement}
+    return Measured(**kind, algorithm=algorithm, codec=spec, points=tuple(points))
 
 
 def table_of_times(**points: list[tuple[int, float]]) -> Table:
-    return Table(
-        source="a test",
-        measured=tuple(
-            Measured(
-                collective="all_reduce", algorithm=name, codec=spec, ranks=4, hosts=1, points=tuple(pairs)
-            )
-            for spec in ("none", "int8")
-            for name, pairs in points.items()
-        ),
-    )
+    measured = (times(name, pairs, spec) for spec in ("none", "int8") for name, pairs in points.items())
+    return Table(source="a test", measured=tuple(measured))
 
 
 def test_measurements_override_the_model() -> None:
@@ -150,22 +140,12 @@ def test_measurements_override_the_model() -> None:
 
 def table_of_placements(**points: dict[str, float]) -> Table:
     """Return a table with the seconds of 1 KB by algorithm and placement."""
-    return Table(
-        source="a test",
-        measured=tuple(
-            Measured(
-                collective="all_reduce",
-                algorithm=name,
-                codec="none",
-                ranks=4,
-                hosts=1,
-                points=((1024, seconds),),
-                placement=placement,
-            )
-            for name, by_place in points.items()
-            for placement, seconds in by_place.items()
-        ),
+    measured = (
+        times(name, [(1024, seconds)], placement=placement)
+        for name, by_place in points.items()
+        for placement, seconds in by_place.items()
     )
+    return Table(source="a test", measured=tuple(measured))
 
 
 def test_the_choice_is_good_in_every_cpu_placement() -> None:
@@ -182,11 +162,8 @@ def test_the_choice_is_good_in_every_cpu_placement() -> None:
     assert table.placements("all_reduce", none, 4, 1) == ("near", "far")
     assert table.placements("all_reduce", none, 3, 1) == ()
     far = table.measurements("all_reduce", none, 4, 1, "far")
-    assert {name: measured.seconds(1024) for name, measured in far.items()} == {
-        "one_shot": 30.0,
-        "ring": 16.0,
-        "tree": 15.0,
-    }
+    seconds = {name: measured.seconds(1024) for name, measured in far.items()}
+    assert seconds == {"one_shot": 30.0, "ring": 16.0, "tree": 15.0}
     assert table.measurements("all_reduce", none, 4, 1)["tree"].seconds(1) == pytest.approx(450**0.5)
     near_only = table_of_placements(ring={"near": 3.0})
     assert near_only.measurements("all_reduce", none, 4, 1, "far")["ring"].seconds(1024) == 3.0
@@ -207,9 +184,7 @@ def test_times_outside_and_between_two_measured_sizes() -> None:
     assert measured.seconds(1000) == pytest.approx(1e-5)
     assert measured.seconds(20_000) == pytest.approx(2e-4)
     with pytest.raises(ValueError, match="ascending sizes"):
-        Measured(
-            collective="reduce", algorithm="ring", codec="none", ranks=2, hosts=1, points=((2, 1.0), (2, 1.0))
-        )
+        times("ring", ((2, 1.0), (2, 1.0)))
 
 
 def test_tables_round_trip_through_json() -> None:
@@ -222,9 +197,8 @@ def test_tables_round_trip_through_json() -> None:
         ('{"version": 0}', "version 0"),
         ('{"version": 1}', "no "),
     ):
-        with pytest.raises(
-            ValueError, match=r"the table of `dtcomm tune` \(DTCOMM_TUNE\) cannot be read.*" + message
-        ):
+        source = r"the table of `dtcomm tune` \(DTCOMM_TUNE\)"
+        with pytest.raises(ValueError, match=f"{source} cannot be read.*{message}"):
             parse(text)
 
 
@@ -264,14 +238,7 @@ def test_times_between_measured_sizes() -> None:
     # Small messages take a constant and a time per byte; beyond the size of a cache the time per byte grows.
     sizes = [1024 << at for at in range(0, 17, 4)]
     for law in (lambda size: 5e-6 + size / 1e10, lambda size: 1e-12 * size**1.2):
-        measured = Measured(
-            collective="all_gather",
-            algorithm="ring",
-            codec="none",
-            ranks=2,
-            hosts=1,
-            points=tuple((size, law(size)) for size in sizes),
-        )
+        measured = times("ring", ((size, law(size)) for size in sizes))
         for size in (1500, 5000, 100_000, 3_000_000):
             assert measured.seconds(size) == pytest.approx(law(size), rel=1e-6)
         assert measured.seconds(10) == law(sizes[0])
