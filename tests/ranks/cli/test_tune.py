@@ -44,14 +44,9 @@ def test_tune_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_tune_measures_the_algorithm_of_an_imported_module(tmp_path: Path) -> None:
     (tmp_path / "own_algorithms.py").write_text(OWN_ALGORITHM)
     path = tmp_path / "tune.json"
-    line = ["tune", *QUICK, "--import", "own_algorithms", "--output", str(path)]
-    subprocess.run(
-        [sys.executable, "-m", "dtcomm", *line],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=60,
-    )
+    line = ["-m", "dtcomm", "tune", *QUICK, "--import", "own_algorithms", "--output", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *line], cwd=tmp_path, env=environment, check=True, timeout=60)
     assert "star" in {row["algorithm"] for row in json.loads(path.read_text())["measured"]}
 
 
@@ -158,13 +153,8 @@ def write_table(path: Path, fastest: str) -> Path:
         name: ((1024, 1.0 if name == fastest else 2.0),) for name in ("ring", "tree", "one_shot", "two_shot")
     }
     kind: dict[str, Any] = {"collective": "all_reduce", "codec": "none", "ranks": 2, "hosts": 1}
-    tuning_table = planner.Table(
-        source="a test",
-        measured=tuple(
-            planner.Measured(**kind, algorithm=name, points=pairs) for name, pairs in points.items()
-        ),
-    )
-    path.write_text(json.dumps(tuning_table.as_dict()))
+    measured = [planner.Measured(**kind, algorithm=name, points=pairs) for name, pairs in points.items()]
+    path.write_text(json.dumps(planner.Table(source="a test", measured=tuple(measured)).as_dict()))
     return path
 
 

@@ -63,18 +63,16 @@ def attach(owner: Any, gradients: str) -> Callable[[], None]:
     return check
 
 
+SHARDING: dict[str, Any] = {"min_num_params": 1024, "state_dict_type": "SHARDED_STATE_DICT"}
+
+
 def accelerate_session(rank: int, n: int, folder: Path, gradients: str, mode: str) -> Losses:
     set_environment(rank, n)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     with let_accelerate_shard_on_cpus():
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            cpu_ram_efficient_loading=False,
-            auto_wrap_policy="size_based_wrap",
-            min_num_params=1024,
-            state_dict_type="SHARDED_STATE_DICT",
-        )
+        options = {**SHARDING, "auto_wrap_policy": "size_based_wrap", "cpu_ram_efficient_loading": False}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
         check = attach(accelerator, gradients)
         _, losses = train_with_accelerate(accelerator, folder, mode)
@@ -87,12 +85,7 @@ def trainer_session(rank: int, n: int, folder: Path, gradients: str, mode: str) 
     set_environment(rank, n)
     losses: Losses = {}
     with let_accelerate_shard_on_cpus():
-        sharding = {
-            "version": 2,
-            "auto_wrap_policy": "SIZE_BASED_WRAP",
-            "min_num_params": 1024,
-            "state_dict_type": "SHARDED_STATE_DICT",
-        }
+        sharding = {**SHARDING, "version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP"}
         trainer = make_trainer(folder, losses, fsdp=True, fsdp_config=sharding)
         check = attach(trainer, gradients)
         train_with_trainer(trainer, folder, mode)

@@ -140,13 +140,12 @@ def run(
             actual = function(rank, streams, *case)
             with unchecked():
                 report, expected_report = actual["state"].report(), expected["state"].report()
-            errors = [
-                (traffic.relative_error, expected_traffic.relative_error)
-                for kinds, expected_kinds in zip(
-                    report.modules.values(), expected_report.modules.values(), strict=True
-                )
-                for traffic, expected_traffic in zip(kinds.values(), expected_kinds.values(), strict=True)
-            ]
+            traffic, expected_traffic = (
+                [kind for kinds in each.modules.values() for kind in kinds.values()]
+                for each in (report, expected_report)
+            )
+            pairs = zip(traffic, expected_traffic, strict=True)
+            errors = [(kind.relative_error, other.relative_error) for kind, other in pairs]
             same = [
                 torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
                 for a, b in zip(actual["results"], expected["results"])

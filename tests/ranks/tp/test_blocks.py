@@ -70,27 +70,21 @@ def compare_to_dense(rank: int, ranks: int, kind: str, options: dict[str, Any], 
     x = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
     parallel_x = x.detach().clone().requires_grad_()
     expected, actual = dense(x) + x, block(parallel_x, parallel_x)
-    scale = float(expected.detach().abs().max())
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * scale)
+
+    def close(actual: torch.Tensor, expected: torch.Tensor, more: float = 0.0) -> None:
+        scale = float(expected.detach().abs().max() + more)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * scale)
+
+    close(actual, expected)
     with torch.no_grad():
-        torch.testing.assert_close(
-            block(parallel_x, parallel_x), expected, rtol=tolerance, atol=tolerance * scale
-        )
+        close(block(parallel_x, parallel_x), expected)
     expected.square().sum().backward()
     actual.square().sum().backward()
-    scale = float(x.grad.abs().max())
-    torch.testing.assert_close(parallel_x.grad, x.grad, rtol=tolerance, atol=tolerance * scale)
+    close(parallel_x.grad, x.grad)
     for name, parameter in block.named_parameters():
         layer, _, parameter_name = name.rpartition(".")
-        expected_gradient = block.get_submodule(layer).shard_of(
-            parameter_name, dense.get_parameter(name).grad
-        )
-        torch.testing.assert_close(
-            parameter.grad,
-            expected_gradient,
-            rtol=tolerance,
-            atol=tolerance * float(expected_gradient.abs().max() + 1),
-        )
+        gradient = dense.get_parameter(name).grad
+        close(parameter.grad, block.get_submodule(layer).shard_of(parameter_name, gradient), more=1)
     changed_state = {name: tensor + 1 for name, tensor in expected_state.items()}
     block.load_state_dict(changed_state)
     assert all(torch.equal(tensor, changed_state[name]) for name, tensor in tp.full_state_dict(block).items())

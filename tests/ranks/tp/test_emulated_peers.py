@@ -62,14 +62,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("ranks", "nvlink"), [(2, True), (4, False)])
 def test_fused_kernels_between_processes_have_the_engines_bits(ranks: int, nvlink: bool) -> None:
     reason = "; NVLink does not connect the GPUs of ranks 0 and 1"
-    expected = {
-        "reason": "all ranks reach each other's memory" + ("" if nvlink else reason),
-        "runtime": "peer",
-        "sums": [],
-        "quantized norms": [],
-        "experts": [],
-        "unserved": [],
-        "elsewhere": {},
-    }
+    expected: dict[str, object] = {name: [] for name in ("sums", "quantized norms", "experts", "unserved")}
+    expected |= {"reason": f"all ranks reach each other's memory{'' if nvlink else reason}"}
+    expected |= {"runtime": "peer", "elsewhere": {}}
     for report in run_ranks(compare, ranks, nvlink):
         assert report == expected

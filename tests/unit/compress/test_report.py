@@ -109,9 +109,8 @@ def test_pairs_of_steps_take_turns_and_time_the_second_step_of_each() -> None:
         changed = pairs.begin_step(step, 4, seconds)
         steps.append(pairs.compresses)
         seconds = 9.0 if changed else 1.0 if pairs.compresses else 3.0
-    assert (
-        all(steps[:7]) and all(steps[39:]) and steps[7:39].count(True) == 16
-    )  # after warm-up and three more
+    # After warm-up and three more.
+    assert all(steps[:7]) and all(steps[39:]) and steps[7:39].count(True) == 16
     assert all(sum(steps[at : at + 4]) == 2 for at in range(7, 39, 4))
     payoff = pairs.payoff
     assert payoff is not None and (payoff.compressed_ms, payoff.uncompressed_ms) == (1000, 3000)
@@ -120,15 +119,9 @@ def test_pairs_of_steps_take_turns_and_time_the_second_step_of_each() -> None:
 
 def test_plain_values_have_everything_and_survive_json() -> None:
     traffic = Traffic(codec="int8", what="gradients", relative_error=torch.tensor(0.25))
-    report = make_report(
-        make_row(),
-        integration="FSDP",
-        payoff=PAYOFF,
-        modules={"layer": {"gradients": traffic}},
-        by_message=message_rows([("layer", traffic)]),
-        notes=("a note",),
-        events={"loss: none": 1},
-    )
+    fields: dict[str, Any] = {"integration": "FSDP", "payoff": PAYOFF, "events": {"loss: none": 1}}
+    fields |= {"modules": {"layer": {"gradients": traffic}}, "notes": ("a note",)}
+    report = make_report(make_row(), by_message=message_rows([("layer", traffic)]), **fields)
     values = json.loads(report.to_json())
     assert values == report.to_dict()
     assert values["rows"][0]["names"] == ["a", "b"] and values["rows"][0]["saved_bytes"] == 3000
@@ -198,11 +191,9 @@ def test_calls_of_a_row_are_the_messages_that_carried_one_of_its_parameters() ->
 
 
 def test_modules_with_the_same_codec_form_one_row_with_the_largest_error() -> None:
+    counts: dict[str, Any] = {"dtype": "float32", "numel": 10, "calls": 2}
     traffic = [
-        (
-            name,
-            Traffic(codec="int8", what="gradients", dtype="float32", numel=10, calls=2, relative_error=error),
-        )
+        (name, Traffic(codec="int8", what="gradients", relative_error=error, **counts))
         for name, error in (("a", 0.1), ("b", 0.3), ("c", None))
     ]
     other = Traffic(codec="none", what="parameters", reason="exclude: c", calls=1)

@@ -17,20 +17,12 @@ GPU-2222, 580.82.07, 1980, 3201, 1980, 3201, [N/A]
 
 
 def test_nvidia_smi_is_read_by_the_device_s_id() -> None:
-    assert device_info.parse_nvidia_smi(NVIDIA_SMI_OUTPUT, "2222") == {
-        "driver": "580.82.07",
-        "sm_clock_mhz": 1980.0,
-        "memory_clock_mhz": 3201.0,
-        "highest_sm_clock_mhz": 1980.0,
-        "highest_memory_clock_mhz": 3201.0,
-        "power_limit_w": None,
-    }
-    for text, uuid in (
-        (NVIDIA_SMI_OUTPUT, "3333"),
-        ("", "1111"),
-        ("no devices were found", "1111"),
-        (NVIDIA_SMI_OUTPUT, ""),
-    ):
+    clocks = {"sm_clock_mhz": 1980.0, "memory_clock_mhz": 3201.0}
+    clocks |= {f"highest_{name}": clock for name, clock in clocks.items()}
+    found = device_info.parse_nvidia_smi(NVIDIA_SMI_OUTPUT, "2222")
+    assert found == {"driver": "580.82.07", "power_limit_w": None, **clocks}
+    unknown = [(NVIDIA_SMI_OUTPUT, "3333"), (NVIDIA_SMI_OUTPUT, "")]
+    for text, uuid in (*unknown, ("", "1111"), ("no devices were found", "1111")):
         assert set(device_info.parse_nvidia_smi(text, uuid).values()) == {None}
 
 
@@ -59,14 +51,13 @@ def test_workloads_count_the_bytes_of_their_verbs(spec: str) -> None:
     for workload in (workloads.encode(), workloads.decode(), *workloads.reductions()):
         for turn in range(workloads.sets):
             workload.run(turn)
-        bytes_moved[workload.name.split()[0] + ("+" if "residual" in workload.name else "")] = (
-            workload.bytes_moved
-        )
+        bytes_moved[workload.name] = workload.bytes_moved
+    one, eight = 4 * numel + wire, 4 * numel + 8 * wire
+    reductions = {"reduce 8": eight, "reduce_encode 7 + local": eight}
     assert bytes_moved == {
-        "encode": 4 * numel + wire,
-        "decode": 4 * numel + wire,
-        "reduce": 8 * wire + 4 * numel,
-        "reduce_encode": 8 * wire + 4 * numel,
-        "encode+": 12 * numel + wire,
+        "encode": one,
+        "decode": one,
+        **reductions,
+        "encode with residual": one + 8 * numel,
     }
     assert buffer_sets_for(1 << 28) == 2 and buffer_sets_for(1) == 8

@@ -52,32 +52,19 @@ def test_float32_values_use_the_whole_significand() -> None:
 
 
 def test_shards_and_gathers_agree_with_the_whole() -> None:
-    count, world = (
-        exact_inputs.PERIOD // 2 + 77,
-        3,
-    )  # the second and third shard lie across the end of a period
+    # The second and third shard lie across the end of a period.
+    count, world = exact_inputs.PERIOD // 2 + 77, 3
     args: dict[str, Any] = {"dtype": torch.float32, "op": "sum", "world_size": world, "seed": 5}
     scattered = [exact_inputs.inputs("reduce_scatter", count, rank=r, **args) for r in range(world)]
     total = torch.stack(scattered).double().sum(0).float().view(world, count)
     gathered = torch.cat([exact_inputs.inputs("all_gather", count, rank=r, **args) for r in range(world)])
+    source = exact_inputs.inputs("broadcast", count, rank=1, **args)
     for rank in range(world):
-        assert (
-            exact_inputs.count_mismatches(
-                exact_inputs.expected("reduce_scatter", count, rank=rank, **args), total[rank]
-            )
-            == 0
-        )
-        assert (
-            exact_inputs.count_mismatches(
-                exact_inputs.expected("all_gather", count, rank=rank, **args), gathered
-            )
-            == 0
-        )
-        source = exact_inputs.expected("broadcast", count, rank=rank, root=1, **args)
-        assert (
-            exact_inputs.count_mismatches(source, exact_inputs.inputs("broadcast", count, rank=1, **args))
-            == 0
-        )
+        whole = {"reduce_scatter": total[rank], "all_gather": gathered, "broadcast": source}
+        for collective, values in whole.items():
+            root = {"root": 1} if collective == "broadcast" else {}
+            expected = exact_inputs.expected(collective, count, rank=rank, **root, **args)
+            assert exact_inputs.count_mismatches(expected, values) == 0
 
 
 def test_rooted_collectives_and_exchanges_agree_with_the_whole() -> None:

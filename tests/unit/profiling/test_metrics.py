@@ -63,16 +63,12 @@ def test_tensorboard_gets_all_finite_values() -> None:
             self.scalars.append((tag, scalar_value, global_step))
 
     writer = Writer()
-    write_tensorboard(
-        StateWithMetrics(
-            *(STATE.metrics()[index] for index in (0, 2, 3)),
-            Metric(
-                "dtcomm_error", 0.5, "lost", labels={"message": "bucket 0", "codec": "int8/int4:block=64"}
-            ),
-        ),
-        writer,
-        12,
-    )
+    labels = {"message": "bucket 0", "codec": "int8/int4:block=64"}
+    metrics = [
+        *(STATE.metrics()[index] for index in (0, 2, 3)),
+        Metric("dtcomm_error", 0.5, "lost", labels=labels),
+    ]
+    write_tensorboard(StateWithMetrics(*metrics), writer, 12)
     assert writer.scalars == [
         ("dtcomm/bytes_total", 2**40, 12),
         ("dtcomm/error/topk", 1e-9, 12),
