@@ -216,7 +216,7 @@ class Peers:
 
 
 def _of_mpi(ranks: mpi.MpiRanks, collective: str, numel: int, calls: int) -> float:
-    return max(ranks.call("measure", collective=collective, numel=numel, warm=1, iters=calls))
+    return max(ranks.measure(collective=collective, numel=numel, warm=1, iters=calls))[0]
 
 
 def _of_yard(pool: Pool, algorithm: int, numel: int, settings: Tuning, calls: int) -> float:

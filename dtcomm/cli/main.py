@@ -68,16 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {name:<11} {line}" for name, (_, line) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: dtcomm <command> [options]",
-            "",
-            *lines,
-            "",
-            "dtcomm <command> --help describes a command; dtcomm --version prints the version.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<11} {line}" for name, (_, line) in COMMANDS.items())
+    more = "dtcomm <command> --help describes a command; dtcomm --version prints the version."
+    return f"usage: dtcomm <command> [options]\n\n{commands}\n\n{more}"
 
 
 def _version() -> str:

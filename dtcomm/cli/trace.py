@@ -129,22 +129,10 @@ def _draw_message(axes: Any, at: int, message: MessageRecord, origin: int) -> No
         width = span.end_ns - span.begin_ns
         top = -0.4 + lanes.index(span.phase) * height
         if width > 0:
-            colour = PHASES.get(span.phase, INK)
-            axes.barh(
-                at + top + height / 2,
-                width * 1e-6,
-                left=(span.begin_ns - origin) * 1e-6,
-                height=height,
-                color=colour,
-                alpha=0.25,
-            )
-            axes.barh(
-                at + top + height / 2,
-                span.busy_ns * 1e-6,
-                left=(span.begin_ns - origin) * 1e-6,
-                height=height,
-                color=colour,
-            )
+            place = {"left": (span.begin_ns - origin) * 1e-6, "height": height}
+            for length, alpha in ((width, 0.25), (span.busy_ns, 1.0)):
+                colour = PHASES.get(span.phase, INK)
+                axes.barh(at + top + height / 2, length * 1e-6, **place, color=colour, alpha=alpha)
 
 
 def _bar(axes: Any, at: int, interval: tuple[int, int], origin: int, **style: Any) -> None:

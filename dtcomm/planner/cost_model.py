@@ -177,15 +177,13 @@ class Table:
     def placements(self, collective: str, codec: Codec, ranks: int, hosts: int) -> tuple[str, ...]:
         """Return the CPU placements in which such a group was measured."""
         wanted = (collective, str(codec), ranks, hosts)
-        seen = {
-            row.placement
-            for row in self.measured
-            if (row.collective, row.codec, row.ranks, row.hosts) == wanted
-        }
+        rows = ((row.placement, (row.collective, row.codec, row.ranks, row.hosts)) for row in self.measured)
+        seen = {placement for placement, kind in rows if kind == wanted}
         return tuple(placement for placement in PLACEMENTS if placement in seen)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON, times in microseconds and bandwidths in GB/s; `parse` reads it back."""
+        names = ("collective", "algorithm", "codec", "ranks", "hosts", "placement")
         return {
             "version": TUNE_VERSION,
             "source": self.source,
@@ -194,15 +192,8 @@ class Table:
             "work": _rates(self.compute),
             "rates": {spec: _rates(cost) for spec, cost in self.rates},
             "measured": [
-                {
-                    "collective": row.collective,
-                    "algorithm": row.algorithm,
-                    "codec": row.codec,
-                    "ranks": row.ranks,
-                    "hosts": row.hosts,
-                    "placement": row.placement,
-                    "points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in row.points],
-                }
+                {name: getattr(row, name) for name in names}
+                | {"points_us": [[size, round(seconds * 1e6, 3)] for size, seconds in row.points]}
                 for row in self.measured
             ],
             "compress_from": [

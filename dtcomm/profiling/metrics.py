@@ -45,15 +45,12 @@ def summary_metrics(summary: Summary) -> list[Metric]:
     """Return the metrics of a timeline's summary, in seconds and shares."""
     gauges = {
         "step_seconds": (summary.step_ms * 1e-3, "median time of a step"),
-        "communication_seconds": (
-            summary.communication_ms * 1e-3,
-            "time of a step in which messages were in flight",
-        ),
+        "communication_seconds": (summary.communication_ms * 1e-3, "time of a step with messages in flight"),
         "exposed_seconds": (summary.exposed_ms * 1e-3, "time of a step spent waiting for communication"),
         "communication_share": (summary.share, "exposed communication over the step"),
         "scaling_efficiency": (
             summary.efficiency,
-            "the step without waiting and starting messages, over the step",
+            "step without waiting and starting messages, over the step",
         ),
     }
     return [Metric(f"dtcomm_{name}", value, text) for name, (value, text) in gauges.items()]

@@ -141,14 +141,9 @@ class Summary:
         """
         if self.share <= TARGET_SHARE or not self.forward_ms + self.backward_ms:
             return self.micro_batches
-        return next(
-            (
-                k
-                for k in range(self.micro_batches, MAX_MICRO_BATCHES)
-                if self.predicted_share(k) <= TARGET_SHARE
-            ),
-            MAX_MICRO_BATCHES,
-        )
+        counts = range(self.micro_batches, MAX_MICRO_BATCHES)
+        enough = (count for count in counts if self.predicted_share(count) <= TARGET_SHARE)
+        return next(enough, MAX_MICRO_BATCHES)
 
     @property
     def advice(self) -> str:
@@ -177,12 +172,8 @@ class Summary:
             (
                 message.label,
                 message.codec,
-                format_bytes(message.plain_bytes),
-                format_bytes(message.wire_bytes),
-                f"{message.ready_ms:.2f}",
-                f"{message.queued_ms:.2f}",
-                f"{message.took_ms:.2f}",
-                f"{message.exposed_ms:.2f}",
+                *(format_bytes(size) for size in (message.plain_bytes, message.wire_bytes)),
+                *(f"{getattr(message, f'{name}_ms'):.2f}" for name in head[4:8]),
                 ", ".join(f"{phase} {value:.2f}" for phase, value in message.phases.items()),
             )
             for message in self.messages

@@ -133,16 +133,10 @@ class StepRecord:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StepRecord:
         """Return the step of `to_dict`, also after JSON."""
-        messages = [
-            MessageRecord(
-                **{
-                    **message,
-                    "spans": [Span(*span) for span in message["spans"]],
-                    "waited": WaitInterval(*message["waited"]),
-                }
-            )
-            for message in values["messages"]
-        ]
+        messages = []
+        for message in values["messages"]:
+            spans, waited = [Span(*span) for span in message["spans"]], WaitInterval(*message["waited"])
+            messages.append(MessageRecord(**{**message, "spans": spans, "waited": waited}))
         pairs = {name: [(begin, end) for begin, end in values[name]] for name in ("forward", "backward")}
         return StepRecord(values["number"], values["begin"], values["end"], **pairs, messages=messages)
 
@@ -173,10 +167,7 @@ def write(path: str | os.PathLike[str], kind: str, rank: int, host: str, steps: 
         "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
         "steps": [step.to_dict() for step in steps],
     }
-    _save(
-        target,
-        {"traceEvents": list(events(rank, host, steps)), "displayTimeUnit": "ms", "dtcomm": [metadata]},
-    )
+    _save(target, list(events(rank, host, steps)), [metadata])
     return str(target)
 
 
@@ -205,7 +196,7 @@ def merge(paths: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str])
     for profile in profiles:
         all_events += _shifted_profile(profile, to_monotonic + first)
     merged = [{**metadata, "steps": [step.to_dict() for step in steps]} for metadata, steps in ranks]
-    _save(Path(path), {"traceEvents": all_events, "displayTimeUnit": "ms", "dtcomm": merged})
+    _save(Path(path), all_events, merged)
 
 
 def read(paths: Sequence[str | os.PathLike[str]]) -> list[tuple[dict[str, Any], list[StepRecord]]]:
@@ -232,30 +223,17 @@ def events(rank: int, host: str, steps: Sequence[StepRecord], shift: int = 0) ->
     """Yield the events of one rank; ``shift`` nanoseconds are added to all times."""
     labels = list(dict.fromkeys(message.label for step in steps for message in step.messages))
     tracks = TRACKS | {FIRST_MESSAGE + index: label for index, label in enumerate(labels)}
-    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank} ({host})"}}
-    yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    label = {"ph": "M", "pid": rank}
+    yield {**label, "name": "process_name", "args": {"name": f"rank {rank} ({host})"}}
+    yield {**label, "name": "process_sort_index", "args": {"sort_index": rank}}
     for track, name in tracks.items():
-        yield {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}}
-        yield {
-            "ph": "M",
-            "pid": rank,
-            "tid": track,
-            "name": "thread_sort_index",
-            "args": {"sort_index": track},
-        }
+        yield {**label, "tid": track, "name": "thread_name", "args": {"name": name}}
+        yield {**label, "tid": track, "name": "thread_sort_index", "args": {"sort_index": track}}
 
     def slice_(track: int, name: str, begin: int, end: int, **args: Any) -> Iterator[Event]:
         if begin and end > begin:
-            yield {
-                "ph": "X",
-                "cat": "dtcomm",
-                "pid": rank,
-                "tid": track,
-                "name": name,
-                "ts": (begin + shift) / 1e3,
-                "dur": (end - begin) / 1e3,
-                "args": args,
-            }
+            times = {"ts": (begin + shift) / 1e3, "dur": (end - begin) / 1e3}
+            yield {"ph": "X", "cat": "dtcomm", "pid": rank, "tid": track, "name": name, **times, "args": args}
 
     for step in steps:
         end = step.end or max((message.done for message in step.messages), default=0)
@@ -287,13 +265,8 @@ def events(rank: int, host: str, steps: Sequence[StepRecord], shift: int = 0) ->
 def _message_args(message: MessageRecord) -> dict[str, Any]:
     busy = {f"{phase}_ms": round(value * 1e-6, 4) for phase, value in message.phase_ns.items()}
     ratio = round(message.plain_bytes / message.wire_bytes, 3) if message.wire_bytes else None
-    return {
-        "codec": message.codec,
-        "bytes": message.plain_bytes,
-        "sent": message.wire_bytes,
-        "ratio": ratio,
-        **busy,
-    }
+    sizes = {"bytes": message.plain_bytes, "sent": message.wire_bytes, "ratio": ratio}
+    return {"codec": message.codec, **sizes, **busy}
 
 
 def _shifted(step: StepRecord, by: int) -> StepRecord:
@@ -335,7 +308,8 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def _save(path: Path, content: dict[str, Any]) -> None:
+def _save(path: Path, all_events: list[Event], metadata: list[dict[str, Any]]) -> None:
+    content = {"traceEvents": all_events, "displayTimeUnit": "ms", "dtcomm": metadata}
     write_file(path, json.dumps(content) + "\n")
 
 

@@ -44,51 +44,34 @@ VERSION = 1  # of the JSON
 SUM = f"reduce {REDUCED_PAYLOADS}"  # the reduction whose share of the memory floor the table shows
 MARKERS = "osD^vP*X<>ph8d"
 WIDTH = 112  # least columns of the table; a narrower terminal wraps its lines
-SIZES = {
-    placement.CPU: 4 << 20,
-    placement.CUDA: 64 << 20,
-}  # bytes; smaller tensors are too short to time on a GPU
+#: In bytes; smaller tensors are too short to time on a GPU.
+SIZES = {placement.CPU: 4 << 20, placement.CUDA: 64 << 20}
 PIPE_WIDTH = 400  # columns if the output is not a terminal
-#: Options shown in addition to the defaults, by codec name.
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "bf16": ("round=stochastic",),
-    "int8": ("block=256", "symmetric=false", "round=stochastic"),
-    "int4": (
-        "block=128",
-        "symmetric=false",
-        "round=stochastic",
-        "rotate=hadamard",
-        "spikes=1",
-        "block=128,rotate=hadamard",
-        "block=128,spikes=1",
-    ),
-    "int3": ("symmetric=false", "rotate=hadamard", "block=128,rotate=hadamard", "block=128,spikes=1"),
-    "int2": (
-        "symmetric=false",
-        "symmetric=false,rotate=hadamard",
-        "symmetric=false,spikes=1",
-        "block=128,symmetric=false,rotate=hadamard",
-        "block=128,symmetric=false,spikes=1",
-    ),
-    "fp8_e4m3": ("round=stochastic",),
-    "fp8_e3m4": ("round=stochastic",),
-    "mxfp8": ("element=e5m2",),
-    "mxfp4": ("rotate=hadamard",),
-    "intv": ("width=4",),
-    "sign": ("rotate=hadamard",),
-    "topk": ("ratio=0.1", "ratio=0.1,values=int8"),
-    "randk": ("ratio=0.1", "positions=shared"),
-    "exact": ("bits=16",),
+#: Options shown in addition to the defaults, by codec name; a space separates variants.
+VARIANTS = {
+    "bf16": "round=stochastic",
+    "int8": "block=256 symmetric=false round=stochastic",
+    "int4": "block=128 symmetric=false round=stochastic rotate=hadamard spikes=1 "
+    "block=128,rotate=hadamard block=128,spikes=1",
+    "int3": "symmetric=false rotate=hadamard block=128,rotate=hadamard block=128,spikes=1",
+    "int2": "symmetric=false symmetric=false,rotate=hadamard symmetric=false,spikes=1 "
+    "block=128,symmetric=false,rotate=hadamard block=128,symmetric=false,spikes=1",
+    "fp8_e4m3": "round=stochastic",
+    "fp8_e3m4": "round=stochastic",
+    "mxfp8": "element=e5m2",
+    "mxfp4": "rotate=hadamard",
+    "intv": "width=4",
+    "sign": "rotate=hadamard",
+    "topk": "ratio=0.1 ratio=0.1,values=int8",
+    "randk": "ratio=0.1 positions=shared",
+    "exact": "bits=16",
 }
 
 
 def default_codecs() -> list[Codec]:
     """Return the codecs that are shown if the user names none: all, with `VARIANTS`, and those of ``--import``."""
-    fixed = [
-        codec(spec)
-        for name in names()
-        for spec in (name, *(f"{name}:{options}" for options in VARIANTS.get(name, ())))
-    ]
+    variants = [(name, options) for name in names() for options in ("", *VARIANTS.get(name, "").split())]
+    fixed = [codec(f"{name}:{options}" if options else name) for name, options in variants]
     return [*fixed, *VARIABLE_LENGTH.values()]
 
 
@@ -262,14 +245,9 @@ def print_tensor_table(rows: Sequence[CodecRow], console: Console) -> None:
     for name in rows[0].tensors:
         for row in rows:
             error = row.tensors[name]
-            table.add_row(
-                name if row is rows[0] else "",
-                row.spec,
-                f"{error.numel:,}",
-                f"{8 * error.wire_bytes / error.numel:.3g}",
-                _number(error.relative_l2),
-                *_worst_block_and_cosine(error),
-            )
+            sizes = (f"{error.numel:,}", f"{8 * error.wire_bytes / error.numel:.3g}")
+            cells = (*sizes, _number(error.relative_l2), *_worst_block_and_cosine(error))
+            table.add_row(name if row is rows[0] else "", row.spec, *cells)
     console.print(table)
 
 

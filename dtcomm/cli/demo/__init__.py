@@ -228,20 +228,11 @@ def write_plot(summary: dict[str, Any], path: Path) -> None:
         curves = figure.add_subplot(grid[0, 0])
         _plot_losses(curves, runs)
         _plot_differences(figure.add_subplot(grid[1, 0], sharex=curves), runs)
-        _plot_bars(
-            figure.add_subplot(grid[0, 1]),
-            runs,
-            [run["bytes_per_step"] / 1e6 for run in runs],
-            "{:.2f}",
-            "sent by each rank, MB per step",
-        )
-        _plot_bars(
-            figure.add_subplot(grid[1, 1]),
-            runs,
-            [next(iter(run["milliseconds_on_link"].values())) for run in runs],
-            "{:.0f}",
-            "time of these bytes on a 1 Gbit/s link, ms",
-        )
+        sent = [run["bytes_per_step"] / 1e6 for run in runs]
+        times = [next(iter(run["milliseconds_on_link"].values())) for run in runs]
+        upper, lower = figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1])
+        _plot_bars(upper, runs, sent, "{:.2f}", "sent by each rank, MB per step")
+        _plot_bars(lower, runs, times, "{:.0f}", "time of these bytes on a 1 Gbit/s link, ms")
         figure.suptitle(
             f"Character-level GPT on Python's standard library: {runs[0]['parameters'] / 1e6:.1f} M "
             f"parameters, {summary['ranks']} ranks, {summary['steps']} steps",

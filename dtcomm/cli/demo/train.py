@@ -30,16 +30,7 @@ from dtcomm import ddp, torch_compat
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 VOCABULARY = len(ALPHABET) + 1
 
-_SKIPPED = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "lib2to3",
-    "ensurepip",
-}
+_SKIPPED = set("test tests idle_test site-packages dist-packages __pycache__ lib2to3 ensurepip".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +313,11 @@ def _finish(
     warm = min(10, len(run.step_seconds) // 4)
     gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
     report = run.state.report() if run.state else None
+    steps = (report.steps if report else None) or 1
+    exposed, communication = (
+        statistics.median(seconds[warm:]) * 1e3 if seconds[warm:] else None
+        for seconds in (run.exposed, run.communication)
+    )
     return {
         "name": run.name,
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
@@ -330,17 +326,11 @@ def _finish(
         "held_out": run.held_out,
         "final_training_loss": float(losses[-tail:].mean()),
         "final_held_out_loss": final,
-        "bytes_per_step": report.wire_bytes / (report.steps or 1)
-        if report
-        else 2 * (ranks - 1) / ranks * gradient_bytes,
+        "bytes_per_step": report.wire_bytes / steps if report else 2 * (ranks - 1) / ranks * gradient_bytes,
         "bytes_are": "counted" if report else "computed: 2(n-1)/n of the gradients, as a ring sends",
         "step_ms": statistics.median(run.step_seconds[warm:]) * 1e3,
-        "communication_ms": statistics.median(run.exposed[warm:]) * 1e3 if run.exposed[warm:] else None,
-        "overlapped_communication_ms": statistics.median(run.communication[warm:]) * 1e3
-        if run.communication[warm:]
-        else None,
-        "collective_ms": report.seconds / (report.steps or 1) * 1e3
-        if report and report.seconds is not None
-        else None,
+        "communication_ms": exposed,
+        "overlapped_communication_ms": communication,
+        "collective_ms": report.seconds / steps * 1e3 if report and report.seconds is not None else None,
         "report": report.to_dict() if report else None,
     }

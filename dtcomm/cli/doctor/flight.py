@@ -25,32 +25,16 @@ SHARDED = ("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all")
 CommunicatorRecord = dict[str, Any]
 
 _TIME = (float, int, type(None))
-_RECORD = {
-    "rank": int,
-    "communicators": [
-        {
-            "id": str,
-            "ranks": [int],
-            "names": [str],
-            "failure": str,
-            "seen": [{"rank": int, "last": int, "text": str, "alive": bool}],
-            "operations": [
-                {
-                    "number": int,
-                    "text": str,
-                    "collective": str,
-                    "bytes": int,
-                    "state": str,
-                    "issued": (float, int),
-                    "started": _TIME,
-                    "finished": _TIME,
-                    "waiting_for": (int, type(None)),
-                    "waited_for": [int],
-                }
-            ],
-        }
-    ],
+_OPERATION = {
+    **{"number": int, "text": str, "collective": str, "bytes": int, "state": str},
+    **{"issued": (float, int), "started": _TIME, "finished": _TIME},
+    **{"waiting_for": (int, type(None)), "waited_for": [int]},
 }
+_COMMUNICATOR = {
+    **{"id": str, "ranks": [int], "names": [str], "failure": str, "operations": [_OPERATION]},
+    "seen": [{"rank": int, "last": int, "text": str, "alive": bool}],
+}
+_RECORD = {"rank": int, "communicators": [_COMMUNICATOR]}
 
 
 @dataclass(frozen=True)
@@ -180,16 +164,15 @@ def _checked(value: Any, form: Any, name: str) -> Any:
 
 
 def _as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
+    ranks = [
+        {"rank": rank.rank, "last": rank.last, "recorded": rank.record is not None, "gone": rank.gone}
+        for rank in diagnosis.ranks
+    ]
+    names = ("id", "kind", "sentence", "culprits")
     return {
-        "id": diagnosis.id,
-        "kind": diagnosis.kind,
-        "sentence": diagnosis.sentence,
+        **{name: getattr(diagnosis, name) for name in names},
         "operation": diagnosis.number,
-        "culprits": diagnosis.culprits,
-        "ranks": [
-            {"rank": rank.rank, "last": rank.last, "recorded": rank.record is not None, "gone": rank.gone}
-            for rank in diagnosis.ranks
-        ],
+        "ranks": ranks,
     }
 
 

@@ -29,13 +29,10 @@ from dtcomm.system import allowed_cores, write_file
 
 SOURCE = Path(__file__).with_name("mpi_rank.c")
 # The fastest setting depends on size and version; a comparison of all_reduce takes the best of all.
-SETTINGS: dict[str, list[str]] = {
-    "default": [],
-    "ob1": ["--mca", "pml", "ob1"],
-    "ring": [
-        *("--mca", "coll_tuned_use_dynamic_rules", "1"),
-        *("--mca", "coll_tuned_allreduce_algorithm", "4"),
-    ],
+SETTINGS = {
+    "default": "",
+    "ob1": "--mca pml ob1",
+    "ring": "--mca coll_tuned_use_dynamic_rules 1 --mca coll_tuned_allreduce_algorithm 4",
 }
 TYPES = ("float", "double", "int32", "int64", "uint8", "int8")  # names as in nccl-tests
 OPS = ("sum", "min", "max")
@@ -98,23 +95,13 @@ class MpiRanks:
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")
         # A launcher may have set variables that MPI would mistake for its own.
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))
-        }
+        mistaken = ("OMPI_", "PMIX_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(mistaken)}
         self._log = tempfile.TemporaryFile()
+        command += [*SETTINGS[setting].split(), str(path), str(folder)]
         self._process = subprocess.Popen(
-            [*command, *SETTINGS[setting], str(path), str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env=environment,
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment
         )
-
-    def call(self, method: str, **arguments: Any) -> list[float]:
-        """Return the mean seconds of a call on every rank; ``method`` must be ``measure``."""
-        if method != "measure":
-            raise ValueError(f"method: {method!r}; valid: measure")
-        return [times[0] for times in self.measure(**arguments)]
 
     def measure(
         self,
@@ -203,18 +190,9 @@ class OpenMpi(Backend):
         """Return the seconds of each call, by rank; all ranks must call it."""
         gathered: list[Any] = [None]
         if self._mpi_ranks is not None:
-            gathered = [
-                self._mpi_ranks.measure(
-                    collective=case.collective,
-                    numel=case.count,
-                    datatype=TYPE_NAMES[case.dtype],
-                    op=case.op,
-                    root=case.root,
-                    warm=warmup,
-                    iters=iters,
-                    per_call=True,
-                )
-            ]
+            kind = {"collective": case.collective, "datatype": TYPE_NAMES[case.dtype], "op": case.op}
+            kind |= {"numel": case.count, "root": case.root}
+            gathered = [self._mpi_ranks.measure(**kind, warm=warmup, iters=iters, per_call=True)]
         dist.broadcast_object_list(gathered, 0)
         times: list[list[float]] = gathered[0]
         return times

@@ -157,23 +157,14 @@ def time_operation(
     """
     safe = safe if refill is not None else options.iters + options.warmup_iters + 1
     restore = refill or (lambda: None)
+    timed, warmup = (run, restore, clock, barrier), options.warmup_iters
     calls = 1
     if options.cudagraph:
         calls = min(options.iters, safe)
-        times = time_graph_replays(
-            run, restore, clock, barrier, calls=calls, replays=options.cudagraph, warmup=options.warmup_iters
-        )
+        times = time_graph_replays(*timed, calls=calls, replays=options.cudagraph, warmup=warmup)
     else:
-        times = time_iterations(
-            run,
-            restore,
-            clock,
-            barrier,
-            iters=options.iters,
-            warmup=options.warmup_iters,
-            safe=safe,
-            blocking=options.blocking > 0,
-        )
+        blocking = options.blocking > 0
+        times = time_iterations(*timed, iters=options.iters, warmup=warmup, safe=safe, blocking=blocking)
     return summarize(gather(times), options.agg_iters * calls, options.average)
 
 
