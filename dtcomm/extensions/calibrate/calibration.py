@@ -83,14 +83,10 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the plan as plain values."""
         names = ("ranks", "budget", "perplexity", "tokens", "mean_bits", "high_precision", "bits")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "plan_error": self.plan_error._asdict(),
-            "errors": {
-                name: {spec: error._asdict() for spec, error in errors.items()}
-                for name, errors in self.errors.items()
-            },
-        }
+        by_layer = self.errors.items()
+        errors = {name: {spec: error._asdict() for spec, error in layer.items()} for name, layer in by_layer}
+        plain = {name: getattr(self, name) for name in names}
+        return {**plain, "plan_error": self.plan_error._asdict(), "errors": errors}
 
 
 @torch.no_grad()

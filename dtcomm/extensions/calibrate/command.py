@@ -212,17 +212,11 @@ def show(calibration: Calibration) -> None:
     """Print errors and changes of perplexity of each layer in each codec, the chosen codecs, and a summary."""
     specs = [spec for spec in calibration.bits if spec != "none"]
     head = ["layer", *(f"{spec} ({calibration.bits[spec]:.3g} bits)" for spec in specs), "plan"]
-    rows = [
-        [
-            name,
-            *(
-                f"{100 * errors[spec].relative:.2g} % / {100 * errors[spec].perplexity:+.2g} %"
-                for spec in specs
-            ),
-            str(calibration.layers[name].codec),
-        ]
-        for name, errors in calibration.errors.items()
-    ]
+    rows = []
+    for name, errors in calibration.errors.items():
+        shown = [errors[spec] for spec in specs]
+        cells = [f"{100 * error.relative:.2g} % / {100 * error.perplexity:+.2g} %" for error in shown]
+        rows.append([name, *cells, str(calibration.layers[name].codec)])
     print("relative error of a layer's output / change of perplexity, only that layer compressed")
     print("\n".join([*format_table(head, rows, left=(0, len(head) - 1)), *plan_summary(calibration)]))
 
@@ -235,14 +229,9 @@ def plot(calibration: Calibration, path: Path) -> None:
         for colour, spec in zip(COLOURS[1:] * 3, [spec for spec in calibration.bits if spec != "none"]):
             values = [max(calibration.errors[name][spec].divergence, 1e-9) for name in names]
             axes.scatter(values, range(len(names)), s=26, color=colour, label=spec, zorder=3)
-            chosen: list[Any] = [
-                (value, at)
-                for at, (name, value) in enumerate(zip(names, values, strict=True))
-                if calibration.layers[name].codec == spec
-            ]
-            if chosen:
-                across, down = zip(*chosen, strict=True)
-                axes.scatter(across, down, s=110, facecolors="none", edgecolors=colour, zorder=3)
+            down = [at for at, name in enumerate(names) if calibration.layers[name].codec == spec]
+            across = [values[at] for at in down]
+            axes.scatter(across, down, s=110, facecolors="none", edgecolors=colour, zorder=3)
         axes.set_xscale("log")
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()

@@ -483,15 +483,10 @@ class Coordinator:
         # One that was left out gets the state again, with averages that it has not seen, also after equal steps.
         valid = [member for member in members if member.in_view and not member.is_late]
         valid = valid or [max(members, key=lambda member: member.steps)]
-        view = {
-            "number": self._number,
-            "run": self._run_name,
-            "names": names,
-            "ids": [member.identity for member in members],
-            "steps": [-1 if member.is_late and member not in valid else member.steps for member in members],
-            "store_port": store.port,
-            "anew": anew,
-        }
+        steps = [-1 if member.is_late and member not in valid else member.steps for member in members]
+        ids = [member.identity for member in members]
+        view = {"number": self._number, "run": self._run_name, "names": names, "ids": ids, "steps": steps}
+        view |= {"store_port": store.port, "anew": anew}
         for rank, member in enumerate(members):
             member.in_view = True
             member.answer({**view, "rank": rank})

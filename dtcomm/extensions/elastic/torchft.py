@@ -71,15 +71,11 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc]
         reduction = getattr(opts, "reduceOp", opts)
         op = op_name(getattr(reduction, "op", reduction))
         group = self.parent
+        dtypes = self.codec.dtypes if op in ("sum", "avg") else ()
+        codecs = [self.codec if tensor.dtype in dtypes else NONE for tensor in tensors]
         works = [
-            all_reduce(
-                tensor,
-                op,
-                codec=self.codec if op in ("sum", "avg") and tensor.dtype in self.codec.dtypes else NONE,
-                group=group,
-                async_op=True,
-            )
-            for tensor in tensors
+            all_reduce(tensor, op, codec=codec, group=group, async_op=True)
+            for tensor, codec in zip(tensors, codecs, strict=True)
         ]
         for work in works[:-1]:
             work.wait()

@@ -188,16 +188,12 @@ class BalancedSampler(Sampler[list[int]]):
         gathered = gather_rows(own, self.group, device)
         # A rank receives over the link to the rank before it; each link is measured once.
         incoming = [row[0] for row in gather_rows([self._probe(device)], self.group, device)]
-        ranks = len(gathered)
+        links = [min(pair) for pair in zip(incoming, [*incoming[1:], incoming[0]], strict=True)]
         self.speeds = [
             RankSpeed(
-                rank=rank,
-                samples=round(samples),
-                sample_s=max(seconds, 1e-9),
-                wait_s=wait,
-                link_s=min(incoming[rank], incoming[(rank + 1) % ranks]),
+                rank=rank, samples=round(count), sample_s=max(each, 1e-9), wait_s=wait, link_s=links[rank]
             )
-            for rank, (samples, seconds, wait, _) in enumerate(gathered)
+            for rank, (count, each, wait, _) in enumerate(gathered)
         ]
         for straggler in self.stragglers:
             if (straggler.rank, straggler.cause) not in self._logged and self._rank == 0:

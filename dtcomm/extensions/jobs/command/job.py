@@ -61,12 +61,8 @@ def verdict(plan: JobPlan) -> str:
         device = plan.job.system.device
         least = f"; the least is {size_name(round(need.memory.total))} with {need.layout}" if need else ""
         return f"no layout fits in {size_name(device.memory_bytes)} of {device.name}{least}: use more hosts"
-    loss = {
-        "recomputation": step.recompute,
-        "the bubble": step.bubble,
-        "the optimizer": step.optimizer,
-        **{f"exposed {AXIS_NAMES[axis]}": step.exposed[axis] for axis in AXES},
-    }
+    loss = {"recomputation": step.recompute, "the bubble": step.bubble, "the optimizer": step.optimizer}
+    loss |= {f"exposed {AXIS_NAMES[axis]}": step.exposed[axis] for axis in AXES}
     ranked = sorted(((value / step.seconds, name) for name, value in loss.items()), reverse=True)
     costs = ", ".join(f"{share:.0%} {name}" for share, name in ranked if share >= 0.005)
     text = f"{family(step.layout)}: {step.layout}: {time_name(step.seconds)} a step, MFU {step.mfu:.1%}"
