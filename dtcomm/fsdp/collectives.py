@@ -266,6 +266,7 @@ class CompressedAllGather(_FsdpCollective, AllGather):
             all_gather(reference, saved_shard.to(output.device, output.dtype), group=group)
             self.state.put_reference(self.module, reference)
             return self._gather_differences(output, shard, group, traffic, plain_bytes)
+        traffic.dtype, traffic.numel = str(output.dtype).removeprefix("torch."), output.numel()
         work = all_gather(output, shard, group=group, async_op=True)
 
         def copy_reference() -> None:
