@@ -165,20 +165,14 @@ class EpilogueTask(LocalTask):
 
     Attributes:
         native: The task of the C++ engine; None for CUDA tensors.
-        fallback: Runs the task without the engine.
+        reference: Runs the task in numpy.
+        device: Runs the task in Triton.
         codec: The codec of the sum: uncompressed.
         tensors: All tensors of the task.
         call: The tensors of the epilogue.
     """
 
     call: EpilogueCall
-
-    def __call__(self) -> None:
-        out = self.call.out
-        if out.is_cpu:
-            super().__call__()
-        elif out.numel():
-            _run_triton(out, self.call)
 
     def norm(self) -> EpilogueTask | None:
         """The norm alone, for kernels that add bias and addend themselves; None if there is no norm."""
@@ -240,7 +234,8 @@ def _task(call: EpilogueCall) -> EpilogueTask:
 
     return EpilogueTask(
         native=_C.task_epilogue(call.out.numel(), _native(call)),
-        fallback=by_reference,
+        reference=by_reference,
+        device=lambda: _run_triton(call.out, call),
         codec=UNCOMPRESSED,
         tensors=(call.out, call.bias, call.addend, call.weight, call.norm_out, call.codes, call.scales),
         call=call,
@@ -275,6 +270,8 @@ def _run_triton(sums: torch.Tensor, call: EpilogueCall) -> None:
 
     Raises RuntimeError if Triton is not installed.
     """
+    if not call.out.numel():
+        return
     if not _triton_installed():
         raise RuntimeError(
             f"out: on {call.out.device}, where Triton adds bias and addend; install it (pip install dtcomm[triton])"

@@ -6,16 +6,15 @@ the sum and scatter them after it. `dtcomm.collectives` makes these tasks.
 
 Every function here returns a :class:`LocalTask`. Tasks on CPU tensors run in the C++ kernels (csrc/cpu/kernels.h,
 ``LocalKernels``), called directly or by the engine between two operations; with the reference kernels they run in
-numpy. Tasks on CUDA tensors run in torch (the second half of this module) and never wait for the device. All give the
-same bits. Tensors are contiguous, on one device and of the right size: callers have checked them and keep them alive
-until the task has run.
+numpy. Tasks on CUDA tensors run in operators of torch and never wait for the device. All give the same bits. Tensors
+are contiguous, on one device and of the right size: callers have checked them and keep them alive until the task has
+run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -42,26 +41,28 @@ class LocalTask:
     """One task of one rank; calling it runs it.
 
     native: what the engine runs; None for CUDA tensors.
-    fallback: runs the task in numpy (CPU tensors, reference kernels) or torch (CUDA tensors).
+    reference: runs the task in numpy, for the reference kernels.
+    device: runs the task as on CUDA tensors, in operators of torch, without waiting for the device.
     codec: decides which kernels can run the task.
     tensors: all tensors of the task, kept alive with it.
     """
 
     native: _C.NativeTask | None
-    fallback: Callable[[], None]
+    reference: Callable[[], None]
+    device: Callable[[], None]
     codec: Codec
     tensors: tuple[torch.Tensor | None, ...]
 
     def __call__(self) -> None:
         """Run the task in this thread. Raises ValueError if the forced kernel cannot run it."""
-        if self.native is None:
-            self.fallback()
-            return
         first = next(tensor for tensor in self.tensors if tensor is not None)
+        if self.native is None or not first.is_cpu:
+            self.device()
+            return
         kernel = dispatch.kernel_for(self.codec, "tensor", first)
         if kernel == dispatch.REFERENCE:
             with np.errstate(all="ignore"):
-                self.fallback()
+                self.reference()
         else:
             self.native.run(kernel)
 
@@ -74,11 +75,10 @@ def _task(
     reference: Callable[[], None],
     device: Callable[[], None],
 ) -> LocalTask:
-    """A task with the implementation for the device of the first tensor."""
+    """A task; ``native`` makes what the engine runs, of CPU tensors."""
     assert tensors[0] is not None
-    if tensors[0].is_cpu:
-        return LocalTask(native=native(), fallback=reference, codec=codec, tensors=tensors)
-    return LocalTask(native=None, fallback=device, codec=codec, tensors=tensors)
+    of_engine = native() if tensors[0].is_cpu else None
+    return LocalTask(native=of_engine, reference=reference, device=device, codec=codec, tensors=tensors)
 
 
 def shared_key(seed: int) -> int:
@@ -95,6 +95,13 @@ def measure_exponents(
     codec: Exact, x: torch.Tensor, residual: torch.Tensor | None, exponents: torch.Tensor
 ) -> LocalTask:
     """``exponents`` (uint8, one per block) <- the exponents of the blocks of x + residual."""
+
+    def device() -> None:
+        size = _rows(_tensor_sum(x, residual), codec.block).view(torch.int32) & 0x7FFFFFFF
+        top = size.amax(1)
+        measured = torch.where((top > 0) & (top >> 23 == 0), 1, top >> 23)
+        exponents.copy_(torch.where(top >= 0x7F800000, NAN_BLOCK, measured))
+
     return _task(
         codec,
         (x, residual, exponents),
@@ -102,7 +109,7 @@ def measure_exponents(
             codec.native(), *_contribution(x, residual), exponents.data_ptr()
         ),
         reference=lambda: _store(exponents, reproducible.measure(codec, _sum_of(x, residual))),
-        device=partial(measure_exponents_in_torch, codec, x, residual, exponents),
+        device=device,
     )
 
 
@@ -126,6 +133,16 @@ def quantize_to_exponents(
         if residual is not None:
             put(residual, reproducible.lost(codec, ranks, total, integers, agreed, get(residual)))
 
+    def device() -> None:
+        digits = codec.digits(ranks)
+        largest = 2.0**digits - 1
+        total, unit = _tensor_sum(x, residual).double(), _units(codec, digits, exponents, x.numel())
+        bad = _in_nan_block(codec, exponents, x.numel())
+        integers = torch.where(bad, 0.0, (total / unit).clamp(-largest, largest).round())
+        codes.copy_(integers)
+        if residual is not None:
+            residual.copy_(torch.where(bad, residual, (total - integers * unit).float()))
+
     return _task(
         codec,
         (x, residual, exponents, codes),
@@ -133,7 +150,7 @@ def quantize_to_exponents(
             codec.native(), ranks, *_contribution(x, residual), exponents.data_ptr(), codes.data_ptr()
         ),
         reference=reference,
-        device=partial(quantize_to_exponents_in_torch, codec, ranks, x, residual, exponents, codes),
+        device=device,
     )
 
 
@@ -152,6 +169,12 @@ def dequantize(
         if verdict is None or int(verdict) == AUDIT_OK:
             put(out, reproducible.from_codes(codec, ranks, codes.numpy(), exponents.numpy(), divisor))
 
+    def device() -> None:
+        unit = _units(codec, codec.digits(ranks), exponents, out.numel())
+        values = (codes.double() * unit / divisor).float()
+        values = torch.where(_in_nan_block(codec, exponents, out.numel()), float("nan"), values).to(out.dtype)
+        out.copy_(values if verdict is None else torch.where(verdict == AUDIT_OK, values, out))
+
     return _task(
         codec,
         (out, codes, exponents, verdict),
@@ -167,18 +190,24 @@ def dequantize(
             address(verdict),
         ),
         reference=reference,
-        device=partial(dequantize_in_torch, codec, ranks, codes, exponents, divisor, out, verdict),
+        device=device,
     )
 
 
 def audit_checksums(codec: Exact, codes: torch.Tensor, sums: torch.Tensor) -> LocalTask:
     """``sums`` (int64) <- one checksum per AUDIT_RUN integers. Checksums of a sum are the sums of the checksums."""
+
+    def device() -> None:
+        weights = counter_rng.mix32(torch.arange(codes.numel(), device=codes.device)) * 2 + 1
+        terms = weights * codes.long()
+        sums.copy_(_rows(terms, AUDIT_RUN).sum(1))
+
     return _task(
         codec,
         (codes, sums),
         native=lambda: _C.task_audit_checksums(codec.bits, codes.data_ptr(), codes.numel(), sums.data_ptr()),
         reference=lambda: _store(sums, reproducible.audit(codes.numpy()).view(np.int64)),
-        device=partial(audit_checksums_in_torch, codes, sums),
+        device=device,
     )
 
 
@@ -196,15 +225,17 @@ def audit_verdict(
     Run r is reported as 2r if its checksums differ and as 2r + 1 if its exponents, measured twice, differ. The first
     wrong run counts, exponents before checksums.
     """
-    compare = partial(
-        audit_verdict_in_torch,
-        codec,
-        expected_sums,
-        actual_sums,
-        exponents,
-        exponents_again,
-        verdict,
-    )
+
+    def device() -> None:
+        differ = _rows((exponents != exponents_again).int(), max(1, AUDIT_RUN // codec.block)).any(1)
+        runs = 2 * torch.arange(expected_sums.numel(), device=expected_sums.device)
+        # A block that is larger than a run counts for the run in which it begins, as in the C++ kernel.
+        missing = max(0, expected_sums.numel() - differ.numel())
+        differ = torch.nn.functional.pad(differ, (0, missing))[: expected_sums.numel()]
+        checksums = torch.where(expected_sums != actual_sums, runs, AUDIT_OK)
+        wrong = torch.where(differ, runs + 1, checksums)
+        verdict.copy_(torch.cat([wrong, wrong.new_full((1,), AUDIT_OK)]).amin().reshape(1))
+
     return _task(
         codec,
         (expected_sums, actual_sums, exponents, exponents_again, verdict),
@@ -217,8 +248,8 @@ def audit_verdict(
             codec.block,
             verdict.data_ptr(),
         ),
-        reference=compare,
-        device=compare,
+        reference=device,
+        device=device,
     )
 
 
@@ -247,6 +278,21 @@ def gather_values(
             put(value_residual, taken_residual)
             put(residual, updated)
 
+    def device() -> None:
+        indices = _value_indices(codec, key, offset, x)
+        floats = x.float()
+        total = _tensor_sum(x, residual)
+        finite = torch.isfinite(_rows(total, codec.layout().granule)).all(1)
+        taken = floats.index_select(0, indices)
+        values.copy_(
+            torch.where(
+                _repeat_rows(finite, codec.layout().kept, codec.kept_in(x.numel())), taken, float("nan")
+            )
+        )
+        if residual is not None and value_residual is not None:
+            value_residual.copy_(residual.index_select(0, indices))
+            residual.copy_(torch.where(_per_element(codec, finite, x.numel()), total, residual))
+
     return _task(
         codec,
         (x, residual, values, value_residual),
@@ -259,7 +305,7 @@ def gather_values(
             address(value_residual),
         ),
         reference=reference,
-        device=partial(gather_values_in_torch, codec, key, offset, x, residual, values, value_residual),
+        device=device,
     )
 
 
@@ -270,6 +316,24 @@ def scatter_values(
 
     ``scaled``: multiply by elements / kept elements, which makes the result an unbiased estimate.
     """
+
+    def device() -> None:
+        numel, layout = out.numel(), codec.layout()
+        whole = numel // layout.granule
+        firsts = values[: whole * layout.kept].view(whole, layout.kept)[:, 0]
+        scaled_values = values
+        if scaled:
+            factor = torch.full_like(values, layout.granule / layout.kept)
+            if rest := numel % layout.granule:
+                factor[whole * layout.kept :] = rest / layout.kept_of(rest)
+            scaled_values = values * factor
+        if numel % layout.granule:
+            firsts = torch.cat([firsts, values[whole * layout.kept :][:1]])
+        result = torch.zeros(numel, dtype=torch.float32, device=out.device)
+        result.index_copy_(0, _value_indices(codec, key, offset, out), scaled_values)
+        bad = _per_element(codec, torch.isnan(firsts), numel)
+        out.copy_(torch.where(bad, float("nan"), result))
+
     return _task(
         codec,
         (out, values),
@@ -284,7 +348,7 @@ def scatter_values(
             out.data_ptr(),
         ),
         reference=lambda: put(out, sparse.scatter(codec, key, offset, scaled, get(values), out.numel())),
-        device=partial(scatter_values_in_torch, codec, key, offset, scaled, values, out),
+        device=device,
     )
 
 
@@ -292,6 +356,10 @@ def restore_residual(
     codec: RandK, key: int, offset: int, value_residual: torch.Tensor, residual: torch.Tensor
 ) -> LocalTask:
     """The residual at the positions that were sent <- ``value_residual``."""
+
+    def device() -> None:
+        residual.index_copy_(0, _value_indices(codec, key, offset, residual), value_residual)
+
     return _task(
         codec,
         (residual, value_residual),
@@ -301,7 +369,7 @@ def restore_residual(
         reference=lambda: put(
             residual, sparse.restore_residual(codec, key, offset, get(value_residual), get(residual))
         ),
-        device=partial(restore_residual_in_torch, codec, key, offset, value_residual, residual),
+        device=device,
     )
 
 
@@ -318,129 +386,7 @@ def _store(tensor: torch.Tensor, values: reproducible.Codes) -> None:
     tensor.numpy()[:] = values
 
 
-# The tasks on CUDA tensors, as operators of torch: the CPU's bits, without waiting for the device.
-
-
-def measure_exponents_in_torch(
-    codec: Exact, x: torch.Tensor, residual: torch.Tensor | None, exponents: torch.Tensor
-) -> None:
-    """:func:`measure_exponents`."""
-    size = _rows(_tensor_sum(x, residual), codec.block).view(torch.int32) & 0x7FFFFFFF
-    top = size.amax(1)
-    measured = torch.where((top > 0) & (top >> 23 == 0), 1, top >> 23)
-    exponents.copy_(torch.where(top >= 0x7F800000, NAN_BLOCK, measured))
-
-
-def quantize_to_exponents_in_torch(
-    codec: Exact,
-    ranks: int,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    exponents: torch.Tensor,
-    codes: torch.Tensor,
-) -> None:
-    """:func:`quantize_to_exponents`."""
-    digits = codec.digits(ranks)
-    largest = 2.0**digits - 1
-    total, unit = _tensor_sum(x, residual).double(), _units(codec, digits, exponents, x.numel())
-    bad = _in_nan_block(codec, exponents, x.numel())
-    integers = torch.where(bad, 0.0, (total / unit).clamp(-largest, largest).round())
-    codes.copy_(integers)
-    if residual is not None:
-        residual.copy_(torch.where(bad, residual, (total - integers * unit).float()))
-
-
-def dequantize_in_torch(
-    codec: Exact,
-    ranks: int,
-    codes: torch.Tensor,
-    exponents: torch.Tensor,
-    divisor: int,
-    out: torch.Tensor,
-    verdict: torch.Tensor | None,
-) -> None:
-    """:func:`dequantize`."""
-    unit = _units(codec, codec.digits(ranks), exponents, out.numel())
-    values = (codes.double() * unit / divisor).float()
-    values = torch.where(_in_nan_block(codec, exponents, out.numel()), float("nan"), values).to(out.dtype)
-    out.copy_(values if verdict is None else torch.where(verdict == AUDIT_OK, values, out))
-
-
-def audit_checksums_in_torch(codes: torch.Tensor, sums: torch.Tensor) -> None:
-    """:func:`audit_checksums`."""
-    weights = counter_rng.mix32(torch.arange(codes.numel(), device=codes.device)) * 2 + 1
-    terms = weights * codes.long()
-    sums.copy_(_rows(terms, AUDIT_RUN).sum(1))
-
-
-def audit_verdict_in_torch(
-    codec: Exact,
-    expected_sums: torch.Tensor,
-    actual_sums: torch.Tensor,
-    exponents: torch.Tensor,
-    exponents_again: torch.Tensor,
-    verdict: torch.Tensor,
-) -> None:
-    """:func:`audit_verdict`."""
-    differ = _rows((exponents != exponents_again).int(), max(1, AUDIT_RUN // codec.block)).any(1)
-    runs = 2 * torch.arange(expected_sums.numel(), device=expected_sums.device)
-    # A block that is larger than a run counts for the run in which it begins, as in the C++ kernel.
-    missing = max(0, expected_sums.numel() - differ.numel())
-    differ = torch.nn.functional.pad(differ, (0, missing))[: expected_sums.numel()]
-    checksums = torch.where(expected_sums != actual_sums, runs, AUDIT_OK)
-    wrong = torch.where(differ, runs + 1, checksums)
-    verdict.copy_(torch.cat([wrong, wrong.new_full((1,), AUDIT_OK)]).amin().reshape(1))
-
-
-def gather_values_in_torch(
-    codec: RandK,
-    key: int,
-    offset: int,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    values: torch.Tensor,
-    value_residual: torch.Tensor | None,
-) -> None:
-    """:func:`gather_values`."""
-    indices = _value_indices(codec, key, offset, x)
-    floats = x.float()
-    total = _tensor_sum(x, residual)
-    finite = torch.isfinite(_rows(total, codec.layout().granule)).all(1)
-    taken = floats.index_select(0, indices)
-    values.copy_(
-        torch.where(_repeat_rows(finite, codec.layout().kept, codec.kept_in(x.numel())), taken, float("nan"))
-    )
-    if residual is not None and value_residual is not None:
-        value_residual.copy_(residual.index_select(0, indices))
-        residual.copy_(torch.where(_per_element(codec, finite, x.numel()), total, residual))
-
-
-def scatter_values_in_torch(
-    codec: RandK, key: int, offset: int, scaled: bool, values: torch.Tensor, out: torch.Tensor
-) -> None:
-    """:func:`scatter_values`."""
-    numel, layout = out.numel(), codec.layout()
-    whole = numel // layout.granule
-    firsts = values[: whole * layout.kept].view(whole, layout.kept)[:, 0]
-    scaled_values = values
-    if scaled:
-        factor = torch.full_like(values, layout.granule / layout.kept)
-        if rest := numel % layout.granule:
-            factor[whole * layout.kept :] = rest / layout.kept_of(rest)
-        scaled_values = values * factor
-    if numel % layout.granule:
-        firsts = torch.cat([firsts, values[whole * layout.kept :][:1]])
-    result = torch.zeros(numel, dtype=torch.float32, device=out.device)
-    result.index_copy_(0, _value_indices(codec, key, offset, out), scaled_values)
-    bad = _per_element(codec, torch.isnan(firsts), numel)
-    out.copy_(torch.where(bad, float("nan"), result))
-
-
-def restore_residual_in_torch(
-    codec: RandK, key: int, offset: int, value_residual: torch.Tensor, residual: torch.Tensor
-) -> None:
-    """:func:`restore_residual`."""
-    residual.index_copy_(0, _value_indices(codec, key, offset, residual), value_residual)
+# Parts of the tasks in operators of torch.
 
 
 def _tensor_sum(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
