@@ -47,6 +47,8 @@ FULL_SIZE = 16384  # elements up to which all of a parameter is read
 RUN = 8  # adjacent elements that go into the same cell
 SAMPLED_RUNS = 128  # of a larger parameter
 SAMPLED_RUN = 64  # adjacent elements that are read together; every RUN of them go into one cell
+MAX_READINGS = 128  # that are kept until their sketches are added up
+MAX_WEIGHTS = 4  # of lists of readings, which are kept: of gradients and of means
 HARM_PATIENCE = 2  # windows in a row that must exceed a limit
 
 
@@ -97,23 +99,23 @@ class Reading(NamedTuple):
 
 
 class SketchSum:
-    """Adds up the sketches of all tensors of a step, in three kernels on a device; the weights are kept."""
+    """Adds up the sketches of many tensors, in three kernels on a device; the weights are kept from step to step."""
 
     def __init__(self) -> None:
-        self._maps: list[tuple[GradientSketch, float]] = []
-        self._weights: torch.Tensor | None = None
+        self._weights: dict[tuple[tuple[GradientSketch, float], ...], torch.Tensor] = {}
 
     def add_up(self, readings: Sequence[Reading], out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of the sketches, fp32 [256], in ``out`` if it is given."""
-        maps = [(reading.sketch, reading.scale) for reading in readings]
-        if self._weights is None or maps != self._maps:
-            weights = [map_.weights if scale == 1 else map_.weights * scale for map_, scale in maps]
-            self._maps, self._weights = maps, torch.cat(weights, dim=1) if len(maps) > 1 else weights[0]
-        record_streams(
-            *(reading.elements for reading in readings)
-        )  # they may have been read on another stream
+        maps = tuple((reading.sketch, reading.scale) for reading in readings)
+        weights = self._weights.get(maps)
+        if weights is None:
+            if len(self._weights) == MAX_WEIGHTS:
+                self._weights.clear()
+            parts = [sketch.weights if scale == 1 else sketch.weights * scale for sketch, scale in maps]
+            weights = self._weights[maps] = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
         elements = [reading.elements for reading in readings]
-        weighted = (torch.cat(elements, dim=1) if len(maps) > 1 else elements[0]) * self._weights
+        record_streams(*elements)  # they may have been read on another stream
+        weighted = (torch.cat(elements, dim=1) if len(elements) > 1 else elements[0]) * weights
         return torch.sum(weighted, dim=(1, 2), out=out)
 
 
@@ -180,8 +182,10 @@ class SketchWindow:
         self.schemes: dict[str, Scheme] = {}
         self.complete: torch.Tensor | None = None
         self.fidelity: Fidelity | None = None
-        self._step: list[tuple[Reading, Reading]] = []  # of this rank's gradients, and of their mean
-        self._of_gradients, self._of_means = SketchSum(), SketchSum()
+        # Of this rank's gradients and of their means in this step: what was read, and sketches [2, 256] before that.
+        self._read: list[tuple[Reading, Reading]] = []
+        self._step: torch.Tensor | None = None
+        self._sum = SketchSum()
         self._velocity: torch.Tensor | None = None  # [256]: of this rank's gradients with momentum
         self._sums: torch.Tensor | None = None
         self._steps = self._size = 0  # steps so far, and in the whole window
@@ -189,7 +193,17 @@ class SketchWindow:
 
     def add(self, gradient: Reading, mean: Reading) -> None:
         """Add a gradient before compression and the mean after it."""
-        self._step.append((gradient, mean))
+        self._read.append((gradient, mean))
+        if len(self._read) == MAX_READINGS:  # as when gradients of many micro-batches are reduced
+            self._add_up()
+
+    def _add_up(self) -> None:
+        sides = list(zip(*self._read, strict=True))
+        self._read = []
+        sketches = torch.empty(2, SKETCH_SIZE, device=sides[0][0].elements.device)
+        for side, out in zip(sides, sketches, strict=True):
+            self._sum.add_up(side, out)
+        self._step = sketches if self._step is None else self._step + sketches
 
     def end_step(self) -> torch.Tensor | None:
         """Add the sketches of the step that is over to the window.
@@ -197,13 +211,11 @@ class SketchWindow:
         Returns:
             Whether all are finite, a bool tensor without dimensions; None if there are none.
         """
-        step, self._step = self._step, []
-        if not step:
+        if self._read:
+            self._add_up()
+        sketches, self._step = self._step, None
+        if sketches is None:
             return None
-        gradients, means = zip(*step, strict=True)
-        sketches = torch.empty(2, SKETCH_SIZE, device=means[0].elements.device)
-        self._of_gradients.add_up(gradients, sketches[0])
-        self._of_means.add_up(means, sketches[1])
         # A step with NaN or Inf, which all ranks have alike, does not count; a GradScaler skips it.
         is_finite: torch.Tensor = torch.linalg.vector_norm(sketches, torch.inf) < torch.inf
         sketches = torch.where(is_finite, sketches, 0.0)

@@ -164,6 +164,25 @@ def test_momentum_that_does_not_arrive_is_flagged() -> None:
     assert event.kind == "harm" and event.value < event.limit == pytest.approx(0.05)
 
 
+def test_all_reductions_of_a_step_are_added_up() -> None:
+    """As many as with accumulated gradients, of which only some are kept until the end of the step."""
+    monitor = Monitor(Guard(window=1), ranks=(0, 1))
+    layout = SimulatedRanks("int8", 1, [("w", torch.zeros(64, 64))])._layout(torch.zeros(4096), 0)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(4096, generator=generator) for _ in range(300)]
+    monitor.begin_step(0)
+    for gradient in gradients:
+        monitor.record_mean(monitor.measure_gradient(layout, gradient), layout, 2 * gradient)
+    monitor.begin_step(1)
+    stats = monitor.stats_tensor()
+    assert stats is not None
+    sketches = stats[-2 * SKETCH_SIZE :].view(2, SKETCH_SIZE)
+    torch.testing.assert_close(
+        sketches[0], layout.sketch(CPU)(torch.stack(gradients).sum(0)), rtol=1e-3, atol=1e-3
+    )
+    torch.testing.assert_close(sketches[1], 2 * sketches[0])
+
+
 @pytest.mark.parametrize("spec", ["int2:block=128", "int2:block=1024", "sign", "topk:ratio=0.01"])
 def test_bursts_of_gradients_are_silent(spec: str) -> None:
     """Every tenth gradient is 30 times as large."""
