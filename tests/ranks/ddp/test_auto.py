@@ -134,7 +134,7 @@ def train_verified(rank: int, world_size: int, spec: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("spec", ["int8", "powersgd:rank=2", "fsdp", "sharded", "tp"])
-@pytest.mark.parametrize("link", ["100mbit,50us", ""])
+@pytest.mark.parametrize("link", ["20mbit,50us", ""])  # 80 ms less in a step, on a busy machine too
 def test_verify_measures_pairs_of_steps_and_claims_what_they_show(
     monkeypatch: pytest.MonkeyPatch, link: str, spec: str
 ) -> None:
