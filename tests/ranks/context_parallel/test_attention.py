@@ -15,7 +15,8 @@ import dtcomm
 from dtcomm import context_parallel as cp
 from dtcomm.context_parallel.state import METHODS
 from dtcomm.errors import PeerLost
-from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
+from dtcomm.launch.ranks import send_to_parent, spawn_ranks
+from tests.support.rank_tests import on_ranks
 
 HEADS, DIM = 12, 8
 
@@ -68,7 +69,9 @@ def require_close(
         assert error <= limit, (name, part, error)
 
 
-def compare_uncompressed(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks(timeout=120)
+def test_uncompressed_equals_full_attention(rank: int, ranks: int) -> None:
     # 22 and 13 tokens leave ranks with padding, 2 tokens leave ranks with nothing but padding.
     cases = [(make_case(24), 2e-6), (make_case(22, key_heads=HEADS // 2 if ranks < 4 else 4), 2e-6)]
     cases += [(make_case(13, dtype=torch.bfloat16), 6e-3), (make_case(2), 2e-6)]
@@ -82,12 +85,8 @@ def compare_uncompressed(rank: int, ranks: int) -> None:
             require_close(actual, expected, limit, name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_uncompressed_equals_full_attention(ranks: int) -> None:
-    run_ranks(compare_uncompressed, ranks, timeout=120)
-
-
-def compare_other_sizes(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_other_head_dimensions_lengths_and_scales(rank: int, ranks: int) -> None:
     """Values with a head dimension of their own; queries and keys of different lengths; a scale."""
     case = make_case(12, v_dim=5)
     for method in METHODS:
@@ -98,10 +97,6 @@ def compare_other_sizes(rank: int, ranks: int) -> None:
         parts = [cp.shard(x, 2, layout="contiguous") for x in (q, k, v)]
         out = cp.attention(*parts, scale=0.1, layout="contiguous", method=method)
         torch.testing.assert_close(cp.unshard(out, 2, layout="contiguous"), expected)
-
-
-def test_other_head_dimensions_lengths_and_scales() -> None:
-    run_ranks(compare_other_sizes, 2)
 
 
 def decoded_case(case: Case, ranks: int, layout: str, codec: str) -> Case:
@@ -120,7 +115,9 @@ def decoded_case(case: Case, ranks: int, layout: str, codec: str) -> Case:
     return case._replace(k=k, v=v)
 
 
-def compare_compressed(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_all_ranks_use_the_bytes_of_the_owner(rank: int, ranks: int) -> None:
     case = make_case(24)
     for codec, layout, is_causal in itertools.product(
         ("int8", "fp8_e4m3", "mxfp4"), ("zigzag", "contiguous"), (False, True)
@@ -138,12 +135,8 @@ def compare_compressed(rank: int, ranks: int) -> None:
         assert all(map(torch.equal, ring, again))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_use_the_bytes_of_the_owner(ranks: int) -> None:
-    run_ranks(compare_compressed, ranks)
-
-
-def compare_errors(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_errors_of_codecs(rank: int, ranks: int) -> None:
     case = make_case(48)
     for is_causal, method in itertools.product((False, True), METHODS):
         expected = full(case, is_causal)
@@ -162,11 +155,8 @@ def compare_errors(rank: int, ranks: int) -> None:
             require_close(rounded, expected, limit + 0.02, (codec, is_causal, method))
 
 
-def test_errors_of_codecs() -> None:
-    run_ranks(compare_errors, 2)
-
-
-def compare_seeds(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_stochastic_rounding_depends_on_the_seed(rank: int, ranks: int) -> None:
     case = make_case(24)
     for method in METHODS:
         options = {
@@ -180,11 +170,8 @@ def compare_seeds(rank: int, ranks: int) -> None:
         require_close(first, full(case, True), 0.3, method)
 
 
-def test_stochastic_rounding_depends_on_the_seed() -> None:
-    run_ranks(compare_seeds, 2)
-
-
-def check_report(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_the_report_counts_what_was_sent(rank: int, ranks: int) -> None:
     state, of_other_group = cp.State(), cp.State(dist.new_group())
     case = make_case(32)
     sharded(case, True, kv_codec="int8", backward_codec="bf16")
@@ -213,11 +200,8 @@ def check_report(rank: int, ranks: int) -> None:
     assert state.report().wire_bytes > before
 
 
-def test_the_report_counts_what_was_sent() -> None:
-    run_ranks(check_report, 2)
-
-
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_refused(rank: int, ranks: int) -> None:
     q = torch.randn(1, 3, 4, 8)
     for options, message in (
         ({"method": "rings"}, "method: 'rings' is not one of ring, all_gather, ulysses .did you mean 'ring'"),
@@ -260,11 +244,9 @@ def check_refusals(rank: int, ranks: int) -> None:
     assert torch.isfinite(out).all()
 
 
-def test_wrong_arguments_are_refused() -> None:
-    run_ranks(check_refusals, 2)
-
-
-def check_shards(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_sequences_are_sharded_and_gathered(rank: int, ranks: int) -> None:
     x = torch.arange(22).view(1, 22)
     part = cp.shard(x, 1, pad_value=-1)
     assert part.shape == (1, 24 // ranks)
@@ -278,11 +260,6 @@ def check_shards(rank: int, ranks: int) -> None:
         cp.positions(3)
     with pytest.raises(ValueError, match="x: dim 1 has 3 tokens"):
         cp.unshard(x[:, :3], 1)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sequences_are_sharded_and_gathered(ranks: int) -> None:
-    run_ranks(check_shards, ranks)
 
 
 def attend_to_dead_rank(rank: int, ranks: int, method: str, backward: bool) -> str:

@@ -18,6 +18,7 @@ from dtcomm import ddp
 from dtcomm.cli.demo import train as demo
 from dtcomm.context_parallel.state import METHODS
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 SHAPE = demo.ModelShape(vocabulary=demo.VOCABULARY, context=32, layers=2, width=32, heads=4)
 
@@ -102,7 +103,8 @@ def compare_ring_on_three_ranks(rank: int, ranks: int) -> None:
         assert relative(sharded_gradients(model, model, 21, method=method), expected) < 1e-5
 
 
-def compare_combinations(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_checkpointing_and_autocast(rank: int, ranks: int) -> None:
     """Activation checkpointing and accumulation give the same bits; bf16 by autocast comes close."""
     model = Model()
 
@@ -118,11 +120,9 @@ def compare_combinations(rank: int, ranks: int) -> None:
         assert 0 < relative(rounded, expected) < 0.05
 
 
-def test_checkpointing_and_autocast() -> None:
-    run_ranks(compare_combinations, 2)
-
-
-def compare_compiled(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=600)
+def test_compiled_code_without_graph_breaks(rank: int, ranks: int) -> None:
     model = Model()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for method in METHODS:
@@ -137,11 +137,6 @@ def compare_compiled(rank: int, ranks: int) -> None:
 
     q = torch.randn(1, 2, 8, 8)
     assert torch.equal(attend(q), cp.attention(q, q, q, is_causal=True, kv_codec="int8"))
-
-
-@pytest.mark.slow
-def test_compiled_code_without_graph_breaks() -> None:
-    run_ranks(compare_compiled, 2, timeout=600)
 
 
 def train_on_mesh(rank: int, ranks: int, codec: str, gradient_codec: str) -> tuple[float, torch.Tensor]:
@@ -177,7 +172,8 @@ def test_data_and_context_parallelism_compressed_together() -> None:
     assert abs(compressed[0][0] - plain[0][0]) < 0.02 * plain[0][0]
 
 
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_refused_and_the_context_ends_after_an_error(rank: int, ranks: int) -> None:
     buffers = batch(2, 21)
     torch_function = functional.scaled_dot_product_attention
 
@@ -217,7 +213,3 @@ def check_refusals(rank: int, ranks: int) -> None:
     with pytest.raises(ZeroDivisionError), cp.context_parallel():
         raise ZeroDivisionError
     assert functional.scaled_dot_product_attention is torch_function
-
-
-def test_wrong_arguments_are_refused_and_the_context_ends_after_an_error() -> None:
-    run_ranks(check_refusals, 2)

@@ -23,6 +23,7 @@ from dtcomm.fsdp.options import MAX_DIFFERENCE_ERROR
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.profiling.summary import format_bytes
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
+from tests.support.rank_tests import on_ranks
 
 
 def seen_and_exact(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +41,9 @@ def seen_and_exact(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return seen[0], torch.cat([p.full_tensor().detach().flatten() for p in block.parameters()])
 
 
-def check_reported_error(rank: int, ranks: int, spec: str) -> None:
+@pytest.mark.parametrize("spec", ["int4", "fp8_e4m3"])
+@on_ranks(2)
+def test_errors_of_parameters_are_in_the_report(rank: int, ranks: int, spec: str) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh)
     state = fsdp.compress(model, "none", spec, sample_every=2, guard=None)
@@ -67,12 +70,8 @@ def check_reported_error(rank: int, ranks: int, spec: str) -> None:
     assert state.report().modules["blocks.0"]["parameters"].relative_error == 0.0
 
 
-@pytest.mark.parametrize("spec", ["int4", "fp8_e4m3"])
-def test_errors_of_parameters_are_in_the_report(spec: str) -> None:
-    run_ranks(check_reported_error, 2, spec)
-
-
-def check_error_of_differences(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_the_error_of_differences_is_relative_to_the_parameters(rank: int, ranks: int) -> None:
     model = sharded(init_device_mesh("cpu", (ranks,)))
     state = fsdp.compress(model, "none", "delta:int4", sample_every=1)
     train(model, rank, steps=1)
@@ -81,10 +80,6 @@ def check_error_of_differences(rank: int, ranks: int) -> None:
     error = state.report().modules["blocks.0"]["parameters"].relative_error
     # It is relative to the parameters, not to the differences, of which int4 loses about 10 %.
     assert error is not None and 0 < error < 0.01
-
-
-def test_the_error_of_differences_is_relative_to_the_parameters() -> None:
-    run_ranks(check_error_of_differences, 2)
 
 
 def updates_behind(spec: str) -> float:
@@ -108,7 +103,8 @@ def test_the_limit_of_differences_keeps_parameters_within_one_update() -> None:
     assert gaussian_error(codec("int2:symmetric=false")) <= MAX_DIFFERENCE_ERROR  # the limit excludes no more
 
 
-def check_guarded_parameters(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_the_guard_sees_errors_of_parameters(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh)
     # Of parameters nothing is sent later, so the guard holds sparse codecs to its limit as well.
@@ -139,10 +135,6 @@ def check_guarded_parameters(rank: int, ranks: int) -> None:
     with pytest.raises(CompressionHarmful, match=r"error of .*parameters"):
         for _ in range(3):
             model(torch.ones(2, WIDTH)).square().mean().backward()
-
-
-def test_the_guard_sees_errors_of_parameters() -> None:
-    run_ranks(check_guarded_parameters, 2)
 
 
 class Records(logging.Handler):

@@ -15,8 +15,8 @@ from dtcomm import fsdp
 from dtcomm.compress.policy import Policy
 from dtcomm.compress.powersgd import PowerSGD
 from dtcomm.fsdp.options import PRESETS
-from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
+from tests.support.rank_tests import on_ranks
 
 # (arguments, words of the error in their order)
 INACCURATE: list[tuple[dict[str, Any], str]] = [
@@ -78,7 +78,8 @@ def forward_hooks(model: nn.Module) -> tuple[int, int]:
     return len(model._forward_pre_hooks), len(model._forward_hooks)
 
 
-def check_refused(rank: int, ranks: int) -> None:
+@on_ranks(2, fresh=True)
+def test_wrong_arguments_are_refused_where_they_are_given(rank: int, ranks: int) -> None:
     """Every wrong call is refused and leaves the model as it was."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh)
@@ -101,11 +102,8 @@ def check_refused(rank: int, ranks: int) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_wrong_arguments_are_refused_where_they_are_given() -> None:
-    run_ranks(check_refused, 2, fresh=True)
-
-
-def check_allowed(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_flag_allows_inaccurate_codecs(rank: int, ranks: int) -> None:
     """One flag allows what is inaccurate; what is accurate, or fed back, needs none."""
     mesh = init_device_mesh("cpu", (ranks,))
     for arguments, _ in INACCURATE:
@@ -126,11 +124,8 @@ def check_allowed(rank: int, ranks: int) -> None:
         fsdp.compress(sharded(mesh), **arguments)
 
 
-def test_a_flag_allows_inaccurate_codecs() -> None:
-    run_ranks(check_allowed, 2)
-
-
-def check_feedback(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_feedback_is_on_by_default_where_the_codec_needs_it(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     for spec in ("int8", "int4", "loco:int4"):
         assert str(fsdp.compress(sharded(mesh), spec).gradients) == spec
@@ -143,11 +138,8 @@ def check_feedback(rank: int, ranks: int) -> None:
     assert 2 * numel <= state.report().residual_bytes < 2.2 * numel  # shards are padded
 
 
-def test_feedback_is_on_by_default_where_the_codec_needs_it() -> None:
-    run_ranks(check_feedback, 2)
-
-
-def check_second_compress(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_second_compress_is_refused_until_the_first_is_detached(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     expected = train(sharded(mesh), rank)
     model = sharded(mesh)
@@ -183,11 +175,8 @@ def check_second_compress(rank: int, ranks: int) -> None:
     assert all(state.report().modules[""]["gradients"].calls == 3 for state in states)
 
 
-def test_a_second_compress_is_refused_until_the_first_is_detached() -> None:
-    run_ranks(check_second_compress, 2)
-
-
-def check_second_compress_of_fsdp1(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_fsdp1_is_detached_too(rank: int, ranks: int) -> None:
     def gradient(model: nn.Module) -> torch.Tensor:
         model.zero_grad()
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
@@ -207,11 +196,13 @@ def check_second_compress_of_fsdp1(rank: int, ranks: int) -> None:
     gradient(model)
 
 
-def test_fsdp1_is_detached_too() -> None:
-    run_ranks(check_second_compress_of_fsdp1, 2)
-
-
-def check_exclude(rank: int, ranks: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"gradients": "int8", "parameters": "int8"}, {"gradients": "ef:int4", "parameters": "delta:int4"}],
+    ids=str,
+)
+@on_ranks(2)
+def test_excluded_modules_stay_exact(rank: int, ranks: int, options: dict[str, Any]) -> None:
     """Excluded modules travel as they are: the first block's parameters reach its forward exactly."""
     mesh = init_device_mesh("cpu", (ranks,))
     for pattern in ("blocks.0", "blocks.0.*", ["*.0", "(root)"], "head.*"):
@@ -248,16 +239,8 @@ def check_exclude(rank: int, ranks: int, options: dict[str, Any]) -> None:
             assert saved and ("blocks.0" not in excluded or not saved & excluded_names)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"gradients": "int8", "parameters": "int8"}, {"gradients": "ef:int4", "parameters": "delta:int4"}],
-    ids=str,
-)
-def test_excluded_modules_stay_exact(options: dict[str, Any]) -> None:
-    run_ranks(check_exclude, 2, options)
-
-
-def check_nested_exclude(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_exclude_covers_what_a_module_contains(rank: int, ranks: int) -> None:
     """The name of a module stands for all that is in it; FSDP1's units are excluded alike."""
     mesh = init_device_mesh("cpu", (ranks,))
     torch.manual_seed(0)
@@ -276,7 +259,3 @@ def check_nested_exclude(rank: int, ranks: int) -> None:
     fsdp1(torch.ones(2, WIDTH)).sum().backward()
     by_module = state.report().modules
     assert (by_module["0"]["gradients"].codec, by_module[""]["gradients"].codec) == ("none", "int8")
-
-
-def test_exclude_covers_what_a_module_contains() -> None:
-    run_ranks(check_nested_exclude, 2)

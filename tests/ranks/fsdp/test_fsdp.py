@@ -20,6 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from dtcomm import fsdp
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
+from tests.support.rank_tests import on_ranks
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -81,7 +82,9 @@ def test_mixed_precision() -> None:
     run_ranks(compare, 2, LOSSY, {"mp_policy": policy, "prefetch": True}, 0.1)
 
 
-def follow_gradient_dtypes(rank: int, ranks: int) -> None:
+@pytest.mark.skipif(TORCH < (2, 15), reason="grad_dtype is followed from torch 2.15 on")
+@on_ranks(2)
+def test_reductions_follow_grad_dtype(rank: int, ranks: int) -> None:
     """Gradients have the ``grad_dtype`` of their parameters, sorted by it in one message, and residuals their names."""
     mesh = init_device_mesh("cpu", (ranks,))
 
@@ -112,11 +115,6 @@ def follow_gradient_dtypes(rank: int, ranks: int) -> None:
             torch.testing.assert_close(kept, full, atol=0.02 * float(full.abs().max()), rtol=0)
 
 
-@pytest.mark.skipif(TORCH < (2, 15), reason="grad_dtype is followed from torch 2.15 on")
-def test_reductions_follow_grad_dtype() -> None:
-    run_ranks(follow_gradient_dtypes, 2)
-
-
 @pytest.mark.skipif(TORCH < (2, 15), reason="param_dtype_override_fn is of torch 2.15")
 def test_parameters_that_keep_their_dtype() -> None:
     """Norms stay fp32 while the rest travels in bf16: two dtypes in one message."""
@@ -132,7 +130,8 @@ def keep_norms(parameter: nn.Parameter) -> torch.dtype | None:
     return parameter.dtype if parameter.detach().unique().numel() == 1 else None
 
 
-def check_mass(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_feedback_conserves_mass(rank: int, ranks: int) -> None:
     """Reduced gradients plus residuals equal the sum of the inputs."""
     mesh = init_device_mesh("cpu", (ranks,))
     plain, model = sharded(mesh), sharded(mesh)
@@ -150,11 +149,14 @@ def check_mass(rank: int, ranks: int) -> None:
     assert state.report().residual_bytes >= sum(4 * r.numel() for r in residuals.values())
 
 
-def test_feedback_conserves_mass() -> None:
-    run_ranks(check_mass, 2)
-
-
-def train_fsdp1(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
+    ids=str,
+)
+@pytest.mark.parametrize(("codec", "tolerance"), [("none", 1e-6), ("int8", 0.05)])
+@on_ranks(2)
+def test_fsdp1(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
     results = []
     for compressed in (False, True):
         torch.manual_seed(0)
@@ -173,17 +175,8 @@ def train_fsdp1(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, t
     assert error <= tolerance, float(error)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
-    ids=str,
-)
-@pytest.mark.parametrize(("codec", "tolerance"), [("none", 1e-6), ("int8", 0.05)])
-def test_fsdp1(strategy: ShardingStrategy, codec: str, tolerance: float) -> None:
-    run_ranks(train_fsdp1, 2, strategy, codec, tolerance)
-
-
-def check_fsdp1_feedback(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_fsdp1_error_feedback(rank: int, ranks: int) -> None:
     """Each unit has its own residual, saved by parameter name, and a resumed run continues bit for bit."""
 
     def make_model(**options: Any) -> tuple[nn.Module, fsdp.State]:
@@ -215,11 +208,8 @@ def check_fsdp1_feedback(rank: int, ranks: int) -> None:
     assert state.report().residual_bytes > 0
 
 
-def test_fsdp1_error_feedback() -> None:
-    run_ranks(check_fsdp1_feedback, 2)
-
-
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_invalid_arguments_are_refused(rank: int, ranks: int) -> None:
     with pytest.raises(TypeError, match="Net has no module that fully_shard was applied to"):
         fsdp.compress(Net())
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
@@ -232,10 +222,6 @@ def check_refusals(rank: int, ranks: int) -> None:
         module.set_gradient_divide_factor(3.0)
     with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
         odd(torch.ones(1, WIDTH)).sum().backward()
-
-
-def test_invalid_arguments_are_refused() -> None:
-    run_ranks(check_refusals, 2)
 
 
 def compare_roots(rank: int, ranks: int) -> bool:

@@ -15,6 +15,7 @@ from dtcomm import fsdp
 from dtcomm.compress.guard import CompressionHarmful, Guard
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded
+from tests.support.rank_tests import on_ranks
 
 COUNTED = "all_gather_single all_gather_into_tensor reduce_scatter_single reduce_scatter_tensor all_reduce"
 
@@ -38,7 +39,8 @@ def step(model: Any) -> None:
     model(torch.ones(2, WIDTH)).float().square().mean().backward()
 
 
-def check_collectives(rank: int, ranks: int) -> None:
+@on_ranks(4)
+def test_every_collective_is_compressed_or_has_a_reason(rank: int, ranks: int) -> None:
     """Every module's collectives are dtcomm's, or a note says which are not and why."""
     shards = init_device_mesh("cpu", (ranks,))
     hsdp = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
@@ -76,10 +78,6 @@ def check_collectives(rank: int, ranks: int) -> None:
                     # Anything uncompressed that should be compressed has a reason.
                     spec = str(state.parameters if kind in ("parameters", "kept copies") else state.gradients)
                     assert traffic.codec == spec or traffic.reason, (name, kind, traffic)
-
-
-def test_every_collective_is_compressed_or_has_a_reason() -> None:
-    run_ranks(check_collectives, 4)
 
 
 def refine(rank: int, ranks: int) -> None:

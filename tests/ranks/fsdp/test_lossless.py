@@ -9,13 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dtcomm import fsdp
-from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded, train
+from tests.support.rank_tests import on_ranks
 
 WIDE = 256
 
 
-def small_and_large_models(rank: int, n: int) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_fsdp2_has_the_bits_of_uncompressed_parameters(rank: int, n: int) -> None:
     mesh = init_device_mesh("cpu", (n,))
     uncompressed, model = sharded(mesh), sharded(mesh)
     fsdp.compress(uncompressed, gradients="none", parameters="none")
@@ -38,12 +40,8 @@ def small_and_large_models(rank: int, n: int) -> None:
         assert traffic.wire_bytes < 0.8 * traffic.plain_bytes, "weights in bf16 have less than 12.8 bits"
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_fsdp2_has_the_bits_of_uncompressed_parameters(n: int) -> None:
-    run_ranks(small_and_large_models, n)
-
-
-def zero_stages(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_the_sharded_optimizer(rank: int, n: int) -> None:
     results = []
     for parameters in ("none", "lossless", "delta:lossless"):
         torch.manual_seed(0)
@@ -62,11 +60,8 @@ def zero_stages(rank: int, n: int) -> None:
     assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(results[0], results[2], strict=True))
 
 
-def test_the_sharded_optimizer() -> None:
-    run_ranks(zero_stages, 2)
-
-
-def refused(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_gradients_and_levels_are_refused(rank: int, n: int) -> None:
     mesh = init_device_mesh("cpu", (n,))
     for options, words in (
         ({"gradients": "lossless"}, "gradients: 'lossless' cannot be summed"),
@@ -74,7 +69,3 @@ def refused(rank: int, n: int) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             fsdp.compress(sharded(mesh), **options)
-
-
-def test_gradients_and_levels_are_refused() -> None:
-    run_ranks(refused, 2)

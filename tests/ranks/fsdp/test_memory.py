@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dtcomm import fsdp
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 WIDTH, LAYERS = 768, 6
 NUMEL = LAYERS * WIDTH * (WIDTH + 1)
@@ -115,7 +116,8 @@ def test_peak_and_lasting_memory(codecs: dict[str, Any], kept: dict[str, float])
         )
 
 
-def check_stages(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_the_sharded_optimizer_keeps_whole_parameters_and_shards_of_the_rest(rank: int, ranks: int) -> None:
     for stage in (1, 2):
         model = DeepModel()
         optimizer = fsdp.ShardedOptimizer(
@@ -127,7 +129,3 @@ def check_stages(rank: int, ranks: int) -> None:
         assert sizes["shards"] == pytest.approx(4 * NUMEL / ranks, rel=0.01)
         assert sizes["optimizer"] == pytest.approx(8 * NUMEL / ranks, rel=0.01)
         assert sizes["residuals"] == pytest.approx((1 + 4 / 64) * NUMEL, rel=0.01)
-
-
-def test_the_sharded_optimizer_keeps_whole_parameters_and_shards_of_the_rest() -> None:
-    run_ranks(check_stages, 2)

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtcomm import ddp, fsdp
-from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net, sharded, train
+from tests.support.rank_tests import on_ranks
 
 NONE = {"gradients": "none", "parameters": "none"}
 LOSSY = {"gradients": "int8", "parameters": "int8:block=64"}
@@ -29,7 +29,12 @@ def compare(model: FSDPModule, plain: nn.Module, rank: int, tolerance: float) ->
         assert error <= tolerance * torch.linalg.vector_norm(value), (name, float(error))
 
 
-def torch_replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
+@on_ranks(4, fresh=True)
+def test_torchs_replicas_stay_uncompressed(
+    rank: int, ranks: int, codecs: dict[str, str], tolerance: float
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh)
     state = fsdp.compress(model, **codecs)
@@ -41,13 +46,8 @@ def torch_replicas(rank: int, ranks: int, codecs: dict[str, str], tolerance: flo
     assert "gradients of 2 replicas" in str(state.report())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.1)], ids=str)
-def test_torchs_replicas_stay_uncompressed(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(torch_replicas, 4, codecs, tolerance, fresh=True)
-
-
-def replicate_models(rank: int, ranks: int) -> None:
+@on_ranks(2, fresh=True)
+def test_replicate_is_refused_with_what_serves_instead(rank: int, ranks: int) -> None:
     """torch's replicate() is refused, and what the error names instead compresses the sum between replicas."""
     from torch.distributed._composable.replicate import replicate
     from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
@@ -66,11 +66,12 @@ def replicate_models(rank: int, ranks: int) -> None:
     assert traffic.calls == 3 and traffic.wire_bytes < 0.35 * traffic.plain_bytes
 
 
-def test_replicate_is_refused_with_what_serves_instead() -> None:
-    run_ranks(replicate_models, 2, fresh=True)
-
-
-def keep_copies(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)
+@on_ranks(4, fresh=True)
+def test_copies_inside_a_host_are_gathered_in_backward(
+    rank: int, ranks: int, codecs: dict[str, str], tolerance: float
+) -> None:
     """Backward gathers, inside a host, the copies that forward left there (ZeRO++'s hpZ)."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh, reshard_after_forward=2)
@@ -81,13 +82,13 @@ def keep_copies(rank: int, ranks: int, codecs: dict[str, str], tolerance: float)
     assert "gathered again from this host" in traffic["kept copies"].reason
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 1e-6), (LOSSY, 0.1)], ids=str)
-def test_copies_inside_a_host_are_gathered_in_backward(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(keep_copies, 4, codecs, tolerance, fresh=True)
-
-
-def compressed_replicas(rank: int, ranks: int, codecs: dict[str, Any], tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("codecs", "tolerance"), [(NONE, 0.0), ({"gradients": "ef:int8", "residual": "bf16"}, 0.1)], ids=str
+)
+@on_ranks(4, fresh=True)
+def test_the_average_of_replicas_is_compressed(
+    rank: int, ranks: int, codecs: dict[str, Any], tolerance: float
+) -> None:
     """dtcomm's replicas compared to torch's own HSDP."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh["shard"])
@@ -107,13 +108,6 @@ def compressed_replicas(rank: int, ranks: int, codecs: dict[str, Any], tolerance
         fsdp.compress(sharded(mesh), replicas=mesh["replicate"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("codecs", "tolerance"), [(NONE, 0.0), ({"gradients": "ef:int8", "residual": "bf16"}, 0.1)], ids=str
-)
-def test_the_average_of_replicas_is_compressed(codecs: dict[str, Any], tolerance: float) -> None:
-    run_ranks(compressed_replicas, 4, codecs, tolerance, fresh=True)
-
-
 class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +119,9 @@ class TwoLayers(nn.Module):
         return out
 
 
-def tensor_parallel(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
+@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.05)], ids=str)
+@on_ranks(4, fresh=True)
+def test_with_tensor_parallel_layers(rank: int, ranks: int, codecs: dict[str, str], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
     def make_model() -> Any:
@@ -147,12 +143,8 @@ def tensor_parallel(rank: int, ranks: int, codecs: dict[str, str], tolerance: fl
         ), name
 
 
-@pytest.mark.parametrize(("codecs", "tolerance"), [(NONE, 0.0), (LOSSY, 0.05)], ids=str)
-def test_with_tensor_parallel_layers(codecs: dict[str, str], tolerance: float) -> None:
-    run_ranks(tensor_parallel, 4, codecs, tolerance, fresh=True)
-
-
-def check_special_parameters(rank: int, ranks: int) -> None:
+@on_ranks(2, fresh=True)
+def test_offloaded_tied_frozen_and_bf16_parameters(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     # Parameters that an offload policy keeps on the CPU.
     options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
@@ -189,10 +181,6 @@ def check_special_parameters(rank: int, ranks: int) -> None:
     assert "blocks.0.up.weight" in state.state_dict()["residuals"]
 
 
-def test_offloaded_tied_frozen_and_bf16_parameters() -> None:
-    run_ranks(check_special_parameters, 2, fresh=True)
-
-
 class FourLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +192,8 @@ class FourLayers(nn.Module):
         return x
 
 
-def check_buffers(rank: int, ranks: int) -> None:
+@on_ranks(2, fresh=True)
+def test_shared_buffers_are_reused(rank: int, ranks: int) -> None:
     """Shared buffers are reused, whatever the number of layers and steps."""
     mesh = init_device_mesh("cpu", (ranks,))
     model = FourLayers()
@@ -223,7 +212,3 @@ def check_buffers(rank: int, ranks: int) -> None:
     assert sizes[-1] < 8 * 256 * 257 * 4 + 4 * 256 * 257 * 4
     state.buffers.trim()
     assert state.report().memory["shared buffers"] == 0
-
-
-def test_shared_buffers_are_reused() -> None:
-    run_ranks(check_buffers, 2, fresh=True)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm import fsdp
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, Net
+from tests.support.rank_tests import on_ranks
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
@@ -86,7 +87,8 @@ def test_compressed_training_is_close(options: dict[str, Any]) -> None:
     run_ranks(compare_to_ddp, 2, options, 0.05)
 
 
-def training_loop_features(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_training_loop_features(rank: int, n: int) -> None:
     """Accumulation, clipping, unused parameters, schedulers, a state loaded into the model."""
     results = []
     for stage in (1, 2):
@@ -119,11 +121,9 @@ def training_loop_features(rank: int, n: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-def test_training_loop_features() -> None:
-    run_ranks(training_loop_features, 2)
-
-
-def compare_resumed(rank: int, n: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", LOSSY, ids=str)
+@on_ranks(2)
+def test_a_resumed_run_continues_bit_for_bit(rank: int, n: int, options: dict[str, Any]) -> None:
     model, optimizer = make_optimizer(**options)
     expected = train(model, optimizer, rank, range(6))
     first, first_optimizer = make_optimizer(**options)
@@ -134,12 +134,8 @@ def compare_resumed(rank: int, n: int, options: dict[str, Any]) -> None:
     assert train(second, second_optimizer, rank, range(3, 6)) == expected[3:]
 
 
-@pytest.mark.parametrize("options", LOSSY, ids=str)
-def test_a_resumed_run_continues_bit_for_bit(options: dict[str, Any]) -> None:
-    run_ranks(compare_resumed, 2, options)
-
-
-def check_bf16(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_bf16_parameters(rank: int, n: int) -> None:
     """bf16 parameters are updated in fp32: updates below bf16's resolution add up."""
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
@@ -149,10 +145,6 @@ def check_bf16(rank: int, n: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert torch.equal(model.weight, torch.full((64, 64), 1 - 8e-3).to(torch.bfloat16))
-
-
-def test_bf16_parameters() -> None:
-    run_ranks(check_bf16, 2)
 
 
 REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -169,7 +161,8 @@ REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def check_refusals(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_invalid_arguments_are_refused(rank: int, n: int) -> None:
     model = Net()
     for options, error, message in REFUSALS:
         with pytest.raises(error, match=message):
@@ -178,10 +171,6 @@ def check_refusals(rank: int, n: int) -> None:
         fsdp.ShardedOptimizer(model.parameters(), torch.optim.SGD)  # type: ignore[arg-type]
     options = {"parameters": "int2", "gradients": "topk", "feedback": False}
     fsdp.ShardedOptimizer(model.named_parameters(), torch.optim.SGD, allow_inaccurate=True, **options)
-
-
-def test_invalid_arguments_are_refused() -> None:
-    run_ranks(check_refusals, 2)
 
 
 def report_errors(rank: int, n: int, parameters: str) -> tuple[dict[str, float | None], list[str], str]:

@@ -17,6 +17,7 @@ from dtcomm.fsdp.options import FEEDBACKS, PARAMETER_PREFIXES, PRESETS, parse_sp
 from dtcomm.fsdp.storage import FullResidual, LoCoResidual
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded, train
+from tests.support.rank_tests import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,8 @@ def test_explicit_specs_override_a_preset() -> None:
     run_ranks(compare_to_uncompressed, 3, {"preset": "sdp4bit", "gradients": "ef:int4:rotate=hadamard"}, 0.05)
 
 
-def check_differences(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_delta_sends_differences(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     model = sharded(mesh)
     state = fsdp.compress(model, parameters="delta:int4:block=128")
@@ -99,10 +101,6 @@ def check_differences(rank: int, ranks: int) -> None:
         value.mul_(3.0)
     model.load_state_dict(saved)
     assert torch.equal(decoded_matrix(), model.blocks[0].up.weight.full_tensor().detach())
-
-
-def test_delta_sends_differences() -> None:
-    run_ranks(check_differences, 2)
 
 
 def test_loco_keeps_the_papers_moving_average() -> None:
@@ -147,7 +145,9 @@ RESUMED_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def compare_resumed(rank: int, ranks: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", RESUMED_OPTIONS, ids=str)
+@on_ranks(2)
+def test_a_resumed_run_continues_bit_for_bit(rank: int, ranks: int, options: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -173,11 +173,6 @@ def compare_resumed(rank: int, ranks: int, options: dict[str, Any]) -> None:
         step(second, optimizer, number)
     for (name, a), b in zip(uninterrupted.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a.full_tensor(), b.full_tensor()), name
-
-
-@pytest.mark.parametrize("options", RESUMED_OPTIONS, ids=str)
-def test_a_resumed_run_continues_bit_for_bit(options: dict[str, Any]) -> None:
-    run_ranks(compare_resumed, 2, options)
 
 
 def test_stored_forms_of_residuals() -> None:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dtcomm
 from dtcomm import fsdp
-from dtcomm.launch.ranks import run_ranks
 from tests.ranks.ddp.test_tensor_parallel import require_equal
+from tests.support.rank_tests import on_ranks
 
 WIDTH = 24  # rows of a few elements: blocks of any codec hold elements of several parameters
 STEPS = 12
@@ -56,7 +56,10 @@ def make_model(mesh: DeviceMesh, style: str) -> nn.Sequential:
     return fully_shard(model, mesh=mesh["fsdp"])
 
 
-def train_replicas(rank: int, ranks: int, style: str) -> None:
+@pytest.mark.parametrize("style", ["torch", "dtcomm"])
+@pytest.mark.slow
+@on_ranks(4, fresh=True)
+def test_replicated_parameters_stay_equal(rank: int, ranks: int, style: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     for name, options in CODECS.items():
         model = make_model(mesh, style)
@@ -86,12 +89,6 @@ def train_replicas(rank: int, ranks: int, style: str) -> None:
         state.detach()
 
 
-@pytest.mark.parametrize("style", ["torch", "dtcomm"])
-@pytest.mark.slow
-def test_replicated_parameters_stay_equal(style: str) -> None:
-    run_ranks(train_replicas, 4, style, fresh=True)
-
-
 LAYERS = {"*.up": "column", "*.down": "row"}
 
 
@@ -109,7 +106,9 @@ def loss_of(model: nn.Module, mesh: DeviceMesh, step: int) -> torch.Tensor:
     return loss
 
 
-def train_with_sharded_optimizer(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(4, fresh=True)
+def test_sharded_optimizer_of_tensor_parallel_layers(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     group = mesh["dp"].get_group()
     for name, options in CODECS.items():
@@ -150,11 +149,6 @@ def train_with_sharded_optimizer(rank: int, ranks: int) -> None:
         fsdp.ShardedOptimizer(styled.named_parameters(), torch.optim.SGD, group=group, lr=0.1)
 
 
-@pytest.mark.slow
-def test_sharded_optimizer_of_tensor_parallel_layers() -> None:
-    run_ranks(train_with_sharded_optimizer, 4, fresh=True)
-
-
 def wrapped_by_fsdp1(mesh: DeviceMesh, apart: bool) -> FullyShardedDataParallel:
     """Wrap a block; with ``apart`` each of its layers, none of which has both shards and whole parameters."""
     torch.manual_seed(0)
@@ -171,7 +165,9 @@ def wrapped_by_fsdp1(mesh: DeviceMesh, apart: bool) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(model, **options)
 
 
-def train_with_fsdp1(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(4, fresh=True)
+def test_fsdp1_refuses_units_that_would_drift_apart(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = wrapped_by_fsdp1(mesh, apart=False)
     with pytest.raises(
@@ -199,11 +195,6 @@ def train_with_fsdp1(rank: int, ranks: int) -> None:
     assert state.report().modules["0.norm"]["gradients"].codec == "ef:int8"
 
 
-@pytest.mark.slow
-def test_fsdp1_refuses_units_that_would_drift_apart() -> None:
-    run_ranks(train_with_fsdp1, 4, fresh=True)
-
-
 class Constants(nn.Module):
     """A block whose gradients are constants: those of each parameter are its number times a factor."""
 
@@ -220,7 +211,9 @@ class Constants(nn.Module):
         return total
 
 
-def reduce_replicas(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(4, fresh=True)
+def test_parts_of_a_module_are_averaged_between_replicas(rank: int, ranks: int) -> None:
     """Parts of a module go to their places, in order, with the bytes of their codec."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "fsdp", "tp"))
     torch.manual_seed(0)
@@ -251,8 +244,3 @@ def reduce_replicas(rank: int, ranks: int) -> None:
         assert message.plain_bytes == 4 * numel  # 2 (n - 1) / n of the elements
     for label in ("(root), replicated", ""):
         assert state.report().modules[label]["replicas"].calls == 2
-
-
-@pytest.mark.slow
-def test_parts_of_a_module_are_averaged_between_replicas() -> None:
-    run_ranks(reduce_replicas, 4, fresh=True)

@@ -7,10 +7,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dtcomm import fsdp
-from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 
-def shard_like_torchtitan(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_the_settings_of_torchtitan(rank: int, n: int) -> None:
     """Do what torchtitan's `apply_fsdp_to_decoder` does, and then what the guide says."""
     block, norm, head = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
     with torch.device("meta"):
@@ -34,7 +35,3 @@ def shard_like_torchtitan(rank: int, n: int) -> None:
     bias = model[2].bias.grad.full_tensor()
     torch.testing.assert_close(bias, torch.full((64,), 4.0 * n), rtol=0.01, atol=0)  # a sum, not a mean
     assert {kind.codec for kind in state.report().modules["2"].values()} == {"int8", "fp8_e4m3"}
-
-
-def test_the_settings_of_torchtitan() -> None:
-    run_ranks(shard_like_torchtitan, 2)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.launch.ranks import run_ranks
 from examples.moe import MoE, expert_parameters, run
+from tests.support.rank_tests import on_ranks
 
 WIDTH, EXPERTS, TOKENS = 24, 8, 32
 VARIANTS: list[dict[str, Any]] = [{"codec": "none"}, {"codec": "none", "capacity_factor": EXPERTS}, {}]
@@ -90,7 +91,8 @@ def test_the_loss_decreases() -> None:
     run_ranks(train, 2)
 
 
-def check_uneven_tokens(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_ranks_may_pass_different_numbers_of_tokens(rank: int, ranks: int) -> None:
     """A last batch, a rank without tokens, and an evaluation with larger batches between the steps of a training."""
     layer = MoE(WIDTH, EXPERTS, lambda: nn.Linear(WIDTH, WIDTH), capacity_factor=2.0, codec="none")
     for tokens in ((8, 8), (8, 5), (8, 0), (0, 0)):
@@ -103,11 +105,9 @@ def check_uneven_tokens(rank: int, ranks: int) -> None:
             assert layer(torch.randn(20 + rank, WIDTH)).isfinite().all()
 
 
-def test_ranks_may_pass_different_numbers_of_tokens() -> None:
-    run_ranks(check_uneven_tokens, 2)
-
-
-def compare_compiled(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, fresh=True, timeout=120)
+def test_compiled_models_have_the_same_results(rank: int, ranks: int) -> None:
     for options in VARIANTS[1:]:
         torch.manual_seed(0)
         model = Model(**options)
@@ -123,8 +123,3 @@ def compare_compiled(rank: int, ranks: int) -> None:
             results.append(tensors | {name: p.grad for name, p in model.named_parameters()})
         for name, expected in results[0].items():
             torch.testing.assert_close(results[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.slow
-def test_compiled_models_have_the_same_results() -> None:
-    run_ranks(compare_compiled, 2, fresh=True, timeout=120)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dtcomm import moe
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 TOKENS, FEATURES, EXPERTS = 13, 32, 12
 
@@ -100,7 +101,8 @@ def test_padded_equals_the_dense_mixture(ranks: int, codec: str) -> None:
     run_ranks(compare_padded_to_dense, ranks, codec, 1e-5 if codec == "none" else 0.06)
 
 
-def check_capacity(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_rows_beyond_the_capacity_are_dropped(rank: int, ranks: int) -> None:
     """Of four rows for one expert two are dropped; a rank without tokens takes part."""
     x = torch.arange(1.0, 5.0)[:, None].repeat(1, FEATURES) if rank else torch.ones(0, FEATURES)
     rows, route = moe.dispatch_padded(x, torch.full((len(x),), 3), 4, 2, codec="none")
@@ -126,10 +128,6 @@ def check_capacity(rank: int, ranks: int) -> None:
         moe.combine_padded(rows, route, torch.ones(9))
 
 
-def test_rows_beyond_the_capacity_are_dropped() -> None:
-    run_ranks(check_capacity, 2)
-
-
 def close(actual: Any, expected: Any, tolerance: float) -> None:
     error = float(torch.linalg.vector_norm(actual - expected))
     size = float(torch.linalg.vector_norm(expected))
@@ -146,7 +144,8 @@ def test_compressed_is_close_to_the_dense_mixture(codec: str) -> None:
     run_ranks(compare_to_dense, 2, codec, 0.06)
 
 
-def check_rank_without_tokens(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_rank_without_tokens_and_an_expert_with_all_tokens(rank: int, ranks: int) -> None:
     """One rank has no tokens, and all tokens go to one expert."""
     x = torch.ones(0 if rank == 0 else 4, FEATURES)
     tokens, route = moe.dispatch(x, torch.full((len(x),), 3), 4, codec="none")
@@ -155,11 +154,8 @@ def check_rank_without_tokens(rank: int, ranks: int) -> None:
     assert torch.equal(y, x * 2)
 
 
-def test_a_rank_without_tokens_and_an_expert_with_all_tokens() -> None:
-    run_ranks(check_rank_without_tokens, 2)
-
-
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_invalid_arguments_are_refused(rank: int, ranks: int) -> None:
     x = torch.ones(4, FEATURES)
     for experts, total, message in (
         (torch.zeros(4), 4, "experts: expected integers"),
@@ -195,7 +191,3 @@ def check_refusals(rank: int, ranks: int) -> None:
         moe.combine(tokens.new_ones(len(tokens) + 1, 2), route)
     with pytest.raises(ValueError, match="weights: expected"):
         moe.combine(tokens, route, torch.ones(3))
-
-
-def test_invalid_arguments_are_refused() -> None:
-    run_ranks(check_refusals, 2)

@@ -12,6 +12,7 @@ import dtcomm
 from dtcomm import moe
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 EXPERTS, FEATURES = 12, 48
 
@@ -76,7 +77,9 @@ def reference(case: Case) -> list[torch.Tensor]:
     return [y.detach(), x.grad, weights.grad]
 
 
-def compare_bits(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks()
+def test_uncompressed_has_the_bits_of_one_process(rank: int, ranks: int) -> None:
     for choices in (1, 2):
         case = Case(rank, choices)
         expected = reference(case)
@@ -88,11 +91,6 @@ def compare_bits(rank: int, ranks: int) -> None:
         ):
             for a, b in zip(actual[1:], expected, strict=True):
                 assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_uncompressed_has_the_bits_of_one_process(ranks: int) -> None:
-    run_ranks(compare_bits, ranks)
 
 
 def compare_hierarchy(rank: int, ranks: int, hosts: list[int]) -> None:
@@ -180,7 +178,8 @@ def test_padded_rows_are_the_same_hierarchically(hosts: list[int]) -> None:
     run_ranks(compare_padded_hierarchy, len(hosts), hosts)
 
 
-def check_capacity(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_capacity_drops_the_last_rows_or_those_of_the_lowest_priority(rank: int, ranks: int) -> None:
     """Tokens 0 to 5 choose experts 0 and 1; of an expert's 6 rows of a rank 2 or 4 are kept."""
     x = torch.arange(1.0, 7.0)[:, None].repeat(1, 8) + 100 * rank
     experts = torch.tensor([[0, 1]]).repeat(6, 1)
@@ -214,11 +213,8 @@ def check_capacity(rank: int, ranks: int) -> None:
         assert torch.equal(moe.combine_padded(padded, padded_route), y)
 
 
-def test_capacity_drops_the_last_rows_or_those_of_the_lowest_priority() -> None:
-    run_ranks(check_capacity, 2)
-
-
-def check_uneven_capacity(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_ranks_with_different_numbers_of_tokens_agree_on_the_capacity(rank: int, ranks: int) -> None:
     """Ranks compute capacities from their own tokens; the padded form takes the largest, the other one each rank's."""
     for tokens in ((8, 8, 8), (8, 5, 1), (0, 6, 0), (0, 0, 0)):
         x = torch.randn(tokens[rank], 8).requires_grad_()
@@ -245,11 +241,8 @@ def check_uneven_capacity(rank: int, ranks: int) -> None:
     assert padded_route.counts.tolist() == ([[3, 3, 2]] if rank == 0 else [[0, 0, 0]])
 
 
-def test_ranks_with_different_numbers_of_tokens_agree_on_the_capacity() -> None:
-    run_ranks(check_uneven_capacity, 3)
-
-
-def check_codecs(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_rows_and_gradients_are_encoded_once_in_their_codecs(rank: int, ranks: int) -> None:
     """Each row and each gradient is what its codec decodes to, encoded once and alone."""
 
     def through(codec: str, x: torch.Tensor) -> torch.Tensor:
@@ -291,11 +284,8 @@ def check_codecs(rank: int, ranks: int) -> None:
     assert bf16.dtype == torch.bfloat16
 
 
-def test_rows_and_gradients_are_encoded_once_in_their_codecs() -> None:
-    run_ranks(check_codecs, 2)
-
-
-def check_differences(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_ranks_that_pass_different_arguments_raise_an_error_that_names_them(rank: int, ranks: int) -> None:
     """All ranks raise the same error, and none waits for rows."""
     experts = torch.zeros(4, 2, dtype=torch.long)
 
@@ -324,11 +314,8 @@ def check_differences(rank: int, ranks: int) -> None:
         call("dispatch", num_experts=6)
 
 
-def test_ranks_that_pass_different_arguments_raise_an_error_that_names_them() -> None:
-    run_ranks(check_differences, 2)
-
-
-def check_empty(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_ranks_without_tokens(rank: int, ranks: int) -> None:
     """No rank has a token; then only rank 1 has some, which all choose the last rank's expert twice."""
     for total in (0, 3):
         tokens = total if rank == 1 else 0
@@ -339,7 +326,3 @@ def check_empty(rank: int, ranks: int) -> None:
         assert y.shape == (tokens, 8)
         y.sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape
-
-
-def test_ranks_without_tokens() -> None:
-    run_ranks(check_empty, 3)

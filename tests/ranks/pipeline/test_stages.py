@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from dtcomm.errors import PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.pipeline import bubble_fraction, compress
+from tests.support.rank_tests import on_ranks
 
 WIDTH, BATCH, MICRO = 32, 8, 4
 #: Schedule → stages of each rank.
@@ -113,7 +114,8 @@ def test_every_schedule_matches_torchs_stages(codec: str, tolerance: float) -> N
             assert tolerance == 0.0 or max(values) > 0
 
 
-def middle_stage(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_a_stage_in_the_middle_bf16_evaluation_and_detaching(rank: int, ranks: int) -> None:
     """Three stages, bf16 activations, evaluation in between, detaching."""
     plain, compressed = (stages_of(rank, ranks, Schedule1F1B) for _ in range(2))
     for stage in (*plain, *compressed):
@@ -138,11 +140,8 @@ def middle_stage(rank: int, ranks: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_stage_in_the_middle_bf16_evaluation_and_detaching() -> None:
-    run_ranks(middle_stage, 3)
-
-
-def changing_shapes(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_shapes_change_from_step_to_step_and_within_one(rank: int, ranks: int) -> None:
     for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
         stages = stages_of(rank, ranks, schedule)
         compress(stages, "none", dynamic_shapes=True)
@@ -161,10 +160,6 @@ def changing_shapes(rank: int, ranks: int) -> None:
             for a, b in zip(actual, [*(losses if has_last else []), *gradients], strict=True):
                 assert b is not None
                 torch.testing.assert_close(a, b)
-
-
-def test_shapes_change_from_step_to_step_and_within_one() -> None:
-    run_ranks(changing_shapes, 2)
 
 
 def epochs(rank: int, ranks: int, spec: str, options: dict[str, Any]) -> list[float]:

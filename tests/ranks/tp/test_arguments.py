@@ -11,8 +11,8 @@ from dtcomm import tp
 from dtcomm.codecs import codec
 from dtcomm.compress.policy import Policy
 from dtcomm.ddp import Guard
-from dtcomm.launch.ranks import run_ranks
 from tests.ranks.tp.test_report import PLAN, Model
+from tests.support.rank_tests import on_ranks
 
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"spec": "intt8"}, ValueError, r"spec: unknown codec 'intt8' \(did you mean 'int8'\?\); valid codecs:"),
@@ -47,7 +47,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def check_arguments(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_wrong_arguments_fail_where_they_are_given(rank: int, ranks: int) -> None:
     for options, error, message in ERRORS:
         model = Model()
         with pytest.raises(error, match=message):
@@ -62,11 +63,8 @@ def check_arguments(rank: int, ranks: int) -> None:
     assert tp.compress(Model(), None, "int2", PLAN, allow_inaccurate=True).codec == "int2"
 
 
-def test_wrong_arguments_fail_where_they_are_given() -> None:
-    run_ranks(check_arguments, 2)
-
-
-def compare_excluded(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_excluded_layers_stay_uncompressed(rank: int, ranks: int) -> None:
     """Excluded layers are cut over the ranks and communicate uncompressed, in both directions."""
     torch.manual_seed(0)
     model = Model()
@@ -79,7 +77,3 @@ def compare_excluded(rank: int, ranks: int) -> None:
     }
     excluded, compressed = ("blocks.0.down", "head"), ("blocks.0.up", "blocks.1.up", "blocks.1.down")
     assert specs == dict.fromkeys(excluded, ("none", "none")) | dict.fromkeys(compressed, ("int8", "int8"))
-
-
-def test_excluded_layers_stay_uncompressed() -> None:
-    run_ranks(compare_excluded, 2)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
 from examples.tp_blocks import ParallelAttention, ParallelMLP
+from tests.support.rank_tests import on_ranks
 
 WIDTH, HIDDEN, HEADS = 48, 96, 4
 
@@ -101,7 +102,8 @@ def test_compressed_blocks_are_close_to_dense_ones(kind: str) -> None:
     run_ranks(compare_to_dense, 2, kind, options, 0.05)
 
 
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_indivisible_sizes_are_refused(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="heads: 3 is not divisible by the 2 ranks"):
         ParallelAttention(48, 3)
     with pytest.raises(ValueError, match="kv_heads: 1 is not divisible by the 2 ranks"):
@@ -114,7 +116,3 @@ def check_refusals(rank: int, ranks: int) -> None:
         ParallelMLP(48, 49)
     with pytest.raises(ValueError, match="activation: 'tan'; valid: gelu"):
         ParallelMLP(48, 48, activation="tan")
-
-
-def test_indivisible_sizes_are_refused() -> None:
-    run_ranks(check_refusals, 2)

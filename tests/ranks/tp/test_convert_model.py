@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dtcomm import tp
-from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional
+from tests.support.rank_tests import on_ranks
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers")
 
@@ -37,7 +37,8 @@ class Adapted(nn.Linear):
 PLAN = {"embed": "vocabulary", "up": "column", "down": "row", "head": "column_gather"}
 
 
-def compare_plain_model(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_plain_model(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     dense, model = SmallModel(), SmallModel()
     model.load_state_dict(dense.state_dict())
@@ -78,7 +79,8 @@ class OwnBlock(nn.Module):
         return out
 
 
-def compare_own_model(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_an_own_model(rank: int, ranks: int) -> None:
     """A block without a configuration is converted; a forward with a fixed number of heads is explained."""
     torch.manual_seed(0)
     model = nn.Sequential(OwnBlock((-1, 4)), OwnBlock((-1, 4)))
@@ -93,14 +95,6 @@ def compare_own_model(rank: int, ranks: int) -> None:
         RuntimeError, match=r"(?s)shape '\[2, 5, 4, 4\]'.*view\(batch, length, -1, head_dim\)"
     ):
         fixed(x)
-
-
-def test_an_own_model() -> None:
-    run_ranks(compare_own_model, 2)
-
-
-def test_a_plain_model() -> None:
-    run_ranks(compare_plain_model, 2)
 
 
 def tiny_model(kind: str, seed: int = 0) -> Any:
@@ -119,7 +113,10 @@ def tiny_model(kind: str, seed: int = 0) -> Any:
     return make(configure(**shared_options, **sizes, num_key_value_heads=2))
 
 
-def compare_transformers_model(rank: int, ranks: int, kind: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
+@on_ranks(2)
+def test_models_of_transformers(rank: int, ranks: int, kind: str) -> None:
     tokens = torch.arange(24).view(2, 12) * 5 % 64
     dense = tiny_model(kind).eval()
     with torch.no_grad():
@@ -146,13 +143,8 @@ def compare_transformers_model(rank: int, ranks: int, kind: str) -> None:
         assert all(torch.equal(state_before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
-def test_models_of_transformers(kind: str) -> None:
-    run_ranks(compare_transformers_model, 2, kind)
-
-
-def compare_tp_plan(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_styles_for_a_tp_plan(rank: int, ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -193,11 +185,8 @@ def compare_tp_plan(rank: int, ranks: int) -> None:
         assert (gradient - dense_gradient).norm() < tolerance * dense_gradient.norm()
 
 
-def test_styles_for_a_tp_plan() -> None:
-    run_ranks(compare_tp_plan, 2)
-
-
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_invalid_plans_are_refused_and_change_nothing(rank: int, ranks: int) -> None:
     model = SmallModel()
     types_before = {name: type(module) for name, module in model.named_modules()}
     for plan, message in (
@@ -229,7 +218,3 @@ def check_refusals(rank: int, ranks: int) -> None:
     odd.config.num_key_value_heads = 3
     with pytest.raises(ValueError, match="num_key_value_heads, 3, is not divisible by the 2"):
         tp.compress(odd, None)
-
-
-def test_invalid_plans_are_refused_and_change_nothing() -> None:
-    run_ranks(check_refusals, 2)

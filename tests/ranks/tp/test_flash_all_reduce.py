@@ -15,6 +15,7 @@ from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional, row_linear
 from dtcomm.tp.comm_config import CommConfig
 from dtcomm.tp.flash_all_reduce import Epilogue, FlashAllReduce
+from tests.support.rank_tests import on_ranks
 
 FEATURES = 96
 
@@ -23,7 +24,8 @@ def rank_input(rank: int, tokens: int = 50, dtype: torch.dtype = torch.float32) 
     return torch.randn(tokens, FEATURES, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def check_batch_invariance(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_a_token_does_not_depend_on_its_batch(rank: int, ranks: int) -> None:
     """Compare sums of single tokens to sums of batches. A matrix product need not be invariant, so there is none."""
     tokens = rank_input(rank, 40)
     for spec in "none int8 int4 int2:spikes=1 fp8_e4m3:block=32 mxfp4 int4:symmetric=false fp16".split():
@@ -46,10 +48,6 @@ def check_batch_invariance(rank: int, ranks: int) -> None:
         assert not tp.CommConfig.of(spec, algorithm=algorithm).batch_invariant(features)
 
 
-def test_a_token_does_not_depend_on_its_batch() -> None:
-    run_ranks(check_batch_invariance, 3)
-
-
 CONFIGURATIONS = (
     ("int8", "two_shot_symmetric", 1),
     ("int4", "two_shot_symmetric", 3),
@@ -59,7 +57,8 @@ CONFIGURATIONS = (
 )
 
 
-def compare_epilogue(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_fused_epilogue_equals_separate_operations(rank: int, ranks: int) -> None:
     """Compare bias, residual and norm in the decoding pass to separate torch operations."""
     for (spec, algorithm, chunks), dtype in itertools.product(
         CONFIGURATIONS, (torch.float32, torch.bfloat16)
@@ -106,11 +105,8 @@ def compare_epilogue(rank: int, ranks: int) -> None:
         close(gradient, expected_gradient)
 
 
-def test_fused_epilogue_equals_separate_operations() -> None:
-    run_ranks(compare_epilogue, 2)
-
-
-def check_latency_path(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_the_latency_path_is_chosen_and_counted(rank: int, ranks: int) -> None:
     """One token is sent uncompressed because that is faster, many are compressed; the traffic counters say so."""
     torch.manual_seed(0)
     layer = tp.RowParallelLinear(64, FEATURES, codec="int8")
@@ -126,10 +122,6 @@ def check_latency_path(rank: int, ranks: int) -> None:
     assert reason.startswith("int8 ") and f"none {reason.split('none ')[1]}" in reason
     assert traffic.payload_bytes == FEATURES * 4 + 1000 * FEATURES * 34 // 32
     assert always_compressed.comm.traffic.uncompressed == 0 and always_compressed.comm.traffic.reason == ""
-
-
-def test_the_latency_path_is_chosen_and_counted() -> None:
-    run_ranks(check_latency_path, 2)
 
 
 def test_automatic_chunks_are_used_between_hosts_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from dtcomm.tp.inference import SumChoice
 from tests.ranks.runtime.test_on_streams import communicator_of_fake_device
 from tests.support.fake_cuda_ranks import fake_cuda_rank
 from tests.support.fake_cuda_tensor import DEVICE, to_fake_cuda
+from tests.support.rank_tests import on_ranks
 from tests.support.stream_checker import RecordedStreams
 
 FEATURES = 256
@@ -87,16 +88,13 @@ def test_sums_over_the_runtimes_of_devices(backend: str) -> None:
     run_ranks(compare_with_all_reduce, 2, backend)
 
 
-def check_one_rank(rank: int, ranks: int) -> None:
+@on_ranks(1)
+def test_one_rank_copies(rank: int, ranks: int) -> None:
     x = activations(rank, 3)
     y = tp.AllReduce(codec="int8", compress_from=0)(x)
     assert torch.equal(x, y) and y.data_ptr() != x.data_ptr()
     slot = tp.CustomAllReduce()
     assert slot.disabled and "one rank" in slot.reason and slot.custom_all_reduce(x) is None
-
-
-def test_one_rank_copies() -> None:
-    run_ranks(check_one_rank, 1)
 
 
 def limits_on_gpus(rank: int, ranks: int) -> list[tuple[str, bool, str, bool, str]]:
@@ -132,7 +130,9 @@ def test_sums_of_gpus_are_compressed_from_where_tune_has_found_them_faster(tmp_p
         ]
 
 
-def check_choices(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_the_choice_depends_on_the_size(rank: int, ranks: int) -> None:
     all_reduce = tp.AllReduce(codec="int8", max_bytes=1 << 20, compress_from=64 * 1024)
     small = all_reduce.choose(1024, torch.bfloat16)
     assert small.codec == codec("none") and small.algorithm == "direct"
@@ -177,12 +177,8 @@ def check_choices(rank: int, ranks: int) -> None:
     assert all_reduce(x[:0]).shape == (0, FEATURES)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_choice_depends_on_the_size(ranks: int) -> None:
-    run_ranks(check_choices, ranks)
-
-
-def call_as_engines_do(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_the_slot_of_inference_engines(rank: int, ranks: int) -> None:
     """The calls of vLLM's CudaCommunicator.all_reduce and of the engines' graph capture."""
     slot = tp.CustomAllReduce(None, "cpu", 1 << 20, codec="int8", compress_from=64 * 1024)
     assert not slot.disabled and slot.reason == "" and slot.max_size == 1 << 20
@@ -199,7 +195,3 @@ def call_as_engines_do(rank: int, ranks: int) -> None:
         assert not slot.should_custom_ar(refused) and slot.custom_all_reduce(refused) is None
     slot.close()
     assert slot.disabled and not slot.should_custom_ar(x)
-
-
-def test_the_slot_of_inference_engines() -> None:
-    run_ranks(call_as_engines_do, 2)

@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional
+from tests.support.rank_tests import on_ranks
 
 IN, OUT = 24, 36
 
@@ -73,7 +74,8 @@ def test_compressed_layers_are_close_to_dense_ones(options: dict[str, Any]) -> N
     run_ranks(compare_linear_pair, 2, options, 0.05)
 
 
-def compare_other_options(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_gathered_output_and_split_input(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     column = tp.ColumnParallelLinear(IN, OUT, gather_output=True)
     row = tp.RowParallelLinear(IN, OUT, bias=False, input_is_parallel=False)
@@ -88,11 +90,8 @@ def compare_other_options(rank: int, ranks: int) -> None:
     assert row(x[:0]).shape == (0, OUT)
 
 
-def test_gathered_output_and_split_input() -> None:
-    run_ranks(compare_other_options, 2)
-
-
-def check_states(rank: int, ranks: int) -> None:
+@on_ranks(3)
+def test_states_of_dense_layers_load_and_save(rank: int, ranks: int) -> None:
     """Load dense states and shards, save dense states; a wrong shape is refused by name."""
     torch.manual_seed(rank)  # ranks start differently
     dense = nn.Linear(IN, OUT)
@@ -113,11 +112,8 @@ def check_states(rank: int, ranks: int) -> None:
             layer.load_state_dict({**state, "weight": torch.zeros(7, 7)})
 
 
-def test_states_of_dense_layers_load_and_save() -> None:
-    run_ranks(check_states, 3)
-
-
-def compare_embedding(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_embedding(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     dense = nn.Embedding(30, 16)
     torch.manual_seed(0)
@@ -132,11 +128,8 @@ def compare_embedding(rank: int, ranks: int) -> None:
         parallel(torch.tensor([30]))
 
 
-def test_embedding() -> None:
-    run_ranks(compare_embedding, 2)
-
-
-def check_conjugates(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_the_pairs_are_conjugate(rank: int, ranks: int) -> None:
     """Check numerical gradients, with the same random numbers on all ranks."""
     comm = tp.CommConfig.of()
     generator = torch.Generator().manual_seed(4)
@@ -152,11 +145,8 @@ def check_conjugates(rank: int, ranks: int) -> None:
     )
 
 
-def test_the_pairs_are_conjugate() -> None:
-    run_ranks(check_conjugates, 2)
-
-
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_invalid_arguments_are_refused_with_the_reason(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="out_features: 35 is not divisible by the 2 ranks"):
         tp.ColumnParallelLinear(IN, 35)
     with pytest.raises(ValueError, match="in_features: 25 is not divisible"):
@@ -169,7 +159,3 @@ def check_refusals(rank: int, ranks: int) -> None:
         tp.RowParallelLinear(IN, OUT, codec="int9")
     with pytest.raises(ValueError, match="dim 0: 5 is not divisible by the 2 ranks"):
         functional.split_to_ranks(torch.zeros(5, 2), tp.CommConfig.of(), 0)
-
-
-def test_invalid_arguments_are_refused_with_the_reason() -> None:
-    run_ranks(check_refusals, 2)

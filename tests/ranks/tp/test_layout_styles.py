@@ -13,6 +13,7 @@ from torch.distributed.tensor import parallel as torch_styles
 
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 WIDTH = 32
 REDISTRIBUTIONS = [
@@ -71,7 +72,8 @@ def test_compressed_styles_are_close_to_torchs() -> None:
     run_ranks(compare_redistributions, 2, True, INT8)
 
 
-def compare_sequence_parallel(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_sequence_parallel(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     for wrap in (False, True):
         results = []
@@ -90,11 +92,8 @@ def compare_sequence_parallel(rank: int, ranks: int) -> None:
             torch.testing.assert_close(compressed, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
-def test_sequence_parallel() -> None:
-    run_ranks(compare_sequence_parallel, 2)
-
-
-def check_refusals(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_redistributions_that_cannot_be_compressed_are_refused(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     style = tp.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Shard(2),), codec="int8")
     model = torch_styles.parallelize_module(NormAndInner(), mesh, {"inner": style})
@@ -106,7 +105,3 @@ def check_refusals(rank: int, ranks: int) -> None:
     model = torch_styles.parallelize_module(NormAndInner(), mesh, {"inner": style})
     with pytest.raises(ValueError, match=r"output_layouts: .*cannot be compressed"):
         model(torch.ones(2, 5, WIDTH))
-
-
-def test_redistributions_that_cannot_be_compressed_are_refused() -> None:
-    run_ranks(check_refusals, 2)

@@ -9,6 +9,7 @@ import torch
 
 from dtcomm import tp
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 from tests.support.tiny_models import FAMILIES, tiny_model
 
 pytest.importorskip("transformers", reason="pip install transformers")
@@ -58,7 +59,8 @@ def test_plans_give_the_dense_models_logits_gradients_and_states(half: int) -> N
     run_ranks(compare_families, 2, NEW_FAMILIES[half::2], timeout=120)
 
 
-def refuse_what_does_not_fit(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_modules_of_another_kind_are_refused(rank: int, ranks: int) -> None:
     model = tiny_model("mixtral")
     for plan, message in (
         ({"*.mlp.gate": "experts"}, r"mlp\.gate is a MixtralTopKRouter; the kind experts expects"),
@@ -70,7 +72,3 @@ def refuse_what_does_not_fit(rank: int, ranks: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tp.compress(model, None, plan=plan)
-
-
-def test_modules_of_another_kind_are_refused() -> None:
-    run_ranks(refuse_what_does_not_fit, 2)

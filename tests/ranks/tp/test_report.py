@@ -15,6 +15,7 @@ from torch import nn
 from dtcomm import tp
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 WIDTH, HIDDEN = 64, 256
 PLAN = {"*.up": "column", "*.down": "row", "head": "column_gather"}
@@ -133,7 +134,8 @@ def test_nothing_is_logged_where_all_is_as_asked() -> None:
         assert "uncompressed" not in traffic
 
 
-def count_compiled_code(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_compiled_code_is_counted_by_group(rank: int, ranks: int) -> None:
     model, state = compressed("int8", latency=False)
     with torch.no_grad():
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(256, WIDTH))
@@ -141,7 +143,3 @@ def count_compiled_code(rank: int, ranks: int) -> None:
     assert sum(row.calls for row in rows if row.names == ("(compiled code)",)) == 3
     _, later = compressed("int8", latency=False)
     assert later.report().rows == ()
-
-
-def test_compiled_code_is_counted_by_group() -> None:
-    run_ranks(count_compiled_code, 2)

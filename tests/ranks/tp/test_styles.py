@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 
 from dtcomm import tp
-from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 WIDTH, HIDDEN, VOCABULARY = 32, 64, 48
 
@@ -67,29 +67,17 @@ def plans(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return torch_plan, plan
 
 
-def compare_uncompressed(rank: int, ranks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_uncompressed_styles_equal_torchs_bit_for_bit_on_two_ranks(
+    rank: int, ranks: int, dtype: torch.dtype
+) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     torch_plan, plan = plans()
     expected, actual = run(parallelize(mesh, torch_plan), dtype), run(parallelize(mesh, plan), dtype)
     assert expected.keys() == actual.keys()
     for name, expected_value in expected.items():
         assert torch.equal(actual[name], expected_value), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_uncompressed_styles_equal_torchs_bit_for_bit_on_two_ranks(dtype: torch.dtype) -> None:
-    run_ranks(compare_uncompressed, 2, dtype)
-
-
-def compare_compressed(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
-    mesh = init_device_mesh("cpu", (ranks,))
-    torch_plan, plan = plans(**options)
-    expected, actual = run(parallelize(mesh, torch_plan)), run(parallelize(mesh, plan))
-    for name, expected_value in expected.items():
-        error = (actual[name] - expected_value).norm() / expected_value.norm()
-        assert error < tolerance, (name, float(error))
-        if tolerance > 1e-3 and name == "out":
-            assert not torch.equal(actual[name], expected_value)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +89,18 @@ def compare_compressed(rank: int, ranks: int, options: dict[str, Any], tolerance
     ],
     ids=str,
 )
-def test_compressed_styles_are_close_to_torchs(ranks: int, options: dict[str, Any], tolerance: float) -> None:
-    run_ranks(compare_compressed, ranks, options, tolerance)
+@on_ranks()
+def test_compressed_styles_are_close_to_torchs(
+    rank: int, ranks: int, options: dict[str, Any], tolerance: float
+) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch_plan, plan = plans(**options)
+    expected, actual = run(parallelize(mesh, torch_plan)), run(parallelize(mesh, plan))
+    for name, expected_value in expected.items():
+        error = (actual[name] - expected_value).norm() / expected_value.norm()
+        assert error < tolerance, (name, float(error))
+        if tolerance > 1e-3 and name == "out":
+            assert not torch.equal(actual[name], expected_value)
 
 
 class Sequence(nn.Module):
@@ -118,7 +116,11 @@ class Sequence(nn.Module):
         return output
 
 
-def compare_sequence_parallel(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [({}, 0.0), ({"codec": "int8", "backward_codec": "int8"}, 0.05)], ids=str
+)
+@on_ranks(2)
+def test_sequence_parallel(rank: int, ranks: int, options: dict[str, Any], tolerance: float) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     results = []
     for styles, codec_options in ((torch_styles, {}), (tp, options)):
@@ -141,14 +143,8 @@ def compare_sequence_parallel(rank: int, ranks: int, options: dict[str, Any], to
         )
 
 
-@pytest.mark.parametrize(
-    ("options", "tolerance"), [({}, 0.0), ({"codec": "int8", "backward_codec": "int8"}, 0.05)], ids=str
-)
-def test_sequence_parallel(options: dict[str, Any], tolerance: float) -> None:
-    run_ranks(compare_sequence_parallel, 2, options, tolerance)
-
-
-def check_uneven_shards(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_shards_of_different_sizes_are_left_to_torch_or_refused(rank: int, ranks: int) -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     for codec in ("none", "int8"):
         torch.manual_seed(0)
@@ -167,10 +163,6 @@ def check_uneven_shards(rank: int, ranks: int) -> None:
         else:
             with pytest.raises(ValueError, match=r"output_layouts: .*cannot be compressed; valid"):
                 model.down(x)
-
-
-def test_shards_of_different_sizes_are_left_to_torch_or_refused() -> None:
-    run_ranks(check_uneven_shards, 2)
 
 
 def test_an_unknown_codec_is_refused_when_the_plan_is_written() -> None:

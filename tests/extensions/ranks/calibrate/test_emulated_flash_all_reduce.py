@@ -8,10 +8,10 @@ import torch
 from dtcomm import tp
 from dtcomm.codecs.spec import CODECS
 from dtcomm.extensions.calibrate.emulate import emulate_all_reduce
-from dtcomm.launch.ranks import run_ranks
 from dtcomm.tp import functional
 from dtcomm.tp.flash_all_reduce import flash_all_reduce
 from tests.ranks.tp.test_flash_all_reduce import FEATURES, rank_input
+from tests.support.rank_tests import on_ranks
 
 SPECS = [
     *(name for name in CODECS if name not in ("none", "exact", "randk")),
@@ -20,7 +20,9 @@ SPECS = [
 ]
 
 
-def compare_to_emulation(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks()
+def test_sums_equal_those_of_the_emulation(rank: int, ranks: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         inputs = [rank_input(source, dtype=dtype) for source in range(ranks)]
         for spec in SPECS:
@@ -31,8 +33,3 @@ def compare_to_emulation(rank: int, ranks: int) -> None:
         # A lossless codec gives the plain sum with every algorithm.
         plain = functional.all_reduce(inputs[rank], tp.CommConfig.of("none", algorithm="two_shot_symmetric"))
         assert torch.equal(plain, emulate_all_reduce(inputs, "none", "one_shot"))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_equal_those_of_the_emulation(ranks: int) -> None:
-    run_ranks(compare_to_emulation, ranks)

@@ -10,6 +10,7 @@ from dtcomm.extensions.calibrate import propose_plan
 from dtcomm.extensions.calibrate.emulate import emulate, restore
 from dtcomm.launch.ranks import run_ranks
 from tests.ranks.tp.test_ready_plans import TOKENS, compare_gradients
+from tests.support.rank_tests import on_ranks
 from tests.support.tiny_models import tiny_model
 
 pytest.importorskip("transformers", reason="pip install transformers")
@@ -47,7 +48,8 @@ def test_emulated_ranks_give_the_dense_models_logits(family: str) -> None:
     torch.testing.assert_close(emulated, expected, rtol=1e-4, atol=1e-5)
 
 
-def emulate_and_run(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_emulated_experts_have_the_bits_of_the_ranks(rank: int, ranks: int) -> None:
     """The emulation of compressed experts has the bits of the ranks."""
     experts = tiny_model("mixtral").model.layers[0].mlp
     torch.manual_seed(1)
@@ -59,7 +61,3 @@ def emulate_and_run(rank: int, ranks: int) -> None:
         restore(holder, layers)
         tp.compress(holder, None, "int8", {"mlp.experts": "experts"}, latency=False)
         assert torch.equal(holder["mlp"](x), emulated)
-
-
-def test_emulated_experts_have_the_bits_of_the_ranks() -> None:
-    run_ranks(emulate_and_run, 2)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm import ddp
 from dtcomm.extensions.extras import BalancedSampler, balance
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 from tests.unit.ddp.models import WIDTH, Net, gradients, local_gradients, wrapped
 
 SIZES = (5, 2, 1)
@@ -156,7 +157,8 @@ def test_batches_follow_the_speed_and_training_does_not_change(workers: int) -> 
     assert float((weights - first["weights"]).abs().max()) < 1e-5
 
 
-def check_refusals(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_invalid_arguments_are_named(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="batch_size"):
         BalancedSampler(range(8), 1)
     model = wrapped()
@@ -171,10 +173,6 @@ def check_refusals(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="a backward pass without a batch of the sampler"):
         backward(model, data(4))
     assert isinstance(model, DistributedDataParallel)
-
-
-def test_invalid_arguments_are_named() -> None:
-    run_ranks(check_refusals, 2)
 
 
 def draw_unevenly(rank: int, world_size: int) -> list[list[int]]:

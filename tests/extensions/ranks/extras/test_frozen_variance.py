@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm import ddp, fsdp
 from dtcomm.extensions import extras
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 WARMUP, STEPS = 3, 8
 RATE = 0.01
@@ -98,7 +99,8 @@ def sharded(codec: str = "none", *, freeze: bool = False) -> tuple[nn.Module, fs
     return model, optimizer
 
 
-def in_shards(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_in_the_sharded_optimizer(rank: int, n: int) -> None:
     model, optimizer = sharded("int2", freeze=True)
     plain, adam = sharded()
     for number in range(WARMUP):
@@ -136,7 +138,3 @@ def in_shards(rank: int, n: int) -> None:
     for number in range(WARMUP + 1, STEPS):
         step(resumed, restored, rank, number)
     assert torch.equal(flat(resumed), flat(model)), "a resumed run continues bit for bit"
-
-
-def test_in_the_sharded_optimizer() -> None:
-    run_ranks(in_shards, 2)

@@ -13,6 +13,7 @@ from dtcomm import tp
 from dtcomm.codecs import Exact
 from dtcomm.extensions.extras.invariant_sum import InvariantRowParallelLinear, sum_of_terms
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 IN, OUT, TERMS = 192, 80, 8
 TOKENS = (1, 3, 64, 1000)
@@ -91,7 +92,8 @@ def test_it_is_the_sum_of_all_reduce() -> None:
             assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
 
 
-def check_gradients_and_options(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_gradients_and_options(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     layer = InvariantRowParallelLinear(IN, OUT, terms=4)
     dense = nn.Linear(IN, OUT)
@@ -119,7 +121,3 @@ def check_gradients_and_options(rank: int, ranks: int) -> None:
     ):
         with pytest.raises(ValueError, match=argument):
             InvariantRowParallelLinear(IN, OUT, **options)
-
-
-def test_gradients_and_options() -> None:
-    run_ranks(check_gradients_and_options, 2)

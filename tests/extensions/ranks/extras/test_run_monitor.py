@@ -12,6 +12,7 @@ import dtcomm
 from dtcomm.extensions.extras import RunMonitor
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.profiling import prometheus
+from tests.support.rank_tests import on_ranks
 
 SLOW = 1
 
@@ -45,7 +46,8 @@ def test_the_slow_rank_of_a_run_is_named() -> None:
     run_ranks(train, 3)
 
 
-def forget_operations(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_more_operations_than_the_recorder_keeps(rank: int, ranks: int) -> None:
     """The recorder keeps 256 operations; what it forgot counts as long as what it kept."""
     monitor = RunMonitor(every=2)
     x = torch.ones(10)
@@ -56,7 +58,3 @@ def forget_operations(rank: int, ranks: int) -> None:
     (axis,) = monitor.report().axes
     assert axis.operations == pytest.approx(400)  # in each step
     assert 0 < axis.share <= 1
-
-
-def test_more_operations_than_the_recorder_keeps() -> None:
-    run_ranks(forget_operations, 2)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.extensions.extras.batch_norm import SyncBatchNorm
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 SIZES = {2: (3, 5), 3: (4, 0, 2)}
 
@@ -74,7 +75,8 @@ def convolutional_model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1))
 
 
-def train_with_ddp(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_model_in_ddp_learns_what_the_dense_one_does(rank: int, ranks: int) -> None:
     """A converted model in DDP learns what the dense model learns from the whole batch."""
     torch.manual_seed(0)
     dense = convolutional_model()
@@ -95,10 +97,6 @@ def train_with_ddp(rank: int, ranks: int) -> None:
         SyncBatchNorm(4)(torch.ones(1 - rank, 4))
     with pytest.raises(ValueError, match="input: expected at least 2 dimensions, got 1"):
         SyncBatchNorm(4)(torch.ones(4))
-
-
-def test_a_model_in_ddp_learns_what_the_dense_one_does() -> None:
-    run_ranks(train_with_ddp, 2)
 
 
 def torch_function(rank: int, ranks: int) -> list[torch.Tensor]:
