@@ -18,6 +18,7 @@ from dtcomm.errors import CollectiveTimeout, PeerLost
 from dtcomm.launch.ranks import run_ranks, spawn_ranks
 from dtcomm.launch.worker import send_to_parent
 from dtcomm.runtime.process_groups import group_store
+from tests.support.rank_tests import on_ranks
 from tests.support.stopwatch import Stopwatch
 
 LIMIT_S = 2.0
@@ -97,7 +98,8 @@ def test_destroyed_groups_leak_no_descriptors() -> None:
         assert max(counts[2:]) <= counts[2] + 2, counts
 
 
-def wait_past_timeouts(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="dtcomm")
+def test_timeouts_raise_collective_timeout(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.ones(1))
     if rank == 0:
         watch = Stopwatch()
@@ -116,10 +118,6 @@ def wait_past_timeouts(rank: int, world_size: int) -> None:
     dist.monitored_barrier(wait_all_ranks=True)
 
 
-def test_timeouts_raise_collective_timeout() -> None:
-    run_ranks(wait_past_timeouts, 2, backend="dtcomm")
-
-
 def report_fallbacks(rank: int, world_size: int) -> Any:
     dist.all_reduce(torch.ones(4), dist.ReduceOp.PRODUCT)
     dist.all_reduce(torch.ones(4), dist.ReduceOp.PRODUCT)
@@ -136,14 +134,12 @@ def test_the_report_names_fallbacks() -> None:
         assert {
             (fallback["operation"], fallback["reason"], fallback["backend"], fallback["count"])
             for fallback in group["fallbacks"]
-        } == {
-            ("all_reduce", "op PRODUCT", "gloo", 2),
-            ("all_reduce", "sparse_coo tensor", "gloo", 1),
-        }
+        } == {("all_reduce", "op PRODUCT", "gloo", 2), ("all_reduce", "sparse_coo tensor", "gloo", 1)}
         assert "fallback to gloo: all_reduce, 2 times: op PRODUCT" in text
 
 
-def check_refusals(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="dtcomm")
+def test_invalid_arguments_are_named(rank: int, world_size: int) -> None:
     """Wrong arguments are named in the error, and the group still works."""
     with pytest.raises(ValueError, match="output_tensors has 1 tensors, the group 2 ranks"):
         dist.all_gather([torch.empty(2)], torch.ones(2))
@@ -154,10 +150,6 @@ def check_refusals(rank: int, world_size: int) -> None:
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == 2
-
-
-def test_invalid_arguments_are_named() -> None:
-    run_ranks(check_refusals, 2, backend="dtcomm")
 
 
 def count_keys_after_barriers(rank: int, world_size: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 from tests.support.stopwatch import Stopwatch
 
 SIZES = (
@@ -50,7 +51,8 @@ def exchange(rank: int, world_size: int) -> None:
             assert torch.equal(result, _message(numel, peer))
 
 
-def receive_by_tag(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="dtcomm")
+def test_messages_are_matched_by_tag(rank: int, world_size: int) -> None:
     """Short and long messages are received in another order than they were sent."""
     tags = [3, 1, 4, 1, 5, 9, 2, 6]
     sizes = [10, 5000, 20, 7000, 3, 100_000, 1, 0]
@@ -131,7 +133,8 @@ def receive_wrong_sizes(rank: int, world_size: int) -> None:
     assert watch.elapsed().within(cpu_s=2, wall_s=10)
 
 
-def exchange_in_subgroup(rank: int, world_size: int) -> Any:
+@on_ranks(3, backend="dtcomm")
+def test_groups_do_not_receive_each_others_messages(rank: int, world_size: int) -> None:
     """Ranks are global ranks, and groups do not receive each other's messages."""
     group = dist.new_group([0, 2])
     if rank == 1:
@@ -156,10 +159,6 @@ def test_every_rank_sends_to_every_other(ranks: int) -> None:
     run_ranks(exchange, ranks, backend="dtcomm")
 
 
-def test_messages_are_matched_by_tag() -> None:
-    run_ranks(receive_by_tag, 2, backend="dtcomm")
-
-
 def test_messages_are_received_from_any_source() -> None:
     sources = run_ranks(receive_from_any_source, 3, backend="dtcomm")[0]
     assert sorted(sources) == [1, 1, 2, 2]
@@ -168,10 +167,6 @@ def test_messages_are_received_from_any_source() -> None:
 @pytest.mark.parametrize("program", [receive_without_waiting, send_to_itself, receive_wrong_sizes])
 def test_messages_between_two_ranks(program: Any) -> None:
     run_ranks(program, 2, backend="dtcomm")
-
-
-def test_groups_do_not_receive_each_others_messages() -> None:
-    run_ranks(exchange_in_subgroup, 3, backend="dtcomm")
 
 
 def test_every_rank_sends_to_every_other_without_shared_memory() -> None:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
-from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 
-def split_and_reduce(rank: int, world_size: int) -> None:
+@on_ranks(3, backend="dtcomm")
+def test_split_groups_run_collectives(rank: int, world_size: int) -> None:
     parent = dist.group.WORLD
     assert parent is not None
     parent.bound_device_id = torch.device("cpu", 0)  # set by init_process_group(device_id=...)
@@ -52,7 +53,3 @@ def split_and_reduce(rank: int, world_size: int) -> None:
     for group in (reversed_pair, first_two, halves):
         if group is not None:
             dist.destroy_process_group(group)
-
-
-def test_split_groups_run_collectives() -> None:
-    run_ranks(split_and_reduce, 3, backend="dtcomm")

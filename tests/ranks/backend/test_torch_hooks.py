@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.errors import CollectiveMismatch, CommunicatorClosed
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 Hook = tuple[Any, Callable[..., Any]]
 STEPS, LIMIT = 4, timedelta(seconds=60)
@@ -146,7 +143,8 @@ def test_torchs_debug_mode_and_hooks(backend: str) -> None:
     run_ranks(use_torchs_tools, 2, backend, backend=backend, fresh=True)
 
 
-def abort_while_waiting(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="dtcomm")
+def test_abort_ends_what_waits(rank: int, world_size: int) -> None:
     """End an operation that the other rank never calls; a group that is made afterwards works."""
     group: Any = dist.new_group(timeout=LIMIT)
     total = torch.ones(100_000)
@@ -162,10 +160,6 @@ def abort_while_waiting(rank: int, world_size: int) -> None:
     total = torch.ones(100_000)
     dist.all_reduce(total, group=dist.new_group())
     assert total.eq(world_size).all()
-
-
-def test_abort_ends_what_waits() -> None:
-    run_ranks(abort_while_waiting, 2, backend="dtcomm")
 
 
 def sum_nans(rank: int, world_size: int) -> list[str]:

@@ -7,8 +7,8 @@ import torch
 
 from dtcomm import algorithms, collectives
 from dtcomm.errors import CollectiveMismatch, ScheduleError
-from dtcomm.launch.ranks import run_ranks
 from dtcomm.schedule import parse
+from tests.support.rank_tests import on_ranks
 
 RELAY = """all_reduce ranks=3 chunks=2
 rank 0 | c0+1 | .      | c1=1,2
@@ -18,7 +18,8 @@ TWICE = "all_reduce ranks=3 chunks=1\nrank 0|.|c0=1|.|.\nrank 1|c0+2|.|.|c0=0,2\
 LACKS = "all_reduce ranks=3 chunks=1\nrank 0 | c0+1 | .\nrank 1 | .    | c0=0,2\nrank 2 | .    | ."
 
 
-def run_schedules(rank: int, n: int) -> None:
+@on_ranks(3)
+def test_valid_schedules_run_and_invalid_ones_are_refused(rank: int, n: int) -> None:
     for spec in ("none", "int8"):
         tensor = torch.full((3000,), float(rank + 1))
         for _ in range(2):  # verified only the first time
@@ -67,7 +68,3 @@ def run_schedules(rank: int, n: int) -> None:
         collectives.run(RELAY, torch.ones(3), torch.ones(3))
     with pytest.raises(CollectiveMismatch, match="schedule "):
         collectives.run(TWICE if rank == 0 else RELAY, torch.ones(3))
-
-
-def test_valid_schedules_run_and_invalid_ones_are_refused() -> None:
-    run_ranks(run_schedules, 3)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 from dtcomm import collectives
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 
-def use_subgroups(rank: int, n: int) -> None:
+@on_ranks(4)
+def test_overlapping_subgroups_run_at_once(rank: int, n: int) -> None:
     world = torch.tensor([float(rank)])
     subgroups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [3, 1, 0])]
     mine = [group for group in subgroups if group is not dist.GroupMember.NON_GROUP_MEMBER]
@@ -49,7 +51,8 @@ def use_subgroups(rank: int, n: int) -> None:
         collectives.all_reduce(tensor, group=pair)
 
 
-def release_completed_operations(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_completed_operations_release_their_tensors(rank: int, n: int) -> None:
     """A completed operation holds no tensor, whichever way its completion was observed."""
     observers: list[Callable[[Any], Any]] = [
         lambda work: work.wait(),
@@ -68,11 +71,10 @@ def release_completed_operations(rank: int, n: int) -> None:
         assert reference() is None
 
 
-def test_completed_operations_release_their_tensors() -> None:
-    run_ranks(release_completed_operations, 2)
-
-
-def release_dropped_operations(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_a_closed_communicator_holds_no_tensor_of_an_operation_that_nobody_waited_for(
+    rank: int, n: int
+) -> None:
     collectives.all_reduce(torch.ones(1))  # connects the ranks
     tensors = [torch.ones(1000) for _ in range(3)]
     references = [weakref.ref(tensor) for tensor in tensors]
@@ -84,15 +86,8 @@ def release_dropped_operations(rank: int, n: int) -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_a_closed_communicator_holds_no_tensor_of_an_operation_that_nobody_waited_for() -> None:
-    run_ranks(release_dropped_operations, 2)
-
-
-def test_overlapping_subgroups_run_at_once() -> None:
-    run_ranks(use_subgroups, 4)
-
-
-def use_groups_from_threads(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_threads_of_a_process_use_different_groups(rank: int, n: int) -> None:
     """Threads of one process may use different groups at once."""
     thread_groups = [dist.new_group(list(range(n))) for _ in range(3)]
     failures: list[BaseException] = []
@@ -114,10 +109,6 @@ def use_groups_from_threads(rank: int, n: int) -> None:
     for thread in running:
         thread.join()
     assert not failures
-
-
-def test_threads_of_a_process_use_different_groups() -> None:
-    run_ranks(use_groups_from_threads, 2)
 
 
 def create_and_release(rank: int, n: int) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ import dtcomm
 from dtcomm import collectives
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 OVER_GLOO = {"DTCOMM_RUNTIME": "process_group"}
 DTYPES = (torch.bfloat16, torch.float32)
@@ -109,7 +110,8 @@ def call(what: str, n: int) -> None:
         collectives.all_gather(whole.half(), x.half(), codec="lossless")
 
 
-def refuse_the_rest(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_other_operations_refuse_it_with_the_reason(rank: int, n: int) -> None:
     for error, message, what in REFUSED:
         with pytest.raises(error, match=message):
             call(what, n)
@@ -127,10 +129,6 @@ def test_every_bit_arrives(ranks: int) -> None:
 
 def test_every_bit_arrives_over_gloo() -> None:
     run_ranks(copy_everything, 2, torch.bfloat16, 4097, env=OVER_GLOO)
-
-
-def test_other_operations_refuse_it_with_the_reason() -> None:
-    run_ranks(refuse_the_rest, 2)
 
 
 def copy_other_sizes(rank: int, n: int, kind: str) -> str:

@@ -20,6 +20,7 @@ from dtcomm.errors import CollectiveMismatch, PayloadCorrupt
 from dtcomm.kernels import local_tasks, ops
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime.native import NativeOperation
+from tests.support.rank_tests import on_ranks
 from tests.unit.collectives.call_by_name import require_alike
 from tests.unit.collectives.test_reproducible_sum import bits, contributions, true_sum
 
@@ -60,7 +61,8 @@ def compare_every_form(rank: int, n: int) -> None:
                     assert torch.equal(bits(work.get_future().wait()[0]), bits(truth))
 
 
-def compare_coalesced(rank: int, n: int) -> None:
+@on_ranks(3)
+def test_coalesced_results_equal_single_calls(rank: int, n: int) -> None:
     """Check that each tensor of a coalesced call with several codecs gets the result of a single call."""
     specs = ["exact", "int8", SHARED, "exact:bits=16", "none"]
     numels = [3000, 100, 9000, 77, 1]
@@ -91,7 +93,8 @@ def compare_coalesced(rank: int, n: int) -> None:
     assert torch.equal(bits(own), bits(separate[0]))
 
 
-def check_refusals(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_unsupported_options_are_refused(rank: int, n: int) -> None:
     x = torch.ones(100)
     for spec in ("none", "int8", SHARED):
         with pytest.raises(ValueError, match="audit: needs a codec whose sums are exact, got"):
@@ -104,7 +107,9 @@ def check_refusals(rank: int, n: int) -> None:
     assert torch.equal(x, torch.full((100,), float(n)))
 
 
-def reduce_with_unequal_options(rank: int, n: int, difference: str) -> None:
+@pytest.mark.parametrize("difference", ["seed", "residual", "bits"])
+@on_ranks(2)
+def test_unequal_options_of_ranks_mismatch(rank: int, n: int, difference: str) -> None:
     """All-reduce on ranks that differ in the seed, the residual or the bits of exact."""
     options: dict[str, Any] = {
         "seed": {"codec": SHARED, "seed": rank},
@@ -176,19 +181,6 @@ def flip_staged_bit(rank: int, n: int, spec: str, async_op: bool) -> None:
 @pytest.mark.parametrize("runtime", ["native", "process_group"])
 def test_every_form_of_all_reduce_gives_one_result(runtime: str) -> None:
     run_ranks(compare_every_form, 3, env={"DTCOMM_RUNTIME": runtime})
-
-
-def test_coalesced_results_equal_single_calls() -> None:
-    run_ranks(compare_coalesced, 3)
-
-
-def test_unsupported_options_are_refused() -> None:
-    run_ranks(check_refusals, 2)
-
-
-@pytest.mark.parametrize("difference", ["seed", "residual", "bits"])
-def test_unequal_options_of_ranks_mismatch(difference: str) -> None:
-    run_ranks(reduce_with_unequal_options, 2, difference)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc/self/maps")

@@ -15,6 +15,7 @@ from dtcomm.codecs.base import ELEMENT_TYPES
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import exact_inputs
 from dtcomm.schedule.ir import COLLECTIVES
+from tests.support.rank_tests import on_ranks
 from tests.unit.collectives.call_by_name import call, require_alike
 
 SIZES = (0, 1, 7, 1024, 5000, 70_001, 1_500_000)
@@ -65,7 +66,8 @@ def test_every_algorithm_on_processes(n: int) -> None:
     assert run_ranks(check_every_algorithm, n, timeout=600) == ["native"] * n
 
 
-def check_every_dtype(rank: int, n: int) -> None:
+@on_ranks(3)
+def test_every_dtype(rank: int, n: int) -> None:
     for dtype in ELEMENT_TYPES:
         if dtype in (torch.bool, torch.int16):
             continue  # no exact inputs; the kernels' tests have them
@@ -85,11 +87,9 @@ def check_every_dtype(rank: int, n: int) -> None:
             assert torch.equal(call("all_reduce", tensor, n), torch_sum), dtype
 
 
-def test_every_dtype() -> None:
-    run_ranks(check_every_dtype, 3)
-
-
-def reduce_asynchronously(rank: int, n: int) -> None:
+@pytest.mark.parametrize("n", [2, 4])
+@on_ranks()
+def test_async_operations_run_in_issue_order(rank: int, n: int) -> None:
     torch.manual_seed(5)  # equal inputs on all ranks, so that expected results need no communication
     tensors = [torch.randint(-9, 9, (1 + 40_000 * (i % 3),)).float() for i in range(30)]
     expected = [tensor * n for tensor in tensors]
@@ -117,12 +117,9 @@ def reduce_asynchronously(rank: int, n: int) -> None:
     assert empty.get_future().wait()[0].numel() == 0
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_async_operations_run_in_issue_order(n: int) -> None:
-    run_ranks(reduce_asynchronously, n)
-
-
-def compare_coalesced(rank: int, n: int) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_coalesced_tensors_get_the_results_of_single_calls(rank: int, n: int) -> None:
     torch.manual_seed(rank)
     sizes = [3, 1024, 0, 5000, 33, 70_000]
     specs = ["none", "int8", "fp16", "int8:block=64", "bf16", "int8"]
@@ -161,12 +158,8 @@ def compare_coalesced(rank: int, n: int) -> None:
     collectives.all_reduce_coalesced([])
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_coalesced_tensors_get_the_results_of_single_calls(n: int) -> None:
-    run_ranks(compare_coalesced, n)
-
-
-def reduce_layouts(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_transposed_channels_last_and_unaligned_tensors(rank: int, n: int) -> None:
     transposed = torch.arange(12.0).view(3, 4).t()
     collectives.all_reduce(transposed)
     assert torch.equal(transposed, torch.arange(12.0).view(3, 4).t() * n)
@@ -182,11 +175,8 @@ def reduce_layouts(rank: int, n: int) -> None:
     collectives.all_reduce(unaligned)
 
 
-def test_transposed_channels_last_and_unaligned_tensors() -> None:
-    run_ranks(reduce_layouts, 2)
-
-
-def run_on_single_rank(rank: int, n: int) -> None:
+@on_ranks(1)
+def test_single_rank_changes_nothing(rank: int, n: int) -> None:
     tensor = torch.randn(1000)
     before = tensor.clone()
     residual = torch.full((1000,), 0.5)
@@ -202,11 +192,8 @@ def run_on_single_rank(rank: int, n: int) -> None:
         collectives.all_reduce(tensor, codec="int9")
 
 
-def test_single_rank_changes_nothing() -> None:
-    run_ranks(run_on_single_rank, 1)
-
-
-def compare_seeds(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_stochastic_rounding_depends_on_the_seed(rank: int, n: int) -> None:
     torch.manual_seed(rank)
     source = torch.randn(5000)
     spec = "int8:round=stochastic"
@@ -219,7 +206,3 @@ def compare_seeds(rank: int, n: int) -> None:
     assert torch.equal(once(1), once(1))
     assert not torch.equal(once(1), once(2))
     assert not torch.equal(once(None), once(None))  # the call's number
-
-
-def test_stochastic_rounding_depends_on_the_seed() -> None:
-    run_ranks(compare_seeds, 2)

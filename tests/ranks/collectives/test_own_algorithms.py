@@ -18,6 +18,7 @@ from dtcomm import algorithms, collectives
 from dtcomm.errors import CollectiveMismatch, ScheduleError
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.schedule import Builder, Schedule, Transfer
+from tests.support.rank_tests import on_ranks
 
 TWICE = "all_reduce ranks=3 chunks=1\nrank 0|.|c0=1|.|.\nrank 1|c0+2|.|.|c0=0,2\nrank 2|.|.|c0+1|."
 
@@ -57,7 +58,8 @@ def register_all(n: int) -> None:
             algorithms.register("mine", collective, lambda ranks, c=collective: of_tree(c, ranks))
 
 
-def in_every_collective(rank: int, n: int) -> None:
+@on_ranks(3, fresh=True)
+def test_own_algorithms_run_in_every_collective(rank: int, n: int) -> None:
     register_all(n)
     for collective in algorithms.collectives():
         root = 1 if collective in ("broadcast", "reduce", "gather", "scatter") else 0
@@ -104,11 +106,8 @@ def in_every_collective(rank: int, n: int) -> None:
     assert tensors[1].allclose(torch.full((3,), float(n)), atol=0.1)
 
 
-def test_own_algorithms_run_in_every_collective() -> None:
-    run_ranks(in_every_collective, 3, fresh=True)
-
-
-def refuse(rank: int, n: int) -> None:
+@on_ranks(3, fresh=True)
+def test_what_is_wrong_is_named_where_it_is_given(rank: int, n: int) -> None:
     algorithms.register("star", "all_reduce", star)
     algorithms.register("lacks", "all_reduce", lacks_rank_1)
     algorithms.register("differs", "all_reduce", lambda ranks: star(ranks, centre=rank and 1))
@@ -140,20 +139,13 @@ def refuse(rank: int, n: int) -> None:
     assert x.allclose(torch.full((8,), float(n)), atol=0.5)
 
 
-def test_what_is_wrong_is_named_where_it_is_given() -> None:
-    run_ranks(refuse, 3, fresh=True)
-
-
-def differ(rank: int, n: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["name", "schedule"])
+@on_ranks(2, fresh=True)
+def test_ranks_whose_schedules_differ_raise_mismatch(rank: int, n: int, kind: str) -> None:
     algorithms.register("differs", "all_reduce", lambda ranks: star(ranks, centre=rank))
     algorithm = "differs" if kind == "name" else star(n, centre=rank)
     with pytest.raises(CollectiveMismatch, match=r"schedule [0-9a-f]{8}"):
         collectives.all_reduce(torch.ones(8), algorithm=algorithm)
-
-
-@pytest.mark.parametrize("kind", ["name", "schedule"])
-def test_ranks_whose_schedules_differ_raise_mismatch(kind: str) -> None:
-    run_ranks(differ, 2, kind, fresh=True)
 
 
 def train(rank: int, n: int) -> None:
@@ -189,7 +181,8 @@ def test_ddp_trains_with_an_own_algorithm() -> None:
     run_ranks(train, 3, fresh=True)
 
 
-def tensor_parallel(rank: int, n: int) -> None:
+@on_ranks(3, fresh=True)
+def test_tensor_parallel_layers_take_an_own_algorithm(rank: int, n: int) -> None:
     algorithms.register("star", "all_reduce", star)
     results = []
     for algorithm in ("direct", "star", star(n)):
@@ -203,10 +196,6 @@ def tensor_parallel(rank: int, n: int) -> None:
     assert compiled(x).allclose(torch.full((4,), float(n)), atol=0.1)
     with pytest.raises(ValueError, match="algorithm: the schedule is for 2 ranks, the group has 3"):
         dtcomm.tp.RowParallelLinear(12, 6, algorithm=star(2))
-
-
-def test_tensor_parallel_layers_take_an_own_algorithm() -> None:
-    run_ranks(tensor_parallel, 3, fresh=True)
 
 
 def fsdp(rank: int, n: int, kind: str) -> None:

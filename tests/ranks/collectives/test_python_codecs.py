@@ -15,6 +15,7 @@ from dtcomm.errors import CollectiveMismatch, DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from tests.support import python_codecs
 from tests.support.python_codecs import bf16_bytes, decode_bf16, encode_bf16
+from tests.support.rank_tests import on_ranks
 from tests.unit.runtime.every_collective import OVER_GLOO, calls
 
 OVER_TCP = {"DTCOMM_TRANSPORT": "sockets"}
@@ -195,7 +196,8 @@ def test_a_rank_that_dies_is_named() -> None:
     assert outcomes[1].ok, outcomes[1].traceback
 
 
-def refuse(rank: int, n: int) -> None:
+@on_ranks(2, fresh=True)
+def test_what_a_python_codec_cannot_do_is_said(rank: int, n: int) -> None:
     codec = python_codecs.register()["int8"]
     x = torch.ones(100)
     with pytest.raises(ValueError, match="op: max is valid with codecs none, fp16 and bf16, got python_int8"):
@@ -208,10 +210,6 @@ def refuse(rank: int, n: int) -> None:
         collectives.all_reduce(x, codec=codec, audit=True)
     with pytest.raises(ValueError, match="algorithm: two_shot_symmetric needs fused CUDA kernels"):
         collectives.all_reduce(x, codec=codec, algorithm="two_shot_symmetric")
-
-
-def test_what_a_python_codec_cannot_do_is_said() -> None:
-    run_ranks(refuse, 2, fresh=True)
 
 
 def call_in_a_codec(rank: int, n: int) -> None:

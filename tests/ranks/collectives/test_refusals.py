@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dtcomm import collectives
 from dtcomm.errors import DtcommError
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 x = torch.ones(8)
 
@@ -68,7 +69,8 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
 ]  # fmt: skip
 
 
-def refuse_all(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_wrong_calls_are_refused_and_leave_the_communicator_usable(rank: int, n: int) -> None:
     for kind, pattern, call in REFUSED:
         with pytest.raises(kind, match=pattern):
             call()
@@ -78,10 +80,6 @@ def refuse_all(rank: int, n: int) -> None:
         tensor = torch.full((100,), 1.0)
         collectives.all_reduce(tensor)
         assert tensor.eq(n).all(), pattern
-
-
-def test_wrong_calls_are_refused_and_leave_the_communicator_usable() -> None:
-    run_ranks(refuse_all, 2)
 
 
 def test_call_without_a_process_group_is_refused() -> None:
@@ -117,7 +115,8 @@ def test_forked_child_is_refused_and_the_parent_continues() -> None:
         assert "forked" in message
 
 
-def reduce_after_destroy(rank: int, n: int) -> None:
+@on_ranks(2, fresh=True)
+def test_destroyed_group_is_refused(rank: int, n: int) -> None:
     tensor = torch.ones(4)
     collectives.all_reduce(tensor)
     dist.barrier()
@@ -127,7 +126,3 @@ def reduce_after_destroy(rank: int, n: int) -> None:
         collectives.all_reduce(tensor)
     with pytest.raises(ValueError, match="destroyed"):
         collectives.all_reduce(tensor, group=group)
-
-
-def test_destroyed_group_is_refused() -> None:
-    run_ranks(reduce_after_destroy, 2, fresh=True)

@@ -17,6 +17,7 @@ from dtcomm.kernels.epilogue import epilogue_task
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.runtime import plans
 from dtcomm.runtime.communicator import Communicator
+from tests.support.rank_tests import on_ranks
 
 RUNS = 5
 NUMEL = 96  # divisible by 2 and 3
@@ -64,7 +65,10 @@ def message(rank: int, ranks: int, x: torch.Tensor, y: torch.Tensor, **options: 
     return None
 
 
-def compare_ways(rank: int, ranks: int, codec: str, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(("ranks", "codec"), [(2, "none"), (3, "int4:round=stochastic")])
+@on_ranks()
+def test_results_are_those_of_the_long_way(rank: int, ranks: int, codec: str, async_op: bool) -> None:
     """Calls give the same bytes whether they repeat an earlier one, or nothing is kept of earlier calls."""
     dtype = torch.int64 if codec == "none" and async_op else torch.float32
     for name, (call, numel_in, numel_out) in calls(rank, ranks).items():
@@ -115,12 +119,6 @@ def outcomes(
     return results
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize(("ranks", "codec"), [(2, "none"), (3, "int4:round=stochastic")])
-def test_results_are_those_of_the_long_way(ranks: int, codec: str, async_op: bool) -> None:
-    run_ranks(compare_ways, ranks, codec, async_op)
-
-
 def add_bias(rank: int, ranks: int) -> None:
     """An epilogue is applied in every call, and each call has its own."""
     y, first, second = torch.empty(4, 8), torch.full((8,), 10.0), torch.full((8,), 20.0)
@@ -169,7 +167,8 @@ def test_calls_with_an_epilogue_and_without_torchs_table_of_groups() -> None:
     run_ranks(replace_world, 2)
 
 
-def count_long_calls(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_which_calls_take_the_short_way(rank: int, ranks: int) -> None:
     """Arguments are compared by value; what the long way has to look at takes it."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         _count_long_calls(monkeypatch)
@@ -226,11 +225,8 @@ def _count_long_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         dtcomm.all_reduce(x, codec="int8", group=group)
 
 
-def test_which_calls_take_the_short_way() -> None:
-    run_ranks(count_long_calls, 2)
-
-
-def refuse_overlaps(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_overlapping_tensors_are_refused(rank: int, ranks: int) -> None:
     """Memory is looked at in every call: only this rank's shard of the whole may be shared."""
     whole, shard = torch.ones(8), torch.ones(4)
     for _ in range(3):
@@ -251,11 +247,8 @@ def refuse_overlaps(rank: int, ranks: int) -> None:
         dtcomm.all_to_all(whole, whole)
 
 
-def test_overlapping_tensors_are_refused() -> None:
-    run_ranks(refuse_overlaps, 2)
-
-
-def differ(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_mismatch_is_raised(rank: int, ranks: int) -> None:
     x, y = torch.ones(8), torch.ones(16)
     for _ in range(3):
         dtcomm.all_reduce(x)
@@ -270,11 +263,8 @@ def differ(rank: int, ranks: int) -> None:
     assert dtcomm.flight_record()
 
 
-def test_a_mismatch_is_raised() -> None:
-    run_ranks(differ, 2)
-
-
-def lose(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_a_lost_peer_is_raised(rank: int, ranks: int) -> None:
     x = torch.ones(8)
     for _ in range(3):
         dtcomm.all_reduce(x)
@@ -285,10 +275,6 @@ def lose(rank: int, ranks: int) -> None:
         dtcomm.all_reduce(x)
 
 
-def test_a_lost_peer_is_raised() -> None:
-    run_ranks(lose, 2)
-
-
 def scale(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float16).view(torch.uint8)
 
@@ -297,7 +283,8 @@ def unscale(payload: torch.Tensor, numel: int) -> torch.Tensor:
     return payload.view(torch.float16)[:numel].to(torch.float32)
 
 
-def queue_behind_python(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_calls_behind_a_codec_in_python(rank: int, ranks: int) -> None:
     """Operations with a codec in Python run on a thread; calls of the engine still come behind them."""
     x = torch.ones(8)
     for _ in range(3):
@@ -308,10 +295,6 @@ def queue_behind_python(rank: int, ranks: int) -> None:
         dtcomm.all_reduce(x)
         work.wait()
         assert x.tolist() == [4.0] * 8
-
-
-def test_calls_behind_a_codec_in_python() -> None:
-    run_ranks(queue_behind_python, 2)
 
 
 def test_nothing_is_known_without_a_process_group() -> None:

@@ -13,9 +13,12 @@ import torch
 from dtcomm import collectives
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import exact_inputs
+from tests.support.rank_tests import on_ranks
 
 
-def reduce_shared_tensors(rank: int, n: int) -> None:
+@pytest.mark.parametrize("n", [2, 3, 4])
+@on_ranks()
+def test_reductions_read_shared_memory(rank: int, n: int) -> None:
     for count in (1, 5, 1000, 50_000, 700_001):
         for mixed in (False, True):
             # In the mixed round rank 0's tensor is an ordinary one: so all ranks must stage.
@@ -69,7 +72,9 @@ def reduce_shared_tensors(rank: int, n: int) -> None:
     assert collectives.empty(0).numel() == 0
 
 
-def copy_from_shared_tensors(rank: int, n: int) -> None:
+@pytest.mark.parametrize("n", [2, 3])
+@on_ranks()
+def test_copying_collectives_read_shared_memory(rank: int, n: int) -> None:
     root, peer = n - 1, rank ^ 1
     for count in (1000, 50_000, 300_001):
         for mixed in (False, True):
@@ -115,16 +120,6 @@ def copy_from_shared_tensors(rank: int, n: int) -> None:
                 source.zero_()
                 expected = exact_inputs.inputs("sendrecv", count, rank=peer, world_size=n)
                 assert exact_inputs.count_mismatches(output, expected) == 0
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_copying_collectives_read_shared_memory(n: int) -> None:
-    run_ranks(copy_from_shared_tensors, n)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_reductions_read_shared_memory(n: int) -> None:
-    run_ranks(reduce_shared_tensors, n)
 
 
 def allocate_without_descriptors(rank: int, n: int) -> int | None:

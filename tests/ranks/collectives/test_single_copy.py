@@ -15,6 +15,7 @@ from dtcomm.errors import DtcommError, PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
 from dtcomm.measure import exact_inputs
 from tests.support.forbidden_calls import CANNOT_FORBID, forbid
+from tests.support.rank_tests import on_ranks
 
 ON = {"DTCOMM_SINGLE_COPY": "on"}
 
@@ -98,13 +99,10 @@ def test_reason_of_staging_is_reported(variables: dict[str, str], reason: str) -
         assert (info["single_copy"], info["pulled_bytes"]) == (reason, 0)
 
 
-def forced_over_a_link(rank: int, n: int) -> None:
+@on_ranks(2, env={**ON, "DTCOMM_LINK": "10gbit,5us"})
+def test_forced_single_copy_over_an_emulated_link_is_refused(rank: int, n: int) -> None:
     with pytest.raises(DtcommError, match="DTCOMM_SINGLE_COPY=on, but a link is emulated"):
         collectives.barrier()
-
-
-def test_forced_single_copy_over_an_emulated_link_is_refused() -> None:
-    run_ranks(forced_over_a_link, 2, env={**ON, "DTCOMM_LINK": "10gbit,5us"})
 
 
 def slow_reader(rank: int, n: int, numel: int) -> float:
@@ -135,7 +133,8 @@ def test_sender_of_a_message_that_fits_into_the_slots_does_not_wait_for_a_late_r
     assert returned < arrived
 
 
-def cross(rank: int, n: int) -> int:
+@on_ranks(2, env=ON)
+def test_offers_that_are_taken_and_withdrawn_at_random(rank: int, n: int) -> None:
     """Both ranks send before they receive, at varying moments: offers are taken and withdrawn."""
     generator = random.Random(rank)
     peer = 1 - rank
@@ -152,10 +151,6 @@ def cross(rank: int, n: int) -> int:
             work.wait()
         x.fill_(-1.0)
     return collectives.info()["pulled_bytes"]
-
-
-def test_offers_that_are_taken_and_withdrawn_at_random() -> None:
-    run_ranks(cross, 2, env=ON)
 
 
 def gather_until_loss(rank: int, n: int) -> str:

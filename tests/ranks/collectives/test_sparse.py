@@ -8,13 +8,18 @@ import torch.distributed as dist
 
 import dtcomm
 from dtcomm import algorithms
-from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 from tests.unit.collectives.call_by_name import require_alike
 
 SPECS = ("topk:ratio=0.01", "topk:ratio=0.2,values=int4", "randk:ratio=0.05")
 
 
-def reduce_with_feedback(rank: int, n: int, spec: str, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    "algorithm", sorted({*algorithms.available("all_reduce")} & {"one_shot", "two_shot", "ring"})
+)
+@pytest.mark.parametrize("spec", SPECS)
+@on_ranks(2)
+def test_feedback_conserves_mass(rank: int, n: int, spec: str, algorithm: str) -> None:
     """Check in each step that the result plus all new residuals equals all inputs plus all old residuals."""
     generator = torch.Generator().manual_seed(rank)
     for count in (1, 4096, 70_001, 1_000_003):
@@ -31,7 +36,9 @@ def reduce_with_feedback(rank: int, n: int, spec: str, algorithm: str) -> None:
             assert 0 < int((x != 0).sum()) <= max(1, count)
 
 
-def reduce_without_feedback(rank: int, n: int, spec: str) -> None:
+@pytest.mark.parametrize("spec", SPECS)
+@on_ranks(2)
+def test_all_reduce_without_feedback(rank: int, n: int, spec: str) -> None:
     """Without a residual topk gives the largest sums, and randk is right on average."""
     count = 8192
     x = torch.randn(count, generator=torch.Generator().manual_seed(rank))
@@ -50,16 +57,3 @@ def reduce_without_feedback(rank: int, n: int, spec: str) -> None:
         )
     else:
         assert torch.equal(mean.float(), result)
-
-
-@pytest.mark.parametrize(
-    "algorithm", sorted({*algorithms.available("all_reduce")} & {"one_shot", "two_shot", "ring"})
-)
-@pytest.mark.parametrize("spec", SPECS)
-def test_feedback_conserves_mass(spec: str, algorithm: str) -> None:
-    run_ranks(reduce_with_feedback, 2, spec, algorithm)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_all_reduce_without_feedback(spec: str) -> None:
-    run_ranks(reduce_without_feedback, 2, spec)

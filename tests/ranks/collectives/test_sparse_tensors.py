@@ -10,6 +10,7 @@ import dtcomm
 from dtcomm import algorithms
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 from tests.unit.collectives.call_by_name import require_alike
 
 SHAPES = [((300, 8), 1), ((20, 30), 2), ((12, 10, 4, 3), 2), ((500,), 1), ((1 << 20, 1 << 20), 2)]
@@ -57,7 +58,8 @@ def require_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
     require_alike(result.values(), "values")
 
 
-def compare_with_gloo(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_sums_are_those_of_gloo_on_two_ranks(rank: int, n: int) -> None:
     for shape, sparse_dim in SHAPES:
         for dtype in (torch.float32, torch.float64, torch.int64):
             for entries in ([40 * (r + 1) for r in range(n)], [0] * (n - 1) + [7], [0] * n):
@@ -72,10 +74,6 @@ def compare_with_gloo(rank: int, n: int) -> None:
                 assert result is tensor_again and work.is_completed()
                 assert work.wire_bytes > 0 or not any(entries)
                 require_equal(result, expected.coalesce())
-
-
-def test_sums_are_those_of_gloo_on_two_ranks() -> None:
-    run_ranks(compare_with_gloo, 2)
 
 
 def compare_with_sums(rank: int, n: int) -> None:

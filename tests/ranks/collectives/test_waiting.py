@@ -9,6 +9,7 @@ import torch
 
 from dtcomm import collectives
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 
 def issue_empty_operations(rank: int, n: int) -> tuple[float, float]:
@@ -37,7 +38,8 @@ def test_rank_with_nothing_to_send_does_not_run_ahead() -> None:
     assert issued >= began
 
 
-def wait_in_two_threads(rank: int, n: int) -> None:
+@on_ranks(2)
+def test_two_threads_wait_for_two_operations(rank: int, n: int) -> None:
     # Rank 0 waits for its second message first. It comes when rank 1 has an answer to the first, which another thread
     # gives: the thread that drives the engine must report it to the other one.
     first_message, second_message = torch.zeros(200_000), torch.zeros(200_000)
@@ -66,11 +68,8 @@ def wait_in_two_threads(rank: int, n: int) -> None:
         assert first_message.eq(1).all() and second_message.eq(3).all()
 
 
-def test_two_threads_wait_for_two_operations() -> None:
-    run_ranks(wait_in_two_threads, 2)
-
-
-def send_and_reduce_in_a_ring(rank: int, n: int) -> None:
+@on_ranks(3)
+def test_ring_messages_beside_all_reduces(rank: int, n: int) -> None:
     right, left = (rank + 1) % n, (rank - 1) % n
     for numel in (1, 3000, 400_000):
         for _ in range(20):
@@ -84,10 +83,6 @@ def send_and_reduce_in_a_ring(rank: int, n: int) -> None:
             for work in works:  # a wait for the first operation also drives the later ones
                 work.wait()
             assert incoming.eq(left).all() and reduced.eq(n * (n - 1) / 2).all()
-
-
-def test_ring_messages_beside_all_reduces() -> None:
-    run_ranks(send_and_reduce_in_a_ring, 3)
 
 
 def take_values_after_waiting(rank: int, n: int) -> list[float]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dtcomm.launch.ranks import run_ranks
+from tests.support.rank_tests import on_ranks
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "train_gpt_mesh.py")
 TINY = "--width 32 --layers 2 --context 32 --batch 8 --steps 4"
@@ -126,7 +127,8 @@ def test_recomputation_accumulation_bf16_and_resuming(tmp_path: Path) -> None:
     run_ranks(options_of_training, 4, str(tmp_path), timeout=600, fresh=True)
 
 
-def padded_and_refused(rank: int, ranks: int) -> None:
+@on_ranks(2, timeout=120, fresh=True)
+def test_sequences_are_padded_and_what_does_not_fit_is_refused(rank: int, ranks: int) -> None:
     # 30 characters do not divide into 2 * 2 chunks: they are padded, and the loss is that of the 30.
     whole = train(f"{TINY} --dp 2 --context 30 --codec none")
     padded = train(f"{TINY} --cp 2 --context 30 --codec none")
@@ -149,20 +151,13 @@ def padded_and_refused(rank: int, ranks: int) -> None:
             train(f"{TINY} {arguments}")
 
 
-def test_sequences_are_padded_and_what_does_not_fit_is_refused() -> None:
-    run_ranks(padded_and_refused, 2, timeout=120, fresh=True)
-
-
-def compiled(rank: int, ranks: int) -> None:
+@pytest.mark.slow
+@on_ranks(4, timeout=600, fresh=True)
+def test_compiled_blocks_train_alike(rank: int, ranks: int) -> None:
     for axes in ("--dp 2 --tp 2", "--fsdp 2 --tp 2"):
         run = f"{TINY} {axes} --codec int8"
         torch._dynamo.reset()
         assert train(f"{run} --compile aot_eager")["losses"] == pytest.approx(train(run)["losses"], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_train_alike() -> None:
-    run_ranks(compiled, 4, timeout=600, fresh=True)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtcomm import ddp, tp
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.mesh import clip_grad_norm_, flatten_axes, make_mesh
+from tests.support.rank_tests import on_ranks
 
 WIDTH = 16
 
@@ -104,7 +105,8 @@ def test_clipping_is_that_of_one_process(kind: str) -> None:
     run_ranks(compare, math.prod(MESHES[kind].values()), kind, 2.0, 0.5, fresh=True)
 
 
-def other_norms_and_experts(rank: int, ranks: int) -> None:
+@on_ranks(2)
+def test_other_norms_experts_and_wrong_arguments(rank: int, ranks: int) -> None:
     mesh = make_mesh(ep=2)
     model = nn.Linear(3, 1, bias=False)
     model.experts = nn.Linear(2, 1, bias=False)
@@ -138,7 +140,3 @@ def other_norms_and_experts(rank: int, ranks: int) -> None:
         ValueError, match=r"names: \('ep', 'dp'\); valid: some of pp, dp, fsdp, ep, cp, tp, in this"
     ):
         flatten_axes(mesh, "ep", "dp")
-
-
-def test_other_norms_experts_and_wrong_arguments() -> None:
-    run_ranks(other_norms_and_experts, 2)
