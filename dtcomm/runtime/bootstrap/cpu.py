@@ -453,17 +453,10 @@ class CpuBootstrap:
         return private
 
     def _private_backend(self, name: str) -> Any:
-        """A Gloo or NCCL backend over the same ranks, outside any process group."""
+        """A Gloo backend over the same ranks, outside any process group."""
         prefix = f"{self._prefix}/{name}"
         store = c10d.PrefixStore(prefix, self._store)
-        if name == "gloo":
-            return self._connect_gloo(store, c10d.PrefixStore(prefix, group_store(self._group)))
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        options.is_high_priority_stream = False
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-
-    def _connect_gloo(self, store: c10d.Store, flags: c10d.Store) -> Any:
+        flags = c10d.PrefixStore(prefix, group_store(self._group))
         assert self._exchange is not None
         check = self._exchange.check
         backend = processes.connect_gloo(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from dtcomm import _C, env
 from dtcomm.errors import DtcommError
@@ -18,9 +20,13 @@ from dtcomm.runtime.cuda_peer.launch import RAN_BETWEEN_GPUS, FusedRanks, launch
 from dtcomm.runtime.cuda_peer.memory import describe_gpu, map_peers, missing_nvlink, why_not_peers
 from dtcomm.runtime.process_groups import Deadline
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
-from dtcomm.runtime.torchdist.transport import NcclTransport
+from dtcomm.runtime.torchdist.transport import GroupTransport, NcclTransport, Transport
 from dtcomm.runtime.types import Runtime
 from dtcomm.streams import Streams, streams_of
+
+#: Torch's engines of NCCL, and whether their constructor takes the device: ``nccl`` until 2.14 and ``nccl-legacy``;
+#: ``nccl2``, which 2.15 also calls ``nccl``; ``nccl-lazy``.
+NCCL_ENGINES = {"ProcessGroupNCCL": False, "ProcessGroupNCCL2": True, "ProcessGroupNCCLLazy": True}
 
 
 class CudaBootstrap(CpuBootstrap):
@@ -122,9 +128,18 @@ class CudaBootstrap(CpuBootstrap):
     def _backend_runtime(self, streams: Streams, backend: str) -> Runtime:
         if backend != "nccl":
             return self._message_runtime(self._private_backend("gloo"), streams)
-        transport = NcclTransport(self._private_backend("nccl"), "nccl", self._device)
+        transport = self._nccl_transport()
         compare = self._compare if env.get("DTCOMM_CHECK") == "1" else None
         return TorchDistRuntime(transport, streams, self.rank, compare=compare)
+
+    def _nccl_transport(self) -> Transport:
+        """A private communicator of the group's engine; of an engine that torch does not have, the group's own."""
+        engine = nccl_engine(self._group, self._device)
+        if engine is None:
+            return GroupTransport(self._group, "nccl", self.ranks)
+        store = c10d.PrefixStore(f"{self._prefix}/nccl", self._store)
+        backend = make_nccl(engine, store, self.rank, self.ranks, self._timeout, self._device)
+        return NcclTransport(backend, "nccl", self._device)
 
     def _compare(self, text: str, value: object) -> None:
         call = text.partition(":")[0].replace(" ", "")
@@ -134,13 +149,49 @@ class CudaBootstrap(CpuBootstrap):
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the group's backend for tensors of ``device``; ValueError if it has none."""
+    """The name of the group's backend for tensors of ``device``; ValueError if it has none.
+
+    All engines of NCCL are "nccl": since torch 2.15 that of the backend "nccl" calls itself "nccl2".
+    """
     if dist.get_backend(group) == "dtcomm":  # it uses NCCL for CUDA tensors if torch has it
         return "nccl" if dist.is_nccl_available() else "gloo"
     try:
-        return str(group._get_backend(device).name()).lower()
+        name = str(group._get_backend(device).name()).lower()
+        return "nccl" if name.startswith("nccl") else name
     except RuntimeError:
         raise ValueError(
             f"group: its backend, {dist.get_backend(group)}, moves no tensors of {device.type}; make the group with "
             'backend "cpu:gloo,cuda:nccl", "nccl" or "gloo"'
         ) from None
+
+
+def nccl_engine(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The class of `NCCL_ENGINES` that serves the group's CUDA tensors; None if it is another one."""
+    if dist.get_backend(group) == "dtcomm":
+        return "ProcessGroupNCCL"
+    backend = group._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+    name = type(backend).__name__
+    return name if name in NCCL_ENGINES else None
+
+
+def make_nccl(
+    engine: str,
+    store: c10d.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    device: torch.device,
+) -> Any:
+    """A backend of NCCL outside any process group, bound to ``device``; ``ranks`` are global."""
+    make: Any = getattr(c10d, engine)
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.is_high_priority_stream = False
+    options.global_ranks_in_group = list(ranks)
+    if NCCL_ENGINES[engine]:
+        return make(store, rank, len(ranks), options, device)
+    backend = make(store, rank, len(ranks), options)
+    if hasattr(backend, "bound_device_id"):
+        backend.bound_device_id = device
+    return backend

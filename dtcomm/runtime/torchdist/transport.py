@@ -11,7 +11,7 @@ import hashlib
 import os
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -147,6 +147,71 @@ class NcclTransport(Transport):
         backend, self._backend = self._backend, None
         if backend is not None:
             (getattr(backend, "shutdown", None) or backend._shutdown)()
+
+
+class GroupTransport(Transport):
+    """Public calls of torch.distributed on the caller's group, for engines that are not torch's own.
+
+    Args:
+        group: The group. Its other work must be issued in the same order on all ranks.
+        name: The name of its backend.
+        ranks: The global ranks that take part, in order: all of the group, or two.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, ranks: Sequence[int]) -> None:
+        self._group, self.name, self._ranks = group, name, list(ranks)
+        self._own = self._ranks.index(dist.get_rank())
+        self._all = len(self._ranks) == dist.get_world_size(group)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        output_sizes: Sequence[int],
+        input: torch.Tensor,
+        input_sizes: Sequence[int],
+    ) -> list[Any]:
+        sizes = list(output_sizes), list(input_sizes)
+        if self._all:
+            return [dist.all_to_all_single(output, input, *sizes, group=self._group, async_op=True)]
+        received, sent = torch.split(output, sizes[0]), torch.split(input, sizes[1])
+        received[self._own].copy_(sent[self._own])
+        return self._messages(enumerate(received), enumerate(sent))
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> list[Any]:
+        if self._all:
+            return [dist.all_gather_into_tensor(output, input, group=self._group, async_op=True)]
+        places = torch.split(output, input.numel())
+        if places[self._own].data_ptr() != input.data_ptr():
+            places[self._own].copy_(input)
+        return self._messages(enumerate(places), enumerate([input] * len(places)))
+
+    def send_recv(
+        self, sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], checksum: bool, context: str
+    ) -> list[Any]:
+        return self._messages(
+            [(message.peer, message.payload) for message in receives],
+            [(message.peer, message.payload) for message in sends],
+        )
+
+    def _messages(
+        self, receives: Iterable[tuple[int, torch.Tensor]], sends: Iterable[tuple[int, torch.Tensor]]
+    ) -> list[Any]:
+        operations = [
+            dist.P2POp(operation, payload, self._ranks[peer], self._group)
+            for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, payload in messages
+            if peer != self._own and payload.numel()
+        ]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+    def wait(self, handle: list[Any]) -> None:
+        for work in handle:
+            work.wait()
+
+    def describe(self, device: torch.device) -> str:
+        return (
+            f"the group's own {self.name}, an engine that dtcomm does not know, queued on streams of {device}"
+        )
 
 
 def _on_own_stream(options: Any) -> Any:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dtcomm.collectives as C
 from dtcomm import algorithms
@@ -15,11 +14,11 @@ from dtcomm.codecs import codec
 from dtcomm.codecs import spec as registry
 from dtcomm.errors import CollectiveMismatch
 from dtcomm.launch.ranks import run_ranks
-from dtcomm.runtime.bootstrap import cpu, cuda
+from dtcomm.runtime.bootstrap import cuda
 from dtcomm.runtime.communicator import Communicator, _new, group_entry
 from dtcomm.runtime.process_groups import require_group
 from dtcomm.runtime.torchdist.runtime import TorchDistRuntime
-from dtcomm.runtime.torchdist.transport import GlooTransport
+from dtcomm.runtime.torchdist.transport import GlooTransport, GroupTransport, NcclTransport
 from dtcomm.runtime.types import Buffers, OpSpec, TensorSpec
 from tests.support import python_codecs
 from tests.support.op_recorder import not_recording, recording
@@ -34,8 +33,8 @@ SHARED = "randk:positions=shared,ratio=0.1"
 
 def communicator_of_fake_device(backend: str) -> Communicator:
     """Return the default group's communicator for a fake device, the CPU, as if the group had ``backend`` for it."""
-    cuda.backend_of = lambda group, device: backend
-    cuda.CudaBootstrap._private_backend = _gloo
+    cuda.backend_of = lambda group, device: backend.removeprefix("unknown ")
+    cuda.CudaBootstrap._nccl_transport = _unknown if backend.startswith("unknown") else _over_gloo
     group = require_group(None)
     entry = group_entry(group)
     name = f"as_on_a_device/{backend}"
@@ -47,8 +46,13 @@ def communicator_of_fake_device(backend: str) -> Communicator:
     return communicator
 
 
-def _gloo(self: cuda.CudaBootstrap, backend: str) -> dist.ProcessGroupGloo:
-    return cpu.CpuBootstrap._private_backend(self, "gloo")
+def _over_gloo(self: cuda.CudaBootstrap) -> NcclTransport:
+    return NcclTransport(self._private_backend("gloo"), "nccl", torch.device("cpu"))
+
+
+def _unknown(self: cuda.CudaBootstrap) -> GroupTransport:
+    """As if the group had an engine that is not torch's: public calls on the group, which is one of Gloo."""
+    return GroupTransport(self._group, "nccl", self.ranks)
 
 
 def compare_runtimes(rank: int, world_size: int) -> dict[str, object]:
@@ -62,7 +66,7 @@ def compare_runtimes(rank: int, world_size: int) -> dict[str, object]:
     ]
     C.release()
     report: dict[str, object] = {"results": len(native), "exact there": summed}
-    for backend in ("nccl", "gloo"):
+    for backend in ("nccl", "gloo", "unknown nccl"):
         communicator = communicator_of_fake_device(backend)
         results = calls(rank, world_size, timed=backend == "gloo", **few)
         if backend == "nccl":
@@ -101,10 +105,11 @@ def error_of(kind: type[Exception], call: Callable[[], object]) -> str:
 
 def test_bits_equal_those_of_the_engine() -> None:
     for report in run_ranks(compare_runtimes, 3, env={"DTCOMM_PIECE_KIB": "16"}):
-        assert report["nccl"] == [] and report["gloo"] == [] and report["results"] > 90
+        assert report["nccl"] == report["gloo"] == report["unknown nccl"] == [] and report["results"] > 90
         assert report["exchanged"] == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
         assert report["exact"] == report["exact there"]
         assert "expected False" in report["checksum"]
+        assert "an engine that dtcomm does not know" in report["unknown nccl info"]["transport"]
         for backend, transport in (("nccl", "queued on streams"), ("gloo", "through the host's memory")):
             info = report[backend + " info"]
             assert transport in info["transport"] and info["wire_bytes"] > 3e5
