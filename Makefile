@@ -25,7 +25,7 @@ PROGRAMS := build/programs.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-slow test-fast test-torch test-newest lint format docs wheels bench cuda asan fuzzer tsan device races aarch64 gpu-check gpu-bench gpu-visit clean distclean
+.PHONY: help demo build emulator test test-slow test-fast test-torch test-newest lint format docs wheels bench cuda asan fuzzer tsan device races aarch64 gpu-visit clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -262,30 +262,12 @@ gpu-native:
 	@export PATH="$(GPU_PATH)"; for tool in cmake ninja nvcc; do command -v $$tool >/dev/null || { echo "gpu: $$tool was not found on PATH or beside $(GPU_PY)" >&2; exit 1; }; done
 	PATH="$(GPU_PATH)" DTCOMM_CUDA=1 CUDAARCHS="$(GPU_ARCH)" $(GPU_PY) setup.py -q build_ext --inplace
 
-# Where the output and the results go: `make gpu-check GPU_OUT=$$OUT`.
+# Where results and logs go, and the seconds of the build and all steps.
 GPU_OUT ?= build/gpu
-
-# Time limit of the build and the measurements; measurements that no longer fit are skipped and reported.
-GPU_SECONDS ?= 450
-GPU_BUILT = @mkdir -p $(GPU_OUT); began=$$(date +%s); left() { echo $$(($(GPU_SECONDS) + began - $$(date +%s))); }; \
-	$(MAKE) gpu-native && echo "$@: built in $$(($$(date +%s) - began)) s"
-
-gpu-check:  ## the tests that need a CUDA device, with _cuda built for it; also under compute-sanitizer
-	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_check --seconds $$(left) --out $(GPU_OUT) $(ARGS)
-
-# A fifth of the time that the build leaves is for the threads of CPU ranks, which a GPU host has the cores for; of the
-# rest, the last program gets two fifths.
-gpu-bench:  ## kernels beside a device copy, fused collectives beside the memory floor and torch's, threads of CPU ranks
-	$(GPU_BUILT) && \
-	{ test "$$(nproc)" -le 2 || $(GPU_PY) -m bench.threads --seconds $$(($$(left) / 5)) --json $(GPU_OUT)/threads.json; } && \
-	$(GPU_PY) -m bench.gpu --parts fused processes --seconds $$(($$(left) * 3 / 5)) --json $(GPU_OUT)/gpu_fused.json $(ARGS) && \
-	$(GPU_PY) -m bench.gpu --parts kernels --seconds $$(left) --json $(GPU_OUT)/gpu_kernels.json
-
-# Where a visit keeps what has run, and the seconds of one command. Steps have limits of their own.
-VISIT ?= build/gpu/visit.json
-gpu-visit: GPU_SECONDS = 570
-gpu-visit:  ## tests and benchmarks that need a GPU, the most valuable first; repeat it until all have run (9.5 minutes each)
-	$(GPU_BUILT) && PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_check --visit $(VISIT) --seconds $$(left) --out $(GPU_OUT) $(ARGS)
+GPU_SECONDS ?= 570
+gpu-visit:  ## everything that needs a GPU, in steps that each decide something; docs/how-it-works/gpu-visit.md (9.5 minutes)
+	@mkdir -p $(GPU_OUT); began=$$(date +%s); $(MAKE) gpu-native && left=$$(($(GPU_SECONDS) + began - $$(date +%s))) && \
+	PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_visit --seconds $$((left < 500 ? left : 500)) --out $(GPU_OUT) $(ARGS)
 
 clean:  ## remove what was built; .venv stays (make distclean removes it too)
 	rm -rf build dist demo-out dtcomm/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

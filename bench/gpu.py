@@ -1,6 +1,6 @@
 """Compare CUDA kernels with a device copy of the bytes they must move, and fused collectives with the memory floor.
 
-python -m bench.gpu [--parts fused processes kernels] [--ranks 8] [--mib 64 1024] [--codecs SPEC ...] [--seconds 300]
+python -m bench.gpu [--parts fused kernels] [--ranks 8] [--mib 64 1024] [--codecs SPEC ...] [--seconds 300]
                     [--device emulator] [--repeat 10] [--quick] [--json FILE]
 
 Parts:
@@ -8,10 +8,9 @@ Parts:
   fused      virtual ranks on one GPU share its memory, so the floor of a two-shot all-reduce is the time of a copy for
              the bytes that all ranks read and write; the latency of one-shot in graph replays and launched one by one;
              the sizes of published tables in bf16, beside their times, which are those of 8 GPUs over NVLink
-  processes  torch's and dtcomm's one- and two-shot all-reduce between two processes that share the device, where torch
-             allows that; their kernels are serialised there, so only the ratio is meaningful
-  kernels    the kernels of each codec on fp32; installed peers (bitsandbytes, torchao, Transformer Engine) quantize the
-             same input with the most similar blocks, and torch.topk selects from it, without writing a payload
+  kernels    the kernels of each codec on fp32; torch.compile and installed peers (bitsandbytes, torchao, Transformer
+             Engine) quantize the same input with the most similar blocks, and torch.topk selects from it, without
+             writing a payload
 
 "floor" is the share of the memory floor: the bytes moved, over the rate of a copy of 1 GiB that is timed alternately.
 Kernels use several sets of buffers in turn, so that no run finds its input in the cache. Cases that no longer fit into
@@ -24,7 +23,6 @@ import argparse
 import functools
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,7 +34,6 @@ from bench.common.published import SIZES, published_line
 from bench.common.virtual_ranks import VirtualRanks
 from dtcomm import measure as device_info
 from dtcomm.codecs import codec
-from dtcomm.launch.ranks import run_ranks
 from dtcomm.measure import make_clock, time_calls
 from dtcomm.measure.memory_floor import (
     KernelWorkload,
@@ -46,7 +43,7 @@ from dtcomm.measure.memory_floor import (
 )
 
 KB, MB = 1 << 10, 1 << 20
-PARTS = ("fused", "processes", "kernels")
+PARTS = ("fused", "kernels")
 #: The most used codecs come first, so that others are skipped if time runs out.
 FUSED = ("int8", "fp8_e4m3", "int4", "none", "fp16", "int8:block=128", "int4:block=128")
 KERNELS = (
@@ -79,14 +76,13 @@ LATENCY = tuple(1 << power for power in range(10, 19))  # bytes
 PUBLISHED = tuple(size for size in SIZES if size >= 8 * MB)
 FUSED_BYTES = 64 * MB  # of a rank's tensor
 REPLAYS = 20
-PROCESSES_SECONDS = 30.0  # for two processes to start, connect and measure
 
 
 class Case(NamedTuple):
     """What is measured together: a codec at a size. A codec of "" stands for installed peers, or for all."""
 
     part: str
-    what: str  # two_shot, one_shot, processes or kernels
+    what: str  # two_shot, one_shot or kernels
     codec: str
     size: int  # bytes of the tensor
     dtype: torch.dtype = torch.float32
@@ -109,8 +105,6 @@ def cases(options: argparse.Namespace) -> list[Case]:
         for large in published:
             found += [Case("fused", "two_shot", spec, large, torch.bfloat16) for spec in ("fp8_e4m3", "none")]
         found += [Case("fused", "two_shot", spec, size) for spec in fused[3:]]
-    if "processes" in options.parts:
-        found.append(Case("processes", "processes", "", 0))
     if "kernels" in options.parts:
         for mib in options.mib:
             found += [Case("kernels", "kernels", spec, int(mib * MB)) for spec in [*(specs or KERNELS), ""]]
@@ -139,7 +133,6 @@ class Bench:
         rows = {
             "two_shot": self._two_shot,
             "one_shot": self._one_shot,
-            "processes": lambda _: between_processes(self._budget),
             "kernels": self._kernels if case.codec else self._peers,
         }[case.what](case)
         base = {"part": case.part, "what": case.what, "codec": case.codec, "bytes": case.size}
@@ -224,6 +217,13 @@ class Bench:
         return self._rows(workload.name, workload.bytes_moved, lambda: workload.run(next(turns)))
 
 
+def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 codes and the scale of each block of 32."""
+    blocks = x.view(-1, 32)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    return (blocks / scale.clamp_min(1e-38)).round().clamp(-127, 127).to(torch.int8), scale
+
+
 def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, int, Callable[[int], None]]]:
     """Yield the quantization of ``numel`` fp32 by other libraries, with the bytes of the most similar codec."""
     x = [torch.randn(numel // 1024, 1024, device=device) for _ in range(sets)]
@@ -234,6 +234,9 @@ def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, in
 
     moved = numel * 4 + codec("topk:ratio=0.01").wire_bytes(numel)
     yield "torch.topk(x.abs(), 1 %)", moved, select
+    if device.type == "cuda":
+        quantize = torch.compile(quantize_blocks)
+        yield "torch.compile int8, block 32", numel * 5 + numel // 8, lambda i: quantize(x[i])
     try:
         from bitsandbytes import functional as bitsandbytes  # type: ignore[import-not-found]
     except ImportError:
@@ -268,64 +271,6 @@ def peers(numel: int, sets: int, device: torch.device) -> Iterator[tuple[str, in
             quantizer(x[i])
 
         yield "Transformer Engine mxfp8", numel * 5 + numel // 32, mxfp8
-
-
-def beside_torch(rank: int, world_size: int) -> dict[str, Any]:
-    """Return the microseconds of a call of torch's all-reduces and of dtcomm's; runs on each of two processes."""
-    import torch.distributed as dist
-    import torch.distributed._symmetric_memory as memory
-
-    import dtcomm
-
-    times: dict[str, Any] = {}
-    assert dist.group.WORLD is not None
-    group = dist.group.WORLD.group_name
-    device = torch.device("cuda", torch.cuda.current_device())  # torch's memory needs a device with a number
-    for size in (16 * KB, MB):
-        shared = memory.empty(size // 4, dtype=torch.float32, device=device)
-        memory.rendezvous(shared, group)
-        ordinary = torch.ones(size // 4, device="cuda")
-        runs: dict[str, Callable[[], object]] = {
-            "torch one_shot": lambda t=shared: torch.ops.symm_mem.one_shot_all_reduce(t, "sum", group),
-            "torch two_shot": lambda t=shared: torch.ops.symm_mem.two_shot_all_reduce_(t, "sum", group),
-        }
-        for spec in ("none", "int8"):
-            for algorithm in ("one_shot", "two_shot"):
-                runs[f"dtcomm {algorithm} {spec}"] = lambda t=ordinary, s=spec, a=algorithm: (
-                    dtcomm.all_reduce(t, codec=s, algorithm=a)
-                )
-        for name, run in runs.items():
-            try:
-                for _ in range(3):
-                    run()
-                torch.cuda.synchronize()
-                dist.barrier()
-                begin = time.perf_counter()
-                for _ in range(10):
-                    run()
-                torch.cuda.synchronize()
-                times[f"{name} {report.size_name(size)}"] = (time.perf_counter() - begin) / 10 * 1e6
-            except RuntimeError as error:
-                times[f"{name} {report.size_name(size)}"] = str(error).splitlines()[0]
-    return times
-
-
-def between_processes(budget: Budget) -> list[dict[str, Any]]:
-    """Return rows with the slower rank's microseconds of each all-reduce; prints why others did not run."""
-    env = {"DTCOMM_RUNTIME": "peer", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    try:
-        results = run_ranks(beside_torch, 2, timeout=min(90.0, budget.left()), fresh=True, env=env)
-    except Exception as error:
-        print(f"two processes on one device: not run: {(str(error).splitlines() or [repr(error)])[0]}")
-        return []
-    rows: list[dict[str, Any]] = []
-    for name in results[0]:
-        values = [result[name] for result in results]
-        if all(isinstance(value, float) for value in values):
-            rows.append({"name": name, "median_us": max(values)})
-        else:
-            print(f"{name}: not run: {next(value for value in values if isinstance(value, str))}")
-    return rows
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -363,9 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{gpu['name']}, driver {gpu['driver']}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     results.facts = {"device": gpu, "versions": device_info.versions(), "cut": budget.cuts}
     for case in cases(options):
-        if case.part == "processes" and options.device != "cuda":
-            continue
-        if budget.allows(str(case), PROCESSES_SECONDS if case.part == "processes" else 0.0):
+        if budget.allows(str(case)):
             bench.measure(case)
     return results.finish()
 

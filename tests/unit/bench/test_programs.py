@@ -47,7 +47,7 @@ def test_rows_have_median_range_and_ratio(tmp_path: Path) -> None:
 def test_the_cases_of_a_gpu_are_listed_without_one() -> None:
     cases = gpu.cases(gpu.make_parser().parse_args([]))
     assert [case.codec for case in cases[:3]] == list(gpu.FUSED[:3])
-    assert {case.what for case in cases} == {"two_shot", "one_shot", "processes", "kernels"}
+    assert {case.what for case in cases} == {"two_shot", "one_shot", "kernels"}
     kernels = [case for case in cases if case.what == "kernels"]
     assert {case.codec for case in kernels} == {*gpu.KERNELS, ""}
     assert sorted({case.size for case in kernels}) == [64 << 20, 1 << 30]

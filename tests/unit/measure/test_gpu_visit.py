@@ -1,112 +1,69 @@
-"""The steps of a visit to a GPU: order, limits, what is kept when a command ends early, and what runs the next time."""
+"""The visit to a GPU: order and limits of the steps, what is kept when one fails, and a rehearsal of all on the CPU."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from tests.cuda import gpu_check
-from tests.cuda.gpu_check import Step, remaining, run_all
+from dtcomm.kernels import dispatch
+from tests.cuda import gpu_visit, visit_steps
+from tests.cuda.gpu_visit import STEPS, Step, visit
 
 
-def python(name: str, code: str, seconds: float = 60) -> Step:
-    return Step(name, [sys.executable, "-c", code], seconds)
+def outcomes(out: Path) -> dict[str, Any]:
+    return {record["step"]: record for record in json.loads((out / "visit.json").read_text())}
 
 
-def test_the_most_valuable_steps_come_first(tmp_path: Path) -> None:
-    steps = gpu_check.visit([], tmp_path, tmp_path / "passed.txt")
-    names = [step.name for step in steps]
-    assert names[:6] == ["device", "communication", "inference", "bench-fused", "fused", "bench-codecs"]
-    assert names[6:9] == ["memcheck", "racecheck", "kernels"] and set(names[9:]) <= {"bench-threads"}
-    assert all(step.seconds <= 250 for step in steps)  # several of them fit into a command of ten minutes
-    # A benchmark stops itself before it is cut off, and writes its result to the folder of the visit.
-    for step in steps:
-        if "--seconds" in step.command:
-            assert float(step.command[step.command.index("--seconds") + 1]) < step.seconds
-            assert str(tmp_path) in step.command[step.command.index("--json") + 1]
+def test_steps_come_in_order_of_value_and_fit_into_the_visit() -> None:
+    assert [step.name for step in STEPS[:4]] == ["about", "profile", "training", "kernels"]
+    assert sum(step.seconds for step in STEPS) <= 500
+    assert {step.name for step in STEPS} == set(visit_steps.PROGRAMS)
+    assert all(step.decides for step in STEPS)
 
 
-def test_unfinished_steps_run_before_failed_ones() -> None:
-    steps = [python(name, "") for name in "abcde"]
-    outcomes = {
-        "a": "passed",
-        "b": "FAILED with status 1",
-        "c": "NOT RUN: no time was left",
-        "e": "CUT OFF after 9 s",
-    }
-    assert [step.name for step in remaining(steps, outcomes)] == ["c", "d", "b", "e"]
-
-
-def test_a_repeated_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, state = tmp_path / "out", tmp_path / "kept" / "visit.json"
-    out.mkdir()
-    mended = tmp_path / "mended"
-    steps = [
-        python("good", "print('once')"),
-        python("bad", f"import os, sys; sys.exit(not os.path.exists({str(mended)!r}))"),
-        python("late", "print('later')"),
+def program(code: str) -> Any:
+    return lambda step, out, rehearse, seconds: [
+        "sh",
+        "-c",
+        code.replace("NAME", step.name).replace("OUT", str(out)),
     ]
-    assert run_all(steps[:2], 60, out, state) == 1
-    assert json.loads(state.read_text()) == {"good": "passed", "bad": "FAILED with status 1"}
-    assert (out / "visit.json").read_text() == state.read_text()
-    mended.touch()
-    (out / "good.log").unlink()
-    assert run_all(steps, 0, out, state) == 1  # no time: what was known stays known
-    assert json.loads(state.read_text())["bad"] == "FAILED with status 1"
-    assert run_all(steps, 60, out, state) == 0
-    assert not (out / "good.log").exists() and (out / "late.log").read_text() == "later\n"
-    assert "good             before  passed" in capsys.readouterr().out
-    assert set(json.loads(state.read_text()).values()) == {"passed"}
 
 
-@pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.slow)])
-def test_a_repeated_step_leaves_out_tests_that_have_passed(
-    workers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mended, passed = tmp_path / "mended", tmp_path / "passed.txt"
-    (tmp_path / "test_example.py").write_text(
-        "import os, pytest\n"
-        "@pytest.mark.parametrize('n', range(4))\n"
-        f"def test_number(n): assert n != 2 or os.path.exists({str(mended)!r})\n"
-    )
-    options = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.cuda.skip_passed", *workers]
-    step = Step("numbers", [sys.executable, *options, "--passed", str(passed), str(tmp_path)], 60)
-    (tmp_path / "out").mkdir()
-    for status, prints in ((1, "1 failed, 3 passed"), (0, "1 passed"), (0, "numbers")):
-        state = tmp_path / "visit.json"
-        assert run_all([step], 60, tmp_path / "out", state) == status
-        state.unlink()
-        assert prints in capsys.readouterr().out
-        mended.touch()
-    names = passed.read_text().split()
-    assert (
-        len(names) == len(set(names)) == 4 and (tmp_path / "out" / "passed.txt").read_text().split() == names
-    )
+def test_what_is_known_is_kept_when_steps_fail_or_last_too_long(tmp_path: Path) -> None:
+    steps = [Step("about", 60, "a"), Step("bad", 60, "b"), Step("slow", 6, "c"), Step("last", 60, "d")]
+    code = "case NAME in bad) echo why; exit 7;; slow) exec sleep 100;; esac; "
+    code += """echo '{"lines": ["fact"]}' >OUT/NAME.json"""
+    with mock.patch.object(gpu_visit, "command", program(code)):
+        assert visit(steps, tmp_path, 100) == 1
+    found = outcomes(tmp_path)
+    assert found["about"]["outcome"] == found["last"]["outcome"] == "passed"
+    assert found["last"]["found"] == {"lines": ["fact"]} and found["last"]["decides"] == "d"
+    assert found["bad"]["outcome"] == "FAILED with status 7: why"
+    assert found["slow"]["outcome"].startswith("CUT OFF after 6 s")
 
 
-def test_nothing_else_runs_without_a_device(tmp_path: Path) -> None:
-    steps = [python("device", "raise SystemExit(3)"), python("kernels", "")]
-    assert run_all(steps, 60, tmp_path, tmp_path / "visit.json") == 1
-    assert not (tmp_path / "kernels.log").exists()
+def test_without_a_device_or_time_or_tool_steps_say_so(tmp_path: Path) -> None:
+    with mock.patch.object(gpu_visit, "command", program("exit 3")):
+        assert visit([Step("about", 60, "a"), Step("other", 60, "b")], tmp_path / "device", 100) == 1
+    assert outcomes(tmp_path / "device")["other"]["outcome"] == "NOT RUN: no device"
+    assert visit([Step("about", 60, "a")], tmp_path / "time", 0) == 1
+    assert outcomes(tmp_path / "time")["about"]["outcome"] == "NOT RUN: no time was left"
+    with mock.patch.object(gpu_visit, "tool_path", lambda tool: None):
+        assert visit([Step("profile", 60, "a", "ncu")], tmp_path / "tool", 100) == 1
+    assert "ncu was not found" in outcomes(tmp_path / "tool")["profile"]["outcome"]
 
 
-def test_every_device_test_belongs_to_one_step() -> None:
-    """A file that no step names belongs to communication, which runs the folder without the files of the others."""
-    commands = {step.name: list(step.command) for step in gpu_check.steps([])}
-    files = {str(path) for path in gpu_check.HERE.glob("test_*.py")}
-    named = {
-        name: {argument for argument in commands[name] if argument in files}
-        for name in ("inference", "fused", "kernels")
-    }
-    assert named["inference"] == {str(gpu_check.HERE / "test_inference.py")}
-    assert named["fused"] and named["kernels"] and not named["fused"] & named["kernels"]
-    ignored = {
-        argument.removeprefix("--ignore=")
-        for argument in commands["communication"]
-        if argument.startswith("--ignore=")
-    }
-    assert ignored == set().union(*named.values())
-    assert str(gpu_check.HERE) in commands["communication"]
+@pytest.mark.slow
+@pytest.mark.skipif("avx2" not in dispatch.available(), reason="AVX2's kernels stand in for CUDA's")
+def test_every_step_can_be_rehearsed_without_a_device(tmp_path: Path) -> None:
+    pytest.importorskip("dtcomm._emulator", reason="_emulator was not built; make emulator builds it")
+    status = visit(STEPS, tmp_path, 2000, rehearse=True)
+    found = outcomes(tmp_path)
+    assert {name: record["outcome"] for name, record in found.items()} == dict.fromkeys(found, "passed")
+    assert status == 0 and all(record["found"]["lines"] for record in found.values())
+    cases = [row["case"] for row in found["training"]["found"]["rows"]]
+    assert cases[0] == "no hook" and "int8, guarded" in cases and "int8, one launch a slice" in cases
