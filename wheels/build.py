@@ -4,8 +4,11 @@ The compiler is the clang of the Python package ziglang: it compiles for an old 
 processors. The native module includes no torch header, so one wheel for each Python serves every torch.
 
 The sdist is built first, and the wheels from its contents, so that it is complete. For each processor all Pythons share
-a build folder, because only the bindings depend on Python. auditwheel checks each wheel and gives it its tag. A wheel
-has no CUDA kernels; `pip install --no-binary dtcomm dtcomm` with nvcc on PATH builds them.
+a build folder, because only the bindings depend on Python. auditwheel checks each wheel and gives it its tag.
+
+Where nvcc is found there is a second wheel for each Python and this processor, with the module `_cuda`. nvcc refuses
+the C++ library of ziglang, so `_cuda` is made by this machine's compiler, and the wheel's tag is that of this machine's
+C library, such as manylinux_2_34. pip prefers it where it fits, and takes the other one elsewhere.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for processor in options.processors
             for python in pythons.values()
         ]
+        wheels = build_with_kernels(source, wheels, pythons, tools, options.out) or wheels
         for processor in options.processors:
             run_native_tests(processor)
         if options.smoke and platform.machine() in options.processors:
@@ -150,6 +154,64 @@ def build_wheel(source: Path, python: str, processor: str, tools: Path, out: Pat
     platform_tag = f"{PLATFORM}_{processor}"
     _run([tools, "-m", "wheel", "tags", "--remove", "--platform-tag", platform_tag, str(repaired)], ROOT)
     (tagged,) = repaired_folder.glob(f"dtcomm-*-{version}-{platform_tag}.whl")
+    return Path(shutil.move(tagged, out / tagged.name))
+
+
+def nvcc_path() -> str | None:
+    """Where nvcc is; None if it is not found."""
+    return shutil.which("nvcc", path=os.pathsep.join([os.environ["PATH"], "/usr/local/cuda/bin"]))
+
+
+def build_with_kernels(
+    source: Path, wheels: Sequence[Path], pythons: Mapping[str, str], tools: Path, out: Path
+) -> list[Path]:
+    """Add wheels with `_cuda` for this processor, and return them; none without nvcc, and a line says so."""
+    nvcc, host = nvcc_path(), [wheel for wheel in wheels if platform.machine() in wheel.name]
+    if nvcc is None or not host:
+        reason = "nvcc was not found" if nvcc is None else f"no wheel is for {platform.machine()}"
+        print(f"wheels: no wheel has CUDA kernels (_cuda): {reason}", file=sys.stderr)
+        return []
+    folder, added = WORK / "cuda", []
+    for version, python in pythons.items():
+        (wheel,) = (path for path in host if f"-{version}-" in path.name)
+        shutil.rmtree(folder / "lib", ignore_errors=True)
+        environment = {
+            "PATH": os.pathsep.join([str(tools.parent), os.environ["PATH"], str(Path(nvcc).parent)]),
+            "DTCOMM_CUDA": "1",
+            "LDFLAGS": "-static-libstdc++ -static-libgcc -Wl,-s",  # any C++ library will do
+        }
+        interpreter = _environment(WORK / version, python, ROOT / "wheels" / "requirements-python.txt")
+        build = ["build_ext", "--build-temp", str(folder / "cmake"), "--build-lib", str(folder / "lib")]
+        _run([interpreter, "setup.py", "-q", *build], source, environment)
+        (module,) = (folder / "lib" / "dtcomm").glob("_cuda*.so")
+        added.append(add_module(wheel, module, tools, folder, out))
+    return added
+
+
+def add_module(wheel: Path, module: Path, tools: Path, folder: Path, out: Path) -> Path:
+    """Write a copy of a wheel that has a native module too, tagged by auditwheel; return its path in ``out``."""
+    for name in ("unpacked", "packed", "repaired"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
+    _run([tools, "-m", "wheel", "unpack", "--dest", folder / "unpacked", wheel], ROOT)
+    (contents,) = (folder / "unpacked").iterdir()
+    shutil.copy(module, contents / "dtcomm")
+    _run([tools, "-m", "wheel", "pack", "--dest-dir", folder / "packed", contents], ROOT)
+    (packed,) = (folder / "packed").iterdir()
+    linux = f"linux_{platform.machine()}"
+    _run([tools, "-m", "wheel", "tags", "--remove", "--platform-tag", linux, packed], ROOT)
+    (packed,) = (folder / "packed").iterdir()
+    repair = ["repair", "--plat", "auto", "--wheel-dir", folder / "repaired", packed]
+    environment = {"PATH": f"{tools.parent}{os.pathsep}{os.environ['PATH']}"}
+    _run([tools.parent / "auditwheel", *repair], ROOT, environment)
+    (repaired,) = (folder / "repaired").iterdir()
+    tag = re.search(r"manylinux_2_(\d+)_", repaired.name)
+    if tag is None or int(tag[1]) <= int(GLIBC.partition(".")[2]):
+        raise BuildError(f"{repaired.name}: its tag must differ from that of the wheel without kernels")
+    # One tag: of several, pip would also take it where the other wheel is meant.
+    platform_tag = f"manylinux_2_{tag[1]}_{platform.machine()}"
+    _run([tools, "-m", "wheel", "tags", "--remove", "--platform-tag", platform_tag, repaired], ROOT)
+    (tagged,) = (folder / "repaired").iterdir()
     return Path(shutil.move(tagged, out / tagged.name))
 
 

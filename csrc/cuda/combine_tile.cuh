@@ -10,13 +10,14 @@
 namespace dtcomm::cuda {
 
 constexpr int kAnyCount = -1;  // any number of payloads; includes min and max where the family has them
-constexpr int kBatch = 4;      // payloads that are loaded at once, where their number is not known
-// Registers for payloads that are loaded at once.
+constexpr int kFewCount = -2;  // the same, but at most kFew
+constexpr int kFew = 8;
+constexpr int kBatch = 4;  // payloads that are loaded at once, where there may be any number
+// Registers for payloads that are loaded at once, fewer where one payload takes eight.
 constexpr int kBatchWords = 32, kAnyBatchWords = 16;
 
 // What a codec family (families/*.cuh) provides:
 //   kSpecialized    it has kernels of its own for encoding a tensor and for decoding
-//   kFused          it has fused kernels (csrc/cuda/fused); it is specialized
 //   kHasMinMax      it serves min and max
 //   kCanRotate      blocks may be rotated; rotates() says whether they are
 //   kHasPadding     payloads may end with padding
@@ -27,8 +28,8 @@ constexpr int kBatchWords = 32, kAnyBatchWords = 16;
 //                   `Whole` of both: the granule has all its elements, and so the vec8 all of its own; kSpecialized
 //   group()         lanes that share a block
 
+// The minimum or the maximum.
 DTCOMM_DEVICE float reduce_pair(ReduceOp op, float a, float b) {
-  if (op == ReduceOp::sum) return a + b;
   const bool second = op == ReduceOp::min ? b < a : b > a;
   return second || b != b ? b : a;  // NaN wins; of equal values the first stays
 }
@@ -41,9 +42,12 @@ struct Sum {
   bool started = false;
 
   DTCOMM_DEVICE void add(const float (&term)[kVec8]) {
-    DTCOMM_UNROLL
-    for (int j = 0; j < kVec8; ++j) {
-      value[j] = !started ? term[j] : Ordered ? reduce_pair(op, value[j], term[j]) : value[j] + term[j];
+    if (Ordered && started && op != ReduceOp::sum) {  // a branch for all elements
+      DTCOMM_UNROLL
+      for (int j = 0; j < kVec8; ++j) value[j] = reduce_pair(op, value[j], term[j]);
+    } else {
+      DTCOMM_UNROLL
+      for (int j = 0; j < kVec8; ++j) value[j] = started ? value[j] + term[j] : term[j];
     }
     started = true;
   }
@@ -69,20 +73,24 @@ DTCOMM_DEVICE void load_local(const Lanes& lanes, const KernelParams& params, co
 template <int Count, bool Whole, class Family, class Lanes>
 DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const KernelParams& params, const Family& family,
                              const GranuleShape& shape, const Vec8Position& pos, float (&x)[kVec8]) {
-  constexpr bool kHasMinMax = Family::kHasMinMax && Count == kAnyCount;
+  constexpr bool kHasMinMax = Family::kHasMinMax && Count < 0;
   using Raw = typename Family::Raw;
   constexpr int kWords = sizeof(Raw) / sizeof(std::uint32_t);
-  constexpr int kFits = (Count == kAnyCount ? kAnyBatchWords : kBatchWords) / kWords;
-  constexpr int kMost = Count == kAnyCount ? kBatch : Count;
+  constexpr int kFits = (Count == kAnyCount ? kAnyBatchWords
+                         : kWords > 4       ? kBatchWords - kWords
+                                            : kBatchWords) /
+                        kWords;
+  constexpr int kMost = Count == kAnyCount ? kBatch : Count == kFewCount ? kFew : Count;
   constexpr int kAtOnce = kMost <= kFits ? kMost : kFits > 0 ? kFits : 1;
   Sum<kHasMinMax> sum{params.op};
   float local[kVec8] = {};
   if (Count != 0) {
     Raw raw[kAtOnce > 0 ? kAtOnce : 1] = {};
-    const int count = Count == kAnyCount ? params.count : Count;
+    const int count = Count < 0 ? params.count : Count;
+    const int end = Count == kFewCount && kAtOnce == kFew ? 1 : count;  // one batch has all
     // Not unrolled: a batch is what is loaded at once.
     DTCOMM_LOOP
-    for (int begin = 0; begin < count; begin += kAtOnce) {
+    for (int begin = 0; begin < end; begin += kAtOnce) {
       DTCOMM_UNROLL
       for (int t = 0; t < kAtOnce; ++t) {
         // Past the last payload it is loaded again, which costs less than a branch.
@@ -103,7 +111,7 @@ DTCOMM_DEVICE void sum_terms(const Lanes& lanes, const KernelParams& params, con
       }
     }
     if (params.has_local && params.position == count) {
-      if (Count == kAnyCount && count == 0) load_local(lanes, params, family, pos, local);
+      if (Count < 0 && count == 0) load_local(lanes, params, family, pos, local);
       sum.add(local);
     }
   } else {

@@ -21,7 +21,8 @@ inline unsigned tiles(const KernelParams& params, unsigned threads) {
 inline bool same_kernel(const KernelParams& a, const KernelParams& b) {
   const auto kind = [](const KernelParams& params) {
     const int count = params.op != ReduceOp::sum || params.count > 1 ? kAnyCount : params.count;
-    return std::tuple(count, params.payload_out != nullptr, params.out != nullptr || params.residual_out != nullptr);
+    const bool feedback = count == 0 && (params.out != nullptr || params.residual_out != nullptr);
+    return std::tuple(count, params.payload_out != nullptr, feedback);
   };
   return kind(a) == kind(b);
 }
@@ -41,25 +42,20 @@ struct CombineVariant {
   static constexpr bool kEncodes = Encodes, kFeedback = Feedback;
 };
 
-template <bool Encodes, bool Feedback, class Use>
-auto with_payload_count(const KernelParams& params, const Use& use) {
-  constexpr int kUsual = Encodes ? 0 : 1;  // an encoding of a tensor, a decoding
-  if (params.op == ReduceOp::sum && params.count == kUsual) return use(CombineVariant<kUsual, Encodes, Feedback>());
-  return use(CombineVariant<kAnyCount, Encodes, Feedback>());
-}
-
-// use(CombineVariant<...>()). Codecs whose speed matters most (`kSpecialized`) have kernels of their own for encoding a
-// tensor, with and without what it decodes to, and for decoding; all others have two, which decide at run time.
+// use(CombineVariant<...>()). All codecs have two kernels, which decide at run time. Those whose speed matters most
+// (`kSpecialized`) also have kernels for encoding a tensor, with and without what it decodes to, and for decoding.
 template <class Family, class Use>
 auto with_kernel_variant(const KernelParams& params, const Use& use) {
   if constexpr (Family::kSpecialized) {
-    if (!params.payload_out) return with_payload_count<false, false>(params, use);
-    if (params.out || params.residual_out) return with_payload_count<true, true>(params, use);
-    return with_payload_count<true, false>(params, use);
-  } else {
-    return params.payload_out ? use(CombineVariant<kAnyCount, true, true>())
-                              : use(CombineVariant<kAnyCount, false, false>());
+    const bool sums = params.op == ReduceOp::sum;
+    if (!params.payload_out && sums && params.count == 1) return use(CombineVariant<1, false, false>());
+    if (params.payload_out && sums && params.count == 0) {
+      return params.out || params.residual_out ? use(CombineVariant<0, true, true>())
+                                               : use(CombineVariant<0, true, false>());
+    }
   }
+  return params.payload_out ? use(CombineVariant<kAnyCount, true, true>())
+                            : use(CombineVariant<kAnyCount, false, false>());
 }
 
 }  // namespace dtcomm::cuda

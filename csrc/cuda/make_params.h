@@ -89,18 +89,24 @@ Blocks blocks_of(const Codec& codec, const IntegerRules& rules) {
   return blocks;
 }
 
+// Whether warps process its blocks by themselves.
+inline bool fits_warp(const Codec& codec) { return codec.block <= kWarp * kVec8; }
+
+// Whether an integer codec has no option but its bits and its block.
+inline bool is_plain(const Codec& codec) {
+  return codec.symmetric && !codec.stochastic && !codec.rotate && !codec.spikes;
+}
+
 template <class Use>
 auto with_integer(const Codec& codec, const Use& use) {
   const IntegerRules rules = integer_rules(codec);
   const auto with = [&](auto family) { return use(blocks_of<decltype(family)>(codec, rules)); };
-  constexpr auto kPlain = IntegerOptions::plain, kSpikes = IntegerOptions::spikes;
+  constexpr auto kPlain = IntegerOptions::plain;
   const bool small = codec.block == 32, large = codec.block == 128;
-  if (!codec.symmetric || codec.stochastic || codec.rotate) return with(AnyInteger());
-  if (codec.spikes) {
-    if (codec.bits == 4 && small) return with(Integer<4, 4, kSpikes>());
-    if (codec.bits == 4 && large) return with(Integer<4, 16, kSpikes>());
-    return with(AnyInteger());
+  if (codec.symmetric && !codec.stochastic && !codec.rotate && codec.spikes && codec.bits == 4 && fits_warp(codec)) {
+    return with(Integer<4, 0, IntegerOptions::spikes>());
   }
+  if (!is_plain(codec)) return with(AnyInteger());
   if (codec.bits == 8 && small) return with(Integer<8, 4, kPlain>());
   if (codec.bits == 8 && large) return with(Integer<8, 16, kPlain>());
   if (codec.bits == 4 && small) return with(Integer<4, 4, kPlain>());
@@ -108,19 +114,18 @@ auto with_integer(const Codec& codec, const Use& use) {
   return with(AnyInteger());
 }
 
-template <class F, class Use>
-auto with_first_tier_float8(const Codec& codec, const IntegerRules& rules, const Use& use) {
-  if (!codec.stochastic && codec.block == 32) return use(blocks_of<Float8<F, 4, true>>(codec, rules));
-  if (!codec.stochastic && codec.block == 128) return use(blocks_of<Float8<F, 16, true>>(codec, rules));
-  return use(blocks_of<Float8<F, 0, false>>(codec, rules));
-}
-
 template <class Use>
 auto with_float8(const Codec& codec, const Use& use) {
   const IntegerRules rules = float8_rules(codec);
+  const bool specialized = !codec.stochastic && fits_warp(codec);
   if (codec.element == Element::e5m2) return use(blocks_of<Float8<E5m2, 0, false>>(codec, rules));
-  if (codec.element == Element::e3m4) return with_first_tier_float8<E3m4>(codec, rules, use);
-  return with_first_tier_float8<E4m3>(codec, rules, use);
+  if (codec.element == Element::e3m4) {
+    return specialized ? use(blocks_of<Float8<E3m4, 0, true>>(codec, rules))
+                       : use(blocks_of<Float8<E3m4, 0, false>>(codec, rules));
+  }
+  if (specialized && codec.block == 32) return use(blocks_of<Float8<E4m3, 4, true>>(codec, rules));
+  if (specialized && codec.block == 128) return use(blocks_of<Float8<E4m3, 16, true>>(codec, rules));
+  return use(blocks_of<Float8<E4m3, 0, false>>(codec, rules));
 }
 
 template <class Use>

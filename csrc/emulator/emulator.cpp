@@ -4,7 +4,7 @@
 #include <functional>
 #include <type_traits>
 
-#include "cuda/fused/kernel_variants.h"
+#include "cuda/fused/run_collective.cuh"
 #include "emulator/block.h"
 
 namespace dtcomm::emulator {
@@ -44,10 +44,7 @@ void add_launch(const EmulatedCall& call, std::vector<Launch>& launches) {
   (void)cuda::with_fused_family(spec.codec, spec.dtype, [&](const auto& family) {
     using Family = std::decay_t<decltype(family)>;
     return call.plan->with_params(call.tensors, [&](const cuda::FusedParams& params) -> Status {
-      cuda::with_fused_variant(params, [&](auto kernel) {
-        using Kernel = decltype(kernel);
-        launches.push_back(make_launch(spec.blocks, params, family, Kernel::template run<Family, EmulatedBlock>));
-      });
+      launches.push_back(make_launch(spec.blocks, params, family, cuda::run_collective<Family, EmulatedBlock>));
       return Status();
     });
   });

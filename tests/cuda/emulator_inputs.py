@@ -42,7 +42,7 @@ OPTION_VALUES: dict[str, Sequence[Any]] = {
 }
 # Of kernels that serve only these combinations of options (csrc/cuda/instantiations.txt), with both types of scales.
 SPECIALIZED = tuple(
-    f"int4:block={block},scale={scale},spikes=1" for block in (32, 128) for scale in ("bf16", "fp32")
+    f"int4:block={block},scale={scale},spikes=1" for block in (32, 128, 256) for scale in ("bf16", "fp32")
 )
 
 

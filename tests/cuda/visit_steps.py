@@ -167,7 +167,14 @@ def launch_each_alone() -> None:
     """Launch a kernel for every parameter and peer, as before calls were grouped."""
     from dtcomm.kernels import eager
 
-    eager.prepare = lambda kernel, group, device: None
+    def one_by_one(kernel: str, group: Any, device: torch.device) -> Callable[[Any, int], None]:
+        def run(tensors: Any, seed: int) -> None:
+            for call in group.calls:
+                eager.run_single(kernel, group, call, tensors, seed)
+
+        return run
+
+    eager.prepare = one_by_one
 
 
 def training(found: Found) -> None:
@@ -260,9 +267,9 @@ def leave_as_it_is(_: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 def profile(found: Found) -> None:
     """The kernels that `ncu` watches, few times each."""
+    from bench.common.virtual_ranks import VirtualRanks
     from dtcomm.kernels import cuda
     from dtcomm.kernels.calls import Combine
-    from dtcomm.measure.virtual_ranks import VirtualRanks
 
     numel = 4096 if found.rehearse else 16 * MIB
     for spec in ("int8", "none"):

@@ -268,7 +268,11 @@ operators: list[str] = []
 def launches_of(group: CallGroup) -> int:
     """How many kernels csrc/cuda/kernels.cu launches for a group."""
     kinds = Counter(
-        (min(len(call.payloads), 2), call.payload_out is not None, bool(call.out or call.residual_out))
+        (
+            min(len(call.payloads), 2),
+            call.payload_out is not None,
+            not call.payloads and bool(call.out or call.residual_out),
+        )
         for call in group.calls
     )
     return sum(-(-count // 64) for count in kinds.values())

@@ -9,7 +9,7 @@ namespace dtcomm::cuda {
 template <DType Wire>
 struct Cast {
   static constexpr bool kHasMinMax = true, kCanRotate = false, kHasPadding = false;
-  static constexpr bool kSpecialized = true, kFused = true;
+  static constexpr bool kSpecialized = true;
   static constexpr int kQuads = Wire == DType::f32 ? 2 : 1;
   static constexpr unsigned kPerQuad = kVec8 / kQuads;
 

@@ -11,8 +11,7 @@ namespace dtcomm::cuda {
 // Group is 0 where the compiler does not know it. Plain: rounded to nearest.
 template <class F, unsigned Group, bool Plain>
 struct Float8 : Blocks<Group> {
-  static constexpr bool kSpecialized = Plain, kFused = Plain && !std::is_same_v<F, E3m4>, kHasMinMax = false,
-                        kCanRotate = false, kHasPadding = true;
+  static constexpr bool kSpecialized = Plain, kHasMinMax = false, kCanRotate = false, kHasPadding = true;
   using Blocks<Group>::codec;
   using Blocks<Group>::rules;
   using Blocks<Group>::group;

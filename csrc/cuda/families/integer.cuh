@@ -16,8 +16,7 @@ enum class IntegerOptions : unsigned { any = 0, plain = 1, spikes = 2 };
 template <int Bits, unsigned Group, IntegerOptions Options>
 struct Integer : Blocks<Group> {
   static constexpr bool kAny = Options == IntegerOptions::any, kPlain = Options == IntegerOptions::plain;
-  static constexpr bool kSpecialized = !kAny, kFused = kPlain, kHasMinMax = false, kCanRotate = kAny,
-                        kHasPadding = true;
+  static constexpr bool kSpecialized = !kAny, kHasMinMax = false, kCanRotate = kAny, kHasPadding = true;
   using Blocks<Group>::codec;
   using Blocks<Group>::rules;
   using Blocks<Group>::group;

@@ -8,7 +8,7 @@ namespace dtcomm::cuda {
 
 template <class F>
 struct Mx {
-  static constexpr bool kSpecialized = false, kFused = false, kHasMinMax = false, kCanRotate = true, kHasPadding = true;
+  static constexpr bool kSpecialized = false, kHasMinMax = false, kCanRotate = true, kHasPadding = true;
   static constexpr unsigned kBits = F::kSign + 1, kLanes = 4, kBlock = kLanes * kVec8;
 
   bool rotated;

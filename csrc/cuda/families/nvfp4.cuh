@@ -8,8 +8,7 @@ namespace dtcomm::cuda {
 
 // The lanes of a granule, a thread block, exchange its largest magnitude.
 struct Nvfp4 {
-  static constexpr bool kSpecialized = false, kFused = false, kHasMinMax = false, kCanRotate = false,
-                        kHasPadding = true;
+  static constexpr bool kSpecialized = false, kHasMinMax = false, kCanRotate = false, kHasPadding = true;
   static constexpr unsigned kLanesOfBlock = kNvfp4Block / kVec8, kLanesOfGranule = kNvfp4Granule / kVec8;
 
   struct Raw {

@@ -7,7 +7,7 @@
 namespace dtcomm::cuda {
 
 struct Sign : Blocks<0> {
-  static constexpr bool kSpecialized = false, kFused = false, kHasMinMax = false, kCanRotate = true, kHasPadding = true;
+  static constexpr bool kSpecialized = false, kHasMinMax = false, kCanRotate = true, kHasPadding = true;
 
   struct Raw {
     std::uint32_t bits;

@@ -7,8 +7,7 @@
 namespace dtcomm::cuda {
 
 struct Variable {
-  static constexpr bool kSpecialized = false, kFused = false, kHasMinMax = false, kCanRotate = false,
-                        kHasPadding = false;
+  static constexpr bool kSpecialized = false, kHasMinMax = false, kCanRotate = false, kHasPadding = false;
 
   unsigned block_shift;
 

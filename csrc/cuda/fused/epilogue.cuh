@@ -7,7 +7,7 @@
 namespace dtcomm::cuda {
 
 // Sums the elements of a section, whose first element is element `at` of the output, and applies the epilogue.
-template <int Count, class Family, class Block>
+template <class Family, class Block>
 DTCOMM_DEVICE void combine_with_epilogue(const Block& block, const FusedParams& fused, const RankState& state,
                                          std::uint64_t at, const KernelParams& params, const Family& family) {
   static_assert(!Family::kCanRotate, "no rotation to undo");
@@ -19,7 +19,7 @@ DTCOMM_DEVICE void combine_with_epilogue(const Block& block, const FusedParams& 
   for (std::uint64_t tile = 0; tile < tiles; ++tile) {
     const Vec8Position pos = vec8_position(params, tile, block.thread(), block.threads());
     float x[kVec8], other[kVec8];
-    sum_terms<Count, false>(block, params, family, *pos.shape, pos, x);
+    sum_terms<kAnyCount, false>(block, params, family, *pos.shape, pos, x);
     if (fused.rounds_sum) {
       DTCOMM_UNROLL
       for (int j = 0; j < kVec8; ++j) x[j] = float_from_half(params.out_dtype, half_from_float(params.out_dtype, x[j]));

@@ -47,21 +47,28 @@ struct FusedParams {
   Collective collective;
   Algorithm algorithm;
   int ranks, first_rank, local_ranks;
-  unsigned blocks;           // of a rank
-  unsigned slot_stride;      // blocks that the peer buffer has slots for
-  std::uint32_t section;     // granules of a chunk (in one_shot: of the tensor) that a block processes at a time
-  std::uint32_t sections;    // of the largest chunk
-  std::uint64_t granules;    // of the tensor
-  std::uint64_t numel;       // of the tensor, or of a shard
-  std::uint64_t slot_bytes;  // of a section's payload
-  std::uint64_t timeout_ns;  // of one wait
-  std::uint64_t features;    // of the epilogue
+  unsigned blocks;                // of a rank
+  unsigned slot_stride;           // blocks that the peer buffer has slots for
+  std::uint32_t section;          // granules of a chunk (in one_shot: of the tensor) that a block processes at a time
+  std::uint32_t sections;         // of the largest chunk
+  std::uint32_t largest_section;  // elements of the largest section of a chunk
+  std::uint64_t granules;         // of the tensor
+  std::uint64_t numel;            // of the tensor, or of a shard
+  std::uint64_t slot_bytes;       // of a section's payload
+  std::uint64_t timeout_ns;       // of one wait
+  std::uint64_t features;         // of the epilogue
   std::uint32_t element_bytes, granule_elements;
   bool has_epilogue;  // there is an epilogue
-  bool encodes_own;   // two_shot: the owner encodes its own contribution, too
   bool rounds_sum;    // rounds the sum before the epilogue adds to it
   bool verbatim;      // payloads are the elements' bytes
-  bool uneven;        // shard sizes are splits[sender * ranks + receiver]
+  // What the collective does in a section. The host says so, as what a kernel computes once takes a register
+  // everywhere.
+  bool scatters;                      // each peer gets a payload of its own; else all get the same
+  bool sums_last;                     // a section ends with the sum, and not with decoding
+  bool keeps_own;                     // a rank copies its shard for itself
+  unsigned first_sent, sent;          // distances to the ranks whose payloads are encoded: the first, how many
+  unsigned first_received, received;  // the same for those that are decoded at the end
+  bool uneven;                        // shard sizes are splits[sender * ranks + receiver]
   Layout layout;
   PeerPointers peers[kMaxRanks];
   RankState states[kMaxRanks];

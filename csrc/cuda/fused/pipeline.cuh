@@ -173,6 +173,13 @@ DTCOMM_DEVICE void copy_bytes(const Block& block, const void* from, void* to, st
   for (std::uint64_t at = quads + block.thread(); at < bytes; at += block.threads()) target[at] = source[at];
 }
 
+// Copies the elements that a pass works on.
+template <class Block>
+DTCOMM_DEVICE void copy_elements(const Block& block, const FusedParams& fused, const KernelParams& params,
+                                 const void* from, void* to) {
+  copy_bytes(block, from, to, element_count(params) * fused.element_bytes);
+}
+
 // Copies a section's payload from the own slot to the same slot of every peer.
 template <class Block>
 DTCOMM_DEVICE void push_to_peers(const Block& block, const FusedParams& fused, int rank, unsigned region,
@@ -182,7 +189,7 @@ DTCOMM_DEVICE void push_to_peers(const Block& block, const FusedParams& fused, i
   for (std::uint64_t at = block.thread() * sizeof(Quad); at < bytes; at += block.threads() * sizeof(Quad)) {
     const Quad quad = load_quad(from + at);
     for (int k = 1; k < fused.ranks; ++k) {
-      const int peer = (rank + k) % fused.ranks;
+      const int peer = rank + k < fused.ranks ? rank + k : rank + k - fused.ranks;
       store_quad(quad, slot(fused, fused.peers[peer], region, index, rank) + at);
     }
   }

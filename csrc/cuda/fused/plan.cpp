@@ -153,10 +153,20 @@ FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensor
   params.element_bytes = static_cast<std::uint32_t>(size_of(spec.dtype));
   params.granule_elements = static_cast<std::uint32_t>(layout.granule);
   params.has_epilogue = has_epilogue(spec, tensors);
-  params.encodes_own = spec.encodes_own;
   params.rounds_sum = spec.rounds_sum && spec.dtype != DType::f32;
   params.verbatim = verbatim(spec, has_residual(spec, tensors));
   params.uneven = !spec.splits.empty();
+  const bool two = spec.algorithm == Algorithm::two_shot, to_all = spec.collective == Collective::all_to_all;
+  params.scatters = two || to_all || spec.collective == Collective::reduce_scatter;
+  params.sums_last = !two && !gathers(spec);
+  params.keeps_own = to_all;
+  const auto ranks_of = [&](bool own) { return static_cast<unsigned>(spec.ranks) - (own ? 0 : 1); };
+  // The own part of a two_shot was written when it was summed, unless there is an epilogue.
+  const bool sends_own = !params.scatters || spec.encodes_own, reads_own = !to_all && !(two && !params.has_epilogue);
+  params.first_sent = sends_own ? 0 : 1;
+  params.sent = params.scatters ? ranks_of(sends_own) : 1;
+  params.first_received = reads_own ? 0 : 1;
+  params.received = params.sums_last ? 1 : ranks_of(reads_own);
   params.layout = layout;
   std::copy(spec.splits.begin(), spec.splits.end(), params.splits);
   std::copy(spec.peers, spec.peers + spec.ranks, params.peers);
@@ -169,6 +179,8 @@ FusedParams make_fused_params(const FusedSpec& spec, const LaunchTensors& tensor
     largest = (largest + ranks - 1) / ranks;
   }
   params.sections = static_cast<std::uint32_t>((largest + params.section - 1) / params.section);
+  params.largest_section =
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(largest, params.section) * layout.granule);
   for (int i = 0; i < spec.local_ranks; ++i) {
     params.states[i] = rank_state(spec, spec.first_rank + i, tensors.ranks[i], params.has_epilogue);
   }
@@ -192,9 +204,7 @@ std::uint64_t memory_bytes(const PeerBufferLayout& layout) {
 }
 
 bool fusible(const Codec& codec, DType dtype) {
-  if (codec.family == Family::exact || is_sparse(codec) || is_native_sum_type(dtype)) return false;
-  if (codec.stochastic) return false;  // there are no random numbers in fused kernels
-  return with_family(codec, dtype, [](const auto& family) { return std::decay_t<decltype(family)>::kFused; });
+  return !is_native_sum_type(dtype) && with_fused_family(codec, dtype, [](const auto&) { return true; });
 }
 
 FusedPlan::FusedPlan(FusedSpec spec) : spec_(std::move(spec)) {

@@ -46,14 +46,27 @@ class FusedPlan {
   std::vector<std::unique_ptr<Prepared>> prepared_;
 };
 
-// use(family) with the family of a fusible codec.
+// use(family) with the family of a fusible codec; else Result(). The kernels take long to compile, so one serves blocks
+// of every length that a warp holds.
 template <class Use>
 auto with_fused_family(const Codec& codec, DType dtype, const Use& use) {
   using Result = decltype(use(Cast<DType::f32>()));
-  return with_family(codec, dtype, [&](const auto& family) -> Result {
-    if constexpr (std::decay_t<decltype(family)>::kFused) return use(family);
-    return Result();
-  });
+  if (codec.stochastic) return Result();  // there are no random numbers in fused kernels
+  if (is_cast(codec)) {
+    const DType wire = wire_of(codec, dtype);
+    if (wire == DType::f32) return use(Cast<DType::f32>());
+    // Elements of other types are only moved, which any kernel does.
+    return wire == DType::f16 ? use(Cast<DType::f16>()) : use(Cast<DType::bf16>());
+  }
+  if (codec.family == Family::float8 && codec.element == Element::e4m3 && fits_warp(codec)) {
+    return use(blocks_of<Float8<E4m3, 0, true>>(codec, float8_rules(codec)));
+  }
+  if (codec.family == Family::integer && is_plain(codec) && fits_warp(codec)) {
+    const IntegerRules rules = integer_rules(codec);
+    if (codec.bits == 8) return use(blocks_of<Integer<8, 0, IntegerOptions::plain>>(codec, rules));
+    if (codec.bits == 4) return use(blocks_of<Integer<4, 0, IntegerOptions::plain>>(codec, rules));
+  }
+  return Result();
 }
 
 }  // namespace dtcomm::cuda
