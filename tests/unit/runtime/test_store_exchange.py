@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from dtcomm.errors import CollectiveMismatch, CollectiveTimeout
+from dtcomm.runtime import process_groups
 from dtcomm.runtime.bootstrap import rendezvous
 from dtcomm.runtime.bootstrap.rendezvous import Rendezvous, StoreExchange, places
 from dtcomm.runtime.process_groups import Deadline
@@ -43,57 +42,61 @@ def exchanges(store: dist.Store, *timeouts: timedelta) -> list[StoreExchange]:
     return [StoreExchange(store, "prefix", rank, ranks, Deadline(long)) for rank, long in enumerate(timeouts)]
 
 
-@contextmanager
-def beside(action: Callable[[], None]) -> Iterator[None]:
-    """Repeat something in another thread, until the end."""
-    ended = threading.Event()
+class Clock:
+    """A clock that stands still but for pauses, in which the other ranks act."""
 
-    def repeat() -> None:
-        while not ended.wait(5e-3):
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.in_pauses: list[Callable[[], None]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for action in self.in_pauses:
             action()
 
-    thread = threading.Thread(target=repeat)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(process_groups, "time", clock)
+    return clock
 
 
-def test_the_error_names_the_rank_that_does_not_wait_for_others() -> None:
+def test_the_error_names_the_rank_that_does_not_wait_for_others(clock: Clock) -> None:
     store = dist.HashStore()
     first, connecting, _ = exchanges(store, TIMEOUT, LONG, LONG)
-    with beside(connecting.check):
-        with pytest.raises(CollectiveTimeout, match=r"^rank 12 did not come"):
-            first.all_gather({})
+    clock.in_pauses = [connecting.check]
+    with pytest.raises(CollectiveTimeout, match=r"^rank 12 did not come"):
+        first.all_gather({})
     first.withdraw()
     connecting.withdraw()
     assert store.num_keys() == 0
 
 
-def test_the_error_names_all_if_all_of_them_wait_for_others() -> None:
+def test_the_error_names_all_if_all_of_them_wait_for_others(clock: Clock) -> None:
     first, one, other = exchanges(dist.HashStore(), TIMEOUT, LONG, LONG)
-    with beside(one.check), beside(other.check):
-        with pytest.raises(CollectiveTimeout, match=r"^ranks 11 and 12 did not come"):
-            first.all_gather({})
+    clock.in_pauses = [one.check, other.check]
+    with pytest.raises(CollectiveTimeout, match=r"^ranks 11 and 12 did not come"):
+        first.all_gather({})
 
 
-def test_ranks_meet_after_one_has_asked_who_waits_and_leave_no_keys() -> None:
+def test_ranks_meet_after_one_has_asked_who_waits_and_leave_no_keys(clock: Clock) -> None:
     store = dist.HashStore()
     first, late = exchanges(store, TIMEOUT, LONG)
 
     def come_late() -> None:
-        while not store.check(["prefix/who_waits"]):
-            time.sleep(5e-3)
-        late.all_gather({})
-        late.close()
+        if store.check(["prefix/who_waits"]):
+            clock.in_pauses.clear()
+            late.all_gather({})
+            late.close()
 
-    thread = threading.Thread(target=come_late)
-    thread.start()
+    clock.in_pauses = [come_late]
     assert first.all_gather({}) == [{}, {}]
     first.close()
-    thread.join()
     assert store.num_keys() == 0
 
 
