@@ -27,7 +27,8 @@ LIMITS = {80: (65536, 163840, 2048), 90: (65536, 232448, 2048), 100: (65536, 232
 # csrc/cuda/kernel_variants.h, warp.cuh, fused/peer_memory.cuh
 WARP_THREADS, BLOCK_THREADS, FUSED_THREADS = 256, 512, 384
 RESERVED_SHARED = 1024  # bytes that the system takes of each thread block's
-SPILLED_OUTSIDE_LOOPS = 96  # bytes of stores and loads
+# Bytes of stores and loads of a fused kernel, none of them in loops over elements, but for two loads with an epilogue.
+SPILLED_OUTSIDE_LOOPS = 256
 COUNTS = {"-1": "n", **{str(count): str(count) for count in (0, 1, 8)}}
 
 
