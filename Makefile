@@ -267,7 +267,7 @@ GPU_OUT ?= build/gpu
 GPU_SECONDS ?= 570
 gpu-visit:  ## everything that needs a GPU, in steps that each decide something; docs/how-it-works/gpu-visit.md (9.5 minutes)
 	@mkdir -p $(GPU_OUT); began=$$(date +%s); $(MAKE) gpu-native && left=$$(($(GPU_SECONDS) + began - $$(date +%s))) && \
-	PATH="$(GPU_PATH)" $(GPU_PY) -m tests.cuda.gpu_visit --seconds $$((left < 500 ? left : 500)) --out $(GPU_OUT) $(ARGS)
+	PATH="$(GPU_PATH)" $(GPU_PY) -m bench.visit --seconds $$((left < 500 ? left : 500)) --out $(GPU_OUT) $(ARGS)
 
 clean:  ## remove what was built; .venv stays (make distclean removes it too)
 	rm -rf build dist demo-out dtcomm/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -9,9 +9,10 @@ from unittest import mock
 
 import pytest
 
+from bench import visit as gpu_visit
+from bench.common import visit_steps
+from bench.visit import STEPS, Step, visit
 from dtcomm.kernels import dispatch
-from tests.cuda import gpu_visit, visit_steps
-from tests.cuda.gpu_visit import STEPS, Step, visit
 
 
 def outcomes(out: Path) -> dict[str, Any]:

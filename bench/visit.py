@@ -1,4 +1,4 @@
-"""The visit to a GPU: python -m tests.cuda.gpu_visit [--seconds 500] [--out DIR] [--steps NAME ...] [--rehearse].
+"""The visit to a GPU: python -m bench.visit [--seconds 500] [--out DIR] [--steps NAME ...] [--rehearse].
 
 `make gpu-visit` builds `_cuda` for the device that it finds and runs this. Every step decides something, the most
 valuable first, in a process of its own with a limit of time. After each step DIR/visit.json says how it ended, what it
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from dtcomm.system import write_file
 
-HERE = Path(__file__).parent
 TOOLS = ("/usr/local/cuda/bin", "/opt/cuda/bin", "/opt/nvidia/nsight-compute")
 # Torch makes API calls that some drivers do not support, so only errors in kernels count; tests check API errors.
 SANITIZE = ("--report-api-errors", "no", "--error-exitcode", "99")
@@ -33,7 +32,7 @@ PROFILE = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "MemoryWorkloadAn
 
 
 class Step(NamedTuple):
-    """A step of `tests.cuda.visit_steps`, or one under a tool of the CUDA toolkit.
+    """A step of `bench.common.visit_steps`, or one under a tool of the CUDA toolkit.
 
     Attributes:
         name: Its name.
@@ -93,7 +92,7 @@ def command(step: Step, out: Path, rehearse: bool, seconds: float) -> list[str] 
     program = [
         sys.executable,
         "-m",
-        "tests.cuda.visit_steps",
+        "bench.common.visit_steps",
         step.name,
         "--json",
         str(out / f"{step.name}.json"),

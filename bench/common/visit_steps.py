@@ -1,4 +1,4 @@
-"""The steps of a visit to a GPU (`gpu_visit`), each a program: python -m tests.cuda.visit_steps NAME --json FILE."""
+"""The steps of a visit to a GPU, each a program: python -m bench.common.visit_steps NAME --json FILE."""
 
 import argparse
 import json
