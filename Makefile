@@ -36,11 +36,11 @@ demo: build  ## build, then train a small language model on two ranks with compr
 
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place
 
-# For two cores. Three files of tests of ranks at a time, since ranks wait for half of theirs; those of one file share
+# For two cores. Four files of tests of ranks at a time, since ranks wait for half of theirs; those of one file share
 # processes.
 test: build $(DEV_DEPS) $(EMULATOR)  ## the tests; .ci/run adds the slow ones, sanitizers, the CUDA build, emulated devices and documents
 	$(PYTEST) -n 2 -m "not slow" tests/unit tests/cuda $(ARGS)
-	$(PYTEST) -n 3 --dist loadfile -m "not slow" tests/ranks $(ARGS)
+	$(PYTEST) -n 4 --dist loadfile -m "not slow" tests/ranks $(ARGS)
 	$(PYTEST) -n 3 --dist loadfile -m "not slow" tests/extensions $(ARGS)
 
 test-slow: build $(DEV_DEPS) $(EMULATOR)  ## the tests that take long: compilers, training with frameworks, restarts

@@ -237,7 +237,6 @@ EXTERNAL: dict[str, str] = {
     "WORLD_SIZE": "Set by torchrun: the number of ranks",
     "LOCAL_RANK": "Set by torchrun: the number of this rank among those of its host, which chooses its GPU and cores",
     "LOCAL_WORLD_SIZE": "Set by torchrun: the number of ranks of this host, which share its cores (`DTCOMM_THREADS`)",
-    "TORCH_DIST_NAN_CHECK": "torch's check of gradients for NaN: the backend `dtcomm` logs that it makes none",
     "XDG_CACHE_HOME": "The user's cache folder, in which the table of `dtcomm tune` lies. Unset: `~/.cache`",
     "TORCH_DIST_NAN_CHECK": "torch's, 1: the backend dtcomm warns that it does not look for NaN",
     "CUDAARCHS": "CMake's, at build time: the architectures of the CUDA kernels, such as `90-real`",
