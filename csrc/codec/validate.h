@@ -13,8 +13,8 @@ namespace dtcomm {
 Status check_codec(const Codec& codec);
 
 // Whether an encoder can have written a payload of `numel` elements; the message names the first granule that none
-// writes. Kernels decode such payloads without leaving their memory. Stored positions are checked, and that zeros lie
-// behind the last element: every bit pattern of a value is a number or NaN.
+// writes. Kernels decode such payloads without leaving their memory. Only stored positions are checked: every bit
+// pattern of a value is a number or NaN.
 Status check_payload(const Codec& codec, const std::uint8_t* payload, std::size_t numel);
 
 }  // namespace dtcomm

@@ -77,8 +77,7 @@ def decode(
     Args:
         codec: The codec that encoded the payload, or its spec string.
         payload: uint8, ``codec.wire_bytes(numel, dtype)`` elements.
-        numel: Elements of the tensor that was encoded. Of numbers whose payloads have one size, one that is too small
-            is refused where the codes of the last block show it.
+        numel: Elements of the tensor that was encoded. Numbers whose payloads have one size are not told apart.
         dtype: The type of the result. For codec "none" also the type of the elements in the payload.
         out: `numel` elements of `dtype`; default: a new tensor.
 
@@ -88,7 +87,7 @@ def decode(
     Raises:
         TypeError: An argument has the wrong type; the message names it.
         ValueError: An argument has the wrong size, device or value; the message names it.
-        PayloadCorrupt: The payload holds positions that no encoder writes, or more than `numel` elements.
+        PayloadCorrupt: The payload holds positions that no encoder writes.
 
     Example:
         >>> import torch, dtcomm
