@@ -78,7 +78,8 @@ def compress(
             every sample; say before each step with `State.set_samples` which samples it has. In evaluation activations
             travel uncompressed. Default: False.
         dynamic_shapes: Shapes of activations may change from step to step and from micro-batch to micro-batch: each
-            message is preceded by its shape. The number of micro-batches and of dimensions stays. Default: False.
+            message is preceded by its shape. The number of micro-batches and of dimensions stays. Needs torch 2.13.
+            Default: False.
         allow_inaccurate: Accept codecs that lose more than 20 % (relative error) of Gaussian numbers; with
             ``differences`` for activations and with ``feedback`` for gradients they are accepted anyway.
             Default: False.

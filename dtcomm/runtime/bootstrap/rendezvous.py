@@ -175,12 +175,13 @@ class Rendezvous:
 
     def _claim_version(self) -> None:
         """Say which version this rank has, if no other rank has said so; CollectiveMismatch if they differ."""
-        rank = self._global_ranks[self._rank]
+        rank, was_claimed = self._global_ranks[self._rank], self._store.check([self._version_key])
         claim = self._store.compare_set(self._version_key, "", f"{PROTOCOL} {rank}").decode()
         version, other = map(int, claim.split())
-        if other == rank:  # also a claim that this rank made before
-            self._store.set(self._version_key, f"{PROTOCOL} {rank}")
-            self._store.delete_key(f"{self._version_key}/differs")
+        if other == rank:
+            if was_claimed:  # by this rank, in an earlier attempt; another rank may already have answered a new claim
+                self._store.delete_key(f"{self._version_key}/differs")
+                self._store.set(self._version_key, f"{PROTOCOL} {rank}")
         elif version != PROTOCOL:
             versions = {f"rank {other}": f"protocol {version}", f"rank {rank}": f"protocol {PROTOCOL}"}
             error = disagreement("the version of dtcomm", versions)

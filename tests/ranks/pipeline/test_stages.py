@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.torch_version import TorchVersion
 
 from dtcomm.errors import PeerLost
 from dtcomm.launch.ranks import run_ranks, send_to_parent, spawn_ranks
@@ -26,7 +27,13 @@ from tests.support.rank_tests import on_ranks
 WIDTH, BATCH, MICRO = 32, 8, 4
 #: Schedule → stages of each rank.
 SCHEDULES: dict[Any, int] = {ScheduleGPipe: 1, Schedule1F1B: 1, ScheduleInterleaved1F1B: 2}
-SCHEDULES |= {ScheduleInterleavedZeroBubble: 2, ScheduleZBVZeroBubble: 2}
+SCHEDULES |= {ScheduleInterleavedZeroBubble: 2}
+HAS_NOTES = TorchVersion(torch.__version__) >= (
+    2,
+    13,
+)  # of the tensors that a stage receives, examples or not
+if HAS_NOTES:  # before, torch's own schedule sends tensors from a rank to itself, which Gloo cannot
+    SCHEDULES |= {ScheduleZBVZeroBubble: 2}
 
 
 class Layer(nn.Module):
@@ -140,6 +147,7 @@ def test_a_stage_in_the_middle_bf16_evaluation_and_detaching(rank: int, ranks: i
         assert torch.equal(a, b)
 
 
+@pytest.mark.skipif(not HAS_NOTES, reason="torch refuses other shapes than those of the first step")
 @on_ranks(2)
 def test_shapes_change_from_step_to_step_and_within_one(rank: int, ranks: int) -> None:
     for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
@@ -286,6 +294,7 @@ def step_with_examples(rank: int, ranks: int, requires_grad: bool) -> None:
     assert stage.submod.linear.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.skipif(not HAS_NOTES, reason="torch takes the gradients of all outputs")
 def test_examples_that_do_not_require_gradients_are_named() -> None:
     run_ranks(step_with_examples, 2, True)
     with pytest.raises(ValueError, match="output_args"):

@@ -369,7 +369,8 @@ def give_up_connecting(rank: int, world_size: int, path: str) -> float:
 def test_the_thread_of_a_connection_that_was_given_up_ends(tmp_path: Path) -> None:
     env = {"DTCOMM_RUNTIME": "process_group"}
     path = str(tmp_path / "store")
-    with spawn_ranks(give_up_connecting, 2, path, backend=None, env=env) as ranks:
+    # Fresh ranks, in which no thread of another test connects.
+    with spawn_ranks(give_up_connecting, 2, path, backend=None, fresh=True, env=env) as ranks:
         assert ranks.receive(0, 60) < 20  # Gloo waits five times the timeout
 
 
