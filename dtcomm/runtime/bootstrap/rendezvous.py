@@ -179,7 +179,7 @@ class Rendezvous:
         claim = self._store.compare_set(self._version_key, "", f"{PROTOCOL} {rank}").decode()
         version, other = map(int, claim.split())
         if other == rank:
-            if was_claimed:  # by this rank, in an earlier attempt; another rank may already have answered a new claim
+            if was_claimed:  # by this rank, in an earlier attempt; another rank may have answered a new claim
                 self._store.delete_key(f"{self._version_key}/differs")
                 self._store.set(self._version_key, f"{PROTOCOL} {rank}")
         elif version != PROTOCOL:
