@@ -42,11 +42,11 @@ PLAN = {
 #: Part → contestant → options of dtcomm's call; the first one is uncompressed.
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "ddp": {
-        "none": {"spec": "none"},
-        "int8": {"spec": "int8"},
-        "int4": {"spec": "int4"},
-        "topk, feedback": {"spec": "topk", "feedback": True},
-        "powersgd": {"spec": "powersgd:rank=4"},
+        "none": {"codec": "none"},
+        "int8": {"codec": "int8"},
+        "int4": {"codec": "int4"},
+        "topk, feedback": {"codec": "topk", "feedback": True},
+        "powersgd": {"codec": "powersgd:rank=4"},
     },
     "fsdp": {
         "none": {"gradients": "none"},
@@ -54,8 +54,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "zero++": {"preset": "zero++"},
         "sdp4bit": {"preset": "sdp4bit"},
     },
-    "tp": {spec: {"spec": spec} for spec in ("none", "int8", "int4")},
-    "local_sgd": {spec: {"spec": spec} for spec in ("none", "int8", "int4")},
+    "tp": {spec: {"codec": spec} for spec in ("none", "int8", "int4")},
+    "local_sgd": {spec: {"codec": spec} for spec in ("none", "int8", "int4")},
 }
 
 

@@ -42,18 +42,18 @@ TORCH_HALF = {"torch: fp16": torch.float16, "torch: bf16": torch.bfloat16}
 TORCH_POWERSGD = {"torch: powersgd 1": 1, "torch: powersgd 4": 4}
 #: Contestant → options of `dtcomm.ddp.compress`.
 OURS: dict[str, dict[str, Any]] = {
-    "none": {"spec": "none"},
-    "fp16": {"spec": "fp16"},
-    "fp16, no feedback": {"spec": "fp16", "feedback": False},
-    "bf16, stochastic": {"spec": "bf16:round=stochastic"},
-    "int8": {"spec": "int8"},
-    "int4": {"spec": "int4"},
-    "topk 1%": {"spec": "topk:ratio=0.01"},
-    "powersgd 1": {"spec": "powersgd:rank=1"},
-    "powersgd 4": {"spec": "powersgd:rank=4"},
-    "auto": {"spec": "auto"},
+    "none": {"codec": "none"},
+    "fp16": {"codec": "fp16"},
+    "fp16, no feedback": {"codec": "fp16", "feedback": False},
+    "bf16, stochastic": {"codec": "bf16:round=stochastic"},
+    "int8": {"codec": "int8"},
+    "int4": {"codec": "int4"},
+    "topk 1%": {"codec": "topk:ratio=0.01"},
+    "powersgd 1": {"codec": "powersgd:rank=1"},
+    "powersgd 4": {"codec": "powersgd:rank=4"},
+    "auto": {"codec": "auto"},
     "auto, all": {
-        "spec": "auto",
+        "codec": "auto",
         "candidates": ["fp16", "int8", "int4", "topk:ratio=0.01", "powersgd:rank=1", "powersgd:rank=4"],
     },
 }
@@ -102,7 +102,7 @@ def make_step(rank: int, ranks: int, name: str, *, width: int, batch: int) -> Ca
 
     for _ in range(4):  # DDP rebuilds its buckets after the first
         step()
-    if OURS.get(name, {}).get("spec") == "auto":
+    if OURS.get(name, {}).get("codec") == "auto":
         _choices[name] = settle(state, step)
     if name != COMPUTE:
         actual = torch.cat([gradient_of(p).flatten() for p in net.parameters()])

@@ -9,8 +9,8 @@ Two ranks run in two network namespaces (needs root and iproute2), whose link ha
              and Open MPI use the link through the kernel, as there is no RDMA device
   long       a link with a delay (needs /dev/net/tun): several numbers of connections, "auto" being what the ranks
              choose, and several Gloo groups side by side, each of which reduces a part of the tensor
-  emulated   a step with 101 MB of gradients over the real link, and over DTCOMM_LINK on this host: over sockets, and
-             over shared memory with the real link's CPU cost per byte, which is measured first
+  emulated   a step with 101 MB of gradients over the real link, and over DTCOMM_EMULATE_LINK on this host, over sockets
+             and over shared memory with the real link's CPU cost per byte, which is measured first
 
 Tensors are fp32. Peers add in place, dtcomm takes the average in place, so that repeated values stay finite. "rate"
 is the payload that a rank sends, as a share of what the link carries in the time. Results are checked; the exit
@@ -230,7 +230,7 @@ def steps_over(
         sockets = {"DTCOMM_TRANSPORT": "sockets"}
         pools = {"real": stack.enter_context(rank_pool(namespaces=namespaces, env=sockets))}
         for transport, link in links.items():
-            env = {"DTCOMM_TRANSPORT": transport, "DTCOMM_LINK": link}
+            env = {"DTCOMM_TRANSPORT": transport, "DTCOMM_EMULATE_LINK": link}
             pools[f"emulated, {transport}"] = stack.enter_context(rank_pool(pinned=False, env=env))
         for codec in codecs:
             for pool in pools.values():

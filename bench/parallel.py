@@ -286,8 +286,8 @@ PARTS: dict[str, tuple[Callable[..., Step], dict[str, dict[str, Any]]]] = {
             "sdp4bit": {"preset": "sdp4bit"},
         },
     ),
-    "tp": (make_tp, {spec: {"spec": spec} for spec in ("none", "int8", "int4")}),
-    "pipeline": (make_pipeline, {spec: {"spec": spec} for spec in ("none", "bf16", "int8")}),
+    "tp": (make_tp, {spec: {"codec": spec} for spec in ("none", "int8", "int4")}),
+    "pipeline": (make_pipeline, {spec: {"codec": spec} for spec in ("none", "bf16", "int8")}),
     "experts": (
         make_experts,
         {

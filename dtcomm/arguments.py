@@ -77,7 +77,7 @@ def errors_name(argument: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        text = re.sub(rf"^({argument}|codec|spec): ", "", str(error))
+        text = re.sub(rf"^({argument}|codec): ", "", str(error))
         raise type(error)(f"{argument}: {text}") from None
 
 

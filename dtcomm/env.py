@@ -107,7 +107,7 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
         most=64,
     ),
-    "DTCOMM_LINKS": Variable(
+    "DTCOMM_TOPOLOGY": Variable(
         default="",
         meaning="File with the rates of the links between all ranks of the job, the output of `dtcomm doctor --json`"
         " under torchrun or the matrix gbit of docs/guides/several-hosts.md, which rank 0 of a group reads."
@@ -139,7 +139,7 @@ VARIABLES: dict[str, Variable] = {
         " Empty: none",
         check=_new_folder,
     ),
-    "DTCOMM_LINK": Variable(
+    "DTCOMM_EMULATE_LINK": Variable(
         default="",
         meaning="Link to emulate between ranks of the native engine: 10gbit,50us or "
         "inside=400gbit,2us;between=10gbit,50us. Empty: none",
@@ -329,11 +329,11 @@ def tune_text() -> str:
 
 
 def links_text() -> str:
-    """The contents of the file that DTCOMM_LINKS names; empty if there is none. ValueError if it cannot be read."""
-    chosen = get("DTCOMM_LINKS")
+    """The contents of the file that DTCOMM_TOPOLOGY names; empty if there is none. ValueError if it cannot be read."""
+    chosen = get("DTCOMM_TOPOLOGY")
     if not chosen:
         return ""
     try:
         return Path(chosen).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"DTCOMM_LINKS={chosen}: {error.strerror}") from None
+        raise ValueError(f"DTCOMM_TOPOLOGY={chosen}: {error.strerror}") from None

@@ -35,7 +35,7 @@ class Rank:
         namespaces: The network namespace of each rank; empty: all ranks on this host.
         pinned: Bind the calling thread to a core; threads of Gloo are not bound.
         backend: torch.distributed's backend.
-        env: Environment variables, such as ``DTCOMM_LINK``.
+        env: Environment variables, such as ``DTCOMM_EMULATE_LINK``.
     """
 
     def __init__(

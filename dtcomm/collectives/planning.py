@@ -308,7 +308,7 @@ def build_schedule(
 def levels(communicator: Communicator) -> tuple[tuple[tuple[int, ...], ...], planner.Table]:
     """Return the groups of ranks that hierarchies are made of, and the table that ``auto`` decides by.
 
-    The groups are the hosts, or those that fast links join where DTCOMM_LINKS names the rates.
+    The groups are the hosts, or those that fast links join where DTCOMM_TOPOLOGY names the rates.
     """
     table = planner.parse(communicator.tuning_table)
     if communicator.device is not None:  # the other times are those of CPU tensors

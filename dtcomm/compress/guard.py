@@ -16,11 +16,11 @@ from dtcomm.compress.spec import LevelCodecs, Scheme
 from dtcomm.errors import DtcommError
 
 KINDS = ("harm", "error", "residual", "loss", "nonfinite")
-ACTIONS = ("ignore", "warn", "raise", "none", "reset", "stop")
+ACTIONS = ("warn", "uncompressed", "error", "finer", "reset", "ignore")
 
 
 class CompressionHarmful(DtcommError):
-    """Raised by a guard whose action is "stop"; the message says which limit was exceeded, and what caused it.
+    """Raised by a guard whose action is "error"; the message says which limit was exceeded, and what caused it.
 
     Attributes:
         event: What exceeded a limit.
@@ -40,15 +40,15 @@ class Guard:
 
     Every limit has an action ``on_<limit>``, one of:
 
-    - ``"ignore"``: nothing.
     - ``"warn"``: log a warning and record an event.
-    - ``"raise"``: raise the precision of the parameter by one step of the ladder (int4 -> int8 -> fp16 -> none; four
+    - ``"uncompressed"``: send everything uncompressed for ``steps`` steps.
+    - ``"error"``: raise `CompressionHarmful` on every rank.
+    - ``"finer"``: compress the parameter more finely by one step of the ladder (int4 -> int8 -> fp16 -> none; four
       times the ratio of a sparse codec; twice the rank of PowerSGD), one step each time.
-    - ``"none"``: send everything uncompressed for ``steps`` steps.
-    - ``"reset"``: set the parameter's residual to zero.
-    - ``"stop"``: raise `CompressionHarmful` on every rank.
+    - ``"reset"``: set the parameter's residual to zero, which keeps its codec.
+    - ``"ignore"``: nothing. With ``on_harm`` the measurement is left out too.
 
-    All ranks see the same averaged values and act alike. The actions other than "stop" are logged once for each limit
+    All ranks see the same averaged values and act alike. The actions other than "error" are logged once for each limit
     and parameter; all of them are in ``state.events`` and in the report.
 
     Attributes:
@@ -70,18 +70,18 @@ class Guard:
             2. The mean is geometric, and a loss must also exceed it by four times the usual deviation.
         nonfinite: The number of steps in a row whose gradients may hold NaN or Inf. Default 25.
         on_harm: The action for ``cosine`` and ``norm_ratio``. Default "warn".
-        on_error: The action for ``error``. Default "raise".
+        on_error: The action for ``error``. Default "finer".
         on_residual: The action for ``residual``. Default "reset".
-        on_loss: The action for ``loss``. Default "none".
-        on_nonfinite: The action for ``nonfinite``. Default "stop".
-        steps: How long the action "none" lasts. Default 100 steps.
+        on_loss: The action for ``loss``. Default "uncompressed".
+        on_nonfinite: The action for ``nonfinite``. Default "error".
+        steps: How long the action "uncompressed" lasts. Default 100 steps.
 
     Raises:
         ValueError: An action is unknown or a limit is not positive.
 
     Example:
         >>> from dtcomm.compress.guard import Guard
-        >>> Guard(cosine=0.6, on_loss="stop").on_harm
+        >>> Guard(cosine=0.6, on_loss="error").on_harm
         'warn'
     """
 
@@ -93,10 +93,10 @@ class Guard:
     loss: float = 2.0
     nonfinite: int = 25
     on_harm: str = "warn"
-    on_error: str = "raise"
+    on_error: str = "finer"
     on_residual: str = "reset"
-    on_loss: str = "none"
-    on_nonfinite: str = "stop"
+    on_loss: str = "uncompressed"
+    on_nonfinite: str = "error"
     steps: int = 100
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ def send_interval(scheme: Scheme) -> int:
 
 
 def count_events(events: Sequence[Event]) -> dict[str, int]:
-    """Return how often each kind of event led to each action, such as ``{"error: raise": 2}``."""
+    """Return how often each kind of event led to each action, such as ``{"error: finer": 2}``."""
     counts: dict[str, int] = {}
     for event in events:
         key = f"{event.kind}: {event.action}"

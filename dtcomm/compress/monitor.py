@@ -279,7 +279,7 @@ class Monitor:
     def evaluate(self, step: int, mean: torch.Tensor) -> None:
         """Compare the mean over ranks of the oldest `stats_tensor` that was not evaluated yet with the limits.
 
-        Raises CompressionHarmful if an action is "stop".
+        Raises CompressionHarmful if an action is "error".
         """
         guard = self.guard
         assert guard is not None  # without one there are no statistics
@@ -322,7 +322,7 @@ class Monitor:
         self._sketched_mean = False
         self._sampled_before, self._sampled = self._sampled, []
         if step == self._uncompressed_until and step > 0:
-            self.revision += 1  # the action "none" ends here
+            self.revision += 1  # the action "uncompressed" ends here
 
     def pop_resets(self) -> list[str]:
         """Return the parameters whose residuals are to be set to zero, once."""
@@ -407,15 +407,15 @@ class Monitor:
         if not any((old.kind, old.name) == (kind, name) for old in self.events):
             _log.warning("%s", event)
         self.events.append(event)
-        if action == "stop":
+        if action == "error":
             raise CompressionHarmful(event)
         affected = [name] if name else list(self._schemes)
-        if action == "raise":
+        if action == "finer":
             for parameter in affected:
                 self._finer_steps[parameter] = self._finer_steps.get(parameter, 0) + 1
                 self._changed.append(parameter)
             self.revision += 1
-        elif action == "none":
+        elif action == "uncompressed":
             self._uncompressed_until = step + guard.steps
             self.revision += 1
         elif action == "reset":

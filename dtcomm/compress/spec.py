@@ -78,7 +78,7 @@ COMPRESSORS: dict[str, Callable[[str], PowerSGD | DGC]] = {POWERSGD_NAME: PowerS
 INNER_CODEC_OPTIONS = {"topk": "values", "randk": "values", DGC_NAME: "values", POWERSGD_NAME: "factors"}
 
 
-def parse_scheme(spec: str | Scheme, argument: str = "spec") -> Scheme:
+def parse_scheme(spec: str | Scheme, argument: str = "codec") -> Scheme:
     """Return the scheme that a spec describes; a scheme is returned unchanged. Errors begin with ``argument``.
 
     A spec is that of a codec (``int8:block=64``), two of them (``int8/int4``: int8 inside hosts, int4 between hosts),
@@ -104,7 +104,7 @@ def _parse_scheme(spec: str | Scheme) -> Scheme:
     name, colon, _ = head.partition(":")
     if name in ("ef", "loco", "delta"):
         raise ValueError(
-            f"spec: {name!r} is a prefix of dtcomm.fsdp.compress; error feedback is here the argument feedback="
+            f"{name!r} is a prefix of dtcomm.fsdp.compress; error feedback is here the argument feedback="
         )
     if not slash:
         if name in COMPRESSORS:
@@ -112,20 +112,18 @@ def _parse_scheme(spec: str | Scheme) -> Scheme:
         valid = (*names(), *VARIABLE_LENGTH, *COMPRESSORS)
         if name not in valid:
             hint = suggest(name, valid, lambda guess: spec.replace(name, guess, 1))
-            raise ValueError(
-                f"spec: unknown codec or compressor {name!r}{hint}; valid names: {', '.join(valid)}"
-            )
+            raise ValueError(f"unknown codec or compressor {name!r}{hint}; valid names: {', '.join(valid)}")
         return codec(spec)
     meaning = "A/B means codec A inside hosts and codec B between hosts"
     if option := INNER_CODEC_OPTIONS.get(name):
         between = None if name in COMPRESSORS else codec(tail)
         if between is None or not between.sparse:
             raise ValueError(
-                f"spec: {spec}: {meaning}; the codec of what {name} sends is an option: "
+                f"{spec}: {meaning}; the codec of what {name} sends is an option: "
                 f"{head}{',' if colon else ':'}{option}={tail}"
             )
     if tail.partition(":")[0] in COMPRESSORS:
-        raise ValueError(f"spec: {spec}: {meaning}; {tail} is a compressor, which has no levels")
+        raise ValueError(f"{spec}: {meaning}; {tail} is a compressor, which has no levels")
     inside, between = parse_levels(spec.strip())
     assert between is not None  # because of the slash
     return LevelCodecs(inside, between)

@@ -65,7 +65,7 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 @shares_options(DEFAULTS, Options)
 def compress(
     model: torch.nn.Module,
-    spec: str | Scheme | Policy = "int8",
+    codec: str | Scheme | Policy = "int8",
     feedback: bool | str | Feedback = True,
     **options: Unpack[Options],
 ) -> State:
@@ -99,7 +99,7 @@ def compress(
         )
     module = model if ddp_model is None else ddp_model.module
     state = State(
-        spec if spec == AUTO else as_policy(spec).for_model(module),
+        codec if codec == AUTO else as_policy(codec).for_model(module),
         None if ddp_model is None else ddp_model.process_group,
         feedback,
         parameters=module.named_parameters(),
@@ -115,7 +115,7 @@ def compress(
 @shares_options(DEFAULTS, Options)
 def attach(
     owner: Any,
-    spec: str | Scheme | Policy = "int8",
+    codec: str | Scheme | Policy = "int8",
     feedback: bool | str | Feedback = True,
     **options: Unpack[Options],
 ) -> Attached[State]:
@@ -140,16 +140,16 @@ def attach(
         trainer.train()  # Lightning: trainer.fit(module)
         attached.state.print_report()
     """
-    if spec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
+    if codec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
         parse_candidates(options.get("candidates"))
-    State(spec, feedback=feedback, **options)
+    State(codec, feedback=feedback, **options)
 
     def compress_wrapped(model: torch.nn.Module) -> State:
         scaler = options.get("grad_scaler") or _find_grad_scaler(owner)
-        return compress(model, spec, feedback, **{**options, "grad_scaler": scaler})
+        return compress(model, codec, feedback, **{**options, "grad_scaler": scaler})
 
     def unused() -> State:
-        state = State(spec, feedback=feedback, **options)
+        state = State(codec, feedback=feedback, **options)
         state.set_unused()
         return state
 

@@ -145,8 +145,8 @@ class ProcessGroupConsensus:
         return not self.emulated() and transport["runtime"] == "native" and transport["hosts"] == 1
 
     def emulated(self) -> bool:
-        """Return whether DTCOMM_LINK slows our messages; the group's own backend then says nothing of the link."""
-        return bool(env.get("DTCOMM_LINK"))
+        """Return whether DTCOMM_EMULATE_LINK slows dtcomm's messages: the group's own backend then tells nothing."""
+        return bool(env.get("DTCOMM_EMULATE_LINK"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ class Options(TypedDict, total=False):
     """What `compress`, `attach` and `State` take.
 
     Attributes:
-        spec: What to compress with: a codec or compressor or its spec ("int8", "powersgd:rank=4"), or codec A inside
+        codec: What to compress with: a codec or compressor or its text ("int8", "powersgd:rank=4"), or codec A inside
             hosts and codec B between hosts ("int8/int4"), which goes to matrices of 1024 elements or more, while the
             other parameters stay uncompressed; a `Policy` or its text ("ndim<2 -> none; * -> int4"), to choose by name,
             size or module; or "auto", which tries candidates in the first steps and keeps what pays. Default "int8".

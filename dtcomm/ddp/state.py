@@ -98,7 +98,7 @@ class State(Reporting):
 
     def __init__(
         self,
-        spec: str | Scheme | Policy = "int8",
+        codec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback = True,
         *,
@@ -112,19 +112,19 @@ class State(Reporting):
         excluded = exclusions(options["exclude"], None if named is None else [name for name, _ in named])
         tuner = None
         self._consensus = ProcessGroupConsensus(group)
-        if spec == AUTO:
+        if codec == AUTO:
             if options["verify"]:
                 raise ValueError(f"verify: {AUTO!r} measures by itself; valid: 0")
             tuner = Tuner(candidates, self._consensus, excluded)
         elif candidates is not None:
-            raise ValueError(f"spec: candidates goes with {AUTO!r}, got {str(spec)!r}")
+            raise ValueError(f"codec: candidates goes with {AUTO!r}, got {str(codec)!r}")
         self._tuner = tuner
         self._verifier: Verifier | None = None
-        self._chooser: Chooser = tuner or Chooser(excluded | as_policy(spec))
+        self._chooser: Chooser = tuner or Chooser(excluded | as_policy(codec))
         if options["verify"] and tuner is None:
-            self._chooser = self._verifier = self._make_verifier(excluded | as_policy(spec), options)
-        self._options = {"spec": str(self._chooser), "feedback": str(feedback)}
-        self._announced = {"spec": spec, "feedback": feedback, **options}
+            self._chooser = self._verifier = self._make_verifier(excluded | as_policy(codec), options)
+        self._options = {"codec": str(self._chooser), "feedback": str(feedback)}
+        self._announced = {"codec": codec, "feedback": feedback, **options}
         self.group = group
         self.feedback = feedback
         self._unused = ""
@@ -226,7 +226,7 @@ class State(Reporting):
             ValueError: The state was not made with "auto".
         """
         if self._tuner is None:
-            raise ValueError(f"spec: retune goes with {AUTO!r}, got {str(self._chooser)!r}")
+            raise ValueError(f"codec: retune goes with {AUTO!r}, got {str(self._chooser)!r}")
         self._tuner.retune()
 
     def report(self) -> Report:
@@ -367,7 +367,7 @@ class State(Reporting):
                 the number of ranks may change; the sum of the residuals over ranks is kept.
             rank: This rank; None: its rank in the group.
             world_size: The number of ranks; None: that of the group.
-            strict: Refuse a state that was saved with another ``spec`` or ``feedback``; False: load its residuals
+            strict: Refuse a state that was saved with another ``codec`` or ``feedback``; False: load its residuals
                 alone.
 
         Raises:
@@ -411,7 +411,7 @@ class State(Reporting):
         if dist.get_world_size(model.process_group) == 1:
             self.set_unused(has_hook=True)
         else:
-            require_kernels(self._chooser.schemes, model.parameters(), "spec")
+            require_kernels(self._chooser.schemes, model.parameters(), "codec")
         self._reducer.finish_before_ddp = model.find_unused_parameters
         if model.find_unused_parameters or model.static_graph:
             self._reducer.track_use(model.parameters())

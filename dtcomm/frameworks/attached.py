@@ -92,7 +92,7 @@ class Attached(SavedWithFramework, Generic[S]):
 
     Attributes:
         strict: Whether a resumed run must compress as the run that saved. Set it to False before resuming with another
-            spec: then residuals alone are loaded.
+            codec: then residuals alone are loaded.
     """
 
     compresses = True

@@ -125,7 +125,7 @@ class ShardGuard:
         have would be encoded differently. Returns the modules whose residuals must be reset.
 
         Raises:
-            CompressionHarmful: The guard's action is to stop.
+            CompressionHarmful: The guard's action is "error".
         """
         monitor = self._monitor
         monitor.group, monitor.agreeing_groups = group, agreeing_groups

@@ -102,7 +102,7 @@ def attach(
 
     Example::
 
-        attached = dtcomm.local_sgd.attach(trainer, lambda model: LocalSGD(model, every=30, spec="int4"))
+        attached = dtcomm.local_sgd.attach(trainer, lambda model: LocalSGD(model, every=30, codec="int4"))
         trainer.train()
         attached.state.local.print_report()
     """

@@ -43,7 +43,7 @@ _log = logging.getLogger("dtcomm")
 
 WHAT = "differences of weights"  # what the ranks average, in reports
 MOMENTS = "moments of the optimizer"
-COMPARE = "; compare report().seconds of some averages with those of spec='none'"
+COMPARE = "; compare report().seconds of some averages with those of codec='none'"
 
 
 @shares_options(DEFAULTS, Options)
@@ -63,7 +63,7 @@ class LocalSGD(Reporting):
         model: The model. With islands, which are groups of ranks that train one replica together, it may be wrapped in
             DDP or have DTensors as parameters (FSDP2, tensor parallelism) over the ranks of the island.
         every: The number of steps between two averages of a fragment. Default 16.
-        spec: What the differences are compressed with, as for `dtcomm.ddp.compress`, but neither "auto" nor dgc.
+        codec: What the differences are compressed with, as for `dtcomm.ddp.compress`, but neither "auto" nor dgc.
             Default "int8".
         group: The process group that averages; None is the default group. With islands: this rank's group of those
             that have one rank of each island, at equal positions.
@@ -80,7 +80,7 @@ class LocalSGD(Reporting):
 
     Example::
 
-        local = LocalSGD(model, every=16, spec="int8")
+        local = LocalSGD(model, every=16, codec="int8")
         for batch in batches:
             loss(model, batch).backward()
             optimizer.step()
@@ -92,7 +92,7 @@ class LocalSGD(Reporting):
         self,
         model: torch.nn.Module,
         every: int = 16,
-        spec: str | Scheme | Policy = "int8",
+        codec: str | Scheme | Policy = "int8",
         group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback = True,
         **options: Unpack[Options],
@@ -130,11 +130,13 @@ class LocalSGD(Reporting):
         self._island = Island(model)
         self._island.reshard()
         excluded = exclusions(options["exclude"], [name for name, _ in model.named_parameters()])
-        self.policy = (excluded | as_policy(spec)).for_model(model)
+        self.policy = (excluded | as_policy(codec)).for_model(model)
         schemes = [rule.codec for rule in self.policy.rules]
         if any(isinstance(scheme, DGC) for scheme in schemes):
-            raise ValueError("spec: dgc has a momentum for gradients; here momentum is the outer optimizer's")
-        self._options = {"spec": str(self.policy), "feedback": str(feedback)}
+            raise ValueError(
+                "codec: dgc has a momentum for gradients; here momentum is the outer optimizer's"
+            )
+        self._options = {"codec": str(self.policy), "feedback": str(feedback)}
         self.every, self.warmup, self.group = every, options["warmup"], group
         self.delay, self.mixing = delay, mixing
         self.steps = self.syncs = 0
@@ -154,7 +156,7 @@ class LocalSGD(Reporting):
         self._moments = None
         if optimizer is not None and moments:
             self._moments = MomentAverager(optimizer, moments, self._weights, group, algorithm)
-        announced = {"every": every, "spec": self.policy, "feedback": feedback, **options}
+        announced = {"every": every, "codec": self.policy, "feedback": feedback, **options}
         if dist.get_world_size(group) > 1:
             Announcement(group, "dtcomm.local_sgd.LocalSGD", announced).require_all(CONSTRUCTOR_LIMIT_S)
         root = 0 if group is None else dist.get_global_rank(group, 0)
@@ -336,7 +338,7 @@ class LocalSGD(Reporting):
         Args:
             state: What `state_dict` returned on this rank, or, if the number of ranks has changed, the list of all
                 ranks' states in rank order.
-            strict: Refuse a state that was saved with another ``spec`` or ``feedback``; False: of the compression load
+            strict: Refuse a state that was saved with another ``codec`` or ``feedback``; False: of the compression load
                 its residuals alone.
 
         Raises:

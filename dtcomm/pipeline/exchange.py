@@ -104,7 +104,7 @@ class Exchange:
         self,
         tensor: torch.Tensor,
         link: Link,
-        spec: Codec,
+        codec: Codec,
         traffic: Traffic,
         plain_bytes: int,
         residual: torch.Tensor | None = None,
@@ -113,7 +113,7 @@ class Exchange:
 
         ``plain_bytes`` is what the message stands for, uncompressed.
         """
-        work = send(tensor, link.peer, codec=spec, group=link.group, async_op=True, residual=residual)
+        work = send(tensor, link.peer, codec=codec, group=link.group, async_op=True, residual=residual)
         self._sent.append((work, traffic, plain_bytes))
         while self._sent and self._sent[0][0].is_completed():
             self._finish_oldest()
@@ -140,25 +140,25 @@ class Exchange:
         traffic.add(work, plain_bytes)
 
 
-def receive_tensor(buffer: torch.Tensor, link: Link, spec: Codec) -> Steps:
+def receive_tensor(buffer: torch.Tensor, link: Link, codec: Codec) -> Steps:
     """Receive a message into ``buffer``, which has any strides."""
     memory = buffer.detach()
     target = (
         memory if memory.is_contiguous() else torch.empty_like(memory, memory_format=torch.contiguous_format)
     )
-    yield post_receive(target, link, spec), True
+    yield post_receive(target, link, codec), True
     if target is not memory:
         memory.copy_(target)
 
 
-def post_receive(target: torch.Tensor, link: Link, spec: Codec) -> Work:
+def post_receive(target: torch.Tensor, link: Link, codec: Codec) -> Work:
     """Post the receive of one tensor, which is contiguous."""
-    return recv(as_sendable(target, spec), link.peer, codec=spec, group=link.group, async_op=True)
+    return recv(as_sendable(target, codec), link.peer, codec=codec, group=link.group, async_op=True)
 
 
-def as_sendable(tensor: torch.Tensor, spec: Codec) -> torch.Tensor:
+def as_sendable(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
     """Return a contiguous tensor as it travels: as bytes if no codec takes its type."""
-    return tensor if tensor.dtype in spec.dtypes else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in codec.dtypes else tensor.view(torch.uint8)
 
 
 def shape_header(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,16 +172,18 @@ class _LinkEnd:
     def __init__(
         self,
         peer: int,
-        spec: str | Codec = "none",
-        backward: str | Codec | None = None,
+        codec: str | Codec = "none",
+        backward_codec: str | Codec | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
         self.peer, self.group, self.seed = peer, group, seed
-        self.codec = message_codec(spec, "spec", MESSAGES)
+        self.codec = message_codec(codec, "codec", MESSAGES)
         self.backward_codec = (
-            self.codec if backward is None else message_codec(backward, "backward", MESSAGES)
+            self.codec
+            if backward_codec is None
+            else message_codec(backward_codec, "backward_codec", MESSAGES)
         )
         self.sent_bytes = 0
         self._messages = 0
@@ -219,8 +221,8 @@ class Sender(_LinkEnd):
 
     Args:
         peer: Global rank of the next stage.
-        spec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
-        backward: Codec of the gradients. Default: that of the activations.
+        codec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
+        backward_codec: Codec of the gradients. Default: that of the activations.
         group: Process group that contains both ranks. Default: the default group.
         seed: Seed of stochastic rounding. Default: 0.
 
@@ -251,8 +253,8 @@ class Receiver(_LinkEnd):
 
     Args:
         peer: Global rank of the previous stage.
-        spec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
-        backward: Codec of the gradients. Default: that of the activations.
+        codec: Codec of the activations, a spec or a `Codec`. Default: ``"none"``.
+        backward_codec: Codec of the gradients. Default: that of the activations.
         feedback: Error feedback: keep the error of each encoded gradient and add it to the next gradient of the same
             shape. Pays where the gradients of successive steps are alike, as with few bits and large batches. Default:
             False.
@@ -273,14 +275,14 @@ class Receiver(_LinkEnd):
     def __init__(
         self,
         peer: int,
-        spec: str | Codec = "none",
-        backward: str | Codec | None = None,
+        codec: str | Codec = "none",
+        backward_codec: str | Codec | None = None,
         *,
         feedback: bool = False,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(peer, spec, backward, group=group, seed=seed)
+        super().__init__(peer, codec, backward_codec, group=group, seed=seed)
         self.feedback = feedback
         self._residuals = Residuals()
 

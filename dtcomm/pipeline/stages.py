@@ -52,7 +52,7 @@ class _Settings:
 
 def compress(
     stages: PipelineStageBase | Sequence[PipelineStageBase],
-    spec: str | Codec = "int8",
+    codec: str | Codec = "int8",
     *,
     backward_codec: str | Codec | None = None,
     feedback: bool = False,
@@ -68,7 +68,7 @@ def compress(
     Args:
         stages: The stage of this rank, or the list of its stages: `torch.distributed.pipelining.PipelineStage` objects
             or those of ``build_stage``.
-        spec: Codec of the activations, a spec or a `Codec`. ``"int4:block=64,rotate=hadamard"`` has the tiles and the
+        codec: Codec of the activations, a spec or a `Codec`. ``"int4:block=64,rotate=hadamard"`` has the tiles and the
             rotation of TAH-Quant (He et al. 2025, arXiv:2506.01352). Default: ``"int8"``.
         backward_codec: Codec of their gradients. Default: that of the activations.
         feedback: Error feedback: keep what the encoding of a gradient lost and add it to the gradient of the same
@@ -121,15 +121,15 @@ def compress(
         raise ValueError(
             "differences: not valid with dynamic_shapes: a sample's activation must keep its shape"
         )
-    forward = message_codec(spec, "spec", MESSAGES)
+    forward = message_codec(codec, "codec", MESSAGES)
     backward = (
         forward if backward_codec is None else message_codec(backward_codec, "backward_codec", MESSAGES)
     )
     if not allow_inaccurate:
         if not differences:
-            require_accurate(forward, "spec", ACTIVATIONS, "differences=True")
+            require_accurate(forward, "codec", ACTIVATIONS, "differences=True")
         if not feedback:
-            argument = "spec" if backward_codec is None else "backward_codec"
+            argument = "codec" if backward_codec is None else "backward_codec"
             require_accurate(backward, argument, GRADIENTS, "feedback=True")
     settings = _Settings(
         forward=forward,
@@ -236,12 +236,14 @@ class _StageMessages:
         if self._stage.is_first or not self._stage.has_backward:
             return []
         for number, (tensor, link) in enumerate(messages):
-            spec, traffic = self._codec_of(tensor, GRADIENTS)
+            codec, traffic = self._codec_of(tensor, GRADIENTS)
             residual = None
-            if self._settings.feedback and not spec.lossless(tensor.dtype):
+            if self._settings.feedback and not codec.lossless(tensor.dtype):
                 name = f"{self.name}/{number}/{micro_batch}/{tuple(tensor.shape)}"
                 residual = self._state.residuals.get(name, tensor).view(tensor.shape)
-            self._state.exchange.send(as_sendable(tensor, spec), link, spec, traffic, tensor.nbytes, residual)
+            self._state.exchange.send(
+                as_sendable(tensor, codec), link, codec, traffic, tensor.nbytes, residual
+            )
         self._count_sent()
         return []
 
@@ -344,22 +346,22 @@ class _StageMessages:
     def _codec_for(self, dtype: torch.dtype, what: str) -> Codec:
         if what == ACTIVATIONS and self._settings.differences:  # differences themselves are encoded elsewhere
             return NONE
-        spec = self._settings.forward if what == ACTIVATIONS else self._settings.backward
-        return spec if dtype.is_floating_point and dtype in spec.dtypes else NONE
+        codec = self._settings.forward if what == ACTIVATIONS else self._settings.backward
+        return codec if dtype.is_floating_point and dtype in codec.dtypes else NONE
 
     def _codec_of(self, tensor: torch.Tensor, what: str) -> tuple[Codec, Traffic]:
-        spec = self._codec_for(tensor.dtype, what)
-        traffic = self._traffic_of(tensor, what, str(spec))
+        codec = self._codec_for(tensor.dtype, what)
+        traffic = self._traffic_of(tensor, what, str(codec))
         wanted = self._settings.forward if what == ACTIVATIONS else self._settings.backward
-        if str(spec) != str(wanted):
+        if str(codec) != str(wanted):
             evaluation = tensor.is_floating_point() and tensor.dtype in wanted.dtypes
             traffic.reason = "evaluation" if evaluation else f"{wanted} does not take {traffic.dtype}"
             traffic.fallback = tensor.is_floating_point() and not evaluation
-        return spec, traffic
+        return codec, traffic
 
-    def _traffic_of(self, tensor: torch.Tensor, what: str, spec: str) -> Traffic:
+    def _traffic_of(self, tensor: torch.Tensor, what: str, codec: str) -> Traffic:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        traffic = self.traffic.setdefault((what, spec, dtype), Traffic(codec=spec, what=what, dtype=dtype))
+        traffic = self.traffic.setdefault((what, codec, dtype), Traffic(codec=codec, what=what, dtype=dtype))
         traffic.numel += tensor.numel()
         return traffic
 
@@ -368,7 +370,7 @@ class _StageMessages:
         if self._sends_differences(tensor):
             self._send_difference(tensor, link, number, micro_batch)
             return
-        spec, traffic = self._codec_of(tensor, ACTIVATIONS)
+        codec, traffic = self._codec_of(tensor, ACTIVATIONS)
         if self._settings.dynamic_shapes:
             header = shape_header(tensor)
             exchange.send(
@@ -378,16 +380,16 @@ class _StageMessages:
                 self._traffic_of(header, "shapes", "none"),
                 header.nbytes,
             )
-        exchange.send(as_sendable(tensor, spec), link, spec, traffic, tensor.nbytes)
+        exchange.send(as_sendable(tensor, codec), link, codec, traffic, tensor.nbytes)
 
     def _activation_steps(self, info: Any, link: Link, number: int, micro_batch: int) -> Steps:
         buffer: torch.Tensor = info.buffer
         if self._sends_differences(buffer):
             return self._difference_steps(buffer, link, number, micro_batch)
-        spec = self._codec_for(buffer.dtype, ACTIVATIONS)
+        codec = self._codec_for(buffer.dtype, ACTIVATIONS)
         if self._settings.dynamic_shapes:
-            return _steps_with_shape(info, link, spec)
-        return receive_tensor(buffer, link, spec)
+            return _steps_with_shape(info, link, codec)
+        return receive_tensor(buffer, link, codec)
 
     def _sends_differences(self, tensor: torch.Tensor) -> bool:
         return self._settings.differences and self._stage.has_backward and tensor.is_floating_point()
@@ -402,11 +404,11 @@ class _StageMessages:
             selected = _select(samples, known, is_known)
             if is_known:
                 self._messages += 1
-                message, spec = references.encode(selected, rows, self._messages), f"{references.codec}"
+                message, codec = references.encode(selected, rows, self._messages), f"{references.codec}"
             else:
                 references.store(selected, rows)
-                message, spec = rows.contiguous(), "none"
-            traffic = self._traffic_of(rows, ACTIVATIONS, spec)
+                message, codec = rows.contiguous(), "none"
+            traffic = self._traffic_of(rows, ACTIVATIONS, codec)
             if not is_known:
                 traffic.reason = "first time of these samples"
             self._state.exchange.send(message, link, NONE, traffic, rows.nbytes)
@@ -484,14 +486,14 @@ class _StageMessages:
         self._state.end_step_if_done()
 
 
-def _steps_with_shape(info: Any, link: Link, spec: Codec) -> Steps:
+def _steps_with_shape(info: Any, link: Link, codec: Codec) -> Steps:
     """Receive a shape, then a tensor of that shape, for which a buffer is made."""
     header = shape_header(info.buffer).to(info.buffer.device)
     yield post_receive(header, link, NONE), False
     dims, *sizes = header.tolist()
     if tuple(info.buffer.shape) != tuple(sizes[:dims]):
         info.buffer = info.buffer.new_empty(sizes[:dims])
-    yield from receive_tensor(info.buffer, link, spec)
+    yield from receive_tensor(info.buffer, link, codec)
 
 
 def _select(samples: Sequence[int], known: torch.Tensor, wanted: bool) -> list[int]:

@@ -376,7 +376,7 @@ def levels_of(
             raise ValueError(f"links of {every.ranks} ranks; the job has {job_ranks}")
         links = every.of_ranks(ranks)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the file of DTCOMM_LINKS: {error}") from None
+        raise ValueError(f"the file of DTCOMM_TOPOLOGY: {error}") from None
     found = links.groups()
     groups = found if len(found) > 1 else hosts
     topology = Topology.of([_group_of(rank, groups) for rank in range(links.ranks)])
@@ -389,7 +389,7 @@ def levels_of(
         inside=inside if len(groups) < links.ranks else table.inside,
         between=replace(between, overhead=table.between.overhead) if len(groups) > 1 else table.between,
         measured=table.measured if groups == hosts else (),
-        source=f"links of DTCOMM_LINKS, else {table.source}",
+        source=f"links of DTCOMM_TOPOLOGY, else {table.source}",
     )
 
 

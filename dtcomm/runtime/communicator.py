@@ -80,7 +80,7 @@ class Communicator:
             known once the ranks are connected.
         groups: The ranks of each host.
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought; empty if there is none.
-        links: The text of the file of DTCOMM_LINKS that rank 0 brought; empty if there is none.
+        links: The text of the file of DTCOMM_TOPOLOGY that rank 0 brought; empty if there is none.
         device: The device of the tensors; None is the CPU.
         plans: Prepared plans by the arguments of a call. ``dtcomm.collectives`` fills it.
         counter: Counts the calls.

@@ -1,4 +1,4 @@
-"""Emulated links: with DTCOMM_LINK the native engine delivers no byte earlier than such a link would.
+"""Emulated links: with DTCOMM_EMULATE_LINK the native engine delivers no byte earlier than such a link would.
 
 ``10gbit,50us`` is a rate (bit/s: kbit, mbit, gbit, tbit) and after a comma a latency (ns, us, ms, s; 0 if left out).
 Every rank then has a network card of its own, also where ranks share a host. ``inside=400gbit,2us;between=10gbit,50us``
@@ -74,7 +74,7 @@ class Links:
         return self.inside is not None or self.between is not None
 
 
-def parse(text: str, source: str = "DTCOMM_LINK") -> Links:
+def parse(text: str, source: str = "DTCOMM_EMULATE_LINK") -> Links:
     """The links that the text describes, none if it is empty; ValueError that names ``source`` if it is not valid."""
     text = text.strip().lower()
     if not text:
@@ -93,8 +93,8 @@ def parse(text: str, source: str = "DTCOMM_LINK") -> Links:
 
 
 def links() -> Links:
-    """The links that DTCOMM_LINK describes."""
-    return parse(env.get("DTCOMM_LINK"))
+    """The links that DTCOMM_EMULATE_LINK describes."""
+    return parse(env.get("DTCOMM_EMULATE_LINK"))
 
 
 @functools.cache

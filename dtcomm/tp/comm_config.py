@@ -169,8 +169,8 @@ class CommConfig:
     @classmethod
     def of(
         cls,
-        spec: str | Codec = "none",
-        backward: str | Codec = "none",
+        codec: str | Codec = "none",
+        backward_codec: str | Codec = "none",
         *,
         algorithm: Algorithm = "auto",
         group: GroupOrMesh = None,
@@ -180,8 +180,8 @@ class CommConfig:
         """Build the settings from what users write.
 
         Args:
-            spec: Codec of the forward pass, as a spec such as ``"int8"`` or a `Codec`. Default: uncompressed.
-            backward: Codec of the gradients. Default: uncompressed.
+            codec: Codec of the forward pass, as a spec such as ``"int8"`` or a `Codec`. Default: uncompressed.
+            backward_codec: Codec of the gradients. Default: uncompressed.
             algorithm: See the class; a Schedule becomes its text. Default: ``"auto"``.
             group: Process group, or a device mesh with one dimension. Default: all ranks.
             latency: See the class. Default: True.
@@ -196,20 +196,20 @@ class CommConfig:
 
         Example::
 
-            comm = dtcomm.tp.CommConfig.of("int8", backward="fp8_e4m3", group=mesh["tp"])
+            comm = dtcomm.tp.CommConfig.of("int8", backward_codec="fp8_e4m3", group=mesh["tp"])
             y = dtcomm.tp.functional.reduce_from_ranks(x, comm)
         """
-        process_group = process_group_of(group, "tp", "mesh")
+        process_group = process_group_of(group, "tp")
         require_algorithm(algorithm, process_group)
-        forward_codec, backward_codec = parse_codec(spec), parse_codec(backward, "backward_codec")
+        forward, backward = parse_codec(codec), parse_codec(backward_codec, "backward_codec")
         return cls(
-            codec=forward_codec,
-            backward_codec=backward_codec,
+            codec=forward,
+            backward_codec=backward,
             algorithm=str(algorithm),
             group=process_group,
             latency=latency,
             traffic=LayerTraffic() if traffic is None else traffic,
-            codec_specs=(str(forward_codec), str(backward_codec)),
+            codec_specs=(str(forward), str(backward)),
             group_name=(dist.group.WORLD if process_group is None else process_group).group_name,  # type: ignore[union-attr]
         )
 

@@ -71,14 +71,10 @@ class Options(TypedDict, total=False):
     """What `compress` takes.
 
     Attributes:
-        codec: The same as ``spec``, under the name that layers and styles use. Default: ``spec``.
         backward_codec: Codec of the activations' gradients. Default: ``"none"``.
         exclude: Shell patterns of layers, or of modules with all that they contain, that are cut over the ranks but
             communicate uncompressed, such as ``"lm_head"`` or ``["*.0.*", "*.down_proj"]``. Default: none.
-        feedback: False or ``"auto"``: activations have no error feedback. Default: False.
-        guard: None: `dtcomm.extensions.calibrate` measures the harm before, and the guards of `dtcomm.ddp.compress` and
-            `dtcomm.fsdp.compress` watch the loss while the model trains. Default: None.
-        allow_inaccurate: Accept codecs in ``spec`` and ``backward_codec`` that lose more than 20 % (relative error) of
+        allow_inaccurate: Accept codecs in ``codec`` and ``backward_codec`` that lose more than 20 % (relative error) of
             Gaussian numbers. A plan's codecs are not checked: calibration measured them. Default: False.
         algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
         chunks: Chunks of tokens of the row-parallel layers, see `RowParallelLinear`. Default: 1.
@@ -88,11 +84,8 @@ class Options(TypedDict, total=False):
             turn takes two steps. Not for compiled models, whose codecs are fixed. 0: none. Default: 0.
     """
 
-    codec: str | Codec | None
     backward_codec: str | Codec
     exclude: str | Sequence[str]
-    feedback: bool | str
-    guard: None
     allow_inaccurate: bool
     algorithm: Algorithm
     chunks: int | str
@@ -101,11 +94,8 @@ class Options(TypedDict, total=False):
 
 
 DEFAULTS: Options = {
-    "codec": None,
     "backward_codec": "none",
     "exclude": (),
-    "feedback": False,
-    "guard": None,
     "allow_inaccurate": False,
     "algorithm": "auto",
     "chunks": 1,
@@ -117,8 +107,8 @@ DEFAULTS: Options = {
 @shares_options(DEFAULTS, Options)
 def compress(
     model: nn.Module,
-    mesh: GroupOrMesh,
-    spec: str | Codec = "int8",
+    group: GroupOrMesh,
+    codec: str | Codec = "int8",
     plan: Plan | str | Path | None = None,
     **options: Unpack[Options],
 ) -> State:
@@ -128,8 +118,8 @@ def compress(
 
     Args:
         model: The model; the same on all ranks.
-        mesh: One-dimensional device mesh, process group, or None for all ranks.
-        spec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
+        group: One-dimensional device mesh, process group, or None for all ranks.
+        codec: Codec of the activations, a spec or a `Codec`. Default: ``"int8"``.
         plan: Which layers to replace: a mapping from name patterns to one of `dtcomm.tp.layer_plan.KINDS`, the name of
             a built-in plan, a file that ``dtcomm tp calibrate`` wrote (its name ends in .json), which gives every layer
             its own codec, or None for the built-in plan of ``model.config.model_type``. Default: None.
@@ -149,21 +139,21 @@ def compress(
         dtcomm.tp.compress(model, mesh, "int4", {"*.up": "column", "*.down": "row"}, exclude="layers.0")
     """
     given = complete_options("dtcomm.tp.compress", options, DEFAULTS)
-    _require_options(spec, plan, given)
+    _require_options(codec, plan, given)
     algorithm, latency = given["algorithm"], given["latency"]
-    forward = parse_codec(spec if given["codec"] is None else given["codec"], "spec")
+    forward = parse_codec(codec)
     backward = parse_codec(given["backward_codec"], "backward_codec")
     if not given["allow_inaccurate"]:
-        _require_accurate(forward, "spec")
+        _require_accurate(forward, "codec")
         _require_accurate(backward, "backward_codec")
-    comm = CommConfig.of(forward, backward, algorithm=algorithm, group=mesh)
+    comm = CommConfig.of(forward, backward, algorithm=algorithm, group=group)
     if comm.world_size > 1:
-        require_kernels([forward], model.parameters(), "spec")
+        require_kernels([forward], model.parameters(), "codec")
         require_kernels([backward], model.parameters(), "backward_codec")
     modules = resolve_plan(model, plan, comm.world_size)
     entries = {name: entry for name, (_, entry) in modules.items()}
     excluded = _excluded_layers(given["exclude"], entries)
-    shared: dict[str, Any] = {"algorithm": algorithm, "group": mesh, "device": "meta"}
+    shared: dict[str, Any] = {"algorithm": algorithm, "group": group, "device": "meta"}
     config = getattr(model, "config", None)
     sharing = _modules_of_weights(model)
     layers: dict[str, ShardedModule] = {}
@@ -178,11 +168,11 @@ def compress(
         linear_options = {**shared, "backward_codec": gradients, "latency": latency}
         if entry.kind == "experts":
             settings = CommConfig.of(
-                shared["codec"], gradients, algorithm=algorithm, group=mesh, latency=latency
+                shared["codec"], gradients, algorithm=algorithm, group=group, latency=latency
             )
             layers[name] = ParallelExperts(module, settings, name)
         elif entry.kind == "replicated":
-            layers[name] = ReplicatedModule(module, CommConfig.of(group=mesh), name)
+            layers[name] = ReplicatedModule(module, CommConfig.of(group=group), name)
         else:
             layers[name] = _sharded_linear(module, entry.kind, name, given["chunks"], config, linear_options)
     for name, layer in layers.items():
@@ -190,7 +180,7 @@ def compress(
     _divide_head_counts(model, entries, comm.world_size)
     refuse_join(model, "tensor parallelism")
     if comm.world_size > 1:
-        codecs = {"spec": forward, "backward_codec": backward}
+        codecs = {"codec": forward, "backward_codec": backward}
         kinds = {f"plan: {name}": f"{entry.kind} {entry.codec or ''}" for name, entry in entries.items()}
         Announcement(comm.group, "dtcomm.tp.compress", {**given, **codecs, **kinds}).require_all_at_forward(
             model
@@ -198,29 +188,14 @@ def compress(
     return State(model, comm, entries, layers, excluded, given["verify"])
 
 
-def _require_options(spec: object, plan: object, options: Options) -> None:
-    """Check the arguments that have few valid values; the errors say where other integrations have more."""
-    feedback = options["feedback"]
-    if options["codec"] is not None and spec != "int8":
-        raise ValueError(f"codec: another name of spec, which is {spec!r} already; pass one of them")
-    if isinstance(spec, str) and spec in PLANS:
-        raise ValueError(f"spec: {spec!r} is a plan; pass plan={spec!r}")
+def _require_options(codec: object, plan: object, options: Options) -> None:
+    """Check plan, codec and options."""
+    if isinstance(codec, str) and codec in PLANS:
+        raise ValueError(f"codec: {codec!r} is a plan; pass plan={codec!r}")
     if isinstance(plan, str) and plan.partition(":")[0] in names():
-        raise ValueError(f"plan: {plan!r} is a codec; pass spec={plan!r}, and the plan as plan=")
+        raise ValueError(f"plan: {plan!r} is a codec; pass codec={plan!r}, and the plan as plan=")
     require_bool("allow_inaccurate", options["allow_inaccurate"])
     require_int("verify", options["verify"], 0)
-    if feedback not in (False, "auto"):
-        raise ValueError(
-            f"feedback: got {feedback!r}; valid here: False or 'auto', which are the same: activations of one step are "
-            "not those of the next, so what an encoding loses cannot be sent later; gradients of parameters have "
-            "feedback, in dtcomm.ddp.compress and dtcomm.fsdp.compress"
-        )
-    if options["guard"] is not None:
-        raise ValueError(
-            "guard: tensor parallelism has none: dtcomm.extensions.calibrate measures the harm to "
-            "each layer before, and the guard= of dtcomm.ddp.compress and dtcomm.fsdp.compress watches the loss in "
-            "training; valid: None"
-        )
 
 
 def _require_accurate(codec: Codec, argument: str) -> None:

@@ -33,7 +33,7 @@ class StyleNames(NamedTuple):
 
 
 def register(
-    spec: str | Codec,
+    codec: str | Codec,
     name: str = "",
     *,
     backward_codec: str | Codec = "none",
@@ -46,7 +46,7 @@ def register(
     compressed sum of the input's gradients.
 
     Args:
-        spec: Codec of the outputs' sum, a spec or a `Codec`.
+        codec: Codec of the outputs' sum, a spec or a `Codec`.
         name: Ending of the styles' names. Default: the codec's spec.
         backward_codec: Codec of the gradients' sum. Default: ``"none"``.
         algorithm: Algorithm of the sums, see `CommConfig`. Default: ``"auto"``.
@@ -63,7 +63,7 @@ def register(
         names = dtcomm.tp.hf_transformers.register("int8")
         tp_plan = {"layers.*.mlp.up_proj": names.colwise, "layers.*.mlp.down_proj": names.rowwise}
     """
-    forward, backward = parse_codec(spec, "spec"), parse_codec(backward_codec, "backward_codec")
+    forward, backward = parse_codec(codec), parse_codec(backward_codec, "backward_codec")
     try:
         module: Any = importlib.import_module("transformers.distributed.tensor_parallel")
         bases: tuple[Any, Any] = module.RowwiseParallel, module.ColwiseParallel

@@ -61,7 +61,7 @@ WAYS = (
     ONE_HOST,
     TWO_HOSTS,
     THREE_HOSTS._replace(name="messages of Gloo", env=(("DTCOMM_RUNTIME", "process_group"),)),
-    Way("emulated link", env=(("DTCOMM_LINK", "100gbit,2us"),)),
+    Way("emulated link", env=(("DTCOMM_EMULATE_LINK", "100gbit,2us"),)),
     Way("sockets on one host", env=(("DTCOMM_TRANSPORT", "sockets"),)),
 )
 RankResult = tuple[dict[int, int], list[str]]

@@ -178,7 +178,7 @@ def variables() -> Check:
     for name in set(variables) - set(unknown):
         try:
             env.get(name)
-            if name == "DTCOMM_LINK":
+            if name == "DTCOMM_EMULATE_LINK":
                 emulated_link.links()
         except ValueError as error:
             wrong.append(str(error))

@@ -36,7 +36,7 @@ ALGORITHMS = ("auto", "direct", "two_shot", "one_shot", "two_shot_symmetric")
 
 
 def emulate_all_reduce(
-    partials: Sequence[torch.Tensor], spec: str | Codec, algorithm: str = "auto", seed: int = 0
+    partials: Sequence[torch.Tensor], codec: str | Codec, algorithm: str = "auto", seed: int = 0
 ) -> torch.Tensor:
     """Return the compressed sum of the ranks' tensors that every rank would have after an all-reduce.
 
@@ -50,7 +50,7 @@ def emulate_all_reduce(
         >>> emulate_all_reduce([torch.ones(4), torch.ones(4)], "bf16").tolist()
         [2.0, 2.0, 2.0, 2.0]
     """
-    codec = parse(spec)
+    codec = parse(codec)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: {algorithm!r}; valid: {', '.join(ALGORITHMS)}")
     if codec.needs_agreement:
@@ -90,9 +90,9 @@ def emulate_all_reduce(
     return total.view(first.shape)
 
 
-def emulate_all_gather(shards: Sequence[torch.Tensor], spec: str | Codec, dim: int = -1) -> torch.Tensor:
+def emulate_all_gather(shards: Sequence[torch.Tensor], codec: str | Codec, dim: int = -1) -> torch.Tensor:
     """Return the result of a compressed all-gather: the ranks' shards, each decoded, concatenated along ``dim``."""
-    codec = parse(spec)
+    codec = parse(codec)
     decoded_shards = []
     for rank, shard in enumerate(shards):
         contiguous = shard.detach().contiguous()

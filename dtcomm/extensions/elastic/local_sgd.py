@@ -55,7 +55,7 @@ class ElasticLocalSGD(LocalSGD):
         model: The model, which nothing else synchronises; the islands of `LocalSGD` are not possible.
         coordinator: The address of the `Coordinator`, ``"host:port"`` or ``"[IPv6 address]:port"``.
         every: As for `LocalSGD`, and so are the other options.
-        spec: As for `LocalSGD`.
+        codec: As for `LocalSGD`.
         feedback: True or False; others cannot follow a change of ranks. Default True.
         state: What `state_dict` returned in an earlier run; the members with the most steps give theirs to the others.
             Default None.
@@ -73,7 +73,7 @@ class ElasticLocalSGD(LocalSGD):
 
     Example::
 
-        local = ElasticLocalSGD(model, "coordinator.example:29400", every=30, spec="int4")
+        local = ElasticLocalSGD(model, "coordinator.example:29400", every=30, codec="int4")
         while local.steps < 10_000:
             loss(model, batch(local.steps, local.view.rank)).backward()
             optimizer.step()
@@ -89,7 +89,7 @@ class ElasticLocalSGD(LocalSGD):
         model: torch.nn.Module,
         coordinator: str,
         every: int = 16,
-        spec: str | Scheme | Policy = "int8",
+        codec: str | Scheme | Policy = "int8",
         feedback: bool = True,
         *,
         state: Mapping[str, Any] | None = None,
@@ -114,7 +114,7 @@ class ElasticLocalSGD(LocalSGD):
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         try:
-            super().__init__(model, every, spec, None, feedback, **options)
+            super().__init__(model, every, codec, None, feedback, **options)
             self._error_state.keeps_backups = True
             tensors = model.state_dict()
             self._fixed = {name: tensor for name, tensor in tensors.items() if name not in self._weights}
@@ -372,7 +372,7 @@ class ElasticLocalSGD(LocalSGD):
             "dtcomm": dtcomm.__version__,
             "protocol": str(PROTOCOL),
             "model": f"{len(tensors)} tensors with {elements} elements, digest {digest} of names, shapes and dtypes",
-            "spec": str(self.policy),
+            "codec": str(self.policy),
             "feedback": str(self._error_state.kind),
             "every": str(self.every),
             "outer": outer,

@@ -61,7 +61,7 @@ class CpuBootstrap:
         names: How errors name each rank.
         groups: The ranks of each host.
         tuning_table: The table of ``dtcomm tune`` that rank 0 brought.
-        links: The text of the file of DTCOMM_LINKS that rank 0 brought.
+        links: The text of the file of DTCOMM_TOPOLOGY that rank 0 brought.
         epoch: Counts the attempts of the ranks to make this communicator; equal on all ranks.
 
     Args:
@@ -185,7 +185,7 @@ class CpuBootstrap:
         self._read_base_info(infos)
         if emulated_link.links() and len({info["machine"] for info in infos}) > 1:
             raise DtcommError(
-                "DTCOMM_LINK: emulated links join processes of one machine; these ranks are on more"
+                "DTCOMM_EMULATE_LINK: emulated links join processes of one machine; these ranks are on more"
             )
         self.tuning_table = infos[0]["table"]
         # Sockets and ranks with several threads have pieces of another size, so the shared memory is too.
@@ -400,8 +400,8 @@ class CpuBootstrap:
         self.reason = reason
         if variable := _variable_that_requires_engine():
             raise DtcommError(f"{variable}, but {reason}")
-        if env.get("DTCOMM_LINK"):
-            raise DtcommError(f"DTCOMM_LINK: only the native engine emulates links, but {reason}")
+        if env.get("DTCOMM_EMULATE_LINK"):
+            raise DtcommError(f"DTCOMM_EMULATE_LINK: only the native engine emulates links, but {reason}")
         if env.get("DTCOMM_PORTS") and self._uses_sockets():
             # Messages of the group's backend would use other ports, which a firewall may drop silently.
             raise DtcommError(f"DTCOMM_PORTS={env.get('DTCOMM_PORTS')}, but {reason}")

@@ -56,8 +56,10 @@ class CudaBootstrap(CpuBootstrap):
             raise DtcommError(
                 f"DTCOMM_RUNTIME=native: the engine moves CPU tensors; this one is on {self._device}"
             )
-        if env.get("DTCOMM_LINK"):
-            raise DtcommError(f"DTCOMM_LINK: emulated links carry CPU tensors; this one is on {self._device}")
+        if env.get("DTCOMM_EMULATE_LINK"):
+            raise DtcommError(
+                f"DTCOMM_EMULATE_LINK: emulated links carry CPU tensors; this one is on {self._device}"
+            )
         backend = backend_of(self._group, self._device)
         infos = exchange.all_gather(
             {

@@ -143,7 +143,7 @@ def can_use_single_copy(spec: OpSpec) -> bool:
 def why_no_single_copy(native: _C.NativeCommunicator, transport: str, emulates_link: bool) -> str:
     """Why single copy is not possible between this rank and its attached peers; empty if it is.
 
-    ``emulates_link``: DTCOMM_LINK emulates a link inside the host, which single copy would not go over.
+    ``emulates_link``: DTCOMM_EMULATE_LINK emulates a link inside the host, which single copy would not go over.
     """
     if env.get("DTCOMM_SINGLE_COPY") == "off":
         return "DTCOMM_SINGLE_COPY=off"

@@ -43,7 +43,7 @@ def main(address: str, path: str, method: str, timeout_s: str) -> None:
     local = ElasticLocalSGD(
         model,
         address,
-        spec="int4",
+        codec="int4",
         outer=nesterov,
         timeout_s=float(timeout_s),
         name=Path(path).stem,

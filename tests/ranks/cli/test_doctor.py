@@ -192,7 +192,7 @@ FAST, SLOW = "400mbit,1ms", "100mbit,4ms"
 
 
 def _measure_links(rank: int, world_size: int, slow_rank: int, expect: str) -> dict[str, Any] | None:
-    """Measure the ranks of a job in which one has a slower network card, as DTCOMM_LINK emulates it."""
+    """Measure the ranks of a job in which one has a slower network card, as DTCOMM_EMULATE_LINK emulates it."""
     if rank == slow_rank:
         link = emulated_link.parse(SLOW)
         with mock.patch("dtcomm.runtime.native.links", lambda: link):
@@ -203,7 +203,9 @@ def _measure_links(rank: int, world_size: int, slow_rank: int, expect: str) -> d
 
 
 def test_a_slow_rank_of_three_is_named() -> None:
-    report, *others = run_ranks(_measure_links, 3, 1, "", env={"DTCOMM_LINK": FAST, "DTCOMM_HOST_ID": "h"})
+    report, *others = run_ranks(
+        _measure_links, 3, 1, "", env={"DTCOMM_EMULATE_LINK": FAST, "DTCOMM_HOST_ID": "h"}
+    )
     assert others == [None, None] and report is not None
     assert report["ranks"]["status"] == "ok" and report["ranks"]["hosts"] == ["h"]
     links = report["links"]
@@ -215,10 +217,10 @@ def test_a_slow_rank_of_three_is_named() -> None:
 
 
 def test_the_link_of_two_ranks_is_compared_with_what_is_expected() -> None:
-    report, _ = run_ranks(_measure_links, 2, 1, "300mbit", env={"DTCOMM_LINK": FAST})
+    report, _ = run_ranks(_measure_links, 2, 1, "300mbit", env={"DTCOMM_EMULATE_LINK": FAST})
     assert report is not None
     (line,) = report["links"]["failures"]
     assert report["links"]["status"] == "FAIL"
     assert line.startswith("ranks 0 and 1: 0.0") and line.endswith("expected 0.3 Gbit/s")
-    report, _ = run_ranks(_measure_links, 2, -1, "200mbit", env={"DTCOMM_LINK": FAST})
+    report, _ = run_ranks(_measure_links, 2, -1, "200mbit", env={"DTCOMM_EMULATE_LINK": FAST})
     assert report is not None and report["links"]["status"] == "ok"

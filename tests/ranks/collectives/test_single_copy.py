@@ -91,7 +91,7 @@ def gather_staged(rank: int, n: int) -> dict[str, Any]:
     ("variables", "reason"),
     [
         ({"DTCOMM_SINGLE_COPY": "off"}, "DTCOMM_SINGLE_COPY=off"),
-        ({"DTCOMM_LINK": "100gbit,1us"}, "a link is emulated"),
+        ({"DTCOMM_EMULATE_LINK": "100gbit,1us"}, "a link is emulated"),
     ],
 )
 def test_reason_of_staging_is_reported(variables: dict[str, str], reason: str) -> None:
@@ -99,7 +99,7 @@ def test_reason_of_staging_is_reported(variables: dict[str, str], reason: str) -
         assert (info["single_copy"], info["pulled_bytes"]) == (reason, 0)
 
 
-@on_ranks(2, env={**ON, "DTCOMM_LINK": "10gbit,5us"})
+@on_ranks(2, env={**ON, "DTCOMM_EMULATE_LINK": "10gbit,5us"})
 def test_forced_single_copy_over_an_emulated_link_is_refused(rank: int, n: int) -> None:
     with pytest.raises(DtcommError, match="DTCOMM_SINGLE_COPY=on, but a link is emulated"):
         collectives.barrier()

@@ -50,7 +50,7 @@ def reduce_and_train(rank: int, ranks: int, folder: str) -> None:
     # A rank sends half of the tensor uncompressed inside its site; the sum of both sites travels in int8 everywhere.
     report = state.report()
     assert 0.48 < report.wire_bytes / report.plain_bytes < 0.56
-    local = LocalSGD(torch.nn.Linear(128, 64), every=1, spec=plan.codec, algorithm=plan.algorithm)
+    local = LocalSGD(torch.nn.Linear(128, 64), every=1, codec=plan.codec, algorithm=plan.algorithm)
     assert local.step()
     assert 0.48 < local.report().wire_bytes / local.report().plain_bytes < 0.56
 
@@ -58,7 +58,7 @@ def reduce_and_train(rank: int, ranks: int, folder: str) -> None:
     if rank == 0:
         Path(folder, "links.json").write_text(json.dumps({"gbit": rates.gbit}))
     dist.barrier()
-    os.environ["DTCOMM_LINKS"] = str(Path(folder, "links.json"))
+    os.environ["DTCOMM_TOPOLOGY"] = str(Path(folder, "links.json"))
     group = dist.new_group(list(range(ranks)))
     by_file = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     dtcomm.all_reduce(by_file, codec="none/int8", group=group)

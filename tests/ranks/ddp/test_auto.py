@@ -88,7 +88,7 @@ def train_with_auto(rank: int, world_size: int, steps: int, width: int) -> Outco
 
 
 def test_auto_compresses_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTCOMM_LINK", "100mbit,50us")
+    monkeypatch.setenv("DTCOMM_EMULATE_LINK", "100mbit,50us")
     results = run_ranks(train_with_auto, 2, 160, 256)
     assert results[0] == results[1]
     action, codecs, tried = results[0]
@@ -139,7 +139,7 @@ def test_verify_measures_pairs_of_steps_and_claims_what_they_show(
     monkeypatch: pytest.MonkeyPatch, link: str, spec: str
 ) -> None:
     """Over a slow link compression pays; in shared memory that is whatever the pairs have shown."""
-    monkeypatch.setenv("DTCOMM_LINK", link)
+    monkeypatch.setenv("DTCOMM_EMULATE_LINK", link)
     first, second = run_ranks(train_verified, 2, spec)
     codecs = {"fsdp": {"int8"}, "sharded": {"int8", "delta:int8"}, "tp": {"int8", "none"}}
     assert first == second and first["codecs"] == codecs.get(spec, {spec, "none"})
@@ -193,7 +193,7 @@ def load_and_train(
 
 def test_a_choice_is_restored_and_dropped_where_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as slow:
-        slow.setenv("DTCOMM_LINK", "10mbit")
+        slow.setenv("DTCOMM_EMULATE_LINK", "10mbit")
         states = run_ranks(train_and_save, 2)
         assert states[0]["auto"] == {"chosen": "int8", "bypass": False}
         for same, used, actions in run_ranks(load_and_train, 2, states):

@@ -158,7 +158,7 @@ def load_into_other_options(rank: int, world_size: int) -> tuple[list[str], list
 def test_a_state_of_other_options_is_refused_and_its_residuals_can_be_loaded() -> None:
     for (scheme, feedback, both), loaded, kinds in run_ranks(load_into_other_options, 2):
         assert re.search(
-            r"saved with spec='.*\* -> powersgd:rank=2' \(here '.*\* -> int8'\); strict=False", scheme
+            r"saved with codec='.*\* -> powersgd:rank=2' \(here '.*\* -> int8'\); strict=False", scheme
         )
         assert "saved with feedback='ef21' (here 'True'); strict=False" in feedback
         assert re.search(r"-> int8' \(here '.*-> int4'\), feedback='True' \(here 'False'\); strict", both)

@@ -59,20 +59,20 @@ def train_with_signs(rank: int, world_size: int, guard: Guard) -> tuple[Events, 
 
 def test_a_scheme_that_loses_gradients_gets_more_precision() -> None:
     """Windows of the steps 0 and 1, 2 and 3; the second one is sent in step 4 and evaluated when step 5 begins."""
-    results = run_ranks(train_with_signs, 2, Guard(cosine=0.95, window=2, on_harm="raise"))
+    results = run_ranks(train_with_signs, 2, Guard(cosine=0.95, window=2, on_harm="finer"))
     assert results[0] == results[1]
     events, codecs, cosine, text = results[0]
-    assert events == [(5, "harm", "", "raise")]
+    assert events == [(5, "harm", "", "finer")]
     assert set(codecs.values()) == {"int4", "none"}
     assert cosine > 0.99  # steps 6 and 7, with int4
     assert (
         "harm is 0." in text
-        and "limit 0.95: raise; over 2 steps the averaged gradients had cosine 0." in text
+        and "limit 0.95: finer; over 2 steps the averaged gradients had cosine 0." in text
     )
 
 
 def test_guard_may_ignore_or_only_warn() -> None:
-    for action, expected in (("warn", {"sign", "none"}), ("none", {"none"})):
+    for action, expected in (("warn", {"sign", "none"}), ("uncompressed", {"none"})):
         guard = Guard(cosine=0.95, window=2, on_harm=action)
         events, codecs = run_ranks(train_with_signs, 2, guard)[0][:2]
         assert events and set(codecs.values()) == expected
@@ -92,7 +92,9 @@ def train_with_infinite_loss(rank: int, world_size: int, on_all: bool) -> tuple[
 
 def test_repeated_nan_on_one_rank_stops_all_ranks() -> None:
     """Bad steps are 2, 3 and 4; their statistics are sent in 3, 4 and 5, and evaluated when 6 begins."""
-    text = "step 6: nonfinite is 3, limit 3: stop; the gradients of rank 1 held NaN or Inf before compression"
+    text = (
+        "step 6: nonfinite is 3, limit 3: error; the gradients of rank 1 held NaN or Inf before compression"
+    )
     assert run_ranks(train_with_infinite_loss, 2, False) == [(text, 6, "gradients", 1)] * 2
     text = text.replace("rank 1 held", "2 of 2 ranks held") + "; the weights may hold them already"
     assert run_ranks(train_with_infinite_loss, 2, True) == [(text, 6, "gradients", None)] * 2
@@ -155,7 +157,7 @@ def train_with_loss_jump(rank: int, world_size: int) -> tuple[Events, set[str], 
 
 def test_loss_jump_turns_compression_off_for_a_while() -> None:
     for events, during, after in run_ranks(train_with_loss_jump, 2):
-        assert events == [(10, "loss", "", "none")]  # sent in 8 and 9, evaluated when 9 and 10 begin
+        assert events == [(10, "loss", "", "uncompressed")]  # sent in 8 and 9, evaluated when 9 and 10 begin
         assert during == {"none"} and after == {"none", "int8"}
 
 
@@ -182,7 +184,10 @@ def train_with_excessive_rate(rank: int, world_size: int) -> tuple[Events, set[s
 def test_diverging_training_turns_compression_off() -> None:
     for events, during, losses in run_ranks(train_with_excessive_rate, 2):
         assert losses[18] > 10 * losses[14]
-        assert events[0][0] in (19, 20, 21) and events[0][1:] == ("loss", "", "none"), (events, losses)
+        assert events[0][0] in (19, 20, 21) and events[0][1:] == ("loss", "", "uncompressed"), (
+            events,
+            losses,
+        )
         assert during == {"none"}
 
 
@@ -224,7 +229,7 @@ def test_warm_up_is_uncompressed() -> None:
 def resume_with_decisions(rank: int, world_size: int) -> tuple[dict[str, str], dict[str, int]]:
     """Return what parameters are compressed with after a checkpoint is loaded, and the events before it."""
     model = wrapped(**SMALL_BUCKETS)
-    guard = Guard(cosine=0.95, window=2, on_harm="raise")
+    guard = Guard(cosine=0.95, window=2, on_harm="finer")
     state = ddp.compress(model, "sign", feedback=False, guard=guard)
     train(model, rank, range(6))
     saved = state.state_dict()
@@ -238,4 +243,4 @@ def resume_with_decisions(rank: int, world_size: int) -> tuple[dict[str, str], d
 def test_decisions_are_restored_from_the_state() -> None:
     for codecs, events in run_ranks(resume_with_decisions, 2):
         assert set(codecs.values()) == {"int4", "none"}
-        assert events == {"harm: raise": 1}
+        assert events == {"harm: finer": 1}

@@ -50,7 +50,7 @@ def from_all_ranks(own: torch.Tensor) -> list[torch.Tensor]:
 def compare_to_ddp(rank: int, world_size: int) -> float:
     """Return the difference to DDP: with an average after every step, SGD on local weights is SGD on mean gradients."""
     model, plain = make_net(seed=rank), wrapped()
-    local = LocalSGD(model, every=1, spec="none")
+    local = LocalSGD(model, every=1, codec="none")
     train(model, local, rank, range(5))
     train(plain, None, rank, range(5))
     return float((weights(model) - weights(plain)).abs().max())
@@ -123,7 +123,7 @@ class Uneven(nn.Module):
 def train_guarded(rank: int, world_size: int) -> tuple[list[str], dict[str, str]]:
     """Average signs without feedback, then observe a loss that jumps; return the events and each weight's codec."""
     model = Uneven()
-    guard = Guard(steps=3, cosine=0.95, window=2, on_harm="raise")
+    guard = Guard(steps=3, cosine=0.95, window=2, on_harm="finer")
     local = LocalSGD(model, 2, "sign", feedback=False, guard=guard)
 
     def codecs() -> dict[str, str]:
@@ -152,7 +152,7 @@ def test_the_guard_acts_on_averages() -> None:
     results = run_ranks(train_guarded, 2)
     assert results[0] == results[1]
     events, codecs = results[0]
-    assert set(events[:-1]) == {"harm  raise"} and events[-1] == "loss  none"
+    assert set(events[:-1]) == {"harm  finer"} and events[-1] == "loss  uncompressed"
     assert set(codecs.values()) == {"int4"}
 
 
@@ -189,7 +189,7 @@ def test_compression_on_a_single_rank_changes_nothing(spec: str, options: dict[s
 def average_thawed(rank: int, world_size: int) -> None:
     model = Net()
     model.first.requires_grad_(False)
-    local = LocalSGD(model, every=2, spec="none")
+    local = LocalSGD(model, every=2, codec="none")
     assert not local.step()
     assert local.step()
     model.first.requires_grad_(True)

@@ -104,7 +104,7 @@ def log_of_nvlink(rank: int, ranks: int) -> list[list[str]]:
                 mock.patch("dtcomm.torch_compat.nvlinks", lambda gpu, links=links: links),
                 mock.patch("dtcomm.ddp.observers._log.warning") as warning,
             ):
-                run_steps(rank, True, {"spec": "int8"})
+                run_steps(rank, True, {"codec": "int8"})
             logged.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
         C.release()
     return logged
@@ -189,14 +189,14 @@ def cases() -> Iterator[dict[str, Any]]:
         for spec in (name, *MORE.get(name, []))
     ]
     for first in range(0, len(specs), len(MATRICES)):
-        yield {"spec": policy(specs[first : first + len(MATRICES)])}
+        yield {"codec": policy(specs[first : first + len(MATRICES)])}
     lossy = ["topk:ratio=0.1", "powersgd:rank=2", "int4"]
     for feedback in (*FEEDBACKS[1:], False):  # the cases above have the first one
-        yield {"spec": policy(lossy), "feedback": feedback}
+        yield {"codec": policy(lossy), "feedback": feedback}
     for form in list(FORMS)[1:]:
-        yield {"spec": policy(lossy), "residual": form}
+        yield {"codec": policy(lossy), "residual": form}
     # Its momentum goes to all parameters.
-    yield {"spec": policy(["dgc", "dgc:ratio=0.05,clip=1.0,warmup=2", "int8"])}
+    yield {"codec": policy(["dgc", "dgc:ratio=0.05,clip=1.0,warmup=2", "int8"])}
 
 
 def run(rank: int, world_size: int, cases: list[dict[str, Any]], leave_out: str = "") -> list[dict[str, Any]]:
@@ -246,7 +246,7 @@ def test_no_compressor_waits_for_the_device() -> None:
         for result in ranks:
             assert result["faults"] == [], options
             assert all(map(bits_equal, result["device"], ranks[0]["device"])), options
-            exactly = "powersgd" not in options["spec"] and "clip" not in options["spec"]
+            exactly = "powersgd" not in options["codec"] and "clip" not in options["codec"]
             for at, (on_cpu, on_device) in enumerate(zip(result["cpu"], result["device"], strict=True)):
                 step = at // len(BUCKETS)
                 assert bool(on_cpu.isnan().any()) == (step == BAD) == bool(on_device.isnan().any())
@@ -264,7 +264,7 @@ def test_no_compressor_waits_for_the_device() -> None:
     [("wait", "has not waited"), ("record_stream", "without record_stream"), ("exchange", "has not waited")],
 )
 def test_missing_synchronisation_is_detected(leave_out: str, fault: str) -> None:
-    options = [{"spec": "int8", "residual": "int8"}, {"spec": "powersgd"}]
+    options = [{"codec": "int8", "residual": "int8"}, {"codec": "powersgd"}]
     for ranks in run_on_ranks(options, leave_out):
         assert any(fault in text for text in ranks[0]["faults"]), ranks[0]["faults"]
 

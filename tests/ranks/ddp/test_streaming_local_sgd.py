@@ -351,7 +351,7 @@ def check_refusals(rank: int, world_size: int) -> None:
     optimizer = adam(Stack())
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"every": 0}, "every=0: expected 1 or more"),
-        ({"spec": "dgc"}, "dgc has a momentum for gradients"),
+        ({"codec": "dgc"}, "dgc has a momentum for gradients"),
         ({"feedback": "ef20"}, "feedback: 'ef20'"),
         ({"delay": -1}, "delay=-1: expected 0 or more"),
         ({"every": 4, "delay": 4}, "delay=4: expected less than every=4"),

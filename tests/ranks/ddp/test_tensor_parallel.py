@@ -91,14 +91,14 @@ def train_with_a_bad_shard(rank: int, ranks: int, action: str) -> tuple[list[Any
     return list(state.events), codecs, ""
 
 
-@pytest.mark.parametrize("action", [pytest.param("none", marks=pytest.mark.slow), "stop"])
+@pytest.mark.parametrize("action", [pytest.param("uncompressed", marks=pytest.mark.slow), "error"])
 def test_all_ranks_of_the_mesh_decide_alike(action: str) -> None:
     results = run_ranks(train_with_a_bad_shard, 4, action, fresh=True)
     assert all(result == results[0] for result in results)
     events, _, stopped = results[0]
     assert events and {event.rank for event in events} == {3}
     assert {event.kind for event in events} == {"nonfinite"}
-    assert stopped == ("step 3: gradients of rank 3" if action == "stop" else "")
+    assert stopped == ("step 3: gradients of rank 3" if action == "error" else "")
 
 
 def train_with_a_stale_residual(rank: int, ranks: int, style: str) -> list[tuple[int, str, str]]:
@@ -142,7 +142,7 @@ def average_a_bad_shard(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     model = Block()
     dtcomm.tp.compress(model, mesh["tp"], "none", {"up": "column", "down": "row"}, latency=False)
-    local = LocalSGD(model, every=1, spec="int8", group=mesh["dp"].get_group())
+    local = LocalSGD(model, every=1, codec="int8", group=mesh["dp"].get_group())
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():

@@ -182,7 +182,7 @@ def test_a_resumed_run_continues_bit_for_bit_with_other_buckets() -> None:
 def train_guarded(rank: int, world_size: int) -> list[str]:
     put_on_two_hosts(rank)
     model = wrapped(**SMALL_BUCKETS)
-    guard = Guard(cosine=1 - 1e-12, window=1, on_harm="raise")
+    guard = Guard(cosine=1 - 1e-12, window=1, on_harm="finer")
     state = ddp.compress(model, "int8/int4", guard=guard)
     codecs = []
     for step in range(8):
@@ -219,7 +219,7 @@ def average_with_local_sgd(rank: int, world_size: int) -> float:
     put_on_two_hosts(rank)
     torch.manual_seed(rank)
     model = nn.Linear(64, 64)
-    local = LocalSGD(model, every=1, spec="int8/int4")
+    local = LocalSGD(model, every=1, codec="int8/int4")
     for _ in range(3):
         with torch.no_grad():
             model.weight += 0.01 * torch.randn(64, 64)

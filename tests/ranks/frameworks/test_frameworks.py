@@ -153,7 +153,7 @@ def test_another_number_of_ranks_keeps_the_sum_of_the_residuals(tmp_path: Path) 
 def test_another_spec_is_refused_unless_strict_is_off(tmp_path: Path) -> None:
     require("accelerate")
     saved = run_ranks(save_after_two_steps, 2, tmp_path)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/dtcomm: state: saved with spec=.*int4"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/dtcomm: state: saved with codec=.*int4"):
         run_ranks(load, 2, tmp_path, "int8", True)
     loaded = run_ranks(load, 2, tmp_path, "int8", False)
     assert all(torch.equal(*pair) for pair in zip(saved, loaded))

@@ -92,7 +92,7 @@ def refine(rank: int, ranks: int) -> None:
         model.zero_grad()
     assert names[0].startswith("int2") and names[-1] == "int4", names
     report = state.report()
-    assert report.events["error: raise"] >= 1 and "guard: error: raise" in str(report)
+    assert report.events["error: finer"] >= 1 and "guard: error: finer" in str(report)
     resumed = fsdp.compress(sharded(init_device_mesh("cpu", (ranks,))), "int2:block=1024", **options)
     resumed.load_state_dict(state.state_dict())
     assert str(resumed.guard.current_spec("blocks.0", resumed.gradients)) == "int4"
@@ -119,7 +119,7 @@ def stop(rank: int, ranks: int) -> None:
         step(model)
         codecs.append(state.report().modules[""]["gradients"].codec)
         model.zero_grad()
-    assert state.report().events == {"loss: none": 1}
+    assert state.report().events == {"loss: uncompressed": 1}
     first = codecs.index("none")
     assert first > 16 and codecs[:first] == ["int4"] * first and codecs.count("none") == 3
 
@@ -141,7 +141,7 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
     for source in (state, optimizer):
         by_kind = next(iter(source.report().modules.values()))
         assert by_kind["gradients"].codec == "int4" and 0.01 < by_kind["gradients"].relative_error < 0.5
-        assert {(event.kind, event.action) for event in source.events} == {("error", "raise")}
+        assert {(event.kind, event.action) for event in source.events} == {("error", "finer")}
     # A diverging loss turns compression off, of parameters too.
     model = Net()  # an optimizer's hooks stay on its parameters
     guard["guard"] = Guard(steps=3)
@@ -154,7 +154,7 @@ def refine_fsdp1_and_optimizer(rank: int, ranks: int) -> None:
         optimizer.step()
     (bucket,) = optimizer.report().modules.values()
     assert bucket["gradients"].codec == bucket["parameters"].codec == "none"
-    assert optimizer.report().events == {"loss: none": 1}
+    assert optimizer.report().events == {"loss: uncompressed": 1}
 
 
 def test_the_guard_raises_precision_stops_and_turns_compression_off() -> None:

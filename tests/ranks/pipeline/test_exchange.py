@@ -119,7 +119,7 @@ def send_to_dead_stage(rank: int, n: int) -> str:
 @pytest.mark.parametrize("end", [dtcomm.pipeline.Sender, dtcomm.pipeline.Receiver])
 def test_codecs_that_messages_cannot_have_are_refused(end: Any) -> None:
     for codecs, message in (
-        (("lossless",), "spec: lossless has payloads of a length that depends on the data"),
+        (("lossless",), "codec: lossless has payloads of a length that depends on the data"),
         (("int8", "exact"), "backward: exact is for sums"),
         (("none", "int9"), "backward: unknown codec 'int9'"),
     ):

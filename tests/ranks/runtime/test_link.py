@@ -1,4 +1,4 @@
-"""Emulated links: the syntax of DTCOMM_LINK, the emulated network card, and arrival times in the engine."""
+"""Emulated links: the syntax of DTCOMM_EMULATE_LINK, the emulated network card, and arrival times in the engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_cpu_cost_per_byte_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_invalid_links_are_refused(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=r"DTCOMM_LINK=.*valid are '10gbit,50us' and") as raised:
+    with pytest.raises(ValueError, match=r"DTCOMM_EMULATE_LINK=.*valid are '10gbit,50us' and") as raised:
         parse(text)
     assert reason in str(raised.value)
 
@@ -109,10 +109,10 @@ def time_all_reduce(rank: int, world_size: int, numel: int, repeats: int) -> tup
 
 def test_bytes_take_cpu_time_of_both_ends() -> None:
     # 4 MB out and 4 MB in a call, 20 ns each: 160 ms of CPU time, which the 0.3 ms of the wire do not hide.
-    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "100gbit,1us,20ns/byte"}
+    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_EMULATE_LINK": "100gbit,1us,20ns/byte"}
     for seconds, cpu, _ in run_ranks(time_all_reduce, 2, 1_000_000, 3, env=env):
         assert seconds >= 0.08 and cpu * seconds >= 0.04
-    free = {**env, "DTCOMM_LINK": "100gbit,1us,rdma"}
+    free = {**env, "DTCOMM_EMULATE_LINK": "100gbit,1us,rdma"}
     assert all(
         cpu * seconds < 0.04 for seconds, cpu, _ in run_ranks(time_all_reduce, 2, 1_000_000, 3, env=free)
     )
@@ -120,7 +120,7 @@ def test_bytes_take_cpu_time_of_both_ends() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_no_message_arrives_early(ranks: int) -> None:
-    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "1gbit,2ms"}
+    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_EMULATE_LINK": "1gbit,2ms"}
     for seconds, cpu, runtime in run_ranks(time_all_reduce, ranks, 1_000_000, 4, env=env):
         assert runtime == "native"
         minimum = 2 * (ranks - 1) / ranks * 4e6 * 8e-9 * FRAME / PAYLOAD + 2e-3
@@ -132,7 +132,7 @@ def test_no_message_arrives_early(ranks: int) -> None:
     ("link", "latency_s", "slow"), [("between=1gbit,2s", 2, False), ("inside=1gbit,20ms", 0.02, True)]
 )
 def test_ranks_of_one_host_use_the_inside_link(link: str, latency_s: float, slow: bool) -> None:
-    for seconds, _, _ in run_ranks(time_all_reduce, 2, 1000, 4, env={"DTCOMM_LINK": link}):
+    for seconds, _, _ in run_ranks(time_all_reduce, 2, 1000, 4, env={"DTCOMM_EMULATE_LINK": link}):
         assert (seconds >= latency_s) == slow
 
 
@@ -142,7 +142,7 @@ def time_between_hosts(rank: int, world_size: int) -> tuple[float, float, str]:
 
 
 def test_ranks_of_different_hosts_use_the_between_link() -> None:
-    env = {"DTCOMM_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": "native"}
+    env = {"DTCOMM_EMULATE_LINK": "inside=1kbit;between=1gbit,20ms", "DTCOMM_RUNTIME": "native"}
     for seconds, _, runtime in run_ranks(time_between_hosts, 2, env=env):
         assert runtime == "native" and 0.02 <= seconds < 2  # 1 kbit/s would take 32 s
 
@@ -156,14 +156,14 @@ def change_the_link(rank: int, world_size: int) -> float:
     with pytest.raises(DtcommError):
         work.wait()
     dist.barrier()
-    os.environ["DTCOMM_LINK"] = "100gbit,1us"
+    os.environ["DTCOMM_EMULATE_LINK"] = "100gbit,1us"
     started = time.perf_counter()
     C.all_reduce(torch.ones(10_000))
     return time.perf_counter() - started
 
 
 def test_traffic_of_closed_communicators_does_not_delay_others() -> None:
-    env = {"DTCOMM_LINK": "1kbit", "DTCOMM_RUNTIME": "native"}
+    env = {"DTCOMM_EMULATE_LINK": "1kbit", "DTCOMM_RUNTIME": "native"}
     assert max(run_ranks(change_the_link, 2, env=env, timeout=60)) < 10
 
 
@@ -175,9 +175,11 @@ def reduce_refused(rank: int, world_size: int) -> str:
 
 def test_only_the_engine_emulates_links() -> None:
     for error in run_ranks(
-        reduce_refused, 2, env={"DTCOMM_LINK": "1gbit", "DTCOMM_RUNTIME": "process_group"}
+        reduce_refused, 2, env={"DTCOMM_EMULATE_LINK": "1gbit", "DTCOMM_RUNTIME": "process_group"}
     ):
-        assert error.startswith("DTCOMM_LINK: only the native engine emulates links, but rank 0 (host ")
+        assert error.startswith(
+            "DTCOMM_EMULATE_LINK: only the native engine emulates links, but rank 0 (host "
+        )
         assert error.endswith("DTCOMM_RUNTIME=process_group")
 
 
@@ -202,7 +204,7 @@ def reduce_buckets(rank: int, world_size: int, same: bool) -> list[tuple[bool, l
 
 @pytest.mark.parametrize("same", [False, True], ids=["other tensors", "the same tensor"])
 def test_buckets_overlap_unless_they_share_a_tensor(same: bool) -> None:
-    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_LINK": "500mbit,10ms"}
+    env = {"DTCOMM_RUNTIME": "native", "DTCOMM_EMULATE_LINK": "500mbit,10ms"}
     for results in run_ranks(reduce_buckets, 2, same, env=env):
         for correct, operations in results:
             assert correct

@@ -66,7 +66,7 @@ def test_the_number_follows_the_longer_one_of_what_the_ends_measured() -> None:
     far = run_ranks(number_of_connections, 2, {}, 50.0)
     assert far == [far[0]] * 2 and far[0] >= between_hosts.MIN_FAR_CONNECTIONS
     assert run_ranks(number_of_connections, 2, {"DTCOMM_CONNECTIONS": "1"}, 50.0) == [1, 1]
-    assert run_ranks(number_of_connections, 2, {"DTCOMM_LINK": "10gbit,50us"}, 50.0) == [1, 1]
+    assert run_ranks(number_of_connections, 2, {"DTCOMM_EMULATE_LINK": "10gbit,50us"}, 50.0) == [1, 1]
 
 
 def number_after_a_measurement(rank: int, world_size: int) -> list[int]:

@@ -230,6 +230,6 @@ def test_signs_that_come_too_late_are_flagged() -> None:
 
 
 def test_the_guard_may_stop_a_harmful_run() -> None:
-    with pytest.raises(CompressionHarmful, match=r"harm is .* limit 0.7: stop; over 24 steps") as raised:
-        train("sign", 60, feedback=False, guard=Guard(on_harm="stop"))
+    with pytest.raises(CompressionHarmful, match=r"harm is .* limit 0.7: error; over 24 steps") as raised:
+        train("sign", 60, feedback=False, guard=Guard(on_harm="error"))
     assert raised.value.cause == "compression" and raised.value.event.kind == "harm"

@@ -119,7 +119,7 @@ def test_pairs_of_steps_take_turns_and_time_the_second_step_of_each() -> None:
 
 def test_plain_values_have_everything_and_survive_json() -> None:
     traffic = Traffic(codec="int8", what="gradients", relative_error=torch.tensor(0.25))
-    fields: dict[str, Any] = {"integration": "FSDP", "payoff": PAYOFF, "events": {"loss: none": 1}}
+    fields: dict[str, Any] = {"integration": "FSDP", "payoff": PAYOFF, "events": {"loss: uncompressed": 1}}
     fields |= {"modules": {"layer": {"gradients": traffic}}, "notes": ("a note",)}
     report = make_report(make_row(), by_message=message_rows([("layer", traffic)]), **fields)
     values = json.loads(report.to_json())
@@ -128,9 +128,9 @@ def test_plain_values_have_everything_and_survive_json() -> None:
     assert values["payoff"]["verdict"] == "paid" and values["payoff"]["pairs"] == 0
     assert values["modules"]["layer"]["gradients"]["relative_error"] == 0.25
     assert values["by_message"][0]["name"] == "layer" and values["notes"] == ["a note"]
-    assert values["legend"] == report.legend() and values["events"] == {"loss: none": 1}
+    assert values["legend"] == report.legend() and values["events"] == {"loss: uncompressed": 1}
     text = str(report)
-    assert text.splitlines()[-1] != "" and "a note" in text and "guard: loss: none 1x" in text
+    assert text.splitlines()[-1] != "" and "a note" in text and "guard: loss: uncompressed 1x" in text
 
 
 def test_what_was_not_compressed_is_the_first_line_of_text_and_rich(

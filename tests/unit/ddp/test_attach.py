@@ -27,15 +27,15 @@ def test_attach_has_the_options_of_compress() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"spec": "int9"}, "unknown codec or compressor 'int9'"),
+        ({"codec": "int9"}, "unknown codec or compressor 'int9'"),
         ({"feedback": "twice"}, "feedback: 'twice'"),
         ({"residual": "int4"}, "residual: 'int4'; valid: fp32, bf16, int8"),
         ({"warmup": -1}, "warmup=-1: expected 0 or more"),
         ({"sample_every": -1}, "sample_every=-1"),
         ({"timeline": -1}, "timeline=-1: expected 0 or more"),
         ({"candidates": ["int4"]}, "candidates"),
-        ({"spec": "auto", "candidates": "int8"}, "candidates='int8': expected a list of specs"),
-        ({"spec": "int8/int4", "algorithm": "ring"}, "'ring' has no levels"),
+        ({"codec": "auto", "candidates": "int8"}, "candidates='int8': expected a list of specs"),
+        ({"codec": "int8/int4", "algorithm": "ring"}, "'ring' has no levels"),
     ],
 )
 def test_wrong_options_do_not_change_the_accelerator(options: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ class Compressor:
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], **options: Any) -> None:
         if isinstance(state, Mapping) and state["steps"] == 13:
-            raise ValueError("state: saved with spec='int4'")
+            raise ValueError("state: saved with codec='int4'")
         self.loaded = state
 
 
@@ -85,7 +85,7 @@ def test_an_incomplete_state_is_not_loaded_and_warns_once(
 
 def test_the_folder_of_a_refused_state_is_named(tmp_path: Path) -> None:
     attached.save_files(Compressor(13), str(tmp_path))
-    with pytest.raises(ValueError, match=f"{tmp_path}: state: saved with spec='int4'"):
+    with pytest.raises(ValueError, match=f"{tmp_path}: state: saved with codec='int4'"):
         attached.load_files(Compressor(), str(tmp_path))
 
 

@@ -102,17 +102,21 @@ def test_a_single_stage_runs(stage: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"spec": "int2"}, ValueError, "spec: int2 loses 66% of the activations.*differences=True"),
-        ({"spec": "int9"}, ValueError, "spec: .*int9"),
+        ({"codec": "int2"}, ValueError, "codec: int2 loses 66% of the activations.*differences=True"),
+        ({"codec": "int9"}, ValueError, "codec: .*int9"),
         (
             {"backward_codec": "sign"},
             ValueError,
             "backward_codec: sign loses .* of the gradients.*feedback=T",
         ),
-        ({"spec": "topk:ratio=0.01", "differences": True}, ValueError, "spec: topk.* of the gradients"),
-        ({"spec": "exact"}, ValueError, "spec: exact.* is for sums"),
-        ({"spec": "lossless"}, ValueError, "spec: lossless has payloads of a length that depends on the da"),
-        ({"spec": "int8/int4"}, ValueError, "spec: 'int8/int4' names a codec for each level of hosts"),
+        ({"codec": "topk:ratio=0.01", "differences": True}, ValueError, "codec: topk.* of the gradients"),
+        ({"codec": "exact"}, ValueError, "codec: exact.* is for sums"),
+        (
+            {"codec": "lossless"},
+            ValueError,
+            "codec: lossless has payloads of a length that depends on the da",
+        ),
+        ({"codec": "int8/int4"}, ValueError, "codec: 'int8/int4' names a codec for each level of hosts"),
         ({"backward_codec": "lossless"}, ValueError, "backward_codec: lossless has payloads"),
         ({"feedback": "auto"}, TypeError, "feedback: expected a bool, got str"),
         (

@@ -128,7 +128,7 @@ def test_auto_takes_the_groups_and_rates_of_a_file() -> None:
     assert groups == ((0, 1), (2, 3))
     assert measured.inside.bandwidth == 10 * 1.25e8 and measured.inside.latency == pytest.approx(1e-4)
     assert measured.between.bandwidth == 0.25 * 1.25e8  # two ranks share the link
-    assert measured.between.overhead == table.between.overhead and "DTCOMM_LINKS" in measured.source
+    assert measured.between.overhead == table.between.overhead and "DTCOMM_TOPOLOGY" in measured.source
     chosen = explain(
         "all_reduce", 1 << 22, torch.float32, codec("none"), 4, hosts=len(groups), table=measured
     )
@@ -147,7 +147,7 @@ def test_a_group_of_some_ranks_takes_their_links() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "DTCOMM_LINKS"),
+        ("{", "DTCOMM_TOPOLOGY"),
         ('{"rates": []}', "expected a report of dtcomm doctor"),
         ('{"gbit": [[0, 1], [1, 0]]}', "links of 2 ranks; the job has 3"),
         ('{"gbit": 3}', "damaged"),

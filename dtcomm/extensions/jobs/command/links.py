@@ -121,7 +121,7 @@ def print_links(options: LinksOptions, plans: Sequence[SizePlan]) -> None:
     out.print(table)
     out.assumed(("ranks of a group share its link to another group", "lost packets are not counted"))
     out.text(
-        "in a program: dtcomm.planner.plan_links(links, codec) on all ranks, or DTCOMM_LINKS=FILE with algorithm auto",
+        "in a program: dtcomm.planner.plan_links(links, codec) on all ranks, or DTCOMM_TOPOLOGY=FILE, algorithm auto",
         "dim",
     )
 

@@ -357,9 +357,9 @@ def test_another_model_codec_secret_or_version_is_refused(
         (tmp_path / "refused").touch()
         results = [outcome.result for outcome in ranks.join(60)]
     assert len(results[0]) == len(results[1]) == 2
-    text = dict(zip(("model", "spec", "secret", "version"), results[2:], strict=True))
+    text = dict(zip(("model", "codec", "secret", "version"), results[2:], strict=True))
     assert "digest" in text["model"] and text["model"].count("elements") == 2
-    assert "int8" in text["spec"] and "int4" in text["spec"]
+    assert "int8" in text["codec"] and "int4" in text["codec"]
     assert "DTCOMM_SECRET" in text["secret"]
     assert "dtcomm: 0.0.9" in text["version"] and "0.1.0" in text["version"]
     assert not any(SECRET["DTCOMM_SECRET"] in record.message for record in caplog.records)

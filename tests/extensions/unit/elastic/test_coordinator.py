@@ -21,7 +21,7 @@ from dtcomm.runtime.bootstrap.tcp import prove
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("secret")
-FACTS = {"model": "a", "spec": "int4"}
+FACTS = {"model": "a", "codec": "int4"}
 
 
 def join(coordinator: Coordinator, threads: ThreadPoolExecutor, count: int) -> list[Member]:
@@ -169,9 +169,9 @@ def test_a_coordinator_with_another_secret_is_not_believed(
 @pytest.mark.parametrize(
     ("facts", "text"),
     [
-        ({"model": "b", "spec": "int4"}, "model: b; the members have a"),
-        ({"model": "a", "spec": "int8"}, "spec: int8; the members have int4"),
-        ({"model": "a"}, "spec: none; the members have int4"),
+        ({"model": "b", "codec": "int4"}, "model: b; the members have a"),
+        ({"model": "a", "codec": "int8"}, "codec: int8; the members have int4"),
+        ({"model": "a"}, "codec: none; the members have int4"),
     ],
 )
 def test_a_caller_that_differs_is_refused_and_told_why(

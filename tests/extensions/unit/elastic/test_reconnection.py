@@ -22,7 +22,7 @@ from tests.support.relay import Relay
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("secret")
-FACTS = {"model": "a", "spec": "int4"}
+FACTS = {"model": "a", "codec": "int4"}
 YES = Verdict(commit=True, change=False)
 
 
