@@ -135,8 +135,8 @@ class Fidelity:
 
     def __str__(self) -> str:
         return (
-            f"over {self.steps} steps the averaged gradients had cosine {self.cosine:.2f} with the uncompressed "
-            f"ones and {self.norm_ratio:.2f} times their norm"
+            f"cosine {self.cosine:.2f} with the uncompressed gradients and {self.norm_ratio:.2f} times their norm, "
+            f"over {self.steps} steps"
         )
 
 

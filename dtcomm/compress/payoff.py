@@ -24,7 +24,8 @@ FIRST_SKIPPED = (
 )
 
 
-VERIFY = "; verify=20 measures it"
+VERIFY = "verify=20 measures it in the first steps"
+COMPARE = "compare the time of a step with that of a run with DTCOMM_DISABLE=1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +63,12 @@ class Payoff:
 
     def __str__(self) -> str:
         pairs = f", faster in {self.won} of {self.pairs} pairs of steps" if self.pairs else ""
+        saved, verdict = self.uncompressed_ms - self.compressed_ms, self.verdict
+        gain = "" if verdict.endswith("difference") else f": {abs(saved):.3g} ms per step"
         return (
-            f"compression {self.verdict}: {self.compressed_ms:.3g} ms of {self.scope}, "
-            f"{self.uncompressed_ms:.3g} ms with {self.baseline} (both measured{pairs})"
+            f"{verdict}{gain and gain + (' saved' if saved > 0 else ' lost')} ({self.compressed_ms:.3g} ms of "
+            f"{self.scope}, {self.uncompressed_ms:.3g} ms with {self.baseline}{pairs})"
+            + ("" if verdict == "paid" else "; remove it")
         )
 
 
@@ -139,9 +143,7 @@ class StepPairs:
         )
 
     def __str__(self) -> str:
-        return (
-            f"whether compression paid is being measured: {len(self._pairs)} of {self._wanted} pairs are over"
-        )
+        return f"being measured: {len(self._pairs)} of {self._wanted} pairs of steps are over"
 
 
 class ForwardPairs(StepPairs):
@@ -175,6 +177,6 @@ class ForwardPairs(StepPairs):
         self._steps, self._began_at = self._steps + 1, time.perf_counter()
 
 
-def unmeasured(pairs: StepPairs | None = None, remedy: str = "") -> str:
+def unmeasured(pairs: StepPairs | None = None, remedy: str = COMPARE) -> str:
     """Return what a report says where nothing was measured yet; ``remedy`` says how it is measured."""
-    return f"whether compression paid was not measured{remedy}" if pairs is None else str(pairs)
+    return f"not measured: {remedy}" if pairs is None else str(pairs)

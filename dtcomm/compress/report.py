@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from dtcomm.compress.measurements import Fidelity
 from dtcomm.compress.payoff import Payoff, unmeasured
+from dtcomm.compress.policy import default_policy
 from dtcomm.compress.traffic import (
     MessageRow,
     Row,
@@ -40,6 +41,7 @@ _log = logging.getLogger("dtcomm")
 MAX_MESSAGES_SHOWN = 16
 #: From this relative error on a legend line says what such an error means.
 LARGE_ERROR = 0.2
+_DEFAULT_RULES = str(default_policy("none")).removesuffix("none")  # before every codec that is given alone
 _BY_POLICY = ("policy:", "no rule matches")  # how reasons of a policy begin
 #: Column → meaning.
 COLUMNS = {
@@ -66,7 +68,9 @@ _LEFT = {"message", "what", "codec", "dtype", "note", "guard"}
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The report of one rank. ``str()`` and rich's print give tables, `to_dict` plain values, `to_json` their text.
+    """The report of one rank.
+
+    `summary` gives six lines, ``str()`` and rich's print tables, `to_dict` plain values, `to_json` their text.
 
     Attributes:
         integration: What communicated: ``"DDP"``, ``"FSDP"``, ``"ShardedOptimizer"``, ``"TP"``, ``"context parallel"``
@@ -191,14 +195,58 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
-    def print(self, *, all_ranks: bool = False) -> None:
-        """Print the text on the group's first rank.
+    def summary(self) -> str:
+        """Return six lines: what was asked for, what was sent, what of it was compressed, the memory, the errors, and
+        whether compression paid.
+        """
+        steps = "" if self.steps is None else f", {self.steps} steps"
+        fewer = self.plain_bytes / self.wire_bytes if self.wire_bytes else 1.0
+        errors = [
+            f"{row.relative_error:.2%} of {row.what} in {row.codec}"
+            for row in self.rows
+            if row.codec != "none" and row.relative_error is not None
+        ]
+        memory = self.memory or {"residuals": self.residual_bytes}
+        lines = {
+            "sent": f"{format_bytes(self.wire_bytes)} instead of {format_bytes(self.plain_bytes)}"
+            + (f" ({fewer:.1f} times fewer)" if fewer > 1.05 else "")
+            + (f", {format_bytes(self.leaving_bytes)} left this host" if self.leaving_bytes else "")
+            + (f", in {self.seconds:.3g} s of collectives" if self.seconds else ""),
+            "compressed": self.uncompressed or self._coverage(),
+            "memory": _format_memory({kind: size for kind, size in memory.items() if size}) or "none",
+            "errors": "; ".join(
+                [", ".join(errors) or "not sampled", *_guard_lines(self.fidelity, self.events)]
+            ),
+            "verdict": self._verdict(),
+        }
+        return "\n".join([self._title() + steps, *(f"  {name:<12}{text}" for name, text in lines.items())])
+
+    def _coverage(self) -> str:
+        """Return which share of the bytes is compressed, and why the others are not."""
+        if not self.plain_bytes:
+            return "nothing was sent yet"
+        plain = [row for row in self.rows if row.codec == "none"]
+        share = 100 * (1 - sum(row.plain_bytes for row in plain) / self.plain_bytes)
+        reasons = [
+            f"{row.tensors} tensors ({row.reason.removeprefix('policy: ') or 'codec none'})" for row in plain
+        ]
+        return f"{share:.4g}% of the bytes" + (f"; all but {', '.join(reasons)}" if reasons else "")
+
+    def _verdict(self) -> str:
+        """Return whether compression paid, or how to know it."""
+        if self.payoff is None and self.wire_bytes >= self.plain_bytes:
+            return "nothing is compressed" if self.plain_bytes else "nothing was sent yet"
+        return str(self.payoff or self.unmeasured)
+
+    def print(self, *, verbose: bool = False, all_ranks: bool = False) -> None:
+        """Print the six lines of `summary` on the group's first rank.
 
         Args:
+            verbose: Print the tables instead: a row for each codec and for each message. Default: False.
             all_ranks: Print on every rank, each with its own counters. Default: False.
         """
         if all_ranks or self.rank == 0:
-            print(self, flush=True)
+            print(self if verbose else self.summary(), flush=True)
 
     def __rich__(self) -> Any:
         tables = [rich_table(self._title(), *self._table())]
@@ -252,8 +300,9 @@ class Report:
         return metrics + _guard_metrics(self.fidelity, self.events)
 
     def _title(self) -> str:
+        policy = self.policy.replace(_DEFAULT_RULES, "")
         return (
-            f"dtcomm {self.integration}: {self.policy}, feedback {_format_feedback(self.feedback)}, "
+            f"dtcomm {self.integration}: {policy}, feedback {_format_feedback(self.feedback)}, "
             f"rank {self.rank} of {self.world_size}"
         )
 
@@ -299,24 +348,9 @@ class Report:
         return [first, *_explain_large_error(self.rows, self.feedback)]
 
     def _summary(self) -> list[str]:
-        duration = "" if not self.seconds else f" in {self.seconds:.3f} s"
-        steps = "" if self.steps is None else f"{self.steps} steps, "
-        earlier = f" (after {self.earlier_steps} steps of earlier runs)" if self.earlier_steps else ""
-        memory = _format_memory(self.memory)
-        if not memory and self.residual_bytes:
-            memory = f"{format_bytes(self.residual_bytes)} of residuals"
-        left = f", {format_bytes(self.leaving_bytes)} left this host" if self.leaving_bytes else ""
-        lines = [
-            f"this run{earlier}: {steps}{self.messages} messages: sent {format_bytes(self.wire_bytes)} instead of "
-            f"{format_bytes(self.plain_bytes)}{left}{duration}" + (f"; {memory}" if memory else "")
-        ]
-        if self.payoff is not None:
-            lines.append(str(self.payoff))
-        elif (
-            any(row.codec != "none" and row.calls for row in self.rows) or self.wire_bytes < self.plain_bytes
-        ):
-            lines.append(self.unmeasured)
-        return [*lines, *self.auto, *_guard_lines(self.fidelity, self.events), *self.notes]
+        earlier = f" after {self.earlier_steps} steps of earlier runs" if self.earlier_steps else ""
+        lines = [f"this run{earlier}: {self.messages} messages", *self.summary().splitlines()[1:]]
+        return [*lines, *self.auto, *self.notes]
 
 
 class CopiedState:
@@ -350,17 +384,20 @@ class Reporting(ABC):
             )
         return CopiedState, (type(self).__qualname__,)
 
-    def print_report(self, *, all_ranks: bool = False) -> None:
-        """Print the report on the group's first rank; call it on every rank, or on some: nothing is communicated.
+    def print_report(self, *, verbose: bool = False, all_ranks: bool = False) -> None:
+        """Print six lines on the group's first rank: what was sent, what that cost and lost, and whether it paid.
+
+        Call it on every rank, or on some: nothing is communicated.
 
         Args:
+            verbose: Print the tables instead: a row for each codec and for each message. Default: False.
             all_ranks: Print on every rank, each with its own counters. Default: False.
 
         Example::
 
             state.print_report()  # one report, however many ranks there are
         """
-        self.report().print(all_ranks=all_ranks)
+        self.report().print(verbose=verbose, all_ranks=all_ranks)
 
 
 def _grouped(rows: Iterable[Any], *names: str) -> Iterable[tuple[tuple[str, ...], list[Any]]]:

@@ -43,7 +43,7 @@ _log = logging.getLogger("dtcomm")
 
 WHAT = "differences of weights"  # what the ranks average, in reports
 MOMENTS = "moments of the optimizer"
-COMPARE = "; compare report().seconds of some averages with those of codec='none'"
+COMPARE = "compare report().seconds of some averages with those of codec='none'"
 
 
 @shares_options(DEFAULTS, Options)
@@ -100,7 +100,7 @@ class LocalSGD(Reporting):
         if "verify" in options:
             raise TypeError(
                 "verify: LocalSGD has none: most steps send nothing, and with delay= an average travels while others "
-                f"compute, so no pair of steps shows what compression saves{COMPARE}"
+                f"compute, so no pair of steps shows what compression saves; {COMPARE}"
             )
         options = complete_options("LocalSGD", options, DEFAULTS)
         outer, guard = options["outer"], options["guard"]

@@ -85,7 +85,7 @@ class LayerTraffic:
         ``x`` has the dtype and the device of the call's tensor, of which all shards together have ``numel`` elements.
         """
         reason = ""
-        if codec is not asked and codec != asked:
+        if codec is not asked and codec != asked and self.compresses:
             reason = SMALL if x.dtype in asked.dtypes else _unsupported(asked, x.dtype)
         kind = CallKind(collective, backward, codec, reason, numel, x.dtype, algorithm)
         self.counts[kind] = self.counts.get(kind, 0) + 1

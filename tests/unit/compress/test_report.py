@@ -40,10 +40,30 @@ def test_text_has_every_column_a_row_for_each_codec_and_totals() -> None:
     assert first.split() == "gradients int8 float32 2 2,000 3 1000 B 3.9 KiB 75.0% 5.0e-03 a … b".split()
     assert second.split() == "gradients none float32 1 10 3 40 B 40 B 0.0% 5.0e-03 small".split()
     assert total.split() == "total 3 2,010 6 1.0 KiB 3.9 KiB 74.3%".split()
-    assert (
-        rest[1]
-        == "this run: 3 steps, 6 messages: sent 1.0 KiB instead of 3.9 KiB in 0.250 s; 7.8 KiB of residuals"
+    assert rest[1] == "this run: 6 messages"
+
+
+def test_summary_is_six_lines_that_end_in_the_verdict() -> None:
+    rows = (
+        make_row(),
+        make_row("none", names=("c",), numel=10, wire_bytes=40, plain_bytes=40, reason="policy: ndim<2"),
     )
+    report = make_report(*rows, payoff=PAYOFF, events={"loss: warn": 1}, leaving_bytes=512)
+    assert report.summary().splitlines() == [
+        "dtcomm DDP: int8, feedback on, rank 0 of 1, 3 steps",
+        "  sent        1.0 KiB instead of 3.9 KiB (3.9 times fewer), 512 B left this host, in 0.25 s of collectives",
+        "  compressed  99.01% of the bytes; all but 1 tensors (ndim<2)",
+        "  memory      7.8 KiB of residuals",
+        "  errors      0.50% of gradients in int8; guard: loss: warn 1x",
+        "  verdict     paid: 4 ms per step saved (2 ms of a step, 6 ms with codec none)",
+    ]
+    plain = make_report(make_row("none", wire_bytes=4000), residual_bytes=0)
+    assert [line.split(maxsplit=1)[1] for line in plain.summary().splitlines()[3:]] == [
+        "none",
+        "not sampled",
+        "nothing is compressed",
+    ]
+    assert make_report().summary().endswith("nothing was sent yet")
 
 
 def test_legend_explains_each_column_and_takes_at_most_two_lines_of_the_text() -> None:
@@ -51,9 +71,8 @@ def test_legend_explains_each_column_and_takes_at_most_two_lines_of_the_text() -
     for messages, columns in (((), COLUMNS), (message_rows([("layer", traffic)]), MESSAGE_COLUMNS)):
         report = make_report(make_row("sign", relative_error=0.6), by_message=messages)
         assert all(f"{name}: {meaning}" in report.legend()[0] for name, meaning in columns.items())
-        *_, rest = str(report).partition("this run: ")
-        unmeasured, first, second = rest.splitlines()[1:]
-        assert unmeasured == report.unmeasured
+        *_, verdict, first, second = str(report).splitlines()
+        assert verdict.split(maxsplit=1) == ["verdict", report.unmeasured]
         assert first.startswith("rel. error: ") and second.startswith("rel. error 0.60 (sign)")
         assert max(map(len, (first, second))) <= 160
     assert "rel. error: " not in str(make_report())  # an empty report has no legend
@@ -93,11 +112,16 @@ def test_a_large_relative_error_is_explained(
 def test_payoff_claims_only_what_was_measured(
     compressed: float, uncompressed: float, won: int, pairs: int, verdict: str
 ) -> None:
-    times = {"compressed_ms": compressed, "uncompressed_ms": uncompressed}
-    payoff = Payoff(**times, scope="a step", baseline="plain DDP", pairs=pairs, won=won)
+    measured = {"compressed_ms": compressed, "uncompressed_ms": uncompressed}
+    payoff = Payoff(**measured, scope="a step", baseline="plain DDP", pairs=pairs, won=won)
     counted = f", faster in {won} of {pairs} pairs of steps" if pairs else ""
-    expected = f"{compressed:.3g} ms of a step, {uncompressed:.3g} ms with plain DDP (both measured{counted})"
-    assert str(payoff) == f"compression {verdict}: {expected}"
+    gain = {
+        "paid": f": {uncompressed - compressed:.3g} ms per step saved",
+        "did not pay": ": 1 ms per step lost",
+    }
+    times = f" ({compressed:.3g} ms of a step, {uncompressed:.3g} ms with plain DDP{counted})"
+    remedy = "" if verdict == "paid" else "; remove it"
+    assert str(payoff) == f"{verdict}{gain.get(verdict, '')}{times}{remedy}"
     report = make_report(make_row(), payoff=payoff)
     assert str(payoff) in str(report) and report.unmeasured not in str(report)
 
@@ -169,6 +193,8 @@ def test_the_first_rank_prints_unless_all_are_asked(capsys: pytest.CaptureFixtur
     _State(1).print_report()
     assert capsys.readouterr().out == ""
     _State(0).print_report()
+    assert capsys.readouterr().out == f"{_State(0).report().summary()}\n"
+    _State(0).print_report(verbose=True)
     assert capsys.readouterr().out == f"{_State(0).report()}\n"
     _State(1).print_report(all_ranks=True)
     assert "rank 1 of 2" in capsys.readouterr().out
@@ -176,7 +202,7 @@ def test_the_first_rank_prints_unless_all_are_asked(capsys: pytest.CaptureFixtur
 
 def test_steps_are_those_of_this_run() -> None:
     report = make_report(make_row(), steps=3, earlier_steps=100)
-    assert "this run (after 100 steps of earlier runs): 3 steps, 6 messages" in str(report)
+    assert "this run after 100 steps of earlier runs: 6 messages" in str(report)
 
 
 def test_calls_of_a_row_are_the_messages_that_carried_one_of_its_parameters() -> None:
