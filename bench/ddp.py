@@ -131,7 +131,7 @@ def attach(model: Any, name: str) -> Any:
     return None
 
 
-def settle(state: dtcomm.ddp.State, step: Callable[[], object]) -> str:
+def settle(state: dtcomm.ddp.DDPState, step: Callable[[], object]) -> str:
     """Take steps until "auto" has chosen, which all ranks do in the same step; return the choice."""
     for _ in range(MOST_TRIAL_STEPS):
         if decisions := [event for event in state.events if isinstance(event, Decision)]:
@@ -162,7 +162,7 @@ def make_buckets(rank: int, ranks: int, name: str, *, bucket: int, count: int) -
     model = DistributedDataParallel(EqualBuckets(count, bucket // 4), bucket_cap_mb=bucket / MB)
     silent = name == "no communication"
     if name == "none":
-        model.register_comm_hook(dtcomm.ddp.State("none"), dtcomm.ddp.hook)
+        model.register_comm_hook(dtcomm.ddp.DDPState("none"), dtcomm.ddp.hook)
     elif not silent:
         model.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
 

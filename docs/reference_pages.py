@@ -22,7 +22,7 @@ from unittest import mock
 
 # What users call, in the order of the page: title -> names. A module stands for its public functions and classes.
 OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
-    "DDP": ("dtcomm.ddp.compress", "dtcomm.ddp.State", "dtcomm.ddp.attach"),
+    "DDP": ("dtcomm.ddp.compress", "dtcomm.ddp.DDPState", "dtcomm.ddp.attach"),
     "FSDP and ZeRO": ("dtcomm.fsdp.compress", "dtcomm.fsdp.ShardedOptimizer"),
     "Tensor parallelism": ("dtcomm.tp",),
     "Local SGD": ("dtcomm.local_sgd",),

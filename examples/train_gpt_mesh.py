@@ -171,7 +171,7 @@ class Trainer:
             blocks = [MixtureBlock(shape, options.experts, self.codec, mesh["ep"]) for _ in gpt.blocks]
             gpt.blocks = nn.Sequential(*blocks)
             if options.ep > 1:
-                self.states["ep"] = dtcomm.moe.State(mesh["ep"].get_group())
+                self.states["ep"] = dtcomm.moe.MoEState(mesh["ep"].get_group())
         each = SCHEDULES[options.schedule][1] if options.pp > 1 else 1
         total, own = options.pp * each, mesh["pp"].get_local_rank()
         layers = dtcomm.pipeline.split_layers(options.layers, total)

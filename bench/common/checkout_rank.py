@@ -174,7 +174,7 @@ class CheckoutRank:
         counts: Counter[str] = Counter()
         with fake_cuda_rank(RecordedStreams()), counted(fake_cuda_tensor, counts):
             parameters = {str(i): torch.zeros(64, nbytes // 256) for i in range(buckets)}
-            state = dtcomm.ddp.State(codec, parameters=parameters.items())
+            state = dtcomm.ddp.DDPState(codec, parameters=parameters.items())
             held = [
                 Bucket(
                     int(i), int(i) == buckets - 1, x, fake_cuda_tensor.to_fake_cuda(torch.randn(x.numel()))
@@ -278,7 +278,7 @@ class CheckoutRank:
         model = DistributedDataParallel(
             EqualBuckets(buckets, nbytes // 4), bucket_cap_mb=nbytes / 2**20, gradient_as_bucket_view=True
         )
-        model.register_comm_hook(dtcomm.ddp.State(codec), dtcomm.ddp.hook)
+        model.register_comm_hook(dtcomm.ddp.DDPState(codec), dtcomm.ddp.hook)
         return lambda: model().backward()
 
     def _codec_verb(self, verb: str, nbytes: int, codec: str) -> Callable[[], object]:

@@ -4,6 +4,6 @@ CPU tensors are communicated by the native engine if the ranks share a host, oth
 Operations that the engine does not support fall back to Gloo, and CUDA tensors to NCCL; `report` lists all fallbacks.
 """
 
-from dtcomm.backend.process_group import Report, report
+from dtcomm.backend.process_group import BackendReport, report
 
-__all__ = ["Report", "report"]
+__all__ = ["BackendReport", "report"]

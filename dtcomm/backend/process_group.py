@@ -280,7 +280,7 @@ for _name in (
 
 
 @dataclass(frozen=True)
-class Report:
+class BackendReport:
     """The state of the backend's groups at the time of the call of `report`; ``str()`` gives lines of text.
 
     Attributes:
@@ -306,7 +306,7 @@ class Report:
         return "\n".join(lines) if lines else "no group of the backend dtcomm"
 
 
-def report(group: Any = None) -> Report:
+def report(group: Any = None) -> BackendReport:
     """Return what the groups of the backend ``"dtcomm"`` did natively and what fell back to other backends.
 
     Args:
@@ -323,7 +323,7 @@ def report(group: Any = None) -> Report:
     """
     groups = [live for live in _groups if not live.closed] if group is None else [group]
     entries = (live.report_entry() for live in groups)
-    return Report(tuple(sorted(entries, key=lambda entry: str(entry["name"]))))
+    return BackendReport(tuple(sorted(entries, key=lambda entry: str(entry["name"]))))
 
 
 # --- monitored_barrier ---------------------------------------------------------------------------

@@ -46,7 +46,7 @@ Check: TypeAlias = Callable[[str, Any], None]
 
 
 class Compressor(Protocol):
-    """What can be checkpointed: `dtcomm.ddp.State`, `dtcomm.fsdp.State`, `dtcomm.fsdp.ShardedOptimizer`, `LocalSGD`."""
+    """What can be checkpointed: the states of the integrations, `dtcomm.fsdp.ShardedOptimizer`, `LocalSGD`."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
@@ -61,7 +61,7 @@ class Checkpointed:
     that saved; `restore` accepts any number.
 
     Args:
-        state: The compressor, such as the `State` that `dtcomm.ddp.compress` returned.
+        state: The compressor, such as the state that `dtcomm.ddp.compress` returned.
     """
 
     def __init__(self, state: Compressor) -> None:

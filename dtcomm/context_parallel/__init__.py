@@ -6,7 +6,7 @@ ranks' tokens:
 - `attention` is `torch.nn.functional.scaled_dot_product_attention` of the whole sequence, from the ranks' parts: by
   ring attention, an all-gather of keys and values, or the all-to-all of Ulysses.
 - `context_parallel` is a context in which torch's function is `attention`, for models that need not be changed.
-- `shard`, `unshard`, `positions` and `padded_length` divide sequences; `State` counts what is sent.
+- `shard`, `unshard`, `positions` and `padded_length` divide sequences; `ContextParallelState` counts what is sent.
 
 In the layout ``"zigzag"`` the sequence has two chunks for each of n ranks, and rank r holds chunks r and 2n - 1 - r, so
 that causal attention is the same work for all ranks. In the layout ``"contiguous"`` rank r holds the r-th of n chunks.
@@ -22,6 +22,6 @@ from dtcomm.context_parallel.layout import positions as positions
 from dtcomm.context_parallel.layout import shard
 from dtcomm.context_parallel.layout import unshard as unshard
 from dtcomm.context_parallel.sdpa_patch import context_parallel
-from dtcomm.context_parallel.state import State
+from dtcomm.context_parallel.state import ContextParallelState
 
-__all__ = ["State", "attention", "context_parallel", "shard"]
+__all__ = ["ContextParallelState", "attention", "context_parallel", "shard"]

@@ -13,7 +13,7 @@ from dtcomm.arguments import shares_options
 from dtcomm.collectives.groups import GroupOrMesh
 from dtcomm.context_parallel.attention import sharded_attention, torch_attention
 from dtcomm.context_parallel.layout import chunk_count, padded_length, require_dim, shard
-from dtcomm.context_parallel.state import DEFAULTS, Options, Settings, State, make_settings
+from dtcomm.context_parallel.state import DEFAULTS, ContextParallelState, Options, Settings, make_settings
 
 
 @shares_options(DEFAULTS, Options)
@@ -26,7 +26,7 @@ def context_parallel(
     no_restore_buffers: Sequence[torch.Tensor] = (),
     pad_values: Sequence[float] | None = None,
     **options: Unpack[Options],
-) -> Iterator[State]:
+) -> Iterator[ContextParallelState]:
     """Inside the context `torch.nn.functional.scaled_dot_product_attention` is `attention` over the group's ranks.
 
     It has the form of torch's experimental `context_parallel`. ``buffers`` hold whole sequences on every rank; inside
@@ -43,7 +43,7 @@ def context_parallel(
             targets of `torch.nn.functional.cross_entropy`. Default: such a sequence is refused.
 
     Yields:
-        The `State`, whose report has what attention has sent since the context was entered.
+        The `ContextParallelState`, whose report has what attention has sent since the context was entered.
 
     Raises:
         TypeError: A buffer is a parameter or requires a gradient, or an argument has a wrong type.
@@ -95,7 +95,7 @@ def context_parallel(
         for buffer, part in zip(buffers, shards, strict=True):
             buffer.resize_(part.shape).copy_(part)
         functional.scaled_dot_product_attention = attention_of_shards
-        yield State(settings.group)
+        yield ContextParallelState(settings.group)
     finally:
         functional.scaled_dot_product_attention = torch_attention
         for buffer, original in zip(buffers, originals, strict=True):

@@ -158,7 +158,7 @@ def _parse(spec: str | Codec, argument: str, allow_inaccurate: bool) -> str:
     return str(message_codec(spec, argument, "blocks of attention", carried))
 
 
-class State(GroupTraffic):
+class ContextParallelState(GroupTraffic):
     """Counts what attention over a process group sends on this rank, from now on; ``str()`` gives one line.
 
     `dtcomm.context_parallel.context_parallel` makes one; for calls of `attention` make it yourself. Compiled code and
@@ -173,7 +173,7 @@ class State(GroupTraffic):
 
     Example::
 
-        state = dtcomm.context_parallel.State()
+        state = dtcomm.context_parallel.ContextParallelState()
         train(model)  # calls dtcomm.context_parallel.attention
         state.print_report()
     """
@@ -193,4 +193,4 @@ def record(settings: Settings, what: str, codec: str, dtype: torch.dtype, numel:
 
     This rank sent ``numel`` elements of ``what``, which would travel in ``dtype`` uncompressed.
     """
-    State.record(settings.group_name, settings.method, what, codec, dtype, numel, work)
+    ContextParallelState.record(settings.group_name, settings.method, what, codec, dtype, numel, work)

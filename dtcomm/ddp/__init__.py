@@ -4,7 +4,7 @@
 
 or, for a framework that registers the hook itself,
 
-    model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
+    model.register_comm_hook(dtcomm.ddp.DDPState("int8"), dtcomm.ddp.hook)
 
 Each bucket becomes one message in which every parameter has its own blocks, codec and error feedback. The gradients
 are averaged in place, as DDP itself does. `Reducer` (dtcomm/ddp/reducer.py) lists the steps of a backward pass.
@@ -32,16 +32,16 @@ from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.ddp.auto import parse_candidates
 from dtcomm.ddp.options import DEFAULTS, Options
-from dtcomm.ddp.state import State
+from dtcomm.ddp.state import DDPState
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.torch_compat import GradBucket, original_module
 
-__all__ = ["State", "attach", "compress", "hook"]
+__all__ = ["DDPState", "attach", "compress", "hook"]
 
 
-def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The DDP communication hook; register it with a `State` of its own for each model.
+def hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The DDP communication hook; register it with a `DDPState` of its own for each model.
 
     Args:
         state: The state of the model.
@@ -52,12 +52,12 @@ def hook(state: State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 
     Example::
 
-        model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)
+        model.register_comm_hook(dtcomm.ddp.DDPState("int8"), dtcomm.ddp.hook)
     """
-    if not isinstance(state, State):
+    if not isinstance(state, DDPState):
         raise TypeError(
-            f"state: expected a dtcomm.ddp.State, got {type(state).__name__}: "
-            'model.register_comm_hook(dtcomm.ddp.State("int8"), dtcomm.ddp.hook)'
+            f"state: expected a dtcomm.ddp.DDPState, got {type(state).__name__}: "
+            'model.register_comm_hook(dtcomm.ddp.DDPState("int8"), dtcomm.ddp.hook)'
         )
     return state.reduce(bucket)
 
@@ -68,8 +68,8 @@ def compress(
     codec: str | Scheme | Policy = "int8",
     feedback: bool | str | Feedback = True,
     **options: Unpack[Options],
-) -> State:
-    """Compress the gradients of a DDP model: makes a `State` and registers the hook.
+) -> DDPState:
+    """Compress the gradients of a DDP model: makes a `DDPState` and registers the hook.
 
     In a job with one process nothing is communicated, so nothing is compressed. One log line and the report say so.
 
@@ -98,7 +98,7 @@ def compress(
             f"model: expected a DistributedDataParallel, got {type(model).__name__}; {_instead(model)}"
         )
     module = model if ddp_model is None else ddp_model.module
-    state = State(
+    state = DDPState(
         codec if codec == AUTO else as_policy(codec).for_model(module),
         None if ddp_model is None else ddp_model.process_group,
         feedback,
@@ -118,7 +118,7 @@ def attach(
     codec: str | Scheme | Policy = "int8",
     feedback: bool | str | Feedback = True,
     **options: Unpack[Options],
-) -> Attached[State]:
+) -> Attached[DDPState]:
     """Compress the gradients of a framework that wraps the model in DDP itself, once it has done so.
 
     The framework's checkpoints then contain the state of compression of every rank, and a resumed run continues with it
@@ -128,7 +128,7 @@ def attach(
         owner: A Hugging Face ``Accelerator`` or ``Trainer``, or a Lightning ``Trainer``.
 
     Returns:
-        An object whose ``state`` is the `State`, once the framework has wrapped the model.
+        An object whose ``state`` is the `DDPState`, once the framework has wrapped the model.
 
     Raises:
         TypeError: ``owner`` is none of these, or an option is unknown.
@@ -142,14 +142,14 @@ def attach(
     """
     if codec == AUTO:  # wrong options raise their errors now, and not when the model is wrapped
         parse_candidates(options.get("candidates"))
-    State(codec, feedback=feedback, **options)
+    DDPState(codec, feedback=feedback, **options)
 
-    def compress_wrapped(model: torch.nn.Module) -> State:
+    def compress_wrapped(model: torch.nn.Module) -> DDPState:
         scaler = options.get("grad_scaler") or _find_grad_scaler(owner)
         return compress(model, codec, feedback, **{**options, "grad_scaler": scaler})
 
-    def unused() -> State:
-        state = State(codec, feedback=feedback, **options)
+    def unused() -> DDPState:
+        state = DDPState(codec, feedback=feedback, **options)
         state.set_unused()
         return state
 

@@ -3,8 +3,8 @@
 1. A few steps go uncompressed, until DDP has built its buckets. Ranks that share memory stay so.
 2. The candidates take turns on real steps with plain DDP, which stays unless one of them is shown to be faster
    (`Trials`).
-3. The choice is logged with its reason and kept. `State.retune` begins again, and so does a checkpoint without a choice
-   or of a job with another number of ranks.
+3. The choice is logged with its reason and kept. `DDPState.retune` begins again, and so does a checkpoint without a
+   choice or of a job with another number of ranks.
 
 Every decision is made by all ranks in the same step, from the largest of their step times. On a GPU a candidate is not
 tried further if the host takes as long to launch its kernels and calls as a step takes with plain DDP.

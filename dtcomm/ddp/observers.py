@@ -1,7 +1,7 @@
 """What is attached to a `Reducer`: the guard, "auto", the timeline, the recorder of step times and
 the check that all ranks have registered the hook.
 
-`dtcomm.ddp.State` makes them; the reducer calls them in order.
+`dtcomm.ddp.DDPState` makes them; the reducer calls them in order.
 """
 
 from __future__ import annotations

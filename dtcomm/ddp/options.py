@@ -1,4 +1,4 @@
-"""The options of `dtcomm.ddp.compress`, `attach` and `State`: types, defaults, texts and checks."""
+"""The options of `dtcomm.ddp.compress`, `attach` and `DDPState`: types, defaults, texts and checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtcomm.compress.spec import Scheme
 
 
 class Options(TypedDict, total=False):
-    """What `compress`, `attach` and `State` take.
+    """What `compress`, `attach` and `DDPState` take.
 
     Attributes:
         codec: What to compress with: a codec or compressor or its text ("int8", "powersgd:rank=4"), or codec A inside
@@ -45,7 +45,7 @@ class Options(TypedDict, total=False):
         candidates: With "auto": the schemes to choose from. Default None: bf16:round=stochastic, int8, int4.
         grad_scaler: The ``torch.amp.GradScaler`` of the training loop. Residuals follow its scale, and a step that it
             skips leaves them as they were, which takes a second copy of them. Default None: that of the framework, with
-            `attach`; else call `State.rescale`.
+            `attach`; else call `DDPState.rescale`.
     """
 
     residual: str

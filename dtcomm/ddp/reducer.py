@@ -1,4 +1,4 @@
-"""The reducer: averages the gradient buckets of a backward pass. `dtcomm.ddp.State` owns one and the hook calls it."""
+"""The reducer: averages the gradient buckets of a backward pass. `DDPState` owns one and the hook calls it."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Reducer:
         self._waiting = AsyncRange("")
 
     def set_samples(self, samples: int, total: int) -> None:
-        """Weight this rank's gradients, from the next bucket on; see `dtcomm.ddp.State.set_samples`."""
+        """Weight this rank's gradients, from the next bucket on; see `dtcomm.ddp.DDPState.set_samples`."""
         require_int("samples", samples, 1)
         require_int("total", total, samples)
         self._samples = samples, total

@@ -1,4 +1,4 @@
-"""`State`: what the DDP hook keeps between steps, and what its user asks it for.
+"""`DDPState`: what the DDP hook keeps between steps, and what its user asks it for.
 
 It makes the `Reducer`, which does the work, and attaches the guard, "auto" and the timeline to it.
 """
@@ -74,11 +74,11 @@ _CHECKS = {
 
 
 @shares_options(DEFAULTS, Options)
-class State(Reporting):
+class DDPState(Reporting):
     """The state of the hook: the scheme of each parameter, the residuals, and what was counted.
 
     `dtcomm.ddp.compress` makes it and registers the hook; frameworks that register hooks themselves take
-    ``dtcomm.ddp.State("int8")`` and ``dtcomm.ddp.hook``.
+    ``dtcomm.ddp.DDPState("int8")`` and ``dtcomm.ddp.hook``.
 
     Args:
         group: The process group of the model; None is the default group.

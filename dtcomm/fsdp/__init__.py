@@ -36,7 +36,6 @@ from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives.groups import Announcement
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.compress.report import Report
 from dtcomm.compress.spec import require_kernels
 from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.frameworks import Attached, Integration
@@ -69,13 +68,13 @@ from dtcomm.fsdp.split_collectives import (
     SplitReplicaAllReduce,
     split_module,
 )
-from dtcomm.fsdp.state import State
+from dtcomm.fsdp.state import FSDPState
 from dtcomm.fsdp.storage import ConcatenatedLayout, concatenated_layout, layout_of
 from dtcomm.fsdp.units import excluded_units, find_units
 from dtcomm.torch_compat import DDPMeshInfo, FSDPMeshInfo, clean_tensor_name
 from dtcomm.tp.sharded_module import ShardedModule, placement_groups
 
-__all__ = ["Report", "ShardedOptimizer", "State", "attach", "compress"]
+__all__ = ["FSDPState", "ShardedOptimizer", "attach", "compress"]
 
 DEFAULT_GRADIENTS, DEFAULT_PARAMETERS = "int8", "none"
 
@@ -86,7 +85,7 @@ def compress(
     gradients: str | Codec | None = None,
     parameters: str | Codec | None = None,
     **options: Unpack[Options],
-) -> State:
+) -> FSDPState:
     """Compress the collectives of every FSDP module in ``model``.
 
     In a job with one process nothing is communicated, so nothing is compressed. One log line and the report say so.
@@ -96,8 +95,8 @@ def compress(
             that is not sharded.
 
     Returns:
-        The state, with the report, `State.state_dict` for checkpoints, and the timeline. `State.detach` gives the model
-        its own collectives back.
+        The state, with the report, `FSDPState.state_dict` for checkpoints, and the timeline. `FSDPState.detach` gives
+        the model its own collectives back.
 
     Raises:
         TypeError: ``model`` has no FSDP module, FSDP1 was asked for ``parameters``, or an argument has a wrong type.
@@ -158,7 +157,7 @@ def attach(
     gradients: str | Codec | None = None,
     parameters: str | Codec | None = None,
     **options: Unpack[Options],
-) -> Attached[State]:
+) -> Attached[FSDPState]:
     """Compress the collectives of a model that a framework shards, once it has done so.
 
     The framework's checkpoints then contain the state of compression of every rank, and a resumed run continues with it
@@ -169,7 +168,7 @@ def attach(
             ``ModelParallelStrategy``.
 
     Returns:
-        An object whose ``state`` is the `State`, once the framework has sharded the model.
+        An object whose ``state`` is the `FSDPState`, once the framework has sharded the model.
 
     Raises:
         TypeError: ``owner`` is none of these.
@@ -188,7 +187,7 @@ def attach(
         require_accurate(gradient_spec, parameter_spec, "residuals of the size of the model")
     _make_state(gradient_spec, parameter_spec, given)
 
-    def unused() -> State:
+    def unused() -> FSDPState:
         state = _make_state(gradient_spec, parameter_spec, given)
         state.set_unused()
         return state
@@ -206,9 +205,9 @@ def attach(
     )
 
 
-def _make_state(gradients: CompressionSpec, parameters: CompressionSpec, options: Options) -> State:
+def _make_state(gradients: CompressionSpec, parameters: CompressionSpec, options: Options) -> FSDPState:
     seed, residual, guard = options["seed"], options["residual"], options["guard"]
-    state = State(gradients, parameters, seed, residual, guard, options["sample_every"])
+    state = FSDPState(gradients, parameters, seed, residual, guard, options["sample_every"])
     state.verify(options["verify"])
     return state
 
@@ -246,7 +245,7 @@ def _parse_specs(
     )
 
 
-def _observe_forward(model: torch.nn.Module, state: State) -> None:
+def _observe_forward(model: torch.nn.Module, state: FSDPState) -> None:
     """Begin a training step in the model's forward, before FSDP's own hook, which gathers parameters."""
 
     def begin_step(*_: Any) -> None:
@@ -262,7 +261,7 @@ def _observe_forward(model: torch.nn.Module, state: State) -> None:
 
 
 def _attach_to_fsdp2(
-    state: State, model: torch.nn.Module, replicas: DeviceMesh | dist.ProcessGroup | None
+    state: FSDPState, model: torch.nn.Module, replicas: DeviceMesh | dist.ProcessGroup | None
 ) -> None:
     """Replace the collectives of all modules, after checking what can be refused."""
     if isinstance(replicas, DeviceMesh):
@@ -307,7 +306,11 @@ def _has_replicas(mesh: Any) -> bool:
 
 
 def _attach_to_module(
-    state: State, name: str, module: FSDPModule, replicas: dist.ProcessGroup | None, overlap: BackwardOverlap
+    state: FSDPState,
+    name: str,
+    module: FSDPModule,
+    replicas: dist.ProcessGroup | None,
+    overlap: BackwardOverlap,
 ) -> None:
     """Replace the collectives of one module."""
     groups = torch_compat.fsdp2_parameter_groups(module)
@@ -349,7 +352,7 @@ def _attach_to_module(
 
 
 def _set_collectives(
-    state: State,
+    state: FSDPState,
     name: str,
     module: FSDPModule,
     replicas: dist.ProcessGroup | None,
@@ -393,13 +396,13 @@ def _restorer(group: Any) -> Callable[[], None]:
 class _Fsdp1Unit:
     """The state that torch passes to the communication hook of one FSDP1 unit, a wrapped module."""
 
-    state: State
+    state: FSDPState
     name: str
     group: dist.ProcessGroup | None
 
 
 def _attach_to_fsdp1(
-    state: State, model: FullyShardedDataParallel, replicas: DeviceMesh | dist.ProcessGroup | None
+    state: FSDPState, model: FullyShardedDataParallel, replicas: DeviceMesh | dist.ProcessGroup | None
 ) -> None:
     """Register `_reduce_fsdp1_gradient` on every unit of the FSDP1 root module ``model``.
 
@@ -428,7 +431,7 @@ def _attach_to_fsdp1(
     )
 
 
-def _require_unmixed_units(state: State, model: FullyShardedDataParallel) -> None:
+def _require_unmixed_units(state: FSDPState, model: FullyShardedDataParallel) -> None:
     """Let the guard decide alike on tensor-parallel ranks, and refuse units that these ranks would round differently.
 
     FSDP1 keeps the parameters of a unit as one flat parameter, and its hook gets one gradient, which cannot be encoded

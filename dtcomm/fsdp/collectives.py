@@ -24,7 +24,7 @@ from dtcomm.compress.measurements import ErrorSample, Reading
 from dtcomm.compress.traffic import Traffic
 from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.options import CompressionSpec
-from dtcomm.fsdp.state import State, codec_spec_for
+from dtcomm.fsdp.state import FSDPState, codec_spec_for
 from dtcomm.profiling import MessageRecord, Timeline
 from dtcomm.profiling.timeline import profiler_range
 from dtcomm.profiling.trace import WaitInterval
@@ -50,7 +50,12 @@ class GradientReduction:
     """
 
     def __init__(
-        self, state: State, module: str, gradient: torch.Tensor, kind: str = "gradients", guarded: bool = True
+        self,
+        state: FSDPState,
+        module: str,
+        gradient: torch.Tensor,
+        kind: str = "gradients",
+        guarded: bool = True,
     ) -> None:
         state.note_reduction()
         self._state = state
@@ -102,7 +107,7 @@ class GradientReduction:
 class _CountedCollective:
     """A collective of one module, counted in the report and recorded in the timeline."""
 
-    def __init__(self, state: State, module: str) -> None:
+    def __init__(self, state: FSDPState, module: str) -> None:
         self.state, self.module = state, module
         self._called_ns = 0  # of the most recent call; FSDP never makes two at once
 
@@ -319,7 +324,7 @@ class BackwardOverlap:
 class CompressedReduceScatter(_FsdpCollective, ReduceScatter):
     """The reduce-scatter of one module's gradients; all modules of the model have ``overlap`` in common."""
 
-    def __init__(self, state: State, name: str, module: FSDPModule, overlap: BackwardOverlap) -> None:
+    def __init__(self, state: FSDPState, name: str, module: FSDPModule, overlap: BackwardOverlap) -> None:
         super().__init__(state, name)
         self._module_ref = weakref.ref(module)
         self._overlap = overlap
@@ -385,7 +390,7 @@ def _is_only_sliced(parameter: Any, reduced_dtype: torch.dtype) -> bool:
 class ReplicaAllReduce(_CountedCollective):
     """The all-reduce of one module's gradient shards between replicas, after its reduce-scatter."""
 
-    def __init__(self, state: State, module: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, state: FSDPState, module: str, group: dist.ProcessGroup) -> None:
         super().__init__(state, module)
         self.group = group
 

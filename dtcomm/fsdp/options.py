@@ -57,8 +57,8 @@ class StateOptions(TypedDict, total=False):
             compressed. With torch's own HSDP (a two-dimensional mesh in `fully_shard`) the all-reduce between replicas
             is torch's, uncompressed, and the report says so. Default: no replicas.
         guard: Limits and actions that protect training (`dtcomm.compress.guard`): the guard raises the precision of a
-            module's gradients or parameters, or stops compressing, when compression does harm. `State.observe` passes
-            the loss to it. None: no guard. Default: ``Guard()``.
+            module's gradients or parameters, or stops compressing, when compression does harm. `FSDPState.observe`
+            passes the loss to it. None: no guard. Default: ``Guard()``.
         sample_every: Steps from one measurement of encoding errors to the next, of gradients and of parameters, for
             report and guard; 0: never, and gradients are not compared over windows of steps either. Default: 50.
         seed: Seed of stochastic rounding. Default: 0.

@@ -46,7 +46,7 @@ from dtcomm.fsdp.options import (
     residual_size,
     with_feedback,
 )
-from dtcomm.fsdp.state import LOG_NAMES, State, codec_spec_for
+from dtcomm.fsdp.state import LOG_NAMES, FSDPState, codec_spec_for
 from dtcomm.fsdp.storage import OptimizerBucket
 from dtcomm.tp.sharded_module import shard_groups
 
@@ -144,7 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         if not given["allow_inaccurate"]:
             require_accurate(gradient_spec, parameter_spec, memory)
         self._exclusions = exclusions(given["exclude"], list(trainable)).rules
-        self._compression = State(
+        self._compression = FSDPState(
             gradient_spec,
             parameter_spec,
             given["seed"],

@@ -30,7 +30,7 @@ from dtcomm.fsdp.collectives import (
 )
 from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.options import UNCOMPRESSED
-from dtcomm.fsdp.state import State
+from dtcomm.fsdp.state import FSDPState
 from dtcomm.fsdp.storage import ShardedLayout, layout_of
 from dtcomm.streams import record_streams
 from dtcomm.tp.sharded_module import shard_groups
@@ -171,7 +171,7 @@ class _PartsWork(dist.Work):
 class SplitAllGather(CompressedAllGather):
     """The all-gather of a module's parameters, part by part."""
 
-    def __init__(self, state: State, module: str, parts: Parts) -> None:
+    def __init__(self, state: FSDPState, module: str, parts: Parts) -> None:
         super().__init__(state, module)
         self._parts = parts
         self._gathers = [CompressedAllGather(state, part.name) for part in parts.parts]
@@ -222,7 +222,7 @@ class SplitReduceScatter(CompressedReduceScatter):
     """The reduce-scatter of a module's gradients, part by part."""
 
     def __init__(
-        self, state: State, name: str, module: FSDPModule, overlap: BackwardOverlap, parts: Parts
+        self, state: FSDPState, name: str, module: FSDPModule, overlap: BackwardOverlap, parts: Parts
     ) -> None:
         super().__init__(state, name, module, overlap)
         self._gradient_numel = parts.gradient_numel
@@ -262,7 +262,7 @@ class SplitReduceScatter(CompressedReduceScatter):
 class SplitReplicaAllReduce(ReplicaAllReduce):
     """The all-reduce of a module's gradient shards between replicas, part by part."""
 
-    def __init__(self, state: State, module: str, group: dist.ProcessGroup, parts: Parts) -> None:
+    def __init__(self, state: FSDPState, module: str, group: dist.ProcessGroup, parts: Parts) -> None:
         super().__init__(state, module, group)
         self._gradient_numel = parts.gradient_numel
         self._parts = [part for part in parts.parts if part.gradients]
@@ -283,7 +283,7 @@ class SplitReplicaAllReduce(ReplicaAllReduce):
             _put(own, 1, part.gradients, shard)
 
 
-def _uncompressed(state: State, module: str, kind: str) -> Any:
+def _uncompressed(state: FSDPState, module: str, kind: str) -> Any:
     """Return the counters of gradients that travel uncompressed because it is unknown what lies where in them."""
     state.note_reduction()
     traffic = state.traffic(module, kind, UNCOMPRESSED)

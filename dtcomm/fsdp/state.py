@@ -41,7 +41,7 @@ _CHECKS = {
 LOG_NAMES = {"FSDP": "dtcomm.fsdp", "ShardedOptimizer": "dtcomm.fsdp.ShardedOptimizer"}
 
 
-class State(Reporting):
+class FSDPState(Reporting):
     """The compression state of a model; `dtcomm.fsdp.compress` makes one for all modules of a model.
 
     Args:
@@ -216,7 +216,7 @@ class State(Reporting):
     def trace(self, path: str | os.PathLike[str]) -> str:
         """Write this rank's recorded steps as a trace for Perfetto, after ``timeline.start()``.
 
-        See `dtcomm.ddp.State.trace`.
+        See `dtcomm.ddp.DDPState.trace`.
         """
         return self.timeline.trace(path, checkpoint.rank_and_size()[0])
 

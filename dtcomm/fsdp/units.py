@@ -81,7 +81,7 @@ def _fsdp1_unit(name: str, module: FullyShardedDataParallel) -> Unit:
 
 def _already_compressed(unit: Unit, what: str) -> RuntimeError:
     return RuntimeError(
-        f"model: {unit.label} {what}; call detach() on the State that compress returned for it, then compress again"
+        f"model: {unit.label} {what}; call detach() on the FSDPState that compress returned for it, then compress again"
     )
 
 

@@ -19,13 +19,13 @@ send and to receive, which the size of its result depends on. `combine` and the 
 `dispatch_padded` and `combine_padded` never wait, so they can be captured in graphs: every rank sends ``capacity`` rows
 to every expert, and the counts stay on the device.
 
-`State` counts what is sent.
+`MoEState` counts what is sent.
 """
 
 from dtcomm.moe.dispatch import Route, combine, dispatch
 from dtcomm.moe.encoded_rows import EncodedRows as EncodedRows
 from dtcomm.moe.padded import combine_padded, dispatch_padded
-from dtcomm.moe.route import State
+from dtcomm.moe.route import MoEState
 from dtcomm.moe.route import expert_capacity as expert_capacity
 
-__all__ = ["Route", "State", "combine", "combine_padded", "dispatch", "dispatch_padded"]
+__all__ = ["MoEState", "Route", "combine", "combine_padded", "dispatch", "dispatch_padded"]

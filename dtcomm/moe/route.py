@@ -317,7 +317,7 @@ def deliver(
     return EncodedRows(payload=payload, codec=codec, features=features, dtype=x.dtype, gradient_edge=edge)
 
 
-class State(GroupTraffic):
+class MoEState(GroupTraffic):
     """Counts what experts' rows send over a process group on this rank, from now on; ``str()`` gives one line.
 
     Forward and backward passes of `dispatch`, `combine` and their padded forms are counted.
@@ -330,7 +330,7 @@ class State(GroupTraffic):
 
     Example::
 
-        state = dtcomm.moe.State()
+        state = dtcomm.moe.MoEState()
         train(model)  # calls dtcomm.moe.dispatch and combine
         state.print_report()
     """
@@ -347,6 +347,6 @@ def record(
     numel: int,
     work: Work,
 ) -> None:
-    """Count a completed all-to-all; ``level`` says between which ranks it was, the rest is as of `State.record`."""
-    if State.is_counting():
-        State.record(group_name(group), level, what, codec, dtype, numel, work)
+    """Count a completed all-to-all; ``level`` says between which ranks it was, the rest is as of `MoEState.record`."""
+    if MoEState.is_counting():
+        MoEState.record(group_name(group), level, what, codec, dtype, numel, work)

@@ -1,7 +1,7 @@
 """Pipeline parallelism with compressed activations and gradients.
 
 - `compress` compresses what the stages of `torch.distributed.pipelining` send to each other, whichever schedule runs
-  them: GPipe, 1F1B, interleaved 1F1B, zero-bubble. Its `State` counts bytes and measures the bubble.
+  them: GPipe, 1F1B, interleaved 1F1B, zero-bubble. Its `PipelineState` counts bytes and measures the bubble.
 - `bubble_fraction` computes the bubble of a schedule from its actions, and `split_layers` divides layers among stages.
 - `Sender` and `Receiver` are a link between two stages for programs with a schedule of their own.
 
@@ -20,9 +20,9 @@ from dtcomm.arguments import require_int
 from dtcomm.pipeline.exchange import Receiver as Receiver
 from dtcomm.pipeline.exchange import Sender as Sender
 from dtcomm.pipeline.stages import compress
-from dtcomm.pipeline.state import State
+from dtcomm.pipeline.state import PipelineState
 
-__all__ = ["State", "compress", "split_layers"]
+__all__ = ["PipelineState", "compress", "split_layers"]
 
 _log = logging.getLogger("dtcomm")
 _logged: set[tuple[int, int]] = set()  # (layers, stages) of the log lines so far

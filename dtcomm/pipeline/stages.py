@@ -31,7 +31,7 @@ from dtcomm.pipeline.exchange import (
     receive_tensor,
     shape_header,
 )
-from dtcomm.pipeline.state import State
+from dtcomm.pipeline.state import PipelineState
 from dtcomm.torch_compat import PipelineStageBase
 
 _log = logging.getLogger("dtcomm")
@@ -59,7 +59,7 @@ def compress(
     differences: bool = False,
     dynamic_shapes: bool = False,
     allow_inaccurate: bool = False,
-) -> State:
+) -> PipelineState:
     """Compress what pipeline stages send to each other, in place. Call it on every rank, with the same options.
 
     With ``"none"`` the results are those of torch's stages, bit for bit. Tensors of integers or booleans travel
@@ -75,8 +75,8 @@ def compress(
             micro-batch in the next step. Pays where the gradients of successive steps are alike. Default: False.
         differences: Send the difference to the activation of the same sample in the last epoch, as AQ-SGD does (Wang et
             al. 2022, arXiv:2206.01299), which allows 2 to 4 bits. Both ends keep an fp32 copy of the activations of
-            every sample; say before each step with `State.set_samples` which samples it has. In evaluation activations
-            travel uncompressed. Default: False.
+            every sample; say before each step with `PipelineState.set_samples` which samples it has. In evaluation
+            activations travel uncompressed. Default: False.
         dynamic_shapes: Shapes of activations may change from step to step and from micro-batch to micro-batch: each
             message is preceded by its shape. The number of micro-batches and of dimensions stays. Needs torch 2.13.
             Default: False.
@@ -139,7 +139,7 @@ def compress(
         dynamic_shapes=dynamic_shapes,
     )
     policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
-    state = State(listed[0].group, torch.device(listed[0].device), policy, feedback)
+    state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, feedback)
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state
@@ -164,7 +164,7 @@ class _StageMessages:
     The methods that a schedule calls are replaced on the stage object. All of them are called as torch's are.
     """
 
-    def __init__(self, stage: PipelineStageBase, settings: _Settings, state: State) -> None:
+    def __init__(self, stage: PipelineStageBase, settings: _Settings, state: PipelineState) -> None:
         self.traffic: dict[tuple[str, str, str], Traffic] = {}
         self.references: dict[int, SampleReferences] = {}
         self._stage, self._settings, self._state = stage, settings, state

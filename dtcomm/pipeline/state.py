@@ -51,7 +51,7 @@ class StageCounts(Protocol):
     def detach(self) -> None: ...
 
 
-class State(Reporting):
+class PipelineState(Reporting):
     """What `compress` did to the stages of this rank, and what they have sent since; ``str()`` gives one line.
 
     Args:

@@ -30,7 +30,7 @@ class Metric:
 
 
 class HasMetrics(Protocol):
-    """What has metrics: `dtcomm.ddp.State`, `dtcomm.fsdp.State`, `Timeline`."""
+    """What has metrics: `dtcomm.ddp.DDPState`, `dtcomm.fsdp.FSDPState`, `Timeline`."""
 
     def metrics(self) -> list[Metric]: ...
 

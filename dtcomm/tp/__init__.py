@@ -10,7 +10,7 @@
 """
 
 from dtcomm.tp.comm_config import CommConfig
-from dtcomm.tp.convert_model import State, compress
+from dtcomm.tp.convert_model import TPState, compress
 from dtcomm.tp.inference import AllReduce, CustomAllReduce
 from dtcomm.tp.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from dtcomm.tp.sharded_module import full_state_dict
@@ -33,7 +33,7 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",
-    "State",
+    "TPState",
     "VocabParallelEmbedding",
     "compress",
     "full_state_dict",

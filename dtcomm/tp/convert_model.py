@@ -1,6 +1,6 @@
 """`dtcomm.tp.compress`: replaces the layers of an existing model by tensor-parallel ones, as a plan says.
 
-The `State` that it returns reports what these layers communicate.
+The `TPState` that it returns reports what these layers communicate.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def compress(
     codec: str | Codec = "int8",
     plan: Plan | str | Path | None = None,
     **options: Unpack[Options],
-) -> State:
+) -> TPState:
     """Replace the model's layers, in place, by tensor-parallel layers with compressed communication.
 
     Every rank starts with the whole model and keeps its shards.
@@ -185,7 +185,7 @@ def compress(
         Announcement(comm.group, "dtcomm.tp.compress", {**given, **codecs, **kinds}).require_all_at_forward(
             model
         )
-    return State(model, comm, entries, layers, excluded, given["verify"])
+    return TPState(model, comm, entries, layers, excluded, given["verify"])
 
 
 def _require_options(codec: object, plan: object, options: Options) -> None:
@@ -340,7 +340,7 @@ class _Counted:
         self.traffic.plain_bytes += round(calls * plain)
 
 
-class State(Reporting):
+class TPState(Reporting):
     """What `compress` did to a model, and what the model has communicated since; ``str()`` gives one line.
 
     Args:

@@ -106,10 +106,10 @@ class SimulatedRanks:
     """Averages the gradients of ``parameters`` over ``ranks`` simulated ranks under a compression ``spec``.
 
     Args:
-        spec: A codec, scheme or policy, as `dtcomm.ddp.State` takes it.
+        spec: A codec, scheme or policy, as `dtcomm.ddp.DDPState` takes it.
         ranks: Number of simulated ranks.
         parameters: (name, tensor) pairs.
-        feedback, residual, seed: As for `dtcomm.ddp.State`.
+        feedback, residual, seed: As for `dtcomm.ddp.DDPState`.
     """
 
     def __init__(

@@ -204,7 +204,7 @@ class Run:
     name: str
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
-    state: ddp.State | None
+    state: ddp.DDPState | None
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from dtcomm.arguments import require_int
 from dtcomm.collectives import recv, send
 from dtcomm.compress.checkpoint import rank_and_size
-from dtcomm.ddp import State
+from dtcomm.ddp import DDPState
 from dtcomm.ddp.reducer import InFlightBucket, Reducer, ReducerObserver
 from dtcomm.extensions.extras.run_monitor import RankSpeed, Straggler, find_stragglers, gather_rows
 from dtcomm.streams import Streams
@@ -255,7 +255,7 @@ class BalancedSampler(Sampler[list[int]]):
         return min(seconds)
 
 
-def balance(state: State, sampler: BalancedSampler) -> None:
+def balance(state: DDPState, sampler: BalancedSampler) -> None:
     """Let a sampler size batches by the speed of this rank's steps, and weight gradients by its sizes.
 
     Call it once on every rank. Each batch of the sampler must have one backward pass with communication.

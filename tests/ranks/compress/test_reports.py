@@ -95,7 +95,7 @@ def count_steps_after_resuming(rank: int, ranks: int) -> list[tuple[str, int | N
     counts = []
     for resumed in (False, True):
         for number, (state, model, optimizer) in enumerate(run_integrations(ranks)):
-            if isinstance(state, tp.State):
+            if isinstance(state, tp.TPState):
                 saved.append({})
                 continue
             if resumed:

@@ -172,7 +172,7 @@ def test_stochastic_rounding_depends_on_the_seed(rank: int, ranks: int) -> None:
 
 @on_ranks(2)
 def test_the_report_counts_what_was_sent(rank: int, ranks: int) -> None:
-    state, of_other_group = cp.State(), cp.State(dist.new_group())
+    state, of_other_group = cp.ContextParallelState(), cp.ContextParallelState(dist.new_group())
     case = make_case(32)
     sharded(case, True, kv_codec="int8", backward_codec="bf16")
     report = state.report()

@@ -204,6 +204,6 @@ def test_a_choice_is_restored_and_dropped_where_ranks_share_memory(monkeypatch: 
 
 def test_what_goes_with_auto_alone_is_refused_without_it() -> None:
     with pytest.raises(ValueError, match="candidates"):
-        ddp.State("int8", candidates=["int4"])
+        ddp.DDPState("int8", candidates=["int4"])
     with pytest.raises(ValueError, match="retune"):
-        ddp.State("int8").retune()
+        ddp.DDPState("int8").retune()

@@ -22,7 +22,7 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def residuals(state: ddp.State, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def residuals(state: ddp.DDPState, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return every parameter's residual in the gradient's shape; zeros if it has none."""
     stored = state.state_dict()["residuals"]
     return {

@@ -16,11 +16,11 @@ from tests.unit.ddp.models import SMALL_BUCKETS, backward, batch, gradients, tra
 Events = list[tuple[int, str, str, str]]
 
 
-def events_of(state: ddp.State) -> Events:
+def events_of(state: ddp.DDPState) -> Events:
     return [(event.step, event.kind, event.name, event.action) for event in state.events]
 
 
-def codecs_in_use(state: ddp.State) -> dict[str, str]:
+def codecs_in_use(state: ddp.DDPState) -> dict[str, str]:
     """Return what each parameter was compressed with last."""
     return {
         member.name: str(segment.codec)

@@ -188,7 +188,7 @@ def test_no_sync_accumulates_as_plain_ddp_does() -> None:
 def compare_bare_state(rank: int, world_size: int) -> tuple[dict[str, Any], bool]:
     """Compare the state and hook that frameworks register with `compress`: equal gradients, other names."""
     bare, compressed = wrapped(**SMALL_BUCKETS), wrapped(**SMALL_BUCKETS)
-    state = ddp.State("int8")
+    state = ddp.DDPState("int8")
     bare.register_comm_hook(state, ddp.hook)
     ddp.compress(compressed, "int8")
     for step in range(4):

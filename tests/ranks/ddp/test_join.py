@@ -40,7 +40,7 @@ def inputs_of(rank: int) -> list[torch.Tensor]:
 
 def train(
     rank: int, spec: str | None, *, by_initial: bool = True
-) -> tuple[nn.Module, dtcomm.ddp.State | None]:
+) -> tuple[nn.Module, dtcomm.ddp.DDPState | None]:
     model = make_model()
     ddp = DistributedDataParallel(model)
     state = None if spec is None else dtcomm.ddp.compress(ddp, spec)

@@ -71,10 +71,10 @@ class Bucket:
         return [part.view(parameter.shape) for part, parameter in zip(parts, self.bucket_parameters)]
 
 
-def run_steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], ddp.State]:
+def run_steps(rank: int, on_device: bool, options: dict[str, Any]) -> tuple[list[torch.Tensor], ddp.DDPState]:
     """Return the means of some steps, in one of which rank 1 contributes a NaN, and the state."""
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    state = ddp.State(parameters=parameters.items(), sample_every=2, **options)
+    state = ddp.DDPState(parameters=parameters.items(), sample_every=2, **options)
     buckets = [Bucket(index, parameters, on_device) for index in range(len(BUCKETS))]
     means = []
     for step in range(STEPS):
@@ -127,7 +127,7 @@ def launches_of_passes(
     counts = []
     with fake_cuda_rank(RecordedStreams()):
         parameters = {name: torch.zeros(shape, requires_grad=True) for name, shape in SHAPES.items()}
-        state = ddp.State("int8", parameters=parameters.items(), guard=guard, sample_every=sample_every)
+        state = ddp.DDPState("int8", parameters=parameters.items(), guard=guard, sample_every=sample_every)
         if uses is not None:
             state._reducer.track_use(parameters.values())
         buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]
@@ -309,7 +309,7 @@ def train_with_auto(rank: int, world_size: int) -> tuple[list[torch.Tensor], lis
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     # Plain DDP uses the group's own backend, which has no device here.
     with fake_cuda_rank(streams), mock.patch.object(ProcessGroupConsensus, "emulated", lambda _: True):
-        state = ddp.State(
+        state = ddp.DDPState(
             "auto", parameters=parameters.items(), candidates=["int8", "powersgd"], sample_every=2
         )
         buckets = [Bucket(index, parameters, True) for index in range(len(BUCKETS))]

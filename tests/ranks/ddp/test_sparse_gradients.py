@@ -37,7 +37,7 @@ def parameters_of(model: nn.Module) -> torch.Tensor:
 
 def train(
     rank: int, spec: str | None, *, sparse: bool = True, adam: bool = False, **options: Any
-) -> tuple[torch.Tensor, ddp.State | None]:
+) -> tuple[torch.Tensor, ddp.DDPState | None]:
     """Train a few steps and return the parameters, and the state of the hook; without a spec DDP has no hook."""
     model = DistributedDataParallel(
         embedding_model(sparse=sparse), find_unused_parameters=options.pop("find_unused", False)

@@ -179,7 +179,7 @@ def test_fsdp1(rank: int, ranks: int, strategy: ShardingStrategy, codec: str, to
 def test_fsdp1_error_feedback(rank: int, ranks: int) -> None:
     """Each unit has its own residual, saved by parameter name, and a resumed run continues bit for bit."""
 
-    def make_model(**options: Any) -> tuple[nn.Module, fsdp.State]:
+    def make_model(**options: Any) -> tuple[nn.Module, fsdp.FSDPState]:
         torch.manual_seed(0)
         wrap = ModuleWrapPolicy({nn.Linear})
         model = FullyShardedDataParallel(

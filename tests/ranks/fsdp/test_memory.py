@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) ->
 
 def make_model(
     mesh: Any, codecs: dict[str, Any] | None
-) -> tuple[nn.Module, torch.optim.Optimizer, fsdp.State | None]:
+) -> tuple[nn.Module, torch.optim.Optimizer, fsdp.FSDPState | None]:
     model = DeepModel()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)

@@ -16,7 +16,7 @@ from dtcomm.compress.guard import Guard
 from dtcomm.fsdp import ShardedOptimizer
 from dtcomm.fsdp.collectives import BackwardOverlap, CompressedAllGather, CompressedReduceScatter
 from dtcomm.fsdp.options import FEEDBACKS, PARAMETER_PREFIXES, parse_spec
-from dtcomm.fsdp.state import State
+from dtcomm.fsdp.state import FSDPState
 from dtcomm.launch.ranks import run_ranks
 from dtcomm.streams import record_streams
 from tests.support.fake_cuda_ranks import fake_cuda_rank
@@ -66,7 +66,7 @@ def run_collectives(
     group = dist.distributed_c10d._get_default_group()
     gradient_spec = parse_spec(gradients, FEEDBACKS, "gradients")
     parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
-    state = State(gradient_spec, parameter_spec, 0, guard=Guard(), sample_every=1)
+    state = FSDPState(gradient_spec, parameter_spec, 0, guard=Guard(), sample_every=1)
     module: Any = ModuleWithoutState()
     gather = CompressedAllGather(state, "m")
     scatter = CompressedReduceScatter(state, "m", module, BackwardOverlap())

@@ -156,7 +156,7 @@ def test_a_resumed_run_continues_bit_for_bit(rank: int, ranks: int, options: dic
         model(x).square().mean().backward()
         optimizer.step()
 
-    def make_model() -> tuple[nn.Module, fsdp.State, torch.optim.Optimizer]:
+    def make_model() -> tuple[nn.Module, fsdp.FSDPState, torch.optim.Optimizer]:
         model = sharded(mesh)
         return model, fsdp.compress(model, **options), torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -95,7 +95,7 @@ def test_uncompressed_has_the_bits_of_one_process(rank: int, ranks: int) -> None
 
 def compare_hierarchy(rank: int, ranks: int, hosts: list[int]) -> None:
     os.environ["DTCOMM_HOST_ID"] = f"host {hosts[rank]}"
-    state = moe.State()
+    state = moe.MoEState()
     for choices in (3, 5):
         case = Case(rank, choices)
         flat = mixture(case, rank, codec="none", hierarchical=False)
@@ -111,7 +111,7 @@ def compare_hierarchy(rank: int, ranks: int, hosts: list[int]) -> None:
             assert float((a - b).norm()) < 0.02 * float(b.norm())
 
     # A token travels once to each other host, and once to each other rank of the host that it arrives at.
-    state = moe.State()
+    state = moe.MoEState()
     case = Case(rank, 5)
     _, route = moe.dispatch(case.x, case.experts, EXPERTS)
     owners = case.experts // (EXPERTS // ranks)
@@ -160,7 +160,7 @@ def compare_padded_hierarchy(rank: int, ranks: int, hosts: list[int]) -> None:
         case = Case(rank, 3)
         results, reports = [], []
         for hierarchical in (False, True):
-            state = moe.State()
+            state = moe.MoEState()
             results.append(padded_mixture(case, rank, ranks, hierarchical=hierarchical, **options))
             reports.append({(entry.name, entry.what): entry for entry in state.report().by_message})
         assert all(map(torch.equal, *results))

@@ -39,7 +39,7 @@ def compare_families(rank: int, ranks: int, families: tuple[str, ...]) -> None:
             assert 0 < (actual - expected).norm() < 0.1 * expected.norm(), family
 
 
-def compare_gradients(family: str, model: Any, dense: Any, state: tp.State) -> None:
+def compare_gradients(family: str, model: Any, dense: Any, state: tp.TPState) -> None:
     """Compare all gradients: those of shards with the shards of the dense model's, the others whole."""
     for name, parameter in model.named_parameters():
         layer, _, kind = name.rpartition(".")

@@ -43,13 +43,13 @@ class Model(nn.Module):
         return out
 
 
-def compressed(*args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Model, tp.State]:
+def compressed(*args: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Model, tp.TPState]:
     torch.manual_seed(0)
     model = Model().to(dtype)
     return model, tp.compress(model, None, *args, plan=PLAN, **options)
 
 
-def printed(state: tp.State, **options: bool) -> str:
+def printed(state: tp.TPState, **options: bool) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         state.print_report(**options)
     return output.getvalue()

@@ -189,4 +189,4 @@ def test_invalid_guard_options_are_named(name: str, value: Any) -> None:
 @pytest.mark.parametrize("guard", [None, Guard()])
 def test_a_loss_in_text_is_refused(guard: Guard | None) -> None:
     with pytest.raises(TypeError, match="loss"):
-        ddp.State("int8", guard=guard).observe("0.3")  # type: ignore[arg-type]
+        ddp.DDPState("int8", guard=guard).observe("0.3")  # type: ignore[arg-type]

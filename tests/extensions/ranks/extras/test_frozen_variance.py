@@ -49,7 +49,7 @@ def require_equal_on_all_ranks(values: torch.Tensor) -> None:
 
 
 def with_the_hook(rank: int, n: int, codec: str) -> None:
-    def make() -> tuple[nn.Module, ddp.State, extras.FrozenVariance]:
+    def make() -> tuple[nn.Module, ddp.DDPState, extras.FrozenVariance]:
         model = DistributedDataParallel(net())
         state = ddp.compress(model, codec, warmup=WARMUP)
         inner = torch.optim.AdamW(model.parameters(), lr=RATE)

@@ -36,7 +36,7 @@ def measure(rank: int, ranks: int, hosts: int, hierarchical: bool, codec: str) -
     """Return the bytes that a rank sends in one forward and backward pass, by message and by what they carry."""
     os.environ["DTCOMM_HOST_ID"] = f"host {rank * hosts // ranks}"
     choices = balanced_choices()
-    state = moe.State()
+    state = moe.MoEState()
     x = torch.randn(len(choices), FEATURES, requires_grad=True)
     weights = torch.rand(choices.shape, requires_grad=True)
     rows, route = moe.dispatch(x, choices, EXPERTS, codec=codec, hierarchical=hierarchical)
