@@ -19,7 +19,7 @@ def register() -> None:
     except Exception as error:
         message = (
             f"dtcomm is installed but cannot be imported ({type(error).__name__}: {error}): torch continues without "
-            'its backend "dtcomm". Remedy: pip uninstall dtcomm, or pip install --force-reinstall dtcomm'
+            'its backend "dtcomm". Remedy: pip uninstall dtcomm, or pip install . in a checkout of it'
         )
         try:
             warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -20,7 +20,6 @@ An error in a collective is raised by ``backward()`` with its own type (`PeerLos
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
@@ -28,6 +27,7 @@ from dtcomm.arguments import shares_options
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.feedback import Feedback as Feedback
 from dtcomm.compress.guard import Guard as Guard
+from dtcomm.compress.models import kind_of, wrong_type
 from dtcomm.compress.policy import Policy, as_policy
 from dtcomm.compress.spec import AUTO, Scheme
 from dtcomm.ddp.auto import parse_candidates
@@ -35,7 +35,7 @@ from dtcomm.ddp.options import DEFAULTS, Options
 from dtcomm.ddp.state import DDPState
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
-from dtcomm.torch_compat import GradBucket, original_module
+from dtcomm.torch_compat import GradBucket
 
 __all__ = ["DDPState", "attach", "compress", "hook"]
 
@@ -94,9 +94,7 @@ def compress(
     """
     ddp_model = model if isinstance(model, DistributedDataParallel) else None
     if ddp_model is None and not (isinstance(model, torch.nn.Module) and rank_and_size()[1] == 1):
-        raise TypeError(
-            f"model: expected a DistributedDataParallel, got {type(model).__name__}; {_instead(model)}"
-        )
+        raise wrong_type("model", "a DistributedDataParallel", model)
     module = model if ddp_model is None else ddp_model.module
     state = DDPState(
         codec if codec == AUTO else as_policy(codec).for_model(module),
@@ -166,21 +164,9 @@ def attach(
     )
 
 
-def _instead(model: object) -> str:
-    """Return what to do with a model that is no DistributedDataParallel."""
-    if isinstance(model, torch.nn.Module) and isinstance(original_module(model), DistributedDataParallel):
-        return "compress it before torch.compile"
-    if isinstance(model, torch.nn.Module) and _obstacle(model):
-        return "it is sharded by FSDP: call dtcomm.fsdp.compress"
-    return (
-        "wrap the model in it (torch's replicate() has no place for compression), or apply fully_shard and call "
-        "dtcomm.fsdp.compress"
-    )
-
-
 def _obstacle(model: torch.nn.Module) -> str:
     """Return why a model that a framework has wrapped in something else cannot be compressed."""
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+    if kind_of(model) == "fsdp":
         return "the framework wrapped the model in FSDP, so nothing is compressed; use dtcomm.fsdp.attach"
     return ""
 

@@ -24,13 +24,13 @@ from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import NONE, bucket_rows
 from dtcomm.compress.feedback import DGC, Feedback, common_momentum
 from dtcomm.compress.guard import Event, count_events
+from dtcomm.compress.models import require_no_sync_batch_norm
 from dtcomm.compress.monitor import Monitor
 from dtcomm.compress.payoff import VERIFY, Payoff, unmeasured
 from dtcomm.compress.policy import Policy, as_policy, exclusions
 from dtcomm.compress.report import CopiedState, Report, Reporting, describe_uncompressed
 from dtcomm.compress.spec import AUTO, Scheme, parse_scheme, require_kernels
 from dtcomm.compress.traffic import ParameterTotals, group_rows, total_seconds
-from dtcomm.compress.uneven_inputs import require_no_sync_batch_norm
 from dtcomm.ddp.auto import BASELINE, SCOPE, ProcessGroupConsensus, Tuner, Verifier
 from dtcomm.ddp.layouts import Chooser
 from dtcomm.ddp.observers import (

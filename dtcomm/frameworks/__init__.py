@@ -15,6 +15,7 @@ from typing import Any
 
 from dtcomm import torch_compat
 from dtcomm.compress.checkpoint import Compressor
+from dtcomm.compress.models import framework_of, wrong_type
 from dtcomm.frameworks.attached import Attached, SavedWithFramework, remove_files
 from dtcomm.frameworks.attached import Integration as Integration
 
@@ -65,22 +66,21 @@ def save_with(owner: Any, state: Compressor) -> None:
 
 def _add_hooks(owner: Any, saved: SavedWithFramework) -> int:
     """Let a framework's object call ``saved``; return the number of processes that the framework uses."""
-    if hasattr(owner, "register_save_state_pre_hook"):
+    framework = framework_of(owner)
+    if framework == "accelerate":
         _require_no_hook(getattr(owner.ddp_handler, "comm_hook", "no"), saved)
         _add_to_accelerate(owner, saved)
         return int(owner.num_processes)
-    if hasattr(owner, "accelerator") and hasattr(owner, "callback_handler"):
+    if framework == "transformers":
         _require_no_hook(getattr(owner.accelerator.ddp_handler, "comm_hook", "no"), saved)
         _add_to_transformers(owner, saved)
         return int(owner.accelerator.num_processes)
-    if hasattr(getattr(owner, "strategy", None), "setup"):
+    if framework == "lightning":
         _require_no_hook(torch_compat.lightning_hook(owner.strategy), saved)
         _add_to_lightning(owner, saved)
         return int(owner.world_size)
-    raise TypeError(
-        "owner: expected an accelerate.Accelerator, a transformers.Trainer or a lightning.Trainer, "
-        f"got {type(owner).__name__} (pip install accelerate, transformers or lightning)"
-    )
+    expected = "an accelerate.Accelerator, a transformers.Trainer or a lightning.Trainer"
+    raise wrong_type("owner", expected, owner)
 
 
 def _require_no_hook(hook: Any, saved: SavedWithFramework) -> None:

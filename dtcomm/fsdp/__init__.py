@@ -36,8 +36,8 @@ from dtcomm.collectives import all_reduce, reduce_scatter
 from dtcomm.collectives.groups import Announcement
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
+from dtcomm.compress.models import refuse_join
 from dtcomm.compress.spec import require_kernels
-from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.fsdp.collectives import (

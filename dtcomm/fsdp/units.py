@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm import torch_compat
 from dtcomm.arguments import suggest
+from dtcomm.compress.models import wrong_type
 from dtcomm.fsdp.collectives import CompressedAllGather
 from dtcomm.fsdp.guard import ROOT
 from dtcomm.fsdp.storage import parameter_names
@@ -65,9 +65,7 @@ def find_units(model: torch.nn.Module) -> list[Unit]:
                     raise _already_compressed(unit, "is compressed already")
                 units.append(unit)
     if not units:
-        ddp = "; it is replicated by DDP: call dtcomm.ddp.compress"
-        hint = ddp if isinstance(model, DistributedDataParallel) else ""
-        raise TypeError(f"model: {type(model).__name__} has no module that fully_shard was applied to{hint}")
+        raise wrong_type("model", "a module to which fully_shard was applied", model)
     return units
 
 

@@ -274,7 +274,7 @@ def _run_triton(sums: torch.Tensor, call: EpilogueCall) -> None:
         return
     if not _triton_installed():
         raise RuntimeError(
-            f"out: on {call.out.device}, where Triton adds bias and addend; install it (pip install dtcomm[triton])"
+            f"out: on {call.out.device}, where Triton adds bias and addend; install it (pip install triton)"
         )
     from dtcomm.kernels.triton_epilogue import run_epilogue
 

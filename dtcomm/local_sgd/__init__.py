@@ -26,6 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from dtcomm.compress import checkpoint
+from dtcomm.compress.models import framework_of, wrong_type
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
 from dtcomm.local_sgd.local_sgd import LocalSGD
@@ -106,8 +107,8 @@ def attach(
         trainer.train()
         attached.state.local.print_report()
     """
-    if not (hasattr(trainer, "accelerator") and hasattr(trainer, "callback_handler")):
-        raise TypeError(f"trainer: expected a transformers.Trainer, got {type(trainer).__name__}")
+    if framework_of(trainer) != "transformers":
+        raise wrong_type("trainer", "a transformers.Trainer", trainer)
 
     def start(model: DistributedDataParallel) -> TrainerState:
         if island is None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dtcomm.compress.models import wrong_type
 from dtcomm.tp.sharded_module import shard_groups
 
 
@@ -31,7 +32,9 @@ def unwrap(model: torch.nn.Module, group: dist.ProcessGroup | None) -> torch.nn.
     TypeError if it is not a module, or if DDP or a DTensor of the model synchronises ranks of ``group`` already.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+        raise wrong_type(
+            "model", "a module (for the loop of a Trainer there is dtcomm.local_sgd.attach)", model
+        )
     if isinstance(model, DistributedDataParallel):
         inner = dist.get_process_group_ranks(model.process_group)
         _require_apart(type(model).__name__, inner, group)

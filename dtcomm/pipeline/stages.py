@@ -17,6 +17,7 @@ import torch
 
 from dtcomm.arguments import require_bool
 from dtcomm.codecs import Codec
+from dtcomm.compress.models import wrong_type
 from dtcomm.compress.residuals import SampleReferences
 from dtcomm.compress.spec import message_codec, require_accurate
 from dtcomm.compress.traffic import Traffic
@@ -105,9 +106,7 @@ def compress(
         raise ValueError("stages: expected at least one stage")
     for stage in listed:
         if not isinstance(stage, PipelineStageBase):
-            raise TypeError(
-                f"stages: expected stages of torch.distributed.pipelining, got {type(stage).__name__}"
-            )
+            raise wrong_type("stages", "stages of torch.distributed.pipelining", stage)
         if isinstance(vars(stage).get("get_fwd_send_ops"), _Replaced):
             raise ValueError(f"stages: stage {stage.stage_index} is compressed already")
     for name, value in (

@@ -25,12 +25,12 @@ from dtcomm.arguments import complete_options, require_bool, require_int, shares
 from dtcomm.codecs import Codec, names
 from dtcomm.collectives import Algorithm
 from dtcomm.collectives.groups import Announcement, GroupOrMesh, sent_bytes
+from dtcomm.compress.models import kind_of, refuse_join, wrong_type
 from dtcomm.compress.payoff import VERIFY, ForwardPairs, unmeasured
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
 from dtcomm.compress.spec import MAX_ERROR, gaussian_error, require_kernels
 from dtcomm.compress.traffic import Traffic
-from dtcomm.compress.uneven_inputs import refuse_join
 from dtcomm.torch_compat import ModuleHook
 from dtcomm.tp.comm_config import NONE, CallKind, CommConfig, parse_codec
 from dtcomm.tp.functional import compiled_traffic
@@ -138,6 +138,10 @@ def compress(
         state = dtcomm.tp.compress(model, mesh, "int8")           # the built-in plan, by the model's type
         dtcomm.tp.compress(model, mesh, "int4", {"*.up": "column", "*.down": "row"}, exclude="layers.0")
     """
+    if (
+        not isinstance(model, nn.Module) or kind_of(model) != "module"
+    ):  # its layers are replaced before DDP or FSDP
+        raise wrong_type("model", "a module that is not wrapped", model)
     given = complete_options("dtcomm.tp.compress", options, DEFAULTS)
     _require_options(codec, plan, given)
     algorithm, latency = given["algorithm"], given["latency"]

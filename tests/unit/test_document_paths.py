@@ -35,3 +35,16 @@ def test_examples_print_help_without_ranks(
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(script), run_name="__main__")
     assert end.value.code == 0 and capsys.readouterr().out.startswith("usage:")
+
+
+def test_nobody_is_told_to_install_a_package_that_is_not_ours() -> None:
+    """The project is not published, so that its name in a package index may be somebody else's."""
+    told = re.compile(r"pip install (?:-\S+ )*[\"'`]?dtcomm(?![\w.]*/)")
+    assert told.search("pip install --force-reinstall dtcomm[triton]") and not told.search("pip install .")
+    sources = [
+        path for folder in ("dtcomm", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    files = [*PAGES, *ROOT.glob("*.py"), *sources]
+    own = Path(__file__)
+    wrong = [path for path in files if path != own and told.search(path.read_text(encoding="utf-8"))]
+    assert len(files) > 500 and not wrong, wrong

@@ -210,7 +210,7 @@ def test_fsdp1_error_feedback(rank: int, ranks: int) -> None:
 
 @on_ranks(2)
 def test_invalid_arguments_are_refused(rank: int, ranks: int) -> None:
-    with pytest.raises(TypeError, match="Net has no module that fully_shard was applied to"):
+    with pytest.raises(TypeError, match="expected a module to which fully_shard was applied, got Net"):
         fsdp.compress(Net())
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"))
     with pytest.raises(TypeError, match="parameters: FSDP1 has a hook for gradients only"):
