@@ -139,6 +139,13 @@ VARIABLES: dict[str, Variable] = {
         " Empty: none",
         check=_new_folder,
     ),
+    "DTCOMM_DISABLE": Variable(
+        default="0",
+        meaning="1: every integration leaves everything uncompressed, whatever codec it is given, and says so in one"
+        " line of the log. Codecs of single collectives (dtcomm.all_reduce) stay, and the backend has none",
+        choices=("0", "1"),
+        shared=True,
+    ),
     "DTCOMM_EMULATE_LINK": Variable(
         default="",
         meaning="Link to emulate between ranks of the native engine: 10gbit,50us or "
@@ -285,6 +292,22 @@ def _warn_of_unknown() -> None:
         near = difflib.get_close_matches(name, VARIABLES, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         _log.warning("dtcomm: the variable %s is not known%s", name, hint)
+
+
+DISABLED = "nothing is compressed: DTCOMM_DISABLE=1"
+
+
+def disabled() -> bool:
+    """Whether DTCOMM_DISABLE turns all compression off; the first call in a process that finds it so logs it."""
+    if get("DTCOMM_DISABLE") == "0":
+        return False
+    _log_disabled()
+    return True
+
+
+@functools.cache
+def _log_disabled() -> None:
+    _log.warning("dtcomm: %s", DISABLED)
 
 
 def ports() -> range:

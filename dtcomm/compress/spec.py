@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import torch
 
+from dtcomm import env
 from dtcomm.arguments import errors_name, suggest
 from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
@@ -155,7 +156,7 @@ def message_codec(spec: str | Codec, argument: str, messages: str, carried: str 
         raise ValueError(f"{argument}: {parsed} is for sums, and {messages} are sent and not summed")
     if carried:
         require_accurate(parsed, argument, carried)
-    return parsed
+    return codec("none") if env.disabled() else parsed
 
 
 def wire_codec(scheme: Codec | DGC) -> Codec:

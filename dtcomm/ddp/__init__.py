@@ -20,9 +20,11 @@ An error in a collective is raised by ``backward()`` with its own type (`PeerLos
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
+from dtcomm import env
 from dtcomm.arguments import shares_options
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.feedback import Feedback as Feedback
@@ -59,7 +61,7 @@ def hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tens
             f"state: expected a dtcomm.ddp.DDPState, got {type(state).__name__}: "
             'model.register_comm_hook(dtcomm.ddp.DDPState("int8"), dtcomm.ddp.hook)'
         )
-    return state.reduce(bucket)
+    return allreduce_hook(state.group, bucket) if env.disabled() else state.reduce(bucket)  # type: ignore[arg-type]
 
 
 @shares_options(DEFAULTS, Options)
@@ -103,7 +105,7 @@ def compress(
         parameters=module.named_parameters(),
         **options,
     )
-    if ddp_model is None:
+    if ddp_model is None or env.disabled():
         state.set_unused()
     else:
         state.register(ddp_model, hook)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
-from dtcomm import torch_compat
+from dtcomm import env, torch_compat
 from dtcomm.arguments import require_factor, shares_options
 from dtcomm.collectives.groups import Announcement
 from dtcomm.compress import checkpoint
@@ -437,11 +437,14 @@ class DDPState(Reporting):
         self.timeline.attach(model)
 
     def set_unused(self, *, has_hook: bool = False) -> None:
-        """Say in the log, the report and the state that this state compresses nothing: the group has one rank.
+        """Say in the log, the report and the state that this state compresses nothing, and why.
 
         Args:
             has_hook: Whether the hook is registered nevertheless.
         """
+        if env.disabled():
+            self._unused = env.DISABLED
+            return
         self._unused = "nothing is compressed: the process group has one rank"
         if not has_hook and any(isinstance(scheme, DGC) for scheme in self._chooser.schemes):
             self._unused += ", and the momentum of 'dgc' does not act; give it to the optimizer"

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
-from dtcomm import torch_compat
+from dtcomm import env, torch_compat
 from dtcomm.arguments import complete_options, require_bool, shares_options
 from dtcomm.codecs import Codec
 from dtcomm.collectives import all_reduce, reduce_scatter
@@ -128,6 +128,9 @@ def compress(
         if not spec.is_none and rank_and_size()[1] > 1:
             require_kernels(spec.codecs(), model.parameters(), argument)
     state = make_state()
+    if env.disabled():
+        state.set_unused()
+        return state
     for name, pattern in excluded_units(given["exclude"], units).items():
         state.exclude(name, pattern)
     state.algorithm = given["algorithm"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtcomm import torch_compat
+from dtcomm import env, torch_compat
 from dtcomm.arguments import require_factor, require_int
 from dtcomm.codecs import Codec
 from dtcomm.collectives.groups import leaving_bytes
@@ -98,6 +98,7 @@ class FSDPState(Reporting):
         self.integration, self.steps_ahead = "FSDP", 0
         self._modules: dict[str, dict[str, Traffic]] = {}  # module -> kind of collective -> counters
         self._notes: list[str] = []
+        self._disabled = env.disabled()
         self._unused = ""  # why nothing is compressed in this job, or empty
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self.timeline = Timeline("fsdp")
@@ -349,7 +350,10 @@ class FSDPState(Reporting):
         self._undo.append(undo)
 
     def set_unused(self) -> None:
-        """Say in the log, the report and the state that this state compresses nothing: the group has one rank."""
+        """Say in the log, the report and the state that this state compresses nothing, and why."""
+        if env.disabled():
+            self._unused = env.DISABLED
+            return
         self._unused = "nothing is compressed: the process group has one rank"
         _log.warning("dtcomm.fsdp: %s", self._unused)
 
@@ -376,7 +380,7 @@ class FSDPState(Reporting):
         """Return the spec of a module's collective: ``requested``, or none if the module is excluded or warms up."""
         warming_up = self.warming_up and requested is self.gradients
         warming_up |= self._pairs is not None and not self._pairs.compresses
-        return UNCOMPRESSED if warming_up or module in self._excluded else requested
+        return UNCOMPRESSED if warming_up or module in self._excluded or self._disabled else requested
 
     def note_choice(self, module: str, traffic: Traffic) -> None:
         """Complete the reason in ``traffic`` for a module's codec, and log it at the end of the pass if it must be."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack
 
+from dtcomm import env
 from dtcomm.arguments import complete_options, require_int, shares_options
 from dtcomm.collectives import broadcast
 from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
@@ -130,13 +131,14 @@ class LocalSGD(Reporting):
         self._island = Island(model)
         self._island.reshard()
         excluded = exclusions(options["exclude"], [name for name, _ in model.named_parameters()])
-        self.policy = (excluded | as_policy(codec)).for_model(model)
+        asked = (excluded | as_policy(codec)).for_model(model)
+        self.policy = as_policy("none") if env.disabled() else asked
         schemes = [rule.codec for rule in self.policy.rules]
         if any(isinstance(scheme, DGC) for scheme in schemes):
             raise ValueError(
                 "codec: dgc has a momentum for gradients; here momentum is the outer optimizer's"
             )
-        self._options = {"codec": str(self.policy), "feedback": str(feedback)}
+        self._options = {"codec": str(asked), "feedback": str(feedback)}
         self.every, self.warmup, self.group = every, options["warmup"], group
         self.delay, self.mixing = delay, mixing
         self.steps = self.syncs = 0

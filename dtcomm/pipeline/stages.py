@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dtcomm import env
 from dtcomm.arguments import require_bool
 from dtcomm.codecs import Codec
 from dtcomm.compress.models import wrong_type
@@ -134,7 +135,7 @@ def compress(
         forward=forward,
         backward=backward,
         feedback=feedback,
-        differences=differences,
+        differences=differences and not env.disabled(),
         dynamic_shapes=dynamic_shapes,
     )
     policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"

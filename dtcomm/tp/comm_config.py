@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from dtcomm import env
 from dtcomm.arguments import suggest
 from dtcomm.codecs import Codec, codec, names
 from dtcomm.codecs.spec import VARIABLE_LENGTH
@@ -311,7 +312,7 @@ def parse_codec(spec: object, argument: str = "codec") -> Codec:
     ``"auto"``, a policy, a compressor, ``A/B``. The message names ``argument``, says where, and what is valid here.
     """
     if isinstance(spec, Codec):
-        return spec
+        return NONE if env.disabled() else spec
     if not isinstance(spec, str):
         hint = "; a plan of layers is plan=" if isinstance(spec, Mapping | PathLike) else ""
         raise TypeError(
@@ -320,7 +321,7 @@ def parse_codec(spec: object, argument: str = "codec") -> Codec:
     text = spec.strip()
     name = text.partition(":")[0]
     if name in names() and "/" not in text and "->" not in text:
-        return codec(text)
+        return NONE if env.disabled() else codec(text)
     valid = f"valid codecs: {', '.join(names())}"
     if name == AUTO:
         reason = (
