@@ -280,17 +280,6 @@ def divides_by_active_ranks(model: Any) -> bool:
     return bool(model._join_config.enable and not model._divide_by_initial_world_size)
 
 
-def time_every_ddp_step(model: Any) -> None:
-    """Let DDP measure each step, not each hundredth."""
-    model._set_ddp_runtime_logging_sample_rate(1)
-
-
-def ddp_times(model: Any) -> dict[str, Any]:
-    """Return what DDP measured of the last step; times in nanoseconds."""
-    times: dict[str, Any] = model._get_ddp_logging_data()
-    return times
-
-
 def loss_scale(scaler: Any) -> torch.Tensor | None:
     """Return the scale of a GradScaler on its device; None until the scaler is first used."""
     scale: torch.Tensor | None = scaler._scale

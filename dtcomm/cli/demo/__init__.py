@@ -1,6 +1,7 @@
 """Command ``dtcomm demo``: train a small language model with plain DDP and with compressed gradients.
 
-The ranks are processes of this machine; the main process shows their progress, and prints and writes the results.
+It trains twice: in memory, where compression saves bytes but hardly any time, and over an emulated link. The ranks are
+processes of this machine; the main process shows their progress, and prints and writes the results.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,14 @@ from dtcomm.cli.demo import train
 from dtcomm.cli.demo.train import PLAIN, Settings
 from dtcomm.codecs import codec
 from dtcomm.launch.ranks import RankError, RankTimeout, send_to_parent, spawn_ranks
+from dtcomm.runtime import emulated_link
 from dtcomm.system import save_figure, write_file
 
-CODECS = "none,fp16,int8"
+#: The default codec of the integrations, between one that needs no memory and a coarser one.
+CODECS = "bf16:round=stochastic,int8,int4"
+RECOMMENDED = "int8"
+LINK = "1gbit,50us"
+IN_MEMORY = "none"
 
 #: Ranks report every few seconds; if none does for this long, they hang.
 SILENCE_SECONDS = 120.0
@@ -38,20 +46,28 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     console.print(
         "A character-level GPT learns from the source of Python's standard library:\n"
-        f"{options.nproc} ranks, {options.steps} steps, {len(runs)} runs in turns.",
+        f"{options.nproc} ranks, {len(runs)} runs of {options.steps} steps, alternating.",
         highlight=False,
     )
-    results: dict[int, list[list[dict[str, Any]]]] = {}
-    for seed in seeds:
-        settings = Settings(runs=runs, steps=options.steps, seed=seed)
-        try:
-            results[seed] = _train(
-                settings, options.nproc, console, f"seed {seed}: " if len(seeds) > 1 else ""
-            )
-        except RankError as error:
-            print(error, file=sys.stderr)
-            return 1
-    summary = summarize(results, nproc=options.nproc, steps=options.steps, seconds=time.monotonic() - begin)
+    results: dict[str, dict[int, list[list[Result]]]] = {}
+    report = ""
+    for link in dict.fromkeys((IN_MEMORY, options.link)):
+        title = "in memory" if link == IN_MEMORY else f"over an emulated link of {describe_link(link)}"
+        console.print(f"\n{title}", highlight=False)
+        results[link] = {}
+        for seed in seeds:
+            settings = Settings(runs=runs, steps=options.steps, seed=seed)
+            verified = _recommended(runs) if link != IN_MEMORY and not report else ""
+            prefix = f"seed {seed}: " if len(seeds) > 1 else ""
+            try:
+                outcomes = _train(settings, options.nproc, link, verified, console, prefix)
+            except RankError as error:
+                print(error, file=sys.stderr)
+                return 1
+            results[link][seed] = [runs_of_rank for runs_of_rank, _ in outcomes]
+            report = report or outcomes[0][1]
+    seconds = time.monotonic() - begin
+    summary = summarize(results, report, nproc=options.nproc, steps=options.steps, seconds=seconds)
 
     options.out.mkdir(parents=True, exist_ok=True)
     write_file(options.out / "demo.json", json.dumps(summary, indent=1) + "\n")
@@ -63,28 +79,64 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train_rank(rank: int, world_size: int, settings: Settings) -> list[dict[str, Any]]:
-    """Train on one rank; rank 0 sends its progress to the main process."""
+def _recommended(runs: tuple[str, ...]) -> str:
+    """Return the codec whose figures the last lines are about."""
+    compressed = [name for name in runs if name not in (PLAIN, "none")]
+    return RECOMMENDED if RECOMMENDED in compressed else next(iter(compressed), "")
+
+
+def describe_link(text: str) -> str:
+    """Return a link as people write it: ``1 Gbit/s, 50 µs``; links with levels stay as they are."""
+    link = emulated_link.parse(text, "--link").between
+    if link is None or "=" in text:
+        return text
+    rate = link.bits_per_second / 1e9
+    name = f"{rate:g} Gbit/s" if rate >= 1 else f"{rate * 1e3:g} Mbit/s"
+    return f"{name}, {link.latency_s * 1e6:g} µs" if link.latency_s else name
+
+
+def train_rank(
+    rank: int, world_size: int, settings: Settings, verified: str
+) -> tuple[list[dict[str, Any]], str]:
+    """Train on one rank; rank 0 sends its progress to the main process.
+
+    Returns the runs, and the report of further steps with the codec ``verified`` if it is not empty.
+    """
     if rank:
-        return train.train(settings)
+        return train.train(settings), train.measure_payoff(settings, verified) if verified else ""
     try:
-        return train.train(settings, lambda name, step, loss: send_to_parent((name, step, loss)))
+        runs = train.train(settings, lambda name, step, loss: send_to_parent((name, step, loss)))
+        return runs, train.measure_payoff(settings, verified) if verified else ""
     finally:
         send_to_parent(None)
 
 
-def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> list[list[dict[str, Any]]]:
+def _train(
+    settings: Settings, nproc: int, link: str, verified: str, console: Console, prefix: str
+) -> list[tuple[list[Result], str]]:
     """Train on all ranks with a progress bar for each run; return results by rank, then by run."""
     columns = (
-        TextColumn(prefix + "{task.description:>9}"),
-        BarColumn(40),
+        TextColumn(prefix + "{task.description:>21}"),
+        BarColumn(24),
         TextColumn("{task.completed:>4.0f}/{task.total:.0f}"),
         TextColumn("loss {task.fields[loss]}"),
         TimeElapsedColumn(),
     )
+    # Gloo cannot emulate a link, so there plain DDP reduces over dtcomm's backend, with the same bytes.
+    backend = "gloo" if link == IN_MEMORY else "dtcomm"
+    environment = {"DTCOMM_EMULATE_LINK": None if link == IN_MEMORY else link}
     with Progress(*columns, console=console, refresh_per_second=2) as progress:
         bars = {name: progress.add_task(name, total=settings.steps, loss="  -  ") for name in settings.runs}
-        with spawn_ranks(train_rank, nproc, settings, fresh=True, group_timeout=SILENCE_SECONDS) as ranks:
+        with spawn_ranks(
+            train_rank,
+            nproc,
+            settings,
+            verified,
+            backend=backend,
+            fresh=True,
+            env=environment,
+            group_timeout=SILENCE_SECONDS,
+        ) as ranks:
             try:
                 while (message := ranks.receive(0, SILENCE_SECONDS)) is not None:
                     assert isinstance(message, tuple)
@@ -104,10 +156,11 @@ def _train(settings: Settings, nproc: int, console: Console, prefix: str) -> lis
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dtcomm demo",
-        description="Train a small language model with plain DDP and with compressed gradients, in turns.",
+        description="Train a small language model with plain DDP and with compressed gradients, alternating: first in "
+        "memory, then over an emulated link. Print what a step takes, and how compression changes the loss.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=120, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data order")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, starting with --seed")
     parser.add_argument(
@@ -115,6 +168,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--codecs", type=_codecs, default=CODECS, help="codecs to compare with plain DDP, separated by ','"
+    )
+    parser.add_argument(
+        "--link",
+        type=_link,
+        default=LINK,
+        help="the emulated link: a rate and a latency, as DTCOMM_EMULATE_LINK takes them, or 'none'",
     )
     parser.add_argument("--nproc", type=int, default=2, help="ranks; each is a process with one thread")
     parser.add_argument("--json", action="store_true", help="also print the JSON on standard output")
@@ -132,39 +191,42 @@ def _codecs(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-#: Links for which the time of the measured bytes is printed, in Gbit/s.
-LINK_GBITS = (1, 10, 100)
+def _link(text: str) -> str:
+    if text != IN_MEMORY:
+        try:
+            emulated_link.parse(text, "--link")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
 
 Result = dict[str, Any]
 
-_TABLE_NOTES = """\
-sent: by one rank, counted; * computed for Gloo, whose ring sends 2(n-1)/n.
-comm: from the end of a rank's backward pass until all gradients are averaged,
-      by DDP's timers; comm and step are medians, of the slowest rank.
-
-Over shared memory compression saves bytes but no time: encoding costs about as
-much as the smaller copy saves. On a link, the bytes of one step would take:"""
-
 
 def summarize(
-    results: dict[int, list[list[Result]]], *, nproc: int, steps: int, seconds: float
+    results: dict[str, dict[int, list[list[Result]]]], report: str, *, nproc: int, steps: int, seconds: float
 ) -> dict[str, Any]:
-    """Summarize ``results``, which are by seed, rank and run.
+    """Summarize ``results``, which are by link, seed, rank and run.
 
     Losses are equal on all ranks. Bytes are means over ranks and times are the slowest rank's. Over seeds, losses and
     bytes are means and times are medians.
     """
-    count = len(next(iter(results.values()))[0])
-    runs = [
-        _summarize_run({seed: [rank[position] for rank in ranks] for seed, ranks in results.items()})
-        for position in range(count)
-    ]
-    plain = runs[0]
-    for run in runs:
-        run["held_out_against_plain"] = run["final_held_out_loss"] / plain["final_held_out_loss"] - 1
-        run["bytes_against_plain"] = run["bytes_per_step"] / plain["bytes_per_step"]
-        run["step_against_plain"] = run["step_ms"] / plain["step_ms"]
-    return {"ranks": nproc, "steps": steps, "seconds": seconds, "runs": runs}
+    summary: dict[str, Any] = {"ranks": nproc, "steps": steps, "seconds": seconds, "link": None}
+    for link, by_seed in results.items():
+        count = len(next(iter(by_seed.values()))[0])
+        runs = [
+            _summarize_run({seed: [rank[position] for rank in ranks] for seed, ranks in by_seed.items()})
+            for position in range(count)
+        ]
+        plain = runs[0]
+        for run in runs:
+            run["held_out_against_plain"] = run["final_held_out_loss"] / plain["final_held_out_loss"] - 1
+            run["bytes_against_plain"] = run["bytes_per_step"] / plain["bytes_per_step"]
+            run["step_against_plain"] = run["step_ms"] / plain["step_ms"]
+        summary["runs" if link == IN_MEMORY else "runs_on_link"] = runs
+        if link != IN_MEMORY:
+            summary["link"] = link
+    return summary | {"report": report}
 
 
 def _summarize_run(by_seed: dict[int, list[Result]]) -> dict[str, Any]:
@@ -173,66 +235,90 @@ def _summarize_run(by_seed: dict[int, list[Result]]) -> dict[str, Any]:
     run = {key: first[key] for key in ("name", "parameters", "gradient_bytes", "bytes_are", "report")}
     for key in ("final_training_loss", "final_held_out_loss"):
         run[key] = statistics.fmean(ranks[0][key] for ranks in by_seed.values())
-    for key in ("step_ms", "communication_ms", "overlapped_communication_ms", "collective_ms"):
-        slowest = [
-            max(rank[key] for rank in ranks) for ranks in by_seed.values() if ranks[0][key] is not None
-        ]
-        run[key] = statistics.median(slowest) if slowest else None
-    sent = statistics.fmean(rank["bytes_per_step"] for ranks in by_seed.values() for rank in ranks)
-    run["bytes_per_step"] = sent
-    run["milliseconds_on_link"] = {f"{link} Gbit/s": sent * 8 / (link * 1e6) for link in LINK_GBITS}
+    slowest = [max(rank["step_ms"] for rank in ranks) for ranks in by_seed.values()]
+    run["step_ms"] = statistics.median(slowest)
+    run["bytes_per_step"] = statistics.fmean(
+        rank["bytes_per_step"] for ranks in by_seed.values() for rank in ranks
+    )
     curves = ("final_training_loss", "final_held_out_loss", "losses", "held_out")
-    run["seeds"] = {str(seed): {key: ranks[0][key] for key in curves} for seed, ranks in by_seed.items()}
+    run["seeds"] = {
+        str(seed): {key: ranks[0][key] for key in curves}
+        | {"step_seconds": [max(times) for times in zip(*(r["step_seconds"] for r in ranks), strict=True)]}
+        for seed, ranks in by_seed.items()
+    }
     return run
 
 
 def print_summary(summary: dict[str, Any], console: Console) -> None:
-    """Print the table and its legend."""
-    runs = summary["runs"]
+    """Print the table, what a step takes on the link, and the report."""
+    runs, on_link = summary["runs"], summary.get("runs_on_link")
     seeds = len(runs[0]["seeds"])
     console.print(
         f"\n{summary['ranks']} ranks, {summary['steps']} steps, {runs[0]['parameters']:,} parameters, "
         f"{seeds} seed{'s' if seeds > 1 else ''}, {summary['seconds']:.0f} s",
         highlight=False,
     )
-    losses = (">training\nloss", ">held-out\nloss", ">against\nplain")
-    costs = (">sent,\nMB/step", ">against\nplain", ">comm\nms", ">step\nms")
-    table = new_table(["gradients", *losses, *costs], plain=True)
-    for run in runs:
-        plain = run is runs[0]
-        table.add_row(
-            run["name"],
-            f"{run['final_training_loss']:.4f}",
-            f"{run['final_held_out_loss']:.4f}",
-            "" if plain else f"{run['held_out_against_plain']:+.2%}",
-            f"{run['bytes_per_step'] / 1e6:.2f}{'*' if plain else ' '}",
-            "" if plain else f"{run['bytes_against_plain']:.2f}x",
-            "-" if run["communication_ms"] is None else f"{run['communication_ms']:.1f}",
-            f"{run['step_ms']:.1f}",
-        )
+    heads = [">sent,\nMB/step", ">memory,\nms/step"]
+    heads += [">link,\nms/step", ">gain on\nlink"] if on_link else []
+    table = new_table(["gradients", *heads, ">held-out\nloss", ">vs.\nplain"], plain=True)
+    for position, run in enumerate(runs):
+        cells = [f"{run['bytes_per_step'] / 1e6:.2f}", f"{run['step_ms']:.1f}"]
+        if on_link:
+            there = on_link[position]
+            cells += [f"{there['step_ms']:.1f}", f"{1 / there['step_against_plain']:.2f}x"]
+        change = f"{run['held_out_against_plain']:+.2%}" if position else ""
+        table.add_row(run["name"], *cells, f"{run['final_held_out_loss']:.4f}", change)
     console.print(table)
-    console.print(_TABLE_NOTES, highlight=False)
-    links = new_table(["", *(f">{link} Gbit/s" for link in LINK_GBITS)], plain=True)
-    for run in runs:
-        times = run["milliseconds_on_link"].values()
-        links.add_row(run["name"], *(f"{time:.{1 if time >= 1 else 2}f} ms" for time in times))
-    console.print(links)
+    for line in _notes(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _notes(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines below the table: what its columns mean, what compression gains on the link, and the report."""
+    runs, on_link = summary["runs"], summary.get("runs_on_link")
+    yield "ms: the median step of the slowest rank. MB of plain DDP: computed, 2(n-1)/n of"
+    yield "its gradients. Loss: in nats per character, of text that is not trained on."
+    if not on_link:
+        return
+    yield f"link: {describe_link(summary['link'])}, emulated, for each rank. There plain DDP reduces through"
+    yield "dtcomm's backend, since Gloo cannot emulate links."
+    differing = [
+        f"{there['name']} {there['final_held_out_loss']:.4f}"
+        for run, there in zip(runs, on_link, strict=True)
+        if run["final_held_out_loss"] != there["final_held_out_loss"]
+    ]
+    if differing:
+        yield f"Held-out losses on the link: {', '.join(differing)}."
+    else:
+        yield "The losses on the link are the same, digit for digit."
+    name = _recommended(tuple(run["name"] for run in runs))
+    if not name:
+        return
+    position = [run["name"] for run in runs].index(name)
+    ours, plain = on_link[position]["step_ms"], on_link[0]["step_ms"]
+    yield ""
+    yield f"A step takes {ours:.1f} ms with {name} instead of {plain:.1f} ms on this link: " + (
+        f"{plain / ours:.2f} times as fast." if plain > ours else "no gain."
+    )
+    yield f"In memory it takes {runs[position]['step_ms']:.1f} ms instead of {runs[0]['step_ms']:.1f} ms."
+    yield f"The held-out loss changes by {on_link[position]['held_out_against_plain']:+.2%}."
+    if summary["report"]:
+        yield ""
+        yield f"Its report with verify={train.PAIRS}, of {train.STEPS_TO_VERIFY} further steps on this link:"
+        yield from summary["report"].rstrip().splitlines()
 
 
 def write_plot(summary: dict[str, Any], path: Path) -> None:
     """Write a PNG of ``summary`` (see `summarize`); the curves are those of the first seed."""
-    runs = summary["runs"]
+    runs, on_link = summary["runs"], summary.get("runs_on_link")
     with styled_pyplot() as pyplot:
         figure = pyplot.figure(figsize=(11.5, 5.6), layout="constrained")
-        grid = figure.add_gridspec(2, 2, width_ratios=(1.7, 1), height_ratios=(2.4, 1))
-        curves = figure.add_subplot(grid[0, 0])
-        _plot_losses(curves, runs)
-        _plot_differences(figure.add_subplot(grid[1, 0], sharex=curves), runs)
-        sent = [run["bytes_per_step"] / 1e6 for run in runs]
-        times = [next(iter(run["milliseconds_on_link"].values())) for run in runs]
-        upper, lower = figure.add_subplot(grid[0, 1]), figure.add_subplot(grid[1, 1])
-        _plot_bars(upper, runs, sent, "{:.2f}", "sent by each rank, MB per step")
-        _plot_bars(lower, runs, times, "{:.0f}", "time of these bytes on a 1 Gbit/s link, ms")
+        grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2, 1))
+        where = f"on a link of {describe_link(summary['link'])}" if on_link else "in memory"
+        _plot_losses(figure.add_subplot(grid[0, 0]), on_link or runs, where)
+        _plot_differences(figure.add_subplot(grid[1, 0]), runs)
+        _plot_steps(figure.add_subplot(grid[0, 1]), runs, on_link, where)
+        _plot_bytes(figure.add_subplot(grid[1, 1]), runs)
         figure.suptitle(
             f"Character-level GPT on Python's standard library: {runs[0]['parameters'] / 1e6:.1f} M "
             f"parameters, {summary['ranks']} ranks, {summary['steps']} steps",
@@ -244,29 +330,31 @@ def write_plot(summary: dict[str, Any], path: Path) -> None:
         pyplot.close(figure)
 
 
-def _plot_losses(axes: Any, runs: list[dict[str, Any]]) -> None:
+def _plot_losses(axes: Any, runs: list[dict[str, Any]], where: str) -> None:
     for position, run in enumerate(runs):
         seed = next(iter(run["seeds"].values()))
-        colour = COLOURS[position % len(COLOURS)]
-        smooth = _smooth(seed["losses"])
+        seconds = [0.0, *accumulate(seed["step_seconds"])]
         axes.plot(
-            range(1, len(smooth) + 1),
-            smooth,
-            color=colour,
-            linewidth=5 if position == 0 else 1.3,
-            alpha=0.5 if position == 0 else 0.95,
+            seconds[1:],
+            _smooth(seed["losses"]),
+            color=COLOURS[position % len(COLOURS)],
+            linewidth=2 if position == 0 else 1.5,
             label=f"{run['name']}: {run['final_held_out_loss']:.4f}",
-            zorder=2 + position,
         )
         steps, losses = zip(*seed["held_out"], strict=True)
-        # Rings of decreasing size, so that equal points of several runs stay visible.
-        size = 120 - 28 * min(position, 3)
-        axes.scatter(steps, losses, s=size, facecolors="none", edgecolors=colour, linewidths=1.3, zorder=9)
+        axes.scatter(
+            [seconds[step] for step in steps],
+            losses,
+            s=28,
+            facecolors="none",
+            edgecolors=COLOURS[position % len(COLOURS)],
+            linewidths=1.3,
+        )
     axes.set_ylabel("nats per character")
-    axes.set_title("training loss (lines, smoothed) and held-out loss (rings)")
+    axes.set_xlabel("seconds of training")
+    axes.set_title(f"training loss (lines, smoothed) and held-out loss (rings) {where}")
     axes.grid(axis="y")
     axes.set_xlim(left=0)
-    axes.tick_params(labelbottom=False)
     axes.legend(title="final held-out loss", frameon=False, alignment="left")
 
 
@@ -283,25 +371,51 @@ def _plot_differences(axes: Any, runs: list[dict[str, Any]]) -> None:
     axes.set_ylim(-reach, reach)
     axes.set_xlabel("step")
     axes.set_ylabel("%")
-    axes.set_title("training loss against plain DDP")
+    axes.set_title("training loss compared with plain DDP at the same step")
     axes.grid(axis="y")
 
 
-def _plot_bars(axes: Any, runs: list[dict[str, Any]], values: list[float], form: str, title: str) -> None:
-    positions = range(len(runs))
+def _plot_steps(
+    axes: Any, runs: list[dict[str, Any]], on_link: list[dict[str, Any]] | None, where: str
+) -> None:
+    """Plot the milliseconds of a step: on the link as filled bars, in memory as outlines below them."""
+    shown = [(on_link, f"filled: {where}", True)] if on_link else []
+    shown.append((runs, "outlined: in memory", False))
+    largest = max(run["step_ms"] for group, *_ in shown for run in group)
+    height = 0.8 / len(shown)
+    for row, (group, _, filled) in enumerate(shown):
+        for position, run in enumerate(group):
+            colour = COLOURS[position % len(COLOURS)]
+            y = position + (row - (len(shown) - 1) / 2) * height
+            style = {"color": colour} if filled else {"facecolor": "none", "edgecolor": colour}
+            axes.barh(y, run["step_ms"], height=0.86 * height, **style)
+            gain = f"  ({1 / run['step_against_plain']:.2f}x)" if position else ""
+            axes.text(
+                run["step_ms"] + 0.015 * largest, y, f"{run['step_ms']:.0f}{gain}", va="center", fontsize=9
+            )
+    axes.set_title("ms per step: " + ", ".join(label for _, label, _ in shown))
+    _name_bars(axes, runs, 1.25 * largest)
+
+
+def _plot_bytes(axes: Any, runs: list[dict[str, Any]]) -> None:
+    sent = [run["bytes_per_step"] / 1e6 for run in runs]
     axes.barh(
-        positions, values, color=[COLOURS[position % len(COLOURS)] for position in positions], height=0.64
+        range(len(runs)), sent, color=[COLOURS[row % len(COLOURS)] for row in range(len(runs))], height=0.64
     )
-    for position, value in zip(positions, values, strict=True):
-        share = f"  ({value / values[0]:.0%})" if position and values[0] else ""
-        axes.text(value + 0.015 * max(values), position, form.format(value) + share, va="center")
-    axes.set_yticks(positions, [run["name"] for run in runs])
+    for row, value in enumerate(sent):
+        share = f"  ({value / sent[0]:.0%})" if row and sent[0] else ""
+        axes.text(value + 0.015 * max(sent), row, f"{value:.2f}{share}", va="center", fontsize=9)
+    axes.set_title("MB per step, sent by each rank")
+    _name_bars(axes, runs, 1.25 * max(sent))
+
+
+def _name_bars(axes: Any, runs: list[dict[str, Any]], end: float) -> None:
+    axes.set_yticks(range(len(runs)), [run["name"].replace(":round=", "\n") for run in runs])
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(values))
+    axes.set_xlim(0, end)
     axes.set_xticks([])
     axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_title(title)
 
 
 def _smooth(values: list[float], memory: float = 0.9) -> list[float]:

@@ -8,6 +8,8 @@ them equally. They start from the same weights and read the same batches in the 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import statistics
 import sysconfig
@@ -24,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from dtcomm import ddp, torch_compat
+from dtcomm import ddp
 
 #: Printable ASCII and the newline; all other characters become the last symbol.
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
@@ -179,8 +181,12 @@ def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor)
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-#: Name of the run without a hook: DDP's all-reduce over Gloo.
+#: Name of the run without a hook: DDP's all-reduce over the backend of its process group.
 PLAIN = "plain DDP"
+#: Pairs of steps, with compression and without it, that `measure_payoff` compares; at four steps each.
+PAIRS = 10
+#: The first steps are not measured, and the last pair ends with the step after it.
+STEPS_TO_VERIFY = 4 * PAIRS + 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +214,6 @@ class Run:
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    communication: list[float] = field(default_factory=list)
-    exposed: list[float] = field(default_factory=list)
 
 
 Progress = Callable[[str, int, float], None]
@@ -243,16 +247,31 @@ def train(settings: Settings, progress: Progress | None = None) -> list[dict[str
     return [_finish(run, corpus, settings, shape, rank, ranks) for run in runs]
 
 
-def _start(name: str, settings: Settings, shape: ModelShape) -> Run:
+def measure_payoff(settings: Settings, codec: str) -> str:
+    """Train for a few steps more, from the start, and return rank 0's report, which says whether ``codec`` paid.
+
+    Half of the steps are not compressed, so these steps are no part of the runs that `train` compares.
+    """
+    corpus, shape = load_corpus(), ModelShape(vocabulary=VOCABULARY)
+    run = _start(codec, settings, shape, verify=PAIRS)
+    for step in range(
+        4 * PAIRS + 8
+    ):  # the first steps are not measured, and the last pair ends with the step after it
+        _step(run, corpus, settings, shape, step, dist.get_rank())
+    assert run.state is not None
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        run.state.print_report()
+    return text.getvalue()
+
+
+def _start(name: str, settings: Settings, shape: ModelShape, verify: int = 0) -> Run:
     torch.manual_seed(settings.seed)
     model = DistributedDataParallel(GPT(shape))
-    torch_compat.time_every_ddp_step(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.05
     )
-    return Run(
-        name, model, optimizer, None if name == PLAIN else ddp.compress(model, name, seed=settings.seed)
-    )
+    state = None if name == PLAIN else ddp.compress(model, name, seed=settings.seed, verify=verify)
+    return Run(name, model, optimizer, state)
 
 
 def _step(run: Run, corpus: Corpus, settings: Settings, shape: ModelShape, step: int, rank: int) -> None:
@@ -269,12 +288,6 @@ def _step(run: Run, corpus: Corpus, settings: Settings, shape: ModelShape, step:
     run.optimizer.step()
     run.step_seconds.append(time.perf_counter() - start)
     run.losses.append(loss.item())
-    # DDP's timers, in nanoseconds of the previous step, are the same for every run: from the start of the first bucket
-    # to the end of the last one, and the part of it after this rank's backward pass.
-    timers = torch_compat.ddp_times(run.model)
-    if "backward_comm_time" in timers:
-        run.communication.append(timers["backward_comm_time"] * 1e-9)
-        run.exposed.append((timers["backward_comm_time_end"] - timers["backward_compute_time_end"]) * 1e-9)
 
 
 def _learning_rate(settings: Settings, step: int) -> float:
@@ -314,10 +327,6 @@ def _finish(
     gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
     report = run.state.report() if run.state else None
     steps = (report.steps if report else None) or 1
-    exposed, communication = (
-        statistics.median(seconds[warm:]) * 1e3 if seconds[warm:] else None
-        for seconds in (run.exposed, run.communication)
-    )
     return {
         "name": run.name,
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
@@ -327,10 +336,8 @@ def _finish(
         "final_training_loss": float(losses[-tail:].mean()),
         "final_held_out_loss": final,
         "bytes_per_step": report.wire_bytes / steps if report else 2 * (ranks - 1) / ranks * gradient_bytes,
-        "bytes_are": "counted" if report else "computed: 2(n-1)/n of the gradients, as a ring sends",
+        "bytes_are": "counted" if report else "computed: 2(n-1)/n of the gradients",
+        "step_seconds": run.step_seconds,
         "step_ms": statistics.median(run.step_seconds[warm:]) * 1e3,
-        "communication_ms": exposed,
-        "overlapped_communication_ms": communication,
-        "collective_ms": report.seconds / steps * 1e3 if report and report.seconds is not None else None,
         "report": report.to_dict() if report else None,
     }
