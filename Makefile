@@ -31,7 +31,7 @@ ASAN := build/asan/native.stamp
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: build  ## build, then train a small language model on two ranks with compressed gradients
+demo: build  ## build, then train a small language model on two ranks, in memory and over an emulated link of 1 Gbit/s
 	$(PY) -m dtcomm demo $(ARGS)
 
 build: $(NATIVE) $(INSTALLED)  ## make .venv and compile the native modules in place

@@ -317,7 +317,7 @@ def write_plot(summary: dict[str, Any], path: Path) -> None:
         where = f"on a link of {describe_link(summary['link'])}" if on_link else "in memory"
         _plot_losses(figure.add_subplot(grid[0, 0]), on_link or runs, where)
         _plot_differences(figure.add_subplot(grid[1, 0]), runs)
-        _plot_steps(figure.add_subplot(grid[0, 1]), runs, on_link, where)
+        _plot_steps(figure.add_subplot(grid[0, 1]), runs, on_link)
         _plot_bytes(figure.add_subplot(grid[1, 1]), runs)
         figure.suptitle(
             f"Character-level GPT on Python's standard library: {runs[0]['parameters'] / 1e6:.1f} M "
@@ -375,15 +375,13 @@ def _plot_differences(axes: Any, runs: list[dict[str, Any]]) -> None:
     axes.grid(axis="y")
 
 
-def _plot_steps(
-    axes: Any, runs: list[dict[str, Any]], on_link: list[dict[str, Any]] | None, where: str
-) -> None:
+def _plot_steps(axes: Any, runs: list[dict[str, Any]], on_link: list[dict[str, Any]] | None) -> None:
     """Plot the milliseconds of a step: on the link as filled bars, in memory as outlines below them."""
-    shown = [(on_link, f"filled: {where}", True)] if on_link else []
-    shown.append((runs, "outlined: in memory", False))
-    largest = max(run["step_ms"] for group, *_ in shown for run in group)
+    shown = [(on_link, True)] if on_link else []
+    shown.append((runs, False))
+    largest = max(run["step_ms"] for group, _ in shown for run in group)
     height = 0.8 / len(shown)
-    for row, (group, _, filled) in enumerate(shown):
+    for row, (group, filled) in enumerate(shown):
         for position, run in enumerate(group):
             colour = COLOURS[position % len(COLOURS)]
             y = position + (row - (len(shown) - 1) / 2) * height
@@ -393,7 +391,7 @@ def _plot_steps(
             axes.text(
                 run["step_ms"] + 0.015 * largest, y, f"{run['step_ms']:.0f}{gain}", va="center", fontsize=9
             )
-    axes.set_title("ms per step: " + ", ".join(label for _, label, _ in shown))
+    axes.set_title("ms per step " + ("on the link (filled) and in memory" if on_link else "in memory"))
     _name_bars(axes, runs, 1.25 * largest)
 
 
