@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "codec/codec.h"
+#include "codec/weight_delta.h"
 #include "core/types.h"
 
 namespace dtcomm {
@@ -115,6 +116,21 @@ struct LosslessKernels {
   const char* (*decode)(const std::uint8_t* payload, std::size_t bytes, std::size_t numel, std::size_t size, void* out);
 };
 
+// Granules of deltas of weights (codec/weight_delta.h), of at most kDeltaGranule elements. `room` has kDeltaRoom words.
+struct DeltaKernels {
+  // Writes what turns `old` into `fresh` and returns its bytes: none if they are equal, at most delta_granule_bound. The
+  // kDeltaSlack bytes behind the bound are written, too.
+  std::size_t (*encode)(WeightKind kind, const void* old, const void* fresh, std::size_t n, std::uint32_t* room,
+                        std::uint8_t* to);
+  // Returns nullptr, or what is wrong with a granule, or with `old`, if that is given. Adds to `counts`, if given.
+  // kDeltaPadding bytes behind the granule can be read.
+  const char* (*check)(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, const void* old,
+                       DeltaCounts* counts);
+  // Changes the weights in place. `check` has found nothing wrong with granule and weights.
+  void (*decode)(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, std::uint32_t* room,
+                 void* weights);
+};
+
 struct Kernels {
   const char* name;     // "generic", "avx2", "avx512", "avx512vbmi", "neon"
   bool (*supported)();  // whether this CPU has the instructions
@@ -125,6 +141,7 @@ struct Kernels {
   LowRank low_rank;
   LocalKernels local;
   LosslessKernels lossless;
+  DeltaKernels delta;
 };
 
 // All tables, best first; null-terminated. This CPU may not support some of them.

@@ -15,6 +15,7 @@ void bind_engine(pybind11::module_& module);
 void bind_repeated_calls(pybind11::module_& module);
 void bind_simulated_world(pybind11::module_& module);
 void bind_latency(pybind11::module_& module);
+void bind_weight_delta(pybind11::module_& module);
 void bind_build_info(pybind11::module_& module);
 
 }  // namespace dtcomm::python

@@ -12,5 +12,6 @@ PYBIND11_MODULE(_C, module) {
   dtcomm::python::bind_repeated_calls(module);
   dtcomm::python::bind_simulated_world(module);
   dtcomm::python::bind_latency(module);
+  dtcomm::python::bind_weight_delta(module);
   dtcomm::python::bind_build_info(module);
 }

@@ -5,6 +5,7 @@
 - `calibrate` makes plans of tensor parallelism: ``dtcomm tp``.
 - `extras` has a run monitor, a metrics server, a balanced sampler, batch normalization, an optimizer for coarse codecs
   and sums with the same bits on every number of ranks.
+- `weights` sends new weights to inference engines as lossless deltas.
 
 An extension imports any part of dtcomm and no other extension. No part of the core imports an extension; a command of
 the command line is loaded by its name when it is called.
@@ -13,7 +14,7 @@ the command line is loaded by its name when it is called.
 import importlib
 from types import ModuleType
 
-_PACKAGES = ("calibrate", "elastic", "extras", "jobs")
+_PACKAGES = ("calibrate", "elastic", "extras", "jobs", "weights")
 
 
 def __getattr__(name: str) -> ModuleType:

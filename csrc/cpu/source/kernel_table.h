@@ -6,6 +6,7 @@
 #include "cpu/source/low_rank.h"
 #include "cpu/source/reproducible.h"
 #include "cpu/source/shared_randk.h"
+#include "cpu/source/weight_delta.h"
 
 namespace dtcomm::DTCOMM_ISA {
 
@@ -18,7 +19,8 @@ constexpr Kernels kernel_table(const char* name, bool (*supported)()) {
           {project_rows, project_columns, expand, orthonormalize},
           {measure_exponents, quantize_to_exponents, dequantize, audit_checksums, gather_values, scatter_values,
            restore_residual},
-          {encode_lossless, decode_lossless}};
+          {encode_lossless, decode_lossless},
+          {encode_delta, check_delta, decode_delta}};
 }
 
 }  // namespace dtcomm::DTCOMM_ISA

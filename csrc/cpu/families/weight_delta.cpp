@@ -1,0 +1,675 @@
+// Encodes, checks and decodes granules of deltas of weights.
+//
+// A granule's elements are split into classes by the exponent of the old value: the smaller a weight, the more units in
+// the last place a step of the optimizer moves it. Each class is coded alone, as if its elements lay side by side, in
+// order. All integers are written as Rice codes: the low bits of all of them as bit planes, then the rest in unary.
+#include "cpu/source/weight_delta.h"
+
+#include <initializer_list>
+#include <type_traits>
+
+#include "cpu/source/delta_blocks.h"
+
+namespace dtcomm::DTCOMM_ISA {
+
+namespace {
+
+constexpr unsigned kUsualClasses = 8;      // of a granule that the encoder splits
+constexpr std::size_t kFewChanges = 1024;  // below, the encoder counts the bits without classes, too
+constexpr unsigned kModeBits = 2, kLengthBits = 5, kLongestNumber = 17;
+constexpr unsigned kGapBits = 4, kStepBits = 5;  // of a Rice parameter, by what the integers are
+
+// --- bits, the lowest of a byte first -------------------------------------------------------------------------
+
+// Memory that is written to is zero.
+struct Writer {
+  std::uint8_t* base;
+  std::uint64_t at = 0;
+
+  // The lowest `count` bits, at most 64, of a value; those above are zero or ignored.
+  void put(std::uint64_t value, unsigned count) {
+    if (count < 64) value &= (std::uint64_t{1} << count) - 1;
+    std::uint8_t* const byte = base + (at >> 3);
+    const unsigned shift = at & 7;
+    auto* const word = unaligned<std::uint64_t>(byte);
+    word->value |= value << shift;
+    if (shift + count > 64) byte[8] = static_cast<std::uint8_t>(value >> (64 - shift));
+    at += count;
+  }
+  void put_number(std::uint64_t value);
+};
+
+// Reads up to 9 bytes from the byte that has the first bit.
+inline std::uint64_t peek(const std::uint8_t* base, std::uint64_t at) {
+  const std::uint8_t* const byte = base + (at >> 3);
+  const unsigned shift = at & 7;
+  const std::uint64_t low = unaligned<std::uint64_t>(byte)->value >> shift;
+  return low | (static_cast<std::uint64_t>(byte[8]) << 1) << (63 - shift);
+}
+
+struct Reader {
+  const std::uint8_t* base;
+  std::uint64_t at, end;
+
+  // Whether there are `count` bits, at most 32; they become the value.
+  bool take(unsigned count, std::uint32_t& value) {
+    if (end - at < count) return false;
+    value = static_cast<std::uint32_t>(peek(base, at) & ((std::uint64_t{1} << count) - 1));
+    at += count;
+    return true;
+  }
+  bool take_number(std::uint32_t& value) {
+    std::uint32_t length;
+    return take(kLengthBits, length) && length <= kLongestNumber && take(length, value) &&
+           (length == 0 || value >> (length - 1) != 0);
+  }
+  bool skip(std::uint64_t count) {
+    if (end - at < count) return false;
+    at += count;
+    return true;
+  }
+};
+
+inline unsigned length_of(std::uint64_t value) {
+  return value == 0 ? 0 : 64 - static_cast<unsigned>(__builtin_clzll(value));
+}
+
+inline unsigned number_bits(std::uint64_t value) { return kLengthBits + length_of(value); }
+
+inline void Writer::put_number(std::uint64_t value) {
+  put(length_of(value), kLengthBits);
+  put(value, length_of(value));
+}
+
+// --- Rice codes -----------------------------------------------------------------------------------------------
+
+struct Rice {
+  unsigned parameter;
+  std::uint64_t bits;  // without the parameter
+};
+
+// The parameter with the fewest bits, the smallest of equal ones, for `count` integers and `zeros` more that are zero.
+// The number of bits is a convex function of the parameter, so the first minimum on the way down or up is the least.
+inline Rice best_rice(const std::uint32_t* values, std::size_t count, std::size_t zeros, unsigned most) {
+  const auto shifted_sum = [=](unsigned shift) {
+    std::uint64_t sum = 0;
+    for (std::size_t i = 0; i < count; ++i) sum += values[i] >> shift;
+    return sum;
+  };
+  const std::uint64_t all = count + zeros;
+  const std::uint64_t total = shifted_sum(0);
+  const auto bits = [&](unsigned k) { return all * (k + 1) + (k == 0 ? total : shifted_sum(k)); };
+  unsigned k = all == 0 ? 0 : length_of(total / all);
+  k = k > 0 ? k - 1 : 0;
+  k = k > most ? most : k;
+  Rice best{k, bits(k)};
+  while (best.parameter > 0) {
+    const std::uint64_t less = bits(best.parameter - 1);
+    if (less > best.bits) break;
+    best = {best.parameter - 1, less};
+  }
+  while (best.parameter == k && k < most) {
+    const std::uint64_t more = bits(k + 1);
+    if (more >= best.bits) break;
+    best = {++k, more};
+  }
+  return best;
+}
+
+// Writes integers that are followed by zeros up to a multiple of 64.
+inline void put_rice(Writer& to, const std::uint32_t* values, std::size_t count, unsigned parameter) {
+  for (unsigned plane = 0; plane < parameter; ++plane) {
+    for (std::size_t i = 0; i < count; i += kBlock) {
+      to.put(plane_of(values + i, plane), static_cast<unsigned>(smaller(kBlock, count - i)));
+    }
+  }
+  std::uint64_t at = to.at;
+  for (std::size_t i = 0; i < count; ++i) {
+    at += values[i] >> parameter;
+    to.base[at >> 3] = static_cast<std::uint8_t>(to.base[at >> 3] | 1u << (at & 7));
+    ++at;
+  }
+  to.at = at;
+}
+
+// Where integers are in a payload.
+struct RiceAt {
+  std::uint64_t planes, unary, end;
+  std::size_t count;
+  unsigned parameter;
+
+  std::uint64_t sum(const std::uint8_t* base) const {
+    std::uint64_t total = (end - unary - count) << parameter;
+    for (unsigned plane = 0; plane < parameter; ++plane) {
+      std::uint64_t ones = 0;
+      const std::uint64_t from = planes + plane * count;
+      std::size_t i = 0;
+      for (; i + 64 <= count; i += 64) ones += count_bits(peek(base, from + i));
+      if (i < count) ones += count_bits(peek(base, from + i) & ((std::uint64_t{1} << (count - i)) - 1));
+      total += ones << plane;
+    }
+    return total;
+  }
+};
+
+// Finds where `count` integers end. Whether they end within the payload.
+inline bool take_rice(Reader& from, std::size_t count, unsigned parameter_bits, RiceAt& at) {
+  std::uint32_t parameter;
+  if (!from.take(parameter_bits, parameter)) return false;
+  at.parameter = parameter;
+  at.count = count;
+  at.planes = from.at;
+  if (!from.skip(std::uint64_t{parameter} * count)) return false;
+  at.unary = from.at;
+  std::uint64_t place = from.at;
+  std::size_t left = count;
+  while (left > 0) {
+    if (place >= from.end) return false;
+    const std::uint64_t word = peek(from.base, place);
+    const unsigned ones = count_bits(word);
+    if (ones >= left) {
+      place += select_bit(word, static_cast<unsigned>(left - 1)) + 1;
+      break;
+    }
+    left -= ones;
+    place += 64;
+  }
+  if (place > from.end) return false;
+  from.at = at.end = place;
+  return true;
+}
+
+// Reads integers, with room for a multiple of 64.
+inline void unpack(const std::uint8_t* base, const RiceAt& at, std::uint32_t* values) {
+  for (std::size_t i = 0; i < at.count; i += kBlock) {
+    __builtin_memset(values + i, 0, kBlock * sizeof *values);
+    for (unsigned plane = 0; plane < at.parameter; ++plane) {
+      add_plane(values + i, plane, peek(base, at.planes + plane * at.count + i));
+    }
+  }
+  std::uint64_t last = at.unary;  // behind the last code
+  std::size_t i = 0;
+  for (std::uint64_t place = at.unary; i < at.count; place += 64) {
+    for (std::uint64_t word = peek(base, place); word != 0 && i < at.count; word &= word - 1) {
+      const std::uint64_t one = place + lowest_bit(word);
+      values[i] |= static_cast<std::uint32_t>(one - last) << at.parameter;
+      last = one + 1;
+      ++i;
+    }
+  }
+}
+
+// --- classes --------------------------------------------------------------------------------------------------
+
+template <class T>
+constexpr T kMagnitude = static_cast<T>(static_cast<T>(~T{0}) >> 1);
+
+// How elements are split: class j has the elements whose exponent is top - j, the first also those above and the last
+// those below.
+struct Split {
+  unsigned classes, top, mantissa_bits;
+
+  // Elements whose magnitude is below are of class j or of one behind it.
+  std::uint32_t limit(unsigned j) const { return top + 1 > j ? (top + 1 - j) << mantissa_bits : 0; }
+  template <class T>
+  unsigned class_of(T element) const {
+    const unsigned exponent = (element & kMagnitude<T>) >> mantissa_bits;
+    const unsigned j = exponent >= top ? 0 : top - exponent;
+    return j < classes ? j : classes - 1;
+  }
+};
+
+// The classes of 64 elements: bit i of from[j] says that element i is of class j or of one behind it.
+struct ClassBits {
+  std::uint64_t from[kDeltaClasses + 1];
+
+  template <class T>
+  ClassBits(const Split& split, const Block<T>& block, std::uint64_t exist) {
+    const Block<T> magnitudes = block & kMagnitude<T>;
+    from[0] = exist;
+    for (unsigned j = 1; j < split.classes; ++j) {
+      from[j] = magnitudes.below(static_cast<T>(split.limit(j))) & exist;
+    }
+    from[split.classes] = 0;
+  }
+  std::uint64_t of(unsigned j) const { return from[j] & ~from[j + 1]; }
+};
+
+// Calls function(first element, block, bits of the elements that exist) for each 64 elements.
+template <class T, class Function>
+inline void for_blocks(const T* elements, std::size_t n, const Function& function) {
+  std::size_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) function(i, Block<T>(elements + i), ~std::uint64_t{0});
+  if (i == n) return;
+  T last[kBlock] = {};
+  __builtin_memcpy(last, elements + i, (n - i) * sizeof(T));
+  function(i, Block<T>(last), (std::uint64_t{1} << (n - i)) - 1);
+}
+
+template <class T>
+inline void class_sizes(const Split& split, const T* old, std::size_t n, std::size_t* sizes) {
+  std::size_t from[kDeltaClasses + 1] = {};
+  for_blocks(old, n, [&](std::size_t, const Block<T>& block, std::uint64_t exist) {
+    const ClassBits bits(split, block, exist);
+    for (unsigned j = 0; j < split.classes; ++j) from[j] += count_bits(bits.from[j]);
+  });
+  for (unsigned j = 0; j < split.classes; ++j) sizes[j] = from[j] - from[j + 1];
+}
+
+// The changed elements of a class: their ranks in the class, in order, and new - old, with the sign in all bits above.
+struct List {
+  std::uint32_t *ranks, *steps;
+  std::size_t count = 0, size = 0;  // changed elements, all elements
+
+  List() = default;
+  List(std::uint32_t* room, unsigned j) : ranks(room + 2 * j * kDeltaList), steps(ranks + kDeltaList) {}
+  void add(std::uint32_t rank, std::uint32_t step) {
+    ranks[count] = rank;
+    steps[count++] = step;
+  }
+};
+
+inline std::uint32_t zigzag(std::uint32_t step) {
+  return step << 1 ^ static_cast<std::uint32_t>(static_cast<std::int32_t>(step) >> 31);
+}
+inline std::uint32_t unzigzag(std::uint32_t value) { return value >> 1 ^ (0u - (value & 1)); }
+
+template <class T>
+inline std::uint32_t step_between(T old, T fresh) {
+  constexpr unsigned kRest = 32 - 8 * sizeof(T);
+  const auto difference = static_cast<std::uint32_t>(fresh) - static_cast<std::uint32_t>(old);
+  return static_cast<std::uint32_t>(static_cast<std::int32_t>(difference << kRest) >> kRest);
+}
+
+// --- encoding a class -----------------------------------------------------------------------------------------
+
+// The code of a class: what it takes, and the integers in `room`, each list followed by zeros to a multiple of 64.
+struct ClassCode {
+  DeltaMode mode = DeltaMode::same;
+  std::uint64_t bits = kModeBits;
+  std::uint32_t *gaps, *codes, *exception_gaps, *magnitudes;
+  std::size_t exceptions = 0;
+  Rice gap{}, exception_gap{}, magnitude{}, dense{};
+
+  ClassCode(const List& list, unsigned element_bits, std::uint32_t* scratch)
+      : gaps(scratch),
+        codes(gaps + kDeltaList),
+        exception_gaps(codes + kDeltaList),
+        magnitudes(exception_gaps + kDeltaList) {
+    const std::size_t count = list.count;
+    if (count == 0) return;
+    std::uint32_t next = 0, next_exception = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      gaps[i] = list.ranks[i] - next;
+      next = list.ranks[i] + 1;
+      const std::uint32_t code = zigzag(list.steps[i]) - 1;
+      codes[i] = code;
+      exception_gaps[exceptions] = static_cast<std::uint32_t>(i) - next_exception;
+      magnitudes[exceptions] = (code >> 1) - 1;
+      const bool is_exception = code > 1;
+      exceptions += is_exception;
+      next_exception = is_exception ? static_cast<std::uint32_t>(i) + 1 : next_exception;
+    }
+    for (std::uint32_t* values : {gaps, codes}) __builtin_memset(values + count, 0, kBlock * sizeof *values);
+    for (std::uint32_t* values : {exception_gaps, magnitudes}) {
+      __builtin_memset(values + exceptions, 0, kBlock * sizeof *values);
+    }
+    gap = best_rice(gaps, count, 0, (1 << kGapBits) - 1);
+    const std::uint64_t places = kModeBits + number_bits(count) + kGapBits + gap.bits;
+    std::uint64_t steps = places + count + number_bits(exceptions);
+    if (exceptions > 0) {
+      exception_gap = best_rice(exception_gaps, exceptions, 0, (1 << kGapBits) - 1);
+      magnitude = best_rice(magnitudes, exceptions, 0, (1 << kStepBits) - 1);
+      steps += kGapBits + exception_gap.bits + kStepBits + magnitude.bits;
+    }
+    mode = DeltaMode::steps;
+    bits = steps;
+    const std::uint64_t values = places + count * element_bits;
+    if (values < bits) {
+      mode = DeltaMode::values;
+      bits = values;
+    }
+    if (count < list.size / 8) return;  // a bit for each element is more than the places of so few take
+    // The codes are one less than the integers, which is undone when they are written.
+    for (std::size_t i = 0; i < count; ++i) ++codes[i];
+    dense = best_rice(codes, count, list.size - count, (1 << kStepBits) - 1);
+    for (std::size_t i = 0; i < count; ++i) --codes[i];
+    const std::uint64_t all = kModeBits + number_bits(list.size) + kStepBits + dense.bits;
+    if (all < bits) {
+      mode = DeltaMode::dense;
+      bits = all;
+    }
+  }
+
+  void write(const List& list, unsigned element_bits, Writer& to) {
+    const std::size_t count = list.count;
+    to.put(static_cast<unsigned>(mode), kModeBits);
+    if (mode == DeltaMode::same) return;
+    if (mode == DeltaMode::dense) {
+      __builtin_memset(gaps, 0, (list.size + kBlock) * sizeof *gaps);
+      for (std::size_t i = 0; i < count; ++i) gaps[list.ranks[i]] = codes[i] + 1;
+      to.put_number(list.size);
+      to.put(dense.parameter, kStepBits);
+      put_rice(to, gaps, list.size, dense.parameter);
+      return;
+    }
+    to.put_number(count);
+    to.put(gap.parameter, kGapBits);
+    put_rice(to, gaps, count, gap.parameter);
+    if (mode == DeltaMode::values) {
+      for (std::size_t i = 0; i < count; ++i) to.put(list.steps[i], element_bits);
+      return;
+    }
+    for (std::size_t i = 0; i < count; i += kBlock) {
+      to.put(plane_of(codes + i, 0), static_cast<unsigned>(smaller(kBlock, count - i)));
+    }
+    to.put_number(exceptions);
+    if (exceptions == 0) return;
+    to.put(exception_gap.parameter, kGapBits);
+    put_rice(to, exception_gaps, exceptions, exception_gap.parameter);
+    to.put(magnitude.parameter, kStepBits);
+    put_rice(to, magnitudes, exceptions, magnitude.parameter);
+  }
+};
+
+// --- encoding a granule ---------------------------------------------------------------------------------------
+
+// The exponent of the first class: the largest that one element in 64 reaches, of every 16th.
+template <class T>
+inline unsigned top_exponent(const T* old, std::size_t n, unsigned mantissa_bits) {
+  std::uint16_t counts[256] = {};
+  std::size_t looked = 0;
+  for (std::size_t i = 0; i < n; i += 16, ++looked) {
+    ++counts[((unaligned<T>(old)[i].value & kMagnitude<T>) >> mantissa_bits) & 0xff];
+  }
+  std::size_t reached = 0;
+  for (unsigned e = 256; e-- > 0;) {
+    reached += counts[e];
+    if (64 * reached >= looked) return e;
+  }
+  return 0;
+}
+
+template <class T>
+inline std::size_t encode_granule(unsigned mantissa_bits, const T* old, const T* fresh, std::size_t n,
+                                  std::uint32_t* room, std::uint8_t* to) {
+  constexpr unsigned kBits = 8 * sizeof(T);
+  List changes(room, kDeltaClasses);
+  changes.size = n;
+  for (std::size_t i = 0; i < n; i += kBlock) {
+    std::uint64_t differ;
+    if (i + kBlock <= n) {
+      differ = Block<T>(old + i).differs(Block<T>(fresh + i));
+    } else {
+      T last[2][kBlock] = {};
+      __builtin_memcpy(last[0], old + i, (n - i) * sizeof(T));
+      __builtin_memcpy(last[1], fresh + i, (n - i) * sizeof(T));
+      differ = Block<T>(last[0]).differs(Block<T>(last[1]));
+    }
+    for (; differ != 0; differ &= differ - 1) {
+      const std::size_t at = i + lowest_bit(differ);
+      changes.add(static_cast<std::uint32_t>(at),
+                  step_between(unaligned<T>(old)[at].value, unaligned<T>(fresh)[at].value));
+    }
+  }
+  if (changes.count == 0) return 0;
+
+  Split split{1, 0, mantissa_bits};
+  List lists[kUsualClasses];
+  if (mantissa_bits != 0) {
+    split = {kUsualClasses, top_exponent(old, n, mantissa_bits), mantissa_bits};
+    for (unsigned j = 0; j < kUsualClasses; ++j) lists[j] = List(room, j);
+    changes.ranks[changes.count] = UINT32_MAX;
+    std::size_t next = 0, from[kUsualClasses + 1] = {};  // elements of class j or behind it so far
+    for_blocks(old, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
+      const ClassBits bits(split, block, exist);
+      for (; changes.ranks[next] < i + kBlock; ++next) {
+        const std::uint32_t place = changes.ranks[next] - static_cast<std::uint32_t>(i);
+        const unsigned j = split.class_of(unaligned<T>(old)[changes.ranks[next]].value);
+        const std::uint64_t before = (std::uint64_t{1} << place) - 1;
+        lists[j].add(static_cast<std::uint32_t>(from[j] - from[j + 1] + count_bits(bits.of(j) & before)),
+                     changes.steps[next]);
+      }
+      for (unsigned j = 0; j < kUsualClasses; ++j) from[j] += count_bits(bits.from[j]);
+    });
+    for (unsigned j = 0; j < kUsualClasses; ++j) lists[j].size = from[j] - from[j + 1];
+  }
+
+  std::uint32_t* const scratch = room + 2 * (kDeltaClasses + 1) * kDeltaList;
+  if (split.classes > 1 && changes.count < kFewChanges) {
+    std::uint64_t bits = 8;
+    for (const List& list : lists) bits += ClassCode(list, kBits, scratch).bits;
+    if (ClassCode(changes, kBits, scratch).bits <= bits) split.classes = 1;
+  }
+  if (split.classes == 1) lists[0] = changes;
+  const std::size_t most = n * sizeof(T);
+  to[0] = static_cast<std::uint8_t>(split.classes);
+  to[1] = static_cast<std::uint8_t>(split.top);
+  Writer writer{to};
+  writer.at = split.classes > 1 ? 16 : 8;
+  std::size_t cleared = writer.at / 8;
+  for (unsigned j = 0; j < split.classes; ++j) {
+    ClassCode code(lists[j], kBits, scratch);
+    const std::size_t bytes = (writer.at + code.bits + 7) / 8;
+    if (bytes > most) {
+      to[0] = 0;
+      __builtin_memcpy(to + 1, fresh, most);
+      return 1 + most;
+    }
+    __builtin_memset(to + cleared, 0, bytes + kDeltaSlack - cleared);
+    cleared = bytes + kDeltaSlack;
+    code.write(lists[j], kBits, writer);
+  }
+  return (writer.at + 7) / 8;
+}
+
+// --- decoding -------------------------------------------------------------------------------------------------
+
+// Where the parts of a class are in a payload.
+struct ClassAt {
+  DeltaMode mode;
+  std::uint32_t count = 0, exceptions = 0;
+  std::uint64_t values = 0;  // or signs
+  RiceAt integers, exception_gaps, magnitudes;
+  std::size_t reach = 0;  // elements that the class has at least; exactly, if dense
+
+  // nullptr, or what is wrong with the class, of a granule of n elements.
+  const char* parse(Reader& from, unsigned element_bits, std::size_t n) {
+    std::uint32_t number;
+    if (!from.take(kModeBits, number)) return "ends within a granule";
+    mode = static_cast<DeltaMode>(number);
+    if (mode == DeltaMode::same) return nullptr;
+    if (!from.take_number(count)) return "has a count that is not a number";
+    if (count == 0 || count > n) return "has a class with an impossible number of elements";
+    if (!take_rice(from, count, mode == DeltaMode::dense ? kStepBits : kGapBits, integers)) {
+      return "ends within the integers of a class";
+    }
+    reach = count;
+    if (mode == DeltaMode::dense) return nullptr;
+    const std::uint64_t places = integers.sum(from.base) + count;
+    if (places > n) return "has a place behind the end of its granule";
+    reach = places;
+    values = from.at;
+    if (mode == DeltaMode::values) {
+      return from.skip(std::uint64_t{count} * element_bits) ? nullptr : "ends within the values of a class";
+    }
+    if (!from.skip(count)) return "ends within the signs of a class";
+    if (!from.take_number(exceptions) || exceptions > count) return "has an impossible number of longer steps";
+    if (exceptions == 0) return nullptr;
+    if (!take_rice(from, exceptions, kGapBits, exception_gaps)) return "ends within the places of longer steps";
+    if (exception_gaps.sum(from.base) + exceptions > count) return "has a longer step behind the last step";
+    return take_rice(from, exceptions, kStepBits, magnitudes) ? nullptr : "ends within the lengths of steps";
+  }
+
+  // Fills the list of a class that was parsed; its ranks end with one that is larger than all.
+  void read(const std::uint8_t* base, unsigned element_bits, std::uint32_t* scratch, List& list) const {
+    list.count = count;
+    list.ranks[count] = UINT32_MAX;
+    if (mode == DeltaMode::same) return;
+    if (mode == DeltaMode::dense) {
+      unpack(base, integers, list.steps);
+      for (std::uint32_t i = 0; i < count; ++i) {
+        list.ranks[i] = i;
+        list.steps[i] = unzigzag(list.steps[i]);
+      }
+      return;
+    }
+    unpack(base, integers, list.ranks);
+    std::uint32_t next = 0;
+    for (std::uint32_t i = 0; i < count; ++i) {
+      next += list.ranks[i];
+      list.ranks[i] = next++;
+    }
+    list.ranks[count] = UINT32_MAX;
+    if (mode == DeltaMode::values) {
+      for (std::uint32_t i = 0; i < count; ++i) {
+        list.steps[i] = static_cast<std::uint32_t>(peek(base, values + std::uint64_t{i} * element_bits));
+      }
+      return;
+    }
+    for (std::uint32_t i = 0; i < count; i += kBlock) {
+      const std::uint64_t signs = peek(base, values + i);
+      for (unsigned k = 0; k < kBlock; ++k) list.steps[i + k] = static_cast<std::uint32_t>(signs >> k & 1) * 2 - 1;
+    }
+    if (exceptions == 0) return;
+    std::uint32_t *const gaps = scratch, *const lengths = scratch + kDeltaList;
+    unpack(base, exception_gaps, gaps);
+    unpack(base, magnitudes, lengths);
+    next = 0;
+    for (std::uint32_t i = 0; i < exceptions; ++i) {
+      next += gaps[i];
+      const std::uint32_t sign = list.steps[next] == 1;
+      list.steps[next] = unzigzag(((lengths[i] + 1) << 1 | sign) + 1);
+      ++next;
+    }
+  }
+};
+
+// The head of a coded granule. nullptr, or what is wrong with it.
+inline const char* parse_head(const std::uint8_t* granule, std::size_t bytes, unsigned mantissa_bits, Reader& from,
+                              Split& split) {
+  split = {granule[0], 0, mantissa_bits};
+  if (split.classes > kDeltaClasses) return "has a granule with too many classes";
+  if (split.classes > 1 && mantissa_bits == 0) return "has classes of elements without exponents";
+  if (split.classes > 1 && bytes < 2) return "ends within the head of a granule";
+  if (split.classes > 1) split.top = granule[1];
+  if (split.classes > 1 && split.top > 0xffu) return "has an impossible exponent";
+  from = {granule, split.classes > 1 ? 16u : 8u, std::uint64_t{bytes} * 8};
+  return nullptr;
+}
+
+template <class T>
+inline const char* check_granule(unsigned mantissa_bits, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                                 const T* old, DeltaCounts* counts) {
+  if (bytes == 0) {
+    if (counts) ++counts->unchanged;
+    return nullptr;
+  }
+  if (granule[0] == 0) {
+    if (counts) ++counts->raw;
+    if (counts) counts->changed += n;
+    return bytes == 1 + n * sizeof(T) ? nullptr : "has a granule of another length than its elements";
+  }
+  Reader from{};
+  Split split{};
+  if (const char* error = parse_head(granule, bytes, mantissa_bits, from, split)) return error;
+  if ((split.top << mantissa_bits) > kMagnitude<T>) return "has an impossible exponent";
+  if (counts) ++counts->coded;
+  ClassAt classes[kDeltaClasses];
+  for (unsigned j = 0; j < split.classes; ++j) {
+    if (const char* error = classes[j].parse(from, 8 * sizeof(T), n)) return error;
+    if (!counts) continue;
+    ++counts->classes[static_cast<unsigned>(classes[j].mode)];
+    counts->changed += classes[j].count;
+  }
+  if ((from.at + 7) / 8 != bytes) return "has bytes behind the last class of a granule";
+  if ((from.at & 7) != 0 && granule[bytes - 1] >> (from.at & 7) != 0) return "has bits behind the last class";
+  if (split.classes > 1 && !old) return nullptr;
+  std::size_t sizes[kDeltaClasses] = {n};
+  if (split.classes > 1) class_sizes(split, old, n, sizes);
+  for (unsigned j = 0; j < split.classes; ++j) {
+    const bool fits = classes[j].mode == DeltaMode::dense ? classes[j].reach == sizes[j] : classes[j].reach <= sizes[j];
+    if (!fits) return "was made from other weights than `old`, or is damaged";
+  }
+  return nullptr;
+}
+
+template <class T>
+inline void decode_granule(unsigned mantissa_bits, const std::uint8_t* granule, std::size_t bytes, std::size_t n,
+                           std::uint32_t* room, T* weights) {
+  if (bytes == 0) return;
+  if (granule[0] == 0) {
+    __builtin_memcpy(weights, granule + 1, n * sizeof(T));
+    return;
+  }
+  Reader from{};
+  Split split{};
+  if (parse_head(granule, bytes, mantissa_bits, from, split)) return;
+  auto* const elements = unaligned<T>(weights);
+  std::uint32_t* const scratch = room + 2 * (kDeltaClasses + 1) * kDeltaList;
+  List lists[kDeltaClasses];
+  for (unsigned j = 0; j < split.classes; ++j) {
+    ClassAt at{};
+    if (at.parse(from, 8 * sizeof(T), n)) return;
+    lists[j] = List(room, j);
+    at.read(granule, 8 * sizeof(T), scratch, lists[j]);
+  }
+  const auto change = [&](std::size_t at, std::uint32_t step) {
+    elements[at].value = static_cast<T>(elements[at].value + step);
+  };
+  if (split.classes == 1) {
+    for (std::size_t i = 0; i < lists[0].count; ++i) change(lists[0].ranks[i], lists[0].steps[i]);
+    return;
+  }
+  std::size_t next[kDeltaClasses] = {}, behind[kDeltaClasses + 1] = {};  // elements of class j or behind it so far
+  for_blocks(weights, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
+    const ClassBits bits(split, block, exist);
+    for (unsigned j = 0; j < split.classes; ++j) {
+      const std::size_t before = behind[j] - behind[j + 1];
+      const std::uint64_t own = bits.of(j);
+      const std::size_t end = before + count_bits(own);
+      for (const List& list = lists[j]; list.ranks[next[j]] < end; ++next[j]) {
+        const auto rank = static_cast<unsigned>(list.ranks[next[j]] - before);
+        change(i + select_bit(own, rank), list.steps[next[j]]);
+      }
+    }
+    for (unsigned j = 0; j < split.classes; ++j) behind[j] += count_bits(bits.from[j]);
+  });
+}
+
+// Calls function(a null pointer to the type of integers that elements are read as).
+template <class Function>
+inline auto with_type(WeightKind kind, const Function& function) {
+  const WeightLayout layout = layout_of(kind);
+  if (layout.size == 1) return function(static_cast<std::uint8_t*>(nullptr), layout.mantissa_bits);
+  if (layout.size == 2) return function(static_cast<std::uint16_t*>(nullptr), layout.mantissa_bits);
+  return function(static_cast<std::uint32_t*>(nullptr), layout.mantissa_bits);
+}
+
+}  // namespace
+
+std::size_t encode_delta(WeightKind kind, const void* old, const void* fresh, std::size_t n, std::uint32_t* room,
+                         std::uint8_t* to) {
+  return with_type(kind, [&]([[maybe_unused]] auto* type, unsigned mantissa_bits) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return encode_granule(mantissa_bits, static_cast<const T*>(old), static_cast<const T*>(fresh), n, room, to);
+  });
+}
+
+const char* check_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, const void* old,
+                        DeltaCounts* counts) {
+  return with_type(kind, [&]([[maybe_unused]] auto* type, unsigned mantissa_bits) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    return check_granule(mantissa_bits, granule, bytes, n, static_cast<const T*>(old), counts);
+  });
+}
+
+void decode_delta(WeightKind kind, const std::uint8_t* granule, std::size_t bytes, std::size_t n, std::uint32_t* room,
+                  void* weights) {
+  with_type(kind, [&]([[maybe_unused]] auto* type, unsigned mantissa_bits) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    decode_granule(mantissa_bits, granule, bytes, n, room, static_cast<T*>(weights));
+  });
+}
+
+}  // namespace dtcomm::DTCOMM_ISA
