@@ -67,7 +67,7 @@ class SplitPlan(MultiStagePlan):
 class ReproducibleSum(MultiStagePlan):
     """all_reduce, reduce or reduce_scatter of tensors whose codec is ``exact``.
 
-    The ranks agree on every block's exponent and then add integers. docs/guides/reproducible-sums.md describes the
+    The ranks agree on every block's exponent and then add integers. docs/how-it-works/exact-sums.md describes the
     arithmetic, and why the audit detects every error. ``prepare`` returns the runtime's plan of a stage. ``request``
     has one part if the sum is audited. ValueError if the integers are too narrow for so many ranks.
     """

@@ -37,7 +37,7 @@ def contributions(ranks: int, numel: int, seed: int) -> list[torch.Tensor]:
 
 
 def true_sum(spec: str, inputs: list[torch.Tensor], divisor: int = 1) -> torch.Tensor:
-    """Return the sum as docs/guides/reproducible-sums.md defines it, in plain arithmetic."""
+    """Return the sum as docs/how-it-works/exact-sums.md defines it, in plain arithmetic."""
     exact_codec, n = codec(spec), len(inputs)
     digits = exact_codec.bits - 1 - (n - 1).bit_length()  # type: ignore[attr-defined]
     numel, block = inputs[0].numel(), exact_codec.block  # type: ignore[attr-defined]
