@@ -185,6 +185,7 @@ FUZZ ?= --seconds 60
 asan: $(ASAN)  ## kernels, a minute of damaged payloads and engine tests against a core built with ASan and UBSan
 	$(if $(FUZZ),UBSAN_OPTIONS=print_stacktrace=1 build/asan/cmake/wheel/fuzz_payloads_test $(FUZZ))
 	build/asan/cmake/wheel/hadamard_test
+	build/asan/cmake/wheel/fuzz_weight_delta_test 20000
 	$(ASAN_ENV) $(PYTEST) -n 2 $(ASAN_TESTS) $(ARGS)
 
 # ThreadSanitizer's shadow memory conflicts with the address randomization of some Linux kernels.

@@ -118,8 +118,8 @@ struct LosslessKernels {
 
 // Granules of deltas of weights (codec/weight_delta.h), of at most kDeltaGranule elements. `room` has kDeltaRoom words.
 struct DeltaKernels {
-  // Writes what turns `old` into `fresh` and returns its bytes: none if they are equal, at most delta_granule_bound. The
-  // kDeltaSlack bytes behind the bound are written, too.
+  // Writes what turns `old` into `fresh` and returns its bytes: none if they are equal, at most delta_granule_bound.
+  // The kDeltaSlack bytes behind the bound are written, too.
   std::size_t (*encode)(WeightKind kind, const void* old, const void* fresh, std::size_t n, std::uint32_t* room,
                         std::uint8_t* to);
   // Returns nullptr, or what is wrong with a granule, or with `old`, if that is given. Adds to `counts`, if given.

@@ -14,7 +14,10 @@ import sys
 # name -> (module, one line of help)
 COMMANDS = {
     "perf": ("dtcomm.cli.perf", "measure collectives like nccl-tests, also those of torch.distributed"),
-    "demo": ("dtcomm.cli.demo", "train a small language model in memory and over an emulated link, and show what compression gains"),
+    "demo": (
+        "dtcomm.cli.demo",
+        "train a small language model in memory and over an emulated link, and show what compression gains",
+    ),
     "codecs": ("dtcomm.cli.codecs", "measure the size, error and speed of each codec"),
     "plan": ("dtcomm.extensions.jobs.command", "predict collectives and training steps on a given system"),
     "trace": ("dtcomm.cli.trace", "merge the ranks' timelines of a training run and summarize them"),

@@ -209,6 +209,11 @@ constexpr T kMagnitude = static_cast<T>(static_cast<T>(~T{0}) >> 1);
 struct Split {
   unsigned classes, top, mantissa_bits;
 
+  // The number of classes, which the compiler knows if it is the usual one.
+  template <bool Usual>
+  unsigned count() const {
+    return Usual ? kUsualClasses : classes;
+  }
   // Elements whose magnitude is below are of class j or of one behind it.
   std::uint32_t limit(unsigned j) const { return top + 1 > j ? (top + 1 - j) << mantissa_bits : 0; }
   template <class T>
@@ -220,6 +225,7 @@ struct Split {
 };
 
 // The classes of 64 elements: bit i of from[j] says that element i is of class j or of one behind it.
+template <bool Usual>
 struct ClassBits {
   std::uint64_t from[kDeltaClasses + 1];
 
@@ -227,10 +233,10 @@ struct ClassBits {
   ClassBits(const Split& split, const Block<T>& block, std::uint64_t exist) {
     const Block<T> magnitudes = block & kMagnitude<T>;
     from[0] = exist;
-    for (unsigned j = 1; j < split.classes; ++j) {
+    for (unsigned j = 1; j < split.template count<Usual>(); ++j) {
       from[j] = magnitudes.below(static_cast<T>(split.limit(j))) & exist;
     }
-    from[split.classes] = 0;
+    from[split.template count<Usual>()] = 0;
   }
   std::uint64_t of(unsigned j) const { return from[j] & ~from[j + 1]; }
 };
@@ -246,14 +252,14 @@ inline void for_blocks(const T* elements, std::size_t n, const Function& functio
   function(i, Block<T>(last), (std::uint64_t{1} << (n - i)) - 1);
 }
 
-template <class T>
+template <bool Usual, class T>
 inline void class_sizes(const Split& split, const T* old, std::size_t n, std::size_t* sizes) {
   std::size_t from[kDeltaClasses + 1] = {};
   for_blocks(old, n, [&](std::size_t, const Block<T>& block, std::uint64_t exist) {
-    const ClassBits bits(split, block, exist);
-    for (unsigned j = 0; j < split.classes; ++j) from[j] += count_bits(bits.from[j]);
+    const ClassBits<Usual> bits(split, block, exist);
+    for (unsigned j = 0; j < split.template count<Usual>(); ++j) from[j] += count_bits(bits.from[j]);
   });
-  for (unsigned j = 0; j < split.classes; ++j) sizes[j] = from[j] - from[j + 1];
+  for (unsigned j = 0; j < split.template count<Usual>(); ++j) sizes[j] = from[j] - from[j + 1];
 }
 
 // The changed elements of a class: their ranks in the class, in order, and new - old, with the sign in all bits above.
@@ -422,7 +428,7 @@ inline std::size_t encode_granule(unsigned mantissa_bits, const T* old, const T*
     changes.ranks[changes.count] = UINT32_MAX;
     std::size_t next = 0, from[kUsualClasses + 1] = {};  // elements of class j or behind it so far
     for_blocks(old, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
-      const ClassBits bits(split, block, exist);
+      const ClassBits<true> bits(split, block, exist);
       for (; changes.ranks[next] < i + kBlock; ++next) {
         const std::uint32_t place = changes.ranks[next] - static_cast<std::uint32_t>(i);
         const unsigned j = split.class_of(unaligned<T>(old)[changes.ranks[next]].value);
@@ -501,45 +507,44 @@ struct ClassAt {
     return take_rice(from, exceptions, kStepBits, magnitudes) ? nullptr : "ends within the lengths of steps";
   }
 
-  // Fills the list of a class that was parsed; its ranks end with one that is larger than all.
-  void read(const std::uint8_t* base, unsigned element_bits, std::uint32_t* scratch, List& list) const {
-    list.count = count;
-    list.ranks[count] = UINT32_MAX;
+  // Reads a class of a granule of n elements: which of its elements change, in order, as bits, with zeros behind them
+  // that peek() can read, and by how much.
+  void read(const std::uint8_t* base, unsigned element_bits, std::size_t n, std::uint32_t* scratch,
+            std::uint64_t* changed, std::uint32_t* steps) const {
+    __builtin_memset(changed, mode == DeltaMode::dense ? 0xff : 0, (n + 63) / 64 * 8);
+    __builtin_memset(changed + (n + 63) / 64, 0, 16);
     if (mode == DeltaMode::same) return;
     if (mode == DeltaMode::dense) {
-      unpack(base, integers, list.steps);
-      for (std::uint32_t i = 0; i < count; ++i) {
-        list.ranks[i] = i;
-        list.steps[i] = unzigzag(list.steps[i]);
-      }
+      unpack(base, integers, steps);
+      for (std::uint32_t i = 0; i < count; ++i) steps[i] = unzigzag(steps[i]);
       return;
     }
-    unpack(base, integers, list.ranks);
+    std::uint32_t *const gaps = scratch, *const lengths = scratch + kDeltaList;
+    unpack(base, integers, gaps);
     std::uint32_t next = 0;
     for (std::uint32_t i = 0; i < count; ++i) {
-      next += list.ranks[i];
-      list.ranks[i] = next++;
+      next += gaps[i];
+      changed[next / 64] |= std::uint64_t{1} << next % 64;
+      ++next;
     }
-    list.ranks[count] = UINT32_MAX;
     if (mode == DeltaMode::values) {
       for (std::uint32_t i = 0; i < count; ++i) {
-        list.steps[i] = static_cast<std::uint32_t>(peek(base, values + std::uint64_t{i} * element_bits));
+        steps[i] = static_cast<std::uint32_t>(peek(base, values + std::uint64_t{i} * element_bits));
       }
       return;
     }
     for (std::uint32_t i = 0; i < count; i += kBlock) {
       const std::uint64_t signs = peek(base, values + i);
-      for (unsigned k = 0; k < kBlock; ++k) list.steps[i + k] = static_cast<std::uint32_t>(signs >> k & 1) * 2 - 1;
+      for (unsigned k = 0; k < kBlock; ++k) steps[i + k] = static_cast<std::uint32_t>(signs >> k & 1) * 2 - 1;
     }
     if (exceptions == 0) return;
-    std::uint32_t *const gaps = scratch, *const lengths = scratch + kDeltaList;
     unpack(base, exception_gaps, gaps);
     unpack(base, magnitudes, lengths);
     next = 0;
     for (std::uint32_t i = 0; i < exceptions; ++i) {
       next += gaps[i];
-      const std::uint32_t sign = list.steps[next] == 1;
-      list.steps[next] = unzigzag(((lengths[i] + 1) << 1 | sign) + 1);
+      const std::uint32_t sign = steps[next] == 1;
+      steps[next] = unzigzag(((lengths[i] + 1) << 1 | sign) + 1);
       ++next;
     }
   }
@@ -586,12 +591,53 @@ inline const char* check_granule(unsigned mantissa_bits, const std::uint8_t* gra
   if ((from.at & 7) != 0 && granule[bytes - 1] >> (from.at & 7) != 0) return "has bits behind the last class";
   if (split.classes > 1 && !old) return nullptr;
   std::size_t sizes[kDeltaClasses] = {n};
-  if (split.classes > 1) class_sizes(split, old, n, sizes);
+  if (split.classes == kUsualClasses) {
+    class_sizes<true>(split, old, n, sizes);
+  } else if (split.classes > 1) {
+    class_sizes<false>(split, old, n, sizes);
+  }
   for (unsigned j = 0; j < split.classes; ++j) {
     const bool fits = classes[j].mode == DeltaMode::dense ? classes[j].reach == sizes[j] : classes[j].reach <= sizes[j];
     if (!fits) return "was made from other weights than `old`, or is damaged";
   }
   return nullptr;
+}
+
+// What changes in the classes of a granule.
+struct Changes {
+  std::uint64_t* bits[kDeltaClasses];
+  std::uint32_t* steps[kDeltaClasses];
+};
+
+template <bool Usual, class T>
+inline void apply_changes(const Split& split, Changes& changes, std::size_t n, T* weights) {
+  auto* const elements = unaligned<T>(weights);
+  if (split.classes == 1) {
+    const std::uint32_t* step = changes.steps[0];
+    for (std::size_t i = 0; i < n; i += kBlock) {
+      std::uint64_t places = changes.bits[0][i / 64];
+      if (n - i < kBlock) places &= (std::uint64_t{1} << (n - i)) - 1;
+      for (; places != 0; places &= places - 1, ++step) {
+        auto& element = elements[i + lowest_bit(places)];
+        element.value = static_cast<T>(element.value + *step);
+      }
+    }
+    return;
+  }
+  std::size_t behind[kDeltaClasses + 1] = {};  // elements of class j or behind it so far
+  for_blocks(weights, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
+    const ClassBits<Usual> bits(split, block, exist);
+    std::uint64_t places = 0;
+    for (unsigned j = 0; j < split.template count<Usual>(); ++j) {
+      const auto* const own = reinterpret_cast<const std::uint8_t*>(changes.bits[j]);
+      places |= deposit_bits(peek(own, behind[j] - behind[j + 1]), bits.of(j));
+    }
+    for (unsigned j = 0; j < split.template count<Usual>(); ++j) behind[j] += count_bits(bits.from[j]);
+    for (; places != 0; places &= places - 1) {
+      auto& element = elements[i + lowest_bit(places)];
+      element.value = static_cast<T>(element.value + *changes.steps[split.class_of(element.value)]++);
+    }
+  });
 }
 
 template <class T>
@@ -605,36 +651,20 @@ inline void decode_granule(unsigned mantissa_bits, const std::uint8_t* granule, 
   Reader from{};
   Split split{};
   if (parse_head(granule, bytes, mantissa_bits, from, split)) return;
-  auto* const elements = unaligned<T>(weights);
   std::uint32_t* const scratch = room + 2 * (kDeltaClasses + 1) * kDeltaList;
-  List lists[kDeltaClasses];
+  Changes changes;
   for (unsigned j = 0; j < split.classes; ++j) {
     ClassAt at{};
     if (at.parse(from, 8 * sizeof(T), n)) return;
-    lists[j] = List(room, j);
-    at.read(granule, 8 * sizeof(T), scratch, lists[j]);
+    changes.bits[j] = reinterpret_cast<std::uint64_t*>(room + 2 * j * kDeltaList);
+    changes.steps[j] = room + (2 * j + 1) * kDeltaList;
+    at.read(granule, 8 * sizeof(T), n, scratch, changes.bits[j], changes.steps[j]);
   }
-  const auto change = [&](std::size_t at, std::uint32_t step) {
-    elements[at].value = static_cast<T>(elements[at].value + step);
-  };
-  if (split.classes == 1) {
-    for (std::size_t i = 0; i < lists[0].count; ++i) change(lists[0].ranks[i], lists[0].steps[i]);
-    return;
+  if (split.classes == kUsualClasses) {
+    apply_changes<true>(split, changes, n, weights);
+  } else {
+    apply_changes<false>(split, changes, n, weights);
   }
-  std::size_t next[kDeltaClasses] = {}, behind[kDeltaClasses + 1] = {};  // elements of class j or behind it so far
-  for_blocks(weights, n, [&](std::size_t i, const Block<T>& block, std::uint64_t exist) {
-    const ClassBits bits(split, block, exist);
-    for (unsigned j = 0; j < split.classes; ++j) {
-      const std::size_t before = behind[j] - behind[j + 1];
-      const std::uint64_t own = bits.of(j);
-      const std::size_t end = before + count_bits(own);
-      for (const List& list = lists[j]; list.ranks[next[j]] < end; ++next[j]) {
-        const auto rank = static_cast<unsigned>(list.ranks[next[j]] - before);
-        change(i + select_bit(own, rank), list.steps[next[j]]);
-      }
-    }
-    for (unsigned j = 0; j < split.classes; ++j) behind[j] += count_bits(bits.from[j]);
-  });
 }
 
 // Calls function(a null pointer to the type of integers that elements are read as).

@@ -30,6 +30,19 @@ inline unsigned select_bit(std::uint64_t word, unsigned rank) {
 #endif
 }
 
+// The lowest bits of `bits`, in order, at the places of the bits of `mask`.
+inline std::uint64_t deposit_bits(std::uint64_t bits, std::uint64_t mask) {
+#if defined(__BMI2__)
+  return _pdep_u64(bits, mask);
+#else
+  const unsigned count = count_bits(mask);
+  if (count < 64) bits &= (std::uint64_t{1} << count) - 1;
+  std::uint64_t places = 0;
+  for (; bits != 0; bits &= bits - 1) places |= std::uint64_t{1} << select_bit(mask, lowest_bit(bits));
+  return places;
+#endif
+}
+
 #if defined(__AVX512F__)
 
 template <class T>

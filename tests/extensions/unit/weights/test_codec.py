@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dtcomm.errors import PayloadCorrupt
 from dtcomm.extensions.weights.codec import decode, decoded_stats, encode
 from dtcomm.kernels import available, use
+from tests.extensions.unit.weights import format_reader
 
 INTEGER = {
     torch.bfloat16: torch.int16,
@@ -192,7 +193,7 @@ def test_wrong_arguments_are_named() -> None:
         encode(x, x[:2])
     with pytest.raises(ValueError, match="new: has dtype"):
         encode(x, x.bfloat16())
-    with pytest.raises(TypeError, match="old: torch.float64"):
+    with pytest.raises(TypeError, match=r"old: torch\.float64"):
         encode(x.double(), x.double())
     with pytest.raises(ValueError, match="threads"):
         encode(x, x, threads=-1)
@@ -200,3 +201,14 @@ def test_wrong_arguments_are_named() -> None:
         decode(x, encode(x, x), x[:2])
     with pytest.raises(ValueError, match="payload: must be"):
         decode(x, torch.zeros(3), x)
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_reader_written_from_the_format_page_agrees(dtype: torch.dtype, how: str) -> None:
+    torch.manual_seed(5)
+    for n in (0, 1, 65, 12_000):
+        old = weights(n, dtype)
+        new = changed(old, how)
+        before, after = (bytes(x.view(torch.uint8).numpy()) if n else b"" for x in (old, new))
+        assert format_reader.read(bytes(encode(old, new).numpy()), before) == after
