@@ -87,7 +87,7 @@ class Sweep:
         if system.engine == "nccl":
             lines = [
                 "NCCL is modelled with its published constants; from 1 MB on the median error against published "
-                "tables is 1 to 14 % (docs/guides/planning.md)"
+                "tables is 1 to 14 % (docs/results/planner.md)"
             ]
             if any(row.best.engine != "nccl" for row in self.rows):
                 lines.append(
