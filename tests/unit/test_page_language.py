@@ -1,6 +1,6 @@
 """The language of users' pages: short sentences, standard terms, and nothing that speaks to the authors.
 
-Users' pages are README.md and docs/ without the specification of the wire format, how-it-works and the generated
+Users' pages are README.md and docs/ without specifications of formats, how-it-works and the generated
 reference. On result pages a paragraph that begins with "Measured" or "Source:" says where figures come from; it may
 name commits and programs.
 """
@@ -41,7 +41,9 @@ def _is_for_users(page: Path) -> bool:
     text = page.read_text(encoding="utf-8")
     folder, *rest = page.relative_to(ROOT / "docs").parts
     if folder == "reference":
-        return rest[0] not in ("wire-format.md", "api") and "generated" not in text[:400].lower()
+        return (
+            not rest[0].endswith("-format.md") and rest[0] != "api" and "generated" not in text[:400].lower()
+        )
     return folder not in ("how-it-works", "_build")
 
 
