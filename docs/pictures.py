@@ -6,6 +6,7 @@ step of two ranks (``overlap``). Text in the SVG files stays text, so that it ca
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def speedup(figures: dict[str, Any]) -> None:
     panels[0].set_ylabel("steps per second, against fp32 DDP")
     measured = plt.Line2D([], [], color="#555555", linewidth=5, solid_capstyle="round")
     dashed = plt.Line2D([], [], color="#555555", linewidth=1.8, linestyle="--")
-    figure.legend([measured, dashed], ["measured, range over two processors", "predicted by dtcomm plan"],
+    figure.legend([measured, dashed], ["measured, range over runs and two processors", "predicted by dtcomm plan"],
                   loc="lower center", ncols=2)  # fmt: skip
     _save(figure, "speedup", bottom=0.07)
 
@@ -92,7 +93,7 @@ def gpu_hosts(figures: dict[str, Any]) -> None:
                           color=COLOUR[name], weight="bold")  # fmt: skip
         axes.text(1.1, 0.82, "no gain", color="#5a5a5a", style="italic")
         axes.set(xscale="log", yscale="log", xlim=(0.95, 420), ylim=(0.75, 8.5), title=case["title"],
-                 xlabel="rate of a host's link, Gbit/s")  # fmt: skip
+                 xlabel="rate of a link, Gbit/s")  # fmt: skip
         _ticks(axes.xaxis, (1, 10, 25, 100, 400))
         _ticks(axes.yaxis, (1, 1.5, 2, 3, 4, 6, 8), "{:g}×")
     panels[0].set_ylabel("steps per second, against fp32")
@@ -120,7 +121,7 @@ def overlap(figures: dict[str, Any]) -> None:
             if sent > backward_end:
                 axes.annotate("", (sent, base + 2), (backward_end, base + 2),
                               arrowprops={"arrowstyle": "<->", "color": "#b00020", "linewidth": 1.8})  # fmt: skip
-                axes.text((sent + backward_end) / 2, base + 2.12, f"waits {sent - backward_end:.0f} ms",
+                axes.text((sent + backward_end) / 2, base + 2.25, f"waits {sent - backward_end:.0f} ms",
                           ha="center", color="#b00020")  # fmt: skip
             labels += [(base + 2, f"rank {number} computes"), (base + 1, f"rank {number} sends")]
         axes.set_yticks([place for place, _ in labels], [label for _, label in labels])
@@ -129,7 +130,7 @@ def overlap(figures: dict[str, Any]) -> None:
         sent = sum(message["wire"] for message in ranks[0]["messages"]) / 1e6
         title = {"none": "Uncompressed", "int8": "Codec int8"}[name]
         axes.set_title(f"{title}: {sent:.1f} MB per step, {step:.0f} ms", loc="left")
-    panels[-1].set_xlabel("milliseconds since the start of the step; an emulated link of 1 Gbit/s")
+    panels[-1].set_xlabel("milliseconds since the start of the step; an emulated link of 0.3 Gbit/s")
     patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in ("#9ecae1", "#4a90c4", COLOUR["int8"])]
     figure.legend(patches, ["forward", "backward", "gradients on the link"], loc="lower center", ncols=3)
     _save(figure, "overlap", bottom=0.08)
@@ -162,10 +163,10 @@ def bytes_sent(figures: dict[str, Any]) -> None:
         worse = run["loss"] / base - 1
         verdict = f"loss {run['loss']:.3f}" + (f", {worse:+.0%}" if abs(worse) > 0.01 else "")
         inside = run["sent"] > 0.9
-        axes.text(98 if inside else run["sent"] * 100 + 1, -place, f"{run['sent']:.1%}   {verdict}", va="center",
+        axes.text(98 if inside else run["sent"] * 100 + 1, -place, f"{run['sent']:.1%}: {verdict}", va="center",
                   ha="right" if inside else "left", color="white" if inside else INK)  # fmt: skip
     axes.set_yticks([-place for place in range(len(names))], list(names))
-    axes.set(xlabel="bytes sent per step, % of fp32; a GPT of 6.5 M parameters after 1,000 steps of AdamW")
+    axes.set(xlabel="bytes sent per step, % of fp32", title="GPT of 6.5 M parameters, 1,000 steps of AdamW")
     _save(figure, "bytes")
 
 
@@ -198,7 +199,9 @@ def _canvas(width: float, height: float) -> tuple[Any, Axes]:
     return figure, axes
 
 
-def _box(axes: Axes, place: tuple[float, float, float, float], lines: Sequence[str], colour: str = PALE) -> None:
+def _box(
+    axes: Axes, place: tuple[float, float, float, float], lines: Sequence[str], colour: str = PALE
+) -> None:
     """Draw a box (left, bottom, width, height) whose first line is bold."""
     left, bottom, width, height = place
     axes.add_patch(FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0,rounding_size=1.2",
@@ -225,7 +228,7 @@ def architecture(figures: dict[str, Any]) -> None:
          "#dbeaf5")  # fmt: skip
     _arrow(axes, (52, 42), (52, 36.2))
     _box(axes, (34, 28, 36, 8), ["collective", "all_reduce, all_gather, …"], "#dbeaf5")
-    _box(axes, (2, 28, 26, 8), ["error feedback", "adds what was lost last time"], "#fbe3d2")
+    _box(axes, (2, 28, 26, 8), ["error feedback", "adds what was lost before"], "#fbe3d2")
     _box(axes, (76, 28, 26, 8), ["guard and report", "watch loss and time"], "#fbe3d2")
     _arrow(axes, (28, 32), (34, 32))
     _arrow(axes, (70, 32), (76, 32))
@@ -265,7 +268,7 @@ def decision(figures: dict[str, Any]) -> None:
         _box(axes, (56, bottom, 46, 9), lines, colour)
         _arrow(axes, (44, bottom + 4.5), (56, bottom + 4.5))
         axes.text(50, bottom + 5.3, label, ha="center", va="bottom", style="italic")
-    for (top, _), (bottom, _) in zip(questions, questions[1:]):
+    for (top, _), (bottom, _) in itertools.pairwise(questions):
         _arrow(axes, (23, top), (23, bottom + 9.2), "no")
     _arrow(axes, (23, 8), (23, 3.6), "no")
     axes.text(23, 2, "Compression gains nothing.", ha="center", va="center", weight="bold")
