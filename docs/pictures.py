@@ -224,7 +224,8 @@ def architecture(figures: dict[str, Any]) -> None:
     figure, axes = _canvas(104, 64)
     _box(axes, (34, 56, 36, 7), ["your script", "PyTorch: DDP, FSDP2, TP, Trainer, …"], "white")
     _arrow(axes, (52, 56), (52, 50.2))
-    _box(axes, (14, 42, 76, 8), ["integration", "ddp · fsdp · tp · pipeline · moe · context_parallel · local_sgd · backend"],
+    _box(axes, (14, 42, 76, 8), ["integration",
+         "ddp · fsdp · tp · pipeline · moe · context_parallel · local_sgd · backend"],
          "#dbeaf5")  # fmt: skip
     _arrow(axes, (52, 42), (52, 36.2))
     _box(axes, (34, 28, 36, 8), ["collective", "all_reduce, all_gather, …"], "#dbeaf5")
@@ -241,8 +242,8 @@ def architecture(figures: dict[str, Any]) -> None:
         _arrow(axes, (52, 28), (left + 15, 19.2))
     axes.text(34.5, 13.5, "×", ha="center", va="center", fontsize=20)
     axes.text(69.5, 13.5, "×", ha="center", va="center", fontsize=20)
-    axes.text(52, 3.4, "any schedule with any codec over any transport; every rank ends with the same bits", ha="center",
-              style="italic")  # fmt: skip
+    axes.text(52, 3.4, "any schedule with any codec over any transport; every rank ends with the same bits",
+              ha="center", style="italic")  # fmt: skip
     _save(figure, "architecture", tight=False)
 
 
