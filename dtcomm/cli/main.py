@@ -33,6 +33,14 @@ COMMANDS = {
     "doctor": ("dtcomm.cli.doctor", "check this machine and run a self-test of the engine"),
 }
 
+#: What the help lists under which heading, in this order; every command is in one group.
+GROUPS = {
+    "start": ("demo", "doctor", "run"),
+    "measure": ("perf", "codecs", "trace"),
+    "plan": ("plan", "tune", "tp"),
+    "operate": ("coordinator", "weights"),
+}
+
 EXTRAS = ("rich", "matplotlib")  # of the extra `cli`
 
 
@@ -71,9 +79,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    commands = "\n".join(f"  {name:<11} {line}" for name, (_, line) in COMMANDS.items())
+    lines = ["usage: dtcomm <command> [options]"]
+    for group, names in GROUPS.items():
+        lines += ["", group, *(f"  {name:<11} {COMMANDS[name][1]}" for name in names if name in COMMANDS)]
     more = "dtcomm <command> --help describes a command; dtcomm --version prints the version."
-    return f"usage: dtcomm <command> [options]\n\n{commands}\n\n{more}"
+    return "\n".join([*lines, "", more])
 
 
 def _version() -> str:

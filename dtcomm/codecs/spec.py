@@ -55,6 +55,23 @@ CODECS: dict[str, Entry] = {
 }
 # Codecs whose payloads have a length that depends on the data, without options.
 VARIABLE_LENGTH: dict[str, Codec] = {"lossless": Lossless()}
+# Tier → its codecs, as tables and pages list them. The first tier holds exactly these variants.
+TIERS: dict[str, tuple[str, ...]] = {
+    "use these": ("none", "bf16:round=stochastic", "int8", "int4", "fp8_e4m3"),
+    "for special cases": (
+        "lossless",
+        "fp16",
+        "bf16",
+        "fp8_e3m4",
+        "fp8_e5m2",
+        "int7",
+        "int6",
+        "int5",
+        "intv",
+        "exact",
+    ),
+    "for research": ("int3", "int2", "mxfp8", "mxfp4", "nvfp4", "sign", "topk", "randk"),
+}
 # The codecs that `custom` added.
 REGISTERED: dict[str, PythonCodec] = {}
 # What the name of a codec would mean besides a codec, in specs of the parts that take one.
@@ -76,6 +93,15 @@ def names() -> tuple[str, ...]:
         ('none', 'fp16', 'bf16', 'fp8_e4m3')
     """
     return (*CODECS, *REGISTERED)
+
+
+def tier(spec: str) -> str:
+    """Return the title of a codec's tier. Variants of codecs of the first tier are for special cases."""
+    first, second, *others = TIERS
+    if spec in TIERS[first]:
+        return first
+    name = spec.partition(":")[0]
+    return next((title for title in others if name in TIERS[title]), second)
 
 
 def custom(

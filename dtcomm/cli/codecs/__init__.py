@@ -35,7 +35,7 @@ from dtcomm.cli.codecs.measure import CodecRow, Error, OnDevice
 from dtcomm.cli.perf import placement
 from dtcomm.cli.perf.args import add_import_argument, import_modules
 from dtcomm.codecs import Codec, codec, names
-from dtcomm.codecs.spec import VARIABLE_LENGTH
+from dtcomm.codecs.spec import TIERS, VARIABLE_LENGTH, tier
 from dtcomm.kernels import available, current
 from dtcomm.measure.memory_floor import REDUCED_PAYLOADS
 from dtcomm.system import save_figure
@@ -69,10 +69,25 @@ VARIANTS = {
 
 
 def default_codecs() -> list[Codec]:
-    """Return the codecs that are shown if the user names none: all, with `VARIANTS`, and those of ``--import``."""
+    """Return the codecs that are shown if the user names none: all, with `VARIANTS`, and those of ``--import``.
+
+    They are sorted by tier, and within the first one as it lists them.
+    """
     variants = [(name, options) for name in names() for options in ("", *VARIANTS.get(name, "").split())]
     fixed = [codec(f"{name}:{options}" if options else name) for name, options in variants]
-    return [*fixed, *VARIABLE_LENGTH.values()]
+    order = [spec for specs in TIERS.values() for spec in specs]
+    first = [codec(spec) for spec in next(iter(TIERS.values()))]
+    rest = sorted(
+        [*fixed, *VARIABLE_LENGTH.values()],
+        key=lambda one: (list(TIERS).index(tier(str(one))), _position(order, str(one))),
+    )
+    return [*first, *(one for one in rest if one not in first)]
+
+
+def _position(order: Sequence[str], spec: str) -> int:
+    """Return where the name of a codec stands in ``order``; the end if it does not."""
+    name = spec.partition(":")[0]
+    return order.index(name) if name in order else len(order)
 
 
 def select_codecs(only: Sequence[Codec], also: Sequence[Codec]) -> list[Codec]:
@@ -185,6 +200,7 @@ def as_dict(
 def _row(row: CodecRow) -> dict[str, Any]:
     document = {
         "codec": row.spec,
+        "tier": tier(row.spec),
         "family": row.family,
         "bits_per_element": row.bits_per_element,
         "block": row.block,
@@ -211,7 +227,13 @@ def print_table(rows: Sequence[CodecRow], console: Console, size: int | None, de
     heads += [f"error on\n{name}" for name in samples] + ["worst\nblock", "1 - cosine"]
     # On a narrow terminal names are folded, not numbers.
     table = new_table(["~codec", *(f">{head}" for head in heads)], plain=True)
+    titles = {row.spec: tier(row.spec) for row in rows}
+    headed = [title for title, _ in itertools.groupby(titles.values())]
+    shown = "" if 1 < len(headed) == len(set(headed)) else None  # codecs that the user named may alternate
     for row in rows:
+        if shown is not None and titles[row.spec] != shown:
+            shown = titles[row.spec]
+            table.add_row(f"[bold]{shown}[/bold]")
         cells = [f"{row.bits_per_element:.3g}", str(row.block)]
         if row.speed is None and size is not None:
             cells += ["-"] * (5 if device else 2)

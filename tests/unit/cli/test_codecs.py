@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -44,6 +45,27 @@ def test_every_codec_of_the_registry_has_a_row(capsys: pytest.CaptureFixture[str
             assert row["bits_per_element"] * layout.granularity == 8 * layout.wire_bytes(layout.granularity)
         assert list(row["errors"]) == ["Gaussian", "Laplace", "Student-t"]
         assert all(error["relative_l2"] is not None for error in row["errors"].values())
+
+
+def test_every_codec_is_in_one_tier_and_five_variants_are_in_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, *others = registry.TIERS.values()
+    assert first == ("none", "bf16:round=stochastic", "int8", "int4", "fp8_e4m3")
+    assert all(str(codec(spec)) == spec for spec in first)
+    named = [name for name in [*first, *(name for names in others for name in names)] if ":" not in name]
+    assert sorted(named) == sorted([*CODECS, *registry.VARIABLE_LENGTH])
+    rows = list(rows_by_spec(capsys).values())
+    assert [row["codec"] for row in rows[:5]] == list(first)
+    assert [title for title, _ in itertools.groupby(row["tier"] for row in rows)] == list(registry.TIERS)
+    assert (
+        registry.tier("int8:block=64") == "for special cases"
+        and registry.tier("sign:block=64") == "for research"
+    )
+    table = output_of(capsys)
+    assert [line.strip() for line in table.splitlines() if line.strip() in registry.TIERS] == list(
+        registry.TIERS
+    )
 
 
 def test_the_size_of_lossless_is_that_of_a_gaussian_tensor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,14 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
 
 
+def test_every_command_is_in_one_group_of_the_help() -> None:
+    grouped = [name for names in cli.GROUPS.values() for name in names if name in cli.COMMANDS]
+    assert sorted(grouped) == sorted(cli.COMMANDS)
+    usage = cli.usage().splitlines()
+    for name, (_, line) in cli.COMMANDS.items():
+        assert sum(text.split() == [name, *line.split()] for text in usage) == 1
+
+
 def test_the_error_of_an_unknown_command_lists_the_valid_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pref"]) == 2
     error_output = capsys.readouterr().err
