@@ -23,7 +23,6 @@ NOT_YET = {
     "docs/results/planner.md",
     "docs/results/reliability.md",
     "docs/results/sites.md",
-    "docs/results/xeon.md",
 }
 
 
