@@ -29,6 +29,10 @@ COMMANDS = {
         "dtcomm.extensions.elastic.coordinator",
         "serve the ranks of a training run whose ranks come and go",
     ),
+    "weights": (
+        "dtcomm.extensions.weights.command",
+        "patches between checkpoints; serve new weights to engines",
+    ),
     "tune": ("dtcomm.cli.tune", "measure this machine and write the table that algorithm=auto uses"),
     "doctor": ("dtcomm.cli.doctor", "check this machine and run a self-test of the engine"),
 }

@@ -67,7 +67,10 @@ PYTHON_RULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "mesh": _may("tp collectives", "torch typing_extensions"),
     "local_sgd": _may("frameworks tp compress collectives kernels streams work", "torch typing_extensions"),
     # Not part of the core: no other part may import it. `dtcomm.cli.main` loads its commands by name.
-    "extensions": (ANY, frozenset({"torch", "numpy", "rich", "matplotlib", "torchft"})),
+    "extensions": (
+        ANY,
+        frozenset({"torch", "numpy", "rich", "matplotlib", "torchft", "fsspec", "safetensors"}),
+    ),
     "backend": _may("compress collectives runtime codecs kernels streams work", "torch"),
     # Called by torch before any part of torch may be imported.
     "_torch_backend_entry": _may("backend"),

@@ -63,6 +63,10 @@ _ENDS = {  # what is left: why it ends
     },
     "extensions/elastic/local_sgd.py": {"self._member.join": "a request to the coordinator"},
     "extensions/elastic/member.py": {"self.socket.recv": "the socket has a timeout"},
+    "extensions/weights/store.py": {
+        "requests.get": "a coroutine; the end of the connection is queued",
+        "self._socket.recv_into": "the socket has a timeout",
+    },
     "launch/fork_server.py": {"self._process.wait": "it was killed", "self._control.recv": "EOF if it dies"},
     "launch/process_pool.py": {"self.connection.recv": "polled before"},
     "launch/worker.py": {"_parent.recv": "a rank without a task"},
