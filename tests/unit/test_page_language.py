@@ -21,7 +21,6 @@ NOT_YET = {
     "docs/results/index.md",
     "docs/results/planner.md",
     "docs/results/reliability.md",
-    "docs/results/sites.md",
 }
 
 
