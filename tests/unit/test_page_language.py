@@ -15,10 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LONGEST_SENTENCE = 34  # words
-# Pages that are still to be rewritten. Take a page off when it is.
-NOT_YET = {
-    "docs/results/reliability.md",
-}
 
 
 def _is_for_users(page: Path) -> bool:
@@ -131,15 +127,8 @@ def complaints(text: str, results: bool = False) -> list[tuple[int, int, str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_language_of_users_pages(page: Path) -> None:
     name = str(page.relative_to(ROOT))
-    if name in NOT_YET:
-        pytest.skip("not yet rewritten")
     found = complaints(page.read_text(encoding="utf-8"), results=name.startswith("docs/results/"))
     assert not found, "\n" + "\n".join(f"{name}:{line}: {what}" for _, line, what in found)
-
-
-def test_pages_that_are_not_yet_rewritten_exist() -> None:
-    gone = sorted(name for name in NOT_YET if not (ROOT / name).exists())
-    assert not gone, f"take them off NOT_YET: {gone}"
 
 
 LONG = " ".join(["word"] * 35)
