@@ -25,7 +25,7 @@ PROGRAMS := build/programs.stamp
 INSTALLED := $(VENV)/.installed.stamp
 ASAN := build/asan/native.stamp
 
-.PHONY: help demo build emulator test test-slow test-fast test-torch test-newest lint format docs wheels bench cuda asan fuzzer tsan device races aarch64 gpu-visit clean distclean
+.PHONY: help demo build emulator test test-slow test-fast test-torch test-newest lint format reference docs wheels bench cuda asan fuzzer tsan device races aarch64 gpu-visit clean distclean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -93,6 +93,9 @@ format: $(DEV_DEPS)  ## rewrite the sources the way lint wants them
 	ruff check --fix-only --exit-zero $(SOURCES)
 	ruff format $(SOURCES)
 	clang-format -i $(CXX_SOURCES)
+
+reference: build  ## write the reference pages that come from the code: options, environment variables, command line
+	PYTHONPATH=$(CURDIR) $(PY) docs/reference_pages.py
 
 docs: build $(DEV_DEPS)  ## the HTML documentation in build/docs, warnings as errors
 	$(PY) -m sphinx -q -W --keep-going -j auto -b html docs build/docs

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS)]
-
-import reference_pages  # noqa: E402
+sys.path.insert(0, str(DOCS.parent))
 
 project = "dtcomm"
 author = copyright = "the dtcomm authors"
@@ -32,9 +29,3 @@ napoleon_custom_sections = [("Options", "params_style"), ("Modules", "params_sty
 # Docstrings write code in single backticks, as Markdown does.
 default_role = "literal"
 copybutton_exclude = ".linenos, .gp, .go"
-
-
-def setup(app: Any) -> None:
-    """Write the generated parts before Sphinx reads the pages."""
-    reference_pages.write(Path(app.srcdir) / "reference" / "_generated")
-    app.config.exclude_patterns.append("reference/_generated/*")

@@ -1,8 +1,8 @@
-"""Generates the parts of reference pages that the code already states: variables, options and the command line.
+"""Generates reference pages from what the code already states: variables, options and the command line.
 
-docs/conf.py writes them to docs/reference/_generated before Sphinx reads the pages. Everything comes from the registry
-of variables (dtcomm/env.py), from signatures and docstrings, and from the argument parsers, so that nothing has to be
-repeated by hand. What is undocumented there raises `Undocumented`.
+`make reference` writes them to docs/reference, where they are committed; a test compares them. Everything comes from
+the registry of variables (dtcomm/env.py), signatures, docstrings and argument parsers, and nothing is repeated by
+hand. The text is the same with every version of Python. What is undocumented raises `Undocumented`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import inspect
 import io
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,7 +48,37 @@ INTEGRATIONS = (
     "dtcomm.local_sgd.LocalSGD",
 )
 _SECTION = re.compile(r"^(Args|Attributes|Options):\n((?:[ ]+.*\n?|\n)+)", re.MULTILINE)
-_HELP_WIDTH = "110"
+
+_OPTIONS = """\
+# Options
+
+Every argument of what users call, with its type, default and meaning. An argument without a default is required. The
+[API reference](api/index.md) has results, errors and examples.
+"""
+_ENVIRONMENT = """\
+# Environment variables
+
+The variables for ordinary runs. The [others](environment-debug.md) are for bug reports and builds.
+
+dtcomm reads them when a communicator is made. A wrong value raises a ValueError that names the variable and the valid
+values. If only some ranks have a wrong value, the others raise a DtcommError that quotes it. Variables with "Equal on
+all ranks" are compared between ranks.
+"""
+_ENVIRONMENT_DEBUG = """\
+# Environment variables for bug reports
+
+Ordinary runs need none of these variables; [those for users](environment.md) have a page of their own. Set one when a
+bug report asks for it, or when you build dtcomm.
+
+dtcomm reads them when a communicator is made, except two. `DTCOMM_NATIVE_DIR` is read when dtcomm is imported, and
+`DTCOMM_KERNEL` at the first use of dtcomm, such as `import dtcomm.ddp`.
+"""
+_COMMAND_LINE = """\
+# Command line
+
+`pip install ".[cli]"` in the checkout installs the command `dtcomm`; `python -m dtcomm` is the same. Every command
+takes `--help`, and those that print figures take `--json`.
+"""
 
 
 class Undocumented(Exception):
@@ -60,30 +89,25 @@ class Undocumented(Exception):
 
 
 def environment() -> str:
-    """The tables of variables: those of run time, those of build time, and those of others that dtcomm reads."""
+    """The variables that users set."""
     from dtcomm import env
 
-    running = {name: variable for name, variable in env.VARIABLES.items() if not variable.build}
-    building = {name: variable for name, variable in env.VARIABLES.items() if variable.build}
+    rows = _variable_rows({name: variable for name, variable in env.VARIABLES.items() if variable.user})
+    return "\n".join([_ENVIRONMENT, *rows, ""])
+
+
+def environment_debug() -> str:
+    """The other variables: those of run time, those of build time, and those of other programs that dtcomm reads."""
+    from dtcomm import env
+
+    rest = {name: variable for name, variable in env.VARIABLES.items() if not variable.user}
+    running = {name: variable for name, variable in rest.items() if not variable.build}
+    building = {name: variable for name, variable in rest.items() if variable.build}
     others = [f"| `{name}` | {_sentence(name, meaning)} |" for name, meaning in env.EXTERNAL.items()]
-    return "\n".join(
-        [
-            "## When dtcomm runs",
-            "",
-            *_variable_rows(running),
-            "",
-            "## When dtcomm is built",
-            "",
-            *_variable_rows(building),
-            "",
-            "## Variables of other programs that dtcomm reads",
-            "",
-            "| variable | meaning |",
-            "|---|---|",
-            *others,
-            "",
-        ]
-    )
+    parts = [_ENVIRONMENT_DEBUG, "## When dtcomm runs", "", *_variable_rows(running), ""]
+    parts += ["## When dtcomm is built", "", *_variable_rows(building), ""]
+    parts += ["## Variables of other programs that dtcomm reads", "", "| variable | meaning |", "|---|---|"]
+    return "\n".join([*parts, *others, ""])
 
 
 def _variable_rows(variables: Mapping[str, Any]) -> Iterator[str]:
@@ -109,7 +133,7 @@ def options() -> str:
     """A table of the words that integrations share, and a table of the options of everything that users call."""
     from dtcomm.codecs.spec import CODECS
 
-    parts = ["## The same words in every integration", "", *_shared_words(), ""]
+    parts = [_OPTIONS, "## The same words in every integration", "", *_shared_words(), ""]
     for title, names in OPTION_SECTIONS.items():
         parts += [f"## {title}", ""]
         for name, value in public_callables(names):
@@ -267,19 +291,54 @@ def _escape(text: str) -> str:
 
 
 def command_line() -> str:
-    """The help text of every command, as it prints it."""
+    """The list of commands, as the help prints it, and the arguments of each command in tables."""
     from dtcomm.cli.main import usage
 
-    sections = [f"## dtcomm\n\n```text\n{usage()}\n```\n"]
-    for parser in parsers():
-        for action in parser._actions:
+    return "\n".join([_COMMAND_LINE, f"## dtcomm\n\n```text\n{usage()}\n```\n", *map(_command, parsers())])
+
+
+def _command(parser: argparse.ArgumentParser) -> str:
+    """The description, the arguments by group, and the epilog; argparse's own layout depends on Python's version."""
+    formatter = parser._get_formatter()
+    parts = [f"## {parser.prog}", ""]
+    parts += [_preformatted(parser, parser.description), ""] if parser.description else []
+    for number, group in enumerate(parser._action_groups):
+        actions = [action for action in group._group_actions if "--help" not in action.option_strings]
+        rows = []
+        for action in actions:
             if isinstance(action, argparse._SubParsersAction):
+                rows += [f"| `{each.dest}` | {_cell(each.help or '')} |" for each in action._choices_actions]
                 continue
+            name = "/".join(action.option_strings) or action.dest
             if not action.help or action.help == argparse.SUPPRESS:
-                name = "/".join(action.option_strings) or action.dest
                 raise Undocumented(f"{parser.prog}: {name} has no help")
-        sections.append(f"## {parser.prog}\n\n```text\n{_help(parser).rstrip()}\n```\n")
-    return "\n".join(sections)
+            rows.append(f"| {_invocation(formatter, action)} | {_cell(formatter._expand_help(action))} |")
+        if rows:
+            title = ("Arguments", "Options")[number] if number < 2 else f"{group.title}".capitalize()
+            parts += [f"**{title}**", "", "| argument | meaning |", "|---|---|", *rows, ""]
+    parts += [_preformatted(parser, parser.epilog), ""] if parser.epilog else []
+    return "\n".join(parts)
+
+
+def _invocation(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
+    """``-b``, ``--minbytes SIZE``: the flags of an argument and its value."""
+    if not action.option_strings:
+        default = formatter._get_default_metavar_for_positional(action)
+        names = [formatter._format_args(action, default)]
+    else:
+        names = list(action.option_strings)
+        if action.nargs != 0:
+            default = formatter._get_default_metavar_for_optional(action)
+            names[-1] += f" {formatter._format_args(action, default)}"
+    return ", ".join(f"`{name}`" for name in names).replace("|", "\\|")
+
+
+def _preformatted(parser: argparse.ArgumentParser, text: str | None) -> str:
+    """Text of a parser: as it is where its formatter keeps lines, else as a paragraph."""
+    text = (text or "").strip().replace("%(prog)s", parser.prog).replace("%%", "%")
+    if issubclass(parser.formatter_class, argparse.RawDescriptionHelpFormatter) and "\n" in text:
+        return f"```text\n{text}\n```"
+    return _escape(" ".join(text.split()))
 
 
 def parsers() -> list[argparse.ArgumentParser]:
@@ -304,22 +363,23 @@ def parsers() -> list[argparse.ArgumentParser]:
     return made
 
 
-def _help(parser: argparse.ArgumentParser) -> str:
-    with mock.patch.dict(os.environ, {"COLUMNS": _HELP_WIDTH, "NO_COLOR": "1"}):
-        return parser.format_help()
-
-
 # --- files ---------------------------------------------------------------------------------------------------------
 
+FOLDER = Path(__file__).parent / "reference"
 PAGES: dict[str, Callable[[], str]] = {
-    "environment.md": environment,
     "options.md": options,
+    "environment.md": environment,
+    "environment-debug.md": environment_debug,
     "command-line.md": command_line,
 }
 
 
-def write(folder: Path) -> None:
-    """Write every generated part to ``folder``."""
-    folder.mkdir(exist_ok=True)
-    for name, page in PAGES.items():
-        (folder / name).write_text(page(), encoding="utf-8")
+def text_of(name: str) -> str:
+    """The whole text of a page in ``FOLDER``."""
+    comment = "<!-- Generated by `make reference` from the code; change the code, not this page. -->"
+    return f"{comment}\n\n{PAGES[name]().rstrip()}\n"
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (FOLDER / page).write_text(text_of(page), encoding="utf-8")

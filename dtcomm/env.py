@@ -33,15 +33,17 @@ class Variable:
         shared: Whether all ranks need the same value, which they compare when a communicator is made.
         most: The largest value of a variable that is a whole number; None: it is something else.
         build: Whether the variable is read when dtcomm is built, by setup.py or CMake.
+        user: Whether users set it in ordinary runs; the others are for bug reports.
         check: Called with a value that is not empty; raises ValueError, with the reason, if it is not valid.
     """
 
-    default: str
+    default: str = ""
     meaning: str
     choices: tuple[str, ...] = ()
     shared: bool = False
     most: int | None = None
     build: bool = False
+    user: bool = False
     check: Callable[[str], object] | None = None
 
 
@@ -66,7 +68,6 @@ def _new_folder(text: str) -> None:
 
 VARIABLES: dict[str, Variable] = {
     "DTCOMM_KERNEL": Variable(
-        default="",
         meaning="Name of the kernels to use: reference, generic, avx2, avx512, avx512vbmi, neon or cuda. Empty: the"
         " fastest ones for the device",
     ),
@@ -80,6 +81,7 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
     ),
     "DTCOMM_TRANSPORT": Variable(
+        user=True,
         default="auto",
         meaning="How the native engine reaches other ranks: memory (shared memory), sockets (TCP) or ucx (UCX, for"
         " InfiniBand and RoCE). auto: memory inside a host; between hosts ucx if all ranks have UCX and an RDMA device,"
@@ -88,10 +90,10 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
     ),
     "DTCOMM_HOST_ID": Variable(
-        default="", meaning="Name of the host that this rank counts as, for tests. Empty: the real host"
+        meaning="Name of the host that this rank counts as, for tests. Empty: the real host"
     ),
     "DTCOMM_PORTS": Variable(
-        default="",
+        user=True,
         meaning="Ports on which ranks listen for the connections of the native engine, such as 20000-20100: one for"
         " each rank of a host while a communicator is made, and as long as it lives where ranks have several"
         " connections, which are made anew when they end. Ranks that need connections then use them or raise."
@@ -108,38 +110,37 @@ VARIABLES: dict[str, Variable] = {
         most=64,
     ),
     "DTCOMM_TOPOLOGY": Variable(
-        default="",
         meaning="File with the rates of the links between all ranks of the job, the output of `dtcomm doctor --json`"
         " under torchrun or the matrix gbit of docs/guides/several-hosts.md, which rank 0 of a group reads."
         " algorithm=auto and hierarchical algorithms then group ranks by these links instead of by hosts. Empty: by"
         " hosts",
     ),
     "DTCOMM_SECRET": Variable(
-        default="",
+        user=True,
         meaning="A secret that all ranks share, such as the output of `openssl rand -hex 32`. Connections of the native"
         " engine between hosts, and those to a `dtcomm coordinator`, are refused to callers that do not know"
         " it. It is never sent, printed or logged. Empty: no secret",
     ),
     "DTCOMM_CHECK": Variable(
         default="0",
-        meaning="1: ranks compare operation, size, dtype and codec before each operation over the group's own "
-        "backend. The native engine always compares them",
+        meaning="1: compare operation, size, dtype, codec before calls of the group's backend; the engine always does",
         choices=("0", "1"),
         shared=True,
     ),
     "DTCOMM_CHECKSUM": Variable(
+        user=True,
         default="0",
         meaning="1: every payload travels with its CRC32C, unless a call has checksum=False",
         choices=("0", "1"),
         shared=True,
     ),
     "DTCOMM_FLIGHT_DIR": Variable(
-        default="",
-        meaning="Folder in which each rank writes its last operations when one fails, for dtcomm doctor --flight."
-        " Empty: none",
+        user=True,
+        meaning="Folder in which ranks write the last operations if one fails, for dtcomm doctor --flight. Empty: none",
         check=_new_folder,
     ),
     "DTCOMM_DISABLE": Variable(
+        user=True,
         default="0",
         meaning="1: every integration leaves everything uncompressed, whatever codec it is given, and says so in one"
         " line of the log. Codecs of single collectives (dtcomm.all_reduce) stay, and the backend has none",
@@ -147,7 +148,7 @@ VARIABLES: dict[str, Variable] = {
         shared=True,
     ),
     "DTCOMM_EMULATE_LINK": Variable(
-        default="",
+        user=True,
         meaning="Link to emulate between ranks of the native engine: 10gbit,50us or "
         "inside=400gbit,2us;between=10gbit,50us. Empty: none",
         shared=True,
@@ -182,6 +183,7 @@ VARIABLES: dict[str, Variable] = {
         most=_UNLIMITED,
     ),
     "DTCOMM_THREADS": Variable(
+        user=True,
         default="0",
         meaning="Threads with which a rank of the native engine encodes, sums, decodes and copies tensors of 128 KiB"
         " and more, 1 to 256. 0: as many as the host has cores for each of its ranks, or one where trials show that"
@@ -191,23 +193,21 @@ VARIABLES: dict[str, Variable] = {
     ),
     "DTCOMM_SPINS": Variable(
         default="0",
-        meaning="How often a waiting rank polls a flag before it yields its core. 0: 1000 times, 64 where ranks "
-        "share cores, 32 with sockets and UCX",
+        meaning="Polls of a flag before a waiting rank yields. 0: 1000, 64 if ranks share cores, 32 with sockets, UCX",
         most=_UNLIMITED,
     ),
     "DTCOMM_YIELD_US": Variable(
         default="0",
-        meaning="How long a waiting rank yields before it sleeps, in microseconds. 0: 50, or 1000 where ranks "
-        "share cores",
+        meaning="Microseconds that a waiting rank yields before it sleeps. 0: 50, or 1000 where ranks share cores",
         most=_UNLIMITED,
     ),
     "DTCOMM_TUNE": Variable(
-        default="",
+        user=True,
         meaning="File with the table of dtcomm tune that algorithm=auto reads; rank 0's file serves all ranks. "
         "off: none. Empty: the file in the user's cache folder, if there is one",
     ),
     "DTCOMM_NATIVE_DIR": Variable(
-        default="", meaning="Folder to load the native modules from, for builds with sanitizers"
+        meaning="Folder to load the native modules from, for builds with sanitizers"
     ),
     "DTCOMM_CUDA": Variable(
         default="AUTO",
@@ -225,7 +225,7 @@ VARIABLES: dict[str, Variable] = {
         build=True,
     ),
     "DTCOMM_SANITIZE": Variable(
-        default="", meaning="Sanitizers for the native code: address,undefined or thread", build=True
+        meaning="Sanitizers for the native code: address,undefined or thread", build=True
     ),
     "DTCOMM_TESTS": Variable(
         default="OFF", meaning="ON: also build the tests in csrc/tests", choices=("OFF", "ON"), build=True
