@@ -2,7 +2,8 @@
 
 The state of one rank is a dict of plain values and tensors that ``torch.load(..., weights_only=True)`` reads:
 ``version``, ``steps`` and ``seed`` are the same on all ranks, ``rank`` and ``world_size`` say which rank saved it, and
-``residuals`` maps a parameter's name to a flat fp32 tensor. ``options`` says how the run compresses that saved it, and
+``residuals`` maps a parameter's name to a flat tensor, fp32 or bf16, or to a payload of int8
+(`dtcomm.compress.residuals.expand_saved`). ``options`` says how the run compresses that saved it, and
 ``checksums`` has a checksum of each other entry, because torch does not notice a damaged file.
 Residuals differ between ranks, so every rank saves its own state. With torch.distributed.checkpoint::
 
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from dtcomm import _C
-from dtcomm.compress.residuals import redistribute
+from dtcomm.compress.residuals import expand_saved, redistribute
 
 VERSION = 3
 CHECKSUMS = "checksums"  # the entry that states of version 2 do not have
@@ -233,6 +234,16 @@ def tensors(sizes: Mapping[str, int] | None = None, *, finite: bool = True) -> C
     return check_tensors
 
 
+def residuals(sizes: Mapping[str, int] | None = None) -> Check:
+    """Return the check of residuals in the form in which they were kept, as of `tensors`."""
+
+    def check_residuals(name: str, values: Any) -> None:
+        MAPPING(name, values)
+        tensors(sizes)(name, expand_saved(values))
+
+    return check_residuals
+
+
 def shaped_like(own: Mapping[str, torch.Tensor]) -> Check:
     """Return the check of tensors with the names, shapes and dtypes of ``own``."""
 
@@ -311,14 +322,14 @@ def select_share(
                 f"state: saved by rank {first['rank']}, this is rank {rank}: every rank saves and loads its own; in "
                 "torch.distributed.checkpoint wrap it in dtcomm.compress.checkpoint.Checkpointed"
             )
-        return first, dict(first["residuals"])
+        return first, expand_saved(first["residuals"])
     if [state["rank"] for state in states] != list(range(saved_ranks)):
         raise ValueError(
             f"states of ranks {[state['rank'] for state in states]}: expected all {saved_ranks}, in rank order"
         )
     if saved_ranks == world_size:
-        return first, dict(states[rank]["residuals"])
-    return first, redistribute([state["residuals"] for state in states], rank, world_size)
+        return first, expand_saved(states[rank]["residuals"])
+    return first, redistribute([expand_saved(state["residuals"]) for state in states], rank, world_size)
 
 
 def has_options(saved: SavedState, options: Mapping[str, str], strict: bool) -> bool:

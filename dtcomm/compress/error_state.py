@@ -8,6 +8,7 @@ once the mean has arrived. The DDP hook, `LocalSGD` and the simulated ranks of t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +19,12 @@ from dtcomm.compress import checkpoint
 from dtcomm.compress.bucket import BucketLayout, Segment
 from dtcomm.compress.feedback import DGC, Feedback, FeedbackStates, References, Velocities, common_momentum
 from dtcomm.compress.measurements import l2_norms
-from dtcomm.compress.residuals import Residuals, average_states
+from dtcomm.compress.residuals import Residuals, average_states, describe_size, expand_saved
 from dtcomm.compress.spec import Scheme
+from dtcomm.profiling.summary import format_bytes
 from dtcomm.streams import record_streams
+
+_log = logging.getLogger("dtcomm")
 
 # Steps over which the residual of a parameter that is no longer compressed is added to its gradients.
 REPAYMENT_STEPS = 32
@@ -272,6 +276,20 @@ class ErrorState:
         if self._references is not None:
             self._references.reset(name)
 
+    def log_memory(self, integration: str, numel: int, asked: object) -> None:
+        """Log the memory that ``numel`` elements will take between steps, unless a user's own feedback decides.
+
+        It is a warning where feedback is on without being ``asked`` for, which is "auto".
+        """
+        if self.kind == "residual" and numel:
+            text = describe_size(numel, self._residuals.form)
+        elif self.kind in ("ef21", "diana") and numel:
+            text = f"{format_bytes(8 * numel)} of references"
+        else:
+            return
+        level = logging.WARNING if asked == "auto" else logging.INFO
+        _log.log(level, "%s: error feedback keeps %s on every rank", integration, text)
+
     def nbytes(self) -> dict[str, int]:
         """Return the bytes that are kept between steps, and within a step in addition, by kind; zeros are left out."""
         sizes = {
@@ -287,16 +305,16 @@ class ErrorState:
         references = 0 if self._references is None else self._references.nbytes()
         return self._residuals.nbytes() + self._velocities.nbytes() + references
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state as entries of a checkpoint (`compress.checkpoint`).
+    def state_dict(self, *, residuals: bool = True) -> dict[str, Any]:
+        """Return this rank's state as entries of a checkpoint (`compress.checkpoint`), without residuals if so asked.
 
         Of a residual that is being repaid it holds the part that is left.
         """
-        residuals = self._residuals.state_dict()
-        for name, left in self._repaying.items():
-            residuals[name] *= left / REPAYMENT_STEPS
+        saved = self._residuals.state_dict() if residuals else {}
+        for name, left in self._repaying.items() if residuals else ():
+            saved[name] = expand_saved({name: saved[name]})[name] * (left / REPAYMENT_STEPS)
         return {
-            "residuals": residuals,
+            "residuals": saved,
             "velocities": self._velocities.state_dict(),
             "references": {} if self._references is None else self._references.state_dict(),
         }
@@ -309,7 +327,7 @@ class ErrorState:
             else checkpoint.tensors(sizes)
         )
         return {
-            "residuals": checkpoint.tensors(sizes),
+            "residuals": checkpoint.residuals(sizes),
             "velocities": checkpoint.tensors(sizes),
             "references": checkpoint.entries(may_be_empty=True, local=own, shared=own),
         }

@@ -349,7 +349,8 @@ class Report:
 
     def _summary(self) -> list[str]:
         earlier = f" after {self.earlier_steps} steps of earlier runs" if self.earlier_steps else ""
-        lines = [f"this run{earlier}: {self.messages} messages", *self.summary().splitlines()[1:]]
+        steps = "" if self.steps is None else f"{self.steps} steps, "
+        lines = [f"this run{earlier}: {steps}{self.messages} messages", *self.summary().splitlines()[1:]]
         return [*lines, *self.auto, *self.notes]
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from dtcomm.codecs import Codec, codec
 from dtcomm.kernels import counter_rng, ops
+from dtcomm.profiling.summary import format_bytes
 from dtcomm.streams import match_device, record_streams
 
 #: How residuals may be kept between two steps, and the codec that packs them.
@@ -27,6 +29,8 @@ FORMS = {"fp32": None, "bf16": codec("bf16"), "int8": codec("int8:round=stochast
 
 class Residuals:
     """The residuals of one rank, ``name -> fp32 tensor [numel]``, kept between steps in one of `FORMS`."""
+
+    saves_payloads = True
 
     def __init__(self, form: str = "fp32") -> None:
         if form not in FORMS:
@@ -114,9 +118,21 @@ class Residuals:
                 packed += backup[0].numel()
         return packed + sum(residual.numel() * 4 for residual in self._expanded.values())
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return fp32 copies on the CPU, which can be loaded into any form."""
-        return cpu_copies({name: self._in_fp32(name) for name in self.names()})
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies on the CPU for `expand_saved`: bf16 tensors, and payloads of int8 if `saves_payloads`.
+
+        What is kept in fp32 at the moment is saved so.
+        """
+        saved: dict[str, Any] = {}
+        for name in self.names():
+            if name in self._packed and self.form == "int8" and self.saves_payloads:
+                payload, numel = self._packed[name]
+                saved[name] = {"int8": payload.to("cpu", copy=True), "numel": numel}
+            else:
+                residual = self._in_fp32(name)
+                packed_as = torch.bfloat16 if name in self._packed and self.form == "bf16" else torch.float32
+                saved[name] = residual.to("cpu", packed_as, copy=True)
+        return saved
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all residuals; they stay fp32 until their next step, so that loading is exact."""
@@ -131,6 +147,33 @@ class Residuals:
         payload, numel = self._packed[name]
         record_streams(payload)  # it was packed on the stream on which the last step was finished
         return ops.decode(self._codec, payload, numel)
+
+
+def expand_saved(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return residuals in fp32 that were saved in any of `FORMS`; ValueError if a payload is not valid."""
+    expanded = {}
+    for name, value in saved.items():
+        if isinstance(value, Mapping):
+            payload, numel = value.get("int8"), value.get("numel")
+            packing = FORMS["int8"]
+            assert packing is not None
+            if (
+                type(numel) is not int
+                or not isinstance(payload, torch.Tensor)
+                or payload.dtype != torch.uint8
+                or (numel < 0 or tuple(payload.shape) != (packing.wire_bytes(numel, torch.float32),))
+            ):
+                raise ValueError(f"residual of {name!r}: its payload and its number of elements do not match")
+            value = ops.decode(packing, payload, numel)
+        is_bf16 = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+        expanded[name] = value.float() if is_bf16 else value
+    return expanded
+
+
+def describe_size(numel: int, form: str) -> str:
+    """Return the memory of so many residuals on each rank, as text."""
+    size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(form, 4.0))
+    return f"{size} of residuals" + (" (a quarter with residual='int8')" if form == "fp32" else "")
 
 
 def require_numel(numel: int, what: str, name: str, like: torch.Tensor) -> None:

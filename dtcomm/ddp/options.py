@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from dtcomm.arguments import complete_options, require_int
+from dtcomm.arguments import complete_options, require_bool, require_int
 from dtcomm.collectives import Algorithm
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.spec import Scheme
@@ -24,6 +24,8 @@ class Options(TypedDict, total=False):
             True.
         residual: How residuals are kept between steps: "fp32" (4 bytes for each element of a compressed parameter),
             "bf16" or "int8". Default "fp32".
+        save_residuals: Whether checkpoints have the residuals, in the form in which they are kept, so that a resumed
+            run continues bit for bit. False: smaller checkpoints, and feedback starts anew. Default True.
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it: a name or a Schedule. With the
             direct ones ("direct", "one_shot", "two_shot") a result does not depend on the bucket a parameter is in, so
             that a run resumed from a checkpoint continues bit for bit although DDP starts with other buckets. On
@@ -49,6 +51,7 @@ class Options(TypedDict, total=False):
     """
 
     residual: str
+    save_residuals: bool
     algorithm: Algorithm
     seed: int
     exclude: str | Sequence[str]
@@ -63,6 +66,7 @@ class Options(TypedDict, total=False):
 
 DEFAULTS: Options = {
     "residual": "fp32",
+    "save_residuals": True,
     "algorithm": "direct",
     "seed": 0,
     "exclude": (),
@@ -80,6 +84,7 @@ def checked(given: Mapping[str, object]) -> Options:
     """Return all options of a call; TypeError or ValueError if one is unknown, of a wrong type or too small."""
     options = complete_options("dtcomm.ddp", given, DEFAULTS)
     require_int("seed", options["seed"])
+    require_bool("save_residuals", options["save_residuals"])
     for name, number in (
         ("sample_every", options["sample_every"]),
         ("warmup", options["warmup"]),

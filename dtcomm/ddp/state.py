@@ -125,6 +125,7 @@ class DDPState(Reporting):
             self._chooser = self._verifier = self._make_verifier(excluded | as_policy(codec), options)
         self._options = {"codec": str(self._chooser), "feedback": str(feedback)}
         self._announced = {"codec": codec, "feedback": feedback, **options}
+        self._save_residuals = options["save_residuals"]
         self.group = group
         self.feedback = feedback
         self._unused = ""
@@ -344,7 +345,7 @@ class DDPState(Reporting):
                 "world_size": world_size,
                 "unused": self._unused,
                 "options": self._options,
-                **self._reducer.error_state.state_dict(),
+                **self._reducer.error_state.state_dict(residuals=self._save_residuals),
                 "factors": self._reducer.averager.factors.state_dict(),
                 "watch": self._monitor.state_dict(),
                 "auto": self._chooser.state_dict(),
@@ -412,6 +413,11 @@ class DDPState(Reporting):
             self.set_unused(has_hook=True)
         else:
             require_kernels(self._chooser.schemes, model.parameters(), "codec")
+            if dist.get_rank(model.process_group) == 0:
+                policy = self._chooser if self._tuner is None else as_policy("int8")
+                named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
+                compressed = sum(p.numel() for name, p in named if policy.choose(name, p).codec != NONE)
+                self._reducer.error_state.log_memory("dtcomm.ddp", compressed, self._announced["feedback"])
         self._reducer.finish_before_ddp = model.find_unused_parameters
         if model.find_unused_parameters or model.static_graph:
             self._reducer.track_use(model.parameters())

@@ -37,6 +37,7 @@ from dtcomm.collectives.groups import Announcement
 from dtcomm.collectives.planning import require_algorithm
 from dtcomm.compress.checkpoint import rank_and_size
 from dtcomm.compress.models import refuse_join
+from dtcomm.compress.residuals import describe_size
 from dtcomm.compress.spec import require_kernels
 from dtcomm.frameworks import Attached, Integration
 from dtcomm.frameworks import attach as attach_to
@@ -57,7 +58,6 @@ from dtcomm.fsdp.options import (
     find_preset,
     parse_spec,
     require_accurate,
-    residual_size,
     with_feedback,
 )
 from dtcomm.fsdp.sharded_optimizer import ShardedOptimizer
@@ -121,7 +121,7 @@ def compress(
         state.set_unused()
         return state
     units = find_units(model)
-    memory = residual_size(sum(unit.trainable_numel for unit in units), given["residual"])
+    memory = describe_size(sum(unit.trainable_numel for unit in units), given["residual"])
     if not given["allow_inaccurate"]:
         require_accurate(gradient_spec, parameter_spec, memory)
     for argument, spec in (("gradients", gradient_spec), ("parameters", parameter_spec)):
@@ -147,8 +147,7 @@ def compress(
         state.on_detach(announcement.require_all_at_forward(model).remove)
     refuse_join(model, "FSDP")
     state.on_detach(lambda: model.__dict__.pop("join_hook", None))
-    if given["feedback"] == "auto":
-        state.log_feedback(parsed_gradients, memory)
+    state.log_feedback(parsed_gradients if given["feedback"] == "auto" else gradient_spec, memory)
     if rank_and_size()[1] == 1:
         state.set_unused()
     return state
@@ -212,6 +211,8 @@ def _make_state(gradients: CompressionSpec, parameters: CompressionSpec, options
     seed, residual, guard = options["seed"], options["residual"], options["guard"]
     state = FSDPState(gradients, parameters, seed, residual, guard, options["sample_every"])
     state.verify(options["verify"])
+    require_bool("save_residuals", options["save_residuals"])
+    state.save_residuals = options["save_residuals"]
     return state
 
 

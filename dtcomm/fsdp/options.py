@@ -27,7 +27,6 @@ from dtcomm.codecs import Codec, codec, names, parse_levels
 from dtcomm.codecs.spec import VARIABLE_LENGTH
 from dtcomm.compress.guard import Guard
 from dtcomm.compress.spec import AUTO, COMPRESSORS, MAX_ERROR, LevelCodecs, gaussian_error, needs_feedback
-from dtcomm.profiling.summary import format_bytes
 
 
 class StateOptions(TypedDict, total=False):
@@ -49,6 +48,8 @@ class StateOptions(TypedDict, total=False):
             Default: ``"auto"``.
         residual: How ``ef:`` stores residuals between steps: ``"fp32"``, ``"bf16"`` or ``"int8"``
             (`dtcomm.compress.residuals`). Default: ``"fp32"``.
+        save_residuals: Whether checkpoints have the residuals, in bf16 if they are kept so, else in fp32, so that a
+            resumed run continues bit for bit. False: smaller checkpoints, and feedback starts anew. Default: True.
         exclude: Shell patterns of what travels uncompressed: FSDP modules, with all that they contain, or parameters,
             if they are all parameters of an FSDP module, because a module's parameters travel as one tensor. The root
             module itself is ``"(root)"``. Default: nothing.
@@ -74,6 +75,7 @@ class StateOptions(TypedDict, total=False):
 
     feedback: bool | str
     residual: str
+    save_residuals: bool
     exclude: str | Sequence[str]
     guard: Guard | None
     sample_every: int
@@ -92,6 +94,7 @@ Options.__doc__ = StateOptions.__doc__
 STATE_DEFAULTS: StateOptions = {
     "feedback": "auto",
     "residual": "fp32",
+    "save_residuals": True,
     "exclude": (),
     "guard": Guard(),
     "sample_every": 50,
@@ -270,12 +273,6 @@ def with_feedback(gradients: CompressionSpec, feedback: bool | str) -> Compressi
     if feedback == "auto":
         feedback = any(map(needs_feedback, gradients.codecs()))
     return replace(gradients, prefix="ef") if feedback else gradients
-
-
-def residual_size(numel: int, residual: str) -> str:
-    """Return the memory of error feedback on each rank, as text; ``numel`` is that of the whole model's gradients."""
-    size = format_bytes(numel * {"bf16": 2.0, "int8": 1.06}.get(residual, 4.0))
-    return f"{size} of residuals" + (" (a quarter with residual='int8')" if residual == "fp32" else "")
 
 
 def require_accurate(gradients: CompressionSpec, parameters: CompressionSpec, residual_bytes: str) -> None:

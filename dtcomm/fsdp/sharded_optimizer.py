@@ -34,6 +34,7 @@ from dtcomm.compress import checkpoint
 from dtcomm.compress.guard import Event
 from dtcomm.compress.policy import exclusions
 from dtcomm.compress.report import Report, Reporting
+from dtcomm.compress.residuals import describe_size
 from dtcomm.fsdp.collectives import GradientReduction
 from dtcomm.fsdp.guard import parameters_name
 from dtcomm.fsdp.options import (
@@ -43,7 +44,6 @@ from dtcomm.fsdp.options import (
     StateOptions,
     parse_spec,
     require_accurate,
-    residual_size,
     with_feedback,
 )
 from dtcomm.fsdp.state import LOG_NAMES, FSDPState, codec_spec_for
@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         parsed_gradients = parse_spec(gradients, FEEDBACKS, "gradients")
         gradient_spec = with_feedback(parsed_gradients, given["feedback"])
         parameter_spec = parse_spec(parameters, PARAMETER_PREFIXES, "parameters")
-        memory = residual_size(sum(trainable.values()), given["residual"])
+        memory = describe_size(sum(trainable.values()), given["residual"])
         if not given["allow_inaccurate"]:
             require_accurate(gradient_spec, parameter_spec, memory)
         self._exclusions = exclusions(given["exclude"], list(trainable)).rules
@@ -158,8 +158,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Reporting):
         self._compression.verify(given["verify"])
         self._compression.num_shards = dist.get_world_size(group)
         self._compression.shard_index = dist.get_rank(group)
-        if given["feedback"] == "auto":
-            self._compression.log_feedback(parsed_gradients, memory)
+        require_bool("save_residuals", given["save_residuals"])
+        self._compression.save_residuals = given["save_residuals"]
+        self._compression.log_feedback(
+            parsed_gradients if given["feedback"] == "auto" else gradient_spec, memory
+        )
         self._buckets: list[OptimizerBucket] = []
         shard_groups = []
         for number, parameter_group in enumerate(groups):

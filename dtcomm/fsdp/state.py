@@ -34,7 +34,7 @@ _CHECKS = {
     "calls": checkpoint.COUNT,
     "counts": checkpoint.each(checkpoint.COUNT),
     "guard": checkpoint.entries(may_be_empty=True, steps=checkpoint.COUNT, monitor=checkpoint.WATCH_CHECK),
-    "residuals": checkpoint.tensors(),
+    "residuals": checkpoint.residuals(),
     "references": checkpoint.each(checkpoint.TENSOR),
 }
 #: Integration → its name in logs.
@@ -64,6 +64,7 @@ class FSDPState(Reporting):
         integration: Whose state it is, in the report: ``"FSDP"`` or ``"ShardedOptimizer"``.
         steps_ahead: Steps that begin before there is anything to communicate: 1 where the end of a step begins the
             next one.
+        save_residuals: Whether `state_dict` has the residuals.
         logs: Whether this rank may log what all ranks find alike; its first rank does.
         buffers: The buffers of collectives; ``buffers.trim()`` frees those that are not in use.
         timeline: Recorder of training steps (`dtcomm.profiling`).
@@ -82,6 +83,7 @@ class FSDPState(Reporting):
         require_int("seed", seed)
         self.gradients, self.parameters = gradients, parameters
         self.seed = seed
+        self.save_residuals = True
         self.algorithm = "auto"  # of the collectives over the shards
         self.calls = 0
         self.shard_index, self.num_shards = checkpoint.rank_and_size()
@@ -269,7 +271,8 @@ class FSDPState(Reporting):
         its own. In a job with one process, in which nothing is compressed, the value of ``"unused"`` says so.
         """
         residuals: dict[str, torch.Tensor] = {}
-        flat_residuals = {} if self._residuals is None else self._residuals.state_dict()
+        store = self._residuals if self.save_residuals else None
+        flat_residuals = {} if store is None else store.state_dict()
         for module, flat in flat_residuals.items():
             layout = self._layouts.get(module)
             if layout is not None and layout.numel(self.num_shards) == flat.numel():
@@ -408,17 +411,14 @@ class FSDPState(Reporting):
             _log.warning("%s: %s", LOG_NAMES[self.integration], text)
 
     def log_feedback(self, requested: CompressionSpec, memory: str) -> None:
-        """Log that error feedback is on although ``requested``, the spec of gradients, did not ask for it.
-
-        Args:
-            requested: The spec that the user gave.
-            memory: The memory of feedback on each rank, as text.
-        """
+        """Log the memory of error feedback on each rank, as text; a warning if ``requested`` did not ask for it."""
         if self.gradients != requested:
             self.log(
                 f"gradients={str(requested)!r} needs error feedback, which is on (feedback='auto') and keeps "
                 f"{memory} on every rank; feedback=True is the same without this line"
             )
+        elif self.gradients.prefix and self.logs and self.shard_index == 0:
+            _log.info("%s: error feedback keeps %s on every rank", LOG_NAMES[self.integration], memory)
 
     def begin_forward(self) -> None:
         """Begin a step in its first forward pass: the first one after gradients were reduced.

@@ -182,6 +182,10 @@ class FullResidual(Residuals):
         counts: Number of calls of each module.
     """
 
+    saves_payloads = (
+        False  # their blocks hold elements of several parameters, and states are saved by parameter
+    )
+
     def __init__(self, form: str = "fp32") -> None:
         super().__init__(form)
         self.counts: dict[str, int] = {}

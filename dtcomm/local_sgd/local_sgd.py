@@ -19,7 +19,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from dtcomm import env
-from dtcomm.arguments import complete_options, require_int, shares_options
+from dtcomm.arguments import complete_options, require_bool, require_int, shares_options
 from dtcomm.collectives import broadcast
 from dtcomm.collectives.groups import CONSTRUCTOR_LIMIT_S, Announcement
 from dtcomm.compress import checkpoint
@@ -111,6 +111,7 @@ class LocalSGD(Reporting):
         model = unwrap(model, group)
         require_int("every", every, 1)
         require_int("seed", options["seed"])
+        require_bool("save_residuals", options["save_residuals"])
         for name, value, least in (
             ("warmup", options["warmup"], 0),
             ("bucket_bytes", options["bucket_bytes"], 1),
@@ -144,6 +145,7 @@ class LocalSGD(Reporting):
         self.steps = self.syncs = 0
         self._earlier_steps = 0  # of the runs before the checkpoint that this one continues from
         self._error_state = ErrorState(feedback, options["residual"], schemes)
+        self._save_residuals = options["save_residuals"]
         self._algorithm, self._schemes, self._guard = algorithm, schemes, guard
         self._averager = self._make_averager(options["seed"])
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -178,6 +180,12 @@ class LocalSGD(Reporting):
         self._retired: list[BucketLayout] = []
         self._update_layouts()
         if self._compresses and dist.get_world_size(group) > 1 and dist.get_rank(group) == 0:
+            numel = sum(
+                shard.numel()
+                for name in self._weights
+                if self.policy.choose(name, shard := self._shard(name)).codec != NONE
+            )
+            self._error_state.log_memory("dtcomm.LocalSGD", numel, announced["feedback"])
             if text := self.report().uncompressed:
                 _log.warning("dtcomm.LocalSGD: %s", text)
 
@@ -312,7 +320,7 @@ class LocalSGD(Reporting):
                 "rank": dist.get_rank(self.group),
                 "world_size": dist.get_world_size(self.group),
                 "options": self._options,
-                **self._error_state.state_dict(),
+                **self._error_state.state_dict(residuals=self._save_residuals),
                 "factors": self._averager.factors.state_dict(),
                 "watch": self._monitor.state_dict(),
                 "common": {name: common.clone() for name, common in self._named_common().items()},

@@ -23,6 +23,8 @@ class Options(TypedDict, total=False):
             ``lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)``. Default None: the
             weights are averaged.
         warmup: The number of steps at the start after each of which all weights are averaged. Default 0.
+        save_residuals: Whether checkpoints have the residuals, in the form in which they are kept, so that a resumed
+            run continues bit for bit. False: smaller checkpoints, and feedback starts anew. Default True.
         algorithm: The algorithm of the all-reduce, as `dtcomm.all_reduce` takes it. Default "direct".
         seed: The seed of stochastic rounding. Default 0.
         exclude: Shell patterns of parameters, or of modules with all that they contain, that travel uncompressed.
@@ -46,6 +48,7 @@ class Options(TypedDict, total=False):
     """
 
     residual: str
+    save_residuals: bool
     outer: OuterOptimizer | None
     warmup: int
     algorithm: Algorithm
@@ -64,6 +67,7 @@ class Options(TypedDict, total=False):
 
 DEFAULTS: Options = {
     "residual": "fp32",
+    "save_residuals": True,
     "outer": None,
     "warmup": 0,
     "algorithm": "direct",

@@ -58,6 +58,7 @@ def compress(
     *,
     backward_codec: str | Codec | None = None,
     feedback: bool = False,
+    save_residuals: bool = True,
     differences: bool = False,
     dynamic_shapes: bool = False,
     allow_inaccurate: bool = False,
@@ -75,6 +76,7 @@ def compress(
         backward_codec: Codec of their gradients. Default: that of the activations.
         feedback: Error feedback: keep what the encoding of a gradient lost and add it to the gradient of the same
             micro-batch in the next step. Pays where the gradients of successive steps are alike. Default: False.
+        save_residuals: Whether `PipelineState.state_dict` has what feedback keeps. Default: True.
         differences: Send the difference to the activation of the same sample in the last epoch, as AQ-SGD does (Wang et
             al. 2022, arXiv:2206.01299), which allows 2 to 4 bits. Both ends keep an fp32 copy of the activations of
             every sample; say before each step with `PipelineState.set_samples` which samples it has. In evaluation
@@ -112,6 +114,7 @@ def compress(
             raise ValueError(f"stages: stage {stage.stage_index} is compressed already")
     for name, value in (
         ("feedback", feedback),
+        ("save_residuals", save_residuals),
         ("differences", differences),
         ("dynamic_shapes", dynamic_shapes),
         ("allow_inaccurate", allow_inaccurate),
@@ -140,6 +143,7 @@ def compress(
     )
     policy = f"activations {forward}{' (differences)' if differences else ''}, gradients {backward}"
     state = PipelineState(listed[0].group, torch.device(listed[0].device), policy, feedback)
+    state.save_residuals = save_residuals
     for stage in listed:
         state.add_stage(_StageMessages(stage, settings, state))
     return state

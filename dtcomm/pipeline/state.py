@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,12 @@ from dtcomm import env
 from dtcomm.collectives import all_gather
 from dtcomm.compress import checkpoint
 from dtcomm.compress.report import Report, Reporting
-from dtcomm.compress.residuals import Residuals, SampleReferences
+from dtcomm.compress.residuals import Residuals, SampleReferences, expand_saved
 from dtcomm.compress.traffic import Traffic
 from dtcomm.pipeline.exchange import Exchange
+from dtcomm.profiling.summary import format_bytes
+
+_log = logging.getLogger("dtcomm")
 
 
 @dataclass(kw_only=True)
@@ -64,6 +68,7 @@ class PipelineState(Reporting):
     Attributes:
         exchange: The messages under way.
         residuals: Residuals of the gradients' error feedback.
+        save_residuals: Whether `state_dict` has them.
         times: The times of the last step; zeros before its end.
         samples: The samples of the next step's batch; None: not set.
         steps: Number of steps that have ended.
@@ -77,6 +82,7 @@ class PipelineState(Reporting):
         self.times = StepTimes()
         self.samples: torch.Tensor | None = None
         self.steps = 0
+        self.save_residuals = True
         self._group, self._device, self._policy, self._feedback = group, device, policy, feedback
         self._stages: list[StageCounts] = []
         self._current = StepTimes()
@@ -163,7 +169,7 @@ class PipelineState(Reporting):
         """Return the residuals and references of this rank, as plain tensors; save them on every rank."""
         return checkpoint.seal(
             {
-                "residuals": self.residuals.state_dict(),
+                "residuals": self.residuals.state_dict() if self.save_residuals else {},
                 "references": {
                     f"{stage.name}/{number}": references.state_dict()
                     for stage in self._stages
@@ -178,7 +184,7 @@ class PipelineState(Reporting):
         Raises:
             ValueError: It is damaged, from other stages, or was saved without ``differences``. Nothing has changed.
         """
-        checks = {"residuals": checkpoint.tensors(), "references": checkpoint.each(checkpoint.tensors())}
+        checks = {"residuals": checkpoint.residuals(), "references": checkpoint.each(checkpoint.tensors())}
         checkpoint.require_intact(state, checks, versions=(None, checkpoint.VERSION))
         own = {
             f"{stage.name}/{number}": references
@@ -194,7 +200,7 @@ class PipelineState(Reporting):
                 )
             if odd := [sample for sample in samples if not sample.isdecimal()]:
                 raise ValueError(f"state: references[{name!r}]: {odd[0]!r} is not the number of a sample")
-        self.residuals.load_state_dict(state["residuals"])
+        self.residuals.load_state_dict(expand_saved(state["residuals"]))
         for name, samples in saved.items():
             own[name].load_state_dict(samples)
 
@@ -231,6 +237,10 @@ class PipelineState(Reporting):
         self.times, self._start, self._started_work = self._current, None, False
         self.steps += 1
         self.samples = None
+        if self.steps == 1 and (size := self.residuals.nbytes()):
+            _log.info(
+                "dtcomm.pipeline: error feedback keeps %s of residuals on this rank", format_bytes(size)
+            )
 
     def __str__(self) -> str:
         return self._policy

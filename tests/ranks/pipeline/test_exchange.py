@@ -120,8 +120,8 @@ def send_to_dead_stage(rank: int, n: int) -> str:
 def test_codecs_that_messages_cannot_have_are_refused(end: Any) -> None:
     for codecs, message in (
         (("lossless",), "codec: lossless has payloads of a length that depends on the data"),
-        (("int8", "exact"), "backward: exact is for sums"),
-        (("none", "int9"), "backward: unknown codec 'int9'"),
+        (("int8", "exact"), "backward_codec: exact is for sums"),
+        (("none", "int9"), "backward_codec: unknown codec 'int9'"),
     ):
         with pytest.raises(ValueError, match=message):
             end(1, *codecs)

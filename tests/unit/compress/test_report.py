@@ -40,7 +40,7 @@ def test_text_has_every_column_a_row_for_each_codec_and_totals() -> None:
     assert first.split() == "gradients int8 float32 2 2,000 3 1000 B 3.9 KiB 75.0% 5.0e-03 a … b".split()
     assert second.split() == "gradients none float32 1 10 3 40 B 40 B 0.0% 5.0e-03 small".split()
     assert total.split() == "total 3 2,010 6 1.0 KiB 3.9 KiB 74.3%".split()
-    assert rest[1] == "this run: 6 messages"
+    assert rest[1] == "this run: 3 steps, 6 messages"
 
 
 def test_summary_is_six_lines_that_end_in_the_verdict() -> None:
@@ -202,7 +202,7 @@ def test_the_first_rank_prints_unless_all_are_asked(capsys: pytest.CaptureFixtur
 
 def test_steps_are_those_of_this_run() -> None:
     report = make_report(make_row(), steps=3, earlier_steps=100)
-    assert "this run after 100 steps of earlier runs: 6 messages" in str(report)
+    assert "this run after 100 steps of earlier runs: 3 steps, 6 messages" in str(report)
 
 
 def test_calls_of_a_row_are_the_messages_that_carried_one_of_its_parameters() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 
 from dtcomm.codecs import codec
-from dtcomm.compress.residuals import Residuals, SampleReferences, redistribute
+from dtcomm.compress import checkpoint
+from dtcomm.compress.residuals import Residuals, SampleReferences, expand_saved, redistribute
 
 
 def test_a_residual_starts_as_zeros_and_keeps_its_memory() -> None:
@@ -34,6 +37,40 @@ def test_a_state_is_a_copy_in_both_directions() -> None:
     residuals.get("w", torch.zeros(3)).fill_(2.0)
     saved["w"].fill_(3.0)
     assert other.get("w", torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("form", "share"), [("fp32", 1.0), ("bf16", 0.5), ("int8", 0.27)])
+def test_states_have_the_form_in_which_residuals_are_kept_and_load_exactly(form: str, share: float) -> None:
+    residuals, other = Residuals(form), Residuals(form)
+    residuals.add("w", torch.linspace(-1, 1, 1000), key=3)
+    saved = residuals.state_dict()
+    stream = io.BytesIO()
+    torch.save(saved, stream)
+    assert stream.tell() < 4000 * share + 2000
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=True)
+    checkpoint.residuals({"w": 1000})("residuals", loaded)
+    other.load_state_dict(expand_saved(loaded))
+    assert torch.equal(other.get("w", torch.zeros(1000)), residuals.get("w", torch.zeros(1000)))
+
+
+def test_a_payload_that_does_not_match_its_elements_is_refused() -> None:
+    residuals = Residuals("int8")
+    residuals.add("w", torch.ones(100))
+    good = residuals.state_dict()["w"]
+    for wrong in (
+        {"numel": 5000},
+        {"numel": -1},
+        {"numel": 1.0},
+        {"int8": good["int8"][:-1]},
+        {"int8": None},
+    ):
+        with pytest.raises(
+            ValueError, match="residual of 'w': its payload and its number of elements do not"
+        ):
+            checkpoint.residuals()("residuals", {"w": good | wrong})
+    with pytest.raises(ValueError, match="has 100 elements, the model 99"):
+        checkpoint.residuals({"w": 99})("residuals", {"w": good})
 
 
 def test_only_fp32_tensors_can_be_loaded() -> None:
@@ -78,14 +115,14 @@ def test_backups_are_restored_unless_they_were_dropped() -> None:
     residuals = Residuals("int8")
     for name in ("applied", "failed"):
         residuals.add(name, torch.linspace(-1, 1, 64))
-    before = residuals.state_dict()
+    before = expand_saved(residuals.state_dict())
     for name in ("applied", "failed"):
         residuals.back_up(name)
         residuals.get(name, torch.zeros(64)).mul_(2)
         residuals.put(name)
     residuals.drop_backups(["applied", "unknown"])
     residuals.restore()
-    after = residuals.state_dict()
+    after = expand_saved(residuals.state_dict())
     assert torch.equal(after["failed"], before["failed"])
     assert not torch.allclose(after["applied"], before["applied"], atol=0.1)
     residuals.back_up("failed")
