@@ -122,7 +122,7 @@ def train_verified(rank: int, world_size: int, spec: str) -> dict[str, Any]:
         state = ddp.compress(model, spec, verify=8, warmup=2)
     for step in range(45):
         if step == 20:
-            assert "is being measured: " in str(state.report()), state.report()
+            assert "being measured: " in str(state.report()), state.report()
         model(torch.full((rows, 256), float(step + difference))).square().mean().backward()
         if spec == "sharded":
             state.step()
