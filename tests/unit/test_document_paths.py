@@ -38,7 +38,7 @@ def test_examples_print_help_without_ranks(
 
 
 def test_nobody_is_told_to_install_a_package_that_is_not_ours() -> None:
-    """The project is not published, so that its name in a package index may be somebody else's."""
+    """The project is not published: a package of this name may belong to another project."""
     told = re.compile(r"pip install (?:-\S+ )*[\"'`]?dtcomm(?![\w.]*/)")
     assert told.search("pip install --force-reinstall dtcomm[triton]") and not told.search("pip install .")
     sources = [

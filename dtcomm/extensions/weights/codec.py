@@ -1,7 +1,6 @@
 """Deltas of tensors: the bytes that turn one version of a tensor into the next, bit for bit.
 
-`docs/reference/weights-format.md` specifies the bytes, csrc/cpu/families/weight_delta.cpp writes them, and
-`dtcomm.extensions.weights.reference` is the readable version.
+`docs/reference/weights-format.md` specifies the bytes, and csrc/cpu/families/weight_delta.cpp writes and reads them.
 """
 
 from __future__ import annotations

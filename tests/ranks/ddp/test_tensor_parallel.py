@@ -91,7 +91,7 @@ def train_with_a_bad_shard(rank: int, ranks: int, action: str) -> tuple[list[Any
     return list(state.events), codecs, ""
 
 
-@pytest.mark.parametrize("action", [pytest.param("uncompressed", marks=pytest.mark.slow), "error"])
+@pytest.mark.parametrize("action", ["uncompressed", "error"])
 def test_all_ranks_of_the_mesh_decide_alike(action: str) -> None:
     results = run_ranks(train_with_a_bad_shard, 4, action, fresh=True)
     assert all(result == results[0] for result in results)

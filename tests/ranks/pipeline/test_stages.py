@@ -28,10 +28,8 @@ WIDTH, BATCH, MICRO = 32, 8, 4
 #: Schedule → stages of each rank.
 SCHEDULES: dict[Any, int] = {ScheduleGPipe: 1, Schedule1F1B: 1, ScheduleInterleaved1F1B: 2}
 SCHEDULES |= {ScheduleInterleavedZeroBubble: 2}
-HAS_NOTES = TorchVersion(torch.__version__) >= (
-    2,
-    13,
-)  # of the tensors that a stage receives, examples or not
+# Since torch 2.13 stages keep notes of the tensors that they receive, with or without examples.
+HAS_NOTES = TorchVersion(torch.__version__) >= (2, 13)
 if HAS_NOTES:  # before, torch's own schedule sends tensors from a rank to itself, which Gloo cannot
     SCHEDULES |= {ScheduleZBVZeroBubble: 2}
 
@@ -147,7 +145,7 @@ def test_a_stage_in_the_middle_bf16_evaluation_and_detaching(rank: int, ranks: i
         assert torch.equal(a, b)
 
 
-@pytest.mark.skipif(not HAS_NOTES, reason="torch refuses other shapes than those of the first step")
+@pytest.mark.skipif(not HAS_NOTES, reason="this torch refuses shapes that differ from the first step's")
 @on_ranks(2)
 def test_shapes_change_from_step_to_step_and_within_one(rank: int, ranks: int) -> None:
     for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
@@ -294,7 +292,9 @@ def step_with_examples(rank: int, ranks: int, requires_grad: bool) -> None:
     assert stage.submod.linear.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.skipif(not HAS_NOTES, reason="torch takes the gradients of all outputs")
+@pytest.mark.skipif(
+    not HAS_NOTES, reason="this torch computes the gradients of all outputs, also of unused ones"
+)
 def test_examples_that_do_not_require_gradients_are_named() -> None:
     run_ranks(step_with_examples, 2, True)
     with pytest.raises(ValueError, match="output_args"):

@@ -47,6 +47,17 @@ def closing(*things: Publisher | Subscriber | Server) -> Iterator[None]:
             each.close()
 
 
+def followed(folder: Path) -> tuple[State, Publisher, State, Subscriber]:
+    """Return weights and their publisher, and an engine that has the first version, with its subscriber."""
+    weights = state()
+    trainer = Publisher(weights, folder)
+    trainer.publish()
+    engine = zeros(weights)
+    follower = Subscriber(engine, folder)
+    follower.update()
+    return weights, trainer, engine, follower
+
+
 def test_a_route_is_the_one_with_the_fewest_bytes() -> None:
     def release(version: int, base: int | None, size: int) -> Release:
         return Release(version, base, ((f"{version}.{base}", size),))
@@ -120,12 +131,7 @@ def test_a_publisher_that_begins_again_publishes_whole_weights(tmp_path: Path) -
 def test_a_publisher_that_fails_publishes_whole_weights_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = state()
-    trainer = Publisher(weights, tmp_path)
-    trainer.publish()
-    engine = zeros(weights)
-    follower = Subscriber(engine, tmp_path)
-    follower.update()
+    weights, trainer, engine, follower = followed(tmp_path)
     train(weights)
     with monkeypatch.context() as patch:
 
@@ -142,12 +148,7 @@ def test_a_publisher_that_fails_publishes_whole_weights_next(
 
 
 def test_a_damaged_file_changes_nothing(tmp_path: Path) -> None:
-    weights = state()
-    trainer = Publisher(weights, tmp_path)
-    trainer.publish()
-    engine = zeros(weights)
-    follower = Subscriber(engine, tmp_path)
-    follower.update()
+    weights, trainer, engine, follower = followed(tmp_path)
     before = {name: tensor.clone() for name, tensor in engine.items()}
     train(weights)
     trainer.publish()
