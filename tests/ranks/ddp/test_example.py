@@ -29,7 +29,7 @@ def test_the_example_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
     prefix = str(tmp_path / "model")
     first = torchrun("ddp_char_gpt.py", "--steps", "3", "--checkpoint", prefix)
     assert "step    0  loss" in first
-    assert "policy: ndim<2" in first
+    assert "int8, feedback" in first and "verdict" in first
     second = torchrun("ddp_char_gpt.py", "--steps", "18", "--checkpoint", prefix, "--resume")
     assert "step   20  loss" in second
     assert "step    0" not in second

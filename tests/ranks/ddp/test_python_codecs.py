@@ -166,7 +166,7 @@ def own_feedback(rank: int, n: int) -> None:
         ValueError, match=r"saved with feedback='EF21\(\)' \(here 'Momentum\(momentum=0.5\)'\)"
     ):
         other.load_state_dict(saved)
-    local = dtcomm.local_sgd.LocalSGD(network(), every=1, spec="int4", feedback=EF21())
+    local = dtcomm.local_sgd.LocalSGD(network(), every=1, codec="int4", feedback=EF21())
     local.step()
     assert "feedback EF21()" in str(local.report())
     with pytest.raises(TypeError, match="feedback: got EF21; valid: True, False, 'auto'"):
