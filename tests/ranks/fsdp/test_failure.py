@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import signal
 import time
@@ -19,12 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtcomm import fsdp
 from dtcomm.errors import PeerLost
 from dtcomm.fsdp.collectives import CompressedAllGather, CompressedReduceScatter
-from dtcomm.launch.ranks import WORKERS_OWN_STORE, run_elastic, run_ranks, spawn_ranks
+from dtcomm.launch.ranks import WORKERS_OWN_STORE, run_elastic, spawn_ranks
 from tests.ranks.fsdp.models import WIDTH, sharded
 from tests.ranks.fsdp.restarted import main
 from tests.support.stopwatch import Elapsed, Stopwatch
 
-ROOT = Path(__file__).parents[3]
 VICTIM = 1
 
 
@@ -88,12 +86,7 @@ def test_every_survivor_names_the_dead_rank(moment: str) -> None:
         assert f"rank {VICTIM}" in second_error
 
 
-ARGUMENTS = ["--preset", "sdp4bit", "--width", "32", "--layers", "2", "--save-every", "2", "--steps", "6"]
-
-
-def resume(rank: int, ranks: int, folder: str) -> None:
-    example = runpy.run_path(str(ROOT / "examples/fsdp_char_gpt.py"))
-    example["train"](example["parse"]([*ARGUMENTS, "--checkpoints", folder]))
+ARGUMENTS = ["--gradients", "loco:int4", "--parameters", "delta:int4", "--save-every", "2", "--steps", "6"]
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -113,7 +106,7 @@ def test_torchrun_restarts_from_the_checkpoint_like_a_resumed_run(tmp_path: Path
     run_elastic(main, 2, 3, [*ARGUMENTS, "--checkpoints", str(run_folder)], restarts=1, env=WORKERS_OWN_STORE)
     assert (tmp_path / "deaths").read_text() == "rank 1\n"
     shutil.copytree(run_folder / "2", resumed_folder / "2")
-    run_ranks(resume, 2, str(resumed_folder))
+    run_elastic(main, 2, 99, [*ARGUMENTS, "--checkpoints", str(resumed_folder)])
     restarted, expected = contents(run_folder / "6"), contents(resumed_folder / "6")
     assert restarted.keys() == expected.keys() and len(restarted) > 20
     for name, value in expected.items():
