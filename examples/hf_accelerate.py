@@ -1,7 +1,7 @@
 """Hugging Face's Accelerate with gradients in int8: a network learns to predict the next byte of a Python file.
 
     pip install ".[accelerate]"    # in a checkout of dtcomm
-    torchrun --nproc-per-node 2 examples/hf_accelerate.py    # or: accelerate launch --cpu --num_processes 2 ...
+    torchrun --nproc-per-node 2 examples/hf_accelerate.py
 
 prepare wraps the model in DDP; attach compresses it then, and save_state saves the state of compression too. Lines
 marked with + are dtcomm's.
