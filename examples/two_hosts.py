@@ -7,7 +7,7 @@ On every host, with another --node-rank, and eth0 and the address as they are th
 
 To try it on one machine, start two "hosts" that a link of 200 Mbit/s seems to join:
 
-    export DTCOMM_EMULATE_LINK="inside=400gbit,2us;between=200mbit,50us"
+    export OMP_NUM_THREADS=1 DTCOMM_EMULATE_LINK="inside=400gbit,2us;between=200mbit,50us"
     for i in 1 0; do
       DTCOMM_HOST_ID=host$i torchrun --nnodes 2 --node-rank $i --nproc-per-node 1 \
         --master-addr 127.0.0.1 --master-port 29500 examples/two_hosts.py &

@@ -72,6 +72,7 @@ def on_two_hosts(name: str) -> str:
             [*TORCHRUN, "1", "--nnodes", "2", "--node-rank", str(host), *place, f"examples/{name}.py"],
             DTCOMM_HOST_ID=f"host{host}",
             DTCOMM_EMULATE_LINK=link,
+            OMP_NUM_THREADS="1",
         )
         for host in range(2)
     ]
@@ -92,10 +93,9 @@ def test_an_example_is_short_and_can_be_copied_alone(name: str) -> None:
     assert f"({name}.py)" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
-LEARNING = [name for name in NAMES if name not in {*ELSEWHERE, "backend", "tensor_parallel", "two_hosts"}]
-
-
-@pytest.mark.parametrize("name", [*LEARNING, pytest.param("two_hosts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in {*ELSEWHERE, "backend", "tensor_parallel"}]
+)
 def test_the_loss_falls_and_the_report_has_a_verdict(name: str) -> None:
     if name.startswith("hf_"):
         pytest.importorskip(name.replace("hf_trainer", "transformers").removeprefix("hf_"))
