@@ -94,7 +94,7 @@ format: $(DEV_DEPS)  ## rewrite the sources the way lint wants them
 	ruff format $(SOURCES)
 	clang-format -i $(CXX_SOURCES)
 
-reference: build  ## write the reference pages that come from the code: options, environment variables, command line
+reference: build  ## write the reference pages that come from the code: API, options, environment variables, command line
 	PYTHONPATH=$(CURDIR) $(PY) docs/reference_pages.py
 
 docs: build $(DEV_DEPS)  ## the HTML documentation in build/docs, warnings as errors

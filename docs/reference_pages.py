@@ -1,4 +1,4 @@
-"""Generates reference pages from what the code already states: variables, options and the command line.
+"""Generates reference pages from what the code already states: the API, options, variables and the command line.
 
 `make reference` writes them to docs/reference, where they are committed; a test compares them. Everything comes from
 the registry of variables (dtcomm/env.py), signatures, docstrings and argument parsers, and nothing is repeated by
@@ -9,36 +9,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import functools
 import importlib
-import inspect
 import io
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# What users call, in the order of the page: title -> names. A module stands for its public functions and classes.
-OPTION_SECTIONS: dict[str, tuple[str, ...]] = {
-    "DDP": ("dtcomm.ddp.compress", "dtcomm.ddp.DDPState", "dtcomm.ddp.attach"),
-    "FSDP and ZeRO": ("dtcomm.fsdp.compress", "dtcomm.fsdp.ShardedOptimizer"),
-    "Tensor parallelism": ("dtcomm.tp",),
-    "Local SGD": ("dtcomm.local_sgd",),
-    "Context parallelism": ("dtcomm.context_parallel",),
-    "Experts": ("dtcomm.moe",),
-    "Pipeline stages": ("dtcomm.pipeline",),
-    "Axes of a mesh": ("dtcomm.mesh",),
-    "Guard and compressors": (
-        "dtcomm.compress.guard.Guard",
-        "dtcomm.compress.powersgd.PowerSGD",
-        "dtcomm.compress.feedback.DGC",
-    ),
-    "Collectives": ("dtcomm",),
-    "Extension: elastic training": ("dtcomm.extensions.elastic",),
-    "Extension: calibration": ("dtcomm.extensions.calibrate",),
-    "Extension: extras": ("dtcomm.extensions.extras",),
-}
+from api_pages import (
+    API,
+    Undocumented,
+    address,
+    api_index,
+    api_page,
+    argument_meanings,
+    cell,
+    code_text,
+    default_text,
+    documented,
+    escape,
+    option_parameters,
+    public,
+    public_callables,
+    shared_arguments,
+    shared_options,
+    summary,
+    type_text,
+    value_text,
+)
+
 # The functions whose words are compared in one table.
 INTEGRATIONS = (
     "dtcomm.ddp.compress",
@@ -47,13 +47,11 @@ INTEGRATIONS = (
     "dtcomm.tp.compress",
     "dtcomm.local_sgd.LocalSGD",
 )
-_SECTION = re.compile(r"^(Args|Attributes|Options):\n((?:[ ]+.*\n?|\n)+)", re.MULTILINE)
-
 _OPTIONS = """\
 # Options
 
-Every argument of what users call, with its type, default and meaning. An argument without a default is required. The
-[API reference](api/index.md) has results, errors and examples.
+The options that several functions share, and the options of codecs. The other arguments are in the
+[API reference](api/index.md), with results, errors and examples.
 """
 _ENVIRONMENT = """\
 # Environment variables
@@ -79,10 +77,6 @@ _COMMAND_LINE = """\
 `pip install ".[cli]"` in the checkout installs the command `dtcomm`; `python -m dtcomm` is the same. Every command
 takes `--help`, and those that print figures take `--json`.
 """
-
-
-class Undocumented(Exception):
-    """A variable, an option or an argument of a command has no description."""
 
 
 # --- environment ---------------------------------------------------------------------------------------------------
@@ -123,22 +117,26 @@ def _variable_rows(variables: Mapping[str, Any]) -> Iterator[str]:
 def _sentence(name: str, meaning: str) -> str:
     if not meaning.strip():
         raise Undocumented(f"dtcomm/env.py: {name} has no meaning")
-    return f"{_cell(meaning).rstrip('.')}."
+    return f"{cell(meaning).rstrip('.')}."
 
 
 # --- options -------------------------------------------------------------------------------------------------------
 
 
 def options() -> str:
-    """A table of the words that integrations share, and a table of the options of everything that users call."""
+    """A table of the words that integrations share, the options that functions share, and those of codecs."""
     from dtcomm.codecs.spec import CODECS
 
     parts = [_OPTIONS, "## The same words in every integration", "", *_shared_words(), ""]
-    for title, names in OPTION_SECTIONS.items():
-        parts += [f"## {title}", ""]
-        for name, value in public_callables(names):
-            if rows := list(_option_rows(name, value)):
-                parts += [f"### {name}", "", _summary(value), "", *rows, ""]
+    sharing: dict[Any, list[str]] = {}
+    for name, value in public().items():
+        if shared_options(value) is not None:
+            sharing.setdefault(shared_options(value), []).append(name)
+    for first, *others in sharing.values():
+        value = public()[first]
+        links = [f"[`{name}`]({address(name)})" for name in (first, *others)]
+        parts += [f"## Options of {first}", "", f"Of {', '.join(links)}.", ""]
+        parts += [*_option_rows(first, value, shared_arguments(value)), ""]
     parts += [
         "## Codecs",
         "",
@@ -151,57 +149,23 @@ def options() -> str:
     for make, codec_names in families.items():
         fields = CODECS[codec_names[0]].options()
         title = ", ".join(f"`{name}`" for name in codec_names)
-        parts += [f"### {title}", "", _summary(make), ""]
+        parts += [f"### {title}", "", summary(make), ""]
         parts += [*_codec_rows(make, fields), ""] if fields else ["No options.", ""]
     return "\n".join(parts)
 
 
-def public_callables(names: tuple[str, ...]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions and classes of dotted names, of which those of modules stand for their public ones."""
-    for name in names:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            owner, _, attribute = name.rpartition(".")
-            yield name, getattr(importlib.import_module(owner), attribute)
-            continue
-        public = getattr(module, "__all__", None) or [
-            key for key, value in vars(module).items()
-            if not key.startswith("_") and getattr(value, "__module__", None) == name
-        ]  # fmt: skip
-        for key in public:
-            value = getattr(module, key)
-            if inspect.isfunction(value) or (inspect.isclass(value) and _is_made_by_users(value)):
-                yield f"{name}.{key}", value
-
-
-def _is_made_by_users(cls: type) -> bool:
-    """Whether the docstring of a class says how to make one; results, such as reports, have attributes alone."""
-    return re.search(r"^Args:", inspect.getdoc(cls) or "", re.MULTILINE) is not None
-
-
-def option_parameters(value: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters that a caller passes, by name."""
-    return {
-        name: parameter
-        for name, parameter in inspect.signature(value).parameters.items()
-        if name not in ("self", "cls") and not name.startswith("_")
-    }
-
-
-def _option_rows(name: str, value: Callable[..., Any]) -> Iterator[str]:
-    parameters, meanings = option_parameters(value), documented(value)
-    if not parameters:
-        return
+def _option_rows(name: str, value: Callable[..., Any], arguments: Iterable[str]) -> Iterator[str]:
     yield "| argument | type | default | meaning |"
     yield "|---|---|---|---|"
-    for key, parameter in parameters.items():
-        if not meanings.get(key):
-            raise Undocumented(f"{name}: argument {key!r} is not in the docstring")
-        stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(
-            parameter.kind, ""
+    meanings = argument_meanings(name, value)
+    for key in arguments:
+        parameter = option_parameters(value)[key]
+        cells = (
+            f"`{key}`",
+            code_text(type_text(parameter.annotation)),
+            default_text(parameter),
+            cell(meanings[key]),
         )
-        cells = (f"`{stars}{key}`", _type(parameter.annotation), _default(parameter), _cell(meanings[key]))
         yield f"| {' | '.join(cells)} |"
 
 
@@ -212,7 +176,7 @@ def _codec_rows(make: Any, fields: Mapping[str, Any]) -> Iterator[str]:
     for key, field in fields.items():
         if not meanings.get(key):
             raise Undocumented(f"{make.__name__}: option {key!r} is not in the docstring")
-        yield f"| `{key}` | `{_value(field.default)}` | {_cell(field.metadata['valid'])} | {_cell(meanings[key])} |"
+        yield f"| `{key}` | `{value_text(field.default)}` | {cell(field.metadata['valid'])} | {cell(meanings[key])} |"
 
 
 def _shared_words() -> Iterator[str]:
@@ -224,67 +188,10 @@ def _shared_words() -> Iterator[str]:
     for word in words:
         having = [parameters.get(word) for parameters in columns.values()]
         if sum(parameter is not None for parameter in having) > 1:
-            cells = ["" if parameter is None else _default(parameter) or "required" for parameter in having]
+            cells = [
+                "" if parameter is None else default_text(parameter) or "required" for parameter in having
+            ]
             yield f"| `{word}` | {' | '.join(cells)} |"
-
-
-def documented(value: Any) -> dict[str, str]:
-    """The descriptions under ``Args:``, ``Attributes:`` and ``Options:`` of a docstring, by name.
-
-    An attribute may have the name of an argument, which is then the one that is described.
-    """
-    meanings: dict[str, str] = {}
-    sections = _SECTION.findall(inspect.getdoc(value) or "")
-    for _, section in sorted(sections, key=lambda section: section[0] != "Attributes"):
-        indent = len(section) - len(section.lstrip(" "))
-        names: list[str] = []
-        for line in section.splitlines():
-            text = line[indent:]
-            match = re.match(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: \([^)]*\))?:(.*)", text)
-            if match and not text.startswith(" "):
-                names = [name.strip().lstrip("*") for name in match[1].split(",")]
-                meanings |= {name: match[2].strip() for name in names}
-            else:
-                for name in names:
-                    meanings[name] = f"{meanings[name]} {text.strip()}".strip()
-    return meanings
-
-
-def _summary(value: Any) -> str:
-    return _escape((inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " "))
-
-
-def _type(annotation: Any) -> str:
-    if annotation is inspect.Parameter.empty:
-        return ""
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return f"`{re.sub(r'(?:[A-Za-z_]+[.])+', '', text)}`".replace("|", "\\|")
-
-
-def _default(parameter: inspect.Parameter) -> str:
-    if parameter.default is inspect.Parameter.empty:
-        return ""
-    return f"`{_value(parameter.default)}`".replace("|", "\\|")
-
-
-def _value(value: Any) -> str:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        with contextlib.suppress(TypeError):
-            if value == type(value)():
-                return f"{type(value).__name__}()"
-    return re.sub(r"<.*>", "...", value if isinstance(value, str) and not value.strip('"') else repr(value))
-
-
-def _cell(text: str) -> str:
-    return _escape(text).replace("|", "\\|")
-
-
-def _escape(text: str) -> str:
-    """Markdown of a docstring's text: what stands in backticks is code already."""
-    parts = re.split(r"(``.+?``|`.+?`)", re.sub(r":\w+:`", "`", text))
-    return "".join(
-        part if part.startswith("`") else re.sub(r"([\\*_<>\[\]])", r"\\\1", part) for part in parts
-    )
 
 
 # --- command line --------------------------------------------------------------------------------------------------
@@ -307,12 +214,12 @@ def _command(parser: argparse.ArgumentParser) -> str:
         rows = []
         for action in actions:
             if isinstance(action, argparse._SubParsersAction):
-                rows += [f"| `{each.dest}` | {_cell(each.help or '')} |" for each in action._choices_actions]
+                rows += [f"| `{each.dest}` | {cell(each.help or '')} |" for each in action._choices_actions]
                 continue
             name = "/".join(action.option_strings) or action.dest
             if not action.help or action.help == argparse.SUPPRESS:
                 raise Undocumented(f"{parser.prog}: {name} has no help")
-            rows.append(f"| {_invocation(formatter, action)} | {_cell(formatter._expand_help(action))} |")
+            rows.append(f"| {_invocation(formatter, action)} | {cell(formatter._expand_help(action))} |")
         if rows:
             title = ("Arguments", "Options")[number] if number < 2 else f"{group.title}".capitalize()
             parts += [f"**{title}**", "", "| argument | meaning |", "|---|---|", *rows, ""]
@@ -338,7 +245,7 @@ def _preformatted(parser: argparse.ArgumentParser, text: str | None) -> str:
     text = (text or "").strip().replace("%(prog)s", parser.prog).replace("%%", "%")
     if issubclass(parser.formatter_class, argparse.RawDescriptionHelpFormatter) and "\n" in text:
         return f"```text\n{text}\n```"
-    return _escape(" ".join(text.split()))
+    return escape(" ".join(text.split()))
 
 
 def parsers() -> list[argparse.ArgumentParser]:
@@ -371,6 +278,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "environment.md": environment,
     "environment-debug.md": environment_debug,
     "command-line.md": command_line,
+    "api/index.md": api_index,
+    **{f"api/{page}.md": functools.partial(api_page, page) for page in API},
 }
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import inspect
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_LINES = 60
 MANY_ARGUMENTS = 10
 COMPAT = "dtcomm/torch_compat.py"
-API_PAGES = ROOT / "docs" / "reference" / "api"
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -189,23 +189,16 @@ def private_torch_names(
                 yield f"{_relative(path)}:{node.lineno}: {name}"
 
 
+def reference() -> ModuleType:
+    """Return the program that writes the reference pages, docs/reference_pages.py."""
+    if str(ROOT / "docs") not in sys.path:
+        sys.path.append(str(ROOT / "docs"))
+    return importlib.import_module("reference_pages")
+
+
 def public_names() -> list[str]:
-    """Return the names that the pages of the core's reference document."""
-    pages = "\n".join(page.read_text() for page in API_PAGES.glob("*.md"))
-    names = set(re.findall(r"auto(?:class|function|data):: (\S+)", pages))
-    for module, excluded in re.findall(r"automodule:: (\S+)\n(?:   :exclude-members: (.*))?", pages):
-        imported = importlib.import_module(module)
-        listed = getattr(imported, "__all__", None)
-        if listed is None:
-            listed = [
-                name
-                for name, value in vars(imported).items()
-                if not name.startswith("_")
-                and (inspect.isfunction(value) or inspect.isclass(value))
-                and value.__module__ == module
-            ]
-        names.update(f"{module}.{name}" for name in listed if name not in excluded.split(", "))
-    return sorted(name for name in names if not name.startswith("dtcomm.extensions"))
+    """Return the names of the core that the pages of the API document."""
+    return sorted(name for name in reference().public() if not name.startswith("dtcomm.extensions"))
 
 
 def places() -> dict[str, list[str]]:

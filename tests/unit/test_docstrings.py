@@ -1,17 +1,15 @@
 """Every public name is explained: a summary, each argument, the result, and examples that run.
 
-Public are the names in ``__all__`` of the packages that have a page in docs/reference/api, and the single classes and
-functions that such a page names. Examples run on one rank, with ``torch``, ``dist`` and ``dtcomm`` imported.
+Public is what the pages of the API document (`API` in docs/api_pages.py). Examples run on one rank, with ``torch``,
+``dist`` and ``dtcomm`` imported.
 """
 
 from __future__ import annotations
 
 import doctest
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,29 +17,10 @@ import torch
 import torch.distributed as dist
 
 import dtcomm
+from tests.support.structure import reference
 
-API = Path(__file__).parents[2] / "docs" / "reference" / "api"
-PAGES = "\n".join(page.read_text() for page in API.glob("*.md"))
-MODULES = sorted(set(re.findall(r"automodule:: (\S+)", PAGES)))
-SINGLE = sorted(set(re.findall(r"auto(?:class|function):: (\S+)", PAGES)))
 # Functions that must also show an example: what users call first.
 WITH_EXAMPLES = ("dtcomm", "dtcomm.ddp", "dtcomm.fsdp", "dtcomm.tp", "dtcomm.local_sgd", "dtcomm.codecs")
-
-
-def public_objects(module: str) -> Iterator[tuple[str, Any]]:
-    """Return the public functions and classes of a module, with their full names."""
-    imported = importlib.import_module(module)
-    names = getattr(imported, "__all__", None)
-    if names is None:
-        names = [
-            name
-            for name, value in vars(imported).items()
-            if not name.startswith("_") and getattr(value, "__module__", None) == module
-        ]
-    for name in names:
-        value = getattr(imported, name)
-        if inspect.isfunction(value) or inspect.isclass(value):
-            yield f"{module}.{name}", value
 
 
 def public_methods(name: str, cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -52,14 +31,7 @@ def public_methods(name: str, cls: type) -> Iterator[tuple[str, Callable[..., An
             yield f"{name}.{key}", function
 
 
-def resolve(name: str) -> Any:
-    """Return the object of a dotted name."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
-OBJECTS = {name: value for module in MODULES for name, value in public_objects(module)}
-OBJECTS |= {name: resolve(name) for name in SINGLE}
+OBJECTS = dict(reference().public())
 METHODS = {
     name: value
     for key, cls in OBJECTS.items()

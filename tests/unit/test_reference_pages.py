@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
@@ -18,18 +17,18 @@ import dtcomm
 from dtcomm import env
 from dtcomm.cli import main as cli
 from dtcomm.codecs.spec import CODECS
+from tests.support.structure import public_names, reference
 
 ROOT = Path(__file__).parents[2]
 BUILD_SCRIPTS = (ROOT / "setup.py", ROOT / "CMakeLists.txt", ROOT / "Makefile", ROOT / ".ci" / "run")
 
 
+MOST_PUBLIC_NAMES = 150
+
+
 @pytest.fixture(scope="module")
 def pages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference_pages", ROOT / "docs" / "reference_pages.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return reference()
 
 
 def variables_read(path: Path) -> Iterator[str]:
@@ -49,11 +48,21 @@ def variables_read(path: Path) -> Iterator[str]:
             yield name.value
 
 
-@pytest.mark.parametrize("name", ["options.md", "environment.md", "environment-debug.md", "command-line.md"])
+@pytest.mark.parametrize("name", reference().PAGES)
 def test_committed_pages_are_those_of_the_code(pages: ModuleType, name: str) -> None:
     committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
     same = committed == pages.text_of(name)
     assert same, f"docs/reference/{name} differs from the code: run `make reference` and commit the page"
+
+
+def test_every_page_of_the_api_is_generated(pages: ModuleType) -> None:
+    committed = {f"api/{path.name}" for path in (ROOT / "docs" / "reference" / "api").iterdir()}
+    assert committed == {name for name in pages.PAGES if name.startswith("api/")}
+
+
+def test_public_names_are_few() -> None:
+    names = public_names()
+    assert 100 < len(names) <= MOST_PUBLIC_NAMES, "cut names that no page and no example uses"
 
 
 def test_every_variable_is_on_the_page(pages: ModuleType) -> None:
@@ -93,20 +102,23 @@ def test_every_variable_that_the_sources_read_is_registered() -> None:
     assert not unread
 
 
-def test_every_public_argument_is_on_the_page(pages: ModuleType) -> None:
-    page = pages.options()
-    names = [name for section in pages.OPTION_SECTIONS.values() for name in section]
-    callables = dict(pages.public_callables(tuple(names)))
-    assert {"dtcomm.ddp.compress", "dtcomm.fsdp.compress", "dtcomm.tp.compress"} < callables.keys()
-    assert {"dtcomm.fsdp.ShardedOptimizer", "dtcomm.local_sgd.LocalSGD"} < callables.keys()
+def test_every_public_argument_is_explained(pages: ModuleType) -> None:
+    options = pages.options()
+    callables = pages.public()
     functions = {name for name in dtcomm.__all__ if inspect.isfunction(getattr(dtcomm, name))}
-    assert {f"dtcomm.{name}" for name in functions} <= callables.keys()
-    for name, value in callables.items():
-        section = page.partition(f"### {name}\n")[2].partition("\n#")[0]
-        for key, parameter in pages.option_parameters(value).items():
-            (row,) = (line for line in section.splitlines() if re.match(rf"\| `\**{key}` \|", line))
-            *_, default, meaning = re.split(r"(?<!\\)\|", row)[1:-1]
-            assert meaning.strip() and (parameter.default is parameter.empty) == (not default.strip())
+    assert {f"dtcomm.{name}" for name in functions} | set(pages.INTEGRATIONS) < callables.keys()
+    for page, (_, names) in pages.API.items():
+        text = pages.api_page(page)
+        sections = {part.partition("\n")[0]: part for part in re.split(r"^#+ ", text, flags=re.MULTILINE)}
+        for name, value in pages.public_callables(names):
+            for key in pages.option_parameters(value):
+                arguments = sections[name].partition("**Arguments**")[2].partition("\n**")[0]
+                (row,) = re.findall(rf"^- (?:[^:]*, )?`{key}`(?:, [^:]*)?: .+", arguments, re.MULTILINE)
+                if "options.md#options-of-" in row:
+                    assert re.search(rf"^\| `{key}` \|.*\| \S.* \|$", options, re.MULTILINE), (name, key)
+                elif before := re.search(r"as for \[`([\w.]+)`\]", row):
+                    assert f"`{key}`" in sections[before[1]].partition("**Arguments**")[2], (name, key)
+    page = options
     for name, entry in CODECS.items():
         section = page.partition("\n## Codecs\n")[2].partition(f"`{name}`")[2].partition("\n###")[0]
         assert all(f"| `{option}` |" in section for option in entry.options()), name
@@ -139,7 +151,7 @@ def test_what_has_no_description_is_an_error(pages: ModuleType) -> None:
 
     assert pages.documented(function) == {"documented": "A number of a size."}
     with pytest.raises(pages.Undocumented, match=r"somewhere.function: argument 'forgotten'"):
-        list(pages._option_rows("somewhere.function", function))
+        pages.argument_meanings("somewhere.function", function)
     with (
         mock.patch.dict(env.VARIABLES, {"DTCOMM_NEW": env.Variable(default="", meaning=" ")}),
         pytest.raises(pages.Undocumented, match="DTCOMM_NEW has no meaning"),
@@ -155,4 +167,4 @@ def test_what_has_no_description_is_an_error(pages: ModuleType) -> None:
 
 
 def test_text_of_docstrings_becomes_markdown(pages: ModuleType) -> None:
-    assert pages._cell("a | b_c, ``d|_e`` and *f*") == r"a \| b\_c, ``d\|_e`` and \*f\*"
+    assert pages.cell("a | b_c, ``d|_e`` and *f*") == r"a \| b\_c, ``d\|_e`` and \*f\*"
