@@ -98,7 +98,7 @@ def write_prometheus(
 
 
 def write_tensorboard(state: HasMetrics, writer: ScalarWriter, step: int, prefix: str = "dtcomm") -> None:
-    """Write every metric as a scalar, such as ``dtcomm/message_seconds/bucket_0/gradients``.
+    """Write every metric as a scalar, such as "dtcomm/message_seconds/bucket_0/gradients".
 
     In the labels that make up a tag, what TensorBoard does not take in names becomes ``_``.
 
