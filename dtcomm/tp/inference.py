@@ -53,22 +53,16 @@ class AllReduce:
     tensors of the same size and dtype, and end with the same bits. On CUDA, calls are queued on the current stream and
     can be captured in graphs after one call of the same size and dtype.
 
-    How a sum is taken depends on its size alone:
-
-    ==============================  ===========================================================================
-    size                            sum
-    ==============================  ===========================================================================
-    more than ``max_bytes``         refused: ValueError
-    at least ``compress_from``      in ``codec``: two shots, or one on two ranks
-    less, or codec ``none``         uncompressed: one shot, or two above the planner's limit (both have one result)
-    ==============================  ===========================================================================
+    How a sum is taken depends on its size alone. One of more than ``max_bytes`` is a ValueError. One of at least
+    ``compress_from`` is sent in ``codec``, two-shot, or one-shot on two ranks. A smaller one, or one in codec ``none``,
+    is uncompressed: one-shot, or two-shot above the planner's limit, with the same result.
 
     Args:
         group: Process group, or a device mesh with one dimension. Default: all ranks.
         max_bytes: Size of the largest tensor, in bytes. Default: 8 MiB, as in vLLM.
         codec: Codec of large sums, a spec such as ``"int8"``, ``"fp8_e4m3"`` or ``"int4:block=128"``, or a
             `Codec`. Default: ``"none"``.
-        algorithm: ``"one_shot"`` or ``"two_shot"`` for all sizes, or ``"auto"``, as in the table. Default: ``"auto"``.
+        algorithm: ``"one_shot"`` or ``"two_shot"`` for all sizes, or ``"auto"``, as above. Default: ``"auto"``.
         compress_from: Size in bytes from which on the codec is used. Default: None, which asks the planner on the CPU
             (`dtcomm tune` improves its answers); on CUDA it is what `dtcomm tune` has measured for this codec and
             number of ranks, else 4 MiB, below which the kernels of inference engines and NCCL are as fast.
