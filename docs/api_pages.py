@@ -254,13 +254,16 @@ def api_page(page: str) -> str:
 def _described(name: str, value: Any, explained: dict[tuple[str, str], str]) -> str:
     """The signature and the docstring of a function, class or property."""
     parameters = [] if isinstance(value, property) else list(option_parameters(value).values())
+    arguments = bool(parameters)
+    if dataclasses.is_dataclass(value) and not parameters:  # explained under Attributes or Options
+        parameters = list(inspect.signature(value).parameters.values())
     parts = []
     if parameters or not (inspect.isclass(value) or isinstance(value, property)):
         parts.append(f"```py\n{_signature(name.rpartition('.')[2], value, parameters)}\n```")
     text, position = f"{inspect.getdoc(value) or ''}\n", 0
     for match in _SECTION.finditer(text):
         parts.append(_markdown(text[position : match.start()]))
-        if match[1] == "Args" and parameters:
+        if match[1] == "Args" and arguments:
             parts.append("\n".join(["**Arguments**", "", *_arguments(name, value, explained)]))
         else:
             parts.append(_section(match[1], textwrap.dedent(match[3]).strip(), code=bool(match[2])))
@@ -296,7 +299,11 @@ def _signature(name: str, value: Any, parameters: list[inspect.Parameter]) -> st
             words.append("*")
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         hint = f": {type_text(parameter.annotation)}" if type_text(parameter.annotation) else ""
-        default = "" if parameter.default is parameter.empty else f" = {value_text(parameter.default)}"
+        default = (
+            ""
+            if parameter.default is parameter.empty
+            else f" = {value_text(parameter.default) or repr(parameter.default)}"
+        )
         words.append(f"{stars}{parameter.name}{hint}{default}")
     result = "" if inspect.isclass(value) else type_text(inspect.signature(value).return_annotation)
     arrow = f" -> {result}" if result else ""
