@@ -94,8 +94,8 @@ _ARGUMENTS = {
         once, before its final encoding. min and max are valid with codecs none, fp16 and bf16.""",
     "codec": """The codec of the messages: a spec string such as ``"int8"``, a ``Codec``, or ``"A/B"`` with codec A
         inside hosts and B between them.""",
-    "algorithm": """The algorithm's name, one of ``dtcomm.algorithms.available("{collective}")``; ``"direct"`` for the
-        one or two shots that suit the codec; ``"auto"`` for the fastest by prediction or measurement; or a
+    "algorithm": """The algorithm's name, one of ``dtcomm.algorithms.available("{collective}")``; ``"direct"`` for
+        one-shot or two-shot, as suits the codec; ``"auto"`` for the fastest by prediction or measurement; or a
         `dtcomm.schedule.Schedule`, or its text, for the ranks of the group.""",
     "group": "The process group; None is the default group.",
     "async_op": """If True, start the operation and return a ``Work`` at once. The tensors must not be used until the
@@ -106,7 +106,7 @@ _ARGUMENTS = {
         contribution and then overwritten with the error of encoding it. None means no feedback.""",
     "residuals": """Error feedback: for each tensor an fp32 tensor with as many elements as {whole}, or None. See
         ``residual`` of `all_reduce`. None means no feedback.""",
-    "checksum": """If True, every payload travels with its CRC32C, which the receiver verifies. None takes the value of
+    "checksum": """If True, every payload is sent with its CRC32C, which the receiver verifies. None takes the value of
         the variable DTCOMM_CHECKSUM. It is the same on all ranks.""",
 }
 _RETURNS = "None when the result is complete, or a ``Work`` if ``async_op``."

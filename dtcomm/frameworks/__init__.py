@@ -1,7 +1,7 @@
 """Training frameworks: what `dtcomm.ddp.attach` and `dtcomm.fsdp.attach` do in Trainer, Accelerate and Lightning.
 
 They compress the model once the framework has wrapped it, and save and restore the state of compression with the
-framework's own checkpoints. For a model that a program compresses itself, `save_with` does the latter alone.
+framework's own checkpoints. For a model that a program compresses itself, `save_with` does only this.
 
 The frameworks are optional: their objects are recognised by their attributes, and nothing of a framework is imported
 before an object of it is passed. One function here adds the hooks to each framework; `attached` has what they call.

@@ -10,8 +10,8 @@ Experts are distributed evenly and in order: of n ranks, rank r holds the expert
 num_experts / n - 1``. This is the all-to-all scheme of GShard (Lepikhin et al. 2020, arXiv:2006.16668), with or without
 a capacity. examples/moe.py has a layer of these: a router with its losses, experts and their communication.
 
-Tokens travel in fp8 and results in bf16 by default. Both functions are differentiable; each one's gradient travels the
-other's way, in ``backward_codec``. Between ranks on several hosts a token travels once to each host that has some of
+Tokens are sent in fp8 and results in bf16 by default. Both functions are differentiable; each one's gradient goes the
+other's way, in ``backward_codec``. Between ranks on several hosts a token is sent once to each host that has some of
 its experts, as the bytes that its rank encoded, and the results are summed on each host before they return.
 
 On CUDA tensors all index tensors stay on the device. `dispatch` waits for the device once: to learn how many rows to

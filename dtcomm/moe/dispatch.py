@@ -38,8 +38,8 @@ from dtcomm.torch_compat import autograd_apply, exclude_from_compilation
 class Route:
     """Where `dispatch` sent this rank's tokens, which `combine` needs to bring their results back.
 
-    A row is one (token, choice) pair on the rank of its expert. A token travels to a rank once, however many experts it
-    has there; hierarchically it travels once to each host.
+    A row is one (token, choice) pair on the rank of its expert. A token is sent to a rank once, however many experts it
+    has there; hierarchically it is sent once to each host.
 
     Attributes:
         counts: Number of rows of each local expert, in the experts' order.
@@ -154,7 +154,7 @@ def dispatch(
 ) -> tuple[torch.Tensor | EncodedRows, Route]:
     """Send each token to the ranks that hold its experts. Differentiable with respect to ``x``.
 
-    Every token is encoded once, by itself. Its bytes travel once to each rank that has one of its experts, or, if
+    Every token is encoded once, by itself. Its bytes go once to each rank that has one of its experts, or, if
     hierarchical, once to each host, where the rank that receives them passes them on without decoding. Every row is
     decoded from these bytes, those of this rank's own tokens too, so with every codec the rows depend neither on the
     ranks that hold the experts nor on the other tokens.
@@ -164,7 +164,7 @@ def dispatch(
             the device of ``x``.
         capacity: Most rows from this rank to one expert; what exceeds it is dropped and not sent. Ranks with different
             numbers of tokens may pass different ones. Default: no limit.
-        hierarchical: Whether tokens travel first between hosts and then inside them. Default: if there are several
+        hierarchical: Whether tokens go first between hosts and then inside them. Default: if there are several
             hosts and one of them has several ranks.
 
     Returns:
@@ -263,7 +263,7 @@ def combine(outputs: torch.Tensor, route: Route, weights: torch.Tensor | None = 
     """Return the experts' outputs to their tokens' ranks and sum those of each token. Differentiable.
 
     The outputs are weighted on the rank of the experts and summed in fp32: there, then on their host if the route is
-    hierarchical, and then on the token's rank. So between two ranks, or hosts, one row a token travels. Weights go to
+    hierarchical, and then on the token's rank. So between two ranks, or hosts, one row per token is sent. Weights go to
     the experts' ranks first, uncompressed.
 
     Args:

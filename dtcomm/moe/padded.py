@@ -54,7 +54,7 @@ class PaddedRoute:
         rank: This rank in the group.
         codecs: The codecs of tokens, outputs and gradients.
         group: Process group; None is the default group.
-        relays: The hops between and inside hosts; None if rows travel directly.
+        relays: The hops between and inside hosts; None if rows go directly.
     """
 
     capacity: int
@@ -170,7 +170,7 @@ def dispatch_padded(
     """Send each token to the ranks that hold its experts, without waiting for the device. Differentiable in ``x``.
 
     All sizes are known to the host: each rank sends ``capacity`` rows to each expert. Rows that are not in use are
-    zeros and travel, too, and a token travels once for each of its experts. Of more than ``capacity`` rows for one
+    zeros and are sent too, and a token is sent once for each of its experts. Of more than ``capacity`` rows for one
     expert the last ones are dropped, as in GShard.
 
     Args:
@@ -179,8 +179,8 @@ def dispatch_padded(
         capacity: Rows from one rank to one expert. The largest that a rank passes holds for all, so each may compute it
             from its own number of tokens; on CUDA, where the host does not wait, all ranks pass the same. If it is the
             number of tokens, and no token chooses an expert twice, nothing is ever dropped.
-        hierarchical: Whether rows travel first between hosts, to one rank of each, and then inside them: the same rows
-            and the same bytes between hosts, in fewer messages. Default: False, they travel directly.
+        hierarchical: Whether rows go first between hosts, to one rank of each, and then inside them: the same rows
+            and the same bytes between hosts, in fewer messages. Default: False, they go directly.
 
     Returns:
         The rows for this rank's experts, [local experts, ranks * capacity, features], and the route, for

@@ -1,4 +1,4 @@
-"""Tools beside a training run: monitoring, unlike ranks, and layers and optimizers for special cases.
+"""Tools for a training run: monitoring, ranks of different speed, and layers and optimizers for special cases.
 
 - `RunMonitor` reports model FLOPs, shares of axes and slow ranks; `MetricsServer` serves ``metrics()`` to Prometheus.
 - `BalancedSampler` sizes each rank's batches by its speed; `balance` connects it to the state of a DDP model.
